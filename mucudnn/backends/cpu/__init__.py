@@ -1,0 +1,22 @@
+"""The NumPy backend: exact, everywhere. The others are tested against it.
+
+NumPy is imported by `load`, not before, so that a program can still choose its BLAS
+kernels (`blas.prefer_wide_vectors`) after importing this package.
+"""
+
+from mucudnn.backends.base import Backend
+
+__all__ = ["device_count", "load"]
+
+
+def device_count(argument: str) -> int:
+    """One: all cores together."""
+    return 1
+
+
+def load(argument: str, device: int) -> Backend:
+    """The CPU backend."""
+    from mucudnn.backends.cpu.conv import CpuConv
+    from mucudnn.backends.cpu.device import CpuDevice
+
+    return Backend("cpu", CpuDevice(), CpuConv())

@@ -1,0 +1,166 @@
+"""A matrix product over gathered patches: forward, and backward data.
+
+Backward data is a correlation of dy with transposed filters, one for each residue class
+of input positions when the stride is greater than 1.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.conv.carve import Region, carve
+from mucudnn.backends.cpu.conv.gather import (
+    Cut,
+    Gather,
+    Tiling,
+    as_matrix,
+    backward_gathers,
+    forward_gather,
+    grouped,
+)
+from mucudnn.backends.cpu.conv.patches import Patches, matrix_buffer
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.ir.conv import ConvProblem, Direction
+
+__all__ = ["Correlation"]
+
+_LEAST_PIXELS = 256  # below this, BLAS spends its time packing the filter
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One gather, cut into tiles."""
+
+    gather: Gather
+    tiling: Tiling
+    patches: Patches
+
+
+class Correlation:
+    """Lower a tile, multiply it, write it; tiles are independent of each other.
+
+    Args:
+        problem: Forward or backward data.
+        workers: How many threads will share the work.
+        tile_bytes: Patches to lower at a time, about; infinity for all of them at once.
+    """
+
+    def __init__(self, problem: ConvProblem, workers: int, tile_bytes: float) -> None:
+        self._tile_bytes = tile_bytes
+        self._forward = problem.direction is Direction.FORWARD
+        self._groups = problem.groups
+        self._last = problem.layout == "NHWC"
+        self._rank = len(problem.stride)
+        source, dest = problem.x_shape, problem.y_shape
+        gathers = [forward_gather(problem)]
+        if not self._forward:
+            source, dest = dest, source
+            gathers = list(backward_gathers(problem))
+        self._covered = sum(math.prod(g.out_shape) for g in gathers)
+        self._outputs = math.prod(dest[2:])
+        self._parts = [self._part(problem, g, source, workers) for g in gathers]
+        transposed = not self._forward and math.prod(problem.w_shape[2:]) > 1
+        weights = math.prod(problem.w_shape) if transposed else 0
+        pixels = max(part.tiling.pixels for part in self._parts)
+        self._crew = workers
+        dtype = problem.dtype
+        self._own: list[Region] = [
+            *self._largest(part.patches.regions for part in self._parts),
+            ((dest[1] * pixels,), dtype),
+        ]
+        self.regions: list[Region] = [((weights,), dtype), *self._own * workers]
+
+    def _part(
+        self, problem: ConvProblem, gather: Gather, source: Sequence[int], workers: int
+    ) -> _Part:
+        reduction = source[1] * gather.num_taps
+        share = -(-problem.batch * math.prod(gather.out_shape) // workers)
+        fits = self._tile_bytes / (reduction * problem.itemsize)
+        target = int(min(share, max(_LEAST_PIXELS, fits)))
+        tiling = Tiling(problem.batch, gather.out_shape, target)
+        samples, *tile = tiling.largest
+        patches = Patches(
+            gather.axes,
+            source[2:],
+            source[1],
+            samples,
+            tile,
+            self._last,
+            problem.dtype,
+        )
+        return _Part(gather, tiling, patches)
+
+    @staticmethod
+    def _largest(choices: Iterable[list[Region]]) -> list[Region]:
+        return [max(regions) for regions in zip(*choices, strict=True)]
+
+    def run(
+        self,
+        source: Any,
+        w: Any,
+        dest: Any,
+        workspace: Any,
+        workers: Workers,
+        accumulate: bool,
+    ) -> None:
+        weights, *buffers = carve(workspace, self.regions)
+        source = grouped(source, self._groups, 1)
+        dest = grouped(dest, self._groups, 1)
+        if self._covered < self._outputs and not accumulate:
+            dest[...] = 0
+        each = len(self._own)
+        for part in self._parts:
+            matrix = self._weights(w, part.gather, weights)
+            target = dest[(..., *part.gather.outs)]
+
+            def work(
+                worker: int,
+                cut: Cut,
+                part: _Part = part,
+                matrix: Any = matrix,
+                target: Any = target,
+            ) -> None:
+                own = buffers[worker * each : (worker + 1) * each]
+                samples, tile = cut
+                columns = part.patches.lower(source[samples], tile, own)
+                self._product(
+                    matrix, columns, target[(samples, ..., *tile)], own[-1], accumulate
+                )
+
+            workers.each(part.tiling, work)
+
+    def _weights(self, w: Any, gather: Gather, buffer: Any) -> Any:
+        """(groups, outputs, reduction), in the order of the patches."""
+        w = grouped(w[(..., *gather.taps)], self._groups, 0)
+        taps = tuple(range(3, 3 + self._rank))
+        rows, channel = (1, 2) if self._forward else (2, 1)
+        order = (*taps, channel) if self._last else (channel, *taps)
+        ordered = w.transpose(0, rows, *order)
+        if (matrix := as_matrix(ordered, 1, 1 + self._rank)) is not None:
+            return matrix
+        copy, matrix = matrix_buffer(buffer, ordered.shape, 1, by_column=False)
+        np.copyto(copy, ordered)
+        return matrix
+
+    def _product(
+        self, matrix: Any, columns: Any, dest: Any, buffer: Any, accumulate: bool
+    ) -> None:
+        """dest (samples, groups, channels, *tile) (+)= matrix @ columns."""
+        ordered = dest.transpose(1, 2, 0, *range(3, dest.ndim))
+        direct = None if accumulate else as_matrix(ordered, 1, 1 + self._rank)
+        if direct is not None:
+            np.matmul(matrix, columns, out=direct)
+            return
+        result, product = matrix_buffer(
+            buffer, ordered.shape, 1, by_column=self._last
+        )
+        np.matmul(matrix, columns, out=product)
+        if accumulate:
+            np.add(ordered, result, out=ordered)
+        else:
+            np.copyto(ordered, result)
+
+

@@ -1,0 +1,56 @@
+"""cuDNN's FFT_TILING: images in tiles of 32 x 32 points, whatever their size.
+
+The workspace of a tile is fixed, and so is its cost; tiles overlap by what the filter
+spans, so small filters waste little and those that span a tile have no output in it.
+Volumes take tiles of 16 points an axis: 32 would need 32 768 a tile.
+"""
+
+from typing import Any
+
+from mucudnn.backends.cpu.conv.algorithm import Algorithm
+from mucudnn.backends.cpu.conv.geometry import tiled_axis
+from mucudnn.backends.cpu.conv.spectral import Spectral
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.ir.conv import ConvProblem
+
+__all__ = ["ALGORITHM"]
+
+_TILE = {1: 32, 2: 32, 3: 16}
+"""Points an axis, by the number of spatial axes."""
+
+
+def _spectral(problem: ConvProblem) -> Spectral:
+    rank = len(problem.stride)
+    axes = (tiled_axis(problem, i, _TILE[rank]) for i in reversed(range(rank)))
+    return Spectral(problem, tuple(axes))
+
+
+def _excluded(problem: ConvProblem) -> str | None:
+    tile = _TILE[len(problem.stride)]
+    for i, step in enumerate(problem.stride):
+        reach = problem.dilation[i] * (problem.w_shape[2 + i] - 1) + 1
+        if reach + step - 1 > tile:
+            return (
+                f"on spatial axis {i} the filter spans {reach} at a stride of {step}, "
+                f"too much for tiles of {tile} points"
+            )
+    return None
+
+
+def _workspace(problem: ConvProblem, nworkers: int) -> int:
+    return _spectral(problem).workspace(nworkers)
+
+
+def _run(
+    problem: ConvProblem,
+    a: Any,
+    b: Any,
+    out: Any,
+    workspace: Any,
+    workers: Workers,
+    accumulate: bool,
+) -> None:
+    _spectral(problem).run(a, b, out, workspace, workers, accumulate)
+
+
+ALGORITHM = Algorithm("FFT_TILING", _excluded, _workspace, _run)

@@ -1,0 +1,262 @@
+"""Where each tap of a convolution reads, as strides.
+
+All three directions gather patches of one tensor and multiply them by a matrix. Along
+one spatial axis a gather is five integers (`Axis`): output `m` and tap `j` read element
+`start + m * out_step + j * tap_step`. A forward convolution is one gather; backward
+data with stride s is s gathers an axis, one a residue class of input positions, each
+with the filter taps that reach it (so no multiplication by inserted zeros).
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.lib.stride_tricks import as_strided
+
+from mucudnn.ir.conv import ConvProblem
+
+__all__ = [
+    "Axis",
+    "Cut",
+    "Gather",
+    "Tiling",
+    "as_matrix",
+    "backward_gathers",
+    "forward_gather",
+    "grouped",
+    "tap_windows",
+]
+
+Cut = tuple[slice, tuple[slice, ...]]
+"""Samples, and outputs along each spatial axis, of one tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Element read by output m and tap j: start + m * out_step + j * tap_step."""
+
+    start: int
+    out_step: int
+    outs: int
+    tap_step: int
+    taps: int
+
+    def reads(self, m0: int, m1: int) -> range:
+        """Positions from the first to the last that outputs [m0, m1) read."""
+        first = self.start + m0 * self.out_step
+        last = self.start + (m1 - 1) * self.out_step
+        reach = (self.taps - 1) * self.tap_step
+        return range(first + min(0, reach), last + max(0, reach) + 1)
+
+    def inside(self, tap: int, size: int, m0: int, m1: int) -> tuple[int, int]:
+        """Outputs within [m0, m1) whose tap reads inside [0, size)."""
+        at = self.start + tap * self.tap_step
+        low = max(m0, -(at // self.out_step))
+        high = min(m1, (size - 1 - at) // self.out_step + 1)
+        return low, max(low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Patches to read, filter taps to multiply them by, outputs to write.
+
+    Attributes:
+        axes: One a spatial axis.
+        taps: Slices of the filter's kernel axes.
+        outs: Slices of the result's spatial axes.
+    """
+
+    axes: tuple[Axis, ...]
+    taps: tuple[slice, ...]
+    outs: tuple[slice, ...]
+
+    @property
+    def num_taps(self) -> int:
+        """Filter taps per channel."""
+        return math.prod(axis.taps for axis in self.axes)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Outputs along each spatial axis."""
+        return tuple(axis.outs for axis in self.axes)
+
+
+def forward_gather(problem: ConvProblem) -> Gather:
+    """The gather of x for a forward convolution or a filter gradient."""
+    axes = tuple(
+        Axis(-pad, step, outs, dil, k)
+        for pad, step, outs, dil, k in zip(
+            problem.padding,
+            problem.stride,
+            problem.y_shape[2:],
+            problem.dilation,
+            problem.w_shape[2:],
+            strict=True,
+        )
+    )
+    everything = (slice(None),) * len(axes)
+    return Gather(axes, everything, everything)
+
+
+def backward_gathers(problem: ConvProblem) -> Iterator[Gather]:
+    """The gathers of dy for backward data; outputs no tap reaches have none."""
+    choices = [
+        list(_backward_axis(problem, i)) for i in range(len(problem.stride))
+    ]
+    for combination in itertools.product(*choices):
+        axes, taps, outs = zip(*combination, strict=True)
+        yield Gather(tuple(axes), tuple(taps), tuple(outs))
+
+
+def _backward_axis(
+    problem: ConvProblem, i: int
+) -> Iterator[tuple[Axis, slice, slice]]:
+    size, kernel = problem.x_shape[2 + i], problem.w_shape[2 + i]
+    step, dil, pad = problem.stride[i], problem.dilation[i], problem.padding[i]
+    shared = math.gcd(step, dil)
+    for first in range(min(step, size)):
+        reached = [r for r in range(kernel) if (first + pad - r * dil) % step == 0]
+        if not reached:
+            continue
+        start = (first + pad - reached[0] * dil) // step
+        outs = len(range(first, size, step))
+        axis = Axis(start, 1, outs, -(dil // shared), len(reached))
+        yield axis, slice(reached[0], None, step // shared), slice(first, None, step)
+
+
+def grouped(array: Any, groups: int, axis: int) -> Any:
+    """Split a channel axis into (groups, channels of a group); a view."""
+    size, stride = array.shape[axis], array.strides[axis]
+    shape = (*array.shape[:axis], groups, size // groups, *array.shape[axis + 1 :])
+    strides = (
+        *array.strides[:axis],
+        stride * (size // groups),
+        stride,
+        *array.strides[axis + 1 :],
+    )
+    return as_strided(array, shape, strides)
+
+
+def tap_windows(
+    source: Any, axes: Sequence[Axis], tile: Sequence[slice], offset: Sequence[int]
+) -> Any:
+    """A view (…, *taps, *outs of the tile) of source (…, *spatial); nothing is copied.
+
+    Args:
+        source: Holds every element read; its element 0 is position -offset.
+        axes: What to read.
+        tile: Outputs wanted along each axis, with explicit bounds.
+        offset: Along each axis, where position 0 lies in `source`.
+    """
+    lead = source.ndim - len(axes)
+    spatial = source.strides[lead:]
+    corner = source[
+        (
+            ...,
+            *(
+                slice(axis.start + o + t.start * axis.out_step, None)
+                for axis, o, t in zip(axes, offset, tile, strict=True)
+            ),
+        )
+    ]
+    return as_strided(
+        corner,
+        (
+            *source.shape[:lead],
+            *(axis.taps for axis in axes),
+            *(t.stop - t.start for t in tile),
+        ),
+        (
+            *source.strides[:lead],
+            *(axis.tap_step * s for axis, s in zip(axes, spatial, strict=True)),
+            *(axis.out_step * s for axis, s in zip(axes, spatial, strict=True)),
+        ),
+    )
+
+
+def as_matrix(array: Any, rows: int, columns: int) -> Any:
+    """(…, *row axes, *column axes) as (…, row, column) without a copy, or None.
+
+    None also where BLAS could not read the result, so that NumPy would copy it.
+    """
+    lead = array.ndim - rows - columns
+    row = _collapse(array.shape[lead:-columns], array.strides[lead:-columns])
+    column = _collapse(array.shape[-columns:], array.strides[-columns:])
+    if row is None or column is None:
+        return None
+    (m, row_stride), (n, column_stride) = row, column
+    item = array.itemsize
+    if n == 1:  # strides of single elements are free: choose what BLAS accepts
+        column_stride = item
+        row_stride = row_stride if m > 1 else item
+    elif m == 1:
+        row_stride = n * column_stride
+    by_row = column_stride == item and row_stride >= n * item
+    by_column = row_stride == item and column_stride >= m * item
+    if not (by_row or by_column) or row_stride % item or column_stride % item:
+        return None
+    return as_strided(
+        array,
+        (*array.shape[:lead], m, n),
+        (*array.strides[:lead], row_stride, column_stride),
+    )
+
+
+def _collapse(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:
+    """(size, stride) of axes that form one, else None."""
+    size, stride = 1, 0
+    for n, s in zip(reversed(shape), reversed(strides), strict=True):
+        if n == 1:
+            continue
+        if size == 1:
+            stride = s
+        elif s != stride * size:
+            return None
+        size *= n
+    return size, stride
+
+
+class Tiling:
+    """(samples, *outputs) cut into blocks of about `target` elements, in memory order.
+
+    A block is whole along its last axes, partial along one, single along the first.
+    Blocks are worked out when asked for: a list of thousands would be memory too.
+    """
+
+    def __init__(self, batch: int, shape: Sequence[int], target: int) -> None:
+        self._sizes = (batch, *shape)
+        blocks, room = [], max(1, target)
+        for size in reversed(self._sizes):
+            count = -(-size // max(1, room))
+            blocks.append(-(-size // count))
+            room //= size
+        self.largest = tuple(reversed(blocks))
+        self._counts = tuple(
+            -(-size // block)
+            for size, block in zip(self._sizes, self.largest, strict=True)
+        )
+
+    def __len__(self) -> int:
+        return math.prod(self._counts)
+
+    @property
+    def pixels(self) -> int:
+        """Elements of the largest block."""
+        return math.prod(self.largest)
+
+    def __getitem__(self, index: int) -> Cut:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        cut = []
+        for size, block, count in zip(
+            reversed(self._sizes),
+            reversed(self.largest),
+            reversed(self._counts),
+            strict=True,
+        ):
+            index, at = divmod(index, count)
+            cut.append(slice(at * block, min((at + 1) * block, size)))
+        samples, *tile = reversed(cut)
+        return samples, tuple(tile)

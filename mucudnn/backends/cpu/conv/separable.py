@@ -1,0 +1,291 @@
+"""The separable Fourier transform of the tiles of one tensor, both ways.
+
+A tensor is cut into chunks of samples or channels, which are what the workers take
+turns at: a chunk's intermediate arrays stay in the processor's cache. Within a chunk
+the transform walks the spatial axes, the innermost first, and within an axis the tiles.
+No tile is ever copied out of its image: a window of an axis is a matrix with a longer
+row stride, which BLAS takes as it is. Channels-last tensors take one small product a
+pixel line instead of one large product, and need no transposition either.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.conv.carve import Region, carve
+from mucudnn.backends.cpu.conv.dft import (
+    Window,
+    frequencies,
+    halves,
+    merge,
+    planar,
+    split,
+)
+
+__all__ = ["Chunk", "Separable"]
+
+_CHUNK_BYTES = 1 << 20
+"""Of intermediate arrays; about a core's second-level cache."""
+
+_CHANNELS = 16
+"""A chunk smaller than a sample has a multiple of so many channels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Samples and channels of a tensor that are transformed together."""
+
+    samples: slice
+    channels: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many of each."""
+        return (
+            self.samples.stop - self.samples.start,
+            self.channels.stop - self.channels.start,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Separable:
+    """How one tensor (N, C, *spatial) is transformed.
+
+    Sequences run over the spatial axes, the innermost first.
+
+    Attributes:
+        batch: N.
+        channels: C.
+        lengths: Points of the transform.
+        sizes: Size of each axis of the tensor.
+        windows: The tiles of each axis.
+        channels_last: Whether channels are contiguous, rather than the innermost axis.
+        dtype: Data type of the tensor.
+    """
+
+    batch: int
+    channels: int
+    lengths: tuple[int, ...]
+    sizes: tuple[int, ...]
+    windows: tuple[tuple[Window, ...], ...]
+    channels_last: bool
+    dtype: str
+
+    @property
+    def spectrum(self) -> Region:
+        """(frequencies, 2, *tiles, N, C), real and imaginary parts."""
+        tiles = (len(windows) for windows in self.windows)
+        shape = (sum(frequencies(self.lengths)), 2, *tiles, self.batch, self.channels)
+        return shape, self.dtype
+
+    def _states(self, planes: int) -> list[tuple[int, ...]]:
+        """Shapes that enter the axes after the first, as (columns, planes x pixels)."""
+        return [
+            (math.prod(self.lengths[:i]), planes * math.prod(self.sizes[i:]))
+            for i in range(1, len(self.sizes))
+        ]
+
+    def _products(self, planes: int) -> list[tuple[int, ...]]:
+        """Shapes of products with a table that are not a state already."""
+        rank = len(self.sizes)
+        return [
+            (math.prod(self.lengths[: i + 1]), planes * math.prod(self.sizes[i + 1 :]))
+            for i in range(min(1, rank - 1), rank)
+        ]
+
+    def scratch(self, samples: int, channels: int) -> list[Region]:
+        """Intermediate arrays of a chunk: states, products, a tile of the output."""
+        planes = samples * channels
+        widest = max(w.stop - w.start for w in self.windows[0])
+        tile: tuple[int, ...] = (planes * math.prod(self.sizes[1:]) * widest,)
+        shapes = [*self._states(planes), *self._products(planes), tile]
+        return [(shape, self.dtype) for shape in shapes]
+
+    def chunk_shape(self, nworkers: int) -> tuple[int, int]:
+        """Samples and channels of the largest chunk."""
+        plane = sum(math.prod(shape) for shape, _ in self.scratch(1, 1))
+        planes = max(1, _CHUNK_BYTES // (plane * np.dtype(self.dtype).itemsize))
+        if planes >= self.channels:
+            fair = -(-self.batch // nworkers)
+            return min(fair, planes // self.channels), self.channels
+        step = max(1, planes // _CHANNELS) * _CHANNELS
+        return 1, min(step, self.channels)
+
+    def chunks(self, nworkers: int) -> range:
+        """Numbers of all the chunks."""
+        samples, channels = self.chunk_shape(nworkers)
+        return range(-(-self.batch // samples) * -(-self.channels // channels))
+
+    def chunk(self, number: int, nworkers: int) -> Chunk:
+        """One of them."""
+        samples, channels = self.chunk_shape(nworkers)
+        n, c = divmod(number, -(-self.channels // channels))
+        return Chunk(
+            slice(n * samples, min((n + 1) * samples, self.batch)),
+            slice(c * channels, min((c + 1) * channels, self.channels)),
+        )
+
+    def forward(
+        self,
+        tables: Sequence[Any],
+        tensor: Any,
+        spectrum: Any,
+        chunk: Chunk,
+        workspace: Any,
+    ) -> None:
+        """Transform a chunk of `tensor` into its part of `spectrum`."""
+        job = self._job(tables, tensor, spectrum, chunk, workspace)
+        job.forward(0, job.image[None], ())
+
+    def inverse(
+        self,
+        tables: Sequence[Any],
+        spectrum: Any,
+        tensor: Any,
+        chunk: Chunk,
+        workspace: Any,
+        accumulate: bool,
+    ) -> None:
+        """Transform back, into (or onto) a chunk of `tensor`.
+
+        The tables hold the inverse's factors; those of the first axis also the factor 2
+        for conjugate frequencies.
+        """
+        job = self._job(tables, tensor, spectrum, chunk, workspace)
+        for i, window in enumerate(self.windows[0]):
+            job.inverse(0, job.image[None], window, (i,), accumulate)
+
+    def _job(
+        self, tables: Sequence[Any], tensor: Any, spectrum: Any, chunk: Chunk, ws: Any
+    ) -> "_Job":
+        image = tensor[chunk.samples, chunk.channels]
+        rank = len(self.sizes)
+        if self.channels_last:
+            image = image.transpose(0, *range(2, 2 + rank), 1)
+        else:
+            image = image.reshape(-1, *image.shape[2:])
+        regions = self.scratch(*chunk.shape)
+        *arrays, tile = carve(ws, regions)
+        states, products = arrays[: rank - 1], arrays[rank - 1 :]
+        if rank > 1:
+            products.insert(0, states[0])
+        return _Job(
+            self,
+            tables,
+            image,
+            spectrum[..., chunk.samples, chunk.channels],
+            [None, *states],
+            products,
+            tile,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One chunk, with everything it needs at hand.
+
+    Images are (planes, …, size) or, channels last, (samples, …, size, channels); states
+    have an axis of columns in front.
+    """
+
+    plan: Separable
+    tables: Sequence[Any]
+    image: Any
+    spectrum: Any
+    states: Sequence[Any]
+    products: Sequence[Any]
+    tile: Any
+
+    def forward(self, level: int, state: Any, tile: tuple[int, ...]) -> None:
+        """Transform the axes from `level` on, for all their tiles."""
+        lines = self._lines(state, level)
+        table, last = self.tables[level], len(self.tables) - 1
+        r, _ = frequencies(self.plan.lengths[:level])
+        after, _ = frequencies(self.plan.lengths[: level + 1])
+        product = self._product(level, lines.shape)
+        for i, window in enumerate(self.plan.windows[level]):
+            part = lines[:, :, window.start : window.stop]
+            if self.plan.channels_last:
+                np.matmul(
+                    table[:, window.columns], part, out=product.transpose(0, 2, 1, 3)
+                )
+            else:
+                np.matmul(
+                    table[:, window.columns], part.transpose(0, 2, 1), out=product
+                )
+            if level == last:
+                out = self.spectrum[(slice(None), slice(None), *tile, i)]
+                split(self._leaf(product, out), r, halves(out, after))
+                out[:after, 1] = 0
+                continue
+            following = self.states[level + 1].reshape(-1, *product.shape[2:])
+            if level > 0:  # the first product is the next state as it stands
+                split(product, r, planar(following, after))
+            self.forward(level + 1, following, (*tile, i))
+
+    def inverse(
+        self,
+        level: int,
+        state: Any,
+        window: Window,
+        tile: tuple[int, ...],
+        accumulate: bool,
+    ) -> None:
+        """Write one tile of `state` from all the axes after it."""
+        if window.start == window.stop:
+            return
+        lines = self._lines(state, level)
+        product = self._product(level, lines.shape)
+        last = len(self.tables) - 1
+        r, _ = frequencies(self.plan.lengths[:level])
+        after, _ = frequencies(self.plan.lengths[: level + 1])
+        if level == last:
+            source = self.spectrum[(slice(None), slice(None), *tile)]
+            merge(
+                halves(source, after),
+                r,
+                self._leaf(product, source),
+                1.0 if level == 0 else 2.0,
+            )
+        else:
+            following = self.states[level + 1].reshape(-1, *product.shape[2:])
+            for i, inner in enumerate(self.plan.windows[level + 1]):
+                self.inverse(level + 1, following, inner, (*tile, i), False)
+            if level > 0:
+                merge(planar(following, after), r, product, 2.0)
+        self._back(level, product, lines, window, accumulate)
+
+    def _back(
+        self, level: int, product: Any, lines: Any, window: Window, accumulate: bool
+    ) -> None:
+        """The product with the inverse's table, into or onto a window of lines."""
+        table = self.tables[level][:, window.columns]
+        target = out = lines[:, :, window.start : window.stop]
+        if accumulate:
+            target = self.tile[: out.size].reshape(out.shape)
+        if self.plan.channels_last:
+            np.matmul(table.T, product.transpose(0, 2, 1, 3), out=target)
+        else:
+            np.matmul(product.transpose(0, 2, 1), table, out=target)
+        if accumulate:
+            np.add(out, target, out=out)
+
+    def _lines(self, state: Any, level: int) -> Any:
+        """A state as (columns, lines, size) or (columns, lines, size, channels)."""
+        size = self.plan.sizes[level]
+        if self.plan.channels_last:
+            return state.reshape(len(state), -1, size, self.image.shape[-1])
+        return state.reshape(len(state), -1, size)
+
+    def _product(self, level: int, lines: tuple[int, ...]) -> Any:
+        """Room for a table's product with lines of this shape."""
+        columns, count, _, *channels = lines
+        n = self.plan.lengths[level]
+        return self.products[level].reshape(columns, n, count, *channels)
+
+    def _leaf(self, product: Any, spectrum: Any) -> Any:
+        """The last axis's product, its planes as (samples, channels)."""
+        return product.reshape(*product.shape[:2], *spectrum.shape[-2:])

@@ -1,0 +1,166 @@
+"""Winograd convolution, not fused: transform, batched matrix product, transform back.
+
+With V the transformed tiles of the source, U the transformed filter and Y those of dy,
+every value of a tile has its own matrix product: M = V U (forward and, with the filter
+flipped and transposed, backward data) or S = Yᵀ V (backward filter). The last is the
+adjoint of the first: dw = Gᵀ [sum over tiles of (Bᵀ x B) ⊙ (A dy Aᵀ)] G.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.conv import carve
+from mucudnn.backends.cpu.conv.algorithm import Algorithm
+from mucudnn.backends.cpu.conv.winograd_filter import (
+    Filter,
+    filter_region,
+    spare_items,
+)
+from mucudnn.backends.cpu.conv.winograd_plan import Block, Plan, make_plan, pieces
+from mucudnn.backends.cpu.conv.winograd_tiles import Piece, Tiles, pieces_of
+from mucudnn.backends.cpu.conv.winograd_transforms import TAPS
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.ir.conv import ConvProblem, Direction
+
+__all__ = ["ALGORITHM"]
+
+
+def excluded(problem: ConvProblem) -> str | None:
+    """Only stride 1, dilation 1 and 3 taps along every axis."""
+    for name, value, needed in (
+        ("kernel", problem.w_shape[2:], TAPS),
+        ("stride", problem.stride, 1),
+        ("dilation", problem.dilation, 1),
+    ):
+        if any(v != needed for v in value):
+            return f"{name} is {value}, Winograd F(m, 3) needs {needed} on every axis"
+    return None
+
+
+def workspace(problem: ConvProblem, nworkers: int) -> int:
+    """Bytes for the transformed filter and block of tiles, and for the workers."""
+    return carve.nbytes(_regions(problem, make_plan(problem, nworkers), nworkers))
+
+
+def run(
+    problem: ConvProblem,
+    a: Any,
+    b: Any,
+    out: Any,
+    workspace: Any,
+    workers: Workers,
+    accumulate: bool,
+) -> None:
+    """See `RunFn`."""
+    plan = make_plan(problem, workers.count)
+    regions = _regions(problem, plan, workers.count)
+    kernel, inner, outer, spare, even, odd, *bands = carve.carve(workspace, regions)
+    adjoint = problem.direction is Direction.BACKWARD_FILTER
+    half, minimal, scratch = len(bands) // 2, plan.minimal, (even, odd)
+    matrix = minimal.input_matrix()
+    source = Tiles(plan, plan.source, a, matrix, inner, bands[:half], scratch)
+    matrix, image = minimal.output_matrix(), b if adjoint else out
+    result = Tiles(plan, plan.result, image, matrix, outer, bands[half:], scratch)
+    w = Filter(problem, minimal, kernel)
+    if adjoint:
+        _sum_gradient(plan, source, result, w, spare, workers)
+        w.gradient(out, spare, accumulate, workers)
+    else:
+        w.transform(b, workers)
+        _correlate(plan, source, result, w, spare if accumulate else None, workers)
+
+
+ALGORITHM = Algorithm("WINOGRAD_NONFUSED", excluded, workspace, run)
+
+
+Product = tuple[int, slice]
+"""A value of the tiles and some rows of its matrix product."""
+
+
+def _regions(problem: ConvProblem, plan: Plan, nworkers: int) -> list[carve.Region]:
+    """Values of filter, source and result; what each worker needs; band matrices."""
+    dtype = problem.dtype
+    adjoint = problem.direction is Direction.BACKWARD_FILTER
+    spare = spare_items(problem) if adjoint else plan.line_items()
+    even, odd = plan.scratch_items()
+    return [
+        filter_region(problem, plan.minimal),
+        ((plan.block_items(plan.source),), dtype),
+        ((plan.block_items(plan.result),), dtype),
+        ((nworkers, spare), dtype),
+        ((nworkers, even), dtype),
+        ((nworkers, odd), dtype),
+        *plan.band_regions(plan.source, dtype),
+        *plan.band_regions(plan.result, dtype),
+    ]
+
+
+def _correlate(
+    plan: Plan, source: Tiles, result: Tiles, w: Filter, spare: Any, workers: Workers
+) -> None:
+    """Forward and backward data; added to what is there if `spare` is not None."""
+    kernel = w.values()
+    for block in plan.blocks():
+        v, m = (t.values(block, kernel.shape[1]) for t in (source, result))
+
+        def read(worker: int, piece: Piece, block: Block = block) -> None:
+            source.read(block, piece, worker)
+
+        def multiply(_: int, item: Product, v: Any = v, m: Any = m) -> None:
+            value, rows = item
+            _product(v[value, :, rows], kernel[value], m[value, :, rows])
+
+        def write(worker: int, piece: Piece, block: Block = block) -> None:
+            line = None if spare is None else spare[worker]
+            result.write(block, piece, worker, line)
+
+        workers.each(pieces_of(plan, block), read)
+        workers.each(_products(plan, v.shape[2], workers), multiply)
+        workers.each(pieces_of(plan, block), write)
+
+
+def _sum_gradient(
+    plan: Plan, x: Tiles, dy: Tiles, dw: Filter, spare: Any, workers: Workers
+) -> None:
+    """Sum the gradient of the transformed filter over all tiles."""
+    sums = dw.values()
+    for i, block in enumerate(plan.blocks()):
+        v, y = (t.values(block, sums.shape[1]) for t in (x, dy))
+
+        def read(worker: int, piece: Piece, block: Block = block) -> None:
+            x.read(block, piece, worker)
+            dy.read(block, piece, worker)
+
+        def multiply(
+            worker: int, item: Product, v: Any = v, y: Any = y, i: int = i
+        ) -> None:
+            value, rows = item
+            out = sums[value, :, rows]
+            fresh = out
+            if i > 0:
+                fresh = spare[worker, : out.size].reshape(out.shape)
+            _product(y[value, :, :, rows].swapaxes(1, 2), v[value], fresh)
+            if i > 0:
+                np.add(out, fresh, out=out)
+
+        workers.each(pieces_of(plan, block), read)
+        workers.each(_products(plan, sums.shape[2], workers), multiply)
+
+
+def _products(plan: Plan, rows: int, workers: Workers) -> list[Product]:
+    """The matrix products of a block, in parts if there are many workers."""
+    parts = min(rows, -(-4 * workers.count // plan.values))
+    return [
+        (value, slice(start, stop))
+        for value in range(plan.values)
+        for start, stop in pieces(rows, parts)
+    ]
+
+
+def _product(a: Any, b: Any, out: Any) -> None:
+    """Matrix products, one a group."""
+    if a.shape[-1] == 1:
+        np.multiply(a, b, out=out)
+    else:
+        np.matmul(a, b, out=out)

@@ -1,0 +1,102 @@
+"""The transformed filter: (G ⊗ G) w in the workspace, and back for its gradient."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.conv.carve import Region
+from mucudnn.backends.cpu.conv.winograd_transforms import Minimal
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.ir.conv import ConvProblem, Direction
+
+__all__ = ["Filter", "filter_region", "spare_items"]
+
+_LINE = 64
+"""Bytes between the values' planes, which are often a power of two apart: without
+them all values of a filter tap compete for the same cache lines."""
+
+
+def filter_region(problem: ConvProblem, minimal: Minimal) -> Region:
+    """Room for the transformed filter."""
+    values = minimal.points ** (len(problem.w_shape) - 2)
+    k, c_per_group = problem.w_shape[:2]
+    return (values, k * c_per_group + _LINE // problem.itemsize), problem.dtype
+
+
+def spare_items(problem: ConvProblem) -> int:
+    """Items of spare room a worker needs to add gradients up."""
+    k, c_per_group, *kernel = problem.w_shape
+    return max(k, math.prod(kernel)) * c_per_group
+
+
+class Filter:
+    """A filter's values in the workspace.
+
+    They are stored with the channels that are summed over first, (values, C / groups,
+    K) forward and (values, K, C / groups) otherwise, so that no matrix product needs a
+    transposed operand. Channels-last filters can be read along C only, and always take
+    the second form.
+
+    Args:
+        problem: The convolution.
+        minimal: F(m, 3).
+        room: As `filter_region` says.
+    """
+
+    def __init__(self, problem: ConvProblem, minimal: Minimal, room: Any) -> None:
+        self._problem = problem
+        self._forward = problem.direction is Direction.FORWARD
+        self._along_k = self._forward and problem.layout == "NCHW"
+        k, c_per_group, *kernel = problem.w_shape
+        shape = (c_per_group, k) if self._along_k else (k, c_per_group)
+        self._stored = room[:, : k * c_per_group].reshape(len(room), *shape)
+        self._matrix = minimal.kernel_matrix(
+            len(kernel),
+            flip=problem.direction is Direction.BACKWARD_DATA,
+            dtype=problem.dtype,
+        )
+
+    def values(self) -> Any:
+        """(values, groups, channels of the source, of the result); gradients as w."""
+        values, groups = len(self._stored), self._problem.groups
+        if self._along_k:
+            shape = (*self._stored.shape[:2], groups, -1)
+            return self._stored.reshape(shape).swapaxes(1, 2)
+        view = self._stored.reshape(values, groups, -1, self._stored.shape[2])
+        return view.swapaxes(2, 3) if self._forward else view
+
+    def transform(self, w: Any, workers: Workers) -> None:
+        """Fill the values from a filter (K, C / groups, *kernel)."""
+        taps = w.reshape(*w.shape[:2], -1)
+        taps = taps.transpose(1, 2, 0) if self._along_k else taps.transpose(0, 2, 1)
+        out = self._stored.swapaxes(0, 1)
+
+        def part(_: int, start: int, stop: int) -> None:
+            np.matmul(self._matrix, taps[start:stop], out=out[start:stop])
+
+        workers.ranges(len(taps), part)
+
+    def gradient(self, dw: Any, spare: Any, accumulate: bool, workers: Workers) -> None:
+        """Apply the transposed transform to the values, which are a gradient.
+
+        Args:
+            dw: (K, C / groups, *kernel).
+            spare: (workers, `spare_items`).
+            accumulate: Add to `dw` instead of writing it.
+            workers: Who does it.
+        """
+        dw = dw.reshape(*dw.shape[:2], -1)
+        values = self._stored.transpose(1, 2, 0)
+        rows = spare.shape[1] // dw[0].size
+
+        def part(worker: int, start: int) -> None:
+            out, of = dw[start : start + rows], values[start : start + rows]
+            if not accumulate:
+                np.matmul(of, self._matrix, out=out)
+                return
+            fresh = spare[worker, : out.size].reshape(out.shape)
+            np.matmul(of, self._matrix, out=fresh)
+            np.add(out, fresh, out=out)
+
+        workers.each(range(0, len(dw), rows), part)

@@ -1,0 +1,232 @@
+"""Winograd's minimal filtering F(m, 3), and its transforms along whole image axes.
+
+m outputs of a 3-tap correlation cost m + 2 multiplications instead of 3 m:
+y = Aᵀ [(G g) ⊙ (Bᵀ d)] (Winograd 1980; Lavin and Gray 2016, section 4). A tile of
+several dimensions takes each matrix once an axis.
+
+Nothing is gathered into tiles first. `band` widens Bᵀ (or A) to a matrix that maps a
+stretch of an image axis to several tiles at once; overlap, padding and cropping are
+repeats and zeros in it. A transform is then one matrix product an axis, straight from
+and to the caller's tensors, whatever their layout: the products with zeros cost less
+than the copies would.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "MINIMAL",
+    "TAPS",
+    "Minimal",
+    "analyse",
+    "band",
+    "intermediate_items",
+    "synthesise",
+    "window",
+]
+
+TAPS = 3
+"""Filter taps along an axis."""
+
+Rows = tuple[tuple[Fraction, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Minimal:
+    """The exact matrices of F(m, 3).
+
+    Attributes:
+        data: Bᵀ, (m + 2, m + 2): a tile of the input -> its m + 2 values.
+        filter: G, (m + 2, 3): the taps -> their m + 2 values.
+        output: Aᵀ, (m, m + 2): the products -> m outputs.
+    """
+
+    data: Rows
+    filter: Rows
+    output: Rows
+
+    @property
+    def step(self) -> int:
+        """Outputs of a tile, m."""
+        return len(self.output)
+
+    @property
+    def points(self) -> int:
+        """Values of a tile, m + 2."""
+        return len(self.data)
+
+    def input_matrix(self) -> Any:
+        """Bᵀ in float64: (points, reach of a tile in the input)."""
+        return np.array(self.data, np.float64)
+
+    def output_matrix(self) -> Any:
+        """A in float64: (points, outputs of a tile)."""
+        return np.array(self.output, np.float64).T
+
+    def kernel_matrix(self, rank: int, *, flip: bool, dtype: str) -> Any:
+        """The filter's transform over all axes at once, (points^rank, 3^rank).
+
+        Rows count the points with the first axis fastest, as `analyse` leaves them;
+        columns count the taps with the last axis fastest, as filters are stored. `flip`
+        reverses the filter along every axis. In Fortran order, as BLAS multiplies this
+        small shape faster that way.
+        """
+        g: Any = np.array(self.filter, np.float64)
+        full = g
+        for _ in range(rank - 1):
+            full = np.kron(full, g)
+        full = full.reshape(*[self.points] * rank, -1)
+        rows = full.transpose(*reversed(range(rank)), rank).reshape(-1, TAPS**rank)
+        return np.asfortranarray(rows[:, ::-1] if flip else rows, dtype)
+
+
+def _rows(text: str) -> Rows:
+    return tuple(
+        tuple(Fraction(item) for item in line.split()) for line in text.split(";")
+    )
+
+
+MINIMAL = {
+    2: Minimal(
+        data=_rows("1 0 -1 0; 0 1 1 0; 0 -1 1 0; 0 1 0 -1"),
+        filter=_rows("1 0 0; 1/2 1/2 1/2; 1/2 -1/2 1/2; 0 0 1"),
+        output=_rows("1 1 1 0; 0 1 -1 -1"),
+    ),
+    4: Minimal(
+        data=_rows(
+            "4 0 -5 0 1 0; 0 -4 -4 1 1 0; 0 4 -4 -1 1 0;"
+            "0 -2 -1 2 1 0; 0 2 -1 -2 1 0; 0 4 0 -5 0 1"
+        ),
+        filter=_rows(
+            "1/4 0 0; -1/6 -1/6 -1/6; -1/6 1/6 -1/6;"
+            "1/24 1/12 1/6; 1/24 -1/12 1/6; 0 0 1"
+        ),
+        output=_rows("1 1 1 1 1 0; 0 1 -1 2 -2 0; 0 1 1 4 4 0; 0 1 -1 8 -8 1"),
+    ),
+}
+"""F(2, 3) and F(4, 3) by outputs a tile (Lavin and Gray 2016, section 4)."""
+
+
+def window(
+    tiles: tuple[int, int], step: int, reach: int, pad: int, size: int
+) -> tuple[int, int]:
+    """Start and stop of the stretch of an axis that a range of tiles reads.
+
+    Tile t reads `reach` items from `t * step - pad` on; the axis has `size`. The
+    stretch is empty where the tiles see padding only.
+    """
+    start = max(0, tiles[0] * step - pad)
+    stop = min(size, (tiles[1] - 1) * step - pad + reach)
+    return min(start, size), max(stop, min(start, size))
+
+
+def band(
+    out: Any, matrix: Any, tiles: tuple[int, int], step: int, pad: int, start: int
+) -> None:
+    """Write the matrix that applies `matrix` to every tile of a range.
+
+    Args:
+        out: (points * tiles, stretch of the axis); rows with the tile fastest.
+        matrix: (points, reach).
+        tiles: First tile and the one after the last.
+        step: Distance between tiles.
+        pad: Zeros before the axis; negative where the axis is cropped.
+        start: Where on the axis the stretch begins.
+    """
+    out[...] = 0
+    count, reach = tiles[1] - tiles[0], matrix.shape[1]
+    for t in range(count):
+        first = (tiles[0] + t) * step - pad - start
+        low, high = max(0, first), min(out.shape[1], first + reach)
+        if low < high:
+            out[t::count, low:high] = matrix[:, low - first : high - first]
+
+
+def intermediate_items(
+    points: int, tiles: Sequence[int], spans: Sequence[int], channels: int
+) -> tuple[int, int]:
+    """Items that `analyse` and `synthesise` need in each of their scratch arrays.
+
+    Args:
+        points: m + 2.
+        tiles: Tiles an axis.
+        spans: Length an axis of the stretch of the image.
+        channels: Channels of the image.
+    """
+    need = [0, 0]
+    for axis in range(1, len(tiles)):
+        values = points ** (len(tiles) - axis) * math.prod(tiles[axis:])
+        need[axis % 2] = max(
+            need[axis % 2], math.prod(spans[:axis]) * values * channels
+        )
+    return need[0], need[1]
+
+
+def analyse(
+    image: Any, bands: Sequence[Any], points: int, out: Any, scratch: Sequence[Any]
+) -> None:
+    """Transform every tile of an image: one matrix product an axis, last axis first.
+
+    Args:
+        image: (*spatial, channels), of any strides.
+        bands: (points * tiles, spatial) an axis.
+        points: m + 2.
+        out: (points^(rank - 1), points * tiles of axis 0, tiles of the others *
+            channels), where the points of the last axis count slowest.
+        scratch: Two flat arrays of `intermediate_items`, used in turns.
+    """
+    state = image[..., None, :, :]
+    for axis in range(len(bands) - 1, 0, -1):
+        *lead, done, _, columns = state.shape
+        rows = len(bands[axis])
+        target = _cut(scratch[axis % 2], (*lead, done, rows, columns))
+        np.matmul(bands[axis], state, out=target)
+        merged = (*lead, done * points, rows // points * columns)
+        state = target.reshape(merged).swapaxes(-3, -2)
+    np.matmul(bands[0], state, out=out)
+
+
+def synthesise(
+    values: Any,
+    bands: Sequence[Any],
+    points: int,
+    image: Any,
+    scratch: Sequence[Any],
+    row: Any,
+) -> None:
+    """Turn products back into an image: `analyse` transposed, first axis first.
+
+    Args:
+        values: As `analyse` leaves them.
+        bands: (points * tiles, spatial) an axis, for the image's axes.
+        points: m + 2.
+        image: (*spatial, channels), of any strides; overwritten.
+        scratch: Two flat arrays of `intermediate_items`, used in turns.
+        row: None, or room for one line of the image along its last axis, (spatial,
+            channels): the result is then added to the image.
+    """
+    state = values
+    for axis, matrix in enumerate(bands[:-1]):
+        *lead, left, _, columns = state.shape
+        rows = matrix.shape[1]
+        target = _cut(scratch[(axis + 1) % 2], (*lead, rows, left, columns))
+        np.matmul(matrix.T, state, out=target.swapaxes(-3, -2))
+        tiles = len(bands[axis + 1]) // points
+        state = target.reshape(
+            *lead, rows, left // points, points * tiles, columns // tiles
+        )
+    if row is None:
+        np.matmul(bands[-1].T, state, out=image[..., None, :, :])
+        return
+    for index in np.ndindex(image.shape[:-2]):
+        np.matmul(bands[-1].T, state[index][0], out=row)
+        image[index] += row
+
+
+def _cut(flat: Any, shape: Sequence[int]) -> Any:
+    return flat[: math.prod(shape)].reshape(shape)

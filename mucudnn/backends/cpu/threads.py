@@ -1,0 +1,126 @@
+"""All cores on one convolution.
+
+The kernels split their own work and call single-threaded BLAS from each thread, so
+that copies and transforms run in parallel too, not only the matrix products.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+__all__ = ["Workers"]
+
+T = TypeVar("T")
+
+_UFUNC_BUFFER = 256
+"""Elements that a ufunc may buffer: NumPy's default would be memory unaccounted for."""
+
+
+class _SerialBlas:
+    """Limit BLAS to one thread while any convolution runs; re-entrant, shared."""
+
+    def __init__(self) -> None:
+        self._libraries = (
+            ThreadpoolController().select(user_api="blas").lib_controllers
+        )
+        self._lock = threading.Lock()
+        self._users = 0
+        self._saved: list[int] = []
+        self.num_threads = max(
+            (lib.num_threads for lib in self._libraries), default=1
+        )
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._saved = [lib.num_threads for lib in self._libraries]
+                for lib in self._libraries:
+                    lib.set_num_threads(1)
+            self._users += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                for lib, n in zip(self._libraries, self._saved, strict=True):
+                    lib.set_num_threads(n)
+
+
+class _Queue(Iterator[T]):
+    """An iterator that threads may share."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = iter(items)
+        self._lock = threading.Lock()
+
+    def __next__(self) -> T:
+        with self._lock:
+            return next(self._items)
+
+
+class Workers:
+    """A fixed crew of threads, the caller's included.
+
+    Args:
+        count: Threads; as many as the BLAS library has if not given, so that
+            `OMP_NUM_THREADS` and `OPENBLAS_NUM_THREADS` are obeyed.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        self._blas = _SerialBlas()
+        self.count = count or self._blas.num_threads
+        self._pool = (
+            ThreadPoolExecutor(self.count - 1, thread_name_prefix="mucudnn")
+            if self.count > 1
+            else None
+        )
+
+    def each(
+        self,
+        items: Iterable[T],
+        fn: Callable[[int, T], None],
+        at_most: int | None = None,
+    ) -> None:
+        """Call `fn(worker, item)` once an item; idle workers take the next one.
+
+        `worker` is below `at_most` (or `count`) and belongs to one thread at a time: it can
+        index private buffers. Which worker gets which item is not determined: results
+        must not depend on it. The first exception is re-raised after all have stopped.
+        """
+        queue = _Queue(items)
+
+        def drain(worker: int) -> None:
+            before = np.setbufsize(_UFUNC_BUFFER)
+            try:
+                for item in queue:
+                    fn(worker, item)
+            finally:
+                np.setbufsize(before)
+
+        with self._blas:
+            if self._pool is None:
+                drain(0)
+                return
+            crew = min(self.count, at_most or self.count)
+            futures = [self._pool.submit(drain, i) for i in range(1, crew)]
+            try:
+                drain(0)
+            finally:
+                errors = [f.exception() for f in futures]
+            for error in errors:
+                if error is not None:
+                    raise error
+
+    def ranges(self, total: int, fn: Callable[[int, int, int], None]) -> None:
+        """Call `fn(worker, start, stop)` once a worker, over equal shares of `total`.
+
+        The split depends on `total` and `count` only.
+        """
+        step = -(-total // self.count)
+        shares = [(i, min(i + step, total)) for i in range(0, total, step)]
+        indexed = list(enumerate(shares))
+        self.each(indexed, lambda _, item: fn(item[0], item[1][0], item[1][1]))

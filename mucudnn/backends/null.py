@@ -1,0 +1,69 @@
+"""A backend that computes nothing and knows what it would have cost.
+
+Plans for huge problems run here in milliseconds; unit tests of the runtime run here
+by default. Its devices are as many as a test wants, each with a clock of its own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mucudnn.backends.base import Backend
+from mucudnn.backends.virtual import (
+    VirtualArray as NullArray,
+    VirtualDevice as NullDevice,
+)
+from mucudnn.errors import BackendError, UnsupportedError
+from mucudnn.ir.conv import ConvProblem
+
+__all__ = ["NullArray", "NullConv", "NullDevice", "device_count", "load"]
+
+_DEVICES = 8
+_MS_PER_SAMPLE = {"SLOW": 1.0, "FAST": 0.4}
+_LAUNCH_MS = 0.1
+_FAST_BYTES_PER_SAMPLE = 1024
+
+
+class NullConv:
+    """Two made-up algorithms: small and slow, large and fast."""
+
+    def __init__(self, device: NullDevice) -> None:
+        self._device = device
+
+    def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
+        """Workspace grows with the batch for the fast one."""
+        return [("SLOW", 0), ("FAST", _FAST_BYTES_PER_SAMPLE * problem.batch)]
+
+    def excluded(self, problem: ConvProblem) -> Sequence[tuple[str, str]]:
+        """Nothing is too hard for doing nothing."""
+        return ()
+
+    def run(
+        self,
+        problem: ConvProblem,
+        algo: str,
+        a: Any,
+        b: Any,
+        out: Any,
+        workspace: Any,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """Only time passes."""
+        if algo not in _MS_PER_SAMPLE:
+            raise UnsupportedError(f"null backend has no algorithm {algo!r}")
+        if algo == "FAST":
+            needed = _FAST_BYTES_PER_SAMPLE * problem.batch
+            if workspace is None or workspace.shape[0] < needed:
+                raise BackendError(f"FAST needs {needed} bytes of workspace")
+        self._device.advance(problem.batch * _MS_PER_SAMPLE[algo] + _LAUNCH_MS)
+
+
+def device_count(argument: str) -> int:
+    """As many as a test could want."""
+    return _DEVICES
+
+
+def load(argument: str, device: int) -> Backend:
+    """A fresh null backend with its own clock."""
+    null = NullDevice()
+    return Backend("null", null, NullConv(null))

@@ -1,0 +1,73 @@
+"""A device without memory whose clock is moved by hand.
+
+Backends that compute nothing share it: what differs is who says how long things take.
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
+
+__all__ = ["VirtualArray", "VirtualDevice"]
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualArray:
+    """A shape without contents; slices of the first axis are taken for free."""
+
+    shape: tuple[int, ...]
+    dtype: str = "uint8"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it would take."""
+        return math.prod(self.shape) * ITEMSIZE.get(self.dtype, 1)
+
+    def __getitem__(self, window: slice) -> "VirtualArray":
+        length = len(range(*window.indices(self.shape[0])))
+        return VirtualArray((length, *self.shape[1:]), self.dtype)
+
+
+class VirtualDevice:
+    """Counts bytes; its clock moves only when a kernel runs.
+
+    The clock is a fraction: the time between two marks is exactly what passed between
+    them, whatever the time of day.
+    """
+
+    def __init__(self, fingerprint: str = "null") -> None:
+        self.fingerprint = fingerprint
+        self._now_ms = Fraction(0)
+
+    @property
+    def now_ms(self) -> float:
+        """The virtual time."""
+        return float(self._now_ms)
+
+    def advance(self, ms: float) -> None:
+        """Let time pass."""
+        self._now_ms += Fraction(ms)
+
+    def allocate(self, nbytes: int) -> VirtualArray:
+        """No memory, of the right size."""
+        return VirtualArray((nbytes,))
+
+    def view(self, buffer: VirtualArray, offset: int, spec: TensorSpec) -> VirtualArray:
+        """Part of nothing."""
+        return VirtualArray(spec.shape, spec.dtype)
+
+    def dense(self, array: VirtualArray) -> VirtualArray:
+        """Nothing is always densely packed."""
+        return array
+
+    def randomize(self, array: VirtualArray) -> None:
+        """Nothing to fill."""
+
+    def record(self) -> Fraction:
+        """This point in virtual time."""
+        return self._now_ms
+
+    def elapsed_ms(self, start: Fraction, stop: Fraction) -> float:
+        """Virtual difference."""
+        return float(stop - start)

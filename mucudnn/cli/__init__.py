@@ -1,0 +1,16 @@
+"""The command line: one file a command.
+
+Nothing here imports NumPy before a command runs: the BLAS library underneath takes its
+choice of kernels from the environment, once, when it is loaded.
+"""
+
+from mucudnn.cli.app import main
+from mucudnn.cli.cache import cache
+from mucudnn.cli.explain import explain
+from mucudnn.cli.info import info
+from mucudnn.cli.tune import tune
+
+__all__ = ["main"]
+
+for _command in (tune, explain, cache, info):
+    main.add_command(_command)

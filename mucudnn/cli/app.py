@@ -1,0 +1,125 @@
+"""The command group, and how a command ends.
+
+0: done. 2: something asked for cannot be had; one line on the error stream says what.
+130: Ctrl-C. A reader that closes the pipe early ends the command in silence.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, NoReturn, TextIO
+
+import click
+
+from mucudnn.backends.cpu.blas import prefer_wide_vectors
+from mucudnn.errors import MucudnnError
+
+__all__ = ["BadInputError", "Commands", "bad_input", "main"]
+
+_INTERRUPTED = 130
+_CLOSED_PIPE = 1
+
+
+class BadInputError(click.ClickException):
+    """What was asked for cannot be had."""
+
+    exit_code = 2
+
+
+@contextlib.contextmanager
+def bad_input() -> Iterator[None]:
+    """Around code that interprets what the user wrote: its complaints are theirs."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as e:
+        raise BadInputError(str(e)) from e
+
+
+class Commands(click.Group):
+    """A group that lists its commands when it is asked for none, or an unknown one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command to run."""
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            valid = ", ".join(self.list_commands(ctx))
+            raise BadInputError(f"unknown command {args[0]!r}; choose one of: {valid}")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, or say which there are."""
+        result = super().invoke(ctx)
+        if ctx.invoked_subcommand is None:
+            click.echo(ctx.get_help())
+        return result
+
+
+class _OneLineErrors(Commands):
+    """The outermost group: commands fail with one line, never with a traceback."""
+
+    def main(self, *args: Any, **options: Any) -> NoReturn:
+        """Run and exit; see the exit codes above."""
+        options["standalone_mode"] = False
+        logging.getLogger("mucudnn").addHandler(logging.NullHandler())
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = _one_line
+                code = super().main(*args, **options)
+        except click.ClickException as e:
+            message = " ".join(e.format_message().split())
+            click.echo(f"mucudnn: error: {message}", err=True)
+            sys.exit(2)
+        except click.Abort:
+            sys.exit(_INTERRUPTED)
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command and write out what it printed."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _discard_output()
+            ctx.exit(_CLOSED_PIPE)
+        except OSError as e:
+            _discard_output()
+            raise BadInputError(str(e)) from e
+        except (MucudnnError, MemoryError) as e:
+            raise BadInputError(str(e) or type(e).__name__) from e
+        return result
+
+
+def _one_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    click.echo(f"mucudnn: warning: {' '.join(str(message).split())}", err=True)
+
+
+def _discard_output() -> None:
+    """Let what is buffered go nowhere, or the interpreter fails on its way out."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@click.group(
+    cls=_OneLineErrors,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="mucudnn", message="%(package)s %(version)s")
+def main() -> None:
+    """Measure every convolution algorithm at every micro-batch size, and plan."""
+    prefer_wide_vectors()

@@ -1,0 +1,100 @@
+"""`mucudnn explain`: why a convolution is divided as it is."""
+
+from typing import Any
+
+import click
+
+from mucudnn.cli.app import BadInputError
+from mucudnn.cli.options import (
+    LayerQuery,
+    byte_size,
+    json_option,
+    layer_options,
+    tuner_options,
+)
+from mucudnn.cli.output import emit
+from mucudnn.cli.tune import make_tuner
+from mucudnn.suites import Layer
+
+__all__ = ["explain"]
+
+
+@click.command()
+@click.argument("source", metavar="[SUITE | FILE.csv]", required=False)
+@click.argument("name", metavar="[LAYER]", required=False)
+@layer_options(default_directions="forward")
+@click.option(
+    "--workspace-limit",
+    type=byte_size,
+    metavar="SIZE",
+    help="Bytes a convolution may use.",
+)
+@tuner_options
+@json_option
+def explain(
+    *,
+    source: str | None,
+    name: str | None,
+    problems: tuple[str, ...],
+    directions: tuple[Any, ...],
+    batch: int | None,
+    dtype: str | None,
+    layout: str | None,
+    time_limit: float | None,
+    json_file: str | None,
+    **settings: Any,
+) -> None:
+    """Plan a layer of a suite (its name or number), or a problem, and say why."""
+    sources = () if source is None else (source,)
+    query = LayerQuery(sources, problems, directions, batch, dtype, layout)
+    layers = _chosen(query.layers(), name)
+    from mucudnn.ir.serial import plan_to_dict
+    from mucudnn.report.words import DIRECTIONS, problem_text
+    from mucudnn.runtime.comparison import in_directions
+
+    tuner = make_tuner(settings)
+    found = []
+    with tuner.cache:
+        asked = in_directions(layers, directions)
+        for layer in asked:
+            share = None if time_limit is None else time_limit / len(asked)
+            tuner.measure(layer.problem, time_limit_s=share)
+            (plan,) = tuner.plan([layer.problem])
+            found.append((layer, plan, tuner.explain(plan)))
+
+    def show() -> None:
+        for layer, _, text in found:
+            way = DIRECTIONS[layer.problem.direction]
+            click.echo(f"{layer.name}, {way}: {problem_text(layer.problem)}")
+            click.echo(f"{text.rstrip()}\n")
+
+    data = {
+        "schema": 1,
+        "backend": tuner.backend.name,
+        "fingerprint": tuner.backend.device.fingerprint,
+        "workspace_limit": tuner.workspace_limit,
+        "layers": [
+            {
+                "name": layer.name,
+                "direction": layer.problem.direction.value,
+                "plan": plan_to_dict(plan),
+                "text": text,
+            }
+            for layer, plan, text in found
+        ],
+    }
+    emit(json_file, data, show)
+
+
+def _chosen(layers: tuple[Layer, ...], name: str | None) -> tuple[Layer, ...]:
+    if name is None:
+        return layers
+    by_number = {str(i): layer for i, layer in enumerate(layers, start=1)}
+    by_name = {layer.name: layer for layer in layers}
+    layer = by_name.get(name) or by_number.get(name)
+    if layer is None:
+        raise BadInputError(
+            f"no layer {name!r}; choose a number from 1 to {len(layers)} or one of: "
+            f"{', '.join(by_name)}"
+        )
+    return (layer,)

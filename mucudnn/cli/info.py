@@ -1,0 +1,103 @@
+"""`mucudnn info`: what this machine has, and why a backend is missing."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import click
+
+from mucudnn.cli.options import cache_option, json_option, open_cache
+from mucudnn.cli.output import emit
+from mucudnn.errors import MucudnnError
+from mucudnn.report.words import bytes_text
+
+__all__ = ["info"]
+
+_LIBRARIES = ("mucudnn", "numpy", "pulp", "click", "rich", "platformdirs")
+
+
+@click.command()
+@cache_option
+@json_option
+def info(cache_path: str | None, json_file: str | None) -> None:
+    """Backends and devices, versions, BLAS kernels, threads, the cache."""
+    data: dict[str, Any] = {
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "versions": {name: _version(name) for name in _LIBRARIES},
+        "backends": _backends(),
+        "blas": _blas(),
+        "cache": _cache(cache_path),
+    }
+    emit(json_file, data, lambda: _show(data))
+
+
+def _show(data: dict[str, Any]) -> None:
+    click.echo(f"python       {data['python']}")
+    for name, number in data["versions"].items():
+        click.echo(f"{name:<12} {number}")
+    for backend in data["backends"]:
+        click.echo(f"backend      {backend['name']}: {backend['status']}")
+    for blas in data["blas"]:
+        click.echo(
+            f"blas         {blas['library']} {blas['version']}, kernels for "
+            f"{blas['kernels']}, {blas['threads']} threads"
+        )
+    cache = data["cache"]
+    click.echo(
+        f"cache        {cache['path']}: {cache['measurements']} measurements of "
+        f"{cache['devices']} devices, {bytes_text(cache['bytes'])}"
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _backends() -> list[dict[str, Any]]:
+    from mucudnn.backends import backend_names, device_count, get_backend
+
+    found = []
+    for name in backend_names():
+        if name == "recorded":
+            status, devices = "replays a file: --backend recorded:FILE", 0
+        else:
+            try:
+                devices = device_count(name)
+                status = get_backend(name).device.fingerprint
+                if devices > 1:
+                    status += f", {devices} devices"
+            except MucudnnError as e:
+                status, devices = f"unavailable: {e}", 0
+        found.append({"name": name, "status": status, "devices": devices})
+    return found
+
+
+def _blas() -> list[dict[str, Any]]:
+    from threadpoolctl import threadpool_info
+
+    return [
+        {
+            "library": entry["internal_api"],
+            "version": entry["version"],
+            "kernels": entry.get("architecture", "an unknown processor"),
+            "threads": entry["num_threads"],
+        }
+        for entry in threadpool_info()
+        if entry["user_api"] == "blas"
+    ]
+
+
+def _cache(cache_path: str | None) -> dict[str, Any]:
+    with open_cache(cache_path) as cache:
+        devices = cache.summary()
+        path = cache.path
+    size = path.stat().st_size if path is not None and path.exists() else 0
+    return {
+        "path": str(path or "memory"),
+        "bytes": size,
+        "devices": len(devices),
+        "measurements": sum(device.rows for device in devices),
+    }

@@ -1,0 +1,1 @@
+"""What: frozen values that the other layers exchange. Standard library only."""

@@ -1,0 +1,335 @@
+"""Convolutions as data: the problem, what it costs, and how to run it.
+
+Shapes are always written (N, C, *spatial) and (K, C // groups, *kernel); `layout`
+says how such a tensor is stored. Convolution means cross-correlation, as in cuDNN's
+`CUDNN_CROSS_CORRELATION` and in every deep-learning framework.
+"""
+
+import enum
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
+
+__all__ = ["LAYOUTS", "AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "PerfTable"]
+
+LAYOUTS = ("NCHW", "NHWC")
+"""Storage orders, named by their 2-D case: channels first and channels last."""
+
+
+class Direction(enum.Enum):
+    """Which of the three convolution kernels of a training step."""
+
+    FORWARD = "forward"
+    BACKWARD_DATA = "backward_data"
+    BACKWARD_FILTER = "backward_filter"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class ConvProblem:
+    """One convolution kernel call, minus the data. Hashable: it is the cache key.
+
+    Attributes:
+        x_shape: Input as (N, C, *spatial) with 1, 2 or 3 spatial sizes.
+        w_shape: Filter as (K, C // groups, *kernel).
+        stride: Step of the filter, one a spatial axis (an int means all alike).
+        padding: Zeros at both ends of each spatial axis.
+        dilation: Distance between the filter's taps.
+        groups: Independent convolutions over slices of the channels.
+        dtype: Data type of all three tensors.
+        layout: How tensors are stored: `NCHW` (channels first, for any rank) or
+            `NHWC` (channels last: x as (N, *spatial, C), w as (K, *kernel, C)).
+    """
+
+    direction: Direction
+    x_shape: tuple[int, ...]
+    w_shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    dtype: str
+    layout: str
+
+    def __init__(
+        self,
+        *,
+        direction: Direction,
+        x_shape: Sequence[int],
+        w_shape: Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        dtype: str = "float32",
+        layout: str = "NCHW",
+    ) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: A field is out of range or two fields contradict each other;
+                the message shows both.
+            TypeError: A size is not an integer.
+        """
+        if not isinstance(direction, Direction):
+            valid = ", ".join(f"Direction.{d.name}" for d in Direction)
+            raise TypeError(f"direction is {direction!r}; choose one of: {valid}")
+        if dtype not in ITEMSIZE:
+            raise ValueError(
+                f"unknown dtype {dtype!r}; choose one of: {', '.join(ITEMSIZE)}"
+            )
+        if layout not in LAYOUTS:
+            raise ValueError(
+                f"unknown layout {layout!r}; choose one of: {', '.join(LAYOUTS)}"
+            )
+        x = _sizes("x_shape", x_shape, least=1)
+        w = _sizes("w_shape", w_shape, least=1)
+        if not 3 <= len(x) <= 5:
+            raise ValueError(
+                f"x_shape {x} has {len(x) - 2} spatial axes; 1, 2 or 3 are supported"
+            )
+        if len(w) != len(x):
+            raise ValueError(f"w_shape {w} has {len(w)} axes, x_shape {x} has {len(x)}")
+        values: dict[str, object] = {
+            "direction": direction,
+            "x_shape": x,
+            "w_shape": w,
+            "stride": _per_axis("stride", stride, len(x) - 2, least=1),
+            "padding": _per_axis("padding", padding, len(x) - 2, least=0),
+            "dilation": _per_axis("dilation", dilation, len(x) - 2, least=1),
+            "groups": _size("groups", groups, least=1),
+            "dtype": dtype,
+            "layout": layout,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._check_channels()
+        self._check_output()
+
+    def _check_channels(self) -> None:
+        c, k, expected = self.x_shape[1], self.w_shape[0], self.w_shape[1]
+        if c != expected * self.groups:
+            raise ValueError(
+                f"x_shape {self.x_shape} has {c} channels, but w_shape {self.w_shape} "
+                f"expects {expected} x {self.groups} groups = {expected * self.groups}"
+            )
+        if k % self.groups:
+            raise ValueError(
+                f"{k} output channels (w_shape {self.w_shape}) do not divide into "
+                f"{self.groups} groups"
+            )
+
+    def _check_output(self) -> None:
+        for i, out in enumerate(self.y_shape[2:]):
+            if out < 1:
+                reach = self.dilation[i] * (self.w_shape[2 + i] - 1) + 1
+                have = self.x_shape[2 + i] + 2 * self.padding[i]
+                raise ValueError(
+                    f"empty output {self.y_shape}: on spatial axis {i} the filter "
+                    f"spans {reach}, the padded input only {have}"
+                )
+
+    @property
+    def batch(self) -> int:
+        """Mini-batch size N."""
+        return self.x_shape[0]
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        """Output as (N, K, *spatial)."""
+        spatial = (
+            (size + 2 * pad - dil * (k - 1) - 1) // step + 1
+            for size, k, pad, step, dil in zip(
+                self.x_shape[2:],
+                self.w_shape[2:],
+                self.padding,
+                self.stride,
+                self.dilation,
+                strict=True,
+            )
+        )
+        return (self.x_shape[0], self.w_shape[0], *spatial)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the direct method (a multiply-add is two).
+
+        The same in all three directions; taps that fall on padding are counted, as is
+        customary.
+        """
+        return 2 * math.prod(self.y_shape) * math.prod(self.w_shape[1:])
+
+    def with_batch(self, batch: int) -> "ConvProblem":
+        """The same convolution over a micro-batch of another size."""
+        return replace(self, x_shape=(batch, *self.x_shape[1:]))
+
+    def with_direction(self, direction: Direction) -> "ConvProblem":
+        """Another of the three kernels of the same layer."""
+        return replace(self, direction=direction)
+
+    def stored(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """A logical (first, channels, *spatial) shape as `layout` stores it."""
+        if self.layout == "NHWC":
+            return (shape[0], *shape[2:], shape[1])
+        return tuple(shape)
+
+    def operands(self) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+        """The two inputs and the output, shapes as stored.
+
+        (x, w) -> y, (dy, w) -> dx or (x, dy) -> dw, by direction.
+        """
+        x, w, y = (
+            TensorSpec(name, self.stored(shape), self.dtype)
+            for name, shape in (
+                ("x", self.x_shape),
+                ("w", self.w_shape),
+                ("y", self.y_shape),
+            )
+        )
+        match self.direction:
+            case Direction.FORWARD:
+                return x, w, y
+            case Direction.BACKWARD_DATA:
+                return y, w, x
+            case Direction.BACKWARD_FILTER:
+                return x, y, w
+
+
+def _size(name: str, value: int, least: int) -> int:
+    try:
+        size = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if size < least:
+        raise ValueError(f"{name} must be at least {least}, got {size}")
+    return size
+
+
+def _sizes(name: str, values: Sequence[int], least: int) -> tuple[int, ...]:
+    try:
+        items = tuple(values)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence, got {values!r}") from None
+    return tuple(_size(f"{name}[{i}]", v, least) for i, v in enumerate(items))
+
+
+def _per_axis(
+    name: str, value: int | Sequence[int], rank: int, least: int
+) -> tuple[int, ...]:
+    if isinstance(value, Sequence):
+        sizes = _sizes(name, value, least)
+        if len(sizes) != rank:
+            raise ValueError(
+                f"{name} {sizes} has {len(sizes)} entries for {rank} spatial axes"
+            )
+        return sizes
+    return (_size(name, value, least),) * rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgoPerf:
+    """One algorithm, measured at one micro-batch size.
+
+    Attributes:
+        algo: Name of the algorithm, as its backend lists it.
+        batch: Micro-batch size it was measured at.
+        time_ms: Median of the timed runs; infinity where `error` is set.
+        workspace: Bytes of workspace it asks for.
+        deterministic: Whether two runs give the same bits.
+        error: Why there is no measurement; such a row is kept, never chosen.
+        noise_ms: Uncertainty of the median; planners add it to the time.
+        samples: How many runs the median is of.
+        math_mode: Arithmetic the algorithm was measured with (`default`, `tf32` …).
+    """
+
+    algo: str
+    batch: int
+    time_ms: float
+    workspace: int
+    deterministic: bool = True
+    error: str | None = None
+    noise_ms: float = 0.0
+    samples: int = 1
+    math_mode: str = "default"
+
+    @property
+    def cost_ms(self) -> float:
+        """What planners minimise: the time, and what it may be off by."""
+        return self.time_ms + self.noise_ms
+
+
+@dataclass(frozen=True, slots=True)
+class PerfTable:
+    """Everything measured about one problem. Independent of any limit or policy.
+
+    Attributes:
+        problem: The convolution over the whole mini-batch.
+        perfs: Measurements, failed ones included.
+        launch_overhead_ms: Cost of starting one more micro-batch, beyond `time_ms`.
+    """
+
+    problem: ConvProblem
+    perfs: tuple[AlgoPerf, ...]
+    launch_overhead_ms: float = 0.0
+
+    @property
+    def usable(self) -> tuple[AlgoPerf, ...]:
+        """Measurements that succeeded."""
+        return tuple(p for p in self.perfs if p.error is None)
+
+    def batches(self) -> tuple[int, ...]:
+        """Measured micro-batch sizes, ascending."""
+        return tuple(sorted({p.batch for p in self.usable}))
+
+    def fastest(
+        self, batch: int, workspace_limit: float = math.inf
+    ) -> AlgoPerf | None:
+        """Cheapest algorithm at `batch` within the limit, if any fits."""
+        fits = (
+            p
+            for p in self.usable
+            if p.batch == batch and p.workspace <= workspace_limit
+        )
+        return min(fits, key=lambda p: (p.cost_ms, p.workspace), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvPlan:
+    """How to run a problem: micro-batches in order, sharing one workspace."""
+
+    problem: ConvProblem
+    steps: tuple[AlgoPerf, ...]
+
+    def __post_init__(self) -> None:
+        covered = sum(step.batch for step in self.steps)
+        if covered != self.problem.batch:
+            raise ValueError(f"plan covers {covered} of {self.problem.batch} samples")
+
+    @property
+    def time_ms(self) -> float:
+        """Predicted time: the micro-batches run one after another."""
+        return sum(step.time_ms for step in self.steps)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of workspace: the micro-batches reuse the same buffer."""
+        return max(step.workspace for step in self.steps)
+
+    @property
+    def divided(self) -> bool:
+        """Whether there is more than one micro-batch."""
+        return len(self.steps) > 1
+
+    def slices(self) -> Iterator[tuple[slice, AlgoPerf]]:
+        """Each micro-batch as a slice of the batch axis and its algorithm."""
+        start = 0
+        for step in self.steps:
+            yield slice(start, start + step.batch), step
+            start += step.batch

@@ -1,0 +1,161 @@
+"""Share one total of workspace among kernels that each own their buffer.
+
+Each kernel's desirable divisions are its Pareto front of (workspace, cost); one is
+chosen per kernel. The knapsack is reduced to its core first, which leaves the solver a
+handful of variables; whatever solver is asked, its answer is checked in bytes, and a
+solver that fails is replaced by the exact merging of fronts.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.conv import ConvPlan, PerfTable
+from mucudnn.passes.ilp import ilp
+from mucudnn.passes.knapsack import Core, Item, Selection, merge, reduce_to_core
+from mucudnn.passes.pareto import (
+    least_workspace,
+    no_plan,
+    pareto_plans,
+    plan_cost_ms,
+)
+from mucudnn.passes.strategies import Strategies
+
+__all__ = ["SOLVERS", "Division", "Solver", "divide"]
+
+Solver = Callable[[Core, float], Selection | None]
+"""(core, time limit in seconds) -> a selection, or None if it has none to offer."""
+
+_log = logging.getLogger(__name__)
+
+SOLVERS: Strategies[Solver] = Strategies("solver")
+SOLVERS.register(ilp)
+
+
+@SOLVERS.register
+def exact(core: Core, time_limit_s: float) -> Selection:
+    """Merge the kernels' fronts. Bounded by a number of states, not by a time."""
+    return merge(core)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Plans that share one total, and how good they are known to be.
+
+    Attributes:
+        plans: One a kernel, in order.
+        cost_ms: Sum of the plans' times, noise and launches: what was minimised.
+        lower_bound_ms: No division within the total costs less.
+        solver: What found it: a solver's name, or `relaxation` where the linear
+            relaxation left nothing to choose.
+        status: `optimal`, or `feasible` where the solver had to stop early.
+    """
+
+    plans: tuple[ConvPlan, ...]
+    cost_ms: float
+    lower_bound_ms: float
+    solver: str
+    status: Literal["optimal", "feasible"]
+
+    @property
+    def time_ms(self) -> float:
+        """Sum of the plans' times."""
+        return sum(plan.time_ms for plan in self.plans)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of workspace of all kernels together."""
+        return sum(plan.workspace for plan in self.plans)
+
+    @property
+    def gap(self) -> float:
+        """How far from optimal the cost may be, as a fraction of it."""
+        excess = self.cost_ms - self.lower_bound_ms
+        return max(0.0, excess / self.cost_ms) if self.cost_ms else 0.0
+
+
+def divide(
+    tables: Sequence[PerfTable],
+    total: int,
+    *,
+    solver: str | Solver = "ilp",
+    time_limit_s: float = 10.0,
+) -> Division:
+    """Cheapest divisions of all kernels whose workspaces add up to at most `total`.
+
+    Args:
+        tables: Measurements, one a kernel; equal tables are examined once.
+        total: Bytes of workspace for all kernels together.
+        solver: `ilp` (CBC through PuLP), `exact` (front merging) or a function.
+        time_limit_s: Given to the solver.
+
+    Raises:
+        PlanningError: The total is too small; the message says by how much.
+        ValueError: Unknown solver, or the time limit is not positive.
+    """
+    solve = SOLVERS.resolve(solver)
+    if not time_limit_s > 0:
+        raise ValueError(f"time_limit_s must be positive, got {time_limit_s}")
+    if not tables:
+        return Division((), 0.0, 0.0, "relaxation", "optimal")
+    shared = {table: pareto_plans(table, total) for table in dict.fromkeys(tables)}
+    fronts = [shared[table] for table in tables]
+    _check_total(tables, total, fronts)
+    items = {
+        table: tuple(
+            Item(plan.workspace, plan_cost_ms(plan, table.launch_overhead_ms))
+            for plan in front
+        )
+        for table, front in shared.items()
+    }
+    core = reduce_to_core([items[table] for table in tables], total)
+    if core.closed:
+        selection, name = Selection(core.incumbent, optimal=True), "relaxation"
+    else:
+        selection, name = _solve(core, solve, time_limit_s)
+    cost = core.cost(selection.picks)
+    return Division(
+        plans=tuple(f[i] for f, i in zip(fronts, selection.picks, strict=True)),
+        cost_ms=cost,
+        lower_bound_ms=cost if selection.optimal else min(core.bound, cost),
+        solver=name,
+        status="optimal" if selection.optimal else "feasible",
+    )
+
+
+def _solve(core: Core, solve: Solver, time_limit_s: float) -> tuple[Selection, str]:
+    name = getattr(solve, "__name__", repr(solve))
+    selection = solve(core, time_limit_s)
+    if selection is not None and (excess := _excess(core, selection)) > 0:
+        _log.warning("solver %s exceeds the total by %d bytes", name, excess)
+        selection = None
+    if selection is None:
+        _log.warning("solver %s gave no division; merging fronts instead", name)
+        selection, name = merge(core), "exact"
+    # A solver stopped early, or working to a tolerance, may know less than we do.
+    if core.cost(core.incumbent) < core.cost(selection.picks):
+        selection = Selection(core.incumbent, selection.optimal)
+    return selection, name
+
+
+def _excess(core: Core, selection: Selection) -> int:
+    return core.workspace(selection.picks) - core.capacity
+
+
+def _check_total(
+    tables: Sequence[PerfTable], total: int, fronts: Sequence[Sequence[ConvPlan]]
+) -> None:
+    smallest = {}
+    for table, front in zip(tables, fronts, strict=True):
+        least = front[0].workspace if front else least_workspace(table)
+        if least is None:
+            raise no_plan(table, total, least)
+        smallest[table] = least
+    needed = sum(smallest[table] for table in tables)
+    if needed > total:
+        raise PlanningError(
+            f"{len(tables)} kernels do not fit in {total} bytes of workspace together: "
+            f"the smallest plans need {needed} bytes, {needed - total} more"
+        )

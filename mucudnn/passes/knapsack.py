@@ -1,0 +1,272 @@
+"""Choose one item of every group, cheapest in sum, within one capacity.
+
+The multiple-choice knapsack of workspace division: a group is a kernel, an item a point
+of its Pareto front. Its linear relaxation is solved greedily over the groups' lower
+convex hulls and yields a price per byte. At that price the cheapest items bound every
+solution from below, and each other item raises the bound by its reduced cost: items
+that raise it over a known solution are in no better one (Sinha and Zoltners, "The
+Multiple-Choice Knapsack Problem", Operations Research 27, 1979). What survives is the
+core, usually a handful of items, which `merge` or an ILP finishes.
+
+`merge` is exact: it adds group after group to the Pareto front of (workspace, cost) of
+all choices so far, and drops states that are dominated or bounded away.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+__all__ = ["Core", "Item", "Selection", "merge", "reduce_to_core"]
+
+_EFFORT = (20_000, 100_000)
+"""Extensions of states spent, one pass after another, on a good first selection."""
+
+_MOST_EFFORT = 8_000_000
+"""Extensions of states after which `merge` gives up being exact: a few seconds."""
+
+_CLOSED = 1e-9
+"""A selection this close to the bound, relatively, is called optimal."""
+
+_SLACK = 1e-12
+"""Bounds are compared with this much of the largest sum involved to spare: far above
+the rounding of some hundred additions."""
+
+
+class Item(NamedTuple):
+    """A way to run one kernel."""
+
+    workspace: int
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """One item of every group.
+
+    Attributes:
+        picks: Index of the chosen item in each group.
+        optimal: Whether no other selection is known to be possibly cheaper.
+    """
+
+    picks: tuple[int, ...]
+    optimal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A knapsack and what its linear relaxation tells about it.
+
+    Attributes:
+        groups: All items; workspaces are counted from their group's smallest, so that
+            the price times the capacity is no larger than the costs.
+        capacity: Sum of workspaces allowed, counted likewise.
+        price: Cost a byte is worth, from the relaxation.
+        bound: No selection costs less.
+        incumbent: The best selection known.
+        open: For every group, the items that may be in a better selection, and the
+            incumbent's.
+    """
+
+    groups: tuple[tuple[Item, ...], ...]
+    capacity: int
+    price: float
+    bound: float
+    incumbent: tuple[int, ...]
+    open: tuple[tuple[int, ...], ...]
+
+    def cost(self, picks: Sequence[int]) -> float:
+        """Sum of the chosen items' costs."""
+        return sum(g[i].cost for g, i in zip(self.groups, picks, strict=True))
+
+    def workspace(self, picks: Sequence[int]) -> int:
+        """Sum of the chosen items' workspaces."""
+        return sum(g[i].workspace for g, i in zip(self.groups, picks, strict=True))
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is left to choose: the incumbent is optimal."""
+        return all(len(items) == 1 for items in self.open)
+
+    def improved(self, picks: tuple[int, ...]) -> "Core":
+        """With a better incumbent, and without the items that cannot beat it."""
+        picks = self._filled(picks)
+        core = replace(self, incumbent=picks)
+        best = core.cost(picks)
+        if best - self.bound <= _CLOSED * abs(best):
+            return replace(core, open=tuple((i,) for i in picks))
+        gap = core.threshold - self.bound
+        kept = []
+        for group, items, chosen in zip(self.groups, self.open, picks, strict=True):
+            priced = _priced(group, self.price)
+            most = min(priced) + gap
+            kept.append(tuple(i for i in items if priced[i] <= most or i == chosen))
+        return replace(core, open=tuple(kept))
+
+    def _filled(self, picks: tuple[int, ...]) -> tuple[int, ...]:
+        """Spend the capacity left over, on the largest saving that fits, repeatedly."""
+        filled = list(picks)
+        room = self.capacity - self.workspace(filled)
+        while True:
+            moves = [
+                (group[old].cost - group[new].cost, g, new)
+                for g, (group, items, old) in enumerate(
+                    zip(self.groups, self.open, filled, strict=True)
+                )
+                for new in items
+                if new > old and group[new].workspace - group[old].workspace <= room
+            ]
+            if not moves:
+                return tuple(filled)
+            _, g, new = max(moves)
+            room -= self.groups[g][new].workspace - self.groups[g][filled[g]].workspace
+            filled[g] = new
+
+    @property
+    def threshold(self) -> float:
+        """Bounds above this are worse than the incumbent, whatever the rounding."""
+        largest = sum(abs(group[0].cost) for group in self.groups)
+        return self.cost(self.incumbent) + _SLACK * largest
+
+
+def reduce_to_core(groups: Sequence[Sequence[Item]], capacity: int) -> Core:
+    """Solve the relaxation, find a good selection, and drop what cannot beat it.
+
+    Args:
+        groups: Items with workspaces ascending and costs descending; no group empty,
+            and the least workspaces fit together.
+        capacity: Sum of workspaces allowed.
+    """
+    frozen = tuple(
+        tuple(Item(nbytes - group[0].workspace, cost) for nbytes, cost in group)
+        for group in groups
+    )
+    capacity -= sum(group[0].workspace for group in groups)
+    price, greedy = _relax(frozen, capacity)
+    bound = sum(min(_priced(group, price)) for group in frozen) - price * capacity
+    everything = tuple(tuple(range(len(group))) for group in frozen)
+    core = Core(frozen, capacity, price, bound, greedy, everything).improved(greedy)
+    for effort in _EFFORT:
+        core = core.improved(_merge(core, effort).picks)
+    return core
+
+
+def merge(core: Core) -> Selection:
+    """Cheapest selection, by merging the groups' fronts one after another.
+
+    Fronts are cut to the states with the best bounds, first narrowly, then less so:
+    each better selection leaves fewer items. The pass that cut nothing has the optimum;
+    if the effort runs out before, the selection is the best seen.
+    """
+    effort = _EFFORT[-1]
+    selection = Selection(core.incumbent, core.closed)
+    while not selection.optimal and effort < _MOST_EFFORT:
+        effort = min(effort * 8, _MOST_EFFORT)
+        selection = _merge(core, effort)
+        core = core.improved(selection.picks)
+        selection = Selection(core.incumbent, selection.optimal or core.closed)
+    return selection
+
+
+def _merge(core: Core, effort: int) -> Selection:
+    most_states = 1 + effort // sum(len(items) for items in core.open)
+    price = core.price
+    # Groups with nothing to choose first: they do not multiply the states.
+    order = sorted(
+        range(len(core.groups)),
+        key=lambda g: (len(core.open[g]) > 1, -len(core.open[g])),
+    )
+    open_items = [[(*core.groups[g][i], i) for i in core.open[g]] for g in order]
+    # What the groups still to come need at least, and cost at least at the price.
+    least = _suffix_sums(min(w for w, _, _ in items) for items in open_items)
+    cheapest = _suffix_sums(
+        min(c + price * w for w, c, _ in items) for items in open_items
+    )
+    optimal = True
+    states = [(0, 0.0, -1, -1)]
+    stages = []
+    for items, rest, rest_cost in zip(open_items, least[1:], cheapest[1:], strict=True):
+        room = core.capacity - rest
+        allowed = core.threshold - rest_cost + price * core.capacity
+        states = _undominated(
+            (workspace, cost, parent, i)
+            for nbytes, more, i in items
+            for parent, (used, spent, _, _) in enumerate(states)
+            if (workspace := used + nbytes) <= room
+            and (cost := spent + more) + price * workspace <= allowed
+        )
+        if len(states) > most_states:
+            optimal = False
+            states.sort(key=lambda state: state[1] + price * state[0])
+            states = sorted(states[:most_states])
+        stages.append(states)
+    picks = list(core.incumbent)
+    # A front ends with its cheapest state; a cut one may have lost every good one.
+    at = len(states) - 1
+    for g, stage in zip(reversed(order), reversed(stages), strict=True):
+        if not stage:
+            return Selection(core.incumbent, optimal)
+        _, _, at, picks[g] = stage[at]
+    if core.cost(picks) >= core.cost(core.incumbent):
+        return Selection(core.incumbent, optimal)
+    return Selection(tuple(picks), optimal)
+
+
+def _undominated(
+    states: Iterable[tuple[int, float, int, int]],
+) -> list[tuple[int, float, int, int]]:
+    front: list[tuple[int, float, int, int]] = []
+    best = float("inf")
+    for state in sorted(states):
+        if state[1] < best:
+            front.append(state)
+            best = state[1]
+    return front
+
+
+def _relax(
+    groups: Sequence[Sequence[Item]], capacity: int
+) -> tuple[float, tuple[int, ...]]:
+    """Price of a byte in the linear relaxation, and its solution rounded down."""
+    room = capacity
+    steps = []
+    for g, group in enumerate(groups):
+        hull = _convex_hull(group)
+        for before, after in pairwise(hull):
+            nbytes = group[after].workspace - group[before].workspace
+            saved = group[before].cost - group[after].cost
+            steps.append((-saved / nbytes, g, before, after, nbytes))
+    steps.sort()
+    picks = [0] * len(groups)
+    price = 0.0
+    for slope, g, before, after, nbytes in steps:
+        if nbytes > room:
+            price = price or -slope
+        # A group whose last step did not fit stays where it is.
+        elif picks[g] == before:
+            picks[g] = after
+            room -= nbytes
+    return price, tuple(picks)
+
+
+def _convex_hull(group: Sequence[Item]) -> list[int]:
+    """Indices of the items on the lower left hull: savings per byte descend."""
+    hull: list[int] = []
+    for i, item in enumerate(group):
+        while len(hull) > 1:
+            first, last = group[hull[-2]], group[hull[-1]]
+            across = (first.cost - last.cost) * (item.workspace - last.workspace)
+            along = (last.cost - item.cost) * (last.workspace - first.workspace)
+            if across > along:
+                break
+            hull.pop()
+        hull.append(i)
+    return hull
+
+
+def _priced(items: Sequence[Item], price: float) -> list[float]:
+    return [item.cost + price * item.workspace for item in items]
+
+
+def _suffix_sums(values: Iterable[float]) -> list[float]:
+    return list(accumulate(reversed(list(values)), initial=0))[::-1]

@@ -1,0 +1,140 @@
+"""Divide mini-batches into micro-batches within a workspace limit.
+
+`workspace_reuse` gives every kernel the whole limit: right when kernels run one after
+another and share one arena. `workspace_division` shares one total out among all
+kernels: right when each owns its buffer or kernels may overlap. A planner is a
+function of the measurements; `minimum_workspace` shows how little a new one takes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, Protocol
+
+from mucudnn.ir.conv import ConvPlan, PerfTable
+from mucudnn.passes.division import divide
+from mucudnn.passes.pareto import (
+    candidates,
+    fastest_division,
+    no_plan,
+    pareto_plans,
+    plan_cost_ms,
+)
+from mucudnn.passes.strategies import Strategies
+
+__all__ = [
+    "BATCH_POLICIES",
+    "PLANNERS",
+    "BatchPolicy",
+    "Planner",
+    "candidate_batches",
+    "minimum_workspace",
+    "pareto_plans",
+    "plan_cost_ms",
+    "undivided",
+    "workspace_division",
+    "workspace_division_exact",
+    "workspace_reuse",
+]
+
+BatchPolicy = Literal["undivided", "powers_of_two", "all"]
+
+
+def _powers_of_two(batch: int) -> tuple[int, ...]:
+    return tuple(sorted({1 << i for i in range(batch.bit_length())} | {batch}))
+
+
+BATCH_POLICIES: Mapping[str, Callable[[int], tuple[int, ...]]] = MappingProxyType(
+    {
+        "undivided": lambda batch: (batch,),
+        "powers_of_two": _powers_of_two,
+        "all": lambda batch: tuple(range(1, batch + 1)),
+    }
+)
+"""Micro-batch sizes to measure for a mini-batch, ascending, by the policy's name."""
+
+
+def candidate_batches(batch: int, policy: BatchPolicy) -> tuple[int, ...]:
+    """Micro-batch sizes worth measuring for a mini-batch of `batch`.
+
+    Raises:
+        ValueError: No policy has that name, or the mini-batch is empty.
+    """
+    if policy not in BATCH_POLICIES:
+        valid = ", ".join(BATCH_POLICIES)
+        raise ValueError(f"unknown batch policy {policy!r}; choose one of: {valid}")
+    if batch < 1:
+        raise ValueError(f"a mini-batch has at least one sample, got {batch}")
+    return BATCH_POLICIES[policy](batch)
+
+
+class Planner(Protocol):
+    """A way to divide mini-batches."""
+
+    def __call__(
+        self, tables: Sequence[PerfTable], workspace_limit: int
+    ) -> tuple[ConvPlan, ...]:
+        """One plan per table, in order, within `workspace_limit` bytes.
+
+        Raises:
+            PlanningError: Nothing fits; the message says how much would.
+        """
+        ...
+
+
+PLANNERS: Strategies[Planner] = Strategies("planner")
+
+
+@PLANNERS.register
+def undivided(
+    tables: Sequence[PerfTable], workspace_limit: int
+) -> tuple[ConvPlan, ...]:
+    """What plain cuDNN does: one call, the fastest algorithm that fits."""
+    plans = []
+    for table in tables:
+        whole = [p for p in candidates(table) if p.batch == table.problem.batch]
+        fits = [p for p in whole if p.workspace <= workspace_limit]
+        if not fits:
+            least = min((p.workspace for p in whole), default=None)
+            raise no_plan(table, workspace_limit, least)
+        perf = min(fits, key=lambda p: (p.cost_ms, p.workspace))
+        plans.append(ConvPlan(table.problem, (perf,)))
+    return tuple(plans)
+
+
+@PLANNERS.register
+def workspace_reuse(
+    tables: Sequence[PerfTable], workspace_limit: int
+) -> tuple[ConvPlan, ...]:
+    """Cheapest division of each kernel, every kernel given the whole limit."""
+    return tuple(fastest_division(table, workspace_limit) for table in tables)
+
+
+@PLANNERS.register
+def minimum_workspace(
+    tables: Sequence[PerfTable], workspace_limit: int, slowdown: float = 0.05
+) -> tuple[ConvPlan, ...]:
+    """Least workspace that costs at most `slowdown` more than the best in the limit."""
+    plans = []
+    for table in tables:
+        best = fastest_division(table, workspace_limit)
+        launch = table.launch_overhead_ms
+        allowed = (1 + slowdown) * plan_cost_ms(best, launch)
+        front = pareto_plans(table, workspace_limit)
+        plans.append(next(p for p in front if plan_cost_ms(p, launch) <= allowed))
+    return tuple(plans)
+
+
+@PLANNERS.register
+def workspace_division(
+    tables: Sequence[PerfTable], workspace_limit: int
+) -> tuple[ConvPlan, ...]:
+    """Cheapest divisions whose workspaces add up to the limit at most, by ILP."""
+    return divide(tables, workspace_limit, solver="ilp").plans
+
+
+@PLANNERS.register
+def workspace_division_exact(
+    tables: Sequence[PerfTable], workspace_limit: int
+) -> tuple[ConvPlan, ...]:
+    """The same as `workspace_division`, by merging Pareto fronts, with no solver."""
+    return divide(tables, workspace_limit, solver="exact").plans

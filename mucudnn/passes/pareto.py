@@ -1,0 +1,236 @@
+"""Divisions of one mini-batch: the cheapest within a limit, and the Pareto front.
+
+Micro-batches run one after another in the same workspace, so a division costs the sum
+of its parts (and one launch for every part after the first) and needs the largest of
+their workspaces. Over the sizes n = 1 … N,
+
+    T(n) = min( t(n),  min over s <= n / 2 of  t(s) + T(n - s) )
+
+where t(s) is the cheapest algorithm at size s within the limit: a division with more
+than one part has a part of at most n / 2 ("Workspace Reuse" in Oyama, Ben-Nun, Hoefler
+and Matsuoka, "Accelerating Deep Learning Frameworks with Micro-batches", CLUSTER 2018).
+
+Every float is a fraction over a power of two, so costs are brought to one denominator
+and added as integers. Sums are exact then, and the number of parts rides in the lowest
+bits: of two divisions that cost the same, the one with fewer parts is smaller.
+"""
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import NamedTuple
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
+
+__all__ = [
+    "candidates",
+    "fastest_division",
+    "least_workspace",
+    "no_plan",
+    "pareto_plans",
+    "plan_cost_ms",
+]
+
+
+def plan_cost_ms(plan: ConvPlan, launch_overhead_ms: float) -> float:
+    """What planners minimise: times, their noise, and the extra launches."""
+    launches = len(plan.steps) - 1
+    return sum(s.cost_ms for s in plan.steps) + launches * launch_overhead_ms
+
+
+def candidates(table: PerfTable) -> tuple[AlgoPerf, ...]:
+    """Rows a division may use: succeeded, finite, no larger than the mini-batch."""
+    return tuple(
+        perf
+        for perf in table.usable
+        if isfinite(perf.cost_ms) and 1 <= perf.batch <= table.problem.batch
+    )
+
+
+def fastest_division(table: PerfTable, workspace_limit: int) -> ConvPlan:
+    """Cheapest division within the limit; ties: fewer parts, then less workspace.
+
+    Raises:
+        PlanningError: Nothing fits; the message says how much would.
+    """
+    sweep = _Sweep(table)
+    sweep.lower(workspace_limit)
+    if not sweep.feasible:
+        raise no_plan(table, workspace_limit, least_workspace(table))
+    total = sweep.total
+    while sweep.feasible and sweep.total == total:
+        plan = sweep.plan()
+        sweep.lower(plan.workspace - 1)
+    return plan
+
+
+def pareto_plans(table: PerfTable, workspace_limit: int) -> tuple[ConvPlan, ...]:
+    """Divisions no other beats in both cost and workspace, within the limit.
+
+    The limit falls from one optimal plan to just below its workspace, so there are as
+    many dynamic programs as points on the front, whatever the number of workspaces.
+
+    Returns:
+        Plans with workspaces ascending and costs strictly descending; none if nothing
+        fits.
+    """
+    sweep = _Sweep(table)
+    sweep.lower(workspace_limit)
+    falling: list[tuple[int, ConvPlan]] = []
+    while sweep.feasible:
+        plan, cost = sweep.plan(), sweep.cost
+        if falling and falling[-1][0] == cost:
+            falling.pop()
+        falling.append((cost, plan))
+        sweep.lower(plan.workspace - 1)
+    front: list[ConvPlan] = []
+    best = float("inf")
+    for _, plan in reversed(falling):
+        # A gain smaller than the rounding of the plan's own sum is no gain.
+        cost_ms = plan_cost_ms(plan, table.launch_overhead_ms)
+        if cost_ms < best:
+            front.append(plan)
+            best = cost_ms
+    return tuple(front)
+
+
+def least_workspace(table: PerfTable) -> int | None:
+    """Bytes the smallest division needs, or None if no sizes add up to the batch."""
+    smallest: dict[int, int] = {}
+    for perf in candidates(table):
+        known = smallest.get(perf.batch, perf.workspace)
+        smallest[perf.batch] = min(known, perf.workspace)
+    needs: list[int | None] = [0]
+    for n in range(1, table.problem.batch + 1):
+        options = [
+            max(nbytes, rest)
+            for batch, nbytes in smallest.items()
+            if batch <= n and (rest := needs[n - batch]) is not None
+        ]
+        needs.append(min(options, default=None))
+    return needs[-1]
+
+
+def no_plan(table: PerfTable, workspace_limit: int, least: int | None) -> PlanningError:
+    """The error for a table without a plan within the limit.
+
+    Args:
+        table: What was measured.
+        workspace_limit: Bytes given.
+        least: Bytes the smallest plan needs; None if there is none at any limit.
+    """
+    if not candidates(table):
+        errors = sorted({f"{p.algo}: {p.error}" for p in table.perfs if p.error})
+        reason = "; ".join(errors) or "nothing was measured"
+        return PlanningError(f"no algorithm is usable for {table.problem} ({reason})")
+    if least is None:
+        sizes = ", ".join(map(str, table.batches()))
+        return PlanningError(
+            f"no plan for {table.problem}: measured at micro-batch sizes {sizes}, "
+            f"which do not make up its {table.problem.batch} samples"
+        )
+    return PlanningError(
+        f"no algorithm for {table.problem} fits in {workspace_limit} bytes of "
+        f"workspace (the smallest needs {least})"
+    )
+
+
+class _Stair(NamedTuple):
+    """The cheapest algorithm at one size, from `workspace` bytes upwards."""
+
+    workspace: int
+    cost: int
+    perf: AlgoPerf
+
+
+class _Sweep:
+    """The cheapest division of one table while the workspace limit falls."""
+
+    def __init__(self, table: PerfTable) -> None:
+        self._problem = table.problem
+        rows = candidates(table)
+        launch, *costs = _integers(
+            [table.launch_overhead_ms, *(p.cost_ms for p in rows)]
+        )
+        self._part_bits = table.problem.batch.bit_length()
+        ordered = sorted(
+            (p.batch, p.workspace, (cost + launch << self._part_bits) + 1, i)
+            for i, (p, cost) in enumerate(zip(rows, costs, strict=True))
+        )
+        self._stairs: dict[int, list[_Stair]] = {}
+        for batch, workspace, cost, i in ordered:
+            stairs = self._stairs.setdefault(batch, [])
+            if not stairs or cost < stairs[-1].cost:
+                stairs.append(_Stair(workspace, cost, rows[i]))
+        dearest = max((cost for _, _, cost, _ in ordered), default=0)
+        self._never = (dearest + 1) * (table.problem.batch + 1)
+        self._best = [0]
+        self._parts: list[tuple[int, int]] = []
+        self._solve(1)
+
+    @property
+    def feasible(self) -> bool:
+        """Whether any division fits."""
+        return self.total < self._never
+
+    @property
+    def total(self) -> int:
+        """Cost and, in the lowest bits, number of parts of the cheapest division."""
+        return self._best[-1]
+
+    @property
+    def cost(self) -> int:
+        """Cost of the cheapest division, on this sweep's integer scale."""
+        return self.total >> self._part_bits
+
+    def lower(self, limit: int) -> None:
+        """Forget algorithms that need more than `limit` bytes."""
+        first = None
+        for batch, stairs in self._stairs.items():
+            if stairs and stairs[-1].workspace > limit:
+                first = first or batch
+                while stairs and stairs[-1].workspace > limit:
+                    stairs.pop()
+        if first is not None:
+            self._solve(first)
+
+    def _solve(self, first: int) -> None:
+        # Sizes below `first` are as they were: only the tail is computed again.
+        best = self._best
+        del best[first:]
+        parts = [(size, cost) for size, cost in self._parts if size < first]
+        ready = 0
+        for n in range(first, self._problem.batch + 1):
+            while ready < len(parts) and 2 * parts[ready][0] <= n:
+                ready += 1
+            divided = min(
+                [cost + best[n - size] for size, cost in parts[:ready]],
+                default=self._never,
+            )
+            stairs = self._stairs.get(n)
+            if stairs and stairs[-1].cost < divided:
+                # Only a size cheaper whole than divided is ever worth using as a part.
+                parts.append((n, stairs[-1].cost))
+                divided = stairs[-1].cost
+            best.append(min(divided, self._never))
+        self._parts = parts
+
+    def plan(self) -> ConvPlan:
+        """The cheapest division, largest parts first."""
+        best, steps, n = self._best, list[AlgoPerf](), self._problem.batch
+        while n > 0:
+            size = next(
+                size
+                for size, cost in self._parts
+                if size <= n and cost + best[n - size] == best[n]
+            )
+            steps.append(self._stairs[size][-1].perf)
+            n -= size
+        steps.sort(key=lambda perf: -perf.batch)
+        return ConvPlan(self._problem, tuple(steps))
+
+
+def _integers(values: Sequence[float]) -> list[int]:
+    ratios = [float(value).as_integer_ratio() for value in values]
+    scale = max(denominator for _, denominator in ratios)
+    return [n * (scale // d) for n, d in ratios]

@@ -1,0 +1,1 @@
+"""Show: comparisons as text, DeepBench's table, or one HTML file."""

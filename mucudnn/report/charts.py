@@ -1,0 +1,223 @@
+"""The two pictures of a layer: time against workspace, and what runs when."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from mucudnn.ir.conv import AlgoPerf, ConvPlan
+from mucudnn.report.markup import Markup, tag
+from mucudnn.report.svg import (
+    COLOURS,
+    Scale,
+    byte_scale,
+    drawing,
+    marker,
+    time_scale,
+)
+from mucudnn.report.words import (
+    bytes_text,
+    limit_text,
+    ms_text,
+    plan_text,
+    runs,
+    speedup_text,
+)
+from mucudnn.runtime.outcome import LayerResult, Outcome
+
+__all__ = ["curve", "timeline", "undivided_perfs"]
+
+_WIDTH = 360.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 350.0, 34.0, 216.0
+_LABEL_GAP = 52.0
+_DIGIT = 6.4  # width of a figure at the size of bar labels
+_BAR, _ROW = 15.0, 62.0
+_BARS_FROM, _BARS_TO = 56.0, 298.0
+
+
+def undivided_perfs(layer: LayerResult) -> tuple[AlgoPerf, ...]:
+    """What was measured at the whole mini-batch, fastest first."""
+    whole = (p for p in layer.table.usable if p.batch == layer.problem.batch)
+    return tuple(sorted(whole, key=lambda p: p.time_ms))
+
+
+def curve(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
+    """Time against workspace: the front of divisions, undivided algorithms, limits."""
+    points = undivided_perfs(layer)
+    limits = [o.limit.nbytes for o in layer.outcomes if not o.limit.total]
+    sizes = [plan.workspace for plan in layer.front]
+    x = byte_scale([*limits, *sizes, *(p.workspace for p in points)], _LEFT, _RIGHT)
+    times = [plan.time_ms for plan in layer.front] + [p.time_ms for p in points]
+    y = time_scale(times or [1.0], _BOTTOM, _TOP)
+    best = layer.front[-1] if layer.front else None
+    label = "Time against workspace."
+    if best is not None:
+        label += (
+            f" The best division takes {ms_text(layer.front[0].time_ms)} ms with "
+            f"{bytes_text(layer.front[0].workspace)} and {ms_text(best.time_ms)} ms "
+            f"with {bytes_text(best.workspace)} of workspace."
+        )
+    return drawing(
+        _WIDTH,
+        252,
+        label,
+        _axes(x, y),
+        _limits(limits, x),
+        _front(layer.front, x, y),
+        [
+            marker(
+                colours[p.algo],
+                x(p.workspace),
+                y(p.time_ms),
+                title=f"{p.algo}({p.batch}) undivided: {ms_text(p.time_ms)} ms, "
+                f"{bytes_text(p.workspace)}",
+                filled=False,
+            )
+            for p in points
+        ],
+    )
+
+
+def timeline(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
+    """For each limit the undivided call and the planned micro-batches, to scale."""
+    done = [outcome for outcome in layer.outcomes if outcome.choice is not None]
+    longest = max(
+        (
+            max(o.choice.planned_ms, o.choice.undivided_ms or 0.0)
+            for o in done
+            if o.choice is not None
+        ),
+        default=1.0,
+    )
+    scale = Scale(0.0, longest or 1.0, 0.0, _BARS_TO - _BARS_FROM, ())
+    label = "; ".join(
+        f"within {limit_text(o.limit)} undivided {ms_text(o.choice.undivided_ms)} ms, "
+        f"planned {ms_text(o.choice.planned_ms)} ms as {plan_text(o.choice.plan)}"
+        for o in done
+        if o.choice is not None
+    )
+    rows = (
+        tag(
+            "g",
+            _limit_row(outcome, scale, colours),
+            transform=f"translate(0 {i * _ROW:g})",
+        )
+        for i, outcome in enumerate(layer.outcomes)
+    )
+    return drawing(_WIDTH, _ROW * len(layer.outcomes), f"Plans: {label}", rows)
+
+
+def _axes(x: Scale, y: Scale) -> Iterator[Markup]:
+    for value in y.ticks:
+        at = y(value)
+        yield tag("line", class_="grid", x1=_LEFT, x2=_RIGHT, y1=at, y2=at)
+        text = f"{value:g}"
+        yield tag("text", text, class_="tick end", x=_LEFT - 6, y=at + 3.5)
+    yield tag("line", class_="axis", x1=_LEFT, x2=_RIGHT, y1=_BOTTOM, y2=_BOTTOM)
+    for value in x.ticks:
+        text = bytes_text(int(value)) if value else "0"
+        yield tag("text", text, class_="tick mid", x=x(value), y=_BOTTOM + 15)
+    middle = (_LEFT + _RIGHT) / 2
+    yield tag("text", "workspace", class_="name mid", x=middle, y=_BOTTOM + 31)
+    yield tag("text", "ms", class_="name end", x=_LEFT - 6, y=_TOP - 8)
+
+
+def _limits(limits: Iterable[int], x: Scale) -> Iterator[Markup]:
+    """Dashed lines; where labels would touch, the next one goes a line higher."""
+    last, raised = -_LABEL_GAP, False
+    for limit in sorted(limits):
+        at = x(limit)
+        raised = at - last < _LABEL_GAP and not raised
+        last = at
+        top = 10.0 if raised else 22.0
+        yield tag("line", class_="limit", x1=at, x2=at, y1=top + 3, y2=_BOTTOM)
+        text = bytes_text(limit)
+        anchor = "end" if at > _RIGHT - 24 else "mid"
+        where = min(at + 4, _WIDTH) if anchor == "end" else at
+        yield tag("text", text, class_=f"limit-name {anchor}", x=where, y=top)
+
+
+def _front(front: Iterable[ConvPlan], x: Scale, y: Scale) -> Iterator[Markup]:
+    """A staircase: more workspace never hurts, and helps only at its steps."""
+    steps = [(x(plan.workspace), y(plan.time_ms), plan) for plan in front]
+    if not steps:
+        return
+    path = f"M{steps[0][0]:.1f} {steps[0][1]:.1f}"
+    path += "".join(f"H{px:.1f}V{py:.1f}" for px, py, _ in steps[1:]) + f"H{_RIGHT:g}"
+    area = f"{path}V{_BOTTOM:g}H{steps[0][0]:.1f}z"
+    yield tag("path", class_="area", d=area)
+    yield tag("path", class_="front", d=path)
+    for px, py, plan in steps:
+        title = (
+            f"{bytes_text(plan.workspace)}: {ms_text(plan.time_ms)} ms, "
+            f"{plan_text(plan)}"
+        )
+        yield tag("circle", tag("title", title), class_="knee", cx=px, cy=py, r=2.6)
+
+
+def _limit_row(
+    outcome: Outcome, scale: Scale, colours: Mapping[str, int]
+) -> Iterator[Markup]:
+    yield tag("text", limit_text(outcome.limit), class_="row-name", x=0, y=13)
+    choice = outcome.choice
+    if choice is None:
+        yield tag("text", "no plan", class_="bar-name", x=0, y=32)
+        return
+    gain = outcome.speedup
+    shade = "gain" if gain is not None and gain > 1 else "even"
+    text = speedup_text(gain)
+    yield tag("text", text, class_=f"row-gain end {shade}", x=_WIDTH, y=13)
+    for name, plan, time_ms, top in (
+        ("undivided", choice.undivided, choice.undivided_ms, 20.0),
+        ("planned", choice.plan, choice.planned_ms, 38.0),
+    ):
+        yield tag("text", name, class_="bar-name", x=0, y=top + 11.5)
+        if plan is None or time_ms is None:
+            yield tag(
+                "text", "none fits", class_="bar-name", x=_BARS_FROM, y=top + 11.5
+            )
+            continue
+        end = _BARS_FROM + scale(time_ms)
+        yield from _segments(plan, _BARS_FROM, end, top, colours)
+        text = f"{ms_text(time_ms)} ms"
+        yield tag("text", text, class_="bar-time", x=end + 5, y=top + 11.5)
+
+
+def _segments(
+    plan: ConvPlan, start: float, end: float, top: float, colours: Mapping[str, int]
+) -> Iterator[Markup]:
+    """Micro-batches as long as their predicted shares of the measured time."""
+    predicted = plan.time_ms or 1.0
+    at = start
+    step_ms = iter(step.time_ms for step in plan.steps)
+    for algo, batch, times in runs(plan):
+        share = sum(next(step_ms) for _ in range(times)) / predicted
+        width = share * (end - start)
+        each = width / times
+        parts = times if each >= 4 else 1
+        shade = f"seg a{colours[algo] % COLOURS}"
+        title = f"{times} × {algo}({batch})" if times > 1 else f"{algo}({batch})"
+        boxes = (
+            tag(
+                "rect",
+                x=at + i * width / parts,
+                y=top,
+                width=max(width / parts - 1, 0.5),
+                height=_BAR,
+                rx=2,
+            )
+            for i in range(parts)
+        )
+        labels = _labels(batch, times, at, width, top + 11)
+        yield tag("g", tag("title", title), boxes, labels, class_=shade)
+        at += width
+
+
+def _labels(
+    batch: int, times: int, at: float, width: float, y: float
+) -> Iterator[Markup]:
+    """The micro-batch in every box, once for all of them, or not at all."""
+    each = width / times
+    if len(str(batch)) * _DIGIT + 4 <= each:
+        for i in range(times):
+            middle = at + (i + 0.5) * each
+            yield tag("text", str(batch), class_="seg-name mid", x=middle, y=y)
+    elif len(text := f"{times}×{batch}") * _DIGIT + 4 <= width and each < 4:
+        yield tag("text", text, class_="seg-name mid", x=at + width / 2, y=y)

@@ -1,0 +1,340 @@
+"""A comparison as one HTML file: nothing to install, nothing loaded from elsewhere.
+
+On top what matters (one card a limit, then every layer's speed-up in one table), below
+it each layer and direction with its two pictures, and the numbers behind them.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
+
+from mucudnn.ir.conv import ConvPlan, Direction
+from mucudnn.report.charts import curve, timeline, undivided_perfs
+from mucudnn.report.markup import Child, Markup, tag
+from mucudnn.report.svg import drawing, marker
+from mucudnn.report.words import (
+    DIRECTIONS,
+    NOTHING,
+    bytes_text,
+    limit_text,
+    ms_text,
+    plan_text,
+    problem_text,
+    speedup_text,
+)
+from mucudnn.runtime.outcome import Comparison, LayerResult, LimitSummary, Outcome
+
+__all__ = ["html_report"]
+
+_OPEN_UP_TO = 24
+"""Layers; more are folded up."""
+_HOTTEST = 4.0
+"""Speed-up from which cells no longer get darker."""
+
+
+def html_report(comparison: Comparison, title: str) -> str:
+    """The whole file, as text."""
+    colours = {algo: i for i, algo in enumerate(comparison.algorithms)}
+    style = files("mucudnn.report").joinpath("style.css").read_text(encoding="utf-8")
+    layers = _by_name(comparison.layers)
+    viewport = "width=device-width, initial-scale=1"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content=viewport),
+        tag("title", f"{title} · mucudnn"),
+        tag("style", Markup(style)),
+    )
+    body = tag(
+        "body",
+        _header(comparison, title),
+        tag("main", _cards(comparison), _map(comparison, layers)),
+        _layers(layers, colours),
+        tag("footer", "Times are medians; both times of a speed-up come from one run."),
+    )
+    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _by_name(
+    layers: Sequence[LayerResult],
+) -> list[tuple[str, tuple[LayerResult, ...]]]:
+    """Layers with their directions together, in order of appearance."""
+    groups: dict[tuple[str, object], list[LayerResult]] = {}
+    for layer in layers:
+        key = (layer.name, layer.problem.with_direction(Direction.FORWARD))
+        groups.setdefault(key, []).append(layer)
+    return [(f"layer-{i}", tuple(g)) for i, g in enumerate(groups.values(), start=1)]
+
+
+def _header(comparison: Comparison, title: str) -> Markup:
+    facts = (
+        f"{comparison.backend} backend, {comparison.fingerprint}; "
+        f"micro-batch sizes: {comparison.batch_policy}; planner: {comparison.planner}"
+    )
+    done = len(comparison.layers)
+    return tag(
+        "header",
+        tag("p", "mucudnn", class_="brand"),
+        tag("h1", f"Micro-batched convolutions: {title}"),
+        tag("p", facts, class_="facts"),
+        [
+            tag(
+                "p",
+                f"Interrupted: {done} of {comparison.asked} convolutions are here.",
+                class_="warn",
+            )
+        ]
+        if done < comparison.asked
+        else [],
+    )
+
+
+def _cards(comparison: Comparison) -> Markup:
+    cards = (_card(entry, comparison.asked) for entry in comparison.summary)
+    return tag("div", cards, class_="cards")
+
+
+def _card(entry: LimitSummary, asked: int) -> Markup:
+    big = "no speed-up to show" if entry.geomean is None else f"{entry.geomean:.2f}×"
+    content: list[Markup] = [
+        tag("p", f"Workspace limit {limit_text(entry.limit)}", class_="limit-head"),
+        tag("p", big, tag("small", "geometric mean"), class_="big"),
+    ]
+    if entry.geomean is None:
+        content[1] = tag("p", big, class_="soft")
+    else:
+        longest = max(entry.undivided_ms, entry.planned_ms)
+        content.append(
+            tag(
+                "div",
+                _thin_bar("undivided", entry.undivided_ms, longest, None),
+                _thin_bar("planned", entry.planned_ms, longest, "ours"),
+                class_="pair",
+            )
+        )
+    spread = f"{speedup_text(entry.worst)} to {speedup_text(entry.best)} · "
+    spread = "" if entry.geomean is None else spread
+    counted = f"{spread}{entry.layers} of {asked}"
+    return tag("div", content, tag("p", counted, class_="range"), class_="card")
+
+
+def _thin_bar(
+    name: str, time_ms: float, longest: float, class_: str | None
+) -> tuple[Markup, ...]:
+    width = 100 * time_ms / longest if longest else 0.0
+    return (
+        tag("span", name),
+        tag("i", class_=class_, style=f"--w:{width:.1f}"),
+        tag("span", f"{ms_text(time_ms)} ms"),
+    )
+
+
+def _map(
+    comparison: Comparison,
+    layers: Sequence[tuple[str, tuple[LayerResult, ...]]],
+) -> Markup:
+    """Speed-ups at a glance: layers down, directions and limits across."""
+    directions = [
+        d for d in Direction if any(x.direction is d for x in comparison.layers)
+    ]
+    n = len(comparison.limits)
+    names = (tag("th", DIRECTIONS[d], colspan=n, class_="first") for d in directions)
+    limits = (
+        tag("th", limit_text(limit), class_=None if i else "first", scope="col")
+        for _ in directions
+        for i, limit in enumerate(comparison.limits)
+    )
+    rows = (
+        tag(
+            "tr",
+            tag("th", tag("a", group[0].name, href=f"#{anchor}"), scope="row"),
+            [_heat(group, d, i) for d in directions for i in range(n)],
+        )
+        for anchor, group in layers
+    )
+    head = tag(
+        "thead",
+        tag("tr", tag("th", "layer", class_="text", rowspan=2, scope="col"), names),
+        tag("tr", limits),
+    )
+    table = tag("table", head, tag("tbody", rows))
+    return tag(
+        "section",
+        tag("h2", "Speed-up over undivided", id="speedups"),
+        tag(
+            "div",
+            table,
+            class_="scroll",
+            tabindex=0,
+            role="region",
+            aria_labelledby="speedups",
+        ),
+        class_="map",
+    )
+
+
+def _heat(group: Iterable[LayerResult], direction: Direction, index: int) -> Markup:
+    class_ = None if index else "first"
+    for layer in group:
+        if layer.direction is direction:
+            outcome = layer.outcomes[index]
+            speedup = outcome.speedup
+            if speedup is None:
+                break
+            heat = 55 * min(1.0, max(0.0, math.log(speedup) / math.log(_HOTTEST)))
+            return tag(
+                "td", speedup_text(speedup), class_=class_, style=f"--p:{heat:.0f}"
+            )
+    return tag("td", NOTHING, class_=f"none {class_ or ''}".strip())
+
+
+def _layers(
+    layers: Sequence[tuple[str, tuple[LayerResult, ...]]], colours: Mapping[str, int]
+) -> Iterator[Markup]:
+    unfolded = "" if len(layers) <= _OPEN_UP_TO else None
+    for anchor, group in layers:
+        first = group[0]
+        badge = tag("span", f"{first.count} times", class_="badge")
+        heading = tag("h2", first.name, [badge] if first.count > 1 else [], id=anchor)
+        facts = tag("p", problem_text(first.problem), class_="facts")
+        yield tag(
+            "details",
+            tag("summary", heading, facts),
+            (_direction(layer, colours) for layer in group),
+            class_="layer",
+            open=unfolded,
+        )
+
+
+def _direction(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
+    return tag(
+        "article",
+        tag("h3", DIRECTIONS[layer.direction].capitalize()),
+        _figures(layer, colours) if layer.front else [],
+        _notes(layer),
+        _numbers(layer) if layer.front else [],
+    )
+
+
+def _figures(layer: LayerResult, colours: Mapping[str, int]) -> Iterator[Markup]:
+    yield tag(
+        "div",
+        tag(
+            "figure",
+            curve(layer, colours),
+            tag(
+                "figcaption",
+                "Line: the best division for each workspace. Hollow marks: one call "
+                "for the whole mini-batch. Dashed: the limits.",
+            ),
+        ),
+        tag(
+            "figure",
+            timeline(layer, colours),
+            tag(
+                "figcaption",
+                "Each box is a micro-batch, as wide as its time; "
+                "the number is its size.",
+            ),
+        ),
+        class_="figures",
+    )
+    used = {perf.algo for perf in undivided_perfs(layer)}
+    used |= {s.algo for plan in _chosen(layer.outcomes) for s in plan.steps}
+    items = (
+        tag("li", drawing(12, 12, "", marker(i, 6, 6)), algo)
+        for algo, i in colours.items()
+        if algo in used
+    )
+    yield tag("ul", items, class_="legend", aria_label="Algorithms")
+
+
+def _chosen(outcomes: Iterable[Outcome]) -> Iterator[ConvPlan]:
+    return (o.choice.plan for o in outcomes if o.choice is not None)
+
+
+def _notes(layer: LayerResult) -> Child:
+    reasons = [
+        f"{limit_text(outcome.limit)}: {outcome.reason}"
+        for outcome in layer.outcomes
+        if outcome.reason is not None
+    ]
+    items = (tag("li", reason) for reason in reasons)
+    return tag("ul", items, class_="notes") if reasons else []
+
+
+def _numbers(layer: LayerResult) -> Markup:
+    outcomes = (
+        (
+            limit_text(o.limit),
+            ms_text(o.choice.undivided_ms),
+            ms_text(o.choice.planned_ms),
+            ms_text(o.choice.predicted_ms),
+            speedup_text(o.speedup),
+            bytes_text(o.choice.plan.workspace),
+            plan_text(o.choice.plan),
+        )
+        for o in layer.outcomes
+        if o.choice is not None
+    )
+    undivided = (
+        (p.algo, ms_text(p.time_ms), ms_text(p.noise_ms), bytes_text(p.workspace))
+        for p in undivided_perfs(layer)
+    )
+    front = (
+        (bytes_text(p.workspace), ms_text(p.time_ms), plan_text(p)) for p in layer.front
+    )
+    tables = [
+        _table(
+            "Plans, measured",
+            (
+                "limit",
+                "undivided ms",
+                "planned ms",
+                "predicted ms",
+                "speed-up",
+                "workspace",
+                "plan",
+            ),
+            outcomes,
+        ),
+        _table("One call", ("algorithm", "ms", "± ms", "workspace"), undivided),
+        _table(
+            "Divisions worth their workspace, predicted",
+            ("workspace", "ms", "plan"),
+            front,
+        ),
+        _table(
+            "Algorithms without a measurement", ("algorithm", "reason"), layer.failures
+        ),
+    ]
+    return tag("details", tag("summary", "Numbers"), tables, class_="numbers")
+
+
+def _table(
+    caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+) -> Child:
+    classes = [_CLASSES.get(column) for column in columns]
+    body = [
+        tag(
+            "tr",
+            (tag("td", cell, class_=c) for cell, c in zip(row, classes, strict=True)),
+        )
+        for row in rows
+    ]
+    if not body:
+        return []
+    head = (
+        tag("th", column, class_="text" if c else None, scope="col")
+        for column, c in zip(columns, classes, strict=True)
+    )
+    table = tag(
+        "table",
+        tag("caption", caption),
+        tag("thead", tag("tr", head)),
+        tag("tbody", body),
+    )
+    return tag("div", table, class_="scroll")
+
+
+_CLASSES = {"algorithm": "text", "plan": "text plan", "reason": "text plan"}

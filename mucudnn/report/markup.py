@@ -1,0 +1,60 @@
+"""HTML and SVG elements as text that escapes itself.
+
+`Markup` is text that is safe to put into a page; anything else is escaped when it
+becomes the child of an element. The output is well-formed XML too.
+"""
+
+from collections.abc import Iterable
+from html import escape
+from typing import TypeAlias
+
+__all__ = ["Child", "Markup", "tag"]
+
+Child: TypeAlias = "str | Iterable[Child]"
+"""Text, an element, or any nesting of them."""
+
+_VOID = frozenset({"meta", "link", "br", "hr", "img"})
+
+
+class Markup(str):
+    """Text that needs no escaping."""
+
+    __slots__ = ()
+
+
+def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
+    """One element.
+
+    Args:
+        name: Of the element.
+        children: Text, elements, or iterables of them.
+        attributes: `class_` is class, `_` otherwise becomes `-`; None is left out;
+            floats are rounded to hundredths.
+    """
+    opening = name + "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(_text(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in _VOID:
+        return Markup(f"<{opening}/>")
+    content = "".join(_flat(children))
+    return Markup(f"<{opening}>{content}</{name}>")
+
+
+def _flat(children: Iterable[Child]) -> Iterable[str]:
+    for child in children:
+        if isinstance(child, Markup):
+            yield child
+        elif isinstance(child, str):
+            yield escape(child, quote=False)
+        else:
+            yield from _flat(child)
+
+
+def _text(value: object) -> str:
+    return (
+        f"{value:.2f}".rstrip("0").rstrip(".")
+        if isinstance(value, float)
+        else (str(value))
+    )

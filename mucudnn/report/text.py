@@ -1,0 +1,166 @@
+"""Tables for a terminal, and the same tables for a pipe.
+
+In a terminal rich draws them. In a pipe they are columns of plain text, two spaces
+apart, nothing cut short, no colour: for `grep`, `awk` and people's logs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from mucudnn.report.words import (
+    DIRECTIONS,
+    NOTHING,
+    bytes_text,
+    limit_text,
+    ms_text,
+    plan_text,
+    speedup_text,
+)
+from mucudnn.runtime.outcome import Comparison, LayerResult, Outcome
+
+__all__ = ["Table", "comparison_tables", "write_tables"]
+
+_FASTER = 1.05
+_NARROW = 110
+_WRAPPED = {"layer": 7, "direction": 8, "limit": 7, "plan": 12, "device": 20}
+"""Columns that may take several lines, and what a line of them needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under a header.
+
+    Attributes:
+        title: A line above, or nothing.
+        columns: Header; a leading `>` aligns a column to the right.
+        rows: One cell a column.
+        strong: Indices of rows to draw attention to.
+        notes: Lines below.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    strong: frozenset[int] = frozenset()
+    notes: tuple[str, ...] = ()
+
+
+def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
+    """The layers, then the summary."""
+    rows: list[tuple[str, ...]] = []
+    strong = set()
+    notes: dict[str, None] = {}
+    for layer in comparison.layers:
+        for outcome in layer.outcomes:
+            if (outcome.speedup or 0.0) >= _FASTER:
+                strong.add(len(rows))
+            rows.append(_row(layer, outcome))
+            if outcome.reason is not None:
+                where = f"{layer.name} {DIRECTIONS[layer.direction]}"
+                limit = limit_text(outcome.limit)
+                notes[f"{where}, {limit}: {outcome.reason}"] = None
+    missing = comparison.asked - len(comparison.layers)
+    if missing:
+        notes[f"interrupted: {missing} of {comparison.asked} were not compared"] = None
+    columns = (
+        *("layer", "direction", ">limit", ">undivided ms", ">planned ms", ">speed-up"),
+        *(">workspace", "plan"),
+    )
+    layers = Table("", columns, tuple(rows), frozenset(strong), tuple(notes))
+    return (layers, _summary(comparison))
+
+
+def write_tables(tables: Sequence[Table], stream: TextIO) -> None:
+    """Draw in a terminal, print plainly elsewhere."""
+    if not stream.isatty():
+        stream.write("\n".join(_plain(table) for table in tables))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(file=stream, highlight=False)
+    for table in tables:
+        console.print(_rich(table, narrow=console.width < _NARROW), "\n", sep="")
+        for note in table.notes:
+            console.print(f"[dim]{escape(note)}[/dim]")
+
+
+def _row(layer: LayerResult, outcome: Outcome) -> tuple[str, ...]:
+    head = (layer.name, DIRECTIONS[layer.direction], limit_text(outcome.limit))
+    choice = outcome.choice
+    if choice is None:
+        return (*head, *(NOTHING,) * 5)
+    return (
+        *head,
+        ms_text(choice.undivided_ms),
+        ms_text(choice.planned_ms),
+        speedup_text(outcome.speedup),
+        bytes_text(choice.plan.workspace),
+        plan_text(choice.plan),
+    )
+
+
+def _summary(comparison: Comparison) -> Table:
+    rows = tuple(
+        (
+            limit_text(entry.limit),
+            f"{entry.layers} of {comparison.asked}",
+            speedup_text(entry.geomean),
+            speedup_text(entry.best),
+            speedup_text(entry.worst),
+            ms_text(entry.undivided_ms if entry.layers else None),
+            ms_text(entry.planned_ms if entry.layers else None),
+        )
+        for entry in comparison.summary
+    )
+    columns = (
+        *(">limit", ">compared", ">geomean", ">largest", ">smallest"),
+        *(">undivided ms", ">planned ms"),
+    )
+    return Table(f"{comparison.backend}: {comparison.fingerprint}", columns, rows)
+
+
+def _plain(table: Table) -> str:
+    titles = [column.removeprefix(">") for column in table.columns]
+    lines = [titles, *table.rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
+
+    def aligned(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if column.startswith(">") else cell.ljust(width)
+            for cell, width, column in zip(cells, widths, table.columns, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    text = [table.title] if table.title else []
+    text += [aligned(line) for line in lines]
+    text += table.notes
+    return "\n".join(text) + "\n"
+
+
+def _rich(table: Table, *, narrow: bool) -> object:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table as RichTable
+
+    drawn = RichTable(
+        box=box.SIMPLE_HEAD,
+        title=escape(table.title) or None,
+        title_justify="left",
+        padding=(0, 0) if narrow else (0, 1),
+        show_edge=False,
+    )
+    for column in table.columns:
+        name = column.removeprefix(">")
+        drawn.add_column(
+            escape(name.replace(" ", "\n")),
+            justify="left" if name == column else "right",
+            no_wrap=name not in _WRAPPED,
+            min_width=_WRAPPED.get(name),
+            overflow="fold",
+        )
+    for i, row in enumerate(table.rows):
+        style = "bold green" if i in table.strong else None
+        drawn.add_row(*map(escape, row), style=style)
+    return drawn

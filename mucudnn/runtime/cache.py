@@ -1,0 +1,335 @@
+"""Remember measurements, in memory or in a file that processes share.
+
+A measurement is of a device, a convolution at a micro-batch size, an algorithm and a
+math mode. Its key holds no mini-batch size, limit or policy, so it serves them all.
+The file is `RecordFile`'s business; this module says what is in it.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import platformdirs
+
+from mucudnn.errors import CacheError
+from mucudnn.ir.conv import AlgoPerf, ConvProblem
+from mucudnn.ir.serial import (
+    Measurement,
+    format_recording,
+    parse_recording,
+    perf_to_dict,
+    problem_from_key,
+    problem_key,
+)
+from mucudnn.runtime.recording import CacheWarning, RecordFile, transaction
+
+__all__ = ["BenchmarkCache", "CacheWarning", "DeviceSummary", "default_path"]
+
+_SCHEMA_VERSION = 1
+_SCHEMA = {
+    "layer": """CREATE TABLE layer (
+  id INTEGER PRIMARY KEY,
+  fingerprint TEXT NOT NULL,
+  problem TEXT NOT NULL,
+  UNIQUE (fingerprint, problem)
+)""",
+    "perf": """CREATE TABLE perf (
+  layer INTEGER NOT NULL,
+  batch INTEGER NOT NULL,
+  algo TEXT NOT NULL,
+  math_mode TEXT NOT NULL,
+  time_ms REAL,
+  workspace INTEGER NOT NULL,
+  deterministic INTEGER NOT NULL,
+  error TEXT,
+  noise_ms REAL NOT NULL,
+  samples INTEGER NOT NULL,
+  measured_at REAL NOT NULL,
+  version TEXT NOT NULL,
+  PRIMARY KEY (layer, batch, algo, math_mode),
+  CHECK ((time_ms IS NULL) = (error IS NOT NULL))
+) WITHOUT ROWID""",
+    "verdict": """CREATE TABLE verdict (
+  layer INTEGER NOT NULL,
+  batch INTEGER NOT NULL,
+  signature TEXT NOT NULL,
+  time_ms REAL NOT NULL,
+  measured_at REAL NOT NULL,
+  PRIMARY KEY (layer, batch, signature)
+) WITHOUT ROWID""",
+}
+_PERF = tuple(field.name for field in fields(AlgoPerf))
+_PERF_COLUMNS = ", ".join(f"perf.{name}" for name in _PERF)
+_COLUMNS = (*_PERF, "measured_at", "version")
+_LAYER = "(SELECT id FROM layer WHERE fingerprint = ? AND problem = ?)"
+_PUT_LAYER = "INSERT OR IGNORE INTO layer (fingerprint, problem) VALUES (?, ?)"
+_PUT_PERF = (
+    f"INSERT INTO perf (layer, {', '.join(_COLUMNS)}) "
+    f"VALUES ({_LAYER}, {', '.join('?' * len(_COLUMNS))}) "
+    "ON CONFLICT DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)
+)
+_MERGE_PERF = f"{_PUT_PERF} WHERE excluded.measured_at > perf.measured_at"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSummary:
+    """What a cache knows of one device; times are seconds since 1970."""
+
+    fingerprint: str
+    problems: int
+    rows: int
+    oldest: float
+    newest: float
+
+
+def default_path() -> Path:
+    """The file in the user's cache directory, as the platform defines it."""
+    return platformdirs.user_cache_path("mucudnn") / "perf-v1.sqlite"
+
+
+class BenchmarkCache:
+    """Measurements by device and convolution; threads and processes may share it.
+
+    Args:
+        path: The file to remember in, made where it is missing; None is memory only.
+
+    A file that cannot be used never raises: see `mucudnn.runtime.recording`.
+    """
+
+    def __init__(self, path: Path | str | None = None) -> None:
+        self._file = RecordFile(
+            None if path is None else Path(path), _SCHEMA_VERSION, _SCHEMA
+        )
+        self._version = _installed_version()
+
+    @property
+    def path(self) -> Path | None:
+        """The file in use; None if it is memory."""
+        return self._file.path
+
+    def get(self, fingerprint: str, problem: ConvProblem) -> tuple[AlgoPerf, ...]:
+        """What was measured at the problem's own batch size, failures included."""
+        arguments = (fingerprint, problem_key(problem), problem.batch)
+        return self._perfs("AND perf.batch = ?", arguments)
+
+    def get_all(self, fingerprint: str, problem: ConvProblem) -> tuple[AlgoPerf, ...]:
+        """What was measured at any batch size, ascending in it."""
+        return self._perfs("", (fingerprint, problem_key(problem)))
+
+    def put(
+        self, fingerprint: str, problem: ConvProblem, perfs: Iterable[AlgoPerf]
+    ) -> None:
+        """Remember measurements at their own batch sizes, replacing older ones.
+
+        Raises:
+            ValueError: A number in them is negative or not finite.
+        """
+        key = problem_key(problem)
+        stamp = (time.time(), self._version)
+        rows = [(fingerprint, key, *_values(perf), *stamp) for perf in perfs]
+        self._file.do(lambda db: _write(db, _PUT_PERF, rows))
+
+    def get_verdict(
+        self, fingerprint: str, problem: ConvProblem, signature: str
+    ) -> float | None:
+        """What was measured of a composed plan; None if it never was."""
+        row = self._file.do(
+            lambda db: db.execute(
+                "SELECT time_ms FROM verdict "
+                f"WHERE layer = {_LAYER} AND batch = ? AND signature = ?",
+                (fingerprint, problem_key(problem), problem.batch, signature),
+            ).fetchone()
+        )
+        return None if row is None else float(row[0])
+
+    def put_verdict(
+        self, fingerprint: str, problem: ConvProblem, signature: str, time_ms: float
+    ) -> None:
+        """Remember what a composed plan measured.
+
+        Raises:
+            ValueError: The time is negative or not finite.
+        """
+        if not 0 <= time_ms < math.inf:
+            raise ValueError(f"time_ms must be finite and not negative, got {time_ms}")
+        layer = (fingerprint, problem_key(problem))
+        row = (*layer, problem.batch, signature, time_ms, time.time())
+
+        def write(db: sqlite3.Connection) -> None:
+            with transaction(db):
+                db.execute(_PUT_LAYER, layer)
+                db.execute(
+                    f"INSERT OR REPLACE INTO verdict VALUES ({_LAYER}, ?, ?, ?, ?)", row
+                )
+
+        self._file.do(write)
+
+    def fingerprints(self) -> tuple[str, ...]:
+        """Devices that something is known of, in alphabetical order."""
+        return tuple(device.fingerprint for device in self.summary())
+
+    def summary(self) -> tuple[DeviceSummary, ...]:
+        """One line a device, in alphabetical order."""
+        query = (
+            "SELECT fingerprint, count(DISTINCT problem), count(*), min(measured_at), "
+            "max(measured_at) FROM layer JOIN perf ON perf.layer = layer.id "
+            "GROUP BY fingerprint ORDER BY fingerprint"
+        )
+        rows = self._file.do(lambda db: db.execute(query).fetchall())
+        return tuple(DeviceSummary(*row) for row in rows)
+
+    def rows(self, fingerprint: str | None = None) -> tuple[Measurement, ...]:
+        """Every measurement, of one device or of all."""
+        query = (
+            f"SELECT fingerprint, problem, measured_at, version, {_PERF_COLUMNS} "
+            "FROM layer JOIN perf ON perf.layer = layer.id "
+            "WHERE ?1 IS NULL OR fingerprint = ?1 "
+            "ORDER BY fingerprint, problem, batch, algo, math_mode"
+        )
+        rows = self._file.do(lambda db: db.execute(query, (fingerprint,)).fetchall())
+        problem_of = functools.cache(problem_from_key)
+        measurements = []
+        for device, key, measured_at, maker, *values in rows:
+            perf = _perf(values)
+            measurements.append(
+                Measurement(
+                    fingerprint=device,
+                    problem=problem_of(key, perf.batch),
+                    perf=perf,
+                    measured_at=measured_at,
+                    version=maker,
+                )
+            )
+        return tuple(measurements)
+
+    def clear(self, fingerprint: str | None = None) -> int:
+        """Forget one device or everything; returns how many measurements went."""
+
+        def delete(db: sqlite3.Connection) -> int:
+            layers = "(SELECT id FROM layer WHERE ?1 IS NULL OR fingerprint = ?1)"
+            with transaction(db):
+                for table, column in (
+                    ("verdict", "layer"),
+                    ("perf", "layer"),
+                    ("layer", "id"),
+                ):
+                    where = f"WHERE {column} IN {layers}"
+                    gone = db.execute(f"DELETE FROM {table} {where}", (fingerprint,))
+                    if table == "perf":
+                        count = gone.rowcount
+            return count
+
+        return self._file.do(delete)
+
+    def export_json(self, file: Path | str) -> int:
+        """Write all measurements to a recording; a name in `.gz` is compressed.
+
+        The file appears complete or not at all. Returns how many rows it has.
+
+        Raises:
+            CacheError: The file cannot be written.
+        """
+        target = Path(file)
+        rows = self.rows()
+        data = format_recording(rows, compress=target.suffix == ".gz")
+        try:
+            _write_whole(target, data)
+        except OSError as e:
+            raise CacheError(f"cannot write {target}: {e}") from e
+        return len(rows)
+
+    def import_json(self, file: Path | str) -> int:
+        """Merge a recording, all of it or nothing; the newest measurement wins.
+
+        Returns how many rows were new.
+
+        Raises:
+            CacheError: The file cannot be read, or is not a recording; says where.
+        """
+        try:
+            measurements = parse_recording(Path(file).read_bytes())
+        except (OSError, ValueError) as e:
+            raise CacheError(f"cannot import {file}: {e}") from e
+        rows = [
+            (
+                m.fingerprint,
+                problem_key(m.problem),
+                *_values(m.perf),
+                m.measured_at,
+                m.version,
+            )
+            for m in measurements
+        ]
+        return self._file.do(lambda db: _write(db, _MERGE_PERF, rows))
+
+    def close(self) -> None:
+        """Close the file; nothing else may be asked after it."""
+        self._file.close()
+
+    def __enter__(self) -> "BenchmarkCache":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _perfs(self, condition: str, arguments: Sequence[Any]) -> tuple[AlgoPerf, ...]:
+        query = (
+            f"SELECT {_PERF_COLUMNS} FROM perf WHERE layer = {_LAYER} {condition} "
+            "ORDER BY batch, algo, math_mode"
+        )
+        rows = self._file.do(lambda db: db.execute(query, arguments).fetchall())
+        return tuple(_perf(row) for row in rows)
+
+
+def _write(
+    db: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]
+) -> int:
+    with transaction(db):
+        db.executemany(_PUT_LAYER, dict.fromkeys(row[:2] for row in rows))
+        return db.executemany(statement, rows).rowcount if rows else 0
+
+
+def _values(perf: AlgoPerf) -> tuple[Any, ...]:
+    return tuple(perf_to_dict(perf).values())
+
+
+def _perf(row: Sequence[Any]) -> AlgoPerf:
+    values = dict(zip(_PERF, row, strict=True))
+    if values["error"] is not None:
+        values["time_ms"] = math.inf
+    values["deterministic"] = bool(values["deterministic"])
+    return AlgoPerf(**values)
+
+
+def _installed_version() -> str:
+    try:
+        return version("mucudnn")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _write_whole(target: Path, data: bytes) -> None:
+    """Write beside the target, then rename over it."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(data)
+        partial.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise

@@ -1,0 +1,281 @@
+"""Planned against undivided, for many layers and limits within one time limit.
+
+Every layer is measured once, whatever the number of limits: a measurement depends on
+none. Time is dealt out as it goes: each layer may take an equal share of what is left,
+and what it does not need goes to those after it.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from mucudnn.errors import MucudnnError, PlanningError
+from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
+from mucudnn.ir.sizes import format_bytes
+from mucudnn.passes.microbatch import (
+    PLANNERS,
+    Planner,
+    pareto_plans,
+    workspace_division,
+)
+from mucudnn.passes.pareto import least_workspace
+from mucudnn.runtime.outcome import Comparison, LayerResult, Limit, Outcome
+from mucudnn.runtime.tuner import Choice, Tuner
+from mucudnn.suites import Layer
+
+__all__ = ["Advance", "Comparison", "ComparisonInterrupted", "compare", "in_directions"]
+
+_MEASURING = 0.6
+"""Share of a layer's time for its table; the rest is for checking its plans."""
+_PER_KERNEL = 0.8
+"""Share of all the time for the limits that are not in total, where one is."""
+_OUT_OF_TIME = "not compared: the time limit was reached"
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Where a comparison has got to: a layer begun, or (with a result) done."""
+
+    layer: Layer
+    index: int
+    total: int
+    result: LayerResult | None = None
+
+
+class ComparisonInterrupted(KeyboardInterrupt):
+    """Ctrl-C; `comparison` holds the layers that were done."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        super().__init__()
+        self.comparison = comparison
+
+
+def in_directions(
+    layers: Iterable[Layer], directions: Sequence[Direction]
+) -> tuple[Layer, ...]:
+    """Every layer once a direction."""
+    return tuple(
+        replace(layer, problem=layer.problem.with_direction(direction))
+        for layer in layers
+        for direction in directions
+    )
+
+
+def compare(
+    tuner: Tuner,
+    layers: Sequence[Layer],
+    limits: Sequence[int],
+    *,
+    planner: str | Planner = "workspace_reuse",
+    total_workspace: int | None = None,
+    time_limit_s: float | None = None,
+    progress: Callable[[Advance], None] | None = None,
+) -> Comparison:
+    """Measure, plan and check every layer under every limit.
+
+    Args:
+        tuner: Measures and checks; its own limit and planner play no part.
+        layers: Each in the direction of its problem.
+        limits: Bytes of workspace a kernel.
+        planner: What divides the mini-batches.
+        total_workspace: Bytes for all layers together, divided among them by
+            `workspace_division`; one more row a layer, its rival being the fastest
+            undivided call within an equal share. A layer that occurs several times
+            counts once.
+        time_limit_s: Seconds for everything. Layers that got too little of it have a
+            reason instead of a plan.
+        progress: Called when a layer begins and when it is done.
+
+    Raises:
+        ComparisonInterrupted: Ctrl-C; carries what is done.
+        ValueError: There is no planner of that name.
+    """
+    run = _Run(tuner, PLANNERS.resolve(planner), time_limit_s)
+    per_kernel = tuple(Limit(nbytes) for nbytes in dict.fromkeys(limits))
+    total = () if total_workspace is None else (Limit(total_workspace, total=True),)
+    done: list[LayerResult] = []
+
+    def comparison(results: Sequence[LayerResult], *, divided: bool) -> Comparison:
+        return Comparison(
+            backend=tuner.backend.name,
+            fingerprint=tuner.backend.device.fingerprint,
+            batch_policy=tuner.batch_policy,
+            planner=planner if isinstance(planner, str) else _name(planner),
+            limits=per_kernel + (total if divided else ()),
+            layers=tuple(results),
+            asked=len(layers),
+        )
+
+    share = _PER_KERNEL if total else 1.0
+    try:
+        for i, layer in enumerate(layers):
+            begun = Advance(layer, i, len(layers))
+            if progress is not None:
+                progress(begun)
+            done.append(run.layer(layer, per_kernel, share, len(layers) - i))
+            if progress is not None:
+                progress(replace(begun, result=done[-1]))
+        results = run.divide(done, total[0]) if total else done
+    except KeyboardInterrupt:
+        raise ComparisonInterrupted(comparison(done, divided=False)) from None
+    return comparison(results, divided=True)
+
+
+class _Run:
+    """The clock, and what has been checked already."""
+
+    def __init__(
+        self, tuner: Tuner, planner: Planner, time_limit_s: float | None
+    ) -> None:
+        self._tuner = tuner
+        self._planner = planner
+        self._start = time.monotonic()
+        self._time_limit_s = time_limit_s
+        self._choices: dict[tuple[ConvPlan, ConvPlan | None], Choice] = {}
+
+    def layer(
+        self, layer: Layer, limits: Sequence[Limit], share: float, left: int
+    ) -> LayerResult:
+        """Measure one layer, then plan and check it under each limit."""
+        seconds = self._share(share, left)
+        ends = None if seconds is None else time.monotonic() + seconds
+        table = self._tuner.measure(
+            layer.problem,
+            time_limit_s=None if seconds is None else seconds * _MEASURING,
+        )
+        outcomes = []
+        for i, limit in enumerate(limits):
+            seconds = None if ends is None else ends - time.monotonic()
+            if seconds is not None:
+                seconds = max(0.0, seconds / (len(limits) - i))
+            outcomes.append(self._outcome(table, limit, seconds))
+        most = max((perf.workspace for perf in table.usable), default=0)
+        return LayerResult(
+            name=layer.name,
+            count=layer.count,
+            problem=layer.problem,
+            table=table,
+            front=tuple(pareto_plans(table, most)),
+            outcomes=tuple(outcomes),
+        )
+
+    def divide(
+        self, results: Sequence[LayerResult], limit: Limit
+    ) -> Sequence[LayerResult]:
+        """Add one outcome each: a total divided among all that can run at all."""
+        able = [i for i, result in enumerate(results) if result.table.usable]
+        outcomes = [Outcome(limit, None, _unusable(r.table)) for r in results]
+        equal = limit.nbytes // max(1, len(able))
+        try:
+            plans = workspace_division([results[i].table for i in able], limit.nbytes)
+        except PlanningError as e:
+            for i in able:
+                outcomes[i] = Outcome(limit, None, str(e))
+        else:
+            for done, (i, plan) in enumerate(zip(able, plans, strict=True)):
+                rival = self._tuner.undivided(results[i].table, equal)
+                seconds = self._share(1.0, len(able) - done)
+                outcomes[i] = self._checked(plan, rival, limit, seconds)
+            self._keep_to_total(outcomes, dict(zip(able, plans, strict=True)), limit)
+        return [
+            replace(result, outcomes=(*result.outcomes, outcome))
+            for result, outcome in zip(results, outcomes, strict=True)
+        ]
+
+    def _keep_to_total(
+        self, outcomes: list[Outcome], plans: dict[int, ConvPlan], limit: Limit
+    ) -> None:
+        """Withdraw rejections that, together, would break the total.
+
+        A rejected plan gives way to its rival, which may use an equal share where the
+        plan used less. Where the sum then exceeds the total, the plans stand after all.
+        """
+        used = sum(o.choice.plan.workspace for o in outcomes if o.choice is not None)
+        for i, plan in plans.items():
+            choice = outcomes[i].choice
+            if used <= limit.nbytes or choice is None:
+                return
+            if choice.rejected and choice.plan.workspace > plan.workspace:
+                used -= choice.plan.workspace - plan.workspace
+                alone = self._tuner.validate(plan, None)
+                kept = replace(alone, undivided=choice.undivided)
+                outcomes[i] = Outcome(
+                    limit, replace(kept, undivided_ms=choice.undivided_ms)
+                )
+
+    def _outcome(
+        self, table: PerfTable, limit: Limit, seconds: float | None
+    ) -> Outcome:
+        if (reason := _unusable(table)) is not None:
+            return Outcome(limit, None, reason)
+        try:
+            (plan,) = self._planner([table], limit.nbytes)
+        except PlanningError as e:
+            least = least_workspace(table)
+            if least is None or least <= limit.nbytes:
+                return Outcome(limit, None, str(e))
+            return Outcome(
+                limit, None, f"nothing fits; the smallest needs {format_bytes(least)}"
+            )
+        rival = self._tuner.undivided(table, limit.nbytes)
+        return self._checked(plan, rival, limit, seconds)
+
+    def _checked(
+        self,
+        plan: ConvPlan,
+        rival: ConvPlan | None,
+        limit: Limit,
+        seconds: float | None,
+    ) -> Outcome:
+        """Measure a plan against its undivided rival, unless that was done already."""
+        choice = self._choices.get((plan, rival))
+        if choice is None:
+            if self._too_late(plan, rival):
+                return Outcome(limit, None, _OUT_OF_TIME)
+            try:
+                choice = self._tuner.validate(
+                    plan, rival, time_limit_s=inf if seconds is None else seconds
+                )
+            except MucudnnError as e:
+                return Outcome(limit, None, f"not compared: {e}")
+            self._choices[plan, rival] = choice
+        return Outcome(limit, choice, _remark(plan.problem, choice, limit))
+
+    def _too_late(self, *plans: ConvPlan | None) -> bool:
+        left = self._share(1.0, 1)
+        expected_ms = sum(plan.time_ms for plan in set(plans) if plan is not None)
+        return left is not None and left <= expected_ms / 1e3
+
+    def _share(self, of_limit: float, parts: int) -> float | None:
+        """Seconds for the next of `parts` equal parts of the time that is left."""
+        if self._time_limit_s is None:
+            return None
+        ends = self._start + of_limit * self._time_limit_s
+        return max(0.0, ends - time.monotonic()) / parts
+
+
+def _unusable(table: PerfTable) -> str | None:
+    if table.usable:
+        return None
+    reasons = {perf.algo: perf.error for perf in table.perfs}
+    if len(set(reasons.values())) == 1:
+        return reasons.popitem()[1]
+    listed = "; ".join(f"{algo}: {reason}" for algo, reason in reasons.items())
+    return listed or "the backend has no algorithm for it"
+
+
+def _remark(problem: ConvProblem, choice: Choice, limit: Limit) -> str | None:
+    if choice.undivided is None:
+        within = "an equal share of " if limit.total else ""
+        return (
+            f"no algorithm was measured at the whole mini-batch of {problem.batch} "
+            f"within {within}{format_bytes(limit.nbytes)}"
+        )
+    if choice.rejected:
+        return "the planned division did not beat undivided when measured"
+    return None
+
+
+def _name(planner: Planner) -> str:
+    return getattr(planner, "__name__", repr(planner))

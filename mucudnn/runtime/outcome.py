@@ -1,0 +1,241 @@
+"""What a comparison of planned with undivided convolutions found, as frozen values."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
+from mucudnn.ir.serial import problem_to_dict
+from mucudnn.runtime.tuner import Choice
+
+__all__ = ["Comparison", "LayerResult", "Limit", "LimitSummary", "Outcome"]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bytes of workspace, for each kernel or (`total`) for all of them together."""
+
+    nbytes: int
+    total: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one layer under one limit: a choice, or the reason for none."""
+
+    limit: Limit
+    choice: Choice | None
+    reason: str | None = None
+
+    @property
+    def speedup(self) -> float | None:
+        """Undivided over planned time; None where one of them does not exist."""
+        return None if self.choice is None else self.choice.speedup
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; what does not exist is null."""
+        kind = "total" if self.limit.total else "per_kernel"
+        base = {"workspace_limit": self.limit.nbytes, "kind": kind}
+        if self.choice is None:
+            names = ("undivided_ms", "planned_ms", "predicted_ms", "speedup")
+            empty = dict.fromkeys((*names, "workspace"))
+            return {**base, **empty, "steps": [], "reason": self.reason}
+        choice, plan = self.choice, self.choice.plan
+        return {
+            **base,
+            "undivided_ms": choice.undivided_ms,
+            "planned_ms": choice.planned_ms,
+            "predicted_ms": choice.predicted_ms,
+            "speedup": self.speedup,
+            "workspace": plan.workspace,
+            "rejected": choice.rejected,
+            "undivided": None if choice.undivided is None else _steps(choice.undivided),
+            "steps": _steps(plan),
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """One direction of one layer.
+
+    Attributes:
+        name: Of the layer.
+        count: How often its network contains it.
+        problem: What was measured.
+        table: All measurements, failed ones included.
+        front: Divisions no other beats in both time and workspace.
+        outcomes: One a limit.
+    """
+
+    name: str
+    count: int
+    problem: ConvProblem
+    table: PerfTable
+    front: tuple[ConvPlan, ...]
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def direction(self) -> Direction:
+        """Which of the three kernels."""
+        return self.problem.direction
+
+    @property
+    def failures(self) -> tuple[tuple[str, str], ...]:
+        """(algorithm, reason) of those without any measurement."""
+        usable = {perf.algo for perf in self.table.usable}
+        return tuple(
+            {
+                perf.algo: perf.error
+                for perf in self.table.perfs
+                if perf.error is not None and perf.algo not in usable
+            }.items()
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "name": self.name,
+            "direction": self.direction.value,
+            "count": self.count,
+            "problem": problem_to_dict(self.problem),
+            "plans": [outcome.to_json() for outcome in self.outcomes],
+            "pareto": [
+                {
+                    "workspace": plan.workspace,
+                    "time_ms": plan.time_ms,
+                    "parts": len(plan.steps),
+                }
+                for plan in self.front
+            ],
+            "excluded": [
+                {"algo": algo, "reason": reason} for algo, reason in self.failures
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LimitSummary:
+    """All layers under one limit; only those that have a speed-up count.
+
+    Attributes:
+        limit: The limit.
+        layers: How many layers have both a planned and an undivided time.
+        geomean: Geometric mean of their speed-ups.
+        best: The largest.
+        worst: The smallest.
+        undivided_ms: Their undivided times, each as often as its layer occurs.
+        planned_ms: Likewise, planned.
+    """
+
+    limit: Limit
+    layers: int
+    geomean: float | None
+    best: float | None
+    worst: float | None
+    undivided_ms: float
+    planned_ms: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "workspace_limit": self.limit.nbytes,
+            "kind": "total" if self.limit.total else "per_kernel",
+            "geomean_speedup": self.geomean,
+            "max_speedup": self.best,
+            "min_speedup": self.worst,
+            "layers": self.layers,
+            "undivided_ms": self.undivided_ms,
+            "planned_ms": self.planned_ms,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Planned against undivided convolutions: layer by layer, limit by limit.
+
+    Attributes:
+        backend: Name of the backend.
+        fingerprint: Its device and libraries.
+        batch_policy: Which micro-batch sizes were candidates.
+        planner: What divided the mini-batches.
+        limits: Every limit, in the order of `LayerResult.outcomes`.
+        layers: What is done.
+        asked: How many were to be done.
+    """
+
+    backend: str
+    fingerprint: str
+    batch_policy: str
+    planner: str
+    limits: tuple[Limit, ...]
+    layers: tuple[LayerResult, ...]
+    asked: int
+
+    @property
+    def summary(self) -> tuple[LimitSummary, ...]:
+        """One entry a limit."""
+        return tuple(self._summarise(i) for i in range(len(self.limits)))
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """Every algorithm with a measurement, in order of appearance."""
+        names = (p.algo for layer in self.layers for p in layer.table.usable)
+        return tuple(dict.fromkeys(names))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `json.dumps(…, allow_nan=False)` accepts."""
+        return {
+            "schema": SCHEMA,
+            "backend": self.backend,
+            "fingerprint": self.fingerprint,
+            "batch_policy": self.batch_policy,
+            "planner": self.planner,
+            "interrupted": len(self.layers) < self.asked,
+            "layers": [layer.to_json() for layer in self.layers],
+            "summary": [entry.to_json() for entry in self.summary],
+        }
+
+    def _summarise(self, index: int) -> LimitSummary:
+        rows = list(self._compared(index))
+        speedups = [speedup for speedup, *_ in rows]
+        return LimitSummary(
+            limit=self.limits[index],
+            layers=len(rows),
+            geomean=_geomean(speedups),
+            best=max(speedups, default=None),
+            worst=min(speedups, default=None),
+            undivided_ms=sum(undivided for _, undivided, _ in rows),
+            planned_ms=sum(planned for *_, planned in rows),
+        )
+
+    def _compared(self, index: int) -> Iterator[tuple[float, float, float]]:
+        for layer in self.layers:
+            choice = layer.outcomes[index].choice
+            if choice is None or choice.undivided_ms is None:
+                continue
+            speedup = choice.speedup
+            if speedup is not None:
+                undivided = choice.undivided_ms * layer.count
+                yield speedup, undivided, choice.planned_ms * layer.count
+
+
+def _geomean(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _steps(plan: ConvPlan) -> list[dict[str, Any]]:
+    return [
+        {
+            "algo": step.algo,
+            "batch": step.batch,
+            "time_ms": step.time_ms,
+            "workspace": step.workspace,
+        }
+        for step in plan.steps
+    ]

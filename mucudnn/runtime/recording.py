@@ -1,0 +1,327 @@
+"""The SQLite file that measurements are recorded in, and what can go wrong with it.
+
+Remembering must never stop work. A file that is damaged or belongs to someone else is
+set aside under another name, never deleted, and a fresh one is begun. A file that
+cannot be written is replaced by memory, which takes over whatever can still be read.
+Either way there is one warning, and the caller sees an ordinary result.
+
+Nothing is set aside while another process has it open: SQLite removes a write-ahead log
+by its name when the last connection closes, and it would be the new file's.
+"""
+
+import contextlib
+import logging
+import os
+import sqlite3
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["CacheWarning", "RecordFile", "transaction"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_APPLICATION_ID = int.from_bytes(b"muCD", "big")
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_PRIMARY = 0xFF  # the other bits of an SQLite error code say where it happened
+_IDENTITY = """SELECT application_id, user_version,
+  (SELECT count(*) FROM sqlite_master)
+FROM pragma_application_id, pragma_user_version"""
+_SIDECARS = ("-wal", "-shm", "-journal")
+_SHARED_LOCK = (510, 0x40000002)  # length and offset that SQLite locks while open
+_ATTEMPTS = 6
+
+
+class CacheWarning(UserWarning):
+    """Measurements are not remembered in the file as it was."""
+
+
+class _UnusableError(Exception):
+    """The file is a database, but lacks a table or a column."""
+
+
+class _ForeignError(_UnusableError):
+    """The database is another application's, or of another schema version."""
+
+
+class RecordFile:
+    """One connection to a database, shared by threads; a file, or memory.
+
+    Args:
+        path: The file; None keeps everything in memory.
+        version: Of the schema; a file with another version is foreign.
+        schema: Table -> the statement that creates it.
+        timeout_s: How long to wait for other processes.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        version: int,
+        schema: Mapping[str, str],
+        timeout_s: float = 30.0,
+    ) -> None:
+        self._version = version
+        self._schema = schema
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._inherited: list[sqlite3.Connection] = []
+        self._inode = 0
+        self._path: Path | None = None
+        self._db = self._in_memory()
+        if path is None:
+            return
+        try:
+            self._path = path.expanduser().resolve()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError) as e:
+            self._path = None
+            _warn(f"remembering in memory only, {path} cannot be used: {e}")
+        else:
+            self._open(self._path)
+
+    @property
+    def path(self) -> Path | None:
+        """The file in use; None if it is memory."""
+        return self._path
+
+    def do(self, operation: Callable[[sqlite3.Connection], T]) -> T:
+        """Run an operation, and once more if the file had to be replaced.
+
+        The operation is one read or one `transaction`, so that nothing happens twice.
+
+        Raises:
+            sqlite3.ProgrammingError: The file was closed.
+        """
+        self._notice_fork()
+        with self._lock:
+            while True:
+                try:
+                    return operation(self._db)
+                except (sqlite3.ProgrammingError, sqlite3.IntegrityError):
+                    raise
+                except sqlite3.DatabaseError as e:
+                    if self._path is None:
+                        raise
+                    if _is_damage(e):
+                        self._db.close()
+                        self._open(self._path, found=e)
+                    else:
+                        self._fall_back(self._path, e)
+
+    def close(self) -> None:
+        """Close the connection; a second time does nothing."""
+        with self._lock:
+            self._db.close()
+
+    def __del__(self) -> None:
+        if self._pid == os.getpid():
+            self._db.close()
+
+    def _notice_fork(self) -> None:
+        """Give a forked process a connection of its own, as SQLite demands."""
+        if self._pid == os.getpid():
+            return
+        self._pid, self._lock = os.getpid(), threading.RLock()
+        if self._path is not None:
+            self._inherited.append(self._db)
+            self._db = self._in_memory()
+            self._open(self._path)
+
+    def _open(self, file: Path, found: Exception | None = None) -> None:
+        """Connect to the file, setting aside what is in its way.
+
+        Args:
+            file: Where the database is or will be.
+            found: Damage already found in it.
+        """
+        problem = found
+        for attempt in range(_ATTEMPTS):
+            try:
+                if problem is not None and not self._set_aside(file, problem):
+                    time.sleep(0.01 * 2**attempt)
+                    continue
+                db = self._connect(file)
+            except FileNotFoundError:
+                continue  # another process has just set it aside
+            except (sqlite3.DatabaseError, _UnusableError, OSError) as e:
+                problem = e
+                if not _is_damage(e):
+                    break
+            else:
+                self._db.close()
+                self._db = db
+                return
+        self._fall_back(file, problem)
+
+    def _connect(self, file: Path) -> sqlite3.Connection:
+        # Before connecting: another process may put a sound file in its place any time,
+        # and what is set aside must be the file that was found damaged.
+        self._inode = _inode(file)
+        db = sqlite3.connect(
+            file,
+            timeout=self._timeout_s,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        try:
+            empty = self._is_empty(db)
+            with contextlib.suppress(sqlite3.OperationalError):
+                db.execute("PRAGMA journal_mode = WAL")
+            if empty:
+                with transaction(db):
+                    if self._is_empty(db):
+                        self._create(db)
+            self._check_tables(db)
+            db.execute("PRAGMA synchronous = NORMAL")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _in_memory(self) -> sqlite3.Connection:
+        db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self._create(db)
+        return db
+
+    def _create(self, db: sqlite3.Connection) -> None:
+        for statement in self._schema.values():
+            db.execute(statement)
+        db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version = {self._version}")
+
+    def _is_empty(self, db: sqlite3.Connection) -> bool:
+        """Whether the database is new; _ForeignError if it is not ours."""
+        # One statement: between two, another process could create the tables.
+        application, version, tables = db.execute(_IDENTITY).fetchone()
+        if application == _APPLICATION_ID:
+            if version != self._version:
+                raise _ForeignError(
+                    f"its schema version is {version}, this one reads {self._version}"
+                )
+            return False
+        if application or version or tables:
+            raise _ForeignError("it is the database of another application")
+        return True
+
+    def _check_tables(self, db: sqlite3.Connection) -> None:
+        with contextlib.closing(self._in_memory()) as model:
+            for table in self._schema:
+                query = f"PRAGMA table_info({table})"
+                if db.execute(query).fetchall() != model.execute(query).fetchall():
+                    raise _UnusableError(f"table {table} is missing or altered")
+
+    def _set_aside(self, file: Path, problem: Exception) -> bool:
+        """Rename the file and its companions; False if another process uses it."""
+        if _inode(file) != self._inode:
+            return True
+        with file.open("r+b") as opened:
+            if not _lock_alone(opened.fileno()):
+                return False
+            if _inode(file) != self._inode:
+                return True
+            kind = "foreign" if isinstance(problem, _ForeignError) else "corrupt"
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            names = (f"{file}.{kind}-{stamp}{suffix}" for suffix in _suffixes())
+            aside = next(Path(name) for name in names if not Path(name).exists())
+            for sidecar in _SIDECARS:
+                with contextlib.suppress(FileNotFoundError):
+                    Path(f"{file}{sidecar}").rename(f"{aside}{sidecar}")
+            file.rename(aside)
+        _warn(f"beginning {file} anew, what was there is now {aside}: {problem}")
+        return True
+
+    def _fall_back(self, file: Path, problem: Exception | None) -> None:
+        """Go on in memory, with what the file can still tell."""
+        memory = self._in_memory()
+        if not _is_damage(problem):
+            self._copy_rows(file, memory)
+        self._db.close()
+        self._db, self._path = memory, None
+        _warn(f"remembering in memory only, {file} cannot be used: {problem}")
+
+    def _copy_rows(self, file: Path, memory: sqlite3.Connection) -> None:
+        for access in ("mode=ro", "immutable=1"):
+            uri = f"{file.as_uri()}?{access}"
+            try:
+                with (
+                    contextlib.closing(sqlite3.connect(uri, 1.0, uri=True)) as source,
+                    transaction(memory),
+                ):
+                    if self._is_empty(source):
+                        return
+                    for table in self._schema:
+                        rows = source.execute(f"SELECT * FROM {table}")
+                        marks = ", ".join("?" * len(rows.description))
+                        memory.executemany(
+                            f"INSERT INTO {table} VALUES ({marks})", rows
+                        )
+            except (sqlite3.DatabaseError, _UnusableError) as e:
+                logger.debug("%s cannot be read with %s: %s", file, access, e)
+            else:
+                return
+
+
+@contextlib.contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """All or nothing; waits for its turn to write before it starts."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
+def _is_damage(error: Exception | None) -> bool:
+    """Whether the contents are at fault, rather than the disk or the permissions.
+
+    The `sqlite3` module reports text that is not UTF-8 without an error code.
+    """
+    if not isinstance(error, sqlite3.DatabaseError):
+        return isinstance(error, _UnusableError)
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    return code is None or code & _PRIMARY in _DAMAGED
+
+
+def _inode(file: Path) -> int:
+    """Which file has this name just now; 0 if none has."""
+    try:
+        return file.stat().st_ino
+    except FileNotFoundError:
+        return 0
+
+
+def _lock_alone(descriptor: int) -> bool:
+    """Whether no other process has this database open; lasts until it is closed."""
+    if sys.platform == "win32":
+        return True  # Windows itself refuses to rename a file in use
+    import fcntl
+
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, *_SHARED_LOCK)
+    except OSError:
+        return False
+    return True
+
+
+def _suffixes() -> Iterator[str]:
+    yield ""
+    number = 1
+    while True:
+        yield f"-{number}"
+        number += 1
+
+
+def _warn(message: str) -> None:
+    logger.warning(message)
+    warnings.warn(message, CacheWarning, stacklevel=4)

@@ -1,0 +1,128 @@
+"""Plans that survive: less memory than planned, or a kernel that fails half-way.
+
+A workspace that cannot be had is answered by the next smaller plan. A kernel that fails
+after some micro-batches is answered by finishing the samples that are left with the
+algorithm that asks for least; what was written stays, so that nothing is added twice.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from mucudnn.backends.base import Array, Backend, Buffer, Device
+from mucudnn.errors import MucudnnError, OutOfMemoryError
+from mucudnn.ir.conv import ConvPlan, Direction
+from mucudnn.runtime.execution import CompiledPlan, StepFailedError
+
+__all__ = ["Arena", "ResilientPlan"]
+
+logger = logging.getLogger(__name__)
+
+
+class Arena:
+    """One growing workspace a thread, shared by all convolutions that run on it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._local = threading.local()
+
+    def get(self, nbytes: int) -> Buffer:
+        """At least `nbytes` bytes; their contents are undefined.
+
+        Raises:
+            OutOfMemoryError: The device has no room; the old buffer is kept.
+        """
+        if nbytes > getattr(self._local, "nbytes", -1):
+            self._local.buffer = self._device.allocate(nbytes)
+            self._local.nbytes = nbytes
+        return self._local.buffer
+
+
+class ResilientPlan:
+    """A compiled plan with others to fall back to.
+
+    Args:
+        backend: Runs the kernels.
+        plan: The first choice.
+        smaller: Plans for the same problem with less workspace, best first.
+        arena: Where workspace comes from.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        plan: ConvPlan,
+        smaller: Sequence[ConvPlan],
+        arena: Arena,
+    ) -> None:
+        self._backend = backend
+        self._compiled = CompiledPlan(backend, plan)
+        self._smaller = list(smaller)
+        self._arena = arena
+
+    @property
+    def plan(self) -> ConvPlan:
+        """The plan in use; a smaller one than planned once memory was short."""
+        return self._compiled.plan
+
+    def __call__(self, a: Array, b: Array, out: Array, accumulate: bool) -> None:
+        """Run the convolution.
+
+        Raises:
+            OutOfMemoryError: There is no room even for the smallest plan.
+            StepFailedError: A kernel failed and so did every other algorithm.
+        """
+        workspace = self._workspace()
+        try:
+            self._compiled.run(a, b, out, workspace, accumulate)
+        except StepFailedError as e:
+            logger.warning("%s; finishing with another algorithm", e)
+            self._finish(e, a, b, out, accumulate)
+
+    def _workspace(self) -> Buffer:
+        while True:
+            try:
+                return self._arena.get(self._compiled.workspace)
+            except OutOfMemoryError as e:
+                fits = [
+                    plan
+                    for plan in self._smaller
+                    if plan.workspace < self._compiled.workspace
+                ]
+                if not fits:
+                    raise
+                logger.warning(
+                    "%s; falling back from %d to %d bytes of workspace",
+                    e,
+                    self._compiled.workspace,
+                    fits[0].workspace,
+                )
+                self._smaller = fits[1:]
+                self._compiled = CompiledPlan(self._backend, fits[0])
+
+    def _finish(
+        self, failure: StepFailedError, a: Array, b: Array, out: Array, accumulate: bool
+    ) -> None:
+        """Run the samples that are left, undivided, with the least workspace."""
+        whole = self._compiled.plan.problem
+        done = failure.done
+        problem = whole.with_batch(whole.batch - done)
+        window = slice(done, whole.batch)
+        if whole.direction is Direction.BACKWARD_FILTER:
+            operands = (a[window], b[window], out)
+            accumulate = accumulate or done > 0
+        else:
+            operands = (a[window], b, out[window])
+        conv = self._backend.conv
+        for algo, nbytes in sorted(conv.algorithms(problem), key=lambda pair: pair[1]):
+            if algo == failure.algo:
+                continue
+            try:
+                workspace = self._arena.get(nbytes)
+                conv.run(problem, algo, *operands, workspace, accumulate=accumulate)
+            except MucudnnError as e:
+                logger.warning("%s failed too: %s", algo, e)
+            else:
+                logger.warning("%s finished the last %d samples", algo, problem.batch)
+                return
+        raise failure

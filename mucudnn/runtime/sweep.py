@@ -1,0 +1,186 @@
+"""Measure one convolution: every algorithm at every micro-batch size of a policy.
+
+What the cache knows is not measured again; what a limit prevented is listed with the
+reason and not remembered.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from mucudnn.backends.base import Backend
+from mucudnn.ir.conv import AlgoPerf, ConvProblem, PerfTable
+from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
+from mucudnn.passes.pruning import next_measurements
+from mucudnn.runtime.bench_kernels import KernelBench, limited
+from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.timing import StoppingRule
+
+__all__ = ["Progress", "Sweep"]
+
+Point = tuple[str, int]
+"""(algorithm, micro-batch size)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One measurement done: what it was of, and how many of how many."""
+
+    problem: ConvProblem
+    algo: str
+    batch: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """How to fill a table of measurements.
+
+    Attributes:
+        backends: Devices of one model; sizes are dealt out among them.
+        cache: What is known already, and where the rest is remembered.
+        rule: When a kernel has been timed enough.
+        memory_limit: Bytes for operands and workspace, on each device.
+        deadline: `time.monotonic()` after which nothing more is started.
+        progress: Called after each measurement, from one thread at a time.
+    """
+
+    backends: Sequence[Backend]
+    cache: BenchmarkCache
+    rule: StoppingRule
+    memory_limit: float = math.inf
+    deadline: float = math.inf
+    progress: Callable[[Progress], None] | None = None
+
+    def table(
+        self, problem: ConvProblem, policy: BatchPolicy, *, prune: bool, overhead: float
+    ) -> PerfTable:
+        """Measure `problem`; failing algorithms are rows, never exceptions.
+
+        Args:
+            problem: At its whole mini-batch.
+            policy: Which micro-batch sizes are candidates.
+            prune: Under `all`, measure only what could enter a good plan.
+            overhead: ms that starting one more micro-batch costs.
+        """
+        work = _Work(self, problem, candidate_batches(problem.batch, policy))
+        if prune and policy == "all":
+            while points := [p for p in work.promising() if p not in work.rows]:
+                work.measure(points)
+        else:
+            work.measure([p for p in work.workspaces if p not in work.rows])
+        rows = sorted(work.rows.values(), key=lambda p: (-p.batch, p.algo))
+        return PerfTable(problem, tuple(rows), overhead)
+
+
+class _Work:
+    """One table in the making."""
+
+    def __init__(
+        self, sweep: Sweep, problem: ConvProblem, sizes: Sequence[int]
+    ) -> None:
+        self._sweep = sweep
+        self._problem = problem
+        self._fingerprint = sweep.backends[0].device.fingerprint
+        self._lock = threading.Lock()
+        self._sizes = tuple(sorted(sizes))
+        self._benches = [
+            KernelBench(
+                backend,
+                problem,
+                sweep.rule,
+                memory_limit=sweep.memory_limit,
+                deadline=sweep.deadline,
+            )
+            for backend in sweep.backends
+        ]
+        self.workspaces: dict[Point, int] = {}
+        self.rows: dict[Point, AlgoPerf] = {}
+        conv = sweep.backends[0].conv
+        for batch in sorted(sizes, reverse=True):
+            micro = problem.with_batch(batch)
+            for algo, nbytes in conv.algorithms(micro):
+                self.workspaces[algo, batch] = nbytes
+            for algo, reason in conv.excluded(micro):
+                self.rows[algo, batch] = _excluded(algo, batch, reason)
+            for perf in sweep.cache.get(self._fingerprint, micro):
+                if (perf.algo, batch) in self.workspaces:
+                    self.rows[perf.algo, batch] = perf
+
+    def promising(self) -> Sequence[Point]:
+        """Points that pruning asks for next."""
+        return next_measurements(
+            self._sizes, self.workspaces, tuple(self.rows.values())
+        )
+
+    def measure(self, points: Iterable[Point]) -> None:
+        """Time the points, largest sizes first, on all devices at once."""
+        by_batch: dict[int, list[str]] = {}
+        for algo, batch in points:
+            by_batch.setdefault(batch, []).append(algo)
+        batches = sorted(by_batch, reverse=True)
+        total = len(self.rows) + sum(map(len, by_batch.values()))
+        shares = [
+            (bench, batches[i :: len(self._benches)])
+            for i, bench in enumerate(self._benches)
+        ]
+
+        def work(share: tuple[KernelBench, list[int]]) -> None:
+            bench, sizes = share
+            for batch in sizes:
+                self._measure_size(bench, batch, by_batch[batch], total)
+
+        if len(shares) == 1:
+            work(shares[0])
+            return
+        with ThreadPoolExecutor(len(shares)) as pool:
+            list(pool.map(work, shares))
+
+    def _measure_size(
+        self, bench: KernelBench, batch: int, algos: Sequence[str], total: int
+    ) -> None:
+        micro = self._problem.with_batch(batch)
+
+        def keep(perf: AlgoPerf) -> None:
+            with self._lock:
+                self.rows[perf.algo, batch] = perf
+                if not limited(perf):
+                    self._sweep.cache.put(self._fingerprint, micro, [perf])
+                if self._sweep.progress is not None:
+                    done = len(self.rows)
+                    self._sweep.progress(
+                        Progress(micro, perf.algo, batch, done, max(done, total))
+                    )
+
+        ordered = sorted(algos, key=lambda algo: self._expected(algo, batch))
+        best_ms = min(
+            (p.time_ms for p in self.rows.values() if p.batch == batch),
+            default=math.inf,
+        )
+        bench.run(
+            batch, {a: self.workspaces[a, batch] for a in ordered}, keep, best_ms
+        )
+
+    def _expected(self, algo: str, batch: int) -> float:
+        """Time a sample at the next larger size measured; likely winners go first."""
+        with self._lock:
+            known = [
+                (p.batch, p.time_ms / p.batch)
+                for p in self.rows.values()
+                if p.algo == algo and p.error is None
+            ]
+        return min(known, key=lambda k: abs(k[0] - batch), default=(0, 0.0))[1]
+
+
+def _excluded(algo: str, batch: int, reason: str) -> AlgoPerf:
+    return AlgoPerf(
+        algo=algo,
+        batch=batch,
+        time_ms=math.inf,
+        workspace=0,
+        error=reason,
+        samples=0,
+    )

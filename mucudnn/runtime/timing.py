@@ -1,0 +1,125 @@
+"""What a measurement is: warm-up, repeats, a median and its uncertainty."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mucudnn.backends.base import Device
+
+__all__ = ["StoppingRule", "Timing", "measure", "measure_together"]
+
+_MEDIAN_ERROR = 1.2533  # standard error of a median, in units of that of a mean
+_MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Median of the samples in ms, its standard error, and how many there were."""
+
+    time_ms: float
+    noise_ms: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples_ms: Sequence[float]) -> "Timing":
+        """Summarise at least one sample."""
+        median = statistics.median(samples_ms)
+        spread = statistics.median(abs(s - median) for s in samples_ms)
+        error = _MEDIAN_ERROR * _MAD_TO_SIGMA * spread / math.sqrt(len(samples_ms))
+        return cls(median, error, len(samples_ms))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppingRule:
+    """When a kernel has been timed enough.
+
+    Attributes:
+        min_samples: Timed runs after the warm-up, unless the time is up.
+        max_samples: Stop here at the latest.
+        margin: Stop once the median's uncertainty is below this share of it.
+        budget_ms: Stop once the samples add up to this; one run that takes longer
+            than the budget is not repeated.
+        hopeless: A kernel whose warm-up takes this many times the best of its rivals
+            is not repeated either.
+    """
+
+    min_samples: int = 3
+    max_samples: int = 25
+    margin: float = 0.01
+    budget_ms: float = 120.0
+    hopeless: float = 4.0
+
+    def enough(self, samples_ms: Sequence[float]) -> bool:
+        """Whether these samples settle the matter."""
+        if len(samples_ms) >= self.max_samples:
+            return True
+        if not samples_ms:
+            return False
+        if sum(samples_ms) >= self.budget_ms:
+            return True
+        if len(samples_ms) < self.min_samples:
+            return False
+        timing = Timing.of(samples_ms)
+        return timing.noise_ms <= self.margin * timing.time_ms
+
+
+def measure(
+    run: Callable[[], None],
+    device: Device,
+    rule: StoppingRule,
+    *,
+    deadline: float = math.inf,
+    best_ms: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> Timing:
+    """Time `run` on `device` until the rule is satisfied or the deadline passed.
+
+    Args:
+        run: Launches the kernel once.
+        device: Whose clock is read.
+        rule: When to stop.
+        deadline: On `clock`; after it the samples at hand are final, and if there are
+            none the warm-up counts.
+        best_ms: Time of the best rival so far.
+        clock: Seconds, for the deadline only.
+    """
+    warm = _sample(run, device)
+    samples: list[float] = []
+    if clock() >= deadline:
+        return Timing(warm, 0.0, 1)
+    if warm > rule.hopeless * best_ms or warm > rule.budget_ms:
+        return Timing.of([_sample(run, device)])
+    while not rule.enough(samples):
+        samples.append(_sample(run, device))
+        if clock() >= deadline:
+            break
+    return Timing.of(samples)
+
+
+def measure_together(
+    runs: Sequence[Callable[[], None]],
+    device: Device,
+    rule: StoppingRule,
+    *,
+    deadline: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Timing, ...]:
+    """Time rivals in turn, A B A B …, so that a drifting machine treats them alike."""
+    warm = [_sample(run, device) for run in runs]
+    samples: list[list[float]] = [[] for _ in runs]
+    while not all(rule.enough(s) for s in samples):
+        if clock() >= deadline:
+            break
+        for run, taken in zip(runs, samples, strict=True):
+            taken.append(_sample(run, device))
+    if not samples[0]:
+        return tuple(Timing(w, 0.0, 1) for w in warm)
+    return tuple(Timing.of(taken) for taken in samples)
+
+
+def _sample(run: Callable[[], None], device: Device) -> float:
+    start = device.record()
+    run()
+    return device.elapsed_ms(start, device.record())

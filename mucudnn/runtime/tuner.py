@@ -1,0 +1,315 @@
+"""Problem -> measurements -> plan, and the check that the plan keeps its word."""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mucudnn.backends import Backend, device_count, get_backend
+from mucudnn.errors import PlanningError
+from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.sizes import parse_bytes
+from mucudnn.passes.explain import explain
+from mucudnn.passes.microbatch import (
+    PLANNERS,
+    BatchPolicy,
+    Planner,
+    candidate_batches,
+    pareto_plans,
+)
+from mucudnn.runtime.bench_kernels import limited, operands
+from mucudnn.runtime.cache import BenchmarkCache, default_path
+from mucudnn.runtime.execution import CompiledPlan
+from mucudnn.runtime.recovery import Arena, ResilientPlan
+from mucudnn.runtime.sweep import Progress, Sweep
+from mucudnn.runtime.timing import StoppingRule, measure_together
+
+__all__ = ["Choice", "Progress", "Tuner"]
+
+DEFAULT_WORKSPACE_LIMIT = 64 << 20
+"""Bytes; µ-cuDNN's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan and its rival, both measured in one run.
+
+    Attributes:
+        plan: What to use: the planner's plan, or `undivided` if that was not beaten.
+        undivided: The fastest single call under the same limit; None if none fits.
+        planned_ms: Measured time of `plan`.
+        undivided_ms: Measured time of `undivided`.
+        predicted_ms: What the planner expected of its own plan.
+        rejected: Whether the planner's plan lost.
+    """
+
+    plan: ConvPlan
+    undivided: ConvPlan | None
+    planned_ms: float
+    undivided_ms: float | None
+    predicted_ms: float
+    rejected: bool
+
+    @property
+    def speedup(self) -> float | None:
+        """Undivided over planned; None where there is no undivided plan."""
+        if self.undivided_ms is None:
+            return None
+        if self.planned_ms == self.undivided_ms:
+            return 1.0
+        return self.undivided_ms / self.planned_ms
+
+
+class Tuner:
+    """Measures convolutions, plans them and runs the plans. Its arguments are the
+    configuration; it may be shared by threads.
+
+    Args:
+        backend: A backend or its name.
+        workspace_limit: Bytes (or "64MiB") that each kernel may use.
+        total_workspace: Bytes that all kernels planned together may use; turns
+            division on (`workspace_division` instead of `planner`).
+        batch_policy: Which micro-batch sizes to consider.
+        planner: Name of a registered planner, or a function.
+        cache: Where measurements are remembered; in memory if not given.
+        memory_limit: Bytes for operands and workspaces while measuring.
+        time_limit_s: Seconds that one `measure` may take.
+        prune: Under policy `all`, skip sizes that cannot be part of a good plan.
+        validate: Measure a divided plan once and reject it if it does not beat the
+            undivided one.
+        benchmark_backends: Further devices of the same model to measure on at once.
+        rule: When a kernel has been timed enough.
+        progress: Called after each measurement.
+
+    Raises:
+        ValueError: A name, size or policy is not valid, or the devices differ.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend | str = "cpu",
+        workspace_limit: int | str = DEFAULT_WORKSPACE_LIMIT,
+        total_workspace: int | str | None = None,
+        batch_policy: BatchPolicy = "powers_of_two",
+        planner: str | Planner = "workspace_reuse",
+        cache: BenchmarkCache | None = None,
+        memory_limit: int | str | None = None,
+        time_limit_s: float | None = None,
+        prune: bool = True,
+        validate: bool = True,
+        benchmark_backends: Sequence[Backend] = (),
+        rule: StoppingRule | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self.backend = get_backend(backend) if isinstance(backend, str) else backend
+        self.workspace_limit = parse_bytes(workspace_limit)
+        self.total_workspace = (
+            None if total_workspace is None else parse_bytes(total_workspace)
+        )
+        candidate_batches(1, batch_policy)
+        self.batch_policy = batch_policy
+        division = "workspace_division" if self.total_workspace else planner
+        self.planner = PLANNERS.resolve(division)
+        self.cache = BenchmarkCache() if cache is None else cache
+        self.memory_limit = (
+            math.inf if memory_limit is None else parse_bytes(memory_limit)
+        )
+        self.time_limit_s = math.inf if time_limit_s is None else time_limit_s
+        self.prune = prune
+        self.validates = validate
+        self.rule = rule or StoppingRule()
+        self.progress = progress
+        self.benchmark_backends = tuple(benchmark_backends) or (self.backend,)
+        for other in self.benchmark_backends:
+            if other.device.fingerprint != self.backend.device.fingerprint:
+                raise ValueError(
+                    "measurements do not carry over between "
+                    f"{self.backend.device.fingerprint!r} and "
+                    f"{other.device.fingerprint!r}; use devices of one model"
+                )
+        self._arena = Arena(self.backend.device)
+        self._tables: dict[ConvProblem, PerfTable] = {}
+        self._compiled: dict[ConvProblem, ResilientPlan] = {}
+        self._lock = threading.RLock()
+
+    @classmethod
+    def from_env(
+        cls, environ: Mapping[str, str] | None = None, **overrides: Any
+    ) -> "Tuner":
+        """A tuner configured by µ-cuDNN's environment variables.
+
+        `MUCUDNN_BATCH_SIZE_POLICY`, `MUCUDNN_WORKSPACE_LIMIT`,
+        `MUCUDNN_TOTAL_WORKSPACE_SIZE` (more than 0 turns division on),
+        `MUCUDNN_DATABASE` (a path; else the user's cache directory) and
+        `MUCUDNN_BENCHMARK_DEVICES` (`all` or a comma list). Arguments win over the
+        environment, the environment over the defaults.
+
+        Raises:
+            ValueError: A variable is not valid; the message names it.
+        """
+        env = os.environ if environ is None else environ
+        options = dict(overrides)
+        for name, (option, parse) in _ENVIRONMENT.items():
+            text = env.get(name)
+            if text and option not in options:
+                try:
+                    options[option] = parse(text)
+                except ValueError as e:
+                    raise ValueError(f"{name}={text!r}: {e}") from None
+        if options.get("total_workspace") == 0:
+            options["total_workspace"] = None
+        options.setdefault("cache", BenchmarkCache(default_path()))
+        devices = options.pop("benchmark_devices", None)
+        if devices and "benchmark_backends" not in options:
+            name = options.get("backend", "cpu")
+            name = name if isinstance(name, str) else name.name
+            chosen = range(device_count(name)) if devices == "all" else devices
+            options["benchmark_backends"] = [get_backend(name, i) for i in chosen]
+        return cls(**options)
+
+    def measure(
+        self, problem: ConvProblem, *, time_limit_s: float | None = None
+    ) -> PerfTable:
+        """Every algorithm at every candidate micro-batch size.
+
+        Rows of failed algorithms carry the error. Rows that a limit prevented carry
+        the limit; such a table is not remembered.
+        """
+        if (table := self._tables.get(problem)) is not None:
+            return table
+        limit = self.time_limit_s if time_limit_s is None else time_limit_s
+        sweep = Sweep(
+            backends=self.benchmark_backends,
+            cache=self.cache,
+            rule=self.rule,
+            memory_limit=self.memory_limit,
+            deadline=time.monotonic() + limit,
+            progress=self.progress,
+        )
+        table = sweep.table(
+            problem, self.batch_policy, prune=self.prune, overhead=LAUNCH_OVERHEAD_MS
+        )
+        if not any(limited(perf) for perf in table.perfs):
+            self._tables[problem] = table
+        return table
+
+    def plan(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
+        """One plan a problem, each at least as fast as undivided under its limit.
+
+        Raises:
+            PlanningError: A problem has no plan within the limit.
+        """
+        tables = [self.measure(problem) for problem in problems]
+        total = self.total_workspace
+        plans = self.planner(tables, self.workspace_limit if total is None else total)
+        if not self.validates:
+            return tuple(plans)
+        return tuple(
+            self._kept(table, plan) for table, plan in zip(tables, plans, strict=True)
+        )
+
+    def undivided(self, table: PerfTable, workspace_limit: int) -> ConvPlan | None:
+        """The fastest single call within the limit, or None."""
+        try:
+            return PLANNERS.resolve("undivided")([table], workspace_limit)[0]
+        except PlanningError:
+            return None
+
+    def validate(
+        self,
+        plan: ConvPlan,
+        undivided: ConvPlan | None,
+        *,
+        time_limit_s: float = math.inf,
+    ) -> Choice:
+        """Measure a plan and its undivided rival in one run; keep the faster.
+
+        Raises:
+            OutOfMemoryError: The operands do not fit the memory limit.
+        """
+        rivals = [plan]
+        if undivided is not None and undivided.steps != plan.steps:
+            rivals.append(undivided)
+        timings = self._time_plans(rivals, time_limit_s)
+        planned = timings[0].time_ms
+        predicted = plan.time_ms
+        if undivided is None:
+            return Choice(plan, None, planned, None, predicted, rejected=False)
+        rival = timings[-1].time_ms
+        noise = max(timings[0].noise_ms, timings[-1].noise_ms)
+        if len(rivals) == 2 and planned > rival - noise:
+            return Choice(undivided, undivided, rival, rival, predicted, rejected=True)
+        return Choice(plan, undivided, planned, rival, predicted, rejected=False)
+
+    def compiled(self, problem: ConvProblem) -> ResilientPlan:
+        """The plan of a problem, ready to run; planned on first use."""
+        if (ready := self._compiled.get(problem)) is not None:
+            return ready
+        with self._lock:
+            if (ready := self._compiled.get(problem)) is None:
+                (plan,) = self.plan([problem])
+                ready = self.adopt(plan)
+            return ready
+
+    def adopt(self, plan: ConvPlan) -> ResilientPlan:
+        """Run `plan` from now on for its problem (plans made ahead, or by hand)."""
+        table = self.measure(plan.problem)
+        smaller = [p for p in pareto_plans(table, plan.workspace) if p != plan]
+        ready = ResilientPlan(self.backend, plan, smaller[::-1], self._arena)
+        self._compiled[plan.problem] = ready
+        return ready
+
+    def prepare(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
+        """Plan ahead: afterwards the first call of each problem is a hit.
+
+        With `total_workspace` this is how kernels come to share it: all of them must
+        be named in one call.
+        """
+        plans = self.plan(problems)
+        for plan in plans:
+            self.adopt(plan)
+        return plans
+
+    def explain(self, plan: ConvPlan) -> str:
+        """Say in words why a plan is what it is."""
+        return explain(self.measure(plan.problem), plan, self.workspace_limit)
+
+    def _kept(self, table: PerfTable, plan: ConvPlan) -> ConvPlan:
+        limit = plan.workspace if self.total_workspace else self.workspace_limit
+        undivided = self.undivided(table, limit)
+        if undivided is None or not plan.divided:
+            return plan
+        device = self.backend.device.fingerprint
+        signature = f"{_signature(plan)} / {_signature(undivided)}"
+        ratio = self.cache.get_verdict(device, plan.problem, signature)
+        if ratio is None:
+            choice = self.validate(plan, undivided)
+            ratio = math.inf if choice.rejected else 1 / (choice.speedup or 1.0)
+            if choice.rejected:
+                ratio = 1.0
+            self.cache.put_verdict(device, plan.problem, signature, ratio)
+        return plan if ratio < 1.0 else undivided
+
+    def _time_plans(self, plans: Sequence[ConvPlan], time_limit_s: float) -> Any:
+        problem = plans[0].problem
+        workspace = max(plan.workspace for plan in plans)
+        a, b, out = operands(self.backend, problem, workspace, self.memory_limit)
+        scratch = self.backend.device.allocate(workspace)
+        runs = [
+            lambda compiled=CompiledPlan(self.backend, plan): compiled.run(
+                a, b, out, scratch, False
+            )
+            for plan in plans
+        ]
+        deadline = time.monotonic() + time_limit_s
+        return measure_together(
+            runs, self.backend.device, self.rule, deadline=deadline
+        )
+
+
+def _signature(plan: ConvPlan) -> str:
+    return "+".join(f"{step.algo}@{step.batch}" for step in plan.steps)

@@ -1,0 +1,42 @@
+"""Networks and benchmark sets, as lists of their convolutions.
+
+Each is one CSV file in this folder, read as any other file would be. A network lists
+every distinct shape once, `count` telling how often it occurs.
+"""
+
+from importlib.resources import files
+
+from mucudnn.suites.layer import Layer, parse_problem, short_name
+from mucudnn.suites.reader import read_layers, read_layers_file
+
+__all__ = [
+    "SUITES",
+    "Layer",
+    "load_suite",
+    "parse_problem",
+    "read_layers_file",
+    "short_name",
+]
+
+SUITES = {
+    "alexnet": "AlexNet in one tower, as µ-cuDNN times it (N=256)",
+    "vgg16": "VGG-16 (N=64)",
+    "resnet18": "ResNet-18 (N=128)",
+    "resnet50": "ResNet-50 (N=64)",
+    "unet3d": "the 3x3x3 convolutions of a 3-D U-Net on 64³ voxels (N=4)",
+    "deepbench_train": "DeepBench, training",
+    "deepbench_inference": "DeepBench, inference on a server",
+}
+"""Names and what they are."""
+
+
+def load_suite(name: str) -> tuple[Layer, ...]:
+    """The layers of a suite, forward.
+
+    Raises:
+        ValueError: No suite has that name; the message lists those that exist.
+    """
+    if name not in SUITES:
+        raise ValueError(f"unknown suite {name!r}; choose one of: {', '.join(SUITES)}")
+    text = files(__package__).joinpath(f"{name}.csv").read_text(encoding="utf-8")
+    return read_layers(text.splitlines(keepends=True), name, f"{name}.csv")

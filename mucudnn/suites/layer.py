@@ -1,0 +1,156 @@
+"""A layer to measure, and how one is written in a line of text.
+
+Letters are the field's: n, c, d, h, w for the input, k, t, r, s for the filters (t
+deep, r high, s wide). How many spatial axes a layer has follows from the letters given:
+w and s alone make it 1-D, h and r add the second axis, d and t the third.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mucudnn.ir.conv import ConvProblem, Direction
+
+__all__ = [
+    "PROBLEM_KEYS",
+    "Layer",
+    "parse_problem",
+    "problem_from_fields",
+    "short_name",
+]
+
+_AXES = (
+    ("d", "t"),
+    ("h", "r"),
+    ("w", "s"),
+)  # input letter, filter letter, deepest first
+_STEPS = {"pad": "padding", "stride": "stride", "dilation": "dilation"}
+_TEXT = ("dtype", "layout")
+_DEFAULTS = {"pad": 0, "stride": 1, "dilation": 1}
+
+PROBLEM_KEYS = (
+    *("n", "c", "d", "h", "w", "k", "t", "r", "s"),
+    *(f"{step}{axis}" for step in _STEPS for axis in ("", "_d", "_h", "_w")),
+    *("groups", *_TEXT),
+)
+"""Everything a problem can be written with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A named convolution and how often its network contains it."""
+
+    name: str
+    problem: ConvProblem
+    count: int = 1
+
+
+def parse_problem(text: str) -> ConvProblem:
+    """Read `n=256,c=64,h=27,w=27,k=192,r=5,s=5,pad=2`; the direction is forward.
+
+    Raises:
+        ValueError: A key is unknown, missing or given twice, or a value is no integer;
+            the message quotes the text and lists what would be valid.
+    """
+    fields: dict[str, str] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not value:
+            raise ValueError(f"problem {text!r}: {part!r} is not of the form key=value")
+        if key not in PROBLEM_KEYS:
+            raise ValueError(
+                f"problem {text!r}: unknown key {key!r}; "
+                f"valid keys: {', '.join(PROBLEM_KEYS)}"
+            )
+        if key in fields:
+            raise ValueError(f"problem {text!r}: {key!r} is given twice")
+        fields[key] = value
+    try:
+        return problem_from_fields(fields)
+    except ValueError as e:
+        raise ValueError(f"problem {text!r}: {e}") from e
+
+
+def problem_from_fields(
+    fields: Mapping[str, str], labels: Mapping[str, str] | None = None
+) -> ConvProblem:
+    """A forward problem from `PROBLEM_KEYS` and the text that was given for each.
+
+    Args:
+        fields: Text by key; keys that were left empty are absent.
+        labels: What the source calls a key, for messages, where it differs.
+
+    Raises:
+        ValueError: A key is missing or a value does not fit.
+    """
+    values = _integers(fields, labels or {})
+    axes = _spatial_axes(values)
+    inputs = [i for i, _ in axes]
+    _require(values, ("n", "c", *inputs, "k", *(f for _, f in axes)))
+    groups = values.get("groups", 1)
+    if groups < 1 or values["c"] % groups:
+        raise ValueError(f"{values['c']} channels do not divide into {groups} groups")
+    return ConvProblem(
+        direction=Direction.FORWARD,
+        x_shape=(values["n"], values["c"], *(values[i] for i, _ in axes)),
+        w_shape=(
+            values["k"],
+            values["c"] // groups,
+            *(values[f] for _, f in axes),
+        ),
+        stride=_per_axis(values, "stride", inputs),
+        padding=_per_axis(values, "pad", inputs),
+        dilation=_per_axis(values, "dilation", inputs),
+        groups=groups,
+        dtype=fields.get("dtype", "float32"),
+        layout=fields.get("layout", "NCHW"),
+    )
+
+
+def short_name(problem: ConvProblem) -> str:
+    """Input, filters and kernel, width first: `112x112x64-128-3x3`."""
+    image = "x".join(str(size) for size in reversed(problem.x_shape[2:]))
+    kernel = "x".join(str(size) for size in reversed(problem.w_shape[2:]))
+    return f"{image}x{problem.x_shape[1]}-{problem.w_shape[0]}-{kernel}"
+
+
+def _integers(fields: Mapping[str, str], labels: Mapping[str, str]) -> dict[str, int]:
+    values = {}
+    for key, text in fields.items():
+        if key in _TEXT:
+            continue
+        label = labels.get(key, key)
+        try:
+            values[key] = int(text)
+        except ValueError:
+            raise ValueError(f"{label} is {text!r}, not an integer") from None
+        least = 0 if key.startswith("pad") else 1
+        if values[key] < least:
+            raise ValueError(f"{label} is {text}; the least is {least}")
+    return values
+
+
+def _spatial_axes(values: Mapping[str, int]) -> Sequence[tuple[str, str]]:
+    for rank, (image, kernel) in zip((3, 2), _AXES, strict=False):
+        if image in values or kernel in values:
+            return _AXES[3 - rank :]
+    return _AXES[2:]
+
+
+def _require(values: Mapping[str, int], keys: Sequence[str]) -> None:
+    missing = [key for key in keys if key not in values]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} missing; a {len(keys) // 2 - 1}-D convolution needs "
+            f"{', '.join(keys)}"
+        )
+
+
+def _per_axis(values: Mapping[str, int], step: str, axes: Sequence[str]) -> list[int]:
+    absent = [axis for axis in ("d", "h", "w") if axis not in axes]
+    stray = [f"{step}_{axis}" for axis in absent if f"{step}_{axis}" in values]
+    if stray:
+        raise ValueError(
+            f"{stray[0]} is given, but the input has only the axes {', '.join(axes)}"
+        )
+    default = values.get(step, _DEFAULTS[step])
+    return [values.get(f"{step}_{axis}", default) for axis in axes]

@@ -1,0 +1,639 @@
+"""Measurements are remembered, whatever happens to the file."""
+
+import contextlib
+import dataclasses
+import gzip
+import json
+import math
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.errors import CacheError
+from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
+from mucudnn.runtime.cache import BenchmarkCache, CacheWarning, default_path
+
+PROBLEM = ConvProblem(
+    direction=Direction.FORWARD, x_shape=(8, 3, 9, 9), w_shape=(4, 3, 3, 3)
+)
+GPU = "gpu/1.0"
+
+CHILD = """
+import math, os, sys, time, warnings
+from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
+from mucudnn.runtime.cache import BenchmarkCache
+
+PROBLEM = ConvProblem(
+    direction=Direction.FORWARD, x_shape=(8, 3, 9, 9), w_shape=(4, 3, 3, 3)
+)
+
+def perf(algo, batch=8):
+    return AlgoPerf(algo=algo, batch=batch, time_ms=1.0, workspace=0)
+"""
+
+
+def perf(algo="GEMM", batch=8, time_ms=1.5, **fields):
+    return AlgoPerf(
+        algo=algo, batch=batch, time_ms=time_ms, **{"workspace": 0, **fields}
+    )
+
+
+FAILED = perf("FFT", time_ms=math.inf, error="OutOfMemoryError: no room", samples=0)
+
+
+def spawn(code, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", CHILD + code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(child):
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 0, err
+    return out
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "perf.sqlite"
+
+
+@pytest.fixture(params=["memory", "file"])
+def cache(request, file):
+    with BenchmarkCache(None if request.param == "memory" else file) as cache:
+        yield cache
+
+
+def aside(file, kind):
+    return [
+        p for p in file.parent.glob(f"{file.name}.{kind}-*") if "-wal" not in p.name
+    ]
+
+
+# What it remembers
+
+
+def test_a_row_comes_back_as_it_was(cache):
+    rows = (
+        FAILED,
+        perf(deterministic=False, noise_ms=0.25, samples=7, workspace=2**40),
+        perf(math_mode="tf32"),
+    )
+    cache.put(GPU, PROBLEM, rows)
+    assert cache.get(GPU, PROBLEM) == rows
+    assert cache.get("other", PROBLEM) == ()
+    assert cache.get(GPU, PROBLEM.with_direction(Direction.BACKWARD_DATA)) == ()
+
+
+def test_a_measurement_serves_every_mini_batch(cache):
+    cache.put(GPU, PROBLEM.with_batch(256), [perf(batch=4), perf(batch=16)])
+    assert cache.get(GPU, PROBLEM.with_batch(4)) == (perf(batch=4),)
+    assert cache.get(GPU, PROBLEM.with_batch(256)) == ()
+    expected = (perf(batch=4), perf(batch=16))
+    assert cache.get_all(GPU, PROBLEM.with_batch(7)) == expected
+
+
+def test_every_field_of_the_problem_counts(cache):
+    wide = {"x_shape": (8, 4, 9, 9), "w_shape": (4, 4, 3, 3)}
+    others = [
+        dataclasses.replace(PROBLEM, **change)
+        for change in (
+            {"direction": Direction.BACKWARD_FILTER},
+            {"x_shape": (8, 3, 9, 10)},
+            {"w_shape": (5, 3, 3, 3)},
+            {"stride": (1, 2)},
+            {"padding": (1, 0)},
+            {"dilation": (2, 1)},
+            {**wide, "groups": 1},
+            {**wide, "w_shape": (4, 2, 3, 3), "groups": 2},
+            {"dtype": "float64"},
+            {"layout": "NHWC"},
+        )
+    ]
+    for i, problem in enumerate([PROBLEM, *others]):
+        cache.put(GPU, problem, [perf(time_ms=float(i))])
+    for i, problem in enumerate([PROBLEM, *others]):
+        assert cache.get(GPU, problem) == (perf(time_ms=float(i)),)
+
+
+def test_the_newest_wins(cache):
+    cache.put(GPU, PROBLEM, [perf(time_ms=1.0), FAILED])
+    cache.put(GPU, PROBLEM, [perf(time_ms=2.0), perf("FFT")])
+    assert cache.get(GPU, PROBLEM) == (perf("FFT"), perf(time_ms=2.0))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_a_time_must_be_a_time(cache, bad):
+    with pytest.raises(ValueError, match="time_ms"):
+        cache.put(GPU, PROBLEM, [perf(), perf("FFT", time_ms=bad)])
+    assert cache.get(GPU, PROBLEM) == ()
+    with pytest.raises(ValueError, match="time_ms"):
+        cache.put_verdict(GPU, PROBLEM, "2+6", bad)
+
+
+def test_verdicts(cache):
+    cache.put_verdict(GPU, PROBLEM, "2+6", 1.5)
+    cache.put_verdict(GPU, PROBLEM, "2+6", 1.25)
+    assert cache.get_verdict(GPU, PROBLEM, "2+6") == 1.25
+    assert cache.get_verdict(GPU, PROBLEM, "4+4") is None
+    assert cache.get_verdict(GPU, PROBLEM.with_batch(9), "2+6") is None
+    assert cache.get_verdict("other", PROBLEM, "2+6") is None
+
+
+def test_summary_rows_and_clear(cache):
+    other = PROBLEM.with_direction(Direction.BACKWARD_DATA)
+    cache.put("b", PROBLEM, [perf(batch=b) for b in (1, 2, 4)])
+    cache.put("b", other, [perf()])
+    cache.put("a", PROBLEM, [FAILED])
+    cache.put_verdict("a", PROBLEM, "2+6", 1.0)
+    assert cache.fingerprints() == ("a", "b")
+    a, b = cache.summary()
+    assert (a.problems, a.rows, b.problems, b.rows) == (1, 1, 2, 4)
+    assert b.oldest <= b.newest <= a.newest
+    assert [(m.problem, m.perf) for m in cache.rows("a")] == [(PROBLEM, FAILED)]
+    assert {m.problem.batch for m in cache.rows("b")} == {1, 2, 4, 8}
+    assert cache.clear("a") == 1
+    assert cache.fingerprints() == ("b",)
+    assert cache.get_verdict("a", PROBLEM, "2+6") is None
+    assert cache.clear() == 4
+    assert cache.rows() == ()
+
+
+def test_a_file_outlives_its_cache(file):
+    deep = file.parent / "made" / "on demand" / "perf?mode=memory%20.sqlite"
+    with BenchmarkCache(str(deep)) as cache:
+        cache.put(GPU, PROBLEM, [FAILED])
+        cache.put_verdict(GPU, PROBLEM, "2+6", 2.0)
+        assert cache.path == deep
+    with BenchmarkCache(deep) as cache:
+        assert cache.get(GPU, PROBLEM) == (FAILED,)
+        assert cache.get_verdict(GPU, PROBLEM, "2+6") == 2.0
+    assert default_path().suffix == ".sqlite"
+
+
+def test_a_closed_cache_says_so(cache):
+    cache.close()
+    cache.close()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        cache.get(GPU, PROBLEM)
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b"]),
+        st.integers(1, 3),
+        st.sampled_from(["GEMM", "FFT"]),
+        st.none() | st.floats(0, 10),
+    )
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(operations)
+def test_it_is_a_dictionary(steps):
+    model = {}
+    with BenchmarkCache() as cache:
+        for device, batch, algo, time_ms in steps:
+            row = perf(algo, batch, math.inf if time_ms is None else time_ms)
+            row = dataclasses.replace(row, error="no" if time_ms is None else None)
+            cache.put(device, PROBLEM, [row])
+            model[device, batch, algo] = row
+        for device in ("a", "b"):
+            for batch in (1, 2, 3):
+                wanted = {
+                    row for key, row in model.items() if key[:2] == (device, batch)
+                }
+                assert set(cache.get(device, PROBLEM.with_batch(batch))) == wanted
+
+
+# Export and import
+
+
+@pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
+def test_export_and_import(cache, tmp_path, name):
+    cache.put(GPU, PROBLEM, [perf(), FAILED, perf(math_mode="tf32")])
+    cache.put("other", PROBLEM, [perf(batch=3)])
+    assert cache.export_json(tmp_path / name) == 4
+    data = (tmp_path / name).read_bytes()
+    assert data.startswith(b"\x1f\x8b") == name.endswith("gz")
+    assert {p.name for p in tmp_path.iterdir() if "out" in p.name} == {name}
+    with BenchmarkCache() as fresh:
+        assert fresh.import_json(tmp_path / name) == 4
+        assert fresh.rows() == cache.rows()
+        assert fresh.import_json(str(tmp_path / name)) == 0
+    with BenchmarkCache() as empty:
+        assert empty.export_json(tmp_path / name) == 0
+        assert cache.import_json(tmp_path / name) == 0
+
+
+def test_import_keeps_what_is_newer(cache, tmp_path):
+    cache.put(GPU, PROBLEM, [perf(time_ms=1.0), perf("FFT", time_ms=1.0)])
+    out = tmp_path / "out.json"
+    cache.export_json(out)
+    document = json.loads(out.read_bytes())
+    fft, gemm = document["devices"][0]["problems"][0]["rows"]
+    fft |= {"time_ms": 2.0, "measured_at": fft["measured_at"] + 60}
+    gemm |= {"time_ms": 2.0, "measured_at": gemm["measured_at"] - 60}
+    out.write_text(json.dumps(document))
+    assert cache.import_json(out) == 1
+    assert [p.time_ms for p in cache.get(GPU, PROBLEM)] == [2.0, 1.0]
+
+
+def test_a_bad_import_imports_nothing(cache, tmp_path):
+    with BenchmarkCache() as other:
+        other.put(GPU, PROBLEM, [perf(), perf("FFT")])
+        other.export_json(tmp_path / "good.json")
+    good = (tmp_path / "good.json").read_bytes()
+    zipped = gzip.compress(good)
+    for name, data, message in (
+        ("cut.json", good[:-9], "line"),
+        ("cut.json.gz", zipped[:-9], "damaged gzip"),
+        ("other.json", b'{"rows": []}', "no recording"),
+        ("new.json", good.replace(b'"schema": 1', b'"schema": 2'), "schema is 2"),
+        ("row.json", good.replace(b'"GEMM"', b"5"), r"rows\[1\].algo: 5"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(CacheError, match=f"{name}.*{message}"):
+            cache.import_json(tmp_path / name)
+    with pytest.raises(CacheError, match=r"missing\.json"):
+        cache.import_json(tmp_path / "missing.json")
+    assert cache.rows() == ()
+
+
+def test_an_export_that_fails_says_where(cache, tmp_path):
+    with pytest.raises(CacheError, match="nowhere"):
+        cache.export_json(tmp_path / "nowhere" / "out.json")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CacheError, match="folder"):
+        cache.export_json(tmp_path / "folder")
+    assert {p.name for p in tmp_path.iterdir()} - {"folder"} <= {
+        "perf.sqlite",
+        "perf.sqlite-wal",
+        "perf.sqlite-shm",
+    }
+
+
+# Threads and processes
+
+
+def test_threads_share_a_cache(cache):
+    def work(name):
+        for batch in range(1, 21):
+            cache.put(GPU, PROBLEM, [perf(name, batch)])
+            assert perf(name, batch) in cache.get(GPU, PROBLEM.with_batch(batch))
+
+    threads = [threading.Thread(target=work, args=(f"A{i}",)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cache.rows()) == 120
+
+
+def test_processes_share_a_file(file):
+    code = """
+path, name = sys.argv[1:]
+with BenchmarkCache(path) as cache:
+    for batch in range(1, 41):
+        cache.put("gpu", PROBLEM, [perf(name, batch)])
+    assert cache.path is not None
+"""
+    for child in [spawn(code, file, f"A{i}") for i in range(5)]:
+        finish(child)
+    with BenchmarkCache(file) as cache:
+        assert len(cache.rows()) == 200
+
+
+def test_processes_that_find_garbage_agree_on_one_fresh_file(file):
+    file.write_bytes(b"garbage" * 1000)
+    code = """
+path, name = sys.argv[1:]
+warnings.simplefilter("ignore")
+with BenchmarkCache(path) as cache:
+    cache.put("gpu", PROBLEM, [perf(name)])
+    assert cache.path is not None
+"""
+    for child in [spawn(code, file, f"A{i}") for i in range(5)]:
+        finish(child)
+    with BenchmarkCache(file) as cache:
+        assert len(cache.rows()) == 5
+    assert [p.read_bytes() for p in aside(file, "corrupt")] == [b"garbage" * 1000]
+
+
+def test_a_killed_process_loses_at_most_its_last_row(file):
+    code = """
+with BenchmarkCache(sys.argv[1]) as cache:
+    for batch in range(1, 100_000):
+        cache.put("gpu", PROBLEM, [perf("GEMM", batch)])
+        print(batch, flush=True)
+"""
+    child = spawn(code, file)
+    for _ in range(30):
+        child.stdout.readline()
+    child.send_signal(signal.SIGKILL)
+    said = 30 + len(child.stdout.read().splitlines())
+    child.communicate()
+    with BenchmarkCache(file) as cache:
+        batches = [p.batch for p in cache.get_all("gpu", PROBLEM)]
+    assert batches in ([*range(1, said + 1)], [*range(1, said + 2)])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_a_forked_process_gets_its_own_connection(file):
+    code = """
+cache = BenchmarkCache(sys.argv[1])
+cache.put("gpu", PROBLEM, [perf("PARENT")])
+pid = os.fork()
+if pid == 0:
+    cache.put("gpu", PROBLEM, [perf("CHILD")])
+    cache.close()
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+cache.put("gpu", PROBLEM, [perf("AFTER")])
+print([p.algo for p in cache.get("gpu", PROBLEM)])
+"""
+    assert finish(spawn(code, file)) == "['AFTER', 'CHILD', 'PARENT']\n"
+
+
+# Files that are not what they should be
+
+
+def some_rows(file, count=400):
+    rows = [perf("GEMM", batch) for batch in range(1, count + 1)]
+    with BenchmarkCache(file) as cache:
+        cache.put(GPU, PROBLEM, rows)
+    return rows
+
+
+def assert_works(cache, path):
+    assert cache.path == path
+    cache.put(GPU, PROBLEM, [FAILED])
+    assert FAILED in cache.get(GPU, PROBLEM)
+
+
+def damage_header(file):
+    some_rows(file)
+    file.write_bytes(b"x" * 200 + file.read_bytes()[200:])
+
+
+def truncate(file):
+    some_rows(file)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def drop_table(file):
+    some_rows(file)
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute("DROP TABLE perf")
+
+
+@pytest.mark.parametrize(
+    "ruin",
+    [
+        lambda file: file.write_bytes(b"\x07" * 3000),
+        damage_header,
+        truncate,
+        drop_table,
+    ],
+)
+def test_a_damaged_file_is_set_aside(file, ruin):
+    ruin(file)
+    before = file.read_bytes()
+    with pytest.warns(CacheWarning, match="anew") as caught, BenchmarkCache(file) as c:
+        assert_works(c, file)
+    assert len(caught) == 1
+    (kept,) = aside(file, "corrupt")
+    assert kept.read_bytes() == before
+    with BenchmarkCache(file) as cache:
+        assert cache.get(GPU, PROBLEM) == (FAILED,)
+
+
+def test_damage_found_while_reading_is_set_aside(file):
+    some_rows(file, 2000)
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+        query = "SELECT rootpage FROM sqlite_master WHERE name = 'perf'"
+        (root,) = db.execute(query).fetchone()
+    data = bytearray(file.read_bytes())
+    for page in range(root - 1, len(data) // size):
+        data[page * size : (page + 1) * size] = b"\xff" * size
+    file.write_bytes(data)
+    with BenchmarkCache(file) as cache:
+        assert cache.path == file
+        with pytest.warns(CacheWarning, match="anew") as caught:
+            assert cache.get(GPU, PROBLEM) == ()
+        assert_works(cache, file)
+    assert len(caught) == 1
+    assert [p.read_bytes() for p in aside(file, "corrupt")] == [bytes(data)]
+
+
+def test_damaged_text_is_set_aside(file):
+    some_rows(file, 3)
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute("UPDATE perf SET error = CAST(x'ff' AS TEXT), time_ms = NULL")
+        db.commit()
+    with BenchmarkCache(file) as cache:
+        with pytest.warns(CacheWarning, match="UTF-8"):
+            assert cache.get_all(GPU, PROBLEM) == ()
+        assert_works(cache, file)
+
+
+def test_a_damaged_file_in_use_is_left_alone(file):
+    some_rows(file)
+    code = """
+with BenchmarkCache(sys.argv[1]) as cache:
+    print(len(cache.get_all("gpu/1.0", PROBLEM)), flush=True)
+    sys.stdin.readline()
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD + code, str(file)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout.readline() == "400\n"
+    file.write_bytes(b"x" * 200 + file.read_bytes()[200:])
+    with pytest.warns(CacheWarning, match="in memory") as caught:
+        cache = BenchmarkCache(file)
+    assert len(caught) == 1
+    assert_works(cache, None)
+    cache.close()
+    assert aside(file, "corrupt") == []
+    child.communicate("\n")
+
+
+def foreign_tables(file):
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("CREATE TABLE theirs AS SELECT 42 AS answer")
+        db.commit()
+
+
+def foreign_application(file):
+    foreign_tables(file)
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute("PRAGMA application_id = 7")
+
+
+def newer_schema(file):
+    some_rows(file)
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute("CREATE TABLE theirs AS SELECT 42 AS answer")
+        db.execute("PRAGMA user_version = 99")
+
+
+@pytest.mark.parametrize("make", [foreign_tables, foreign_application, newer_schema])
+def test_a_foreign_database_is_kept_whole(file, make):
+    make(file)
+    with pytest.warns(CacheWarning, match="anew") as caught, BenchmarkCache(file) as c:
+        assert_works(c, file)
+    assert len(caught) == 1
+    (kept,) = aside(file, "foreign")
+    with contextlib.closing(sqlite3.connect(kept)) as db:
+        assert db.execute("SELECT answer FROM theirs").fetchone() == (42,)
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_setting_aside_never_overwrites(file):
+    for i in range(3):
+        file.write_bytes(b"garbage %d" % i)
+        with pytest.warns(CacheWarning, match="anew"):
+            BenchmarkCache(file).close()
+        for name in (file, Path(f"{file}-wal"), Path(f"{file}-shm")):
+            name.unlink(missing_ok=True)
+    kept = {p.read_bytes() for p in aside(file, "corrupt")}
+    assert kept == {b"garbage 0", b"garbage 1", b"garbage 2"}
+
+
+def test_an_empty_file_is_a_new_cache(file):
+    file.touch()
+    with BenchmarkCache(file) as cache:
+        assert_works(cache, file)
+
+
+def test_links_are_followed(file, tmp_path):
+    link = tmp_path / "link.sqlite"
+    link.symlink_to(file)
+    some_rows(link, 5)
+    with BenchmarkCache(file) as cache:
+        assert len(cache.rows()) == 5
+    file.write_bytes(b"garbage")
+    with pytest.warns(CacheWarning, match="anew"), BenchmarkCache(link) as cache:
+        assert_works(cache, file)
+    assert link.is_symlink()
+    assert [p.read_bytes() for p in aside(file, "corrupt")] == [b"garbage"]
+
+
+# Files that cannot be written
+
+
+def below_a_file(folder):
+    (folder / "plain").touch()
+    return folder / "plain" / "perf.sqlite"
+
+
+def a_folder(folder):
+    (folder / "perf.sqlite").mkdir()
+    return folder / "perf.sqlite"
+
+
+def a_link_to_itself(folder):
+    (folder / "loop").symlink_to(folder / "loop")
+    return folder / "loop"
+
+
+@pytest.mark.parametrize("make", [below_a_file, a_folder, a_link_to_itself])
+def test_a_path_that_cannot_be_used_means_memory(tmp_path, make):
+    with pytest.warns(CacheWarning, match="in memory") as caught:
+        cache = BenchmarkCache(make(tmp_path))
+    with cache:
+        assert_works(cache, None)
+    assert len(caught) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX permissions")
+@pytest.mark.parametrize("what", ["file", "folder"])
+@pytest.mark.parametrize("wal_left", [False, True])
+def test_read_only_rows_stay_readable(what, wal_left):
+    """A child without privileges: permission bits do not bind root."""
+    code = """
+path, what = sys.argv[1:]
+BenchmarkCache().close()
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    with BenchmarkCache(path) as cache:
+        known = len(cache.get_all("gpu/1.0", PROBLEM))
+        cache.put("gpu/1.0", PROBLEM, [perf("NEW", 1000)])
+        cache.put("gpu/1.0", PROBLEM, [perf("NEW", 1001)])
+        print(known, len(cache.rows()), cache.path, len(caught))
+"""
+    folder = Path(tempfile.mkdtemp())
+    file = folder / "perf.sqlite"
+    try:
+        rows = some_rows(file)
+        before = file.read_bytes()
+        folder.chmod(0o555 if what == "folder" else 0o777)
+        file.chmod(0o444)
+        assert len(rows) == 400
+        if wal_left:
+            with BenchmarkCache(file) as other:
+                other.get(GPU, PROBLEM)
+                for name in folder.iterdir():
+                    name.chmod(0o444)
+                out = finish(spawn(code, file, what))
+        else:
+            out = finish(spawn(code, file, what))
+        assert out == "400 402 None 1\n"
+        assert file.read_bytes() == before
+    finally:
+        folder.chmod(0o777)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs resource limits")
+@pytest.mark.parametrize("limit", [0, 8192, 200_000])
+def test_a_full_disk_means_memory(file, limit):
+    """A limit on file sizes stands for the disk; writes past it fail."""
+    some_rows(file, 10)
+    code = """
+import resource
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+    with BenchmarkCache(sys.argv[1]) as cache:
+        for batch in range(100, 400):
+            cache.put("gpu/1.0", PROBLEM, [perf("GEMM", batch)])
+        print(len(cache.rows()), cache.path, len(caught))
+"""
+    assert finish(spawn(code, file, limit)) == "310 None 1\n"
+    with BenchmarkCache(file) as cache:
+        assert len(cache.rows()) >= 10
+
+
+def test_a_lock_held_for_ever_means_memory(file, monkeypatch):
+    some_rows(file, 5)
+    with BenchmarkCache(file) as cache:
+        monkeypatch.setattr(cache._file, "_timeout_s", 0.0)
+        cache._file._db.execute("PRAGMA busy_timeout = 20")
+        with contextlib.closing(sqlite3.connect(file)) as db:
+            db.execute("BEGIN IMMEDIATE")
+            with pytest.warns(CacheWarning, match="locked") as caught:
+                cache.put(GPU, PROBLEM, [perf("NEW", 99)])
+        assert len(caught) == 1
+        assert cache.path is None
+        assert len(cache.rows()) == 6

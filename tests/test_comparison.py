@@ -1,0 +1,190 @@
+"""Comparisons on the null backend, whose times are known in advance."""
+
+import json
+import math
+
+import pytest
+
+from mucudnn.backends import Backend, get_backend
+from mucudnn.errors import BackendError
+from mucudnn.ir.conv import Direction
+from mucudnn.ir.serial import problem_from_dict
+from mucudnn.passes.microbatch import undivided
+from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.comparison import (
+    ComparisonInterrupted,
+    compare,
+    in_directions,
+)
+from mucudnn.runtime.tuner import Tuner
+from mucudnn.suites import Layer, parse_problem
+
+KIB = 1 << 10
+
+
+def layer(n=64, k=8, name="conv", count=1):
+    problem = parse_problem(f"n={n},c=4,h=9,w=9,k={k},r=3,s=3,pad=1")
+    return Layer(name, problem, count)
+
+
+def null_tuner(**options):
+    return Tuner(backend=get_backend("null"), **options)
+
+
+class Failing:
+    """The null backend's library, one algorithm failing, or a key being pressed."""
+
+    def __init__(self, conv, algo=None, interrupt_k=None):
+        self.conv = conv
+        self.algo = algo
+        self.interrupt_k = interrupt_k
+        self.algorithms = conv.algorithms
+        self.excluded = conv.excluded
+
+    def run(self, problem, algo, *operands, **options):
+        if problem.w_shape[0] == self.interrupt_k:
+            raise KeyboardInterrupt
+        if self.algo in (algo, "every"):
+            raise BackendError("status 3")
+        self.conv.run(problem, algo, *operands, **options)
+
+
+def failing_tuner(**options):
+    cache = BenchmarkCache()
+    null = get_backend("null")
+    backend = Backend("null", null.device, Failing(null.conv, **options))
+    return Tuner(backend=backend, cache=cache)
+
+
+def test_limits_open_the_way_to_the_fast_algorithm():
+    """FAST takes 1 KiB a sample: 64 samples fit in 64 KiB, 16 at a time in 16 KiB."""
+    result = compare(null_tuner(), [layer()], [0, 16 * KIB, 64 * KIB])
+    none, some, all_ = result.layers[0].outcomes
+    assert none.speedup == 1.0
+    assert all_.speedup == 1.0
+    assert some.speedup > 2.0
+    assert {s.algo for s in some.choice.plan.steps} == {"FAST"}
+    assert some.choice.plan.workspace == 16 * KIB
+    assert {s.algo for s in some.choice.undivided.steps} == {"SLOW"}
+
+
+def test_summary_is_over_the_layers_that_have_a_speedup():
+    layers = [layer(64, 8, "a"), layer(32, 4, "b", count=3)]
+    result = compare(null_tuner(), layers, [16 * KIB])
+    (entry,) = result.summary
+    speedups = [x.outcomes[0].speedup for x in result.layers]
+    assert entry.layers == 2
+    assert entry.geomean == pytest.approx(math.sqrt(math.prod(speedups)))
+    assert (entry.best, entry.worst) == (max(speedups), min(speedups))
+    times = [x.outcomes[0].choice.planned_ms for x in result.layers]
+    assert entry.planned_ms == pytest.approx(times[0] + 3 * times[1])
+
+
+def test_json_has_the_promised_form():
+    layers = in_directions([layer()], list(Direction))
+    result = compare(null_tuner(), layers, [16 * KIB], total_workspace=48 * KIB)
+    data = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert {"schema", "backend", "fingerprint", "layers", "summary"} <= set(data)
+    assert data["schema"] == 1
+    for entry, asked in zip(data["layers"], layers, strict=True):
+        assert entry["name"] == asked.name
+        assert entry["direction"] == asked.problem.direction.value
+        assert problem_from_dict(entry["problem"]) == asked.problem
+        for plan in entry["plans"]:
+            assert plan["speedup"] == plan["undivided_ms"] / plan["planned_ms"]
+            assert sum(s["batch"] for s in plan["steps"]) == asked.problem.batch
+            assert plan["workspace"] == max(s["workspace"] for s in plan["steps"])
+            assert set(plan["steps"][0]) == {"algo", "batch", "time_ms", "workspace"}
+    assert [s["kind"] for s in data["summary"]] == ["per_kernel", "total"]
+    expected = {"workspace_limit", "geomean_speedup", "max_speedup", "min_speedup"}
+    assert all(expected <= set(entry) for entry in data["summary"])
+
+
+@pytest.mark.parametrize("total", [0, 10 * KIB, 50 * KIB, 200 * KIB])
+def test_total_workspace_is_a_sum(total):
+    layers = in_directions([layer(64), layer(16, 4)], list(Direction))
+    result = compare(null_tuner(), layers, [], total_workspace=total)
+    choices = [x.outcomes[0].choice for x in result.layers]
+    assert sum(choice.plan.workspace for choice in choices) <= total
+    assert all(choice.speedup >= 1.0 for choice in choices)
+    equal = total // len(layers)
+    assert all(choice.undivided.workspace <= equal for choice in choices)
+
+
+def test_failed_algorithms_are_listed_and_never_planned():
+    result = compare(failing_tuner(algo="FAST"), [layer()], [64 * KIB])
+    (found,) = result.layers
+    assert [algo for algo, _ in found.failures] == ["FAST"]
+    assert {s.algo for s in found.outcomes[0].choice.plan.steps} == {"SLOW"}
+    assert "status 3" in found.to_json()["excluded"][0]["reason"]
+
+
+def test_a_layer_that_nothing_can_run_has_a_reason():
+    result = compare(
+        failing_tuner(algo="every"), [layer()], [64 * KIB], total_workspace=KIB
+    )
+    (found,) = result.layers
+    assert [o.choice for o in found.outcomes] == [None, None]
+    assert all("status 3" in o.reason for o in found.outcomes)
+    assert [entry.geomean for entry in result.summary] == [None, None]
+    data = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert data["layers"][0]["plans"][0]["speedup"] is None
+
+
+def test_what_no_memory_is_left_for_has_a_reason():
+    result = compare(null_tuner(memory_limit=100), [layer()], [64 * KIB])
+    (outcome,) = result.layers[0].outcomes
+    assert outcome.choice is None
+    assert "memory limit" in outcome.reason
+
+
+def test_without_time_every_layer_has_a_reason():
+    layers = [layer(64, k) for k in (1, 2, 3)]
+    result = compare(null_tuner(), layers, [64 * KIB], time_limit_s=1e-9)
+    assert len(result.layers) == 3
+    for found in result.layers:
+        assert found.outcomes[0].choice is None
+        assert "time limit" in found.outcomes[0].reason
+
+
+def test_with_time_every_layer_has_a_plan():
+    layers = [layer(64, k) for k in (1, 2, 3)]
+    result = compare(null_tuner(), layers, [64 * KIB], time_limit_s=60)
+    assert all(x.outcomes[0].choice is not None for x in result.layers)
+
+
+def test_interruption_keeps_what_was_done():
+    tuner = failing_tuner(interrupt_k=9)
+    layers = [layer(64, 8, "done"), layer(64, 9, "not"), layer(64, 7, "never")]
+    with pytest.raises(ComparisonInterrupted) as caught:
+        compare(tuner, layers, [16 * KIB], total_workspace=KIB)
+    partial = caught.value.comparison
+    assert [x.name for x in partial.layers] == ["done"]
+    assert partial.to_json()["interrupted"] is True
+    assert len(partial.summary) == 1
+    assert tuner.cache.summary()[0].rows > 0
+
+
+def test_a_planner_of_ones_own():
+    result = compare(null_tuner(), [layer()], [64 * KIB], planner=undivided)
+    assert result.planner == "undivided"
+    assert not result.layers[0].outcomes[0].choice.plan.divided
+    with pytest.raises(ValueError, match="unknown planner 'nope'"):
+        compare(null_tuner(), [layer()], [KIB], planner="nope")
+
+
+def test_progress_begins_and_ends_every_layer():
+    seen = []
+    compare(null_tuner(), [layer(k=1), layer(k=2)], [KIB], progress=seen.append)
+    assert [(a.index, a.result is not None) for a in seen] == [
+        (0, False),
+        (0, True),
+        (1, False),
+        (1, True),
+    ]
+    assert {a.total for a in seen} == {2}
+
+
+def test_equal_limits_are_one():
+    result = compare(null_tuner(), [layer()], [KIB, KIB, 2 * KIB])
+    assert [limit.nbytes for limit in result.limits] == [KIB, 2 * KIB]

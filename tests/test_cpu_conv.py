@@ -1,0 +1,281 @@
+"""Every algorithm of the CPU library against float64, inside its workspace."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from mucudnn.backends.cpu.conv import ALGORITHMS, CpuConv
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.errors import BackendError, UnsupportedError
+from mucudnn.ir.conv import ConvProblem, Direction
+from tests.reference import operands, reference, relative_error
+
+TOLERANCE = {
+    "IMPLICIT_GEMM": 2e-5,
+    "IMPLICIT_PRECOMP_GEMM": 2e-5,
+    "GEMM": 2e-5,
+    "FFT": 1e-4,
+    "FFT_TILING": 1e-4,
+    "WINOGRAD_NONFUSED": 1e-4,
+}
+
+CASES = {
+    "plain": {"x_shape": (3, 4, 9, 8), "w_shape": (5, 4, 3, 3)},
+    "padded": {"x_shape": (3, 4, 9, 8), "w_shape": (6, 4, 3, 3), "padding": 1},
+    "wide_padding": {"x_shape": (2, 3, 5, 6), "w_shape": (4, 3, 3, 3), "padding": 4},
+    "five": {"x_shape": (2, 3, 13, 11), "w_shape": (7, 3, 5, 5), "padding": (2, 1)},
+    "uneven_kernel": {"x_shape": (2, 3, 9, 12), "w_shape": (4, 3, 2, 5)},
+    "stride": {
+        "x_shape": (3, 3, 11, 10),
+        "w_shape": (4, 3, 3, 3),
+        "stride": 2,
+        "padding": 1,
+    },
+    "stride_above_kernel": {
+        "x_shape": (2, 3, 12, 13),
+        "w_shape": (4, 3, 2, 2),
+        "stride": (4, 3),
+    },
+    "dilation": {
+        "x_shape": (2, 3, 11, 12),
+        "w_shape": (4, 3, 3, 3),
+        "dilation": 2,
+        "padding": 2,
+    },
+    "dilation_above_kernel": {
+        "x_shape": (2, 3, 14, 15),
+        "w_shape": (4, 3, 2, 3),
+        "dilation": (5, 4),
+    },
+    "stride_and_dilation": {
+        "x_shape": (2, 3, 13, 14),
+        "w_shape": (4, 3, 3, 3),
+        "stride": (2, 3),
+        "dilation": (3, 2),
+        "padding": (3, 0),
+    },
+    "one_by_one": {"x_shape": (3, 8, 6, 7), "w_shape": (5, 8, 1, 1)},
+    "one_by_one_stride": {
+        "x_shape": (3, 8, 7, 7),
+        "w_shape": (5, 8, 1, 1),
+        "stride": 2,
+    },
+    "one_by_one_padded": {
+        "x_shape": (3, 4, 7, 7),
+        "w_shape": (5, 4, 1, 1),
+        "stride": 2,
+        "padding": 3,
+    },
+    "one_sample": {"x_shape": (1, 4, 9, 9), "w_shape": (5, 4, 3, 3), "padding": 1},
+    "prime_batch": {"x_shape": (7, 4, 9, 9), "w_shape": (5, 4, 3, 3), "padding": 1},
+    "whole_image": {"x_shape": (3, 4, 5, 5), "w_shape": (6, 4, 5, 5)},
+    "groups": {
+        "x_shape": (3, 6, 9, 9),
+        "w_shape": (9, 2, 3, 3),
+        "groups": 3,
+        "padding": 1,
+    },
+    "depthwise": {
+        "x_shape": (3, 8, 9, 9),
+        "w_shape": (16, 1, 3, 3),
+        "groups": 8,
+        "padding": 1,
+    },
+    "grouped_stride": {
+        "x_shape": (2, 6, 11, 10),
+        "w_shape": (4, 3, 3, 3),
+        "groups": 2,
+        "stride": 2,
+        "dilation": 2,
+    },
+    "first_layer": {
+        "x_shape": (2, 3, 35, 35),
+        "w_shape": (2, 3, 11, 11),
+        "stride": 4,
+        "padding": 2,
+    },
+    "large": {"x_shape": (2, 17, 40, 37), "w_shape": (33, 17, 3, 3), "padding": 1},
+    "long_reduction": {"x_shape": (2, 300, 7, 7), "w_shape": (70, 300, 3, 3)},
+    "one_d": {"x_shape": (3, 4, 29), "w_shape": (5, 4, 3), "padding": 1},
+    "one_d_hard": {
+        "x_shape": (3, 4, 40),
+        "w_shape": (6, 2, 5),
+        "groups": 2,
+        "stride": 3,
+        "dilation": 2,
+    },
+    "three_d": {"x_shape": (2, 3, 6, 7, 8), "w_shape": (4, 3, 3, 3, 3), "padding": 1},
+    "three_d_hard": {
+        "x_shape": (2, 4, 8, 9, 7),
+        "w_shape": (6, 2, 3, 2, 3),
+        "groups": 2,
+        "stride": (1, 2, 2),
+        "dilation": (2, 1, 1),
+        "padding": (1, 0, 2),
+    },
+}
+
+
+def problems():
+    return list(_problems())
+
+
+def _problems():
+    for name, fields in CASES.items():
+        for direction in Direction:
+            for layout in ("NCHW", "NHWC"):
+                yield pytest.param(
+                    ConvProblem(direction=direction, layout=layout, **fields),
+                    id=f"{name}-{direction.value}-{layout}",
+                )
+
+
+@pytest.fixture(scope="module")
+def conv():
+    return CpuConv(Workers(2))
+
+
+def run(conv, problem, algo, a, b, out=None, accumulate=False, slack=0):
+    """Run with the exact workspace, which is poisoned, and check its edges."""
+    spec = problem.operands()[2]
+    if out is None:
+        out = np.full(spec.shape, np.nan, spec.dtype)
+    nbytes = dict(conv.algorithms(problem))[algo]
+    guard = 256
+    buffer = np.full(nbytes + 2 * guard + 64, 0xFF, np.uint8)  # NaNs, as floats
+    start = guard + -(buffer.ctypes.data + guard) % 64
+    workspace = buffer[start : start + nbytes + slack]
+    conv.run(problem, algo, a, b, out, workspace, accumulate=accumulate)
+    assert (buffer[:start] == 0xFF).all(), "wrote before the workspace"
+    assert (buffer[start + nbytes :] == 0xFF).all(), "wrote behind the workspace"
+    return out
+
+
+@pytest.mark.parametrize("algo", [a.name for a in ALGORITHMS])
+@pytest.mark.parametrize("problem", problems())
+def test_agrees_with_the_reference(conv, problem, algo):
+    if algo not in dict(conv.algorithms(problem)):
+        assert dict(conv.excluded(problem))[algo]
+        return
+    a, b = operands(problem)
+    out = run(conv, problem, algo, a, b)
+    assert relative_error(out, reference(problem, a, b)) <= TOLERANCE[algo]
+
+
+@pytest.mark.parametrize("algo", [a.name for a in ALGORITHMS])
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize(
+    "case", ["padded", "stride_and_dilation", "groups", "three_d", "one_by_one"]
+)
+def test_accumulates(conv, case, direction, layout, algo):
+    problem = ConvProblem(direction=direction, layout=layout, **CASES[case])
+    if algo not in dict(conv.algorithms(problem)):
+        return
+    a, b = operands(problem)
+    spec = problem.operands()[2]
+    before = np.random.default_rng(9).uniform(-1, 1, spec.shape).astype(spec.dtype)
+    out = run(conv, problem, algo, a, b, before.copy(), accumulate=True)
+    expected = before + reference(problem, a, b)
+    assert relative_error(out, expected) <= TOLERANCE[algo]
+
+
+@pytest.mark.parametrize("algo", [a.name for a in ALGORITHMS])
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("case", ["padded", "groups", "one_d", "stride"])
+def test_float64_is_computed_in_float64(conv, case, direction, algo):
+    problem = ConvProblem(direction=direction, dtype="float64", **CASES[case])
+    if algo not in dict(conv.algorithms(problem)):
+        return
+    a, b = operands(problem)
+    out = run(conv, problem, algo, a, b)
+    assert relative_error(out, reference(problem, a, b)) <= 1e-12
+
+
+LARGE = {
+    "alexnet_conv1": {
+        "x_shape": (2, 3, 96, 96),
+        "w_shape": (64, 3, 11, 11),
+        "stride": 4,
+        "padding": 2,
+    },
+    "alexnet_conv3": {
+        "x_shape": (2, 96, 13, 13),
+        "w_shape": (192, 96, 3, 3),
+        "padding": 1,
+    },
+    "inception_5x5": {
+        "x_shape": (2, 32, 28, 28),
+        "w_shape": (96, 32, 5, 5),
+        "padding": 2,
+    },
+    "projection": {
+        "x_shape": (2, 64, 56, 56),
+        "w_shape": (128, 64, 1, 1),
+        "stride": 2,
+    },
+    "depthwise": {
+        "x_shape": (4, 64, 28, 28),
+        "w_shape": (64, 1, 3, 3),
+        "groups": 64,
+        "padding": 1,
+    },
+    "volume": {
+        "x_shape": (1, 8, 14, 14, 14),
+        "w_shape": (16, 8, 3, 3, 3),
+        "padding": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("algo", [a.name for a in ALGORITHMS])
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("case", LARGE)
+def test_lives_inside_its_workspace(conv, case, direction, layout, algo):
+    problem = ConvProblem(direction=direction, layout=layout, **LARGE[case])
+    nbytes = dict(conv.algorithms(problem)).get(algo)
+    if nbytes is None or nbytes > 1 << 30:
+        return
+    a, b = operands(problem)
+    spec = problem.operands()[2]
+    out = np.zeros(spec.shape, spec.dtype)
+    workspace = np.zeros(nbytes + 64, np.uint8)
+    workspace = workspace[-workspace.ctypes.data % 64 :][:nbytes]
+    for accumulate in (False, True):
+        tracemalloc.start()
+        conv.run(problem, algo, a, b, out, workspace, accumulate=accumulate)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 64 << 10, f"allocated {peak} bytes beyond its workspace"
+
+
+@pytest.mark.parametrize("algo", [a.name for a in ALGORITHMS])
+def test_refuses_a_workspace_one_byte_short(conv, algo):
+    problem = ConvProblem(direction=Direction.FORWARD, **CASES["padded"])
+    nbytes = dict(conv.algorithms(problem))[algo]
+    a, b = operands(problem)
+    out = np.empty(problem.y_shape, "float32")
+    if nbytes == 0:
+        conv.run(problem, algo, a, b, out, None)
+        return
+    with pytest.raises(BackendError, match=f"needs {nbytes} bytes"):
+        conv.run(problem, algo, a, b, out, np.empty(nbytes - 1, np.uint8))
+
+
+def test_unknown_algorithm_lists_the_known(conv):
+    problem = ConvProblem(direction=Direction.FORWARD, **CASES["padded"])
+    a, b = operands(problem)
+    with pytest.raises(UnsupportedError, match="IMPLICIT_GEMM"):
+        conv.run(problem, "MAGIC", a, b, np.empty(problem.y_shape, "float32"), None)
+
+
+def test_half_precision_is_excluded_with_a_reason(conv):
+    problem = ConvProblem(
+        direction=Direction.FORWARD, dtype="float16", **CASES["padded"]
+    )
+    assert conv.algorithms(problem) == []
+    reasons = dict(conv.excluded(problem))
+    assert set(reasons) == {a.name for a in ALGORITHMS}
+    assert "float16" in reasons["GEMM"]

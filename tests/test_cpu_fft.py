@@ -1,0 +1,206 @@
+"""The Fourier-domain convolutions: geometry, transforms and what they exclude."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+
+from mucudnn.backends.cpu.conv import fft, fft_tiling
+from mucudnn.backends.cpu.conv.dft import Window, fill_table, frequencies
+from mucudnn.backends.cpu.conv.frugal import each
+from mucudnn.backends.cpu.conv.separable import Chunk, Separable
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.ir.conv import ConvProblem, Direction
+from tests.reference import operands, reference, relative_error
+
+BOTH = pytest.mark.parametrize(
+    "algorithm", [fft.ALGORITHM, fft_tiling.ALGORITHM], ids=lambda a: a.name
+)
+WORKERS = {count: Workers(count) for count in (1, 2, 3)}
+
+
+def run(algorithm, problem, a, b, workers=WORKERS[2]):
+    """Result in logical axis order, with a poisoned workspace."""
+    nbytes = algorithm.workspace(problem, workers.count)
+    buffer = np.full(nbytes + 64, 0xFF, np.uint8)
+    start = -buffer.ctypes.data % 64
+    out = np.full(problem.operands()[2].shape, np.nan, problem.dtype)
+    logical = [
+        np.moveaxis(t, -1, 1) if problem.layout == "NHWC" else t for t in (a, b, out)
+    ]
+    workspace = buffer[start : start + nbytes]
+    algorithm.run(problem, *logical, workspace, workers, False)
+    return out
+
+
+@st.composite
+def problems(draw):
+    rank = draw(st.sampled_from([1, 1, 2, 2, 2, 3]))
+    groups = draw(st.integers(1, 3))
+    channels = draw(st.integers(1, 4))
+
+    def axis(low, high):
+        return tuple(draw(st.integers(low, high)) for _ in range(rank))
+
+    try:
+        return ConvProblem(
+            direction=draw(st.sampled_from(Direction)),
+            x_shape=(
+                draw(st.integers(1, 4)),
+                groups * channels,
+                *axis(1, {1: 90, 2: 45, 3: 20}[rank]),
+            ),
+            w_shape=(groups * draw(st.integers(1, 4)), channels, *axis(1, 5)),
+            stride=axis(1, 4),
+            padding=axis(0, 7),
+            dilation=axis(1, 4),
+            groups=groups,
+            dtype="float64",
+            layout=draw(st.sampled_from(["NCHW", "NHWC"])),
+        )
+    except ValueError:
+        assume(False)
+
+
+@BOTH
+@settings(max_examples=120, deadline=None)
+@given(problem=problems(), count=st.sampled_from(sorted(WORKERS)))
+def test_any_geometry(algorithm, problem, count):
+    assume(algorithm.excluded(problem) is None)
+    a, b = operands(problem)
+    out = run(algorithm, problem, a, b, WORKERS[count])
+    expected = reference(problem, a, b)
+    scale = max(np.abs(expected).max(), 1)  # if nothing meets but padding, noise stays
+    assert np.abs(out - expected).max() <= 1e-12 * scale
+
+
+HARD = {
+    "filter_fills_a_tile": {"x_shape": (1, 2, 40, 70), "w_shape": (2, 2, 32, 32)},
+    "tiles_in_the_padding": {
+        "x_shape": (2, 2, 3, 40),
+        "w_shape": (3, 2, 3, 3),
+        "padding": (70, 33),
+    },
+    "stride_of_almost_a_tile": {
+        "x_shape": (2, 3, 100, 90),
+        "w_shape": (2, 3, 2, 3),
+        "stride": (31, 29),
+    },
+    "more_rows_than_are_combined_at_once": {
+        "x_shape": (100, 3, 70, 33),
+        "w_shape": (4, 3, 3, 3),
+    },
+    "volume_of_several_tiles": {
+        "x_shape": (2, 2, 18, 17, 33),
+        "w_shape": (3, 2, 3, 2, 5),
+        "padding": (1, 0, 2),
+    },
+    "fewer_points_than_pairs": {"x_shape": (2, 3, 1, 2), "w_shape": (2, 3, 1, 1)},
+    "channels_cut_into_chunks": {"x_shape": (1, 70, 60, 60), "w_shape": (3, 70, 3, 3)},
+}
+
+
+@BOTH
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("case", HARD)
+def test_hard_geometry(algorithm, case, direction, layout):
+    problem = ConvProblem(direction=direction, layout=layout, **HARD[case])
+    assert algorithm.excluded(problem) is None
+    a, b = operands(problem)
+    out = run(algorithm, problem, a, b)
+    assert relative_error(out, reference(problem, a, b)) <= 5e-6
+
+
+@BOTH
+@pytest.mark.parametrize("direction", Direction)
+def test_same_bits_every_time(algorithm, direction):
+    problem = ConvProblem(
+        direction=direction, x_shape=(5, 6, 40, 37), w_shape=(9, 6, 3, 3), padding=1
+    )
+    a, b = operands(problem)
+    first = run(algorithm, problem, a, b)
+    for _ in range(3):
+        assert (run(algorithm, problem, a, b) == first).all()
+
+
+@pytest.mark.parametrize("lengths", [(1,), (2,), (7,), (6, 5), (2, 3), (4, 3, 6)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_spectrum_is_the_discrete_fourier_transform(lengths, channels_last):
+    sizes = lengths[::-1]
+    x = np.random.default_rng(0).uniform(-1, 1, (2, 3, *sizes))
+    if channels_last:
+        x = np.moveaxis(np.moveaxis(x, 1, -1).copy(), -1, 1)
+    transform = Separable(
+        batch=2,
+        channels=3,
+        lengths=lengths,
+        sizes=lengths,
+        windows=tuple((Window(0, n, 0),) for n in lengths),
+        channels_last=channels_last,
+        dtype="float64",
+    )
+    shape, dtype = transform.spectrum
+    spectrum = np.full(shape, np.nan, dtype)
+    tables = [np.empty((n, n)) for n in lengths]
+    for n, table in zip(lengths, tables, strict=True):
+        fill_table(table, range(n))
+    chunk = Chunk(slice(0, 2), slice(0, 3))
+    transform.forward(tables, x, spectrum, chunk, np.empty(1 << 16, np.uint8))
+
+    axes = tuple(range(2, 2 + len(lengths)))
+    every = np.fft.fftn(x, axes=axes).reshape(2, 3, -1)
+    expected = np.moveaxis(every, -1, 0)
+    actual = (spectrum[:, 0] + 1j * spectrum[:, 1]).reshape(-1, 2, 3)
+    r, z = frequencies(lengths)
+    assert r + 2 * z == np.prod(lengths)
+    both = np.concatenate([actual, actual[r:].conj()])
+    distance = np.abs(both[:, None] - expected[None]).max(axis=(2, 3))
+    assert sorted(distance.argmin(axis=1)) == list(range(len(expected)))
+    assert distance.min(axis=1).max() < 1e-12
+
+
+@BOTH
+def test_workspace_grows_with_the_micro_batch_and_needs_no_memory_itself(algorithm):
+    problem = ConvProblem(
+        direction=Direction.FORWARD,
+        x_shape=(1 << 20, 1 << 12, 224, 224),
+        w_shape=(1 << 12, 1 << 12, 3, 3),
+        padding=1,
+    )
+    one = algorithm.workspace(problem.with_batch(1), 2)
+    assert algorithm.workspace(problem, 2) > 1 << 50
+    assert algorithm.workspace(problem, 2) > 1000 * one > 0
+
+
+def test_an_image_too_long_for_one_transform_is_left_to_the_tiles():
+    problem = ConvProblem(
+        direction=Direction.FORWARD, x_shape=(1, 2, 9, 600), w_shape=(2, 2, 3, 3)
+    )
+    reason = fft.ALGORITHM.excluded(problem)
+    assert reason is not None
+    assert "spatial axis 1" in reason
+    assert "600 points" in reason
+    assert fft_tiling.ALGORITHM.excluded(problem) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"w_shape": (2, 2, 3, 33)}, "axis 1 the filter spans 33"),
+        ({"w_shape": (2, 2, 3, 3), "dilation": (16, 1)}, "axis 0 the filter spans 33"),
+        ({"w_shape": (2, 2, 3, 3), "stride": 31}, "at a stride of 31"),
+    ],
+)
+def test_a_filter_without_room_in_a_tile_is_excluded(fields, words):
+    problem = ConvProblem(direction=Direction.FORWARD, x_shape=(1, 2, 64, 64), **fields)
+    reason = fft_tiling.ALGORITHM.excluded(problem)
+    assert reason is not None
+    assert words in reason
+    assert fft.ALGORITHM.excluded(problem) is None
+
+
+@given(count=st.integers(0, 200), workers=st.sampled_from(sorted(WORKERS)))
+def test_each_item_is_done_once(count, workers):
+    done = []
+    each(WORKERS[workers], range(count), lambda _, item: done.append(item))
+    assert sorted(done) == list(range(count))

@@ -1,0 +1,281 @@
+"""What is particular to Winograd; test_cpu_conv.py has the rest."""
+
+import itertools
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.backends.cpu.conv import winograd, winograd_plan
+from mucudnn.backends.cpu.conv.winograd_transforms import (
+    MINIMAL,
+    TAPS,
+    band,
+    window,
+)
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.ir.conv import ConvProblem, Direction
+from tests.reference import operands, reference, relative_error
+
+ALGORITHM = winograd.ALGORITHM
+CREW = Workers(2)
+
+
+def logical(array, problem):
+    return np.moveaxis(array, -1, 1) if problem.layout == "NHWC" else array
+
+
+def run(problem, a, b, out=None, crew=CREW):
+    """Run in a workspace of NaNs; returns the result as stored."""
+    spec = problem.operands()[2]
+    if out is None:
+        out = np.full(spec.shape, np.nan, spec.dtype)
+        accumulate = False
+    else:
+        accumulate = True
+    nbytes = ALGORITHM.workspace(problem, crew.count)
+    buffer = np.full(nbytes + 64, 0xFF, np.uint8)
+    workspace = buffer[-buffer.ctypes.data % 64 :][:nbytes]
+    arrays = [logical(array, problem) for array in (a, b, out)]
+    ALGORITHM.run(problem, *arrays, workspace, crew, accumulate)
+    return out
+
+
+@pytest.fixture(params=[2, 4])
+def only(request, monkeypatch):
+    """One tile size only, and cuts so small that every problem has many blocks."""
+    monkeypatch.setattr(
+        winograd_plan, "MINIMAL", {request.param: MINIMAL[request.param]}
+    )
+    monkeypatch.setattr(winograd_plan, "_STRETCH", 2)
+    monkeypatch.setattr(winograd_plan, "_BLOCK_BYTES", 1 << 12)
+    return request.param
+
+
+@st.composite
+def problems(draw, ranks=(1, 2, 3), directions=tuple(Direction)):
+    rank = draw(st.sampled_from(ranks))
+    groups = draw(st.integers(1, 3))
+    largest = {1: 40, 2: 14, 3: 6}[rank]
+    axes = [
+        (draw(st.integers(1, largest)), draw(st.integers(0, 5))) for _ in range(rank)
+    ]
+    axes = [(max(size, TAPS - 2 * pad), pad) for size, pad in axes]
+    c, k = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    return ConvProblem(
+        direction=draw(st.sampled_from(directions)),
+        x_shape=(draw(st.integers(1, 5)), c * groups, *(size for size, _ in axes)),
+        w_shape=(k * groups, c, *[TAPS] * rank),
+        padding=[pad for _, pad in axes],
+        groups=groups,
+        dtype="float64",
+        layout=draw(st.sampled_from(["NCHW", "NHWC"])),
+    )
+
+
+@pytest.mark.parametrize("m", MINIMAL)
+def test_matrices_compute_a_correlation_exactly(m):
+    minimal = MINIMAL[m]
+    assert minimal.step == m
+    assert minimal.points == m + TAPS - 1
+    for i, r, s in itertools.product(range(m), range(TAPS), range(m + TAPS - 1)):
+        coefficient = sum(
+            minimal.output[i][p] * minimal.filter[p][r] * minimal.data[p][s]
+            for p in range(minimal.points)
+        )
+        assert coefficient == (s == i + r)
+
+
+@given(
+    st.integers(1, 30),
+    st.integers(-6, 6),
+    st.integers(0, 5),
+    st.integers(1, 4),
+    st.sampled_from([2, 4]),
+)
+def test_a_band_transforms_every_tile_of_a_padded_or_cropped_axis(
+    size, pad, first, count, m
+):
+    matrix = MINIMAL[m].input_matrix()
+    reach, tiles = matrix.shape[1], (first, first + count)
+    start, stop = window(tiles, m, reach, pad, size)
+    assert 0 <= start <= stop <= size
+    out = np.full((len(matrix) * count, stop - start), np.nan)
+    band(out, matrix, tiles, m, pad, start)
+    axis = np.random.default_rng(0).uniform(-1, 1, size)
+    far = 100
+    padded = np.pad(axis, far)
+    expected = np.stack(
+        [
+            matrix @ padded[far + t * m - pad : far + t * m - pad + reach]
+            for t in range(*tiles)
+        ],
+        axis=1,
+    )
+    actual = (out @ axis[start:stop]).reshape(len(matrix), count)
+    np.testing.assert_allclose(actual, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("m", [2, 4])
+def test_a_kernel_matrix_is_the_separable_transform(m):
+    minimal = MINIMAL[m]
+    g = np.array(minimal.filter, np.float64)
+    w = np.random.default_rng(0).uniform(-1, 1, (TAPS,) * 3)
+    full = minimal.kernel_matrix(3, flip=False, dtype="float64")
+    expected = np.einsum("ap,iq,jr,pqr->jia", g, g, g, w)
+    np.testing.assert_allclose(full @ w.ravel(), expected.ravel(), atol=1e-12)
+    flipped = minimal.kernel_matrix(3, flip=True, dtype="float64")
+    np.testing.assert_allclose(
+        flipped @ np.flip(w).ravel(), expected.ravel(), atol=1e-12
+    )
+
+
+@pytest.mark.usefixtures("only")
+def test_agrees_with_the_reference_however_it_is_cut():
+    @settings(max_examples=150, deadline=None)
+    @given(problems(), st.booleans(), st.integers(1, 3))
+    def agrees(problem, accumulate, count):
+        a, b = operands(problem)
+        expected = reference(problem, a, b)
+        before = None
+        if accumulate:
+            shape = problem.operands()[2].shape
+            before = np.random.default_rng(1).uniform(-1, 1, shape)
+            expected = expected + before
+        crew = Workers(count) if count != 2 else CREW
+        out = run(problem, a, b, before, crew)
+        assert relative_error(out, expected) <= 1e-12
+
+    agrees()
+
+
+@pytest.mark.usefixtures("only")
+def test_the_three_directions_are_adjoint():
+    @settings(max_examples=60, deadline=None)
+    @given(problems(directions=(Direction.FORWARD,)))
+    def adjoint(problem):
+        x, w = operands(problem)
+        y = run(problem, x, w)
+        dy = np.random.default_rng(2).uniform(-1, 1, y.shape)
+        dx = run(problem.with_direction(Direction.BACKWARD_DATA), dy, w)
+        dw = run(problem.with_direction(Direction.BACKWARD_FILTER), x, dy)
+        product = np.vdot(y, dy)
+        scale = np.linalg.norm(y) * np.linalg.norm(dy)
+        assert abs(np.vdot(x, dx) - product) <= 1e-12 * scale
+        assert abs(np.vdot(w, dw) - product) <= 1e-12 * scale
+
+    adjoint()
+
+
+def test_micro_batches_of_a_filter_gradient_add_up():
+    problem = ConvProblem(
+        direction=Direction.BACKWARD_FILTER,
+        x_shape=(7, 6, 11, 9),
+        w_shape=(5, 6, 3, 3),
+        padding=1,
+        dtype="float64",
+    )
+    x, dy = operands(problem)
+    dw = run(problem.with_batch(3), x[:3], dy[:3])
+    run(problem.with_batch(4), x[3:], dy[3:], dw)
+    assert relative_error(dw, reference(problem, x, dy)) <= 1e-12
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_is_deterministic(direction):
+    problem = ConvProblem(
+        direction=direction,
+        x_shape=(6, 48, 21, 19),
+        w_shape=(40, 48, 3, 3),
+        padding=1,
+    )
+    a, b = operands(problem)
+    first = run(problem, a, b)
+    assert all(np.array_equal(first, run(problem, a, b)) for _ in range(5))
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_four_by_four_tiles_are_accurate_in_single_precision(direction):
+    problem = ConvProblem(
+        direction=direction,
+        x_shape=(32, 192, 13, 13),
+        w_shape=(96, 192, 3, 3),
+        padding=1,
+    )
+    assert winograd_plan.make_plan(problem, 2).minimal.step == 4
+    a, b = operands(problem)
+    out = run(problem, a, b)
+    error = relative_error(out, reference(problem, a, b))
+    assert error <= 3e-5
+
+
+@pytest.mark.parametrize(
+    ("x_size", "m"), [((32, 32), 4), ((4, 4), 2), ((3, 40), 2), ((40, 40, 40), 2)]
+)
+def test_the_tile_is_the_cheaper_one(x_size, m):
+    rank = len(x_size)
+    problem = ConvProblem(
+        direction=Direction.FORWARD,
+        x_shape=(1, 16, *x_size),
+        w_shape=(16, 16, *[TAPS] * rank),
+    )
+    assert winograd_plan.make_plan(problem, 2).minimal.step == m
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 16, 37])
+def test_blocks_cover_every_tile_row_of_every_sample_once(batch):
+    problem = ConvProblem(
+        direction=Direction.FORWARD,
+        x_shape=(batch, 64, 57, 56),
+        w_shape=(64, 64, 3, 3),
+        padding=1,
+    )
+    plan = winograd_plan.make_plan(problem, 2)
+    seen = [
+        (sample, row)
+        for block in plan.blocks()
+        for sample in range(*block.samples)
+        for row in range(*plan.ranges[0][block.band])
+    ]
+    assert sorted(seen) == list(itertools.product(range(batch), range(15)))
+
+
+def test_workspace_grows_with_the_micro_batch_up_to_a_block():
+    problem = ConvProblem(
+        direction=Direction.FORWARD,
+        x_shape=(64, 64, 56, 56),
+        w_shape=(64, 64, 3, 3),
+        padding=1,
+    )
+    sizes = [ALGORITHM.workspace(problem.with_batch(n), 2) for n in (1, 2, 4, 64)]
+    assert sizes[0] < sizes[1] < sizes[2] <= sizes[3] < 2 * winograd_plan._BLOCK_BYTES
+
+
+def test_allocates_little_however_many_samples_there_are():
+    problem = ConvProblem(
+        direction=Direction.FORWARD, x_shape=(5000, 2, 5, 5), w_shape=(2, 2, 3, 3)
+    )
+    a, b = operands(problem)
+    out = np.empty(problem.y_shape, problem.dtype)
+    workspace = np.empty(ALGORITHM.workspace(problem, CREW.count) + 64, np.uint8)
+    workspace = workspace[-workspace.ctypes.data % 64 :]
+    tracemalloc.start()
+    ALGORITHM.run(problem, a, b, out, workspace, CREW, False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 << 10
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("w_shape", (4, 4, 3, 5), "kernel is (3, 5)"),
+        ("stride", (1, 2), "stride is (1, 2)"),
+        ("dilation", (2, 1), "dilation is (2, 1)"),
+    ],
+)
+def test_says_which_field_it_cannot_run(field, value, reason):
+    fields = {"x_shape": (2, 4, 9, 9), "w_shape": (4, 4, 3, 3), field: value}
+    problem = ConvProblem(direction=Direction.FORWARD, **fields)
+    assert ALGORITHM.excluded(problem).startswith(reason)

@@ -1,0 +1,241 @@
+"""Reports: every number that goes in comes out, in a form that its reader accepts."""
+
+import io
+import re
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given, strategies as st
+
+from mucudnn.backends import get_backend
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
+from mucudnn.report.charts import curve, timeline
+from mucudnn.report.deepbench import check_deepbench, deepbench_tables
+from mucudnn.report.html import html_report
+from mucudnn.report.markup import tag
+from mucudnn.report.svg import byte_scale, time_scale
+from mucudnn.report.text import comparison_tables, write_tables
+from mucudnn.report.words import ms_text, plan_text, problem_text, runs
+from mucudnn.runtime.comparison import compare, in_directions
+from mucudnn.runtime.tuner import Tuner
+from mucudnn.suites import Layer, load_suite, parse_problem
+
+KIB = 1 << 10
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    layers = in_directions(load_suite("alexnet"), list(Direction))
+    tuner = Tuner(backend=get_backend("null"))
+    return compare(tuner, layers, [8 * KIB, 64 * KIB], total_workspace=100 * KIB)
+
+
+@pytest.fixture(scope="module")
+def page(comparison):
+    text = html_report(comparison, "alexnet <&> friends")
+    return ET.fromstring(text.removeprefix("<!DOCTYPE html>"))
+
+
+def texts(element):
+    return [t.strip() for t in element.itertext() if t.strip()]
+
+
+def test_html_escapes_its_title(page):
+    assert "alexnet <&> friends" in page.findtext(".//h1")
+
+
+def test_html_needs_nothing_from_elsewhere(comparison):
+    text = html_report(comparison, "x")
+    assert not re.search(r"https?:|<script|<link|@import|url\(|src=", text)
+
+
+def test_html_has_every_layer_direction_and_limit(page, comparison):
+    sections = page.findall(".//details[@class='layer']")
+    assert [s.find(".//h2").text for s in sections] == [f"conv{i}" for i in range(1, 6)]
+    for section in sections:
+        headings = [h.text for h in section.iter("h3")]
+        assert headings == ["Forward", "Backward data", "Backward filter"]
+        assert len(section.findall(".//figure")) == 6
+    cards = page.findall(".//div[@class='card']")
+    assert len(cards) == len(comparison.limits) == 3
+
+
+def test_html_links_lead_somewhere(page):
+    ids = [e.get("id") for e in page.iter() if e.get("id")]
+    assert len(ids) == len(set(ids))
+    links = {a.get("href").removeprefix("#") for a in page.iter("a")}
+    assert links
+    assert links <= set(ids)
+
+
+def test_html_says_what_its_pictures_show(page):
+    for svg in page.iter("svg"):
+        assert svg.get("role") == "img"
+        assert svg.get("aria-label") is not None
+    styles = page.findtext(".//style")
+    assert "prefers-color-scheme: dark" in styles
+
+
+def test_html_speedups_are_the_measured_ones(page, comparison):
+    (table,) = page.findall(".//section[@class='map']//table")
+    cells = [td.text for row in table.find("tbody") for td in row.findall("td")]
+    expected = [f"{o.speedup:.2f}×" for x in comparison.layers for o in x.outcomes]
+    assert cells == expected
+
+
+def test_curve_points_are_where_the_axes_say(comparison):
+    layer = comparison.layers[0]
+    svg = ET.fromstring(curve(layer, {"SLOW": 0, "FAST": 1}))
+    ticks = [t for t in svg.iter("text") if t.get("class") == "tick end"]
+    values = [float(t.text) for t in ticks]
+    heights = [float(t.get("y")) - 3.5 for t in ticks]
+    slope = (heights[-1] - heights[0]) / (values[-1] - values[0])
+    knees = list(svg.iter("circle"))
+    assert len(knees) == len(layer.front)
+    for knee, plan in zip(knees, layer.front, strict=True):
+        expected = heights[0] + slope * (plan.time_ms - values[0])
+        assert float(knee.get("cy")) == pytest.approx(expected, abs=0.1)
+    across = [float(knee.get("cx")) for knee in knees]
+    assert across == sorted(across)
+    lines = [x for x in svg.iter("line") if x.get("class") == "limit"]
+    assert len(lines) == 2
+
+
+def test_timeline_bars_are_as_long_as_the_times(comparison):
+    layer = comparison.layers[0]
+    svg = ET.fromstring(timeline(layer, {"SLOW": 0, "FAST": 1}))
+    rows = svg.findall("g")
+    per_ms = set()
+    for row, outcome in zip(rows, layer.outcomes, strict=True):
+        tops = {}
+        for box in row.iter("rect"):
+            end = float(box.get("x")) + float(box.get("width"))
+            y = box.get("y")
+            tops[y] = max(tops.get(y, 0.0), end)
+        lengths = [tops[y] - 56 + 1 for y in sorted(tops, key=float)]
+        times = [outcome.choice.undivided_ms, outcome.choice.planned_ms]
+        per_ms |= {
+            round(length / ms, 1) for length, ms in zip(lengths, times, strict=True)
+        }
+    assert max(per_ms) - min(per_ms) <= 0.11
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=9))
+def test_time_scale_keeps_order_and_range(values):
+    scale = time_scale(values, 200.0, 20.0)
+    assert scale.ticks
+    for value in values:
+        assert 19.9 <= scale(value) <= 200.1
+    for low, high in zip(sorted(values), sorted(values)[1:], strict=False):
+        assert scale(low) >= scale(high)
+    assert all(19.9 <= scale(tick) <= 200.1 for tick in scale.ticks)
+
+
+@given(st.lists(st.integers(0, 2**45), max_size=9))
+def test_byte_scale_keeps_order_and_range(values):
+    scale = byte_scale(values, 40.0, 350.0)
+    places = [scale(value) for value in sorted(values)]
+    assert places == sorted(places)
+    assert all(39.9 <= place <= 350.1 for place in places)
+    assert len(scale.ticks) <= 7
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cc"])))
+def test_markup_round_trips_any_text(text):
+    element = ET.fromstring(tag("p", text, title=text))
+    assert (element.text or "") == text
+    assert element.get("title") == text
+
+
+def test_plain_text_is_aligned_and_whole(comparison):
+    stream = io.StringIO()
+    write_tables(comparison_tables(comparison), stream)
+    head, *rows = stream.getvalue().splitlines()[:46]
+    assert "\x1b" not in stream.getvalue()
+    assert not set("│┃━─┏") & set(stream.getvalue())
+    start = head.index("plan", head.index("planned ms") + 4)
+    outcomes = [o for layer in comparison.layers for o in layer.outcomes]
+    for row, outcome in zip(rows, outcomes, strict=False):
+        assert row[start:] == plan_text(outcome.choice.plan)
+        assert row[start - 1] == " "
+
+
+def test_a_terminal_gets_a_drawing(comparison, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "78")
+    stream = Terminal()
+    write_tables(comparison_tables(comparison), stream)
+    drawn = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    assert drawn != stream.getvalue()
+    assert "conv5" in drawn
+    assert "2.4" in drawn
+    assert "…" not in drawn
+    assert max(map(len, drawn.splitlines())) <= 78
+
+
+def test_deepbench_has_its_columns_in_microseconds(comparison):
+    tables = deepbench_tables(comparison)
+    assert len(tables) == 3
+    columns = [column.removeprefix(">") for column in tables[0].columns]
+    assert columns == [
+        *("w", "h", "c", "n", "k", "f_w", "f_h", "pad_w", "pad_h"),
+        *("stride_w", "stride_h", "precision", "fwd_time"),
+        *("bwd_inputs_time", "bwd_params_time", "total_time"),
+    ]
+    first = dict(zip(columns, tables[0].rows[0], strict=True))
+    assert (first["w"], first["c"], first["n"], first["k"]) == ("224", "3", "256", "64")
+    assert first["precision"] == "float"
+    times = [x.outcomes[0].choice.planned_ms for x in comparison.layers[:3]]
+    assert int(first["fwd_time"]) == round(times[0] * 1e3)
+    assert int(first["total_time"]) == round(sum(times) * 1e3)
+
+
+def test_deepbench_writes_width_before_height():
+    problem = parse_problem("n=1,c=2,h=8,w=9,k=3,r=1,s=2,pad_h=3,pad_w=4,stride_h=5")
+    tuner = Tuner(backend=get_backend("null"))
+    result = compare(tuner, [Layer("a", problem)], [0])
+    row = deepbench_tables(result)[0].rows[0]
+    assert row[:11] == ("9", "8", "2", "1", "3", "2", "1", "4", "3", "1", "5")
+    assert row[13:15] == ("-", "-")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "n=1,c=2,w=9,k=4,s=3",
+        "n=1,c=2,h=9,w=9,k=4,r=3,s=3,groups=2",
+        "n=1,c=2,h=9,w=9,k=4,r=3,s=3,dilation=2",
+    ],
+)
+def test_deepbench_refuses_what_it_has_no_column_for(text):
+    with pytest.raises(ValueError, match="columns for ungrouped, undilated 2-D"):
+        check_deepbench([parse_problem(text)])
+
+
+def test_plans_are_written_as_runs():
+    problem = parse_problem("n=7,c=2,w=9,k=4,s=3")
+    parts = [("A", 2), ("A", 2), ("A", 1), ("B", 1), ("B", 1)]
+    steps = [
+        AlgoPerf(algo=algo, batch=batch, time_ms=1.0, workspace=0)
+        for algo, batch in parts
+    ]
+    plan = ConvPlan(problem, tuple(steps))
+    assert runs(plan) == (("A", 2, 2), ("A", 1, 1), ("B", 1, 2))
+    assert plan_text(plan) == "2 × A(2) + A(1) + 2 × B(1)"
+
+
+def test_problems_mention_what_is_out_of_the_ordinary():
+    plain = problem_text(parse_problem("n=7,c=2,w=9,k=4,s=3"))
+    assert plain == "N = 7, 2×9 → 4, 3 filters, float32, NCHW"
+    odd = problem_text(parse_problem("n=7,c=2,h=9,w=9,k=4,r=3,s=3,pad_h=1,groups=2"))
+    assert "padding 1×0" in odd
+    assert "2 groups" in odd
+
+
+@given(st.floats(1e-6, 1e9))
+def test_times_keep_three_digits(time_ms):
+    shown = float(ms_text(time_ms).replace(",", ""))
+    assert shown == pytest.approx(time_ms, rel=0.006 if time_ms >= 1e-3 else 0.51)

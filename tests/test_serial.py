@@ -1,0 +1,286 @@
+"""Values survive JSON; whatever else is in a file is named and refused."""
+
+import copy
+import dataclasses
+import gzip
+import json
+import math
+
+import pytest
+from hypothesis import given, strategies as st
+
+from mucudnn.ir import serial
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction, PerfTable
+from mucudnn.ir.serial import Measurement
+
+sizes = st.integers(1, 9)
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+times = st.floats(0, 1e300)
+
+
+@st.composite
+def problems(draw):
+    rank = draw(st.integers(1, 3))
+    groups = draw(st.integers(1, 3))
+    kernel = draw(st.lists(sizes, min_size=rank, max_size=rank))
+    spatial = [k + draw(st.integers(0, 9)) for k in kernel]
+    channels = draw(sizes)
+    return ConvProblem(
+        direction=draw(st.sampled_from(Direction)),
+        x_shape=(draw(sizes), channels * groups, *spatial),
+        w_shape=(groups * draw(sizes), channels, *kernel),
+        stride=draw(st.lists(sizes, min_size=rank, max_size=rank)),
+        padding=draw(st.lists(st.integers(0, 9), min_size=rank, max_size=rank)),
+        groups=groups,
+        dtype=draw(st.sampled_from(["float16", "float32", "float64"])),
+        layout=draw(st.sampled_from(["NCHW", "NHWC"])),
+    )
+
+
+@st.composite
+def perfs(draw):
+    error = draw(st.none() | names)
+    return AlgoPerf(
+        algo=draw(names),
+        batch=draw(st.integers(1, 300)),
+        time_ms=draw(times) if error is None else math.inf,
+        workspace=draw(st.integers(0, 2**63 - 1)),
+        deterministic=draw(st.booleans()),
+        error=error,
+        noise_ms=draw(times),
+        samples=draw(st.integers(0, 99)),
+        math_mode=draw(names),
+    )
+
+
+@st.composite
+def measurements(draw):
+    perf = draw(perfs())
+    return Measurement(
+        fingerprint=draw(names),
+        problem=draw(problems()).with_batch(perf.batch),
+        perf=perf,
+        measured_at=draw(times),
+        version=draw(names),
+    )
+
+
+PROBLEM = ConvProblem(
+    direction=Direction.BACKWARD_FILTER, x_shape=(4, 3, 8, 7), w_shape=(5, 3, 3, 3)
+)
+PERF = AlgoPerf(algo="FFT", batch=2, time_ms=1.5, workspace=64)
+FAILED = AlgoPerf(algo="GEMM", batch=2, time_ms=math.inf, workspace=0, error="no")
+
+
+def through_json(data):
+    return json.loads(json.dumps(data, allow_nan=False))
+
+
+@given(problems())
+def test_a_problem_survives(problem):
+    data = through_json(serial.problem_to_dict(problem))
+    assert serial.problem_from_dict(data) == problem
+
+
+@given(perfs())
+def test_a_perf_survives(perf):
+    assert serial.perf_from_dict(through_json(serial.perf_to_dict(perf))) == perf
+
+
+@given(problems(), st.lists(perfs(), max_size=4), times)
+def test_a_table_survives(problem, rows, overhead):
+    table = PerfTable(problem, tuple(rows), overhead)
+    assert serial.table_from_dict(through_json(serial.table_to_dict(table))) == table
+
+
+def test_a_plan_survives():
+    plan = ConvPlan(PROBLEM, (PERF, PERF))
+    assert serial.plan_from_dict(through_json(serial.plan_to_dict(plan))) == plan
+
+
+def test_a_plan_must_cover_its_batch():
+    data = serial.plan_to_dict(ConvPlan(PROBLEM, (PERF, PERF)))
+    data["steps"].pop()
+    with pytest.raises(ValueError, match="plan: plan covers 2 of 4"):
+        serial.plan_from_dict(data)
+
+
+def test_every_field_is_written():
+    for value, data in (
+        (PROBLEM, serial.problem_to_dict(PROBLEM)),
+        (PERF, serial.perf_to_dict(PERF)),
+    ):
+        assert list(data) == [field.name for field in dataclasses.fields(value)]
+
+
+def test_infinity_is_null():
+    assert serial.perf_to_dict(FAILED)["time_ms"] is None
+    with pytest.raises(ValueError, match="inf"):
+        serial.table_to_dict(PerfTable(PROBLEM, (), math.inf))
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
+def test_a_bad_time_without_an_error_is_not_written(bad):
+    with pytest.raises(ValueError, match="time_ms"):
+        serial.perf_to_dict(dataclasses.replace(PERF, time_ms=bad))
+
+
+@pytest.mark.parametrize(
+    ("value", "to_dict", "from_dict"),
+    [
+        (PROBLEM, serial.problem_to_dict, serial.problem_from_dict),
+        (PERF, serial.perf_to_dict, serial.perf_from_dict),
+        (FAILED, serial.perf_to_dict, serial.perf_from_dict),
+    ],
+)
+def test_each_field_is_needed_and_typed(value, to_dict, from_dict):
+    for field in dataclasses.fields(value):
+        without = to_dict(value)
+        del without[field.name]
+        with pytest.raises(ValueError, match=rf"\.{field.name}: missing"):
+            from_dict(without)
+        with pytest.raises(ValueError, match=rf"\.{field.name}"):
+            from_dict(to_dict(value) | {field.name: {"not": "this"}})
+    with pytest.raises(ValueError, match=r"\.colour: unknown"):
+        from_dict(to_dict(value) | {"colour": 1})
+    with pytest.raises(ValueError, match="is not an object"):
+        from_dict([])
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("batch", 0),
+        ("batch", True),
+        ("batch", 2.0),
+        ("workspace", -1),
+        ("workspace", 2**63),
+        ("time_ms", None),
+        ("time_ms", 10**400),
+        ("noise_ms", -0.5),
+        ("samples", -1),
+        ("deterministic", 1),
+        ("algo", "\ud800"),
+        ("error", 5),
+        ("error", "an error, and yet a time"),
+    ],
+)
+def test_a_bad_perf_is_named(field, bad):
+    data = serial.perf_to_dict(PERF) | {field: bad}
+    named = "time_ms" if field == "error" and isinstance(bad, str) else field
+    with pytest.raises(ValueError, match=rf"perf\.{named}"):
+        serial.perf_from_dict(data)
+
+
+def test_contradictions_are_value_errors():
+    data = serial.problem_to_dict(PROBLEM)
+    with pytest.raises(ValueError, match=r"direction.*forward"):
+        serial.problem_from_dict(data | {"direction": "sideways"})
+    for shape in ([], [0, 3, 8, 7], [4, 2, 8, 7], [4, 3, 1, 1]):
+        with pytest.raises(ValueError, match="problem"):
+            serial.problem_from_dict(data | {"x_shape": shape})
+
+
+@given(problems(), sizes)
+def test_keys_forget_the_batch_and_nothing_else(problem, batch):
+    key = serial.problem_key(problem)
+    assert key == serial.problem_key(problem.with_batch(batch))
+    assert serial.problem_from_key(key, batch) == problem.with_batch(batch)
+
+
+@given(problems(), problems())
+def test_keys_tell_problems_apart(one, other):
+    same = one.with_batch(1) == other.with_batch(1)
+    assert (serial.problem_key(one) == serial.problem_key(other)) == same
+
+
+def test_every_field_is_in_the_key():
+    fields = {field.name for field in dataclasses.fields(ConvProblem)}
+    assert set(json.loads(serial.problem_key(PROBLEM))) == fields
+
+
+def test_a_bad_key_is_refused():
+    for key in ("", "{}", "[]", serial.problem_key(PROBLEM).replace('"N"', "4")):
+        with pytest.raises(ValueError, match=r".+"):
+            serial.problem_from_key(key, 1)
+
+
+@given(st.lists(measurements(), max_size=5), st.booleans())
+def test_a_recording_survives(rows, compress):
+    data = serial.format_recording(rows, compress=compress)
+    parsed = serial.parse_recording(data)
+    assert sorted(map(repr, parsed)) == sorted(map(repr, rows))
+    fingerprints = tuple(dict.fromkeys(row.fingerprint for row in rows))
+    assert serial.recorded_fingerprints(data) == fingerprints
+    assert serial.format_recording(parsed, compress=compress) == data
+
+
+ROWS = [
+    Measurement(
+        fingerprint="gpu",
+        problem=PROBLEM.with_batch(2),
+        perf=perf,
+        measured_at=5.0,
+        version="0",
+    )
+    for perf in (PERF, FAILED)
+]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_every_truncation_is_refused(compress):
+    data = serial.format_recording(ROWS, compress=compress)
+    for length in range(len(data.rstrip(b"\n"))):
+        with pytest.raises(ValueError, match=r".+"):
+            serial.parse_recording(data[:length])
+
+
+@pytest.mark.parametrize(
+    ("path", "bad", "message"),
+    [
+        (("kind",), "other", "kind"),
+        (("schema",), 2, "schema is 2"),
+        (("more",), 2, "recording.more: unknown"),
+        (("devices",), {}, "devices: .* not an array"),
+        (("devices", 0, "fingerprint"), 7, r"devices\[0\].fingerprint: 7"),
+        (("devices", 0, "problems", 0, "rows"), 1, r"problems\[0\].rows"),
+        (
+            ("devices", 0, "problems", 0, "rows", 1, "batch"),
+            "2",
+            r"devices\[0\].problems\[0\].rows\[1\].batch: '2'",
+        ),
+        (
+            ("devices", 0, "problems", 0, "rows", 1, "measured_at"),
+            None,
+            r"rows\[1\].measured_at",
+        ),
+        (
+            ("devices", 0, "problems", 0, "problem", "x_shape"),
+            [4, 3, 8, 7],
+            r'problem.x_shape: .* does not start with "N"',
+        ),
+    ],
+)
+def test_a_bad_recording_is_located(path, bad, message):
+    document = json.loads(serial.format_recording(ROWS))
+    broken = copy.deepcopy(document)
+    *way, last = path
+    place = broken
+    for step in way:
+        place = place[step]
+    place[last] = bad
+    with pytest.raises(ValueError, match=message):
+        serial.parse_recording(json.dumps(broken).encode())
+
+
+def test_other_files_are_refused():
+    for data in (b"", b"\x00", b"[]", b"NaN", b"[" * 100_000, gzip.compress(b"{}")):
+        with pytest.raises(ValueError, match=r".+"):
+            serial.parse_recording(data)
+
+
+def test_a_device_occurs_once():
+    document = json.loads(serial.format_recording(ROWS))
+    document["devices"] *= 2
+    with pytest.raises(ValueError, match=r"devices\[1\].fingerprint: 'gpu' occurs"):
+        serial.parse_recording(json.dumps(document).encode())
