@@ -332,6 +332,42 @@ with BenchmarkCache(path) as cache:
     assert [p.read_bytes() for p in aside(file, "corrupt")] == [b"garbage" * 1000]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+@pytest.mark.parametrize("start", ["garbage", "empty"])
+def test_opening_at_the_same_instant_loses_nothing(tmp_path, start):
+    """Eight processes, many rounds: what one creates no other takes for foreign."""
+    code = """
+folder, start = sys.argv[1:]
+warnings.simplefilter("ignore")
+BenchmarkCache().close()
+for turn in range(25):
+    path = f"{folder}/{turn}.sqlite"
+    if start == "garbage":
+        with open(path, "wb") as stream:
+            stream.write(b"garbage" * 1000)
+    instant, children = time.time() + 0.02, []
+    for i in range(8):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                while time.time() < instant:
+                    pass
+                with BenchmarkCache(path) as cache:
+                    cache.put("gpu", PROBLEM, [perf(f"A{i}")])
+                    status = 0 if cache.path is not None else 2
+            finally:
+                os._exit(status)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 8
+    with BenchmarkCache(path) as cache:
+        assert len(cache.rows()) == 8, turn
+"""
+    finish(spawn(code, tmp_path, start))
+    kept = list(tmp_path.glob("*.corrupt-*"))
+    assert len(kept) == (25 if start == "garbage" else 0)
+
+
 def test_a_killed_process_loses_at_most_its_last_row(file):
     code = """
 with BenchmarkCache(sys.argv[1]) as cache:

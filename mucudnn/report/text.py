@@ -50,19 +50,15 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     """The layers, then the summary."""
     rows: list[tuple[str, ...]] = []
     strong = set()
-    notes: dict[str, None] = {}
     for layer in comparison.layers:
         for outcome in layer.outcomes:
             if (outcome.speedup or 0.0) >= _FASTER:
                 strong.add(len(rows))
             rows.append(_row(layer, outcome))
-            if outcome.reason is not None:
-                where = f"{layer.name} {DIRECTIONS[layer.direction]}"
-                limit = limit_text(outcome.limit)
-                notes[f"{where}, {limit}: {outcome.reason}"] = None
+    notes = _reasons(comparison)
     missing = comparison.asked - len(comparison.layers)
     if missing:
-        notes[f"interrupted: {missing} of {comparison.asked} were not compared"] = None
+        notes.append(f"interrupted: {missing} of {comparison.asked} were not compared")
     columns = (
         *("layer", "direction", ">limit", ">undivided ms", ">planned ms", ">speed-up"),
         *(">workspace", "plan"),
@@ -99,6 +95,22 @@ def _row(layer: LayerResult, outcome: Outcome) -> tuple[str, ...]:
         bytes_text(choice.plan.workspace),
         plan_text(choice.plan),
     )
+
+
+def _reasons(comparison: Comparison) -> list[str]:
+    """One line a reason, with everything it holds for."""
+    found: dict[str, list[str]] = {}
+    for layer in comparison.layers:
+        where = f"{layer.name} {DIRECTIONS[layer.direction]}"
+        shared = {outcome.reason for outcome in layer.outcomes}
+        if len(shared) == 1 and (reason := shared.pop()) is not None:
+            found.setdefault(reason, []).append(where)
+            continue
+        for outcome in layer.outcomes:
+            if outcome.reason is not None:
+                there = f"{where} within {limit_text(outcome.limit)}"
+                found.setdefault(outcome.reason, []).append(there)
+    return [f"{reason}: {', '.join(places)}" for reason, places in found.items()]
 
 
 def _summary(comparison: Comparison) -> Table:

@@ -16,7 +16,7 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.timing import StoppingRule, measure
 
-__all__ = ["KernelBench", "limited"]
+__all__ = ["KernelBench", "limited", "operands"]
 
 _LIMITED = "not measured: "
 
@@ -27,6 +27,34 @@ def limited(perf: AlgoPerf) -> bool:
     Such a row says nothing about the algorithm and must not be remembered.
     """
     return perf.error is not None and perf.error.startswith(_LIMITED)
+
+
+def operands(
+    backend: Backend, problem: ConvProblem, workspace: int, memory_limit: float
+) -> tuple[Any, Any, Any]:
+    """Random inputs and an output buffer of a problem.
+
+    Raises:
+        OutOfMemoryError: With `workspace` bytes more they exceed the memory limit.
+    """
+    device, specs = backend.device, problem.operands()
+    check_memory(specs, workspace, memory_limit)
+    a, b, out = (device.view(device.allocate(s.nbytes), 0, s) for s in specs)
+    device.randomize(a)
+    device.randomize(b)
+    return a, b, out
+
+
+def check_memory(
+    specs: Iterable[TensorSpec], workspace: int, memory_limit: float
+) -> None:
+    """Raise `OutOfMemoryError` where operands and workspace exceed the limit."""
+    needed = sum(spec.nbytes for spec in specs) + workspace
+    if needed > memory_limit:
+        raise OutOfMemoryError(
+            f"needs {format_bytes(needed)} with its operands, "
+            f"the memory limit is {format_bytes(int(memory_limit))}"
+        )
 
 
 class KernelBench:
@@ -127,7 +155,7 @@ class KernelBench:
         specs = problem.operands()
         if self._operands is None or problem.batch > self._batch:
             self._operands = None
-            self._check(specs, 0)
+            check_memory(specs, 0, self._memory_limit)
             self._operands = [device.allocate(spec.nbytes) for spec in specs]
             self._batch = problem.batch
             for buffer, spec in zip(self._operands[:2], specs[:2], strict=True):
@@ -141,16 +169,8 @@ class KernelBench:
     def _workspace(self, problem: ConvProblem, nbytes: int) -> Buffer:
         if nbytes > self._scratch_bytes:
             largest = self._problem.with_batch(self._batch)
-            self._check(largest.operands(), nbytes)
+            check_memory(largest.operands(), nbytes, self._memory_limit)
             self._scratch, self._scratch_bytes = None, -1
             self._scratch = self._backend.device.allocate(nbytes)
             self._scratch_bytes = nbytes
         return self._scratch
-
-    def _check(self, specs: Iterable[TensorSpec], workspace: int) -> None:
-        needed = sum(spec.nbytes for spec in specs) + workspace
-        if needed > self._memory_limit:
-            raise OutOfMemoryError(
-                f"needs {format_bytes(needed)} with its operands, "
-                f"the memory limit is {format_bytes(int(self._memory_limit))}"
-            )

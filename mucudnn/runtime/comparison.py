@@ -2,7 +2,8 @@
 
 Every layer is measured once, whatever the number of limits: a measurement depends on
 none. Time is dealt out as it goes: each layer may take an equal share of what is left,
-and what it does not need goes to those after it.
+and what it does not need goes to those after it. What is left in the end goes to the
+layers whose share was too small.
 """
 
 import time
@@ -20,6 +21,7 @@ from mucudnn.passes.microbatch import (
     workspace_division,
 )
 from mucudnn.passes.pareto import least_workspace
+from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.outcome import Comparison, LayerResult, Limit, Outcome
 from mucudnn.runtime.tuner import Choice, Tuner
 from mucudnn.suites import Layer
@@ -28,6 +30,8 @@ __all__ = ["Advance", "Comparison", "ComparisonInterrupted", "compare", "in_dire
 
 _MEASURING = 0.6
 """Share of a layer's time for its table; the rest is for checking its plans."""
+_TRYING = 0.15
+"""Of it, for trying the algorithms on one sample."""
 _PER_KERNEL = 0.8
 """Share of all the time for the limits that are not in total, where one is."""
 _OUT_OF_TIME = "not compared: the time limit was reached"
@@ -116,6 +120,9 @@ def compare(
             done.append(run.layer(layer, per_kernel, share, len(layers) - i))
             if progress is not None:
                 progress(replace(begun, result=done[-1]))
+        short = [i for i, result in enumerate(done) if _short_of_time(result)]
+        for turn, i in enumerate(short):
+            done[i] = run.layer(layers[i], per_kernel, share, len(short) - turn)
         results = run.divide(done, total[0]) if total else done
     except KeyboardInterrupt:
         raise ComparisonInterrupted(comparison(done, divided=False)) from None
@@ -140,10 +147,7 @@ class _Run:
         """Measure one layer, then plan and check it under each limit."""
         seconds = self._share(share, left)
         ends = None if seconds is None else time.monotonic() + seconds
-        table = self._tuner.measure(
-            layer.problem,
-            time_limit_s=None if seconds is None else seconds * _MEASURING,
-        )
+        table = self._table(layer.problem, seconds)
         outcomes = []
         for i, limit in enumerate(limits):
             seconds = None if ends is None else ends - time.monotonic()
@@ -159,6 +163,19 @@ class _Run:
             front=tuple(pareto_plans(table, most)),
             outcomes=tuple(outcomes),
         )
+
+    def _table(self, problem: ConvProblem, seconds: float | None) -> PerfTable:
+        """Measure within a share of the time.
+
+        One sample is tried first: it tells which algorithms are fast, and they are the
+        first to be measured at the whole mini-batch.
+        """
+        if seconds is None:
+            return self._tuner.measure(problem)
+        ends = time.monotonic() + seconds * _MEASURING
+        self._tuner.measure(problem.with_batch(1), time_limit_s=seconds * _TRYING)
+        left = max(0.0, ends - time.monotonic())
+        return self._tuner.measure(problem, time_limit_s=left)
 
     def divide(
         self, results: Sequence[LayerResult], limit: Limit
@@ -231,7 +248,8 @@ class _Run:
         """Measure a plan against its undivided rival, unless that was done already."""
         choice = self._choices.get((plan, rival))
         if choice is None:
-            if self._too_late(plan, rival):
+            expected_ms = sum(p.time_ms for p in {plan, rival} if p is not None)
+            if seconds is not None and seconds <= expected_ms / 1e3:
                 return Outcome(limit, None, _OUT_OF_TIME)
             try:
                 choice = self._tuner.validate(
@@ -242,11 +260,6 @@ class _Run:
             self._choices[plan, rival] = choice
         return Outcome(limit, choice, _remark(plan.problem, choice, limit))
 
-    def _too_late(self, *plans: ConvPlan | None) -> bool:
-        left = self._share(1.0, 1)
-        expected_ms = sum(plan.time_ms for plan in set(plans) if plan is not None)
-        return left is not None and left <= expected_ms / 1e3
-
     def _share(self, of_limit: float, parts: int) -> float | None:
         """Seconds for the next of `parts` equal parts of the time that is left."""
         if self._time_limit_s is None:
@@ -255,14 +268,21 @@ class _Run:
         return max(0.0, ends - time.monotonic()) / parts
 
 
+def _short_of_time(result: LayerResult) -> bool:
+    """Whether its equal share of the time was too little."""
+    return any(limited(perf) for perf in result.table.perfs) or any(
+        outcome.reason == _OUT_OF_TIME for outcome in result.outcomes
+    )
+
+
 def _unusable(table: PerfTable) -> str | None:
     if table.usable:
         return None
-    reasons = {perf.algo: perf.error for perf in table.perfs}
-    if len(set(reasons.values())) == 1:
-        return reasons.popitem()[1]
-    listed = "; ".join(f"{algo}: {reason}" for algo, reason in reasons.items())
-    return listed or "the backend has no algorithm for it"
+    withheld = {str(perf.error) for perf in table.perfs if limited(perf)}
+    if withheld:
+        return "; ".join(sorted(withheld))
+    reasons = {f"{perf.algo}: {perf.error}": None for perf in table.perfs}
+    return "; ".join(reasons) or "the backend has no algorithm for it"
 
 
 def _remark(problem: ConvProblem, choice: Choice, limit: Limit) -> str | None:

@@ -5,8 +5,9 @@ set aside under another name, never deleted, and a fresh one is begun. A file th
 cannot be written is replaced by memory, which takes over whatever can still be read.
 Either way there is one warning, and the caller sees an ordinary result.
 
-Nothing is set aside while another process has it open: SQLite removes a write-ahead log
-by its name when the last connection closes, and it would be the new file's.
+SQLite finds a write-ahead log by its name, so a renamed database that is still open
+would take, and remove, the log of the new one. Hence nothing is set aside while another
+process has it open, and opening and setting aside take turns: the folder is locked.
 """
 
 import contextlib
@@ -20,6 +21,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = ["CacheWarning", "RecordFile", "transaction"]
 
@@ -36,6 +40,7 @@ FROM pragma_application_id, pragma_user_version"""
 _SIDECARS = ("-wal", "-shm", "-journal")
 _SHARED_LOCK = (510, 0x40000002)  # length and offset that SQLite locks while open
 _ATTEMPTS = 6
+_TURN_S = 5.0
 
 
 class CacheWarning(UserWarning):
@@ -145,25 +150,24 @@ class RecordFile:
         problem = found
         for attempt in range(_ATTEMPTS):
             try:
-                if problem is not None and not self._set_aside(file, problem):
-                    time.sleep(0.01 * 2**attempt)
-                    continue
-                db = self._connect(file)
-            except FileNotFoundError:
-                continue  # another process has just set it aside
+                with _turn(file.parent):
+                    if problem is None or self._set_aside(file, problem):
+                        db = self._connect(file)
+                    else:
+                        db = None
             except (sqlite3.DatabaseError, _UnusableError, OSError) as e:
                 problem = e
                 if not _is_damage(e):
                     break
             else:
-                self._db.close()
-                self._db = db
-                return
+                if db is not None:
+                    self._db.close()
+                    self._db = db
+                    return
+                time.sleep(0.01 * 2**attempt)
         self._fall_back(file, problem)
 
     def _connect(self, file: Path) -> sqlite3.Connection:
-        # Before connecting: another process may put a sound file in its place any time,
-        # and what is set aside must be the file that was found damaged.
         self._inode = _inode(file)
         db = sqlite3.connect(
             file,
@@ -293,6 +297,34 @@ def _is_damage(error: Exception | None) -> bool:
     return code is None or code & _PRIMARY in _DAMAGED
 
 
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Wait until no other process opens or renames a database in this folder.
+
+    A folder that cannot be locked, or that someone else keeps locked, is not waited
+    for: what the lock prevents is rare. Windows needs none, it refuses to rename a file
+    in use.
+    """
+    with contextlib.ExitStack() as stack:
+        if sys.platform != "win32":
+            with contextlib.suppress(OSError):
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                _lock_folder(descriptor)
+        yield
+
+
+def _lock_folder(descriptor: int) -> None:
+    deadline = time.monotonic() + _TURN_S
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.001)
+        else:
+            return
+
+
 def _inode(file: Path) -> int:
     """Which file has this name just now; 0 if none has."""
     try:
@@ -304,9 +336,7 @@ def _inode(file: Path) -> int:
 def _lock_alone(descriptor: int) -> bool:
     """Whether no other process has this database open; lasts until it is closed."""
     if sys.platform == "win32":
-        return True  # Windows itself refuses to rename a file in use
-    import fcntl
-
+        return True
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, *_SHARED_LOCK)
     except OSError:

@@ -32,6 +32,32 @@ __all__ = ["Choice", "Progress", "Tuner"]
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
 """Bytes; µ-cuDNN's default."""
 
+LAUNCH_OVERHEAD_MS = 0.005
+"""What one more micro-batch costs the host, beyond the kernel's own time."""
+
+
+def _devices(text: str) -> Sequence[int] | str:
+    if text == "all":
+        return text
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError("expected `all` or device numbers such as 0,1") from None
+
+
+def _policy(text: str) -> str:
+    return _MUCUDNN_POLICIES.get(text, text)
+
+
+_MUCUDNN_POLICIES = {"powerOfTwo": "powers_of_two"}
+_ENVIRONMENT: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "MUCUDNN_BATCH_SIZE_POLICY": ("batch_policy", _policy),
+    "MUCUDNN_WORKSPACE_LIMIT": ("workspace_limit", parse_bytes),
+    "MUCUDNN_TOTAL_WORKSPACE_SIZE": ("total_workspace", parse_bytes),
+    "MUCUDNN_DATABASE": ("cache", BenchmarkCache),
+    "MUCUDNN_BENCHMARK_DEVICES": ("benchmark_devices", _devices),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -131,6 +157,7 @@ class Tuner:
                     f"{self.backend.device.fingerprint!r} and "
                     f"{other.device.fingerprint!r}; use devices of one model"
                 )
+        self.ready: dict[object, Any] = {}  # call signature -> what runs it
         self._arena = Arena(self.backend.device)
         self._tables: dict[ConvProblem, PerfTable] = {}
         self._compiled: dict[ConvProblem, ResilientPlan] = {}
@@ -261,6 +288,7 @@ class Tuner:
         smaller = [p for p in pareto_plans(table, plan.workspace) if p != plan]
         ready = ResilientPlan(self.backend, plan, smaller[::-1], self._arena)
         self._compiled[plan.problem] = ready
+        self.ready.clear()
         return ready
 
     def prepare(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:

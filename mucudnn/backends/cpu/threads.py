@@ -7,17 +7,30 @@ that copies and transforms run in parallel too, not only the matrix products.
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "short_buffers"]
 
 T = TypeVar("T")
 
 _UFUNC_BUFFER = 256
-"""Elements that a ufunc may buffer: NumPy's default would be memory unaccounted for."""
+
+
+@contextmanager
+def short_buffers() -> Iterator[None]:
+    """Within it, and on this thread only, NumPy's operations buffer little.
+
+    NumPy copies operands that are not contiguous through buffers of 8192 elements each:
+    memory unaccounted for. With short ones it also copies less, because runs longer
+    than a buffer are used as they are.
+    """
+    with np.errstate():  # restores the size as well
+        np.setbufsize(_UFUNC_BUFFER)
+        yield
 
 
 class _SerialBlas:
@@ -94,12 +107,9 @@ class Workers:
         queue = _Queue(items)
 
         def drain(worker: int) -> None:
-            before = np.setbufsize(_UFUNC_BUFFER)
-            try:
+            with short_buffers():
                 for item in queue:
                     fn(worker, item)
-            finally:
-                np.setbufsize(before)
 
         with self._blas:
             if self._pool is None:

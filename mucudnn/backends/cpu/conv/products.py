@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.conv.carve import Region, carve
-from mucudnn.backends.cpu.conv.frugal import each, short_buffers
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 
@@ -133,7 +132,7 @@ class Products:
                 at = (block, slice(None), slice(row, row + _ROWS))
                 self._multiply(source[at], part, result[at], products.reshape(-1))
 
-        each(workers, self._blocks(), work)
+        workers.each(self._blocks(), work)
 
     def _gather(self, workers: Workers, w: Any, taps: Any) -> None:
         """Copy a filter to (taps, groups, channels summed over, other channels).
@@ -158,7 +157,7 @@ class Products:
             at = (..., group, slice(None), slice(piece * _PIECE, (piece + 1) * _PIECE))
             np.copyto(out[at], w[at])
 
-        each(workers, range(groups * pieces), work)
+        workers.each(range(groups * pieces), work)
 
     def _multiply(self, source: Any, spectrum: Any, result: Any, products: Any) -> None:
         groups, channels = self.problem.groups, source.shape[-1]
@@ -200,13 +199,12 @@ class Products:
 
         def work(worker: int, start: int, stop: int) -> None:
             spectrum, turned, share = carve(scratch[worker], self.scratch())
-            with short_buffers():
-                for first in blocks[start:stop]:
-                    block = self._slice(first)
-                    count = block.stop - first
-                    arrays = spectrum[:count], turned[:count], share
-                    self._correlate(basis[block], xs[block], ys[block], arrays)
-                    np.add(sums[worker], share.reshape(-1), out=sums[worker])
+            for first in blocks[start:stop]:
+                block = self._slice(first)
+                count = block.stop - first
+                arrays = spectrum[:count], turned[:count], share
+                self._correlate(basis[block], xs[block], ys[block], arrays)
+                np.add(sums[worker], share.reshape(-1), out=sums[worker])
 
         workers.ranges(len(blocks), work)
 

@@ -22,11 +22,10 @@ from mucudnn.backends.cpu.conv.dft import (
     fill_table,
     frequencies,
 )
-from mucudnn.backends.cpu.conv.frugal import each, short_buffers
 from mucudnn.backends.cpu.conv.geometry import Axis
 from mucudnn.backends.cpu.conv.products import Products
 from mucudnn.backends.cpu.conv.separable import Separable
-from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cpu.threads import Workers, short_buffers
 from mucudnn.ir.conv import ConvProblem, Direction
 
 __all__ = ["Spectral"]
@@ -179,7 +178,7 @@ def _forward(workers: Workers, scratch: Any, job: _Job) -> None:
         chunk = transform.chunk(number, workers.count)
         transform.forward(tables, tensor, spectrum, chunk, scratch[worker])
 
-    each(workers, transform.chunks(workers.count), work)
+    workers.each(transform.chunks(workers.count), work)
 
 
 def _inverse(workers: Workers, scratch: Any, job: _Job, accumulate: bool) -> None:
@@ -191,7 +190,7 @@ def _inverse(workers: Workers, scratch: Any, job: _Job, accumulate: bool) -> Non
         room = scratch[worker]
         transform.inverse(tables, spectrum, tensor, chunk, room, accumulate)
 
-    each(workers, transform.chunks(workers.count), work)
+    workers.each(transform.chunks(workers.count), work)
 
 
 def _reduce(workers: Workers, sums: Any, out: Any, accumulate: bool) -> None:

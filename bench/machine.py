@@ -1,0 +1,39 @@
+"""Which machine and which libraries a figure was measured with."""
+
+import os
+import platform
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+__all__ = ["describe"]
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, libraries, and the settings that change BLAS's speed."""
+    from mucudnn.backends import get_backend
+
+    return {
+        "measured_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "command": " ".join(["python -m bench", *sys.argv[1:]]),
+        "fingerprint": get_backend("cpu").device.fingerprint,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "mucudnn": version("mucudnn"),
+        "numpy": version("numpy"),
+        "pulp": version("pulp"),
+        "torch": _version("torch"),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("OPENBLAS_", "OMP_", "MKL_", "ONEDNN_"))
+        },
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,170 @@
+"""Why a plan is what it is, in plain words.
+
+Each function here answers one question about a table and a plan, as lines of text;
+`explain` puts them together. Speed-ups are against the fastest undivided algorithm
+within the limit: what a library without micro-batches would run.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
+from mucudnn.ir.sizes import format_bytes
+from mucudnn.passes.pareto import candidates, pareto_plans
+
+__all__ = [
+    "excluded_lines",
+    "explain",
+    "failure_lines",
+    "further_limit_lines",
+    "plan_lines",
+    "undivided_lines",
+]
+
+_LEAST_GAIN = 1.05
+"""A further limit is worth a line if it is this much faster than the one before."""
+
+_MOST_LINES = 6
+_MOST_ERROR = 100
+
+
+def explain(table: PerfTable, plan: ConvPlan, workspace_limit: int) -> str:
+    """What the plan does, what it is better than, and what more workspace would buy.
+
+    Args:
+        table: What was measured.
+        plan: A plan of the table's problem.
+        workspace_limit: Bytes the plan was made for.
+    """
+    problem = table.problem
+    lines = [
+        f"{problem.direction.value} of {problem.batch} samples, x {problem.x_shape}, "
+        f"w {problem.w_shape}, {problem.dtype}, with at most "
+        f"{format_bytes(workspace_limit)} of workspace:"
+    ]
+    lines += undivided_lines(table, workspace_limit)
+    lines += plan_lines(table, plan, workspace_limit)
+    lines += excluded_lines(table, workspace_limit)
+    lines += further_limit_lines(table, plan, workspace_limit)
+    lines += failure_lines(table)
+    return "\n".join(lines)
+
+
+def undivided_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
+    """What would run without dividing."""
+    whole = _undivided(table, workspace_limit)
+    if whole is not None:
+        yield f"- Undivided, {_needs(whole)}, the fastest that fits."
+        return
+    least = min((p.workspace for p in _whole_batch(table)), default=None)
+    if least is None:
+        yield "- Undivided, no algorithm was measured."
+    else:
+        yield f"- Undivided, no algorithm fits: the smallest needs {_size(least)}."
+
+
+def plan_lines(table: PerfTable, plan: ConvPlan, workspace_limit: int) -> Iterator[str]:
+    """What the plan runs, and how it compares."""
+    whole = _undivided(table, workspace_limit)
+    if not plan.divided:
+        yield f"- The plan does not divide: {_needs(plan.steps[0])}."
+        return
+    gain = "" if whole is None else f", {_speedup(whole, plan.time_ms)}"
+    yield (
+        f"- The plan runs {len(plan.steps)} micro-batches in {plan.time_ms:.4g} ms "
+        f"and {_size(plan.workspace)}{gain}:"
+    )
+    for step, same in groupby(plan.steps):
+        yield (
+            f"    {len(list(same))} × {step.batch} samples by {step.algo}, "
+            f"{step.time_ms:.4g} ms each, {_size(step.workspace)}"
+        )
+
+
+def excluded_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
+    """Algorithms that would be faster over the whole batch, were there more room."""
+    whole = _undivided(table, workspace_limit)
+    faster = sorted(
+        (
+            perf
+            for perf in _whole_batch(table)
+            if perf.workspace > workspace_limit
+            and (whole is None or perf.time_ms < whole.time_ms)
+        ),
+        key=lambda perf: perf.time_ms,
+    )
+    for perf in faster:
+        over = perf.workspace - workspace_limit
+        yield (
+            f"- {perf.algo} would take {perf.time_ms:.4g} ms undivided but needs "
+            f"{_size(perf.workspace)}, {_size(over)} over the limit."
+        )
+
+
+def further_limit_lines(
+    table: PerfTable, plan: ConvPlan, workspace_limit: int
+) -> Iterator[str]:
+    """What the next useful limits would buy, from the Pareto front of divisions."""
+    whole = _undivided(table, workspace_limit)
+    most = max((p.workspace for p in candidates(table)), default=0)
+    worth: list[ConvPlan] = []
+    best = plan.time_ms
+    for better in pareto_plans(table, most):
+        if better.workspace > workspace_limit and better.time_ms * _LEAST_GAIN <= best:
+            worth.append(better)
+            best = better.time_ms
+    if not worth:
+        yield "- More workspace would not make it notably faster."
+        return
+    shown = (
+        worth if len(worth) <= _MOST_LINES else [*worth[: _MOST_LINES - 1], worth[-1]]
+    )
+    reference = plan.time_ms if whole is None else whole.time_ms
+    offers = (
+        f"{_size(p.workspace)} → {p.time_ms:.4g} ms ({reference / p.time_ms:.2f}×)"
+        for p in shown
+    )
+    yield f"- More workspace would buy: {', '.join(offers)}."
+
+
+def failure_lines(table: PerfTable) -> Iterator[str]:
+    """Which algorithms cannot run, and why."""
+    failed = sorted(
+        (p.algo, " ".join(p.error.split()), p.batch)
+        for p in table.perfs
+        if p.error is not None
+    )
+    for (algo, error), rows in groupby(failed, key=lambda row: row[:2]):
+        sizes = sorted(batch for *_, batch in rows)
+        where = (
+            f"at {sizes[0]} samples"
+            if len(sizes) == 1
+            else f"at {len(sizes)} sizes from {sizes[0]} to {sizes[-1]}"
+        )
+        reason = error if len(error) <= _MOST_ERROR else error[: _MOST_ERROR - 1] + "…"
+        yield f"- {algo} cannot run {where}: {reason}"
+
+
+def _whole_batch(table: PerfTable) -> list[AlgoPerf]:
+    return [p for p in candidates(table) if p.batch == table.problem.batch]
+
+
+def _undivided(table: PerfTable, workspace_limit: int) -> AlgoPerf | None:
+    fits = (p for p in _whole_batch(table) if p.workspace <= workspace_limit)
+    return min(fits, key=lambda p: (p.cost_ms, p.workspace), default=None)
+
+
+def _needs(perf: AlgoPerf) -> str:
+    return f"{perf.algo} takes {perf.time_ms:.4g} ms with {_size(perf.workspace)}"
+
+
+def _size(nbytes: int) -> str:
+    """A size in words; below one KiB to the byte, for the 'one byte less' case."""
+    return "no workspace" if nbytes == 0 else format_bytes(nbytes)
+
+
+def _speedup(whole: AlgoPerf, time_ms: float) -> str:
+    if time_ms <= 0:
+        return "faster"
+    ratio = whole.time_ms / time_ms
+    return f"{ratio:.2f}× as fast as undivided"
