@@ -105,17 +105,18 @@ def _one(name: str, problem: ConvProblem, workers: Any) -> dict[str, Any]:
     rivals: dict[str, Callable[[], object]] = {"torch": _torch(problem)}
     rivals |= _ours(problem, workers)
     samples: dict[str, list[float]] = {rival: [] for rival in rivals}
+    best = math.inf
     for _ in range(_ROUNDS):
-        best = min((min(s) for s in samples.values() if s), default=math.inf)
         for rival, fn in rivals.items():
             if samples[rival] and min(samples[rival]) > _HOPELESS * best:
                 continue
             time.sleep(_PAUSE_S)
-            fn()
-            for _ in range(_BURST):
-                start = time.perf_counter()
-                fn()
-                samples[rival].append((time.perf_counter() - start) * 1e3)
+            warm = _time(fn)
+            if warm > 2 * _HOPELESS * best:
+                samples[rival].append(warm)
+                continue
+            samples[rival] += [_time(fn) for _ in range(_BURST)]
+            best = min(best, *samples[rival])
     medians = {rival: statistics.median(s) for rival, s in samples.items()}
     spread = {rival: (min(s), max(s)) for rival, s in samples.items()}
     best_algo = min((a for a in medians if a != "torch"), key=medians.__getitem__)
@@ -130,6 +131,12 @@ def _one(name: str, problem: ConvProblem, workers: Any) -> dict[str, Any]:
         "medians_ms": medians,
         "spread_ms": spread,
     }
+
+
+def _time(fn: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    fn()
+    return (time.perf_counter() - start) * 1e3
 
 
 def _ours(problem: ConvProblem, workers: Any) -> dict[str, Callable[[], object]]:

@@ -25,7 +25,8 @@ class VirtualArray:
         return math.prod(self.shape) * ITEMSIZE.get(self.dtype, 1)
 
     def __getitem__(self, window: slice) -> "VirtualArray":
-        length = len(range(*window.indices(self.shape[0])))
+        start, stop, step = window.indices(self.shape[0])
+        length = max(0, stop - start) if step == 1 else len(range(start, stop, step))
         return VirtualArray((length, *self.shape[1:]), self.dtype)
 
 

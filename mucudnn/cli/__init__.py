@@ -1,7 +1,6 @@
 """The command line: one file a command.
 
-Nothing here imports NumPy before a command runs: the BLAS library underneath takes its
-choice of kernels from the environment, once, when it is loaded.
+Nothing here imports NumPy before a command runs, so that `--help` is instant.
 """
 
 from mucudnn.cli.app import main

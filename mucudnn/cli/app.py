@@ -15,7 +15,6 @@ from typing import Any, NoReturn, TextIO
 
 import click
 
-from mucudnn.backends.cpu.blas import prefer_wide_vectors
 from mucudnn.errors import MucudnnError
 
 __all__ = ["BadInputError", "Commands", "bad_input", "main"]
@@ -122,4 +121,3 @@ def _discard_output() -> None:
 @click.version_option(package_name="mucudnn", message="%(package)s %(version)s")
 def main() -> None:
     """Measure every convolution algorithm at every micro-batch size, and plan."""
-    prefer_wide_vectors()

@@ -1,5 +1,6 @@
 """`mucudnn info`: what this machine has, and why a backend is missing."""
 
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -13,6 +14,7 @@ from mucudnn.report.words import bytes_text
 
 __all__ = ["info"]
 
+_PIN = "OPENBLAS_CORETYPE"
 _LIBRARIES = ("mucudnn", "numpy", "pulp", "click", "rich", "platformdirs")
 
 
@@ -42,6 +44,11 @@ def _show(data: dict[str, Any]) -> None:
             f"blas         {blas['library']} {blas['version']}, kernels for "
             f"{blas['kernels']}, {blas['threads']} threads"
         )
+        if blas["pinned_by"]:
+            click.echo(
+                f"             {blas['pinned_by']} is set: a faster choice for this "
+                "processor may be left out"
+            )
     cache = data["cache"]
     click.echo(
         f"cache        {cache['path']}: {cache['measurements']} measurements of "
@@ -84,6 +91,7 @@ def _blas() -> list[dict[str, Any]]:
             "version": entry["version"],
             "kernels": entry.get("architecture", "an unknown processor"),
             "threads": entry["num_threads"],
+            "pinned_by": _PIN if os.environ.get(_PIN) else None,
         }
         for entry in threadpool_info()
         if entry["user_api"] == "blas"

@@ -73,9 +73,6 @@ class ConvProblem:
                 the message shows both.
             TypeError: A size is not an integer.
         """
-        if not isinstance(direction, Direction):
-            valid = ", ".join(f"Direction.{d.name}" for d in Direction)
-            raise TypeError(f"direction is {direction!r}; choose one of: {valid}")
         if dtype not in ITEMSIZE:
             raise ValueError(
                 f"unknown dtype {dtype!r}; choose one of: {', '.join(ITEMSIZE)}"
@@ -88,12 +85,13 @@ class ConvProblem:
         w = _sizes("w_shape", w_shape, least=1)
         if not 3 <= len(x) <= 5:
             raise ValueError(
-                f"x_shape {x} has {len(x) - 2} spatial axes; 1, 2 or 3 are supported"
+                f"x_shape {x} has {len(x)} axes; N, C and 1, 2 or 3 spatial ones "
+                "are supported"
             )
         if len(w) != len(x):
             raise ValueError(f"w_shape {w} has {len(w)} axes, x_shape {x} has {len(x)}")
         values: dict[str, object] = {
-            "direction": direction,
+            "direction": _direction(direction),
             "x_shape": x,
             "w_shape": w,
             "stride": _per_axis("stride", stride, len(x) - 2, least=1),
@@ -202,9 +200,16 @@ class ConvProblem:
                 return x, y, w
 
 
+def _direction(value: object) -> Direction:
+    if not isinstance(value, Direction):
+        valid = ", ".join(f"Direction.{d.name}" for d in Direction)
+        raise TypeError(f"direction is {value!r}; choose one of: {valid}")
+    return value
+
+
 def _size(name: str, value: int, least: int) -> int:
     try:
-        size = operator.index(value)
+        size = int(operator.index(value))  # True is an index, too
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
     if size < least:
@@ -288,9 +293,7 @@ class PerfTable:
         """Measured micro-batch sizes, ascending."""
         return tuple(sorted({p.batch for p in self.usable}))
 
-    def fastest(
-        self, batch: int, workspace_limit: float = math.inf
-    ) -> AlgoPerf | None:
+    def fastest(self, batch: int, workspace_limit: float = math.inf) -> AlgoPerf | None:
         """Cheapest algorithm at `batch` within the limit, if any fits."""
         fits = (
             p

@@ -7,6 +7,7 @@ within the limit: what a library without micro-batches would run.
 
 from collections.abc import Iterator
 from itertools import groupby
+from math import inf
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
 from mucudnn.ir.sizes import format_bytes
@@ -69,7 +70,9 @@ def plan_lines(table: PerfTable, plan: ConvPlan, workspace_limit: int) -> Iterat
     if not plan.divided:
         yield f"- The plan does not divide: {_needs(plan.steps[0])}."
         return
-    gain = "" if whole is None else f", {_speedup(whole, plan.time_ms)}"
+    gain = ""
+    if whole is not None:
+        gain = f", {_ratio(whole.time_ms, plan.time_ms):.2f}× as fast as undivided"
     yield (
         f"- The plan runs {len(plan.steps)} micro-batches in {plan.time_ms:.4g} ms "
         f"and {_size(plan.workspace)}{gain}:"
@@ -120,11 +123,12 @@ def further_limit_lines(
         worth if len(worth) <= _MOST_LINES else [*worth[: _MOST_LINES - 1], worth[-1]]
     )
     reference = plan.time_ms if whole is None else whole.time_ms
-    offers = (
-        f"{_size(p.workspace)} → {p.time_ms:.4g} ms ({reference / p.time_ms:.2f}×)"
-        for p in shown
+    offers = ", ".join(
+        f"{_size(better.workspace)} → {better.time_ms:.4g} ms "
+        f"({_ratio(reference, better.time_ms):.2f}×)"
+        for better in shown
     )
-    yield f"- More workspace would buy: {', '.join(offers)}."
+    yield f"- More workspace would buy: {offers}."
 
 
 def failure_lines(table: PerfTable) -> Iterator[str]:
@@ -159,12 +163,8 @@ def _needs(perf: AlgoPerf) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """A size in words; below one KiB to the byte, for the 'one byte less' case."""
     return "no workspace" if nbytes == 0 else format_bytes(nbytes)
 
 
-def _speedup(whole: AlgoPerf, time_ms: float) -> str:
-    if time_ms <= 0:
-        return "faster"
-    ratio = whole.time_ms / time_ms
-    return f"{ratio:.2f}× as fast as undivided"
+def _ratio(reference_ms: float, time_ms: float) -> float:
+    return reference_ms / time_ms if time_ms > 0 else inf

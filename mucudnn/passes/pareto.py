@@ -27,6 +27,7 @@ __all__ = [
     "fastest_division",
     "least_workspace",
     "no_plan",
+    "pareto_divisions",
     "pareto_plans",
     "plan_cost_ms",
 ]
@@ -53,45 +54,61 @@ def fastest_division(table: PerfTable, workspace_limit: int) -> ConvPlan:
     Raises:
         PlanningError: Nothing fits; the message says how much would.
     """
-    sweep = _Sweep(table)
+    rows = candidates(table)
+    sweep = _Sweep(table.problem.batch, rows, table.launch_overhead_ms)
     sweep.lower(workspace_limit)
     if not sweep.feasible:
         raise no_plan(table, workspace_limit, least_workspace(table))
     total = sweep.total
     while sweep.feasible and sweep.total == total:
-        plan = sweep.plan()
-        sweep.lower(plan.workspace - 1)
-    return plan
+        steps = sweep.steps()
+        sweep.lower(max(step.workspace for step in steps) - 1)
+    return ConvPlan(table.problem, steps)
 
 
 def pareto_plans(table: PerfTable, workspace_limit: int) -> tuple[ConvPlan, ...]:
     """Divisions no other beats in both cost and workspace, within the limit.
 
-    The limit falls from one optimal plan to just below its workspace, so there are as
-    many dynamic programs as points on the front, whatever the number of workspaces.
-
     Returns:
         Plans with workspaces ascending and costs strictly descending; none if nothing
         fits.
     """
-    sweep = _Sweep(table)
-    sweep.lower(workspace_limit)
-    falling: list[tuple[int, ConvPlan]] = []
-    while sweep.feasible:
-        plan, cost = sweep.plan(), sweep.cost
-        if falling and falling[-1][0] == cost:
-            falling.pop()
-        falling.append((cost, plan))
-        sweep.lower(plan.workspace - 1)
+    rows = [p for p in candidates(table) if p.workspace <= workspace_limit]
+    launch = table.launch_overhead_ms
     front: list[ConvPlan] = []
     best = float("inf")
-    for _, plan in reversed(falling):
+    for steps in pareto_divisions(table.problem.batch, rows, launch):
+        plan = ConvPlan(table.problem, steps)
         # A gain smaller than the rounding of the plan's own sum is no gain.
-        cost_ms = plan_cost_ms(plan, table.launch_overhead_ms)
+        cost_ms = plan_cost_ms(plan, launch)
         if cost_ms < best:
             front.append(plan)
             best = cost_ms
     return tuple(front)
+
+
+def pareto_divisions(
+    batch: int, rows: Sequence[AlgoPerf], launch_overhead_ms: float
+) -> list[tuple[AlgoPerf, ...]]:
+    """The Pareto front of divisions of `batch` samples, workspaces ascending.
+
+    The limit falls from one optimal division to just below its workspace, so there are
+    as many dynamic programs as points on the front, however many workspaces there are.
+
+    Args:
+        batch: Samples to cover.
+        rows: Finite times at sizes of 1 to `batch`.
+        launch_overhead_ms: Cost of each part after the first.
+    """
+    sweep = _Sweep(batch, rows, launch_overhead_ms)
+    falling: list[tuple[int, tuple[AlgoPerf, ...]]] = []
+    while sweep.feasible:
+        steps, cost = sweep.steps(), sweep.cost
+        if falling and falling[-1][0] == cost:
+            falling.pop()
+        falling.append((cost, steps))
+        sweep.lower(max(step.workspace for step in steps) - 1)
+    return [steps for _, steps in reversed(falling)]
 
 
 def least_workspace(table: PerfTable) -> int | None:
@@ -146,24 +163,23 @@ class _Stair(NamedTuple):
 class _Sweep:
     """The cheapest division of one table while the workspace limit falls."""
 
-    def __init__(self, table: PerfTable) -> None:
-        self._problem = table.problem
-        rows = candidates(table)
-        launch, *costs = _integers(
-            [table.launch_overhead_ms, *(p.cost_ms for p in rows)]
-        )
-        self._part_bits = table.problem.batch.bit_length()
+    def __init__(
+        self, batch: int, rows: Sequence[AlgoPerf], launch_overhead_ms: float
+    ) -> None:
+        self._batch = batch
+        launch, *costs = _integers([launch_overhead_ms, *(p.cost_ms for p in rows)])
+        self._part_bits = batch.bit_length()
         ordered = sorted(
             (p.batch, p.workspace, (cost + launch << self._part_bits) + 1, i)
             for i, (p, cost) in enumerate(zip(rows, costs, strict=True))
         )
         self._stairs: dict[int, list[_Stair]] = {}
-        for batch, workspace, cost, i in ordered:
-            stairs = self._stairs.setdefault(batch, [])
+        for size, workspace, cost, i in ordered:
+            stairs = self._stairs.setdefault(size, [])
             if not stairs or cost < stairs[-1].cost:
                 stairs.append(_Stair(workspace, cost, rows[i]))
         dearest = max((cost for _, _, cost, _ in ordered), default=0)
-        self._never = (dearest + 1) * (table.problem.batch + 1)
+        self._never = (dearest + 1) * (batch + 1)
         self._best = [0]
         self._parts: list[tuple[int, int]] = []
         self._solve(1)
@@ -186,9 +202,9 @@ class _Sweep:
     def lower(self, limit: int) -> None:
         """Forget algorithms that need more than `limit` bytes."""
         first = None
-        for batch, stairs in self._stairs.items():
+        for size, stairs in self._stairs.items():
             if stairs and stairs[-1].workspace > limit:
-                first = first or batch
+                first = first or size
                 while stairs and stairs[-1].workspace > limit:
                     stairs.pop()
         if first is not None:
@@ -200,7 +216,7 @@ class _Sweep:
         del best[first:]
         parts = [(size, cost) for size, cost in self._parts if size < first]
         ready = 0
-        for n in range(first, self._problem.batch + 1):
+        for n in range(first, self._batch + 1):
             while ready < len(parts) and 2 * parts[ready][0] <= n:
                 ready += 1
             divided = min(
@@ -215,9 +231,9 @@ class _Sweep:
             best.append(min(divided, self._never))
         self._parts = parts
 
-    def plan(self) -> ConvPlan:
+    def steps(self) -> tuple[AlgoPerf, ...]:
         """The cheapest division, largest parts first."""
-        best, steps, n = self._best, list[AlgoPerf](), self._problem.batch
+        best, steps, n = self._best, list[AlgoPerf](), self._batch
         while n > 0:
             size = next(
                 size
@@ -226,8 +242,7 @@ class _Sweep:
             )
             steps.append(self._stairs[size][-1].perf)
             n -= size
-        steps.sort(key=lambda perf: -perf.batch)
-        return ConvPlan(self._problem, tuple(steps))
+        return tuple(sorted(steps, key=lambda perf: -perf.batch))
 
 
 def _integers(values: Sequence[float]) -> list[int]:

@@ -1,9 +1,10 @@
 """Time the algorithms of one convolution at chosen micro-batch sizes on one device.
 
 Buffers are made once, for the largest size, and views of them serve all smaller ones:
-nothing is allocated between two measurements.
+nothing is allocated between two measurements unless memory is short.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,15 +19,19 @@ from mucudnn.runtime.timing import StoppingRule, measure
 
 __all__ = ["KernelBench", "limited", "operands"]
 
+logger = logging.getLogger(__name__)
+
 _LIMITED = "not measured: "
 
 
 def limited(perf: AlgoPerf) -> bool:
-    """Whether a row is missing because of a limit, not because of the algorithm.
+    """Whether a row is missing, or of a cold run only, because of a limit.
 
     Such a row says nothing about the algorithm and must not be remembered.
     """
-    return perf.error is not None and perf.error.startswith(_LIMITED)
+    if perf.error is None:
+        return perf.samples == 0
+    return perf.error.startswith(_LIMITED)
 
 
 def operands(
@@ -82,10 +87,10 @@ class KernelBench:
         self._rule = rule
         self._memory_limit = memory_limit
         self._deadline = deadline
-        self._operands: list[Buffer] | None = None
+        self._operands: tuple[Buffer, ...] = ()
         self._batch = 0
         self._scratch: Buffer = None
-        self._scratch_bytes = -1
+        self._scratch_bytes = -1  # none yet; an empty one is a buffer, too
 
     def run(
         self,
@@ -125,11 +130,10 @@ class KernelBench:
         if time.monotonic() >= self._deadline:
             return failed(f"{_LIMITED}the time limit was reached")
         try:
-            a, b, out = self._views(problem, nbytes)
-            scratch = self._workspace(problem, nbytes)
+            a, b, out = self._buffers(problem, nbytes)
         except OutOfMemoryError as e:
             return failed(f"{_LIMITED}{e}")
-        conv = self._backend.conv
+        conv, scratch = self._backend.conv, self._scratch
         try:
             timing = measure(
                 lambda: conv.run(problem, algo, a, b, out, scratch),
@@ -138,7 +142,13 @@ class KernelBench:
                 deadline=self._deadline,
                 best_ms=best_ms,
             )
-        except (MucudnnError, MemoryError) as e:
+        except MemoryError as e:
+            return failed(f"{_LIMITED}out of memory: {e}")
+        except MucudnnError as e:
+            return failed(f"{type(e).__name__}: {e}")
+        except Exception as e:
+            # One broken algorithm, perhaps a plug-in's, must not cost the others.
+            logger.warning("%s failed on %s", algo, problem, exc_info=True)
             return failed(f"{type(e).__name__}: {e}")
         return AlgoPerf(
             algo=algo,
@@ -149,28 +159,41 @@ class KernelBench:
             samples=timing.samples,
         )
 
-    def _views(self, problem: ConvProblem, workspace: int) -> tuple[Any, Any, Any]:
-        """Operands at this batch size, over buffers made at the first that fits."""
-        device = self._backend.device
+    def _buffers(self, problem: ConvProblem, nbytes: int) -> tuple[Any, Any, Any]:
+        """Operands at this batch size; afterwards `_scratch` holds `nbytes` at least.
+
+        Raises:
+            OutOfMemoryError: This kernel alone exceeds the limit, or the device.
+        """
         specs = problem.operands()
-        if self._operands is None or problem.batch > self._batch:
-            self._operands = None
-            check_memory(specs, 0, self._memory_limit)
-            self._operands = [device.allocate(spec.nbytes) for spec in specs]
-            self._batch = problem.batch
-            for buffer, spec in zip(self._operands[:2], specs[:2], strict=True):
-                device.randomize(device.view(buffer, 0, spec))
+        check_memory(specs, nbytes, self._memory_limit)
+        try:
+            self._hold(
+                max(problem.batch, self._batch), max(nbytes, self._scratch_bytes)
+            )
+        except OutOfMemoryError:  # what earlier kernels needed is in the way
+            self._operands, self._batch = (), 0
+            self._scratch, self._scratch_bytes = None, -1
+            self._hold(problem.batch, nbytes)
+        device = self._backend.device
         a, b, out = (
             device.view(buffer, 0, spec)
             for buffer, spec in zip(self._operands, specs, strict=True)
         )
         return a, b, out
 
-    def _workspace(self, problem: ConvProblem, nbytes: int) -> Buffer:
+    def _hold(self, batch: int, nbytes: int) -> None:
+        """Have buffers for `batch` samples and `nbytes` of workspace, all at once."""
+        device = self._backend.device
+        specs = self._problem.with_batch(batch).operands()
+        check_memory(specs, nbytes, self._memory_limit)
+        if batch > self._batch:
+            self._operands, self._batch = (), 0
+            buffers = tuple(device.allocate(spec.nbytes) for spec in specs)
+            for buffer, spec in zip(buffers[:2], specs[:2], strict=True):
+                device.randomize(device.view(buffer, 0, spec))
+            self._operands, self._batch = buffers, batch
         if nbytes > self._scratch_bytes:
-            largest = self._problem.with_batch(self._batch)
-            check_memory(largest.operands(), nbytes, self._memory_limit)
             self._scratch, self._scratch_bytes = None, -1
-            self._scratch = self._backend.device.allocate(nbytes)
+            self._scratch = device.allocate(nbytes)
             self._scratch_bytes = nbytes
-        return self._scratch

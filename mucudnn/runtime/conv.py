@@ -5,10 +5,12 @@ every later one is a dictionary lookup and the kernels.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mucudnn.backends import Device
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
+from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.tuner import Tuner
 
 __all__ = [
@@ -138,7 +140,7 @@ def conv_backward_data(
         ValueError: dy's shape is not what x_shape and w give.
     """
     options = (stride, padding, dilation, groups, layout)
-    signature = (Direction.BACKWARD_DATA, None, tuple(x_shape), options)
+    signature = (Direction.BACKWARD_DATA, None, _shape("x_shape", x_shape), options)
     return _call(signature, dy, w, tuner, out, accumulate)
 
 
@@ -179,7 +181,7 @@ def conv_backward_filter(
         ValueError: dy's shape is not what x and w_shape give.
     """
     options = (stride, padding, dilation, groups, layout)
-    signature = (Direction.BACKWARD_FILTER, None, tuple(w_shape), options)
+    signature = (Direction.BACKWARD_FILTER, None, _shape("w_shape", w_shape), options)
     return _call(signature, x, dy, tuner, out, accumulate)
 
 
@@ -190,6 +192,13 @@ def explain(plan: ConvPlan, tuner: Tuner | None = None) -> str:
     how many bytes, what each limit would buy.
     """
     return (tuner or _default_tuner()).explain(plan)
+
+
+def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(shape)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence, got {shape!r}") from None
 
 
 _Options = tuple[Ints, Ints, Ints, int, str]
@@ -207,21 +216,32 @@ def _call(
     """Run what is ready for this signature and these operands, or make it ready."""
     if tuner is None:
         tuner = _default_tuner()
+    known = tuner.ready
     try:
         key = (signature, a.shape, b.shape, a.dtype, b.dtype)
-        ready = tuner.ready.get(key)
+        ready = known.get(key)
     except AttributeError:
         kinds = f"{type(a).__name__} and {type(b).__name__}"
         raise TypeError(f"operands must be arrays, got {kinds}") from None
     except TypeError:  # a list among the options does not hash
         direction, rank, shape, options = signature
-        options = tuple(tuple(o) if isinstance(o, list) else o for o in options)
-        key = ((direction, rank, shape, options), a.shape, b.shape, a.dtype, b.dtype)
-        ready = tuner.ready.get(key)
+        signature = (direction, rank, shape, _hashable(options))
+        key = (signature, a.shape, b.shape, a.dtype, b.dtype)
+        ready = known.get(key)
     if ready is None:
-        ready = ReadyConv(tuner, _problem(signature, a, b))
-        tuner.ready[key] = ready
+        problem = _problem(signature, a, b)
+        _check_out(tuner.backend.device, problem.operands()[2], out, accumulate)
+        ready = known[key] = ReadyConv(tuner, problem)
     return ready(a, b, out, accumulate)
+
+
+def _hashable(options: _Options) -> _Options:
+    stride, padding, dilation, groups, layout = options
+    return _frozen(stride), _frozen(padding), _frozen(dilation), groups, layout
+
+
+def _frozen(value: Ints) -> Ints:
+    return tuple(value) if isinstance(value, Iterable) else value
 
 
 class ReadyConv:
@@ -231,23 +251,33 @@ class ReadyConv:
         self._run = tuner.compiled(problem)
         self._device = tuner.backend.device
         self._out = problem.operands()[2]
+        self._nbytes = self._out.nbytes
 
     def __call__(self, a: Any, b: Any, out: Any, accumulate: bool) -> Any:
         """Compute into `out`, or into a new array; the operands' shapes are known."""
-        device = self._device
-        if out is None:
-            if accumulate:
-                raise ValueError("accumulate=True adds to `out`, which was not given")
-            out = device.view(device.allocate(self._out.nbytes), 0, self._out)
-        elif out.shape != self._out.shape or out.dtype != self._out.dtype:
-            raise ValueError(
-                f"out must be {self._out.dtype} {self._out.shape}, "
-                f"got {out.dtype} {out.shape}"
-            )
-        elif device.dense(out) is not out:
-            raise ValueError("out must be densely packed, in the order of the layout")
+        device, spec = self._device, self._out
+        if out is None and not accumulate:
+            out = device.view(device.allocate(self._nbytes), 0, spec)
+        else:
+            _check_out(device, spec, out, accumulate)
         self._run(device.dense(a), device.dense(b), out, accumulate)
         return out
+
+
+def _check_out(device: Device, spec: TensorSpec, out: Any, accumulate: bool) -> None:
+    """Refuse an `out` that cannot take the result, before anything is measured."""
+    if out is None:
+        if accumulate:
+            raise ValueError("accumulate=True adds to `out`, which was not given")
+        return
+    try:
+        shape, dtype = out.shape, out.dtype
+    except AttributeError:
+        raise TypeError(f"out must be an array, got {type(out).__name__}") from None
+    if shape != spec.shape or dtype != spec.dtype:
+        raise ValueError(f"out must be {spec.dtype} {spec.shape}, got {dtype} {shape}")
+    if device.dense(out) is not out:
+        raise ValueError("out must be densely packed, in the order of the layout")
 
 
 def _problem(signature: _Signature, a: Any, b: Any) -> ConvProblem:

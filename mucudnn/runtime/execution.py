@@ -1,7 +1,7 @@
 """Run a plan: micro-batches one after another, filter gradients accumulating."""
 
 from mucudnn.backends.base import Array, Backend, Buffer
-from mucudnn.errors import BackendError, OutOfMemoryError
+from mucudnn.errors import BackendError, MucudnnError
 from mucudnn.ir.conv import ConvPlan, Direction
 
 __all__ = ["CompiledPlan", "StepFailedError", "run_plan"]
@@ -60,7 +60,7 @@ class CompiledPlan:
                 else:
                     src, dst = a[window], out[window]
                     run(problem, algo, src, b, dst, workspace, accumulate=accumulate)
-            except (BackendError, OutOfMemoryError) as e:
+            except (MucudnnError, MemoryError) as e:
                 raise StepFailedError(algo, window.start, e) from e
 
 

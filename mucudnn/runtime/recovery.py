@@ -7,7 +7,7 @@ algorithm that asks for least; what was written stays, so that nothing is added 
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mucudnn.backends.base import Array, Backend, Buffer, Device
 from mucudnn.errors import MucudnnError, OutOfMemoryError
@@ -30,12 +30,14 @@ class Arena:
         """At least `nbytes` bytes; their contents are undefined.
 
         Raises:
-            OutOfMemoryError: The device has no room; the old buffer is kept.
+            OutOfMemoryError: The device has no room.
         """
-        if nbytes > getattr(self._local, "nbytes", -1):
-            self._local.buffer = self._device.allocate(nbytes)
-            self._local.nbytes = nbytes
-        return self._local.buffer
+        local = self._local
+        if nbytes > getattr(local, "nbytes", -1):
+            local.buffer, local.nbytes = None, -1  # never two at once
+            local.buffer = self._device.allocate(nbytes)
+            local.nbytes = nbytes
+        return local.buffer
 
 
 class ResilientPlan:
@@ -44,7 +46,8 @@ class ResilientPlan:
     Args:
         backend: Runs the kernels.
         plan: The first choice.
-        smaller: Plans for the same problem with less workspace, best first.
+        smaller: Makes plans for the same problem, among them some with less workspace;
+            asked only once memory is short.
         arena: Where workspace comes from.
     """
 
@@ -52,12 +55,12 @@ class ResilientPlan:
         self,
         backend: Backend,
         plan: ConvPlan,
-        smaller: Sequence[ConvPlan],
+        smaller: Callable[[], Sequence[ConvPlan]],
         arena: Arena,
     ) -> None:
         self._backend = backend
         self._compiled = CompiledPlan(backend, plan)
-        self._smaller = list(smaller)
+        self._smaller = smaller
         self._arena = arena
 
     @property
@@ -72,33 +75,35 @@ class ResilientPlan:
             OutOfMemoryError: There is no room even for the smallest plan.
             StepFailedError: A kernel failed and so did every other algorithm.
         """
-        workspace = self._workspace()
+        compiled, workspace = self._fitting()
         try:
-            self._compiled.run(a, b, out, workspace, accumulate)
+            compiled.run(a, b, out, workspace, accumulate)
         except StepFailedError as e:
             logger.warning("%s; finishing with another algorithm", e)
             self._finish(e, a, b, out, accumulate)
 
-    def _workspace(self) -> Buffer:
+    def _fitting(self) -> tuple[CompiledPlan, Buffer]:
+        """The largest plan that memory has room for, and its workspace.
+
+        They belong together: another thread may fall back further meanwhile.
+        """
+        compiled = self._compiled
         while True:
             try:
-                return self._arena.get(self._compiled.workspace)
+                return compiled, self._arena.get(compiled.workspace)
             except OutOfMemoryError as e:
-                fits = [
-                    plan
-                    for plan in self._smaller
-                    if plan.workspace < self._compiled.workspace
-                ]
+                nbytes = compiled.workspace
+                fits = [plan for plan in self._smaller() if plan.workspace < nbytes]
                 if not fits:
                     raise
+                plan = max(fits, key=lambda plan: plan.workspace)
                 logger.warning(
                     "%s; falling back from %d to %d bytes of workspace",
                     e,
-                    self._compiled.workspace,
-                    fits[0].workspace,
+                    nbytes,
+                    plan.workspace,
                 )
-                self._smaller = fits[1:]
-                self._compiled = CompiledPlan(self._backend, fits[0])
+                compiled = self._compiled = CompiledPlan(self._backend, plan)
 
     def _finish(
         self, failure: StepFailedError, a: Array, b: Array, out: Array, accumulate: bool
@@ -120,7 +125,7 @@ class ResilientPlan:
             try:
                 workspace = self._arena.get(nbytes)
                 conv.run(problem, algo, *operands, workspace, accumulate=accumulate)
-            except MucudnnError as e:
+            except (MucudnnError, MemoryError) as e:
                 logger.warning("%s failed too: %s", algo, e)
             else:
                 logger.warning("%s finished the last %d samples", algo, problem.batch)

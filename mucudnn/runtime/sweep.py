@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from mucudnn.backends.base import Backend
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, PerfTable
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
-from mucudnn.passes.pruning import next_measurements
+from mucudnn.passes.pruning import Point, next_measurements
 from mucudnn.runtime.bench_kernels import KernelBench, limited
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.timing import StoppingRule
 
 __all__ = ["Progress", "Sweep"]
-
-Point = tuple[str, int]
-"""(algorithm, micro-batch size)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ class Sweep:
         """
         work = _Work(self, problem, candidate_batches(problem.batch, policy))
         if prune and policy == "all":
-            while points := [p for p in work.promising() if p not in work.rows]:
+            while points := [p for p in work.promising(overhead) if p not in work.rows]:
                 work.measure(points)
         else:
             work.measure([p for p in work.workspaces if p not in work.rows])
@@ -107,13 +104,21 @@ class _Work:
             for algo, reason in conv.excluded(micro):
                 self.rows[algo, batch] = _excluded(algo, batch, reason)
             for perf in sweep.cache.get(self._fingerprint, micro):
-                if (perf.algo, batch) in self.workspaces:
+                if self._holds(perf):
                     self.rows[perf.algo, batch] = perf
 
-    def promising(self) -> Sequence[Point]:
+    def _holds(self, perf: AlgoPerf) -> bool:
+        """Whether a remembered row is of what would run: same mode, same workspace."""
+        nbytes = self.workspaces.get((perf.algo, perf.batch))
+        return perf.math_mode == "default" and perf.workspace == nbytes
+
+    def promising(self, overhead: float) -> Sequence[Point]:
         """Points that pruning asks for next."""
         return next_measurements(
-            self._sizes, self.workspaces, tuple(self.rows.values())
+            self._sizes,
+            self.workspaces,
+            tuple(self.rows.values()),
+            launch_overhead_ms=overhead,
         )
 
     def measure(self, points: Iterable[Point]) -> None:
@@ -156,16 +161,15 @@ class _Work:
                     )
 
         ordered = sorted(algos, key=lambda algo: self._expected(algo, batch))
-        best_ms = min(
-            (p.time_ms for p in self.rows.values() if p.batch == batch),
-            default=math.inf,
-        )
-        bench.run(
-            batch, {a: self.workspaces[a, batch] for a in ordered}, keep, best_ms
-        )
+        with self._lock:
+            best_ms = min(
+                (p.time_ms for p in self.rows.values() if p.batch == batch),
+                default=math.inf,
+            )
+        bench.run(batch, {a: self.workspaces[a, batch] for a in ordered}, keep, best_ms)
 
     def _expected(self, algo: str, batch: int) -> float:
-        """Time a sample at the next larger size measured; likely winners go first."""
+        """Time a sample at the nearest size measured; likely winners go first."""
         with self._lock:
             known = [
                 (p.batch, p.time_ms / p.batch)

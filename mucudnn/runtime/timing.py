@@ -16,7 +16,10 @@ _MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Median of the samples in ms, its standard error, and how many there were."""
+    """Median of the samples in ms, its standard error, and how many there were.
+
+    No samples means that there was time for the warm-up only, whose time this is.
+    """
 
     time_ms: float
     noise_ms: float
@@ -39,10 +42,13 @@ class StoppingRule:
         min_samples: Timed runs after the warm-up, unless the time is up.
         max_samples: Stop here at the latest.
         margin: Stop once the median's uncertainty is below this share of it.
-        budget_ms: Stop once the samples add up to this; one run that takes longer
-            than the budget is not repeated.
+        budget_ms: Stop once the samples add up to this; a kernel whose warm-up takes
+            longer than the budget is timed once.
         hopeless: A kernel whose warm-up takes this many times the best of its rivals
-            is not repeated either.
+            is timed once, too.
+
+    Raises:
+        ValueError: The numbers of samples contradict each other.
     """
 
     min_samples: int = 3
@@ -50,6 +56,13 @@ class StoppingRule:
     margin: float = 0.01
     budget_ms: float = 120.0
     hopeless: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_samples <= self.max_samples:
+            raise ValueError(
+                f"min_samples is {self.min_samples}, max_samples {self.max_samples}; "
+                "at least 1, and no more than max_samples, is needed"
+            )
 
     def enough(self, samples_ms: Sequence[float]) -> bool:
         """Whether these samples settle the matter."""
@@ -88,7 +101,7 @@ def measure(
     warm = _sample(run, device)
     samples: list[float] = []
     if clock() >= deadline:
-        return Timing(warm, 0.0, 1)
+        return Timing(warm, 0.0, 0)
     if warm > rule.hopeless * best_ms or warm > rule.budget_ms:
         return Timing.of([_sample(run, device)])
     while not rule.enough(samples):
@@ -106,16 +119,20 @@ def measure_together(
     deadline: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Timing, ...]:
-    """Time rivals in turn, A B A B …, so that a drifting machine treats them alike."""
+    """Time rivals in turn, A B A B …, so that a drifting machine treats them alike.
+
+    Each is timed `min_samples` times, whatever the budget: a verdict on one run apiece
+    would be a coin toss.
+    """
     warm = [_sample(run, device) for run in runs]
     samples: list[list[float]] = [[] for _ in runs]
-    while not all(rule.enough(s) for s in samples):
+    while not all(len(s) >= rule.min_samples and rule.enough(s) for s in samples):
         if clock() >= deadline:
             break
         for run, taken in zip(runs, samples, strict=True):
             taken.append(_sample(run, device))
     if not samples[0]:
-        return tuple(Timing(w, 0.0, 1) for w in warm)
+        return tuple(Timing(w, 0.0, 0) for w in warm)
     return tuple(Timing.of(taken) for taken in samples)
 
 

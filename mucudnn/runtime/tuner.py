@@ -1,5 +1,6 @@
 """Problem -> measurements -> plan, and the check that the plan keeps its word."""
 
+import logging
 import math
 import os
 import threading
@@ -8,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mucudnn.backends import Backend, device_count, get_backend
-from mucudnn.errors import PlanningError
+from mucudnn.backends import Backend, get_backend
+from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.explain import explain
@@ -21,42 +22,22 @@ from mucudnn.passes.microbatch import (
     pareto_plans,
 )
 from mucudnn.runtime.bench_kernels import limited, operands
-from mucudnn.runtime.cache import BenchmarkCache, default_path
+from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.environment import tuner_options
 from mucudnn.runtime.execution import CompiledPlan
 from mucudnn.runtime.recovery import Arena, ResilientPlan
 from mucudnn.runtime.sweep import Progress, Sweep
-from mucudnn.runtime.timing import StoppingRule, measure_together
+from mucudnn.runtime.timing import StoppingRule, Timing, measure_together
 
 __all__ = ["Choice", "Progress", "Tuner"]
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
 """Bytes; µ-cuDNN's default."""
 
 LAUNCH_OVERHEAD_MS = 0.005
 """What one more micro-batch costs the host, beyond the kernel's own time."""
-
-
-def _devices(text: str) -> Sequence[int] | str:
-    if text == "all":
-        return text
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError("expected `all` or device numbers such as 0,1") from None
-
-
-def _policy(text: str) -> str:
-    return _MUCUDNN_POLICIES.get(text, text)
-
-
-_MUCUDNN_POLICIES = {"powerOfTwo": "powers_of_two"}
-_ENVIRONMENT: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "MUCUDNN_BATCH_SIZE_POLICY": ("batch_policy", _policy),
-    "MUCUDNN_WORKSPACE_LIMIT": ("workspace_limit", parse_bytes),
-    "MUCUDNN_TOTAL_WORKSPACE_SIZE": ("total_workspace", parse_bytes),
-    "MUCUDNN_DATABASE": ("cache", BenchmarkCache),
-    "MUCUDNN_BENCHMARK_DEVICES": ("benchmark_devices", _devices),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +50,7 @@ class Choice:
         planned_ms: Measured time of `plan`.
         undivided_ms: Measured time of `undivided`.
         predicted_ms: What the planner expected of its own plan.
-        rejected: Whether the planner's plan lost.
+        rejected: Whether the planner's plan did not win by more than the noise.
     """
 
     plan: ConvPlan
@@ -86,12 +67,13 @@ class Choice:
             return None
         if self.planned_ms == self.undivided_ms:
             return 1.0
-        return self.undivided_ms / self.planned_ms
+        return self.undivided_ms / self.planned_ms if self.planned_ms else math.inf
 
 
 class Tuner:
-    """Measures convolutions, plans them and runs the plans. Its arguments are the
-    configuration; it may be shared by threads.
+    """Measures convolutions, plans them and runs the plans.
+
+    Its arguments are the configuration; threads may share it.
 
     Args:
         backend: A backend or its name.
@@ -106,7 +88,8 @@ class Tuner:
         prune: Under policy `all`, skip sizes that cannot be part of a good plan.
         validate: Measure a divided plan once and reject it if it does not beat the
             undivided one.
-        benchmark_backends: Further devices of the same model to measure on at once.
+        benchmark_backends: Devices of one model to measure on at once; `backend` alone
+            if none are given.
         rule: When a kernel has been timed enough.
         progress: Called after each measurement.
 
@@ -138,8 +121,9 @@ class Tuner:
         )
         candidate_batches(1, batch_policy)
         self.batch_policy = batch_policy
-        division = "workspace_division" if self.total_workspace else planner
-        self.planner = PLANNERS.resolve(division)
+        self.planner = PLANNERS.resolve(planner)
+        if self.total_workspace is not None:
+            self.planner = PLANNERS.resolve("workspace_division")
         self.cache = BenchmarkCache() if cache is None else cache
         self.memory_limit = (
             math.inf if memory_limit is None else parse_bytes(memory_limit)
@@ -179,24 +163,7 @@ class Tuner:
             ValueError: A variable is not valid; the message names it.
         """
         env = os.environ if environ is None else environ
-        options = dict(overrides)
-        for name, (option, parse) in _ENVIRONMENT.items():
-            text = env.get(name)
-            if text and option not in options:
-                try:
-                    options[option] = parse(text)
-                except ValueError as e:
-                    raise ValueError(f"{name}={text!r}: {e}") from None
-        if options.get("total_workspace") == 0:
-            options["total_workspace"] = None
-        options.setdefault("cache", BenchmarkCache(default_path()))
-        devices = options.pop("benchmark_devices", None)
-        if devices and "benchmark_backends" not in options:
-            name = options.get("backend", "cpu")
-            name = name if isinstance(name, str) else name.name
-            chosen = range(device_count(name)) if devices == "all" else devices
-            options["benchmark_backends"] = [get_backend(name, i) for i in chosen]
-        return cls(**options)
+        return cls(**tuner_options(env, overrides))
 
     def measure(
         self, problem: ConvProblem, *, time_limit_s: float | None = None
@@ -208,6 +175,12 @@ class Tuner:
         """
         if (table := self._tables.get(problem)) is not None:
             return table
+        with self._lock:  # two at once would disturb each other
+            if (table := self._tables.get(problem)) is None:
+                table = self._sweep(problem, time_limit_s)
+            return table
+
+    def _sweep(self, problem: ConvProblem, time_limit_s: float | None) -> PerfTable:
         limit = self.time_limit_s if time_limit_s is None else time_limit_s
         sweep = Sweep(
             backends=self.benchmark_backends,
@@ -257,6 +230,7 @@ class Tuner:
 
         Raises:
             OutOfMemoryError: The operands do not fit the memory limit.
+            StepFailedError: A kernel failed.
         """
         rivals = [plan]
         if undivided is not None and undivided.steps != plan.steps:
@@ -268,7 +242,7 @@ class Tuner:
             return Choice(plan, None, planned, None, predicted, rejected=False)
         rival = timings[-1].time_ms
         noise = max(timings[0].noise_ms, timings[-1].noise_ms)
-        if len(rivals) == 2 and planned > rival - noise:
+        if len(rivals) == 2 and planned >= rival - noise:
             return Choice(undivided, undivided, rival, rival, predicted, rejected=True)
         return Choice(plan, undivided, planned, rival, predicted, rejected=False)
 
@@ -284,11 +258,16 @@ class Tuner:
 
     def adopt(self, plan: ConvPlan) -> ResilientPlan:
         """Run `plan` from now on for its problem (plans made ahead, or by hand)."""
-        table = self.measure(plan.problem)
-        smaller = [p for p in pareto_plans(table, plan.workspace) if p != plan]
-        ready = ResilientPlan(self.backend, plan, smaller[::-1], self._arena)
-        self._compiled[plan.problem] = ready
-        self.ready.clear()
+
+        def smaller() -> Sequence[ConvPlan]:
+            return pareto_plans(self.measure(plan.problem), plan.workspace)
+
+        ready = ResilientPlan(self.backend, plan, smaller, self._arena)
+        with self._lock:
+            known = self._compiled.get(plan.problem)
+            self._compiled[plan.problem] = ready
+            if known is not None:
+                self.ready.clear()
         return ready
 
     def prepare(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
@@ -307,7 +286,9 @@ class Tuner:
         return explain(self.measure(plan.problem), plan, self.workspace_limit)
 
     def _kept(self, table: PerfTable, plan: ConvPlan) -> ConvPlan:
-        limit = plan.workspace if self.total_workspace else self.workspace_limit
+        """The plan, or undivided where that was not beaten when both were run."""
+        alone = self.total_workspace is None
+        limit = self.workspace_limit if alone else plan.workspace
         undivided = self.undivided(table, limit)
         if undivided is None or not plan.divided:
             return plan
@@ -315,27 +296,32 @@ class Tuner:
         signature = f"{_signature(plan)} / {_signature(undivided)}"
         ratio = self.cache.get_verdict(device, plan.problem, signature)
         if ratio is None:
-            choice = self.validate(plan, undivided)
-            ratio = math.inf if choice.rejected else 1 / (choice.speedup or 1.0)
-            if choice.rejected:
-                ratio = 1.0
+            try:
+                choice = self.validate(plan, undivided)
+            except MucudnnError as e:
+                logger.warning("%s is not divided, for want of proof: %s", signature, e)
+                return undivided
+            ratio = 1.0 if choice.rejected else 1 / (choice.speedup or 1.0)
             self.cache.put_verdict(device, plan.problem, signature, ratio)
         return plan if ratio < 1.0 else undivided
 
-    def _time_plans(self, plans: Sequence[ConvPlan], time_limit_s: float) -> Any:
-        problem = plans[0].problem
+    def _time_plans(
+        self, plans: Sequence[ConvPlan], time_limit_s: float
+    ) -> tuple[Timing, ...]:
+        backend = self.backend
         workspace = max(plan.workspace for plan in plans)
-        a, b, out = operands(self.backend, problem, workspace, self.memory_limit)
-        scratch = self.backend.device.allocate(workspace)
-        runs = [
-            lambda compiled=CompiledPlan(self.backend, plan): compiled.run(
-                a, b, out, scratch, False
-            )
-            for plan in plans
-        ]
-        deadline = time.monotonic() + time_limit_s
+        a, b, out = operands(backend, plans[0].problem, workspace, self.memory_limit)
+        scratch = backend.device.allocate(workspace)
+
+        def runner(plan: ConvPlan) -> Callable[[], None]:
+            compiled = CompiledPlan(backend, plan)
+            return lambda: compiled.run(a, b, out, scratch, False)
+
         return measure_together(
-            runs, self.backend.device, self.rule, deadline=deadline
+            [runner(plan) for plan in plans],
+            backend.device,
+            self.rule,
+            deadline=time.monotonic() + time_limit_s,
         )
 
 

@@ -3,6 +3,7 @@
 import platform
 import time
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,26 @@ class CpuDevice:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Processor, threads, NumPy and the BLAS kernels in use."""
+        """Processor, threads, and the libraries whose kernels run: ours among them."""
         blas = [
             f"{lib['internal_api']}-{lib['version']}-{lib.get('architecture', '')}"
             f"/{lib['num_threads']}-threads"
             for lib in threadpool_info()
             if lib["user_api"] == "blas"
         ]
-        return "/".join(["cpu", _processor(), f"numpy-{np.__version__}", *blas[:1]])
+        ours = f"mucudnn-{_installed_version()}"
+        numpy = f"numpy-{np.__version__}"
+        return "/".join(["cpu", _processor(), ours, numpy, *blas[:1]])
 
     def allocate(self, nbytes: int) -> Any:
         """Bytes, aligned to a cache line."""
         try:
             raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-        except MemoryError as e:
+        except (
+            MemoryError,
+            ValueError,
+            OverflowError,
+        ) as e:  # beyond 2**63: the others
             raise OutOfMemoryError(f"no room for {nbytes} bytes: {e}") from e
         start = -raw.ctypes.data % ALIGNMENT
         return raw[start : start + nbytes]
@@ -69,11 +76,18 @@ class CpuDevice:
         return stop - start
 
 
+def _installed_version() -> str:
+    try:
+        return version("mucudnn")
+    except PackageNotFoundError:
+        return "unknown"
+
+
 def _processor() -> str:
     """Model name where the system tells it, else the machine type."""
     info = Path("/proc/cpuinfo")
     if info.exists():
-        fields = {}
+        fields: dict[str, str] = {}
         for line in info.read_text().splitlines():
             name, _, value = line.partition(":")
             fields.setdefault(name.strip(), value.strip())

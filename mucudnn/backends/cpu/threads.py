@@ -37,15 +37,11 @@ class _SerialBlas:
     """Limit BLAS to one thread while any convolution runs; re-entrant, shared."""
 
     def __init__(self) -> None:
-        self._libraries = (
-            ThreadpoolController().select(user_api="blas").lib_controllers
-        )
+        self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
         self._lock = threading.Lock()
         self._users = 0
         self._saved: list[int] = []
-        self.num_threads = max(
-            (lib.num_threads for lib in self._libraries), default=1
-        )
+        self.num_threads = max((lib.num_threads for lib in self._libraries), default=1)
 
     def __enter__(self) -> None:
         with self._lock:
@@ -100,9 +96,10 @@ class Workers:
     ) -> None:
         """Call `fn(worker, item)` once an item; idle workers take the next one.
 
-        `worker` is below `at_most` (or `count`) and belongs to one thread at a time: it can
-        index private buffers. Which worker gets which item is not determined: results
-        must not depend on it. The first exception is re-raised after all have stopped.
+        `worker` is below `at_most` (or `count`) and belongs to one thread at a time: it
+        can index private buffers. Which worker gets which item is not determined:
+        results must not depend on it. The first exception is re-raised after all have
+        stopped.
         """
         queue = _Queue(items)
 
@@ -120,7 +117,9 @@ class Workers:
             try:
                 drain(0)
             finally:
-                errors = [f.exception() for f in futures]
+                # Whoever has not begun by now has nothing left to do. To wait for it
+                # would be for ever where this call is made by one of the crew.
+                errors = [f.exception() for f in futures if not f.cancel()]
             for error in errors:
                 if error is not None:
                     raise error
@@ -130,7 +129,7 @@ class Workers:
 
         The split depends on `total` and `count` only.
         """
-        step = -(-total // self.count)
+        step = max(1, -(-total // self.count))
         shares = [(i, min(i + step, total)) for i in range(0, total, step)]
         indexed = list(enumerate(shares))
         self.each(indexed, lambda _, item: fn(item[0], item[1][0], item[1][1]))

@@ -1,0 +1,123 @@
+"""Backends by name, and what a device is."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from mucudnn.backends import Backend, backend_names, device_count, get_backend
+from mucudnn.backends.cpu.device import ALIGNMENT
+from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
+from mucudnn.ir.tensor import TensorSpec
+from tests.doubles import arrays, problem
+
+
+def test_an_unknown_name_lists_the_valid_ones():
+    with pytest.raises(ValueError, match="unknown backend 'gpu'") as caught:
+        get_backend("gpu")
+    for name in backend_names():
+        assert name in str(caught.value)
+    assert {"cpu", "null", "recorded"} <= set(backend_names())
+
+
+@pytest.mark.parametrize("name", ["cpu", "null"])
+def test_device_numbers(name):
+    count = device_count(name)
+    for device in (0, count - 1):
+        assert get_backend(name, device).name == name
+    for device in (-1, count):
+        with pytest.raises(ValueError, match=f"devices 0 to {count - 1}, not {device}"):
+            get_backend(name, device)
+
+
+def test_a_backend_is_its_parts(backend):
+    assert isinstance(backend, Backend)
+    assert backend.device.fingerprint.split("/")[0] == backend.name
+    assert backend.device.fingerprint == get_backend(backend.name).device.fingerprint
+
+
+def test_every_algorithm_runs_in_the_workspace_it_asks_for(backend):
+    for batch in (1, 3):
+        micro = problem(batch)
+        specs = micro.operands()
+        device = backend.device
+        a, b, out = (device.view(device.allocate(s.nbytes), 0, s) for s in specs)
+        for array in (a, b, out):
+            device.randomize(array)
+        for algo, nbytes in backend.conv.algorithms(micro):
+            start = device.record()
+            backend.conv.run(micro, algo, a, b, out, device.allocate(nbytes))
+            assert device.elapsed_ms(start, device.record()) > 0
+            if nbytes:
+                with pytest.raises(BackendError, match=f"needs {nbytes} bytes"):
+                    backend.conv.run(
+                        micro, algo, a, b, out, device.allocate(nbytes - 1)
+                    )
+        with pytest.raises(UnsupportedError, match="no algorithm 'MAGIC'"):
+            backend.conv.run(micro, "MAGIC", a, b, out, None)
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=20), st.floats(0, 1e9))
+def test_a_virtual_clock_is_exact_at_any_time_of_day(times, offset):
+    device = get_backend("null").device
+    device.advance(offset)
+    for ms in times:
+        start = device.record()
+        device.advance(ms)
+        assert device.elapsed_ms(start, device.record()) == ms
+
+
+def test_null_devices_have_clocks_of_their_own(null):
+    other = get_backend("null", 1)
+    x, w, y = arrays(problem(8))
+    null.conv.run(problem(8), "SLOW", x, w, y, None)
+    assert null.device.now_ms == pytest.approx(8.1)
+    assert other.device.now_ms == 0
+
+
+@given(st.integers(0, 30).flatmap(lambda n: st.tuples(st.just(n), st.slices(n))))
+def test_virtual_slices_are_as_long_as_real_ones(case):
+    length, window = case
+    array = get_backend("null").device.view(None, 0, TensorSpec("x", (length, 3)))
+    assert array[window].shape == (len(range(length)[window]), 3)
+    assert array.nbytes == 12 * length
+
+
+@given(st.integers(0, 100_000))
+def test_cpu_memory_is_aligned_and_of_the_size_asked(nbytes):
+    buffer = get_backend("cpu").device.allocate(nbytes)
+    assert buffer.nbytes == nbytes
+    assert nbytes == 0 or buffer.ctypes.data % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("nbytes", [1 << 60, 1 << 63, 1 << 80])
+def test_more_memory_than_there_is(cpu, nbytes):
+    with pytest.raises(OutOfMemoryError, match=f"no room for {nbytes} bytes"):
+        cpu.device.allocate(nbytes)
+
+
+def test_cpu_views_share_memory(cpu):
+    buffer = cpu.device.allocate(64 + 24)
+    view = cpu.device.view(buffer, 64, TensorSpec("x", (2, 3)))
+    view[...] = 1
+    assert view.shape == (2, 3)
+    assert np.shares_memory(view, buffer)
+    assert bytes(buffer[64:]) == np.ones(6, np.float32).tobytes()
+
+
+@given(st.permutations(range(3)), st.sampled_from([1, 2, -1]))
+def test_cpu_dense_copies_only_what_is_not(axes, step):
+    device = get_backend("cpu").device
+    array = np.arange(120.0).reshape(4, 5, 6).transpose(axes)[::step]
+    dense = device.dense(array)
+    assert dense.flags.c_contiguous
+    assert np.array_equal(dense, array)
+    assert (dense is array) == array.flags.c_contiguous
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_cpu_random_numbers_are_ordinary(cpu, dtype):
+    array = np.full((30, 20), np.nan, dtype)
+    cpu.device.randomize(array)
+    assert array.min() < -0.5
+    assert array.max() > 0.5
+    assert (np.abs(array) <= 1).all()

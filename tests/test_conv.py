@@ -1,0 +1,338 @@
+"""The public convolutions: right whatever the plan, and clear about misuse."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn import (
+    Tuner,
+    conv1d,
+    conv2d,
+    conv3d,
+    conv_backward_data,
+    conv_backward_filter,
+)
+from mucudnn.backends import get_backend
+from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.passes.microbatch import undivided
+from tests.doubles import QUICK, plan_of, watched
+from tests.reference import operands, reference, relative_error
+
+CONVS = {1: conv1d, 2: conv2d, 3: conv3d}
+CPU = get_backend("cpu")
+
+
+def cpu_tuner(**options):
+    return Tuner(backend=CPU, rule=QUICK, **options)
+
+
+def call(problem, a, b, tuner, **more):
+    """The public function for a problem."""
+    options = {
+        "stride": problem.stride,
+        "padding": problem.padding,
+        "dilation": problem.dilation,
+        "groups": problem.groups,
+        "layout": problem.layout,
+        "tuner": tuner,
+        **more,
+    }
+    shape = problem.operands()[2].shape
+    match problem.direction:
+        case Direction.FORWARD:
+            return CONVS[len(problem.stride)](a, b, **options)
+        case Direction.BACKWARD_DATA:
+            return conv_backward_data(a, b, shape, **options)
+        case Direction.BACKWARD_FILTER:
+            return conv_backward_filter(a, b, shape, **options)
+
+
+def forward(batch=7, channels=4, spatial=(9, 8), filters=6, kernel=(3, 3), **options):
+    groups = options.get("groups", 1)
+    return ConvProblem(
+        direction=Direction.FORWARD,
+        x_shape=(batch, channels, *spatial),
+        w_shape=(filters, channels // groups, *kernel),
+        **options,
+    )
+
+
+LAYERS = {
+    "1-D": forward(spatial=(11,), kernel=(3,), padding=1),
+    "2-D": forward(padding=1),
+    "3-D": forward(spatial=(5, 6, 4), kernel=(2, 3, 1), padding=(0, 1, 0)),
+    "groups": forward(groups=2, padding=(1, 0)),
+    "strided": forward(stride=(2, 3), padding=2),
+    "dilated": forward(dilation=(2, 3), padding=3),
+    "double": forward(dtype="float64"),
+}
+
+
+def layers(test):
+    test = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)(test)
+    test = pytest.mark.parametrize("layout", ["NCHW", "NHWC"])(test)
+    return pytest.mark.parametrize("direction", Direction)(test)
+
+
+def variant(layer, direction, layout):
+    return dataclasses.replace(layer, direction=direction, layout=layout)
+
+
+@layers
+def test_planned_by_measurement(layer, layout, direction):
+    problem = variant(layer, direction, layout)
+    a, b = operands(problem)
+    result = call(problem, a, b, cpu_tuner())
+    assert result.dtype == problem.dtype
+    assert relative_error(result, reference(problem, a, b)) < 1e-4
+
+
+@layers
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_uneven_divisions_into_out(layer, layout, direction, accumulate):
+    """Beta is the caller's, also where parts of a filter gradient add up."""
+    problem = variant(layer, direction, layout)
+    a, b = operands(problem)
+    expected = reference(problem, a, b)
+    spec = problem.operands()[2]
+    before = np.random.default_rng(1).uniform(-1, 1, spec.shape).astype(spec.dtype)
+    first, *_, last = (name for name, _ in CPU.conv.algorithms(problem))
+    for steps in (
+        [(first, 7)],
+        [(first, 4), (last, 3)],
+        [(last, 1)] * 2 + [(first, 5)],
+    ):
+        tuner = cpu_tuner()
+        tuner.adopt(plan_of(CPU, problem, *steps))
+        out = before.copy() if accumulate else np.full(spec.shape, np.nan, spec.dtype)
+        assert call(problem, a, b, tuner, out=out, accumulate=accumulate) is out
+        wanted = expected + before if accumulate else expected
+        assert relative_error(out, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA])
+def test_dividing_changes_no_bit_where_samples_are_independent(direction):
+    problem = forward(13, padding=1).with_direction(direction)
+    a, b = operands(problem)
+    results = []
+    for parts in ((13,), (5, 4, 4), (1,) * 13):
+        tuner = cpu_tuner()
+        tuner.adopt(plan_of(CPU, problem, *(("GEMM", part) for part in parts)))
+        results.append(call(problem, a, b, tuner).tobytes())
+    assert len(set(results)) == 1
+
+
+@given(
+    batch=st.integers(1, 5),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    groups=st.sampled_from([1, 2]),
+    layout=st.sampled_from(["NCHW", "NHWC"]),
+)
+@settings(max_examples=15, deadline=None)
+def test_the_three_directions_are_adjoint(
+    batch, stride, padding, dilation, groups, layout
+):
+    """<y, dy> = <x, dx> = <w, dw>: a convolution is linear in x and in w."""
+    problem = forward(
+        batch,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        layout=layout,
+        dtype="float64",
+    )
+    x, w = operands(problem)
+    tuner = cpu_tuner(batch_policy="undivided")
+    y = call(problem, x, w, tuner)
+    dy = np.random.default_rng(2).uniform(-1, 1, y.shape)
+    dx = call(problem.with_direction(Direction.BACKWARD_DATA), dy, w, tuner)
+    dw = call(problem.with_direction(Direction.BACKWARD_FILTER), x, dy, tuner)
+    inner = np.vdot(y, dy)
+    size = np.linalg.norm(y) * np.linalg.norm(dy)
+    assert abs(np.vdot(x, dx) - inner) <= 1e-9 * size
+    assert abs(np.vdot(w, dw) - inner) <= 1e-9 * size
+
+
+def test_what_is_not_contiguous_is_accepted():
+    problem = forward(padding=1)
+    x, w = operands(problem)
+    expected = reference(problem, x, w)
+    wide = np.zeros((7, 4, 9, 16), np.float32)
+    wide[..., ::2] = x
+    for a, b in (
+        (wide[..., ::2], w),
+        (np.asfortranarray(x), np.asfortranarray(w)),
+        (x[::-1], w),
+        (np.broadcast_to(x[:1], x.shape), w),
+    ):
+        found = conv2d(a, b, padding=1, tuner=cpu_tuner())
+        assert relative_error(found, reference(problem, a, b)) < 1e-4
+    assert relative_error(conv2d(x, w, padding=1, tuner=cpu_tuner()), expected) < 1e-4
+
+
+def test_a_hit_neither_measures_nor_plans():
+    plans = []
+
+    def counting(tables, limit):
+        plans.append(len(tables))
+        return undivided(tables, limit)
+
+    backend = watched("cpu")
+    tuner = Tuner(backend=backend, rule=QUICK, planner=counting)
+    x, w = operands(forward())
+    first = conv2d(x, w, stride=[1, 1], padding=[1, 0], tuner=tuner)
+    calls = len(backend.conv.calls)
+    for stride, padding in (
+        ((1, 1), (1, 0)),
+        ([1, 1], (1, 0)),
+        (np.array([1, 1]), [1, 0]),
+    ):
+        again = conv2d(x.copy(), w, stride=stride, padding=padding, tuner=tuner)
+        assert again.tobytes() == first.tobytes()
+    assert conv2d(x, w, padding=(1, 0), tuner=tuner).tobytes() == first.tobytes()
+    assert len(backend.conv.calls) == calls + 4
+    assert plans == [1]
+
+
+def test_a_new_problem_keeps_the_others_ready():
+    tuner = cpu_tuner()
+    for batch in (1, 2, 3):
+        conv2d(*operands(forward(batch)), tuner=tuner)
+    assert len(tuner.ready) == 3
+
+
+def test_an_adopted_plan_takes_over():
+    problem = forward()
+    backend = watched("cpu")
+    tuner = Tuner(backend=backend, rule=QUICK)
+    x, w = operands(problem)
+    conv2d(x, w, tuner=tuner)
+    tuner.adopt(plan_of(backend, problem, ("GEMM", 3), ("IMPLICIT_GEMM", 4)))
+    backend.conv.calls.clear()
+    conv2d(x, w, tuner=tuner)
+    assert backend.conv.calls == [("GEMM", 3), ("IMPLICIT_GEMM", 4)]
+
+
+def test_threads_share_a_tuner():
+    tuner = cpu_tuner()
+    problems = [forward(b, padding=1) for b in (2, 5)]
+    work = [(p, *operands(p)) for p in problems]
+    expected = [reference(*item) for item in work]
+    wrong = []
+
+    def body(i):
+        for turn in range(20):
+            problem, a, b = work[(i + turn) % 2]
+            found = call(problem, a, b, tuner)
+            if relative_error(found, expected[(i + turn) % 2]) > 1e-4:
+                wrong.append((i, turn))
+
+    threads = [threading.Thread(target=body, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert wrong == []
+    assert len(tuner.ready) == 2
+
+
+# --- misuse ------------------------------------------------------------------------
+
+X = np.zeros((4, 3, 9, 8), np.float32)
+W = np.zeros((6, 3, 3, 3), np.float32)
+Y = np.zeros((4, 6, 7, 6), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda t: conv2d([[1.0]], W, tuner=t), TypeError, "got list and ndarray"),
+        (lambda t: conv2d(X, None, tuner=t), TypeError, "got ndarray and NoneType"),
+        (
+            lambda t: conv2d(X, W.astype(np.float64), tuner=t),
+            ValueError,
+            "two data types, float32 and float64",
+        ),
+        (
+            lambda t: conv2d(X.astype(int), W.astype(int), tuner=t),
+            ValueError,
+            "unknown dtype 'int64'",
+        ),
+        (
+            lambda t: conv2d(X.astype(">f4"), W.astype(">f4"), tuner=t),
+            ValueError,
+            "unknown dtype '>f4'",
+        ),
+        (
+            lambda t: conv1d(X, W, tuner=t),
+            ValueError,
+            "conv1d takes an input of 3 axes",
+        ),
+        (
+            lambda t: conv3d(X, W, tuner=t),
+            ValueError,
+            "conv3d takes an input of 5 axes",
+        ),
+        (lambda t: conv2d(X, W[0], tuner=t), ValueError, "w_shape .* has 3 axes"),
+        (lambda t: conv2d(X, W[:, :2], tuner=t), ValueError, "3 channels"),
+        (lambda t: conv2d(X, W, padding="same", tuner=t), TypeError, "padding"),
+        (lambda t: conv2d(X, W, stride=(1, 1, 1), tuner=t), ValueError, "stride"),
+        (lambda t: conv2d(X, W, layout="CHWN", tuner=t), ValueError, "unknown layout"),
+        (
+            lambda t: conv_backward_data(Y[..., :5], W, X.shape, tuner=t),
+            ValueError,
+            r"shape \(4, 6, 7, 5\).*give \(4, 6, 7, 6\)",
+        ),
+        (
+            lambda t: conv_backward_filter(X, Y[:3], W.shape, tuner=t),
+            ValueError,
+            r"shape \(3, 6, 7, 6\).*give \(4, 6, 7, 6\)",
+        ),
+        (
+            lambda t: conv_backward_data(Y, W, X.shape[:3], tuner=t),
+            ValueError,
+            "w_shape .* has 4 axes, x_shape .* has 3",
+        ),
+        (lambda t: conv_backward_data(Y, W, 4, tuner=t), TypeError, "x_shape"),
+        (lambda t: conv_backward_filter(X, Y, None, tuner=t), TypeError, "w_shape"),
+        (lambda t: conv2d(X, W, out=Y[:3], tuner=t), ValueError, "out must be float32"),
+        (
+            lambda t: conv2d(X, W, out=Y.astype(np.float64), tuner=t),
+            ValueError,
+            "got float64",
+        ),
+        (
+            lambda t: conv2d(X, W, out=np.asfortranarray(Y), tuner=t),
+            ValueError,
+            "densely packed",
+        ),
+        (lambda t: conv2d(X, W, out=[1.0], tuner=t), TypeError, "out .* got list"),
+        (
+            lambda t: conv2d(X, W, accumulate=True, tuner=t),
+            ValueError,
+            "adds to `out`, which was not given",
+        ),
+    ],
+)
+def test_misuse_is_one_clear_error_before_anything_is_measured(use, error, message):
+    backend = watched("cpu")
+    with pytest.raises(error, match=message):
+        use(Tuner(backend=backend, rule=QUICK))
+    assert backend.conv.calls == []
+
+
+def test_out_is_checked_on_a_hit_too():
+    tuner = cpu_tuner()
+    conv2d(X, W, tuner=tuner)
+    for out in (Y[:3], Y.astype(np.float64), np.asfortranarray(Y)):
+        with pytest.raises(ValueError, match="out must be"):
+            conv2d(X, W, out=out, tuner=tuner)
+    with pytest.raises(ValueError, match="which was not given"):
+        conv2d(X, W, accumulate=True, tuner=tuner)

@@ -1,0 +1,337 @@
+"""Measuring: every algorithm, every size, under limits, once."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+import weakref
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.backends import Backend, get_backend
+from mucudnn.backends.null import NullArray
+from mucudnn.errors import BackendError, PlanningError
+from mucudnn.ir.conv import Direction
+from mucudnn.passes.microbatch import candidate_batches
+from mucudnn.runtime.bench_kernels import limited
+from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.tuner import Tuner
+from tests.doubles import QUICK, problem, tight, watched
+
+KIB = 1 << 10
+POLICIES = ("undivided", "powers_of_two", "all")
+
+
+def tuner(**options):
+    return Tuner(**{"backend": "null", "rule": QUICK, **options})
+
+
+def sizes(table):
+    return tuple(sorted({perf.batch for perf in table.perfs}))
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_every_algorithm_is_a_row_at_every_size(backend, direction):
+    table = tuner(backend=backend).measure(problem(5, direction))
+    conv = backend.conv
+    rows = {(p.algo, p.batch): p for p in table.perfs}
+    assert len(rows) == len(table.perfs)
+    for batch in (1, 2, 4, 5):
+        micro = table.problem.with_batch(batch)
+        named = dict(conv.algorithms(micro))
+        assert {a for a, b in rows if b == batch} == {
+            *named,
+            *dict(conv.excluded(micro)),
+        }
+        for algo, nbytes in named.items():
+            row = rows[algo, batch]
+            assert row.error is None
+            assert row.workspace == nbytes
+            assert row.time_ms > 0
+    assert all(
+        rows[key].error
+        for key in rows
+        if key[0] not in dict(conv.algorithms(table.problem))
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 13, 16])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_says_which_sizes(policy, batch):
+    table = tuner(batch_policy=policy, prune=False).measure(problem(batch))
+    assert sizes(table) == candidate_batches(batch, policy)
+    assert len(table.perfs) == 2 * len(sizes(table))
+
+
+@pytest.mark.parametrize("limit", [0, 3 * KIB, 17 * KIB, 1 << 30])
+def test_pruning_measures_less_and_plans_as_well(limit):
+    pruned, exhaustive = (
+        tuner(batch_policy="all", prune=prune, validate=False)
+        for prune in (True, False)
+    )
+    whole = problem(61)
+    some, every = pruned.measure(whole), exhaustive.measure(whole)
+    assert len(some.perfs) < len(every.perfs) == 2 * 61
+    planner = pruned.planner
+    assert planner([some], limit)[0].time_ms == pytest.approx(
+        planner([every], limit)[0].time_ms, rel=0.02
+    )
+
+
+def test_the_largest_size_comes_first():
+    backend = watched()
+    tuner(backend=backend).measure(problem(13))
+    order = [batch for _, batch in backend.conv.calls]
+    assert order == sorted(order, reverse=True)
+    assert order[0] == 13
+
+
+@pytest.mark.parametrize("error", [BackendError, RuntimeError, ValueError])
+def test_a_failing_algorithm_is_a_row_and_never_chosen(error):
+    def fail(problem, algo):
+        if algo == "FAST":
+            raise error("status 8")
+
+    backend = watched(before=fail)
+    one = tuner(backend=backend)
+    table = one.measure(problem())
+    failed = [perf for perf in table.perfs if perf.algo == "FAST"]
+    assert all(perf.error == f"{error.__name__}: status 8" for perf in failed)
+    assert len(failed) == 4
+    (plan,) = one.plan([problem()])
+    assert {step.algo for step in plan.steps} == {"SLOW"}
+    calls = len(backend.conv.calls)
+    assert tuner(backend=backend, cache=one.cache).measure(problem()) == table
+    assert len(backend.conv.calls) == calls
+
+
+def test_a_kernel_out_of_memory_is_tried_again():
+    short = [True]
+
+    def fail(problem, algo):
+        if short[0] and algo == "FAST":
+            raise MemoryError("transient")
+
+    backend = watched(before=fail)
+    one = tuner(backend=backend)
+    assert all(limited(p) for p in one.measure(problem()).perfs if p.algo == "FAST")
+    short[0] = False
+    assert all(p.error is None for p in one.measure(problem()).perfs)
+
+
+def test_nothing_works_says_what_was_tried():
+    def fail(problem, algo):
+        raise BackendError(f"{algo} is broken")
+
+    with pytest.raises(PlanningError, match=r"FAST is broken.*SLOW is broken"):
+        tuner(backend=watched(before=fail)).plan([problem()])
+
+
+def memory(batch, workspace=0):
+    return sum(s.nbytes for s in problem(batch).operands()) + workspace
+
+
+def fitting(limit):
+    """What a memory limit leaves, operands and workspace counted."""
+    workspaces = {"SLOW": 0, "FAST": KIB}
+    return {
+        (algo, batch)
+        for algo, each in workspaces.items()
+        for batch in (1, 2, 4, 8)
+        if memory(batch, each * batch) <= limit
+    }
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "expected"),
+    [
+        ({"memory_limit": limit}, "memory limit", fitting(limit))
+        for limit in (memory(8), memory(4, 4 * KIB) - 1, memory(1) - 1)
+    ]
+    + [({"time_limit_s": 0.0}, "time limit", set())],
+    ids=["no-workspace", "a-byte-short", "nothing", "no-time"],
+)
+def test_what_a_limit_prevents_is_measured_by_the_next_without_it(
+    limits, reason, expected
+):
+    cache = BenchmarkCache()
+    short = tuner(cache=cache, **limits)
+    rows = {(p.algo, p.batch): p for p in short.measure(problem()).perfs}
+    assert {key for key, p in rows.items() if p.error is None} == expected
+    for key in rows.keys() - expected:
+        assert limited(rows[key])
+        assert reason in rows[key].error
+    remembered = {(p.algo, p.batch) for p in cache.get_all("null", problem())}
+    assert remembered == expected
+    full = tuner(cache=cache).measure(problem())
+    assert all(p.error is None for p in full.perfs)
+    assert len(full.perfs) == 8
+
+
+def test_a_cold_run_is_used_but_not_remembered():
+    """The time is up when the first kernel has warmed up."""
+    backend = watched(before=lambda problem, algo: time.sleep(0.2))
+    one = tuner(backend=backend, time_limit_s=0.1)
+    usable = one.measure(problem()).usable
+    assert [perf.samples for perf in usable] == [0]
+    assert one.cache.rows() == ()
+
+
+class Accountant:
+    """A device that knows how much is held at the most."""
+
+    def __init__(self, device):
+        self._device = device
+        self.peak = self._held = 0
+
+    def __getattr__(self, name):
+        return getattr(self._device, name)
+
+    def allocate(self, nbytes):
+        buffer = Held((nbytes,))
+        self._held += nbytes
+        self.peak = max(self.peak, self._held)
+        weakref.finalize(buffer, self._free, nbytes)
+        return buffer
+
+    def _free(self, nbytes):
+        self._held -= nbytes
+
+
+class Held(NullArray):
+    __slots__ = ("__weakref__",)
+
+
+@given(
+    limit=st.integers(memory(1), memory(16, 20 * KIB)),
+    batch=st.integers(1, 16),
+    policy=st.sampled_from(POLICIES),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_memory_limit_is_hard_and_no_harder(limit, batch, policy):
+    null = get_backend("null")
+    device = Accountant(null.device)
+    backend = Backend("null", device, null.conv)
+    one = tuner(backend=backend, memory_limit=limit, batch_policy=policy)
+    table = one.measure(problem(batch))
+    assert device.peak <= limit
+    for perf in table.perfs:
+        fits = memory(perf.batch, perf.workspace) <= limit
+        assert (perf.error is None) == fits
+
+
+@pytest.mark.parametrize("most", [0, 4 * KIB, 7 * KIB, 64 * KIB])
+def test_an_exhausted_device_still_measures_what_fits(most):
+    table = tuner(backend=tight("null", most)).measure(problem())
+    for perf in table.perfs:
+        specs = problem(perf.batch).operands()
+        largest = max(perf.workspace, *(spec.nbytes for spec in specs))
+        assert (perf.error is None) == (largest <= most)
+        assert limited(perf) == (largest > most)
+
+
+def test_nothing_is_measured_twice():
+    backend = get_backend("null")
+    one = tuner(backend=backend)
+    table = one.measure(problem())
+    clock = backend.device.now_ms
+    assert clock > 0
+    again = tuner(backend=backend, cache=one.cache, workspace_limit=KIB)
+    assert again.measure(problem()) == table
+    assert one.measure(problem()) is table
+    assert backend.device.now_ms == clock
+
+
+def test_a_measurement_serves_every_mini_batch():
+    backend = watched()
+    one = tuner(backend=backend)
+    one.measure(problem(8))
+    backend.conv.calls.clear()
+    one.measure(problem(16))
+    assert {batch for _, batch in backend.conv.calls} == {16}
+    backend.conv.calls.clear()
+    one.measure(problem(7))
+    assert {batch for _, batch in backend.conv.calls} == {7}
+
+
+def test_rows_of_what_would_not_run_are_measured_again():
+    """Another math mode, or a workspace that the library no longer asks for."""
+    backend = watched()
+    one = tuner(backend=backend)
+    fast = next(p for p in one.measure(problem()).perfs if p.algo == "FAST")
+    for stale in (
+        dataclasses.replace(fast, workspace=1, time_ms=1e-9),
+        dataclasses.replace(fast, math_mode="tf32", time_ms=1e-9),
+    ):
+        cache = BenchmarkCache()
+        cache.put("null", problem(), [stale])
+        table = tuner(backend=backend, cache=cache).measure(problem())
+        assert fast in table.perfs
+        assert stale not in table.perfs
+
+
+CHILD = """
+import sys
+from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.timing import StoppingRule
+from mucudnn.runtime.tuner import Tuner
+from mucudnn.suites import parse_problem
+
+rule = StoppingRule(min_samples=1, max_samples=2)
+tuner = Tuner(backend=sys.argv[2], cache=BenchmarkCache(sys.argv[1]), rule=rule)
+problem = parse_problem("n=7,c=4,h=9,w=9,k=4,r=3,s=3,pad=1")
+sys.stdin.readline()
+table = tuner.measure(problem)
+print(sorted((p.algo, p.batch, p.error) for p in table.perfs if p.error is None))
+"""
+
+
+@pytest.mark.parametrize("name", ["null", "cpu"])
+def test_two_processes_agree_on_one_set_of_rows(tmp_path, name):
+    file = tmp_path / "perf.sqlite"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", CHILD, str(file), name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for child in both:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    outputs = [child.communicate(timeout=60) for child in both]
+    assert [child.returncode for child in both] == [0, 0], outputs
+    assert outputs[0] == outputs[1]
+    with BenchmarkCache(file) as cache:
+        rows = [(m.perf.algo, m.perf.batch, m.perf.error) for m in cache.rows()]
+    assert str(sorted(rows)) == outputs[0][0].strip()
+    assert len(set(rows)) == len(rows) > 0
+
+
+def test_progress_counts_every_measurement_once():
+    seen = []
+    one = tuner(progress=seen.append)
+    table = one.measure(problem(13))
+    assert [p.done for p in seen] == list(range(1, len(table.perfs) + 1))
+    assert {p.total for p in seen} == {len(table.perfs)}
+    assert [(p.algo, p.batch) for p in seen] == sorted(
+        ((p.algo, p.batch) for p in seen), key=lambda key: -key[1]
+    )
+    one.measure(problem(13))
+    assert len(seen) == len(table.perfs)
+
+
+def test_devices_share_the_sizes():
+    devices = [get_backend("null", i) for i in range(3)]
+    one = tuner(benchmark_backends=devices, batch_policy="all", prune=False)
+    table = one.measure(problem(30))
+    assert all(backend.device.now_ms > 0 for backend in devices)
+    alone = tuner(batch_policy="all", prune=False).measure(problem(30))
+    assert {(p.algo, p.batch) for p in table.perfs} == {
+        (p.algo, p.batch) for p in alone.perfs
+    }
+    assert [p.time_ms for p in table.perfs] == [p.time_ms for p in alone.perfs]

@@ -1,0 +1,157 @@
+"""A crew of threads does every item once, and leaves BLAS as it was."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from threadpoolctl import threadpool_info
+
+from mucudnn.backends.cpu.threads import Workers, short_buffers
+
+
+def blas_threads():
+    return [i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas"]
+
+
+@pytest.fixture(autouse=True)
+def blas_is_left_alone():
+    before = blas_threads()
+    yield
+    assert blas_threads() == before
+
+
+@given(
+    count=st.integers(1, 4),
+    items=st.lists(st.integers(), max_size=50),
+    at_most=st.none() | st.integers(1, 6),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_item_once_and_a_worker_is_one_thread_at_a_time(count, items, at_most):
+    seen, busy, wrong = [], set(), []
+
+    def work(worker, item):
+        if worker in busy or not 0 <= worker < min(count, at_most or count):
+            wrong.append(worker)
+        busy.add(worker)
+        seen.append(item)
+        busy.discard(worker)
+
+    Workers(count).each(iter(items), work, at_most)
+    assert Counter(seen) == Counter(items)
+    assert wrong == []
+
+
+@given(total=st.integers(0, 100), count=st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_ranges_cover_the_total_in_equal_shares(total, count):
+    shares = []
+    Workers(count).ranges(total, lambda *share: shares.append(share))
+    shares.sort()
+    assert [worker for worker, _, _ in shares] == list(range(len(shares)))
+    assert len(shares) <= count
+    assert [i for _, start, stop in shares for i in range(start, stop)] == list(
+        range(total)
+    )
+    sizes = [stop - start for _, start, stop in shares]
+    assert all(size == sizes[0] for size in sizes[:-1])
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("bad", [0, 9])
+def test_an_exception_is_raised_after_all_have_stopped(count, bad):
+    running = set()
+
+    def work(worker, item):
+        running.add(worker)
+        try:
+            if item == bad:
+                raise KeyError(item)
+        finally:
+            running.discard(worker)
+
+    with pytest.raises(KeyError, match=str(bad)):
+        Workers(count).each(range(10), work)
+    assert running == set()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_blas_has_one_thread_within(count):
+    inside = []
+    Workers(count).each(range(5), lambda worker, item: inside.append(blas_threads()))
+    assert {n for threads in inside for n in threads} <= {1}
+
+
+def in_time(body):
+    """Run `body` in a thread, which must end; its exception is raised."""
+    errors = []
+
+    def run():
+        try:
+            body()
+        except Exception as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "still waiting"
+    for error in errors:
+        raise error
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_crew_may_call_the_crew(count):
+    workers, seen = Workers(count), []
+
+    def outer(worker, item):
+        workers.each(range(4), lambda _, inner: seen.append((item, inner)))
+
+    in_time(lambda: workers.each(range(6), outer))
+    assert sorted(seen) == [(i, j) for i in range(6) for j in range(4)]
+
+
+def test_callers_may_share_a_crew():
+    workers, seen = Workers(2), []
+
+    def call(name):
+        for _ in range(20):
+            workers.each(range(5), lambda _, item: seen.append((name, item)))
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert Counter(seen) == {(n, i): 20 for n in range(3) for i in range(5)}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_works_alone():
+    """Its parent's threads are not there; it must not wait for them."""
+    code = """
+import os, sys, warnings
+from mucudnn.backends.cpu.threads import Workers
+warnings.simplefilter("ignore", DeprecationWarning)
+workers = Workers(2)
+workers.each(range(50), lambda worker, item: None)
+child = os.fork()
+if child == 0:
+    seen = []
+    workers.each(range(50), lambda worker, item: seen.append(item))
+    os._exit(0 if seen == list(range(50)) else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+def test_short_buffers_are_restored():
+    before = np.getbufsize()
+    with short_buffers():
+        assert np.getbufsize() < before
+    assert np.getbufsize() == before

@@ -1,0 +1,153 @@
+"""When a kernel has been timed enough, on a clock that follows a script."""
+
+import itertools
+import statistics
+
+import pytest
+from hypothesis import given, strategies as st
+
+from mucudnn.runtime.timing import StoppingRule, Timing, measure, measure_together
+
+
+class Scripted:
+    """A device whose runs take what the script says; the last time is repeated."""
+
+    fingerprint = "scripted"
+
+    def __init__(self, *times_ms):
+        self._times = itertools.chain(times_ms, itertools.repeat(times_ms[-1]))
+        self.now_ms = 0.0
+        self.runs = 0
+
+    def run(self):
+        self.runs += 1
+        self.now_ms += next(self._times)
+
+    def record(self):
+        return self.now_ms
+
+    def elapsed_ms(self, start, stop):
+        return stop - start
+
+
+RULE = StoppingRule(min_samples=3, max_samples=10, margin=0.01, budget_ms=100)
+
+
+def test_steady_runs_are_few_and_the_warm_up_does_not_count():
+    device = Scripted(50, 2)
+    assert measure(device.run, device, RULE) == Timing(2, 0, 3)
+    assert device.runs == 4
+
+
+def test_unsteady_runs_are_repeated_to_the_most():
+    device = Scripted(*[1, 2, 4] * 20)
+    timing = measure(device.run, device, RULE)
+    assert timing.samples == 10
+    assert timing.noise_ms > 0.01 * timing.time_ms
+
+
+def test_the_margin_ends_it():
+    device = Scripted(1, 1, 9, 1, 1, 1, 1, 1)
+    timing = measure(device.run, device, RULE)
+    assert timing == Timing(1, 0, 3)
+    wide = StoppingRule(min_samples=3, max_samples=10, margin=10)
+    device = Scripted(*[1, 2, 4] * 20)
+    assert measure(device.run, device, wide).samples == 3
+
+
+def test_the_budget_ends_it():
+    device = Scripted(1, 60, 41, 5)
+    assert measure(device.run, device, RULE).samples == 2
+
+
+def test_one_slow_run_is_not_repeated():
+    device = Scripted(101, 99)
+    assert measure(device.run, device, RULE) == Timing(99, 0, 1)
+    assert device.runs == 2
+
+
+def test_a_hopeless_rival_is_not_repeated():
+    device = Scripted(9, 8)
+    assert measure(device.run, device, RULE, best_ms=2) == Timing(8, 0, 1)
+    device = Scripted(8, 8)
+    assert measure(device.run, device, RULE, best_ms=2).samples == 3
+
+
+def test_after_the_deadline_the_samples_at_hand_are_final():
+    device = Scripted(1, 2, 4, 8, 16, 32)
+
+    def clock():
+        return float(device.runs)
+
+    assert measure(device.run, device, RULE, deadline=3, clock=clock) == Timing.of(
+        [2, 4]
+    )
+
+
+def test_with_no_time_for_more_the_warm_up_tells_that_it_is_one():
+    device = Scripted(7, 1)
+    timing = measure(device.run, device, RULE, deadline=0, clock=lambda: 0.0)
+    assert timing == Timing(7, 0, samples=0)
+    assert device.runs == 1
+
+
+def test_rivals_take_turns():
+    order = []
+    device = Scripted(1)
+    fast, slow = Scripted(1), Scripted(5)
+
+    def runner(name, own):
+        def run():
+            order.append(name)
+            own.run()
+            device.now_ms += own.now_ms / own.runs
+
+        return run
+
+    runs = [runner("a", fast), runner("b", slow)]
+    timings = measure_together(runs, device, RULE)
+    assert "".join(order) == "ab" * 4
+    assert timings == (Timing(1, 0, 3), Timing(5, 0, 3))
+
+
+def test_rivals_are_timed_alike_whatever_the_budget():
+    """One run apiece would be a coin toss: the spread would not be known."""
+    device = Scripted(200)
+    timings = measure_together([device.run, device.run], device, RULE)
+    assert [t.samples for t in timings] == [3, 3]
+
+
+def test_rivals_stop_at_the_deadline():
+    device = Scripted(1)
+    timings = measure_together(
+        [device.run, device.run], device, RULE, deadline=0, clock=lambda: 0.0
+    )
+    assert timings == (Timing(1, 0, 0), Timing(1, 0, 0))
+
+
+times = st.lists(st.integers(1, 1000), min_size=1, max_size=30)
+
+
+@given(times)
+def test_a_timing_is_the_median(samples):
+    timing = Timing.of(samples)
+    assert timing.time_ms == statistics.median(samples)
+    assert timing.samples == len(samples)
+    assert 0 <= timing.noise_ms <= 2 * (max(samples) - min(samples))
+
+
+@given(times)
+def test_a_measurement_ends_and_obeys_its_rule(script):
+    device = Scripted(*script)
+    timing = measure(device.run, device, RULE)
+    assert 1 <= timing.samples <= RULE.max_samples
+    if timing.samples < RULE.min_samples:
+        assert device.now_ms >= RULE.budget_ms
+    taken = (script + script[-1:] * 20)[1 : 1 + timing.samples]
+    assert timing == Timing.of(taken)
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 5), (6, 5)])
+def test_a_rule_that_cannot_be_met_is_refused(least, most):
+    with pytest.raises(ValueError, match=f"min_samples is {least}"):
+        StoppingRule(min_samples=least, max_samples=most)

@@ -1,0 +1,239 @@
+"""Planning, proving and configuring, on the null backend's virtual clock."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.backends import get_backend
+from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.runtime.timing import StoppingRule
+from mucudnn.runtime.tuner import Tuner
+from tests.doubles import QUICK, plan_of, problem, watched
+
+KIB = 1 << 10
+POLICIES = ("undivided", "powers_of_two", "all")
+
+
+def tuner(**options):
+    return Tuner(**{"backend": "null", "rule": QUICK, **options})
+
+
+@given(
+    batch=st.integers(1, 20),
+    limit=st.integers(0, 24 * KIB),
+    policy=st.sampled_from(POLICIES),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_plan_fits_and_is_no_slower_than_undivided(batch, limit, policy):
+    one = tuner(workspace_limit=limit, batch_policy=policy)
+    (plan,) = one.plan([problem(batch)])
+    assert plan.workspace <= limit
+    undivided = one.undivided(one.measure(problem(batch)), limit)
+    assert plan.time_ms <= undivided.time_ms
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps"),
+    [
+        (8 * KIB, {("FAST", 8)}),
+        (8 * KIB - 1, {("FAST", 4)}),
+        (KIB, {("FAST", 1)}),
+        (KIB - 1, {("SLOW", 8)}),
+        (0, {("SLOW", 8)}),
+    ],
+)
+def test_one_byte_less_is_another_plan(limit, steps):
+    (plan,) = tuner(workspace_limit=limit).plan([problem(8)])
+    assert {(s.algo, s.batch) for s in plan.steps} == steps
+
+
+def test_a_limit_below_everything_says_what_is_needed():
+    def fail(problem, algo):
+        if algo == "SLOW":
+            raise BackendError("no")
+
+    one = tuner(backend=watched(before=fail), workspace_limit=KIB - 1)
+    with pytest.raises(PlanningError, match="smallest needs 1024"):
+        one.plan([problem()])
+
+
+def slow_divided(penalty_ms):
+    """Kernels that take longer wherever they follow a kernel of the same size."""
+    last = []
+
+    def before(problem, algo):
+        if (algo, problem.batch) in last and algo == "FAST" and arming:
+            backend.device.advance(penalty_ms)
+        last[:] = [(algo, problem.batch)]
+
+    arming = []
+    backend = watched(before=before)
+    return backend, arming
+
+
+def composed(penalty_ms, **options):
+    backend, arming = slow_divided(penalty_ms)
+    one = tuner(backend=backend, workspace_limit=4 * KIB, **options)
+    one.measure(problem(8))
+    arming.append(True)
+    return one, backend
+
+
+def test_a_division_that_does_not_keep_its_word_is_rejected_and_remembered():
+    one, backend = composed(penalty_ms=100.0)
+    (plan,) = one.plan([problem(8)])
+    assert [(s.algo, s.batch) for s in plan.steps] == [("SLOW", 8)]
+    clock = backend.device.now_ms
+    again = tuner(backend=backend, workspace_limit=4 * KIB, cache=one.cache)
+    assert again.plan([problem(8)]) == (plan,)
+    assert backend.device.now_ms == clock
+    (trusting,) = tuner(
+        backend=backend, workspace_limit=4 * KIB, cache=one.cache, validate=False
+    ).plan([problem(8)])
+    assert trusting.divided
+
+
+def test_a_division_that_keeps_its_word_is_kept_and_remembered():
+    one, backend = composed(penalty_ms=0.0)
+    (plan,) = one.plan([problem(8)])
+    assert [(s.algo, s.batch) for s in plan.steps] == [("FAST", 4)] * 2
+    clock = backend.device.now_ms
+    again = tuner(backend=backend, workspace_limit=4 * KIB, cache=one.cache)
+    assert again.plan([problem(8)]) == (plan,)
+    assert backend.device.now_ms == clock
+
+
+def test_as_slow_as_undivided_is_not_worth_a_division():
+    one, _ = composed(penalty_ms=0.0)
+    (plan,) = one.plan([problem(8)])
+    undivided = one.undivided(one.measure(problem(8)), 4 * KIB)
+    gain = undivided.time_ms - plan.time_ms
+    other, _ = composed(penalty_ms=gain + 1e-9)
+    assert not other.plan([problem(8)])[0].divided
+
+
+@pytest.mark.parametrize("error", [BackendError, OutOfMemoryError])
+def test_a_division_that_cannot_be_proved_is_not_used(error, caplog):
+    failing = []
+
+    def fail(problem, algo):
+        if failing and algo == "FAST":
+            raise error("not today")
+
+    one = tuner(backend=watched(before=fail), workspace_limit=4 * KIB)
+    one.measure(problem(8))
+    failing.append(True)
+    assert not one.plan([problem(8)])[0].divided
+    assert "for want of proof" in caplog.text
+    failing.clear()
+    assert one.plan([problem(8)])[0].divided
+
+
+def test_choice_tells_both_times():
+    one, _ = composed(penalty_ms=0.0)
+    table = one.measure(problem(8))
+    (plan,) = one.planner([table], 4 * KIB)
+    undivided = one.undivided(table, 4 * KIB)
+    choice = one.validate(plan, undivided)
+    assert choice.planned_ms == pytest.approx(2 * (4 * 0.4 + 0.1))
+    assert choice.undivided_ms == pytest.approx(8.1)
+    assert choice.speedup == pytest.approx(8.1 / 3.4)
+    assert one.validate(plan, None).speedup is None
+    assert one.validate(undivided, undivided).speedup == 1.0
+
+
+@given(
+    total=st.integers(0, 40 * KIB),
+    batches=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+)
+@settings(max_examples=15, deadline=None)
+def test_a_total_is_a_sum(total, batches):
+    plans = tuner(total_workspace=total).plan([problem(b) for b in batches])
+    assert sum(plan.workspace for plan in plans) <= total
+
+
+def test_a_total_of_nothing_is_a_total():
+    one = tuner(total_workspace=0, workspace_limit=1 << 30)
+    plans = one.plan([problem(8), problem(4)])
+    assert [plan.workspace for plan in plans] == [0, 0]
+
+
+def test_devices_of_two_models_are_refused():
+    with pytest.raises(ValueError, match="'null' and 'cpu"):
+        tuner(benchmark_backends=[get_backend("null"), get_backend("cpu")])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "gpu"}, "unknown backend 'gpu'"),
+        ({"workspace_limit": "64M"}, "unknown unit"),
+        ({"workspace_limit": -1}, "negative"),
+        ({"total_workspace": "x"}, "not a size"),
+        ({"memory_limit": "x"}, "not a size"),
+        ({"batch_policy": "some"}, "unknown batch policy 'some'"),
+        ({"planner": "magic"}, "unknown planner 'magic'"),
+    ],
+)
+def test_bad_arguments_fail_where_they_are_given(options, message):
+    with pytest.raises(ValueError, match=message):
+        tuner(**options)
+
+
+def test_a_planner_may_be_a_function():
+    def halves(tables, workspace_limit):
+        plans = []
+        for table in tables:
+            half = table.fastest(table.problem.batch // 2, workspace_limit)
+            plans.append(ConvPlan(table.problem, (half, half)))
+        return tuple(plans)
+
+    (plan,) = tuner(planner=halves, workspace_limit=4 * KIB).plan([problem(8)])
+    assert [step.batch for step in plan.steps] == [4, 4]
+
+
+def test_threads_get_one_compiled_plan_measured_once():
+    backend = watched()
+    one = tuner(backend=backend)
+    ready = threading.Barrier(8)
+
+    def ask(_):
+        ready.wait()
+        return one.compiled(problem(8))
+
+    with ThreadPoolExecutor(8) as pool:
+        plans = list(pool.map(ask, range(8)))
+    assert len({id(plan) for plan in plans}) == 1
+    per_kernel = 1 + QUICK.max_samples
+    assert len(backend.conv.calls) == 8 * per_kernel
+
+
+def test_prepared_problems_share_a_total_and_are_hits():
+    one = tuner(total_workspace=12 * KIB)
+    plans = one.prepare([problem(8), problem(4)])
+    clock = one.backend.device.now_ms
+    assert tuple(one.compiled(p.problem).plan for p in plans) == plans
+    assert one.backend.device.now_ms == clock
+
+
+def test_adopting_measures_nothing():
+    one = tuner()
+    plan = plan_of(one.backend, problem(8), ("FAST", 5), ("SLOW", 3))
+    assert one.adopt(plan).plan == plan
+    assert one.compiled(problem(8)).plan == plan
+    assert one.backend.device.now_ms == 0
+
+
+def test_explain_says_it_in_words():
+    one = tuner(workspace_limit=4 * KIB)
+    (plan,) = one.plan([problem(8)])
+    text = one.explain(plan)
+    assert "FAST" in text
+    assert "SLOW" in text
+
+
+def test_the_default_rule_is_a_rule():
+    assert tuner(rule=None).rule == StoppingRule()
