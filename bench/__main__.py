@@ -22,7 +22,9 @@ def main() -> int:
     names = options.names or ["all"]
     unknown = set(names) - {"all", *NAMES}
     if unknown:
-        parser.error(f"unknown benchmark {unknown.pop()!r}; choose of: {', '.join(NAMES)}")
+        parser.error(
+            f"unknown benchmark {unknown.pop()!r}; choose of: {', '.join(NAMES)}"
+        )
     if options.out is not None and not options.out.is_dir():
         parser.error(f"{options.out} is not a folder")
     for name in NAMES if "all" in names else names:

@@ -87,13 +87,16 @@ def _measure() -> dict[str, Any]:
             for direction in Direction:
                 problem = layer.problem.with_batch(batch).with_direction(direction)
                 row = _one(f"{suite}/{layer.name}", problem, workers)
-                print(f"  {row['layer']} {direction.value} {row['ratio']:.2f}", file=sys.stderr)
+                print(
+                    f"  {row['layer']} {direction.value} {row['ratio']:.2f}",
+                    file=sys.stderr,
+                )
                 rows += [row]
     ratios = [row["ratio"] for row in rows]
     blas = next(i for i in threadpool_info() if i["user_api"] == "blas")
-    pinned = f" (pinned by {_PIN})" if _PIN in os.environ else ""
+    kernels = f"{blas['internal_api']} {blas['version']} {blas['architecture']}"
     return {
-        "blas": f"{blas['internal_api']} {blas['version']} {blas['architecture']}{pinned}",
+        "blas": kernels + (f" (pinned by {_PIN})" if _PIN in os.environ else ""),
         "threads": workers.count,
         "geomean": math.exp(statistics.fmean(map(math.log, ratios))),
         "worst": max(ratios),

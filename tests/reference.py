@@ -88,7 +88,8 @@ def _backward_data(problem, dy, w):
         for tap, window in _taps(problem, dxg):
             window += np.einsum("nk...,kc->nc...", dyg, wg[tap])
     inner = (
-        slice(p, p + n) for p, n in zip(problem.padding, problem.x_shape[2:], strict=True)
+        slice(p, p + n)
+        for p, n in zip(problem.padding, problem.x_shape[2:], strict=True)
     )
     return dx[(slice(None), slice(None), *inner)]
 

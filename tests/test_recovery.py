@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -180,3 +181,38 @@ def test_a_failed_step_tells_how_far_it_came():
         with pytest.raises(StepFailedError) as caught:
             run()
         assert (caught.value.algo, caught.value.done) == ("SLOW", 5)
+
+
+def test_a_fallback_computes_the_same(caplog):
+    """Real memory runs short after planning; the numbers are still right."""
+    whole = problem(6, padding=1)
+    backend = tight("cpu", most=1 << 30)
+    tuner = Tuner(backend=backend, rule=QUICK)
+    table = tuner.measure(whole)
+    hungry = max(table.usable, key=lambda perf: perf.workspace)
+    assert hungry.batch == 6
+    ready = tuner.adopt(plan_of(backend, whole, (hungry.algo, 6)))
+    a, b = operands(whole)
+    out = np.empty(whole.y_shape, np.float32)
+    backend.device.most = hungry.workspace - 1
+    ready(a, b, out, False)
+    assert relative_error(out, reference(whole, a, b)) < 1e-4
+    assert ready.plan.workspace < hungry.workspace
+    assert "falling back" in caplog.text
+
+
+def test_a_growing_arena_never_holds_two_buffers():
+    alive = []
+
+    class Counting:
+        def allocate(self, nbytes):
+            alive.append(sum(ref() is not None for ref in given))
+            buffer = np.empty(nbytes, np.uint8)
+            given.append(weakref.ref(buffer))
+            return buffer
+
+    given = []
+    arena = Arena(Counting())
+    for nbytes in (10, 20, 30):
+        arena.get(nbytes)
+    assert alive == [0, 0, 0]

@@ -209,7 +209,7 @@ def _direction(value: object) -> Direction:
 
 def _size(name: str, value: int, least: int) -> int:
     try:
-        size = int(operator.index(value))  # True is an index, too
+        size = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
     if size < least:

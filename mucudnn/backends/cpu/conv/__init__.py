@@ -76,10 +76,10 @@ class CpuConv:
             ) from None
         if (reason := _excluded(algorithm, problem)) is not None:
             raise UnsupportedError(f"{algo} cannot run {problem}: {reason}")
-        views = [
+        a, b, out = (
             _logical(array, spec, problem.layout)
             for array, spec in zip((a, b, out), problem.operands(), strict=True)
-        ]
+        )
         needed = algorithm.workspace(problem, self._workers.count)
         given = 0 if workspace is None else workspace.nbytes
         if given < needed:
@@ -87,7 +87,7 @@ class CpuConv:
                 f"{algo} needs {needed} bytes of workspace for {problem}, got {given}"
             )
         scratch = None if needed == 0 else workspace[:needed]
-        algorithm.run(problem, *views, scratch, self._workers, accumulate)
+        algorithm.run(problem, a, b, out, scratch, self._workers, accumulate)
 
 
 def _excluded(algorithm: Algorithm, problem: ConvProblem) -> str | None:

@@ -106,6 +106,7 @@ class Correlation:
         workers: Workers,
         accumulate: bool,
     ) -> None:
+        """Write (or add) the result; see `RunFn`."""
         weights, *buffers = carve(workspace, self.regions)
         source = grouped(source, self._groups, 1)
         dest = grouped(dest, self._groups, 1)
@@ -148,19 +149,15 @@ class Correlation:
     def _product(
         self, matrix: Any, columns: Any, dest: Any, buffer: Any, accumulate: bool
     ) -> None:
-        """dest (samples, groups, channels, *tile) (+)= matrix @ columns."""
+        """Write (or add) matrix @ columns to (samples, groups, channels, *tile)."""
         ordered = dest.transpose(1, 2, 0, *range(3, dest.ndim))
         direct = None if accumulate else as_matrix(ordered, 1, 1 + self._rank)
         if direct is not None:
             np.matmul(matrix, columns, out=direct)
             return
-        result, product = matrix_buffer(
-            buffer, ordered.shape, 1, by_column=self._last
-        )
+        result, product = matrix_buffer(buffer, ordered.shape, 1, by_column=self._last)
         np.matmul(matrix, columns, out=product)
         if accumulate:
             np.add(ordered, result, out=ordered)
         else:
             np.copyto(ordered, result)
-
-

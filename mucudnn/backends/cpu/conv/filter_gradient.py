@@ -82,6 +82,7 @@ class FilterGradient:
         workers: Workers,
         accumulate: bool,
     ) -> None:
+        """Write (or add) the result; see `RunFn`."""
         arrays = carve(workspace, self.regions)
         sums, buffers = arrays[: len(self._sums)], arrays[len(self._sums) :]
         each = len(self._own)
@@ -156,8 +157,6 @@ class FilterGradient:
         ordered = dy.transpose(1, 2, 0, *range(3, dy.ndim))
         if (matrix := as_matrix(ordered, 1, 1 + self._rank)) is not None:
             return matrix
-        copy, matrix = matrix_buffer(
-            buffer, ordered.shape, 1, by_column=self._last
-        )
+        copy, matrix = matrix_buffer(buffer, ordered.shape, 1, by_column=self._last)
         np.copyto(copy, ordered)
         return matrix

@@ -102,17 +102,13 @@ def forward_gather(problem: ConvProblem) -> Gather:
 
 def backward_gathers(problem: ConvProblem) -> Iterator[Gather]:
     """The gathers of dy for backward data; outputs no tap reaches have none."""
-    choices = [
-        list(_backward_axis(problem, i)) for i in range(len(problem.stride))
-    ]
+    choices = [list(_backward_axis(problem, i)) for i in range(len(problem.stride))]
     for combination in itertools.product(*choices):
         axes, taps, outs = zip(*combination, strict=True)
         yield Gather(tuple(axes), tuple(taps), tuple(outs))
 
 
-def _backward_axis(
-    problem: ConvProblem, i: int
-) -> Iterator[tuple[Axis, slice, slice]]:
+def _backward_axis(problem: ConvProblem, i: int) -> Iterator[tuple[Axis, slice, slice]]:
     size, kernel = problem.x_shape[2 + i], problem.w_shape[2 + i]
     step, dil, pad = problem.stride[i], problem.dilation[i], problem.padding[i]
     shared = math.gcd(step, dil)
@@ -245,6 +241,9 @@ class Tiling:
     def pixels(self) -> int:
         """Elements of the largest block."""
         return math.prod(self.largest)
+
+    def __iter__(self) -> Iterator[Cut]:
+        return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: int) -> Cut:
         if not 0 <= index < len(self):

@@ -4,6 +4,7 @@ All patches of the micro-batch are written to the workspace, which grows with it
 multiplied at once: the largest products that can be had, where images are small.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from mucudnn.ir.conv import ConvProblem, Direction
 __all__ = ["ALGORITHM"]
 
 
+@functools.lru_cache(maxsize=256)  # sizes and strides, no arrays
 def _kernel(
     problem: ConvProblem, workers: int
 ) -> Correlation | FilterGradient | Scattering:

@@ -1,7 +1,7 @@
-"""IMPLICIT_GEMM: a matrix product whose patches are gathered as it goes, block by block.
+"""IMPLICIT_GEMM: a matrix product whose patches are gathered as it goes, in blocks.
 
-No workspace. Each worker holds three blocks of a few kilobytes (patches, filter, result)
-on its own account; the price is products too small for BLAS to be at its best.
+No workspace. Each worker holds three blocks of a few kilobytes (patches, filter and
+result) on its own account; the price is products too small for BLAS to be at its best.
 """
 
 import math
@@ -115,7 +115,8 @@ class _Terms:
     @property
     def count(self) -> int:
         """Rows of one group's patches."""
-        return (self.channels.stop - self.channels.start) * len(self.taps)
+        channels: int = self.channels.stop - self.channels.start
+        return channels * len(self.taps)
 
 
 class _Blocked:
@@ -133,7 +134,7 @@ class _Blocked:
         self._filters = np.empty((_CREW, _TERMS * _ROWS), problem.dtype)
 
     def correlate(self, source: Any, w: Any, dest: Any, workers: Workers) -> None:
-        """dest (N, G, D, *outs) += w (G, D, C, *taps) over patches of (N, G, C, …)."""
+        """Add w (G, D, C, *taps) @ patches of (N, G, C, …) to dest (N, G, D, *outs)."""
 
         def work(worker: int, cut: Cut) -> None:
             samples, tile = cut
@@ -152,7 +153,7 @@ class _Blocked:
         workers.each(self._tiling, work, at_most=_CREW)
 
     def filter_gradient(self, x: Any, dy: Any, dw: Any, workers: Workers) -> None:
-        """dw (G, K, C, *taps) += sum over tiles of dy (N, G, K, …) @ patchesᵀ."""
+        """Add dy (N, G, K, …) @ patchesᵀ, over all tiles, to dw (G, K, C, *taps)."""
         rank = len(self._gather.axes)
         dw = dw.reshape(*dw.shape[:3], self._gather.num_taps)
 

@@ -1,9 +1,9 @@
 """Copy patches of a tensor into a matrix: the lowering of the GEMM algorithms.
 
-Buffers follow the layout: channels first keeps pixels contiguous (`(channel, tap)` rows,
-pixel columns), channels last keeps channels contiguous (pixel rows, `(tap, channel)`
-columns). Both are handed on as the same logical matrix (groups, reduction, pixels), of
-which BLAS takes either order.
+Buffers follow the layout: channels first keeps pixels contiguous (rows of channel and
+tap, columns of pixels), channels last keeps channels contiguous (rows of pixels,
+columns of tap and channel). Both are handed on as the same logical matrix (groups,
+reduction, pixels), of which BLAS takes either order.
 """
 
 import math
@@ -108,9 +108,7 @@ class Patches:
         np.copyto(padded[(..., *want)], source[(..., *have)])
         return tap_windows(padded, self._axes, tile, [-r.start for r in reads])
 
-    def _padded(
-        self, buffer: Any, lead: Sequence[int], lengths: Sequence[int]
-    ) -> Any:
+    def _padded(self, buffer: Any, lead: Sequence[int], lengths: Sequence[int]) -> Any:
         n, g, c = lead
         size = math.prod(lead) * math.prod(lengths)
         if self._last:

@@ -5,6 +5,7 @@ of what the tile reads; the patches are copied into a buffer that stays in cache
 multiplied at once. Workspace does not grow with the batch.
 """
 
+import functools
 from typing import Any
 
 from mucudnn.backends.cpu.conv.algorithm import Algorithm
@@ -21,6 +22,7 @@ _TILE_BYTES = 768 << 10  # patches that stay in a core's second-level cache
 _FEW_CHANNELS = 16  # rows below which a product does not fill the vector units
 
 
+@functools.lru_cache(maxsize=256)  # sizes and strides, no arrays
 def _kernel(
     problem: ConvProblem, workers: int
 ) -> Correlation | FilterGradient | Scattering:
