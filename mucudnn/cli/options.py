@@ -1,6 +1,7 @@
 """What several commands take: sizes, directions, layers, the tuner's settings."""
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -238,10 +239,10 @@ def open_cache(path: str | None) -> "BenchmarkCache":
         BadInputError: The file that was asked for cannot be used.
     """
     from mucudnn.runtime.cache import BenchmarkCache
-    from mucudnn.runtime.tuner import Tuner
+    from mucudnn.runtime.environment import cache_path
 
     if path is None:
-        return Tuner.from_env(backend="null").cache
+        return BenchmarkCache(cache_path(os.environ))
     if path == "none":
         return BenchmarkCache()
     _refuse_foreign_file(Path(path))

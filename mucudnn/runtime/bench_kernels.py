@@ -98,6 +98,7 @@ class KernelBench:
         workspaces: Mapping[str, int],
         on_done: Callable[[AlgoPerf], None],
         best_ms: float = math.inf,
+        expected_ms: Mapping[str, float] | None = None,
     ) -> None:
         """Time algorithms at one micro-batch size; every outcome goes to `on_done`.
 
@@ -106,9 +107,20 @@ class KernelBench:
             workspaces: Algorithm -> bytes; timed in this order.
             on_done: Receives one row an algorithm, failures included.
             best_ms: Fastest rival known at this size.
+            expected_ms: Algorithm -> about how long one run takes, where it is known;
+                what would not end before the deadline is not begun.
         """
         problem = self._problem.with_batch(batch)
         for algo, nbytes in workspaces.items():
+            left_s = self._deadline - time.monotonic()
+            expected_s = (expected_ms or {}).get(algo, 0.0) / 1e3
+            if left_s <= expected_s:
+                reason = f"would take about {expected_s:.2g} s, the time limit leaves "
+                reason += f"{max(0.0, left_s):.2g} s"
+                if left_s <= 0:
+                    reason = "the time limit was reached"
+                on_done(_failed(problem, algo, nbytes, f"{_LIMITED}{reason}"))
+                continue
             perf = self._one(problem, algo, nbytes, best_ms)
             if perf.error is None:
                 best_ms = min(best_ms, perf.time_ms)
@@ -118,17 +130,8 @@ class KernelBench:
         self, problem: ConvProblem, algo: str, nbytes: int, best_ms: float
     ) -> AlgoPerf:
         def failed(error: str) -> AlgoPerf:
-            return AlgoPerf(
-                algo=algo,
-                batch=problem.batch,
-                time_ms=math.inf,
-                workspace=nbytes,
-                error=error,
-                samples=0,
-            )
+            return _failed(problem, algo, nbytes, error)
 
-        if time.monotonic() >= self._deadline:
-            return failed(f"{_LIMITED}the time limit was reached")
         try:
             a, b, out = self._buffers(problem, nbytes)
         except OutOfMemoryError as e:
@@ -197,3 +200,14 @@ class KernelBench:
             self._scratch, self._scratch_bytes = None, -1
             self._scratch = device.allocate(nbytes)
             self._scratch_bytes = nbytes
+
+
+def _failed(problem: ConvProblem, algo: str, nbytes: int, error: str) -> AlgoPerf:
+    return AlgoPerf(
+        algo=algo,
+        batch=problem.batch,
+        time_ms=math.inf,
+        workspace=nbytes,
+        error=error,
+        samples=0,
+    )

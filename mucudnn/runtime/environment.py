@@ -1,6 +1,7 @@
 """The environment variables of µ-cuDNN, read here and nowhere else."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from mucudnn.backends import Backend, device_count, get_backend
@@ -8,7 +9,7 @@ from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
 from mucudnn.runtime.cache import BenchmarkCache, default_path
 
-__all__ = ["tuner_options"]
+__all__ = ["cache_path", "tuner_options"]
 
 _DEVICES = "MUCUDNN_BENCHMARK_DEVICES"
 
@@ -19,7 +20,7 @@ def tuner_options(
     """Arguments of a `Tuner`: the overrides, and what the environment adds to them.
 
     An empty variable counts as none. Without a database the measurements go to the
-    user's cache directory.
+    user's cache directory, unless they are replayed or made up: those go nowhere.
 
     Raises:
         ValueError: A variable is not valid; the message names it.
@@ -29,7 +30,7 @@ def tuner_options(
         if (text := environ.get(name)) and option not in options:
             options[option] = _named(name, text, parse)
     if "cache" not in options:
-        options["cache"] = BenchmarkCache(default_path())
+        options["cache"] = BenchmarkCache(_path_for(options.get("backend", "cpu")))
     text = environ.get(_DEVICES)
     if text and "benchmark_backends" not in options:
         backend = options.get("backend", "cpu")
@@ -38,6 +39,17 @@ def tuner_options(
             _DEVICES, text, lambda text: _backends(kind, _devices(text))
         )
     return options
+
+
+def cache_path(environ: Mapping[str, str]) -> Path:
+    """Where measurements are remembered: `MUCUDNN_DATABASE`, or the user's cache."""
+    return Path(environ.get("MUCUDNN_DATABASE") or default_path())
+
+
+def _path_for(backend: Backend | str) -> Path | None:
+    kind = backend if isinstance(backend, str) else backend.name
+    virtual = kind.partition(":")[0] in ("null", "recorded")
+    return None if virtual else default_path()
 
 
 def _named(name: str, text: str, parse: Callable[[str], Any]) -> Any:

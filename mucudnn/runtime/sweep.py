@@ -103,9 +103,11 @@ class _Work:
                 self.workspaces[algo, batch] = nbytes
             for algo, reason in conv.excluded(micro):
                 self.rows[algo, batch] = _excluded(algo, batch, reason)
-            for perf in sweep.cache.get(self._fingerprint, micro):
-                if self._holds(perf):
-                    self.rows[perf.algo, batch] = perf
+        self._hints: dict[str, list[AlgoPerf]] = {}
+        for perf in sweep.cache.get_all(self._fingerprint, problem):
+            self._hints.setdefault(perf.algo, []).append(perf)
+            if self._holds(perf):
+                self.rows[perf.algo, perf.batch] = perf
 
     def _holds(self, perf: AlgoPerf) -> bool:
         """Whether a remembered row is of what would run: same mode, same workspace."""
@@ -160,23 +162,28 @@ class _Work:
                         Progress(micro, perf.algo, batch, done, max(done, total))
                     )
 
-        ordered = sorted(algos, key=lambda algo: self._expected(algo, batch))
         with self._lock:
+            expected = {algo: self._expected_ms(algo, batch) for algo in algos}
             best_ms = min(
                 (p.time_ms for p in self.rows.values() if p.batch == batch),
                 default=math.inf,
             )
-        bench.run(batch, {a: self.workspaces[a, batch] for a in ordered}, keep, best_ms)
+        ordered = sorted(algos, key=expected.__getitem__)  # likely winners first
+        workspaces = {algo: self.workspaces[algo, batch] for algo in ordered}
+        bench.run(batch, workspaces, keep, best_ms, expected)
 
-    def _expected(self, algo: str, batch: int) -> float:
-        """Time a sample at the nearest size measured; likely winners go first."""
-        with self._lock:
-            known = [
-                (p.batch, p.time_ms / p.batch)
-                for p in self.rows.values()
-                if p.algo == algo and p.error is None
-            ]
-        return min(known, key=lambda k: abs(k[0] - batch), default=(0, 0.0))[1]
+    def _expected_ms(self, algo: str, batch: int) -> float:
+        """Time of one run, in proportion to the nearest size known; 0 if none is."""
+        known = [
+            perf
+            for perf in (*self.rows.values(), *self._hints.get(algo, ()))
+            if perf.algo == algo and perf.error is None
+        ]
+        if not known:
+            return 0.0
+        nearest = min(known, key=lambda perf: abs(perf.batch - batch))
+        share: float = batch / nearest.batch
+        return nearest.time_ms * share
 
 
 def _excluded(algo: str, batch: int, reason: str) -> AlgoPerf:

@@ -45,7 +45,7 @@ class StoppingRule:
         budget_ms: Stop once the samples add up to this; a kernel whose warm-up takes
             longer than the budget is timed once.
         hopeless: A kernel whose warm-up takes this many times the best of its rivals
-            is timed once, too.
+            is not run again: the warm-up is its time.
 
     Raises:
         ValueError: The numbers of samples contradict each other.
@@ -102,7 +102,9 @@ def measure(
     samples: list[float] = []
     if clock() >= deadline:
         return Timing(warm, 0.0, 0)
-    if warm > rule.hopeless * best_ms or warm > rule.budget_ms:
+    if warm > rule.hopeless * best_ms:
+        return Timing(warm, 0.0, 1)
+    if warm > rule.budget_ms:
         return Timing.of([_sample(run, device)])
     while not rule.enough(samples):
         samples.append(_sample(run, device))

@@ -235,7 +235,7 @@ class Tuner:
         rivals = [plan]
         if undivided is not None and undivided.steps != plan.steps:
             rivals.append(undivided)
-        timings = self._time_plans(rivals, time_limit_s)
+        timings = self.time_plans(rivals, time_limit_s=time_limit_s)
         planned = timings[0].time_ms
         predicted = plan.time_ms
         if undivided is None:
@@ -305,9 +305,14 @@ class Tuner:
             self.cache.put_verdict(device, plan.problem, signature, ratio)
         return plan if ratio < 1.0 else undivided
 
-    def _time_plans(
-        self, plans: Sequence[ConvPlan], time_limit_s: float
+    def time_plans(
+        self, plans: Sequence[ConvPlan], *, time_limit_s: float = math.inf
     ) -> tuple[Timing, ...]:
+        """Run plans of one problem in turn and time each as a whole.
+
+        Raises:
+            OutOfMemoryError: Operands and workspace do not fit the memory limit.
+        """
         backend = self.backend
         workspace = max(plan.workspace for plan in plans)
         a, b, out = operands(backend, plans[0].problem, workspace, self.memory_limit)

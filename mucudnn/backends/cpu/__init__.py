@@ -11,6 +11,8 @@ __all__ = ["device_count", "load"]
 
 def device_count(argument: str) -> int:
     """One: all cores together."""
+    if argument:
+        raise ValueError(f"backend 'cpu' takes no argument, got {argument!r}")
     return 1
 
 
