@@ -6,7 +6,6 @@ from hypothesis import assume, given, settings, strategies as st
 
 from mucudnn.backends.cpu.conv import fft, fft_tiling
 from mucudnn.backends.cpu.conv.dft import Window, fill_table, frequencies
-from mucudnn.backends.cpu.conv.frugal import each
 from mucudnn.backends.cpu.conv.separable import Chunk, Separable
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
@@ -197,10 +196,3 @@ def test_a_filter_without_room_in_a_tile_is_excluded(fields, words):
     assert reason is not None
     assert words in reason
     assert fft.ALGORITHM.excluded(problem) is None
-
-
-@given(count=st.integers(0, 200), workers=st.sampled_from(sorted(WORKERS)))
-def test_each_item_is_done_once(count, workers):
-    done = []
-    each(WORKERS[workers], range(count), lambda _, item: done.append(item))
-    assert sorted(done) == list(range(count))

@@ -182,8 +182,8 @@ class _Work:
         if not known:
             return 0.0
         nearest = min(known, key=lambda perf: abs(perf.batch - batch))
-        share: float = batch / nearest.batch
-        return nearest.time_ms * share
+        expected: float = nearest.time_ms * batch / nearest.batch
+        return expected
 
 
 def _excluded(algo: str, batch: int, reason: str) -> AlgoPerf:

@@ -1,18 +1,21 @@
 """IMPLICIT_GEMM: a matrix product whose patches are gathered as it goes, in blocks.
 
-No workspace. Each worker holds three blocks of a few kilobytes (patches, filter and
-result) on its own account; the price is products too small for BLAS to be at its best.
+No workspace: three blocks of a few kilobytes (patches, filter, result) are all there
+is. The price is products too small for BLAS to be at its best, on one thread: several
+would spend their time handing the interpreter lock to each other.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from mucudnn.backends.cpu.conv.algorithm import Algorithm
 from mucudnn.backends.cpu.conv.gather import (
+    Axis,
     Cut,
     Gather,
     Tiling,
@@ -20,16 +23,16 @@ from mucudnn.backends.cpu.conv.gather import (
     backward_gathers,
     forward_gather,
     grouped,
+    tap_windows,
 )
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 
 __all__ = ["ALGORITHM"]
 
-_CREW = 2  # workers at most, so that all their blocks together stay under 32 KiB
-_PIXEL_BYTES = 224  # one row of a block of patches
-_TERMS = 27  # its rows: groups × channels × taps
-_ROWS = 24  # rows of a block of the result
+_PIXEL_BYTES = 256  # one row of a block of patches
+_TERMS = 64  # its rows: groups × channels × taps
+_ROWS = 32  # rows of a block of the result; all blocks together take 32 KiB
 
 _Reach = tuple[slice, slice] | None
 """Outputs (within a tile) that a tap reaches, and what it reads for them."""
@@ -106,17 +109,19 @@ def _multiply_pixels(
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """A block of the reduction: some groups, channels and (flattened) taps."""
+    """A block of the reduction: a contiguous range of filter columns.
+
+    Attributes:
+        groups: Groups it is of.
+        channels: Channels of each.
+        taps: Flattened taps of each.
+        columns: Where they lie in a filter's rows.
+    """
 
     groups: slice
     channels: slice
     taps: range
-
-    @property
-    def count(self) -> int:
-        """Rows of one group's patches."""
-        channels: int = self.channels.stop - self.channels.start
-        return channels * len(self.taps)
+    columns: slice
 
 
 class _Blocked:
@@ -128,29 +133,35 @@ class _Blocked:
         pixels = _PIXEL_BYTES // problem.itemsize
         outs = math.prod(gather.out_shape)
         self._tiling = Tiling(problem.batch, gather.out_shape, min(pixels, outs))
-        self._columns, self._products = (
-            np.empty((_CREW, _TERMS * pixels), problem.dtype) for _ in range(2)
-        )
-        self._filters = np.empty((_CREW, _TERMS * _ROWS), problem.dtype)
+        self._columns = np.empty(_TERMS * pixels, problem.dtype)
+        self._products = np.empty(_ROWS * max(_TERMS, pixels), problem.dtype)
+        self._filters = np.empty(_ROWS * max(_TERMS, pixels), problem.dtype)
 
     def correlate(self, source: Any, w: Any, dest: Any, workers: Workers) -> None:
         """Add w (G, D, C, *taps) @ patches of (N, G, C, …) to dest (N, G, D, *outs)."""
+        rank = len(self._gather.axes)
+        taps = tuple(range(3, 3 + rank))
+        ordered = w.transpose(0, 1, *((*taps, 2) if self._last else (2, *taps)))
+        matrix = as_matrix(ordered, 1, 1 + rank)
 
         def work(worker: int, cut: Cut) -> None:
             samples, tile = cut
             sample, reaches = source[samples.start], self._reaches(source, tile)
             for terms in self._blocks(*source.shape[1:3]):
-                columns = self._lower(worker, sample, terms, tile, reaches)
-                groups = columns.shape[0]
+                columns = self._lower(sample, terms, tile, reaches)
+                groups, _, pixels = columns.shape
                 for rows in _cuts(w.shape[1], max(1, _ROWS // groups)):
-                    filters = self._filter(worker, w[terms.groups, rows], terms)
-                    shape = (groups, filters.shape[1], columns.shape[2])
-                    product = _front(self._products[worker], shape)
+                    if matrix is not None:
+                        filters = matrix[terms.groups, rows, terms.columns]
+                    else:
+                        filters = self._filter(w[terms.groups, rows], terms)
+                    shape = (groups, filters.shape[1], pixels)
+                    product = _front(self._products, shape)
                     np.matmul(filters, columns, out=product)
                     target = dest[(samples.start, terms.groups, rows, *tile)]
                     np.add(target, product.reshape(target.shape), out=target)
 
-        workers.each(self._tiling, work, at_most=_CREW)
+        workers.each(self._tiling, work, at_most=1)
 
     def filter_gradient(self, x: Any, dy: Any, dw: Any, workers: Workers) -> None:
         """Add dy (N, G, K, …) @ patchesᵀ, over all tiles, to dw (G, K, C, *taps)."""
@@ -160,33 +171,43 @@ class _Blocked:
         def work(worker: int, terms: _Terms) -> None:
             for samples, tile in self._tiling:
                 reaches = self._reaches(x, tile)
-                columns = self._lower(worker, x[samples.start], terms, tile, reaches)
-                groups, pixels = columns.shape[0], columns.shape[2]
+                columns = self._lower(x[samples.start], terms, tile, reaches)
+                groups, count, pixels = columns.shape
                 for rows in _cuts(dy.shape[2], max(1, _ROWS // groups)):
                     part = dy[(samples.start, terms.groups, rows, *tile)]
                     errors = as_matrix(part, 1, rank)
                     if errors is None:
-                        errors = _front(
-                            self._filters[worker], (*part.shape[:2], pixels)
-                        )
+                        shape = (*part.shape[:2], pixels)
+                        errors = _front(self._filters, shape)
                         np.copyto(errors.reshape(part.shape), part)
-                    shape = (groups, part.shape[1], terms.count)
-                    product = _front(self._products[worker], shape)
+                    shape = (groups, part.shape[1], count)
+                    product = _front(self._products, shape)
                     np.matmul(errors, columns.transpose(0, 2, 1), out=product)
                     target = dw[terms.groups, rows, terms.channels, _slice(terms.taps)]
                     np.add(target, self._by_channel(product, target), out=target)
 
         blocks = self._blocks(*x.shape[1:3])
-        workers.each(blocks, work, at_most=_CREW)
+        workers.each(blocks, work, at_most=1)
 
     def _blocks(self, groups: int, channels: int) -> Iterator[_Terms]:
+        """Contiguous ranges of (channel, tap), or of (tap, channel) channels last."""
         taps = self._gather.num_taps
-        several = max(1, _TERMS // (channels * taps))
-        block = max(1, _TERMS // taps)
+        outer, inner = (taps, channels) if self._last else (channels, taps)
+        run = 1 if self._last else self._gather.axes[-1].taps  # a kernel's last axis
+        chunk = _TERMS // run * run if run <= _TERMS < inner else _TERMS
+        several = min(_ROWS, max(1, _TERMS // (channels * taps)))
         for g in _cuts(groups, several):
-            for c in _cuts(channels, block):
-                for t in _cuts(taps, _TERMS):
-                    yield _Terms(g, c, range(t.start, t.stop))
+            for o in _cuts(outer, max(1, _TERMS // inner)):
+                for i in _cuts(inner, chunk):
+                    along_c, along_t = (i, o) if self._last else (o, i)
+                    start = o.start * inner + i.start
+                    stop = (o.stop - 1) * inner + i.stop
+                    yield _Terms(
+                        g,
+                        along_c,
+                        range(along_t.start, along_t.stop),
+                        slice(start, stop),
+                    )
 
     def _reaches(self, source: Any, tile: Any) -> list[list[_Reach]]:
         """For each axis and each tap along it, which outputs of a tile it reaches."""
@@ -206,7 +227,6 @@ class _Blocked:
 
     def _lower(
         self,
-        worker: int,
         source: Any,
         terms: _Terms,
         tile: Any,
@@ -214,42 +234,86 @@ class _Blocked:
     ) -> Any:
         """Patches of one sample (G, C, *spatial) as (groups, terms, pixels)."""
         part = source[terms.groups, terms.channels]
+        groups, channels = part.shape[:2]
         outs = tuple(t.stop - t.start for t in tile)
-        order = self._order(part.shape[1], len(terms.taps))
-        columns = _front(self._columns[worker], (part.shape[0], *order, *outs))
-        if any(
-            r is None or r[0].stop - r[0].start < out
+        count = len(terms.taps)
+        shape = (count, channels) if self._last else (channels, count)
+        columns = _front(self._columns, (groups, *shape, *outs))
+        by_channel = columns.swapaxes(1, 2) if self._last else columns
+        inside = all(
+            r is not None and r[0].stop - r[0].start == out
             for along, out in zip(reaches, outs, strict=True)
             for r in along
-        ):
+        )
+        box = self._box(terms.taps) if inside else None
+        if box is not None:
+            windows = tap_windows(part, box, tile, (0,) * len(box))
+            lead = (groups, channels, *(axis.taps for axis in box), *outs)
+            strides = by_channel.strides
+            tap_strides = [strides[2]]
+            for axis in reversed(box[1:]):
+                tap_strides.insert(0, tap_strides[0] * axis.taps)
+            target = as_strided(
+                by_channel, lead, (*strides[:2], *tap_strides, *strides[3:])
+            )
+            np.copyto(target, windows)
+        else:
+            self._lower_by_tap(part, terms.taps, reaches, by_channel, inside)
+        return columns.reshape(groups, channels * count, math.prod(outs))
+
+    def _lower_by_tap(
+        self,
+        part: Any,
+        taps: range,
+        reaches: list[list[_Reach]],
+        columns: Any,
+        inside: bool,
+    ) -> None:
+        """Fill columns (groups, channels, taps, *outs); what no tap reaches is 0."""
+        if not inside:
             columns[...] = 0
-        for i, tap in enumerate(terms.taps):
+        for i, tap in enumerate(taps):
             window = [
                 along[j] for along, j in zip(reaches, self._unravel(tap), strict=True)
             ]
             hit = [r for r in window if r is not None]
             if len(hit) == len(window):
-                at = (slice(None), i) if self._last else (slice(None), slice(None), i)
-                target = columns[(*at, ..., *(inner for inner, _ in hit))]
-                np.copyto(target, part[(..., *(read for _, read in hit))])
-        return columns.reshape(part.shape[0], terms.count, math.prod(outs))
+                target = columns[(slice(None), slice(None), i, *(r[0] for r in hit))]
+                np.copyto(target, part[(..., *(r[1] for r in hit))])
 
-    def _filter(self, worker: int, w: Any, terms: _Terms) -> Any:
-        """A block of filters (G, D, C, *taps) as (groups, rows, terms)."""
+    def _box(self, taps: range) -> tuple[Axis, ...] | None:
+        """The axes of these taps alone, where they fill a box of the kernel."""
+        first, last = self._unravel(taps.start), self._unravel(taps.stop - 1)
+        box, partial = [], False
+        for axis, a, b in zip(self._gather.axes, first, last, strict=True):
+            if partial and (a, b) != (0, axis.taps - 1):
+                return None
+            partial = partial or a != b
+            start = axis.start + a * axis.tap_step
+            box.append(replace(axis, start=start, taps=b - a + 1))
+        return tuple(box)
+
+    def _filter(self, w: Any, terms: _Terms) -> Any:
+        """A block of filters (G, D, C, *taps), copied, as (groups, rows, terms)."""
         part = w[:, :, terms.channels]
-        channels = part.shape[2]
-        if len(terms.taps) == self._gather.num_taps:
-            rank = len(self._gather.axes)
-            order = (*range(3, 3 + rank), 2) if self._last else (2, *range(3, 3 + rank))
-            matrix = as_matrix(part.transpose(0, 1, *order), 1, 1 + rank)
-            if matrix is not None:
-                return matrix
-        shape = (*part.shape[:2], *self._order(channels, len(terms.taps)))
-        copy = _front(self._filters[worker], shape)
-        for i, tap in enumerate(terms.taps):
-            target = copy[:, :, i] if self._last else copy[..., i]
-            np.copyto(target, part[(..., *self._unravel(tap))])
-        return copy.reshape(*part.shape[:2], terms.count)
+        groups, rows, channels = part.shape[:3]
+        count = len(terms.taps)
+        shape = (count, channels) if self._last else (channels, count)
+        copy = _front(self._filters, (groups, rows, *shape))
+        first, last = (self._unravel(t) for t in (terms.taps[0], terms.taps[-1]))
+        if self._box(terms.taps) is None:
+            for i, tap in enumerate(terms.taps):
+                target = copy[:, :, i] if self._last else copy[..., i]
+                np.copyto(target, part[(..., *self._unravel(tap))])
+        else:
+            part = part[
+                (..., *(slice(a, b + 1) for a, b in zip(first, last, strict=True)))
+            ]
+            rank = part.ndim - 3
+            if self._last:
+                part = part.transpose(0, 1, *range(3, 3 + rank), 2)
+            np.copyto(copy.reshape(part.shape), part)
+        return copy.reshape(groups, rows, channels * count)
 
     def _by_channel(self, product: Any, target: Any) -> Any:
         """A block of a filter gradient (groups, rows, terms) as (…, channels, taps)."""
@@ -257,9 +321,6 @@ class _Blocked:
         if self._last:
             return product.reshape(*lead, taps, channels).swapaxes(2, 3)
         return product.reshape(*lead, channels, taps)
-
-    def _order(self, channels: int, taps: int) -> tuple[int, int]:
-        return (taps, channels) if self._last else (channels, taps)
 
     def _unravel(self, tap: int) -> tuple[int, ...]:
         index = []
