@@ -16,7 +16,7 @@ def home(tmp_path, monkeypatch):
 
 
 def test_argument_before_environment_before_default(home):
-    default = Tuner.from_env({}, backend="null")
+    default = Tuner.from_env({}, backend="cpu")
     assert default.workspace_limit == 64 << 20
     assert default.batch_policy == "powers_of_two"
     assert default.total_workspace is None
@@ -63,6 +63,10 @@ def test_argument_before_environment_before_default(home):
 )
 def test_words_of_the_environment(home, name, text, attribute, value):
     assert getattr(Tuner.from_env({name: text}, backend="null"), attribute) == value
+
+
+def test_what_is_made_up_is_not_remembered(home):
+    assert Tuner.from_env({}, backend="null").cache.path is None
 
 
 def test_all_devices(home):
