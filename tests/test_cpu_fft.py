@@ -5,8 +5,8 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from mucudnn.backends.cpu.conv import fft, fft_tiling
-from mucudnn.backends.cpu.conv.dft import Window, fill_table, frequencies
-from mucudnn.backends.cpu.conv.separable import Chunk, Separable
+from mucudnn.backends.cpu.conv.fourier.dft import Window, fill_table, frequencies
+from mucudnn.backends.cpu.conv.fourier.separable import Chunk, Separable
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 from tests.reference import operands, reference, relative_error

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mucudnn.backends.cpu.conv import winograd, winograd_plan
-from mucudnn.backends.cpu.conv.winograd_transforms import (
+from mucudnn.backends.cpu.conv import winograd_nonfused
+from mucudnn.backends.cpu.conv.winograd import plan as winograd_plan
+from mucudnn.backends.cpu.conv.winograd.transforms import (
     MINIMAL,
     TAPS,
     band,
@@ -18,7 +19,7 @@ from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 from tests.reference import operands, reference, relative_error
 
-ALGORITHM = winograd.ALGORITHM
+ALGORITHM = winograd_nonfused.ALGORITHM
 CREW = Workers(2)
 
 

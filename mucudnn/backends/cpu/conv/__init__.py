@@ -8,8 +8,8 @@ from mucudnn.backends.cpu.conv import (
     fft_tiling,
     gemm,
     implicit_gemm,
-    precomp_gemm,
-    winograd,
+    implicit_precomp_gemm,
+    winograd_nonfused,
 )
 from mucudnn.backends.cpu.conv.algorithm import Algorithm
 from mucudnn.backends.cpu.threads import Workers
@@ -21,11 +21,11 @@ __all__ = ["ALGORITHMS", "CpuConv"]
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     implicit_gemm.ALGORITHM,
-    precomp_gemm.ALGORITHM,
+    implicit_precomp_gemm.ALGORITHM,
     gemm.ALGORITHM,
     fft.ALGORITHM,
     fft_tiling.ALGORITHM,
-    winograd.ALGORITHM,
+    winograd_nonfused.ALGORITHM,
 )
 
 _DTYPES = ("float32", "float64")

@@ -8,8 +8,8 @@ grows with the square of the length, which is what bounds the image.
 from typing import Any
 
 from mucudnn.backends.cpu.conv.algorithm import Algorithm
-from mucudnn.backends.cpu.conv.geometry import whole_axis
-from mucudnn.backends.cpu.conv.spectral import Spectral
+from mucudnn.backends.cpu.conv.fourier.circles import whole_axis
+from mucudnn.backends.cpu.conv.fourier.spectral import Spectral
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem
 

@@ -8,8 +8,8 @@ Volumes take tiles of 16 points an axis: 32 would need 32 768 a tile.
 from typing import Any
 
 from mucudnn.backends.cpu.conv.algorithm import Algorithm
-from mucudnn.backends.cpu.conv.geometry import tiled_axis
-from mucudnn.backends.cpu.conv.spectral import Spectral
+from mucudnn.backends.cpu.conv.fourier.circles import tiled_axis
+from mucudnn.backends.cpu.conv.fourier.spectral import Spectral
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from mucudnn.backends.cpu.conv.algorithm import Algorithm
-from mucudnn.backends.cpu.conv.gather import (
+from mucudnn.backends.cpu.conv.lowering.gather import (
     Axis,
     Cut,
     Gather,
@@ -30,9 +30,9 @@ from mucudnn.ir.conv import ConvProblem, Direction
 
 __all__ = ["ALGORITHM"]
 
-_PIXEL_BYTES = 256  # one row of a block of patches
-_TERMS = 64  # its rows: groups × channels × taps
-_ROWS = 32  # rows of a block of the result; all blocks together take 32 KiB
+_PIXEL_BYTES = 224  # one row of a block of patches
+_TERMS = 54  # its rows: groups × channels × taps
+_ROWS = 28  # rows of a block of the result; all blocks together take 24 KiB
 
 _Reach = tuple[slice, slice] | None
 """Outputs (within a tile) that a tap reaches, and what it reads for them."""
@@ -235,7 +235,7 @@ class _Blocked:
         """Patches of one sample (G, C, *spatial) as (groups, terms, pixels)."""
         part = source[terms.groups, terms.channels]
         groups, channels = part.shape[:2]
-        outs = tuple(t.stop - t.start for t in tile)
+        outs = [t.stop - t.start for t in tile]
         count = len(terms.taps)
         shape = (count, channels) if self._last else (channels, count)
         columns = _front(self._columns, (groups, *shape, *outs))

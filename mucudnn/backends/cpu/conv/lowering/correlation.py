@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.conv.carve import Region, carve
-from mucudnn.backends.cpu.conv.gather import (
+from mucudnn.backends.cpu.conv.lowering.gather import (
     Cut,
     Gather,
     Tiling,
@@ -21,7 +21,7 @@ from mucudnn.backends.cpu.conv.gather import (
     forward_gather,
     grouped,
 )
-from mucudnn.backends.cpu.conv.patches import Patches, matrix_buffer
+from mucudnn.backends.cpu.conv.lowering.patches import Patches, matrix_buffer
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from mucudnn.backends.cpu.conv.carve import Region, carve
-from mucudnn.backends.cpu.conv.gather import (
+from mucudnn.backends.cpu.conv.lowering.gather import (
     Tiling,
     as_matrix,
     forward_gather,
     grouped,
 )
-from mucudnn.backends.cpu.conv.patches import Patches, matrix_buffer
+from mucudnn.backends.cpu.conv.lowering.patches import Patches, matrix_buffer
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem
 

@@ -8,7 +8,7 @@ greatest |j - m - t| of a tile: it need not cover the padding at both ends.
 
 from dataclasses import dataclass
 
-from mucudnn.backends.cpu.conv.dft import Window
+from mucudnn.backends.cpu.conv.fourier.dft import Window
 from mucudnn.ir.conv import ConvProblem, Direction
 
 __all__ = ["Axis", "tiled_axis", "whole_axis"]

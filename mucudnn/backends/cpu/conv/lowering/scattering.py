@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.conv.carve import Region, carve
-from mucudnn.backends.cpu.conv.gather import (
+from mucudnn.backends.cpu.conv.lowering.gather import (
     Tiling,
     as_matrix,
     forward_gather,
     grouped,
 )
-from mucudnn.backends.cpu.conv.patches import matrix_buffer
+from mucudnn.backends.cpu.conv.lowering.patches import matrix_buffer
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem
 

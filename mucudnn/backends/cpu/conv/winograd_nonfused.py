@@ -12,14 +12,14 @@ import numpy as np
 
 from mucudnn.backends.cpu.conv import carve
 from mucudnn.backends.cpu.conv.algorithm import Algorithm
-from mucudnn.backends.cpu.conv.winograd_filter import (
+from mucudnn.backends.cpu.conv.winograd.filters import (
     Filter,
     filter_region,
     spare_items,
 )
-from mucudnn.backends.cpu.conv.winograd_plan import Block, Plan, make_plan, pieces
-from mucudnn.backends.cpu.conv.winograd_tiles import Piece, Tiles, pieces_of
-from mucudnn.backends.cpu.conv.winograd_transforms import TAPS
+from mucudnn.backends.cpu.conv.winograd.plan import Block, Plan, make_plan, pieces
+from mucudnn.backends.cpu.conv.winograd.tiles import Piece, Tiles, pieces_of
+from mucudnn.backends.cpu.conv.winograd.transforms import TAPS
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 

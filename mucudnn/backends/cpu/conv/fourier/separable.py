@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.conv.carve import Region, carve
-from mucudnn.backends.cpu.conv.dft import (
+from mucudnn.backends.cpu.conv.fourier.dft import (
     Window,
     frequencies,
     halves,

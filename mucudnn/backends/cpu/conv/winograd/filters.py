@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.conv.carve import Region
-from mucudnn.backends.cpu.conv.winograd_transforms import Minimal
+from mucudnn.backends.cpu.conv.winograd.transforms import Minimal
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from mucudnn.backends.cpu.conv.algorithm import Algorithm
 from mucudnn.backends.cpu.conv.carve import nbytes
-from mucudnn.backends.cpu.conv.correlation import Correlation
-from mucudnn.backends.cpu.conv.filter_gradient import FilterGradient
-from mucudnn.backends.cpu.conv.scattering import Scattering
+from mucudnn.backends.cpu.conv.lowering.correlation import Correlation
+from mucudnn.backends.cpu.conv.lowering.filter_gradient import FilterGradient
+from mucudnn.backends.cpu.conv.lowering.scattering import Scattering
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 

@@ -5,15 +5,14 @@ a row * channels): what `analyse` can write for one sample in one matrix product
 what is, read as (values, tiles, channels), one dense matrix a value.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.conv.winograd_plan import Block, Image, Plan
-from mucudnn.backends.cpu.conv.winograd_transforms import analyse, band, synthesise
+from mucudnn.backends.cpu.conv.winograd.plan import Block, Image, Plan
+from mucudnn.backends.cpu.conv.winograd.transforms import analyse, band, synthesise
 
 __all__ = ["Piece", "Tiles", "pieces_of"]
 
@@ -21,10 +20,10 @@ Piece = tuple[int, int]
 """A sample and the index of a range of tiles of the second axis."""
 
 
-def pieces_of(plan: Plan, block: Block) -> list[Piece]:
-    """What the workers transform at a time."""
+def pieces_of(plan: Plan, block: Block) -> Iterator[Piece]:
+    """What the workers transform at a time; a list of thousands would be memory too."""
     parts = len(plan.ranges[1]) if plan.rank > 1 else 1
-    return list(itertools.product(range(*block.samples), range(parts)))
+    return ((n, part) for n in range(*block.samples) for part in range(parts))
 
 
 class Tiles:
@@ -110,9 +109,8 @@ class Tiles:
         """A stretch of the image, channels last; its band matrices; its values."""
         plan, (sample, part) = self._plan, piece
         indices = (block.band, part, 0)
-        stretch, bands = zip(
-            *(of[i] for of, i in zip(self._bands, indices, strict=False)), strict=True
-        )
+        chosen = [of[i] for of, i in zip(self._bands, indices, strict=False)]
+        stretch, bands = [c[0] for c in chosen], [c[1] for c in chosen]
         values = self._stored(block)[:, :, sample - block.samples[0]]
         if plan.rank > 1:
             width = values.shape[-1] // plan.ranges[1][-1][1]

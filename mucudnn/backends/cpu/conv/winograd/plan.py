@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mucudnn.backends.cpu.conv.carve import Region
-from mucudnn.backends.cpu.conv.winograd_transforms import (
+from mucudnn.backends.cpu.conv.winograd.transforms import (
     MINIMAL,
     TAPS,
     Minimal,
@@ -214,7 +214,7 @@ def _cut(
         parts = 1
         if axis == 1:
             parts = max(-(-count // _STRETCH), -(-2 * workers // samples))
-        ranges.append(pieces(count, min(parts, count)))
+        ranges.append(tuple(pieces(count, min(parts, count))))
     return Plan(minimal, problem.batch, source, result, tuple(ranges), samples)
 
 
@@ -249,6 +249,6 @@ def _tile(problem: ConvProblem, result: Sequence[int]) -> int:
     return min(choices, key=cost)
 
 
-def pieces(total: int, parts: int) -> tuple[Range, ...]:
+def pieces(total: int, parts: int) -> Sequence[Range]:
     """`range(total)` in at most `parts` pieces, as equal as they can be."""
-    return tuple((i * total // parts, (i + 1) * total // parts) for i in range(parts))
+    return [(i * total // parts, (i + 1) * total // parts) for i in range(parts)]

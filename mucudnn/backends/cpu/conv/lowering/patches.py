@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.conv.carve import Region
-from mucudnn.backends.cpu.conv.gather import Axis, as_matrix, tap_windows
+from mucudnn.backends.cpu.conv.lowering.gather import Axis, as_matrix, tap_windows
 
 __all__ = ["Patches", "matrix_buffer"]
 

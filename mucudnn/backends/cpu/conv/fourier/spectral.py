@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.conv.carve import Region, carve, nbytes
-from mucudnn.backends.cpu.conv.dft import (
+from mucudnn.backends.cpu.conv.fourier.circles import Axis
+from mucudnn.backends.cpu.conv.fourier.dft import (
     Window,
     basis_scratch,
     fill_basis,
     fill_table,
     frequencies,
 )
-from mucudnn.backends.cpu.conv.geometry import Axis
-from mucudnn.backends.cpu.conv.products import Products
-from mucudnn.backends.cpu.conv.separable import Separable
+from mucudnn.backends.cpu.conv.fourier.products import Products
+from mucudnn.backends.cpu.conv.fourier.separable import Separable
 from mucudnn.backends.cpu.threads import Workers, short_buffers
 from mucudnn.ir.conv import ConvProblem, Direction
 

@@ -1,0 +1,1 @@
+"""Convolution in the Fourier domain: transforms by matrix product."""

@@ -1,0 +1,1 @@
+"""Convolution as a product of matrices: gather patches, multiply, scatter."""

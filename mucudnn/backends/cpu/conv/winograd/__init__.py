@@ -1,0 +1,1 @@
+"""Winograd: transform tiles, multiply, transform back."""
