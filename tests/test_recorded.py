@@ -10,7 +10,7 @@ from mucudnn.backends.recorded import RecordedConv
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
-from mucudnn.ir.serial import Measurement, format_recording
+from mucudnn.ir.recording import Measurement, format_recording
 from mucudnn.runtime.timing import StoppingRule, measure
 
 PROBLEM = ConvProblem(

@@ -9,9 +9,9 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.ir import serial
+from mucudnn.ir import recording, serial
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction, PerfTable
-from mucudnn.ir.serial import Measurement
+from mucudnn.ir.recording import Measurement
 
 sizes = st.integers(1, 9)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -207,12 +207,12 @@ def test_a_bad_key_is_refused():
 
 @given(st.lists(measurements(), max_size=5), st.booleans())
 def test_a_recording_survives(rows, compress):
-    data = serial.format_recording(rows, compress=compress)
-    parsed = serial.parse_recording(data)
+    data = recording.format_recording(rows, compress=compress)
+    parsed = recording.parse_recording(data)
     assert sorted(map(repr, parsed)) == sorted(map(repr, rows))
     fingerprints = tuple(dict.fromkeys(row.fingerprint for row in rows))
-    assert serial.recorded_fingerprints(data) == fingerprints
-    assert serial.format_recording(parsed, compress=compress) == data
+    assert recording.recorded_fingerprints(data) == fingerprints
+    assert recording.format_recording(parsed, compress=compress) == data
 
 
 ROWS = [
@@ -229,10 +229,10 @@ ROWS = [
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_every_truncation_is_refused(compress):
-    data = serial.format_recording(ROWS, compress=compress)
+    data = recording.format_recording(ROWS, compress=compress)
     for length in range(len(data.rstrip(b"\n"))):
         with pytest.raises(ValueError, match=r".+"):
-            serial.parse_recording(data[:length])
+            recording.parse_recording(data[:length])
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_every_truncation_is_refused(compress):
     ],
 )
 def test_a_bad_recording_is_located(path, bad, message):
-    document = json.loads(serial.format_recording(ROWS))
+    document = json.loads(recording.format_recording(ROWS))
     broken = copy.deepcopy(document)
     *way, last = path
     place = broken
@@ -270,17 +270,17 @@ def test_a_bad_recording_is_located(path, bad, message):
         place = place[step]
     place[last] = bad
     with pytest.raises(ValueError, match=message):
-        serial.parse_recording(json.dumps(broken).encode())
+        recording.parse_recording(json.dumps(broken).encode())
 
 
 def test_other_files_are_refused():
     for data in (b"", b"\x00", b"[]", b"NaN", b"[" * 100_000, gzip.compress(b"{}")):
         with pytest.raises(ValueError, match=r".+"):
-            serial.parse_recording(data)
+            recording.parse_recording(data)
 
 
 def test_a_device_occurs_once():
-    document = json.loads(serial.format_recording(ROWS))
+    document = json.loads(recording.format_recording(ROWS))
     document["devices"] *= 2
     with pytest.raises(ValueError, match=r"devices\[1\].fingerprint: 'gpu' occurs"):
-        serial.parse_recording(json.dumps(document).encode())
+        recording.parse_recording(json.dumps(document).encode())

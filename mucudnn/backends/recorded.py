@@ -13,7 +13,7 @@ from mucudnn.backends.base import Backend
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.serial import Measurement, parse_recording, recorded_fingerprints
+from mucudnn.ir.recording import Measurement, parse_recording, recorded_fingerprints
 
 __all__ = ["RecordedConv", "device_count", "load"]
 

@@ -3,42 +3,29 @@
 The codec walks `dataclasses.fields`, so a field added to a value cannot be forgotten in
 its keys and files. Reading is strict: a missing, unknown or ill-typed field is an error
 that names it. JSON has no infinity; the time of a failed row is null.
-
-A recording is a file of measurements, grouped by device and convolution so that long
-keys are written once::
-
-    {"kind": "mucudnn-recording", "schema": 1, "devices": [
-      {"fingerprint": "…", "problems": [
-        {"problem": {"direction": "forward", "x_shape": ["N", 3, 32, 32], …},
-         "rows": [{"algo": "GEMM", "batch": 8, "time_ms": 0.5, …,
-                   "measured_at": 1700000000.0, "version": "0.1.0"}]}]}]}
-
-It may be compressed with gzip. A cache imports it, a backend answers from it; nothing
-here touches a file.
 """
 
 import dataclasses
 import enum
 import functools
-import gzip
 import json
 import math
 import reprlib
 import types
 import typing
-import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
 
 __all__ = [
-    "KIND",
-    "SCHEMA",
-    "Measurement",
-    "format_recording",
-    "parse_recording",
+    "decode",
+    "decode_layer",
+    "decode_perf",
+    "list_of",
+    "load_json",
+    "members_of",
+    "object_of",
     "perf_from_dict",
     "perf_to_dict",
     "plan_from_dict",
@@ -47,37 +34,13 @@ __all__ = [
     "problem_from_key",
     "problem_key",
     "problem_to_dict",
-    "recorded_fingerprints",
     "table_from_dict",
     "table_to_dict",
 ]
 
-KIND = "mucudnn-recording"
-SCHEMA = 1
 _ANY_BATCH = "N"
 _LARGEST = 2**63 - 1
-_GZIP_MAGIC = b"\x1f\x8b"
-_EXTRA = {"measured_at": float, "version": str}
 _LEAST = {"batch": 1, "time_ms": 0, "workspace": 0, "noise_ms": 0, "samples": 0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """One row of a recording: what was measured, where and when.
-
-    Attributes:
-        fingerprint: The device and its libraries.
-        problem: The convolution, at the micro-batch size of `perf`.
-        perf: The outcome.
-        measured_at: Seconds since 1970.
-        version: Version of mucudnn that measured.
-    """
-
-    fingerprint: str
-    problem: ConvProblem
-    perf: AlgoPerf
-    measured_at: float
-    version: str
 
 
 def problem_to_dict(problem: ConvProblem) -> dict[str, Any]:
@@ -107,7 +70,7 @@ def perf_to_dict(perf: AlgoPerf) -> dict[str, Any]:
 
 def perf_from_dict(data: object) -> AlgoPerf:
     """The inverse of `perf_to_dict`; ValueError names the field that is wrong."""
-    return _decode_perf("perf", data)
+    return decode_perf("perf", data)
 
 
 def table_to_dict(table: PerfTable) -> dict[str, Any]:
@@ -148,106 +111,12 @@ def problem_from_key(key: str, batch: int) -> ConvProblem:
     Raises:
         ValueError: Not such a key, or one with other fields.
     """
-    return _decode_layer("key", _load_json(key), batch)
+    return decode_layer("key", load_json(key), batch)
 
 
-def format_recording(
-    measurements: Iterable[Measurement], *, compress: bool = False
-) -> bytes:
-    """A recording as bytes; the same measurements always give the same bytes."""
-    keys: dict[ConvProblem, str] = {}
-    devices: dict[str, dict[str, list[str]]] = {}
-    for m in measurements:
-        if m.problem not in keys:
-            keys[m.problem] = problem_key(m.problem)
-        row = perf_to_dict(m.perf)
-        row |= {"measured_at": m.measured_at, "version": m.version}
-        problems = devices.setdefault(m.fingerprint, {})
-        problems.setdefault(keys[m.problem], []).append(_dumps(row))
-    text = f'{{"kind": "{KIND}", "schema": {SCHEMA}, "devices": [' + ",".join(
-        f'\n{{"fingerprint": {_dumps(fingerprint)}, "problems": ['
-        + ",".join(
-            f'\n{{"problem": {key}, "rows": [\n' + ",\n".join(rows) + "]}"
-            for key, rows in problems.items()
-        )
-        + "]}"
-        for fingerprint, problems in devices.items()
-    )
-    data = f"{text}]}}\n".encode()
-    return gzip.compress(data, compresslevel=6, mtime=0) if compress else data
+def load_json(text: str) -> Any:
+    """Parse JSON; what is not JSON, or nested too deeply, is a `ValueError`."""
 
-
-def parse_recording(data: bytes) -> tuple[Measurement, ...]:
-    """Read and check a whole recording, compressed or not.
-
-    Raises:
-        ValueError: It is truncated, no recording, or wrong in some field; the message
-            says where.
-    """
-    measurements: list[Measurement] = []
-    for where, fingerprint, problems in _devices(data):
-        for i, entry in enumerate(_list(f"{where}.problems", problems)):
-            there = f"{where}.problems[{i}]"
-            layer, rows = _members(there, entry, ("problem", "rows"))
-            base = _decode_layer(f"{there}.problem", layer, 1)
-            at_batch: dict[int, ConvProblem] = {}
-            for j, row in enumerate(_list(f"{there}.rows", rows)):
-                perf, measured_at, version = _decode_row(f"{there}.rows[{j}]", row)
-                if perf.batch not in at_batch:
-                    at_batch[perf.batch] = base.with_batch(perf.batch)
-                measurements.append(
-                    Measurement(
-                        fingerprint=fingerprint,
-                        problem=at_batch[perf.batch],
-                        perf=perf,
-                        measured_at=measured_at,
-                        version=version,
-                    )
-                )
-    return tuple(measurements)
-
-
-def recorded_fingerprints(data: bytes) -> tuple[str, ...]:
-    """The devices of a recording, in order; its rows are not checked.
-
-    Raises:
-        ValueError: It is truncated or no recording.
-    """
-    return tuple(fingerprint for _, fingerprint, _ in _devices(data))
-
-
-def _devices(data: bytes) -> list[tuple[str, str, Any]]:
-    document = _load_json(_text(data))
-    if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise ValueError(f'no recording: it lacks "kind": "{KIND}"')
-    if document.get("schema") != SCHEMA:
-        raise ValueError(
-            f"its schema is {document.get('schema')!r}, this version reads {SCHEMA}"
-        )
-    _, _, devices = _members("recording", document, ("kind", "schema", "devices"))
-    found = []
-    for i, device in enumerate(_list("devices", devices)):
-        where = f"devices[{i}]"
-        name, problems = _members(where, device, ("fingerprint", "problems"))
-        fingerprint = _decode(f"{where}.fingerprint", str, name)
-        found.append((where, fingerprint, problems))
-    names = [fingerprint for _, fingerprint, _ in found]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise ValueError(f"devices[{i}].fingerprint: {name!r} occurs twice")
-    return found
-
-
-def _text(data: bytes) -> str:
-    if data.startswith(_GZIP_MAGIC):
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as e:
-            raise ValueError(f"damaged gzip data: {e}") from e
-    return data.decode()
-
-
-def _load_json(text: str) -> Any:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
@@ -257,20 +126,17 @@ def _load_json(text: str) -> Any:
         raise ValueError("nested too deeply") from e
 
 
-def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
 def _layer(problem: ConvProblem) -> dict[str, Any]:
     data = problem_to_dict(problem)
     data["x_shape"][0] = _ANY_BATCH
     return data
 
 
-def _decode_layer(where: str, data: object, batch: int) -> ConvProblem:
-    members = _object(where, data)
+def decode_layer(where: str, data: object, batch: int) -> ConvProblem:
+    """A convolution whose batch size is written "N", at a batch size."""
+    members = object_of(where, data)
     if "x_shape" in members:
-        shape = _list(f"{where}.x_shape", members["x_shape"])
+        shape = list_of(f"{where}.x_shape", members["x_shape"])
         if shape[:1] != [_ANY_BATCH]:
             raise ValueError(
                 f'{where}.x_shape: {reprlib.repr(shape)} does not start with "N"'
@@ -280,23 +146,11 @@ def _decode_layer(where: str, data: object, batch: int) -> ConvProblem:
     return problem
 
 
-def _decode_row(where: str, data: object) -> tuple[AlgoPerf, float, str]:
-    members = _object(where, data)
-    extra = {name: members[name] for name in _EXTRA if name in members}
-    measured_at, version = (
-        _decode(f"{where}.{name}", hint, value)
-        for (name, hint), value in zip(
-            _EXTRA.items(), _members(where, extra, tuple(_EXTRA)), strict=True
-        )
-    )
-    perf = {name: value for name, value in members.items() if name not in _EXTRA}
-    return _decode_perf(where, perf), measured_at, version
-
-
-def _decode_perf(where: str, data: object) -> AlgoPerf:
-    members = _object(where, data)
+def decode_perf(where: str, data: object) -> AlgoPerf:
+    """A measurement; the time of a failed one is null."""
+    members = object_of(where, data)
     hint = _hints(AlgoPerf)["error"]
-    failed = _decode(f"{where}.error", hint, members.get("error")) is not None
+    failed = decode(f"{where}.error", hint, members.get("error")) is not None
     if failed and "time_ms" in members:
         if members["time_ms"] is not None:
             raise ValueError(f"{where}.time_ms: must be null, the row has an error")
@@ -327,11 +181,11 @@ def _encode(value: Any) -> Any:
 
 def _decode_fields(where: str, kind: type, data: object) -> Any:
     hints = _hints(kind)
-    values = _members(where, data, tuple(hints))
+    values = members_of(where, data, tuple(hints))
     decoded = {
         name: value
         if _is_plain(hint, value)
-        else _decode(f"{where}.{name}", hint, value)
+        else decode(f"{where}.{name}", hint, value)
         for (name, hint), value in zip(hints.items(), values, strict=True)
     }
     try:
@@ -346,18 +200,20 @@ def _hints(kind: type) -> Mapping[str, Any]:
     return {f.name: types_of[f.name] for f in dataclasses.fields(kind)}
 
 
-def _decode(where: str, hint: Any, value: Any) -> Any:
+def decode(where: str, hint: Any, value: Any) -> Any:
+    """A value of an annotated type; a `ValueError` names `where` it is wrong."""
     if hint is AlgoPerf:
-        return _decode_perf(where, value)
+        return decode_perf(where, value)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _decode_fields(where, hint, value)
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
         return tuple(
-            _decode(f"{where}[{i}]", item, v) for i, v in enumerate(_list(where, value))
+            decode(f"{where}[{i}]", item, v)
+            for i, v in enumerate(list_of(where, value))
         )
     if isinstance(hint, types.UnionType):
-        return None if value is None else _decode(where, str, value)
+        return None if value is None else decode(where, str, value)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         try:
             return hint(value)
@@ -403,9 +259,9 @@ def _decode_plain(where: str, hint: Any, value: Any) -> Any:
     return value
 
 
-def _members(where: str, data: object, names: tuple[str, ...]) -> tuple[Any, ...]:
+def members_of(where: str, data: object, names: tuple[str, ...]) -> tuple[Any, ...]:
     """The values of an object that has exactly these members."""
-    members = _object(where, data)
+    members = object_of(where, data)
     if tuple(members) == names:
         return tuple(members.values())
     for name in names:
@@ -417,13 +273,15 @@ def _members(where: str, data: object, names: tuple[str, ...]) -> tuple[Any, ...
     return tuple(members[name] for name in names)
 
 
-def _object(where: str, data: Any) -> dict[str, Any]:
+def object_of(where: str, data: Any) -> dict[str, Any]:
+    """A JSON object, or a `ValueError` that names `where`."""
     if type(data) is not dict:
         raise ValueError(f"{where}: {reprlib.repr(data)} is not an object")
     return data
 
 
-def _list(where: str, data: Any) -> list[Any]:
+def list_of(where: str, data: Any) -> list[Any]:
+    """A JSON array, or a `ValueError` that names `where`."""
     if type(data) is not list:
         raise ValueError(f"{where}: {reprlib.repr(data)} is not an array")
     return data

@@ -22,15 +22,9 @@ import platformdirs
 
 from mucudnn.errors import CacheError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.serial import (
-    Measurement,
-    format_recording,
-    parse_recording,
-    perf_to_dict,
-    problem_from_key,
-    problem_key,
-)
-from mucudnn.runtime.recording import CacheWarning, RecordFile, transaction
+from mucudnn.ir.recording import Measurement, format_recording, parse_recording
+from mucudnn.ir.serial import perf_to_dict, problem_from_key, problem_key
+from mucudnn.runtime.storage import CacheWarning, RecordFile, transaction
 
 __all__ = ["BenchmarkCache", "CacheWarning", "DeviceSummary", "default_path"]
 
@@ -103,7 +97,7 @@ class BenchmarkCache:
     Args:
         path: The file to remember in, made where it is missing; None is memory only.
 
-    A file that cannot be used never raises: see `mucudnn.runtime.recording`.
+    A file that cannot be used never raises: see `mucudnn.runtime.storage`.
     """
 
     def __init__(self, path: Path | str | None = None) -> None:

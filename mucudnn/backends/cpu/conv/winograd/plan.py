@@ -209,7 +209,7 @@ def _cut(
     most = min(_BLOCK_SAMPLES, max(1, room // sample_bytes))
     chunks = -(-problem.batch // most)
     samples = -(-problem.batch // chunks)
-    ranges = [bands]
+    ranges = [tuple(bands)]
     for axis, count in enumerate(tiles[1:], 1):
         parts = 1
         if axis == 1:
