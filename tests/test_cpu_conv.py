@@ -279,3 +279,27 @@ def test_half_precision_is_excluded_with_a_reason(conv):
     reasons = dict(conv.excluded(problem))
     assert set(reasons) == {a.name for a in ALGORITHMS}
     assert "float16" in reasons["GEMM"]
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_channels_last_takes_logical_views_too(conv, direction):
+    problem = ConvProblem(direction=direction, layout="NHWC", **CASES["padded"])
+    stored = operands(problem)
+    views = [array.transpose(0, 3, 1, 2) for array in stored]
+    spec = problem.operands()[2]
+    out = np.empty(spec.shape, spec.dtype)
+    conv.run(problem, "IMPLICIT_GEMM", *views, out.transpose(0, 3, 1, 2), None)
+    assert relative_error(out, reference(problem, *stored)) <= 2e-5
+
+
+def test_arrays_that_do_not_fit_are_refused(conv):
+    problem = ConvProblem(direction=Direction.FORWARD, **CASES["padded"])
+    a, b = operands(problem)
+    out = np.empty(problem.y_shape, "float32")
+    for bad, complaint in (
+        (a[:, :, :-1], "x must be float32"),
+        (a.astype("float64"), "got float64"),
+        (np.asfortranarray(a), "densely packed"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            conv.run(problem, "IMPLICIT_GEMM", bad, b, out, None)

@@ -97,14 +97,27 @@ def _excluded(algorithm: Algorithm, problem: ConvProblem) -> str | None:
 
 
 def _logical(array: Any, spec: TensorSpec, layout: str) -> Any:
-    """A stored array as a view with axes (first, channels, *spatial)."""
-    if array.shape != spec.shape or array.dtype != spec.dtype:
+    """A stored array as a view with axes (first, channels, *spatial).
+
+    Channels last, such a view itself is accepted too: (N, C, H, W) with the strides of
+    (N, H, W, C), as PyTorch keeps it.
+    """
+    last = len(spec.shape) - 1
+    stored = array
+    if layout == "NHWC" and array.shape == (
+        spec.shape[0],
+        spec.shape[last],
+        *spec.shape[1:last],
+    ):
+        turned = array.transpose(0, *range(2, last + 1), 1)
+        stored = turned if turned.flags.c_contiguous else array
+    if stored.shape != spec.shape or stored.dtype != spec.dtype:
         raise ValueError(
             f"{spec.name} must be {spec.dtype} {spec.shape} as stored in {layout}, "
             f"got {array.dtype} {array.shape}"
         )
-    if not array.flags.c_contiguous:
+    if not stored.flags.c_contiguous:
         raise ValueError(f"{spec.name} must be densely packed (C-contiguous)")
     if layout == "NHWC":
-        return array.transpose(0, array.ndim - 1, *range(1, array.ndim - 1))
-    return array
+        return stored.transpose(0, last, *range(1, last))
+    return stored
