@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem
 
-__all__ = ["Algorithm", "RunFn"]
+__all__ = ["Algorithm", "Kernel", "RunFn", "runs_everything"]
 
 
 class RunFn(Protocol):
@@ -32,6 +32,32 @@ class RunFn(Protocol):
         ...
 
 
+class Kernel(Protocol):
+    """One problem planned for some workers: what it needs, and how to run it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Exact workspace."""
+        ...
+
+    def run(
+        self,
+        a: Any,
+        b: Any,
+        out: Any,
+        workspace: Any,
+        workers: Workers,
+        accumulate: bool,
+    ) -> None:
+        """As `RunFn`, without the problem."""
+        ...
+
+
+def runs_everything(problem: ConvProblem) -> str | None:
+    """What an algorithm without limitations excludes: nothing."""
+    return None
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """One way to compute a convolution.
@@ -47,3 +73,29 @@ class Algorithm:
     excluded: Callable[[ConvProblem], str | None]
     workspace: Callable[[ConvProblem, int], int]
     run: RunFn
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        kernel: Callable[[ConvProblem, int], Kernel],
+        excluded: Callable[[ConvProblem], str | None] = runs_everything,
+    ) -> "Algorithm":
+        """An algorithm whose kernels are objects, made from (problem, workers)."""
+
+        def workspace(problem: ConvProblem, workers: int) -> int:
+            return kernel(problem, workers).nbytes
+
+        def run(
+            problem: ConvProblem,
+            a: Any,
+            b: Any,
+            out: Any,
+            workspace: Any,
+            workers: Workers,
+            accumulate: bool,
+        ) -> None:
+            planned = kernel(problem, workers.count)
+            planned.run(a, b, out, workspace, workers, accumulate)
+
+        return cls(name, excluded, workspace, run)

@@ -5,12 +5,9 @@ small primes: 13 x 13 images with a padding of 1 take 14 points, not 16. Their c
 grows with the square of the length, which is what bounds the image.
 """
 
-from typing import Any
-
 from mucudnn.backends.cpu.conv.algorithm import Algorithm
 from mucudnn.backends.cpu.conv.fourier.circles import whole_axis
 from mucudnn.backends.cpu.conv.fourier.spectral import Spectral
-from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem
 
 __all__ = ["ALGORITHM"]
@@ -19,13 +16,15 @@ _LONGEST = 512
 """Points; beyond, a table outgrows the cache and tiles win."""
 
 
-def _spectral(problem: ConvProblem) -> Spectral:
+def _kernel(problem: ConvProblem, workers: int) -> Spectral:
     rank = len(problem.stride)
-    return Spectral(problem, tuple(whole_axis(problem, i) for i in range(rank))[::-1])
+    return Spectral(
+        problem, workers, tuple(whole_axis(problem, i) for i in range(rank))[::-1]
+    )
 
 
 def _excluded(problem: ConvProblem) -> str | None:
-    for i, axis in enumerate(reversed(_spectral(problem).axes)):
+    for i, axis in enumerate(reversed(_kernel(problem, 1).axes)):
         if axis.length > _LONGEST:
             return (
                 f"spatial axis {i} of x {problem.x_shape} needs a transform of "
@@ -34,20 +33,4 @@ def _excluded(problem: ConvProblem) -> str | None:
     return None
 
 
-def _workspace(problem: ConvProblem, nworkers: int) -> int:
-    return _spectral(problem).workspace(nworkers)
-
-
-def _run(
-    problem: ConvProblem,
-    a: Any,
-    b: Any,
-    out: Any,
-    workspace: Any,
-    workers: Workers,
-    accumulate: bool,
-) -> None:
-    _spectral(problem).run(a, b, out, workspace, workers, accumulate)
-
-
-ALGORITHM = Algorithm("FFT", _excluded, _workspace, _run)
+ALGORITHM = Algorithm.of("FFT", _kernel, _excluded)

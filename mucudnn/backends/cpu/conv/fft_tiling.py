@@ -5,12 +5,9 @@ spans, so small filters waste little and those that span a tile have no output i
 Volumes take tiles of 16 points an axis: 32 would need 32 768 a tile.
 """
 
-from typing import Any
-
 from mucudnn.backends.cpu.conv.algorithm import Algorithm
 from mucudnn.backends.cpu.conv.fourier.circles import tiled_axis
 from mucudnn.backends.cpu.conv.fourier.spectral import Spectral
-from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem
 
 __all__ = ["ALGORITHM"]
@@ -19,10 +16,10 @@ _TILE = {1: 32, 2: 32, 3: 16}
 """Points an axis, by the number of spatial axes."""
 
 
-def _spectral(problem: ConvProblem) -> Spectral:
+def _kernel(problem: ConvProblem, workers: int) -> Spectral:
     rank = len(problem.stride)
     axes = (tiled_axis(problem, i, _TILE[rank]) for i in reversed(range(rank)))
-    return Spectral(problem, tuple(axes))
+    return Spectral(problem, workers, tuple(axes))
 
 
 def _excluded(problem: ConvProblem) -> str | None:
@@ -37,20 +34,4 @@ def _excluded(problem: ConvProblem) -> str | None:
     return None
 
 
-def _workspace(problem: ConvProblem, nworkers: int) -> int:
-    return _spectral(problem).workspace(nworkers)
-
-
-def _run(
-    problem: ConvProblem,
-    a: Any,
-    b: Any,
-    out: Any,
-    workspace: Any,
-    workers: Workers,
-    accumulate: bool,
-) -> None:
-    _spectral(problem).run(a, b, out, workspace, workers, accumulate)
-
-
-ALGORITHM = Algorithm("FFT_TILING", _excluded, _workspace, _run)
+ALGORITHM = Algorithm.of("FFT_TILING", _kernel, _excluded)

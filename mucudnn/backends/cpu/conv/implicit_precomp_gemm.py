@@ -6,14 +6,11 @@ multiplied at once. Workspace does not grow with the batch.
 """
 
 import functools
-from typing import Any
 
-from mucudnn.backends.cpu.conv.algorithm import Algorithm
-from mucudnn.backends.cpu.conv.carve import nbytes
+from mucudnn.backends.cpu.conv.algorithm import Algorithm, Kernel
 from mucudnn.backends.cpu.conv.lowering.correlation import Correlation
 from mucudnn.backends.cpu.conv.lowering.filter_gradient import FilterGradient
 from mucudnn.backends.cpu.conv.lowering.scattering import Scattering
-from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 
 __all__ = ["ALGORITHM"]
@@ -23,9 +20,7 @@ _FEW_CHANNELS = 16  # rows below which a product does not fill the vector units
 
 
 @functools.lru_cache(maxsize=256)  # sizes and strides, no arrays
-def _kernel(
-    problem: ConvProblem, workers: int
-) -> Correlation | FilterGradient | Scattering:
+def _kernel(problem: ConvProblem, workers: int) -> Kernel:
     if problem.direction is Direction.BACKWARD_FILTER:
         return FilterGradient(problem, workers, _TILE_BYTES)
     if (
@@ -37,25 +32,4 @@ def _kernel(
     return Correlation(problem, workers, _TILE_BYTES)
 
 
-def _excluded(problem: ConvProblem) -> str | None:
-    return None
-
-
-def _workspace(problem: ConvProblem, workers: int) -> int:
-    return nbytes(_kernel(problem, workers).regions)
-
-
-def _run(
-    problem: ConvProblem,
-    a: Any,
-    b: Any,
-    out: Any,
-    workspace: Any,
-    workers: Workers,
-    accumulate: bool,
-) -> None:
-    kernel = _kernel(problem, workers.count)
-    kernel.run(a, b, out, workspace, workers, accumulate)
-
-
-ALGORITHM = Algorithm("IMPLICIT_PRECOMP_GEMM", _excluded, _workspace, _run)
+ALGORITHM = Algorithm.of("IMPLICIT_PRECOMP_GEMM", _kernel)

@@ -40,15 +40,18 @@ class Spectral:
 
     Attributes:
         problem: What to compute.
+        workers: How many threads will share the work.
         axes: Its spatial axes, the innermost first.
     """
 
     problem: ConvProblem
+    workers: int
     axes: tuple[Axis, ...]
 
-    def workspace(self, nworkers: int) -> int:
-        """Bytes needed."""
-        return nbytes(self._regions(nworkers))
+    @property
+    def nbytes(self) -> int:
+        """Exact workspace."""
+        return nbytes(self._regions(self.workers))
 
     def run(
         self,

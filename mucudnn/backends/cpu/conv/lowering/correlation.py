@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.conv.carve import Region, carve
+from mucudnn.backends.cpu.conv.carve import Region, carve, nbytes
 from mucudnn.backends.cpu.conv.lowering.gather import (
     Cut,
     Gather,
@@ -96,6 +96,11 @@ class Correlation:
     @staticmethod
     def _largest(choices: Iterable[list[Region]]) -> list[Region]:
         return [max(regions) for regions in zip(*choices, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Exact workspace."""
+        return nbytes(self.regions)
 
     def run(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from mucudnn.backends.cpu.conv.carve import Region, carve
+from mucudnn.backends.cpu.conv.carve import Region, carve, nbytes
 from mucudnn.backends.cpu.conv.lowering.gather import (
     Tiling,
     as_matrix,
@@ -72,6 +72,11 @@ class FilterGradient:
             [] if self._by_channel else [((k * c * taps,), dtype)] * (workers - 1)
         )
         self.regions: list[Region] = [*self._sums, *self._own * workers]
+
+    @property
+    def nbytes(self) -> int:
+        """Exact workspace."""
+        return nbytes(self.regions)
 
     def run(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.conv.carve import Region, carve
+from mucudnn.backends.cpu.conv.carve import Region, carve, nbytes
 from mucudnn.backends.cpu.conv.lowering.gather import (
     Tiling,
     as_matrix,
@@ -63,6 +63,11 @@ class Scattering:
             ((problem.w_shape[0] * tiling.pixels,), dtype),
         ]
         self.regions: list[Region] = self._own * workers
+
+    @property
+    def nbytes(self) -> int:
+        """Exact workspace."""
+        return nbytes(self.regions)
 
     def run(
         self,
