@@ -6,7 +6,7 @@ would spend their time handing the interpreter lock to each other.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from mucudnn.backends.cpu.conv.lowering.gather import (
     backward_gathers,
     forward_gather,
     grouped,
+    overlap,
     tap_windows,
 )
 from mucudnn.backends.cpu.threads import Workers
@@ -32,7 +33,8 @@ __all__ = ["ALGORITHM"]
 
 _PIXEL_BYTES = 224  # one row of a block of patches
 _TERMS = 54  # its rows: groups × channels × taps
-_ROWS = 28  # rows of a block of the result; all blocks together take 24 KiB
+_ROWS = 28  # rows of a block of the result
+_PADDED_BYTES = 6 << 10  # what a block of patches reads; all together take 30 KiB
 
 _Reach = tuple[slice, slice] | None
 """Outputs (within a tile) that a tap reaches, and what it reads for them."""
@@ -136,6 +138,7 @@ class _Blocked:
         self._columns = np.empty(_TERMS * pixels, problem.dtype)
         self._products = np.empty(_ROWS * max(_TERMS, pixels), problem.dtype)
         self._filters = np.empty(_ROWS * max(_TERMS, pixels), problem.dtype)
+        self._padded = np.empty(_PADDED_BYTES // problem.itemsize, problem.dtype)
 
     def correlate(self, source: Any, w: Any, dest: Any, workers: Workers) -> None:
         """Add w (G, D, C, *taps) @ patches of (N, G, C, …) to dest (N, G, D, *outs)."""
@@ -150,11 +153,12 @@ class _Blocked:
             for terms in self._blocks(*source.shape[1:3]):
                 columns = self._lower(sample, terms, tile, reaches)
                 groups, _, pixels = columns.shape
+                block = self._filters_of(w, terms) if matrix is None else None
                 for rows in _cuts(w.shape[1], max(1, _ROWS // groups)):
-                    if matrix is not None:
+                    if block is None:
                         filters = matrix[terms.groups, rows, terms.columns]
                     else:
-                        filters = self._filter(w[terms.groups, rows], terms)
+                        filters = self._packed(block[:, rows])
                     shape = (groups, filters.shape[1], pixels)
                     product = _front(self._products, shape)
                     np.matmul(filters, columns, out=product)
@@ -192,22 +196,33 @@ class _Blocked:
     def _blocks(self, groups: int, channels: int) -> Iterator[_Terms]:
         """Contiguous ranges of (channel, tap), or of (tap, channel) channels last."""
         taps = self._gather.num_taps
-        outer, inner = (taps, channels) if self._last else (channels, taps)
-        run = 1 if self._last else self._gather.axes[-1].taps  # a kernel's last axis
-        chunk = _TERMS // run * run if run <= _TERMS < inner else _TERMS
+        per_tap = min(channels, _TERMS) if self._last else 1
+        some_taps = self._tap_chunk(_TERMS // per_tap)
+        several = _TERMS // some_taps if self._last else _TERMS // taps
+        some_channels = max(1, several)
         several = min(_ROWS, max(1, _TERMS // (channels * taps)))
         for g in _cuts(groups, several):
-            for o in _cuts(outer, max(1, _TERMS // inner)):
-                for i in _cuts(inner, chunk):
-                    along_c, along_t = (i, o) if self._last else (o, i)
-                    start = o.start * inner + i.start
-                    stop = (o.stop - 1) * inner + i.stop
-                    yield _Terms(
-                        g,
-                        along_c,
-                        range(along_t.start, along_t.stop),
-                        slice(start, stop),
-                    )
+            for c in _cuts(channels, some_channels):
+                for t in _cuts(taps, some_taps):
+                    if self._last:
+                        start = t.start * channels + c.start
+                        stop = (t.stop - 1) * channels + c.stop
+                    else:
+                        start = c.start * taps + t.start
+                        stop = (c.stop - 1) * taps + t.stop
+                    yield _Terms(g, c, range(t.start, t.stop), slice(start, stop))
+
+    def _tap_chunk(self, limit: int) -> int:
+        """At most `limit` taps such that every chunk of them is a box of the kernel."""
+        size = 1
+        for i, axis in reversed(list(enumerate(self._gather.axes))):
+            if size * axis.taps > limit:
+                most = limit // size
+                if i > 0:  # a chunk must not run into the next row
+                    most = max(m for m in range(1, most + 1) if axis.taps % m == 0)
+                return size * most
+            size *= axis.taps
+        return size
 
     def _reaches(self, source: Any, tile: Any) -> list[list[_Reach]]:
         """For each axis and each tap along it, which outputs of a tile it reaches."""
@@ -245,21 +260,34 @@ class _Blocked:
             for along, out in zip(reaches, outs, strict=True)
             for r in along
         )
-        box = self._box(terms.taps) if inside else None
-        if box is not None:
-            windows = tap_windows(part, box, tile, (0,) * len(box))
-            lead = (groups, channels, *(axis.taps for axis in box), *outs)
+        box = self._box(terms.taps)
+        windows = self._windows(part, box, tile, inside)
+        if windows is None:
+            self._lower_by_tap(part, terms.taps, reaches, by_channel, inside)
+        else:
             strides = by_channel.strides
-            tap_strides = [strides[2]]
+            steps = [strides[2]]
             for axis in reversed(box[1:]):
-                tap_strides.insert(0, tap_strides[0] * axis.taps)
+                steps.insert(0, steps[0] * axis.taps)
             target = as_strided(
-                by_channel, lead, (*strides[:2], *tap_strides, *strides[3:])
+                by_channel, windows.shape, (*strides[:2], *steps, *strides[3:])
             )
             np.copyto(target, windows)
-        else:
-            self._lower_by_tap(part, terms.taps, reaches, by_channel, inside)
         return columns.reshape(groups, channels * count, math.prod(outs))
+
+    def _windows(self, part: Any, box: list[Axis], tile: Any, inside: bool) -> Any:
+        """(groups, channels, *taps, *outs) of a tile; None if padding is too much."""
+        if inside:
+            return tap_windows(part, box, tile, (0,) * len(box))
+        reads = [axis.reads(t.start, t.stop) for axis, t in zip(box, tile, strict=True)]
+        shape = [*part.shape[:2], *(len(r) for r in reads)]
+        if math.prod(shape) > self._padded.size:
+            return None
+        padded: Any = _front(self._padded, shape)
+        padded[...] = 0
+        have, want = overlap(reads, part.shape[2:])
+        np.copyto(padded[(..., *want)], part[(..., *have)])
+        return tap_windows(padded, box, tile, [-r.start for r in reads])
 
     def _lower_by_tap(
         self,
@@ -281,39 +309,28 @@ class _Blocked:
                 target = columns[(slice(None), slice(None), i, *(r[0] for r in hit))]
                 np.copyto(target, part[(..., *(r[1] for r in hit))])
 
-    def _box(self, taps: range) -> tuple[Axis, ...] | None:
-        """The axes of these taps alone, where they fill a box of the kernel."""
-        first, last = self._unravel(taps.start), self._unravel(taps.stop - 1)
-        box, partial = [], False
-        for axis, a, b in zip(self._gather.axes, first, last, strict=True):
-            if partial and (a, b) != (0, axis.taps - 1):
-                return None
-            partial = partial or a != b
-            start = axis.start + a * axis.tap_step
-            box.append(replace(axis, start=start, taps=b - a + 1))
-        return tuple(box)
+    def _box(self, taps: range) -> list[Axis]:
+        """The axes of these taps alone."""
+        first, last = self._unravel(taps[0]), self._unravel(taps[-1])
+        return [
+            replace(axis, start=axis.start + a * axis.tap_step, taps=b - a + 1)
+            for axis, a, b in zip(self._gather.axes, first, last, strict=True)
+        ]
 
-    def _filter(self, w: Any, terms: _Terms) -> Any:
-        """A block of filters (G, D, C, *taps), copied, as (groups, rows, terms)."""
-        part = w[:, :, terms.channels]
-        groups, rows, channels = part.shape[:3]
-        count = len(terms.taps)
-        shape = (count, channels) if self._last else (channels, count)
-        copy = _front(self._filters, (groups, rows, *shape))
+    def _filters_of(self, w: Any, terms: _Terms) -> Any:
+        """Filters (G, D, C, *taps) of a block, as (groups, D, terms in their order)."""
         first, last = (self._unravel(t) for t in (terms.taps[0], terms.taps[-1]))
-        if self._box(terms.taps) is None:
-            for i, tap in enumerate(terms.taps):
-                target = copy[:, :, i] if self._last else copy[..., i]
-                np.copyto(target, part[(..., *self._unravel(tap))])
-        else:
-            part = part[
-                (..., *(slice(a, b + 1) for a, b in zip(first, last, strict=True)))
-            ]
-            rank = part.ndim - 3
-            if self._last:
-                part = part.transpose(0, 1, *range(3, 3 + rank), 2)
-            np.copyto(copy.reshape(part.shape), part)
-        return copy.reshape(groups, rows, channels * count)
+        box = [slice(a, b + 1) for a, b in zip(first, last, strict=True)]
+        part = w[(terms.groups, slice(None), terms.channels, *box)]
+        if self._last:
+            return part.transpose(0, 1, *range(3, part.ndim), 2)
+        return part
+
+    def _packed(self, filters: Any) -> Any:
+        """A copy (groups, rows, terms) that BLAS can take."""
+        copy = _front(self._filters, filters.shape)
+        np.copyto(copy, filters)
+        return copy.reshape(*filters.shape[:2], math.prod(filters.shape[2:]))
 
     def _by_channel(self, product: Any, target: Any) -> Any:
         """A block of a filter gradient (groups, rows, terms) as (…, channels, taps)."""
@@ -335,7 +352,7 @@ def _cuts(total: int, block: int) -> Iterator[slice]:
         yield slice(start, min(start + block, total))
 
 
-def _front(buffer: Any, shape: tuple[int, ...]) -> Any:
+def _front(buffer: Any, shape: Sequence[int]) -> Any:
     return buffer[: math.prod(shape)].reshape(shape)
 
 

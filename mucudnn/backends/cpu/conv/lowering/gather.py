@@ -26,6 +26,7 @@ __all__ = [
     "backward_gathers",
     "forward_gather",
     "grouped",
+    "overlap",
     "tap_windows",
 ]
 
@@ -133,6 +134,24 @@ def grouped(array: Any, groups: int, axis: int) -> Any:
         *array.strides[axis + 1 :],
     )
     return as_strided(array, shape, strides)
+
+
+def overlap(
+    reads: Sequence[range], sizes: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """What a padded block has of a tensor, as slices of the tensor and of the block.
+
+    Args:
+        reads: Positions of the block along each axis; some may lie outside.
+        sizes: Of the tensor.
+    """
+    inner, outer = [], []
+    for r, size in zip(reads, sizes, strict=True):
+        start = min(max(r.start, 0), size)
+        stop = max(start, min(r.stop, size))
+        inner.append(slice(start, stop))
+        outer.append(slice(start - r.start, stop - r.start))
+    return tuple(inner), tuple(outer)
 
 
 def tap_windows(

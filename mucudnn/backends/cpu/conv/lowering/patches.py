@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.conv.carve import Region
-from mucudnn.backends.cpu.conv.lowering.gather import Axis, as_matrix, tap_windows
+from mucudnn.backends.cpu.conv.lowering.gather import (
+    Axis,
+    as_matrix,
+    overlap,
+    tap_windows,
+)
 
 __all__ = ["Patches", "matrix_buffer"]
 
@@ -99,12 +104,7 @@ class Patches:
             return tap_windows(source, self._axes, tile, (0,) * len(reads))
         padded = self._padded(buffer, source.shape[:3], [len(r) for r in reads])
         padded[...] = 0
-        have, want = [], []
-        for r, size in zip(reads, self._spatial, strict=True):
-            start = min(max(r.start, 0), size)
-            stop = max(start, min(r.stop, size))
-            have.append(slice(start, stop))
-            want.append(slice(start - r.start, stop - r.start))
+        have, want = overlap(reads, self._spatial)
         np.copyto(padded[(..., *want)], source[(..., *have)])
         return tap_windows(padded, self._axes, tile, [-r.start for r in reads])
 

@@ -17,6 +17,7 @@ from mucudnn.backends.cpu.conv.lowering.gather import (
     as_matrix,
     forward_gather,
     grouped,
+    overlap,
 )
 from mucudnn.backends.cpu.conv.lowering.patches import matrix_buffer
 from mucudnn.backends.cpu.threads import Workers
@@ -122,12 +123,7 @@ class Scattering:
                     )
                 ]
                 np.add(plane, patches[(slice(None),) * 3 + tap], out=plane)
-        have, want = [], []
-        for r, size in zip(self._reads, dx.shape[3:], strict=True):
-            start = min(max(r.start, 0), size)
-            stop = max(start, min(r.stop, size))
-            have.append(slice(start, stop))
-            want.append(slice(start - r.start, stop - r.start))
+        have, want = overlap(self._reads, dx.shape[3:])
         inner = padded[(..., *want)]
         reached = dx[(..., *have)]
         if accumulate:
