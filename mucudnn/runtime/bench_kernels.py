@@ -115,10 +115,12 @@ class KernelBench:
             left_s = self._deadline - time.monotonic()
             expected_s = (expected_ms or {}).get(algo, 0.0) / 1e3
             if left_s <= expected_s:
-                reason = f"would take about {expected_s:.2g} s, the time limit leaves "
-                reason += f"{max(0.0, left_s):.2g} s"
-                if left_s <= 0:
-                    reason = "the time limit was reached"
+                reason = (
+                    f"would take about {expected_s:.2g} s, "
+                    f"the time limit leaves {left_s:.2g} s"
+                    if left_s > 0
+                    else "the time limit was reached"
+                )
                 on_done(_failed(problem, algo, nbytes, f"{_LIMITED}{reason}"))
                 continue
             perf = self._one(problem, algo, nbytes, best_ms)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from mucudnn.backends.cpu.conv.algorithm import Algorithm
+from mucudnn.backends.cpu.conv.algorithm import Algorithm, runs_everything
 from mucudnn.backends.cpu.conv.lowering.gather import (
     Axis,
     Cut,
@@ -38,10 +38,6 @@ _PADDED_BYTES = 6 << 10  # what a block of patches reads; all together take 30 K
 
 _Reach = tuple[slice, slice] | None
 """Outputs (within a tile) that a tap reaches, and what it reads for them."""
-
-
-def _excluded(problem: ConvProblem) -> str | None:
-    return None
 
 
 def _workspace(problem: ConvProblem, workers: int) -> int:
@@ -83,7 +79,7 @@ def _run(
         _Blocked(problem, gather).correlate(source, filters, target, workers)
 
 
-ALGORITHM = Algorithm("IMPLICIT_GEMM", _excluded, _workspace, _run)
+ALGORITHM = Algorithm("IMPLICIT_GEMM", runs_everything, _workspace, _run)
 
 
 def _multiply_pixels(
@@ -198,10 +194,9 @@ class _Blocked:
         taps = self._gather.num_taps
         per_tap = min(channels, _TERMS) if self._last else 1
         some_taps = self._tap_chunk(_TERMS // per_tap)
-        several = _TERMS // some_taps if self._last else _TERMS // taps
-        some_channels = max(1, several)
-        several = min(_ROWS, max(1, _TERMS // (channels * taps)))
-        for g in _cuts(groups, several):
+        some_channels = max(1, _TERMS // (some_taps if self._last else taps))
+        some_groups = min(_ROWS, max(1, _TERMS // (channels * taps)))
+        for g in _cuts(groups, some_groups):
             for c in _cuts(channels, some_channels):
                 for t in _cuts(taps, some_taps):
                     if self._last:
@@ -260,7 +255,14 @@ class _Blocked:
             for along, out in zip(reaches, outs, strict=True)
             for r in along
         )
-        box = self._box(terms.taps)
+        box = [
+            replace(
+                axis,
+                start=axis.start + taps.start * axis.tap_step,
+                taps=taps.stop - taps.start,
+            )
+            for axis, taps in zip(self._gather.axes, self._box(terms.taps), strict=True)
+        ]
         windows = self._windows(part, box, tile, inside)
         if windows is None:
             self._lower_by_tap(part, terms.taps, reaches, by_channel, inside)
@@ -309,19 +311,14 @@ class _Blocked:
                 target = columns[(slice(None), slice(None), i, *(r[0] for r in hit))]
                 np.copyto(target, part[(..., *(r[1] for r in hit))])
 
-    def _box(self, taps: range) -> list[Axis]:
-        """The axes of these taps alone."""
+    def _box(self, taps: range) -> list[slice]:
+        """These taps along each kernel axis; see `_tap_chunk`."""
         first, last = self._unravel(taps[0]), self._unravel(taps[-1])
-        return [
-            replace(axis, start=axis.start + a * axis.tap_step, taps=b - a + 1)
-            for axis, a, b in zip(self._gather.axes, first, last, strict=True)
-        ]
+        return [slice(a, b + 1) for a, b in zip(first, last, strict=True)]
 
     def _filters_of(self, w: Any, terms: _Terms) -> Any:
         """Filters (G, D, C, *taps) of a block, as (groups, D, terms in their order)."""
-        first, last = (self._unravel(t) for t in (terms.taps[0], terms.taps[-1]))
-        box = [slice(a, b + 1) for a, b in zip(first, last, strict=True)]
-        part = w[(terms.groups, slice(None), terms.channels, *box)]
+        part = w[(terms.groups, slice(None), terms.channels, *self._box(terms.taps))]
         if self._last:
             return part.transpose(0, 1, *range(3, part.ndim), 2)
         return part
