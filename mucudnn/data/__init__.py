@@ -1,0 +1,50 @@
+"""Image data sets for training: read, ordered, augmented and prefetched, in NumPy.
+
+One file a format, all behind `Dataset`; `open_dataset` takes them by name.
+"""
+
+from mucudnn.data.arrays import ArrayDataset, open_arrays
+from mucudnn.data.cifar import open_cifar10, open_cifar100
+from mucudnn.data.dataset import Dataset, Split, Subset, class_count
+from mucudnn.data.digits import open_digits
+from mucudnn.data.folder import FolderDataset, open_folder
+from mucudnn.data.formats import FORMATS, open_dataset
+from mucudnn.data.loader import Batch, Loader
+from mucudnn.data.mnist import open_mnist
+from mucudnn.data.resized import Resized
+from mucudnn.data.synthetic import SyntheticDataset
+from mucudnn.data.transforms import (
+    Compose,
+    Normalize,
+    RandomCrop,
+    RandomFlip,
+    Transform,
+    channel_statistics,
+)
+
+__all__ = [
+    "FORMATS",
+    "ArrayDataset",
+    "Batch",
+    "Compose",
+    "Dataset",
+    "FolderDataset",
+    "Loader",
+    "Normalize",
+    "RandomCrop",
+    "RandomFlip",
+    "Resized",
+    "Split",
+    "Subset",
+    "SyntheticDataset",
+    "Transform",
+    "channel_statistics",
+    "class_count",
+    "open_arrays",
+    "open_cifar10",
+    "open_cifar100",
+    "open_dataset",
+    "open_digits",
+    "open_folder",
+    "open_mnist",
+]

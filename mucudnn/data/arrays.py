@@ -1,0 +1,180 @@
+"""Images and labels in NumPy arrays, in memory or mapped from `.npy` files.
+
+A mapped file costs no memory: `read` touches only the pages of the images asked for.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mucudnn.data.dataset import (
+    Dataset,
+    Images,
+    Indices,
+    Labels,
+    Split,
+    Subset,
+    checked_indices,
+    split_indices,
+)
+from mucudnn.data.files import check_labels, check_length, fault, read_file
+from mucudnn.errors import DataError
+
+__all__ = ["ArrayDataset", "open_arrays"]
+
+
+class ArrayDataset:
+    """Arrays as a data set.
+
+    Args:
+        images: (n, C, H, W), or (n, H, W) for one channel. Whole numbers of 8 bits
+            stay what they are, floating point is read as float32.
+        labels: (n,), whole numbers from 0.
+        classes: Their names or number; None counts up to the greatest label.
+
+    Raises:
+        ValueError: The arrays do not fit together, or a label is no class.
+    """
+
+    def __init__(
+        self,
+        images: NDArray[Any],
+        labels: NDArray[Any],
+        classes: tuple[str, ...] | int | None = None,
+    ) -> None:
+        if images.ndim == 3:
+            images = images[:, None]
+        if images.ndim != 4 or 0 in images.shape:
+            raise ValueError(
+                "images must have the shape (n, C, H, W) or (n, H, W), none of them 0; "
+                f"got {images.shape}"
+            )
+        if images.dtype != np.uint8 and images.dtype.kind != "f":
+            raise ValueError(
+                f"images must be uint8 or floating point, got {images.dtype}"
+            )
+        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+            raise ValueError(
+                f"labels must be {len(images)} whole numbers, one an image; got an "
+                f"array of shape {labels.shape} and type {labels.dtype}"
+            )
+        if classes is None:
+            classes = int(labels.max()) + 1
+        count = classes if isinstance(classes, int) else len(classes)
+        if int(labels.min()) < 0 or int(labels.max()) >= count:
+            raise ValueError(
+                f"labels must be from 0 to {count - 1}; they reach from "
+                f"{labels.min()} to {labels.max()}"
+            )
+        self.classes = classes
+        self.image_shape: tuple[int, int, int] = images.shape[1:]
+        self._images = images
+        self._labels = np.array(labels, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, indices: Indices) -> tuple[Images, Labels]:
+        """See `Dataset.read`."""
+        chosen = checked_indices(indices, len(self))
+        images = np.asarray(self._images[chosen])
+        if images.dtype != np.uint8:
+            images = images.astype(np.float32, copy=False)
+        return images, self._labels[chosen]
+
+
+def open_arrays(folder: str | Path, split: Split) -> Dataset:
+    """`.npy` files of a folder, mapped.
+
+    Looked for are `train_images.npy` with `train_labels.npy` and `test_…` likewise;
+    else `images.npy` and `labels.npy`, of which every fifth image of a class is for
+    testing. `classes.txt` may name the classes, one a line.
+
+    Raises:
+        DataError: The files are missing, damaged, or do not fit together.
+    """
+    folder = Path(folder)
+    parts = [part for part in ("train_", "test_") if _has(folder, f"{part}images.npy")]
+    prefix = f"{split}_" if parts else ""
+    images_path = folder / f"{prefix}images.npy"
+    labels_path = folder / f"{prefix}labels.npy"
+    images, labels = _map(images_path)[0], _labels(labels_path)
+    count = max(int(_labels(folder / f"{p}labels.npy").max()) for p in parts or [""])
+    names = _class_names(folder / "classes.txt")
+    if names is not None:
+        _check_npy_labels(labels_path, len(names))
+    try:
+        whole = ArrayDataset(images, labels, names or count + 1)
+    except ValueError as e:
+        raise DataError(f"{images_path} with {labels_path.name}: {e}") from e
+    if parts:
+        return whole
+    return Subset(whole, split_indices(labels, split, str(labels_path)))
+
+
+def _has(folder: Path, name: str) -> bool:
+    return (folder / name).is_file()
+
+
+def _labels(path: Path) -> NDArray[Any]:
+    labels, _ = _map(path)
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise DataError(
+            f"{path}: expected a flat array of whole numbers, found one of shape "
+            f"{labels.shape} and type {labels.dtype}"
+        )
+    _check_npy_labels(path, np.iinfo(np.int32).max)
+    return labels
+
+
+def _check_npy_labels(path: Path, classes: int) -> None:
+    labels, begin = _map(path)
+    check_labels(path, labels, classes, begin, labels.itemsize)
+
+
+def _map(path: Path) -> tuple[NDArray[Any], int]:
+    """A `.npy` file as an array over the file, and the offset of its first element."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            shape, fortran, dtype = _read_header(path, file)
+            begin = file.tell()
+    except OSError as e:
+        raise DataError(f"{path}: {e.strerror or e}") from e
+    if dtype.hasobject or any(extent < 1 for extent in shape) or not shape:
+        raise fault(path, 0, "numbers", f"an array of shape {shape} and type {dtype}")
+    expected = begin + dtype.itemsize * int(np.prod(shape, dtype=object))
+    check_length(path, size, expected, f"{dtype} of shape {shape}")
+    order: Any = "F" if fortran else "C"
+    return np.memmap(path, dtype, "r", begin, shape, order), begin
+
+
+def _read_header(
+    path: Path, file: Any
+) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
+    readers: dict[tuple[int, int], Any] = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    try:
+        version = np.lib.format.read_magic(file)
+        return readers[version](file)  # type: ignore[no-any-return]
+    except OSError:
+        raise
+    except KeyError as e:
+        raise fault(path, 6, "version 1.0 or 2.0 of .npy", str(e)) from e
+    except Exception as e:  # the header is a Python literal: parsers raise anything
+        raise fault(path, file.tell(), "the header of a .npy file", str(e)) from e
+
+
+def _class_names(path: Path) -> tuple[str, ...] | None:
+    if not path.is_file():
+        return None
+    try:
+        text = read_file(path).decode()
+    except UnicodeDecodeError as e:
+        raise fault(path, e.start, "UTF-8 text", e.reason) from e
+    return tuple(line.strip() for line in text.splitlines() if line.strip())

@@ -1,0 +1,188 @@
+"""CIFAR-10 and CIFAR-100, in both published forms.
+
+Binary: rows of one label (CIFAR-100: coarse, then fine) and 3072 bytes, the red, green
+and blue planes of 32 x 32. Python: pickled dictionaries of the same rows.
+Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009,
+and the description beside the files.
+
+No file says how many rows it holds, so a file cut between two rows looks whole; hence
+the number of rows is an argument whose default is the published one.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mucudnn.data.arrays import ArrayDataset
+from mucudnn.data.dataset import Dataset, Split
+from mucudnn.data.files import (
+    check_labels,
+    check_length,
+    fault,
+    find_file,
+    read_file,
+)
+from mucudnn.data.pickles import read_pickled_dict
+from mucudnn.errors import DataError
+
+__all__ = ["open_cifar10", "open_cifar100"]
+
+_SHAPE = (3, 32, 32)
+_PIXELS = 3 * 32 * 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """Which labels are read, and where they are.
+
+    Attributes:
+        classes: How many there are.
+        column: Their byte in a binary row.
+        columns: Labels in a binary row.
+        key: Their entry in a pickled dictionary.
+        names: The files and the entry that name the classes: text, pickle, key.
+    """
+
+    classes: int
+    column: int
+    columns: int
+    key: str
+    names: tuple[str, str, str]
+
+
+_TEN = _Labels(
+    *(10, 0, 1, "labels"), ("batches.meta.txt", "batches.meta", "label_names")
+)
+_FINE = _Labels(
+    *(100, 1, 2, "fine_labels"), ("fine_label_names.txt", "meta", "fine_label_names")
+)
+_COARSE = _Labels(
+    *(20, 0, 2, "coarse_labels"),
+    ("coarse_label_names.txt", "meta", "coarse_label_names"),
+)
+
+
+def open_cifar10(folder: str | Path, split: Split, *, rows: int = 10_000) -> Dataset:
+    """CIFAR-10 from `data_batch_1` to `_5` or `test_batch`, with `.bin` or without.
+
+    Args:
+        folder: Where they are, or where the unpacked archive's folder is.
+        split: Which part.
+        rows: Images a file holds.
+
+    Raises:
+        DataError: A file is missing, truncated or something else.
+    """
+    stems = [f"data_batch_{i}" for i in range(1, 6)]
+    return _open(
+        _unpacked(Path(folder), "cifar-10-batches-bin", "cifar-10-batches-py"),
+        stems if split == "train" else ["test_batch"],
+        _TEN,
+        rows,
+    )
+
+
+def open_cifar100(
+    folder: str | Path,
+    split: Split,
+    *,
+    coarse: bool = False,
+    rows: int | None = None,
+) -> Dataset:
+    """CIFAR-100 from `train` or `test`, with `.bin` or without.
+
+    Args:
+        folder: Where they are, or where the unpacked archive's folder is.
+        split: Which part.
+        coarse: Label with the 20 superclasses instead of the 100 classes.
+        rows: Images the file holds; None is the published 50 000 and 10 000.
+
+    Raises:
+        DataError: A file is missing, truncated or something else.
+    """
+    published = 50_000 if split == "train" else 10_000
+    return _open(
+        _unpacked(Path(folder), "cifar-100-binary", "cifar-100-python"),
+        [split],
+        _COARSE if coarse else _FINE,
+        rows or published,
+    )
+
+
+def _unpacked(folder: Path, *names: str) -> Path:
+    for name in names:
+        if (folder / name).is_dir():
+            return folder / name
+    return folder
+
+
+def _open(folder: Path, stems: list[str], which: _Labels, rows: int) -> Dataset:
+    parts = []
+    for stem in stems:
+        path = find_file(folder, (f"{stem}.bin", stem))
+        read = _read_binary if path.suffix == ".bin" else _read_pickle
+        parts.append(read(path, which, rows))
+    images = np.concatenate([images for images, _ in parts])
+    labels = np.concatenate([labels for _, labels in parts])
+    classes = _class_names(folder, which) or which.classes
+    return ArrayDataset(images.reshape(-1, *_SHAPE), labels, classes)
+
+
+def _read_binary(
+    path: Path, which: _Labels, rows: int
+) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    raw = read_file(path)
+    row = which.columns + _PIXELS
+    check_length(path, len(raw), rows * row, f"{rows} rows of {row}")
+    table = np.frombuffer(raw, np.uint8).reshape(rows, row)
+    labels = table[:, which.column]
+    check_labels(path, labels, which.classes, which.column, row)
+    return table[:, which.columns :], labels
+
+
+def _read_pickle(
+    path: Path, which: _Labels, rows: int
+) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    entries = read_pickled_dict(path)
+    images, labels = entries.get("data"), entries.get(which.key)
+    if not isinstance(images, np.ndarray) or not isinstance(labels, list):
+        keys = ", ".join(sorted(entries)) or "nothing"
+        raise fault(path, 0, f"an array 'data' and a list '{which.key}'", keys)
+    if images.shape != (rows, _PIXELS):
+        raise fault(path, 0, f"'data' of shape {(rows, _PIXELS)}", f"{images.shape}")
+    if len(labels) != rows:
+        raise fault(path, 0, f"{rows} entries in '{which.key}'", f"{len(labels)}")
+    for index, label in enumerate(labels):
+        if not isinstance(label, int) or not 0 <= label < which.classes:
+            raise fault(
+                path,
+                0,
+                f"labels from 0 to {which.classes - 1} in '{which.key}'",
+                f"{label!r} (image {index})",
+            )
+    return images, np.array(labels, np.int64)
+
+
+def _class_names(folder: Path, which: _Labels) -> tuple[str, ...] | None:
+    """The classes' names, None where no file says them."""
+    text, pickled, key = which.names
+    if (folder / text).is_file():
+        path = folder / text
+        found: object = [*filter(None, read_file(path).split(b"\n"))]
+    elif (folder / pickled).is_file():
+        path = folder / pickled
+        found = read_pickled_dict(path).get(key)
+    else:
+        return None
+    if not isinstance(found, list) or len(found) != which.classes:
+        number = f"{len(found)}" if isinstance(found, list) else "none"
+        raise DataError(f"{path}: expected {which.classes} names, found {number}")
+    return tuple(_decoded(name) for name in found)
+
+
+def _decoded(name: object) -> str:
+    text = name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name)
+    return text.strip()

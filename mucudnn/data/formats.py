@@ -1,0 +1,124 @@
+"""Data sets by name: what `--data` accepts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from mucudnn.data.arrays import open_arrays
+from mucudnn.data.cifar import open_cifar10, open_cifar100
+from mucudnn.data.dataset import Dataset, Split
+from mucudnn.data.digits import open_digits
+from mucudnn.data.folder import open_folder
+from mucudnn.data.mnist import open_mnist
+from mucudnn.data.resized import Resized
+from mucudnn.data.synthetic import SyntheticDataset
+
+__all__ = ["FORMATS", "open_dataset"]
+
+_LENGTH = 50_000
+_FOLDER_SHAPE = (3, 224, 224)
+_SYNTHETIC_SHAPE = (3, 32, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    argument: str
+    split: Split
+    image: tuple[int, int, int] | None
+    seed: int
+
+
+def _synthetic(request: _Request) -> Dataset:
+    """`length`, `classes` and `noise`; a fifth of the length is for testing."""
+    readers: dict[str, Callable[[str], Any]] = {
+        "length": int,
+        "classes": int,
+        "noise": float,
+    }
+    options: dict[str, Any] = {"length": _LENGTH}
+    for part in filter(None, request.argument.split(",")):
+        key, equals, text = part.partition("=")
+        if not equals:
+            key, text = "length", part
+        if key not in readers:
+            raise ValueError(
+                f"synthetic images have no option {key!r}; choose from "
+                f"{', '.join(readers)}, as in synthetic:length=1000,noise=0.5"
+            )
+        try:
+            options[key] = readers[key](text)
+        except ValueError:
+            raise ValueError(
+                f"{key} of synthetic images must be a number, got {text!r}"
+            ) from None
+    if request.split == "test":
+        options["length"] = max(1, options["length"] // 5)
+    return SyntheticDataset(
+        **options,
+        image_shape=request.image or _SYNTHETIC_SHAPE,
+        seed=request.seed,
+        split=request.split,
+    )
+
+
+_Opener = Callable[[_Request], Dataset]
+_OPENERS: Mapping[str, tuple[str, _Opener]] = MappingProxyType(
+    {
+        "digits": ("", lambda r: open_digits(r.split)),
+        "mnist": ("DIR", lambda r: open_mnist(r.argument, r.split)),
+        "cifar10": ("DIR", lambda r: open_cifar10(r.argument, r.split)),
+        "cifar100": ("DIR", lambda r: open_cifar100(r.argument, r.split)),
+        "folder": (
+            "DIR",
+            lambda r: open_folder(r.argument, r.split, r.image or _FOLDER_SHAPE),
+        ),
+        "arrays": ("DIR", lambda r: open_arrays(r.argument, r.split)),
+        "synthetic": ("[length=N,classes=N,noise=X]", _synthetic),
+    }
+)
+
+FORMATS: tuple[str, ...] = tuple(
+    f"{name}:{usage}" if usage == "DIR" else name + (usage and f"[:{usage[1:-1]}]")
+    for name, (usage, _) in _OPENERS.items()
+)
+"""How each kind of data set is asked for."""
+
+
+def open_dataset(
+    spec: str,
+    *,
+    split: Split = "train",
+    image: tuple[int, int, int] | None = None,
+    seed: int = 0,
+) -> Dataset:
+    """A data set by name, `mnist:DIR` for example; `FORMATS` has them all.
+
+    Args:
+        spec: The name, and what it needs after a colon.
+        split: Which part.
+        image: (C, H, W) wanted; None is the data set's own, (3, 224, 224) of image
+            files and (3, 32, 32) of synthetic ones. Image files are cropped to it,
+            the others stretched.
+        seed: Of synthetic images; others have none.
+
+    Raises:
+        ValueError: There is no such data set, split or shape.
+        DataError: Its files are missing or not what they should be.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"unknown split {split!r}; choose train or test")
+    name, _, argument = spec.partition(":")
+    if name not in _OPENERS:
+        raise ValueError(
+            f"unknown data set {name!r}; choose one of: {', '.join(FORMATS)}"
+        )
+    usage, opener = _OPENERS[name]
+    if usage == "DIR" and not argument:
+        raise ValueError(f"{name} needs a folder: {name}:DIR")
+    if not usage and argument:
+        raise ValueError(f"{name} takes nothing after its name, got {argument!r}")
+    dataset = opener(_Request(argument, split, image, seed))
+    if image is None or tuple(image) == dataset.image_shape:
+        return dataset
+    return Resized(dataset, image)

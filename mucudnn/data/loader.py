@@ -1,0 +1,130 @@
+"""Batches of a data set: ordered, transformed and prefetched.
+
+The order of an epoch depends on the seed and the epoch; what a transform draws for a
+batch depends on those and the batch's place in the epoch. Nothing else does, neither
+the number of threads nor where an epoch is entered, so training resumes bit-exactly
+from (epoch, batch).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mucudnn.data.dataset import Dataset, Images, Labels
+from mucudnn.data.prefetch import in_order
+from mucudnn.data.transforms import Transform
+
+__all__ = ["Batch", "Loader"]
+
+_ORDER, _TRANSFORM = range(2)
+
+
+class Batch(NamedTuple):
+    """What a training step is fed.
+
+    Attributes:
+        images: (n, C, H, W).
+        labels: (n,).
+    """
+
+    images: Images
+    labels: Labels
+
+
+class Loader:
+    """Epochs of a data set.
+
+    Args:
+        dataset: Read from `workers` threads at once.
+        batch: Images in a batch; the last one has what is left.
+        shuffle: Another order each epoch, instead of the data set's.
+        seed: Of orders and transforms.
+        transform: Applied to each batch.
+        drop_last: Leave a smaller last batch out.
+        workers: Threads; 0 reads on the caller's.
+        depth: Batches that may be ready ahead, at least one a worker.
+
+    Raises:
+        ValueError: A number is out of range, or there is no full batch to keep.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        transform: Transform | None = None,
+        drop_last: bool = False,
+        workers: int = 1,
+        depth: int = 2,
+    ) -> None:
+        for name, value, least in (
+            ("batch", batch, 1),
+            ("seed", seed, 0),
+            ("workers", workers, 0),
+            ("depth", depth, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if drop_last and len(dataset) < batch:
+            raise ValueError(
+                f"a data set of {len(dataset)} images has no full batch of {batch}; "
+                "take a smaller one or keep the last"
+            )
+        self.dataset = dataset
+        self.batch = batch
+        self._shuffle = shuffle
+        self._seed = seed
+        self._transform = transform
+        self._drop_last = drop_last
+        self._workers = workers
+        self._depth = depth
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        count = len(self.dataset)
+        return count // self.batch if self._drop_last else -(-count // self.batch)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of one epoch.
+
+        Close the iterator, or drop it, to end the threads before it is exhausted.
+
+        Args:
+            epoch: From 0.
+            start: The first batch wanted, to resume; up to `len`, where none is left.
+
+        Raises:
+            ValueError: There is no such epoch or batch.
+        """
+        if epoch < 0 or not 0 <= start <= len(self):
+            raise ValueError(
+                f"epochs count from 0 and start from 0 to {len(self)}; got epoch "
+                f"{epoch}, start {start}"
+            )
+        order = self._order(epoch)
+
+        def make(index: int) -> Batch:
+            return self._make(epoch, index, order)
+
+        return in_order(
+            make, range(start, len(self)), workers=self._workers, depth=self._depth
+        )
+
+    def _order(self, epoch: int) -> NDArray[np.intp]:
+        order = np.arange(len(self.dataset))
+        if self._shuffle:
+            np.random.default_rng([self._seed, _ORDER, epoch]).shuffle(order)
+        return order
+
+    def _make(self, epoch: int, index: int, order: NDArray[np.intp]) -> Batch:
+        chosen = order[index * self.batch : (index + 1) * self.batch]
+        images, labels = self.dataset.read(chosen)
+        if self._transform is not None:
+            rng = np.random.default_rng([self._seed, _TRANSFORM, epoch, index])
+            images = self._transform(images, rng)
+        return Batch(images, labels)

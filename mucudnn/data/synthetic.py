@@ -1,0 +1,95 @@
+"""Learnable images made on the fly: any number of them, no file, no memory.
+
+Each class has a smooth pattern, a random sum of the lowest cosines; an image is its
+class's pattern, a random brightness and pixel noise. All of it follows from the seed
+and the index, so one index is always one image, in any order and on any thread.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mucudnn.data.dataset import Images, Indices, Labels, Split, checked_indices
+
+__all__ = ["SyntheticDataset"]
+
+_WAVES = 4
+_CONTRAST = 32.0
+_BRIGHTNESS = 16.0
+_PATTERNS, _TRAIN, _TEST = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticDataset:
+    """Images of class-dependent patterns in noise.
+
+    Both splits show the same classes; their images differ.
+
+    Attributes:
+        length: How many images.
+        classes: How many classes; they take turns.
+        image_shape: (C, H, W).
+        noise: Standard deviation of a pixel's noise over that of the patterns.
+        seed: Another seed, other patterns and images.
+        split: Which stream of images.
+    """
+
+    length: int
+    classes: int = 10
+    image_shape: tuple[int, int, int] = (3, 32, 32)
+    noise: float = 1.0
+    seed: int = 0
+    split: Split = "train"
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.classes < 1 or min(self.image_shape) < 1:
+            raise ValueError(
+                "length, classes and image shape must be positive, got "
+                f"{self.length}, {self.classes} and {self.image_shape}"
+            )
+        if self.seed < 0 or not 0 <= self.noise <= 100:
+            raise ValueError(
+                "the seed must be 0 or more and the noise from 0 to 100, got "
+                f"{self.seed} and {self.noise}"
+            )
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, indices: Indices) -> tuple[Images, Labels]:
+        """See `Dataset.read`."""
+        chosen = checked_indices(indices, self.length)
+        labels = chosen.astype(np.int64) % self.classes
+        patterns = {int(label): self._pattern(int(label)) for label in set(labels)}
+        images = np.empty((len(chosen), *self.image_shape), np.uint8)
+        for image, index, label in zip(images, chosen, labels, strict=True):
+            image[...] = self._image(int(index), patterns[int(label)])
+        return images, labels
+
+    def _image(self, index: int, pattern: NDArray[np.float32]) -> NDArray[np.float32]:
+        stream = _TEST if self.split == "test" else _TRAIN
+        rng = np.random.default_rng([self.seed, stream, index])
+        image = rng.standard_normal(self.image_shape, np.float32)
+        image *= self.noise * _CONTRAST
+        image += pattern
+        image += 128 + _BRIGHTNESS * rng.uniform(-1, 1)
+        return np.clip(image, 0, 255, out=image)
+
+    def _pattern(self, label: int) -> NDArray[np.float32]:
+        """One class's pattern, (C, H, W), with a standard deviation of `_CONTRAST`."""
+        rng = np.random.default_rng([self.seed, _PATTERNS, label])
+        channels, height, width = self.image_shape
+        rows, columns = _cosines(height), _cosines(width)
+        weights = rng.standard_normal((channels, len(rows), len(columns)))
+        weights *= _CONTRAST / np.sqrt(len(rows) * len(columns))
+        pattern: NDArray[np.float64] = rows.T @ weights @ columns
+        return pattern.astype(np.float32)
+
+
+def _cosines(size: int) -> NDArray[np.float64]:
+    """The lowest cosines over `size` points, each of mean square 1."""
+    places = (np.arange(size) + 0.5) / size
+    waves = np.arange(min(_WAVES, size))[:, None]
+    scale = np.where(waves == 0, 1.0, np.sqrt(2))
+    return np.asarray(scale * np.cos(np.pi * waves * places))

@@ -1,0 +1,365 @@
+import gc
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+import weakref
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.data import (
+    ArrayDataset,
+    Compose,
+    Loader,
+    RandomCrop,
+    RandomFlip,
+    SyntheticDataset,
+)
+from mucudnn.data.prefetch import in_order
+
+N = 53
+AUGMENT = Compose((RandomCrop(2), RandomFlip()))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+class Numbered:
+    """Images whose only pixel is their index; `spy` sees every batch read."""
+
+    classes = N
+    image_shape = (1, 1, 1)
+
+    def __init__(self, spy=lambda indices: None):
+        self.spy = spy
+
+    def __len__(self):
+        return N
+
+    def read(self, indices):
+        self.spy(indices)
+        labels = np.array(indices, np.int64)
+        return labels.astype(np.float32).reshape(-1, 1, 1, 1), labels
+
+
+def labels_of(batches):
+    return np.concatenate([batch.labels for batch in batches] or [[]])
+
+
+def bits_of(batches):
+    return [(images.tobytes(), labels.tobytes()) for images, labels in batches]
+
+
+@given(
+    st.integers(1, 60),
+    st.booleans(),
+    st.integers(0, 4),
+    st.integers(1, 5),
+    st.integers(0, 3),
+)
+@settings(deadline=None, max_examples=60)
+def test_an_epoch_is_a_permutation(batch, shuffle, workers, depth, epoch):
+    loader = Loader(
+        Numbered(), batch, shuffle=shuffle, workers=workers, depth=depth, seed=batch
+    )
+    batches = list(loader.epoch(epoch))
+    assert len(batches) == len(loader)
+    assert [len(b.labels) for b in batches[:-1]] == [batch] * (len(batches) - 1)
+    labels = labels_of(batches)
+    assert sorted(labels) == list(range(N))
+    assert shuffle or list(labels) == list(range(N))
+
+
+@given(st.integers(0, 4), st.integers(1, 5), st.integers(0, 9), st.integers(0, 3))
+@settings(deadline=None, max_examples=40)
+def test_resuming_is_bit_exact_whatever_the_threads(workers, depth, start, epoch):
+    dataset = SyntheticDataset(N, 3, (2, 6, 6))
+    plain = Loader(dataset, 6, seed=5, transform=AUGMENT, workers=0)
+    other = Loader(dataset, 6, seed=5, transform=AUGMENT, workers=workers, depth=depth)
+    whole = bits_of(plain.epoch(epoch))
+    assert bits_of(other.epoch(epoch, start=start)) == whole[start:]
+
+
+def test_epochs_and_seeds_differ_in_order_and_augmentation():
+    def bits(seed, epoch, shuffle):
+        dataset = SyntheticDataset(N, 3, (2, 6, 6))
+        loader = Loader(dataset, 8, seed=seed, shuffle=shuffle, transform=AUGMENT)
+        return tuple(bits_of(loader.epoch(epoch)))
+
+    for shuffle in (True, False):
+        assert len({bits(s, e, shuffle) for s in range(3) for e in range(3)}) == 9
+
+
+def test_epochs_and_seeds_differ_in_order_alone():
+    loaders = [Loader(Numbered(), 8, seed=seed) for seed in range(3)]
+    orders = {
+        tuple(labels_of(loader.epoch(epoch)))
+        for loader in loaders
+        for epoch in range(3)
+    }
+    assert len(orders) == 9
+
+
+def test_batches_of_an_epoch_are_augmented_differently():
+    images = np.tile(np.arange(36, dtype=np.uint8).reshape(1, 6, 6), (8, 1, 1, 1))
+    loader = Loader(
+        ArrayDataset(images, np.zeros(8, int)), 4, transform=AUGMENT, shuffle=False
+    )
+    first, second = loader.epoch(0)
+    assert (first.images != second.images).any()
+
+
+def test_drop_last():
+    loader = Loader(Numbered(), 10, drop_last=True, shuffle=False)
+    assert len(loader) == 5
+    assert list(labels_of(loader.epoch(0))) == list(range(50))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Loader(Numbered(), 0),
+        lambda: Loader(Numbered(), 4, workers=-1),
+        lambda: Loader(Numbered(), 4, depth=0),
+        lambda: Loader(Numbered(), 4, seed=-1),
+        lambda: Loader(Numbered(), N + 1, drop_last=True),
+        lambda: Loader(Numbered(), 4).epoch(-1),
+        lambda: Loader(Numbered(), 4).epoch(0, start=15),
+        lambda: Loader(Numbered(), 4).epoch(0, start=-1),
+    ],
+)
+def test_bad_arguments(make):
+    with pytest.raises(ValueError, match=r"must be|full batch|count from"):
+        make()
+
+
+def test_no_more_than_the_depth_is_read_ahead():
+    """While batch i is with the consumer, at most i + 1 + ahead have been begun."""
+    reads = []
+    for workers, depth, ahead in ((1, 1, 1), (1, 3, 3), (3, 2, 3)):
+        reads.clear()
+        loader = Loader(Numbered(reads.append), 2, workers=workers, depth=depth)
+        for i, _ in enumerate(loader.epoch(0)):
+            assert len(reads) <= i + 1 + ahead
+
+
+def test_batches_are_read_before_they_are_asked_for():
+    read = threading.Semaphore(0)
+    loader = Loader(Numbered(lambda _: read.release()), 2, depth=3)
+    batches = loader.epoch(0)
+    next(batches)
+    for _ in range(4):  # the one taken and three ahead
+        assert read.acquire(timeout=30)
+    assert not read.acquire(timeout=0.2)  # and no more
+    batches.close()
+
+
+def test_slow_early_batches_do_not_change_the_order():
+    """The first result is finished after the third."""
+    later = threading.Event()
+
+    def make(job):
+        if job == 0:
+            assert later.wait(timeout=30)
+        elif job == 2:
+            later.set()
+        return job
+
+    assert list(in_order(make, range(20), workers=2, depth=3)) == list(range(20))
+
+
+class Broken(Numbered):
+    def read(self, indices):
+        if 30 in indices:
+            self.fail()
+        return super().read(indices)
+
+    def fail(self):
+        raise KeyError("a broken image")
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_exceptions_come_in_their_place_with_their_traceback(workers):
+    loader = Loader(Broken(), 10, shuffle=False, workers=workers)
+    seen = []
+    with pytest.raises(KeyError, match="a broken image") as e:
+        seen.extend(batch.labels[0] for batch in loader.epoch(0))
+    assert seen == [0, 10, 20]
+    names = [frame.name for frame in traceback.extract_tb(e.value.__traceback__)]
+    assert names[-2:] == ["read", "fail"]
+
+
+def test_no_work_is_begun_after_a_failure():
+    begun = []
+
+    def make(job):
+        begun.append(job)
+        return 1 // (job - 2)
+
+    results = in_order(make, range(9), workers=1, depth=9)
+    assert next(results) == -1
+    for worker in threading.enumerate():
+        if worker.name == "mucudnn-data-0":
+            worker.join(timeout=30)
+    assert begun == [0, 1, 2]
+    assert next(results) == -1
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_workers_pass_on_whatever_is_raised(error):
+    def make(job):
+        raise error
+
+    with pytest.raises(error):
+        next(in_order(make, range(3), workers=2, depth=2))
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_close_ends_the_threads(workers, taken):
+    before = threading.active_count()
+    batches = Loader(Numbered(), 2, workers=workers).epoch(0)
+    for _ in range(taken):
+        next(batches)
+    batches.close()
+    assert threading.active_count() == before
+
+
+def test_leaving_the_loop_ends_the_threads():
+    before = threading.active_count()
+    loader = Loader(Numbered(), 2, workers=3)
+    for _ in loader.epoch(0):
+        break
+    gc.collect()
+    assert threading.active_count() == before
+
+    def fail():
+        for _ in loader.epoch(0):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_garbage_collection_ends_the_threads():
+    before = threading.active_count()
+    holder = [Loader(Numbered(), 2, workers=3).epoch(0)]
+    next(holder[0])
+    holder.append(holder)  # only the cycle collector frees it
+    assert threading.active_count() == before + 3
+    del holder
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_collection_on_a_worker_does_not_wait_for_itself():
+    holder = []
+    dropped = threading.Event()
+
+    def make(job):
+        if job == 1:
+            dropped.wait(timeout=30)
+            gc.collect()
+        return job
+
+    holder.append(in_order(make, range(9), workers=1, depth=2))
+    holder.append(holder)
+    next(holder[0])
+    workers = [t for t in threading.enumerate() if t.name.startswith("mucudnn-data")]
+    gc.disable()
+    try:
+        del holder
+        dropped.set()
+        for worker in workers:
+            worker.join(timeout=30)
+            assert not worker.is_alive()
+    finally:
+        gc.enable()
+
+
+def test_taken_batches_are_not_kept():
+    class Value:
+        pass
+
+    values = in_order(lambda job: Value(), range(4), workers=1, depth=1)
+    first = weakref.ref(next(values))
+    gc.collect()
+    assert first() is None
+    values.close()
+
+
+def test_an_epoch_that_is_never_begun_starts_no_thread():
+    before = threading.active_count()
+    batches = Loader(Numbered(), 2, workers=3).epoch(0)
+    assert threading.active_count() == before
+    batches.close()
+
+
+SCRIPT = """
+import sys, time
+import numpy as np
+from mucudnn.data import ArrayDataset, Loader
+
+class Slow(ArrayDataset):
+    def read(self, indices):
+        if 4 in indices:
+            print("waiting", flush=True)
+            time.sleep({pause})
+        return super().read(indices)
+
+dataset = Slow(np.zeros((9, 1, 2, 2), np.uint8), np.arange(9))
+batches = Loader(dataset, 1, shuffle=False, workers=2).epoch(0)
+"""
+
+
+@pytest.fixture
+def run_script():
+    """Starts `SCRIPT` with more to it; what still runs at the end is killed."""
+    started = []
+
+    def start(pause, rest):
+        code = SCRIPT.format(pause=pause) + textwrap.dedent(rest)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=pipe, stderr=pipe
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_ends_a_consumer_that_waits(run_script):
+    rest = """
+    try:
+        for batch in batches:
+            pass
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    """
+    process = run_script(1, rest)
+    assert process.stdout.readline() == b"waiting\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (out, err, process.returncode) == (b"interrupted\n", b"", 0)
+
+
+def test_a_script_may_end_with_an_open_epoch(run_script):
+    process = run_script(0, "next(batches)")
+    _, err = process.communicate(timeout=60)
+    assert (err, process.returncode) == (b"", 0)
