@@ -1,4 +1,6 @@
 # Two commands do everything: `make demo` and `make test`. Both make .venv themselves.
+# `make test` skips what needs PyTorch or cuDNN; `make test-torch` and `make test-cudnn`
+# install the one or the other first. Neither needs a GPU.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,13 +8,18 @@ BIN := $(VENV)/bin
 OUT ?= out
 DEMO := --batch 64 --policy powers_of_two --workspace-limit 8MiB,32MiB,64MiB \
 	--memory-limit 4GiB --time-limit 240
+CUDNN := nvidia-cudnn-cu12==9.19.0.56 cuda-pathfinder
+LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
+	print(load_library(without_driver=True).path)"
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test test-torch test-cudnn install-cudnn check format bench clean
 
 help:
 	@echo "make demo    tune AlexNet on this machine's CPU; prints a table, writes a report"
 	@echo "make test    format, lint, types, import contracts and all tests"
-	@echo "make check   the same without the tests"
+	@echo "make test-torch   the tests that compare with PyTorch"
+	@echo "make test-cudnn   the tests of the real cuDNN, no GPU needed (a 1.5 GB download)"
+	@echo "make check   the same as test, without the tests"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make bench   the figures of bench/results, measured here"
 	@echo "make clean   remove .venv and what the tools left behind"
@@ -35,6 +42,12 @@ $(VENV)/peers.stamp: pyproject.toml $(VENV)/base.stamp | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[peers]'
 	@touch $@
 
+# A cuDNN that is there already is kept: two of its wheels would overwrite each other.
+$(VENV)/cudnn.stamp: Makefile $(VENV)/base.stamp | $(BIN)/python
+	@$(LOAD_CUDNN) >/dev/null 2>&1 \
+		|| $(BIN)/pip install --quiet --disable-pip-version-check $(CUDNN)
+	@touch $@
+
 demo: $(VENV)/base.stamp
 	@mkdir -p $(OUT)
 	$(BIN)/mucudnn tune alexnet $(DEMO) --json $(OUT)/demo.json --report $(OUT)/demo.html
@@ -42,6 +55,15 @@ demo: $(VENV)/base.stamp
 
 test: check
 	$(BIN)/python -m pytest
+
+test-torch: $(VENV)/dev.stamp $(VENV)/peers.stamp
+	$(BIN)/python -m pytest -m torch || test $$? -eq 5  # 5: there are no such tests
+
+install-cudnn: $(VENV)/cudnn.stamp
+
+test-cudnn: $(VENV)/dev.stamp install-cudnn
+	@$(LOAD_CUDNN)
+	$(BIN)/python -m pytest -m cudnn
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .

@@ -1,0 +1,140 @@
+"""NVIDIA GPUs: CuPy for memory, streams and time, libcudnn 9 for convolutions.
+
+`cuda` is a GPU that is here. `cuda:FILE` is one that is only described, by the JSON
+that cuDNN writes of a device: its engines and their workspaces are listed, nothing is
+run. `cuda:h200` takes a description that comes with the package. CuPy and the library
+are imported by `load`, not before.
+"""
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mucudnn.backends.base import Backend
+from mucudnn.errors import BackendUnavailableError, MucudnnError
+
+__all__ = ["described_devices", "device_count", "load"]
+
+_DEVICES = "devices"
+_OBTAINED = ("read_off_the_device", "by_hand")
+"""How a shipped description was obtained ends its name; the better way first."""
+
+
+def described_devices() -> tuple[str, ...]:
+    """Names of the descriptions that come with the package."""
+    folder = files("mucudnn.backends.cuda") / _DEVICES
+    names = (entry.name for entry in folder.iterdir())
+    return tuple(sorted(n.removesuffix(".json") for n in names if n.endswith(".json")))
+
+
+def device_count(argument: str) -> int:
+    """How many GPUs are here; one if a description is named.
+
+    Raises:
+        BackendUnavailableError: CuPy, the driver or a GPU is missing.
+    """
+    if argument:
+        return 1
+    cupy = _cupy()
+    try:
+        count: int = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as e:
+        raise BackendUnavailableError(_no_gpu(f"CUDA says {e}")) from e
+    if count == 0:
+        raise BackendUnavailableError(_no_gpu("CUDA sees none"))
+    return count
+
+
+def load(argument: str, device: int) -> Backend:
+    """A GPU, or the description of one.
+
+    Raises:
+        BackendUnavailableError: A library, the device or the file is missing.
+    """
+    return _described(argument) if argument else _present(device)
+
+
+def _present(index: int) -> Backend:
+    from mucudnn.backends.cuda._cudnn import Cudnn
+    from mucudnn.backends.cuda.conv import CudaConv
+    from mucudnn.backends.cuda.conv.operation import ALIGNMENT
+    from mucudnn.backends.cuda.conv.plan import CudaPlan
+    from mucudnn.backends.cuda.device import CudaDevice
+    from mucudnn.backends.cuda.loading import load_library
+    from mucudnn.backends.cuda.session import LiveSession
+
+    library = load_library(without_driver=False)
+    _cupy().cuda.Device(index).use()
+    device = CudaDevice(index, library.version)
+    session = LiveSession(Cudnn(library.cdll), device.stream)
+    try:
+        session.handle()
+    except MucudnnError as e:
+        raise BackendUnavailableError(
+            f"cuDNN from {library.path} cannot use GPU {index}: {e}"
+        ) from e
+    conv = CudaConv(session)
+    return Backend(
+        "cuda",
+        device,
+        conv,
+        compile=lambda plan, replay: CudaPlan(
+            conv, plan, device.capture if replay else None
+        ),
+        index=index,
+        split_alignment=ALIGNMENT,
+        fragile=True,
+        plan_texts=conv,
+    )
+
+
+def _described(argument: str) -> Backend:
+    from mucudnn.backends.cuda._cudnn import Cudnn
+    from mucudnn.backends.cuda.conv import CudaConv
+    from mucudnn.backends.cuda.conv.operation import ALIGNMENT
+    from mucudnn.backends.cuda.device import DescribedDevice
+    from mucudnn.backends.cuda.loading import load_library
+    from mucudnn.backends.cuda.session import PaperSession
+
+    text = _description(argument)
+    library = load_library(without_driver=True)
+    session = PaperSession(Cudnn(library.cdll), text)
+    try:
+        device = DescribedDevice(text, library.version)
+    except (ValueError, KeyError, TypeError) as e:
+        raise BackendUnavailableError(f"{argument} is no device description") from e
+    conv = CudaConv(session, absent=f"{device.name} is only described, not here")
+    return Backend(f"cuda:{argument}", device, conv, split_alignment=ALIGNMENT)
+
+
+def _description(argument: str) -> str:
+    shipped = described_devices()
+    for name in (argument, *(f"{argument}_{how}" for how in _OBTAINED)):
+        if name in shipped:
+            entry = files("mucudnn.backends.cuda") / _DEVICES / f"{name}.json"
+            return entry.read_text()
+    try:
+        return Path(argument).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise BackendUnavailableError(
+            f"device description {argument!r} cannot be read ({e}); name a file as "
+            f"cuDNN writes it, or one of: {', '.join(shipped)}"
+        ) from e
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as e:
+        raise BackendUnavailableError(
+            "backend 'cuda' needs CuPy, which is not installed: "
+            "pip install 'mucudnn[cuda13]' (or [cuda12] for a CUDA 12 driver)"
+        ) from e
+    return cupy
+
+
+def _no_gpu(reason: str) -> str:
+    return (
+        f"no NVIDIA GPU can be used here: {reason}; to list what one would have, "
+        "add --device h200 --plan-only"
+    )

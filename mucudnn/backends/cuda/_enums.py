@@ -1,0 +1,286 @@
+"""Enumerators of cuDNN 9 that the binding uses, under their own names.
+
+`C_NAMES` says how each member is spelled in the headers, so that a test compares every
+one of them with the compiler's reading.
+"""
+
+from collections.abc import Mapping
+from enum import IntEnum
+from types import MappingProxyType
+
+__all__ = [
+    "C_NAMES",
+    "Attribute",
+    "AttributeType",
+    "BackwardDataAlgo",
+    "BackwardFilterAlgo",
+    "BehaviorNote",
+    "ConvolutionMode",
+    "DataType",
+    "DescriptorType",
+    "Determinism",
+    "ForwardAlgo",
+    "HeurMode",
+    "MathType",
+    "NumericalNote",
+    "Status",
+    "TensorFormat",
+    "c_name",
+]
+
+
+class Status(IntEnum):
+    """Categories are thousands; what is not listed here belongs to its category."""
+
+    SUCCESS = 0
+    NOT_INITIALIZED = 1001
+    SUBLIBRARY_LOADING_FAILED = 1008
+    BAD_PARAM = 2000
+    BAD_PARAM_MISALIGNED_POINTER = 2003
+    NOT_SUPPORTED = 3000
+    INTERNAL_ERROR = 4000
+    INTERNAL_ERROR_HOST_ALLOCATION_FAILED = 4003
+    INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED = 4004
+    EXECUTION_FAILED = 5000
+
+
+class DataType(IntEnum):
+    """Element types."""
+
+    FLOAT = 0
+    DOUBLE = 1
+    HALF = 2
+    BFLOAT16 = 9
+
+
+class TensorFormat(IntEnum):
+    """Storage orders of the legacy API."""
+
+    NCHW = 0
+    NHWC = 1
+
+
+class ConvolutionMode(IntEnum):
+    """Whether filters are flipped."""
+
+    CONVOLUTION = 0
+    CROSS_CORRELATION = 1
+
+
+class MathType(IntEnum):
+    """What the legacy API may do with tensor cores."""
+
+    DEFAULT_MATH = 0
+    TENSOR_OP_MATH = 1
+    TENSOR_OP_MATH_ALLOW_CONVERSION = 2
+    FMA_MATH = 3
+
+
+class Determinism(IntEnum):
+    """Whether a legacy algorithm repeats its bits."""
+
+    NON_DETERMINISTIC = 0
+    DETERMINISTIC = 1
+
+
+class ForwardAlgo(IntEnum):
+    """Legacy algorithms, forward."""
+
+    IMPLICIT_GEMM = 0
+    IMPLICIT_PRECOMP_GEMM = 1
+    GEMM = 2
+    DIRECT = 3
+    FFT = 4
+    FFT_TILING = 5
+    WINOGRAD = 6
+    WINOGRAD_NONFUSED = 7
+
+
+class BackwardDataAlgo(IntEnum):
+    """Legacy algorithms, gradient of the input."""
+
+    ALGO_0 = 0
+    ALGO_1 = 1
+    FFT = 2
+    FFT_TILING = 3
+    WINOGRAD = 4
+    WINOGRAD_NONFUSED = 5
+
+
+class BackwardFilterAlgo(IntEnum):
+    """Legacy algorithms, gradient of the filter."""
+
+    ALGO_0 = 0
+    ALGO_1 = 1
+    FFT = 2
+    ALGO_3 = 3
+    WINOGRAD = 4
+    WINOGRAD_NONFUSED = 5
+    FFT_TILING = 6
+
+
+class DescriptorType(IntEnum):
+    """Objects of the graph API."""
+
+    CONVOLUTION = 1
+    ENGINE = 2
+    ENGINECFG = 3
+    ENGINEHEUR = 4
+    EXECUTION_PLAN = 5
+    KNOB_CHOICE = 7
+    OPERATION_CONVOLUTION_FORWARD = 10
+    OPERATION_CONVOLUTION_BACKWARD_FILTER = 11
+    OPERATION_CONVOLUTION_BACKWARD_DATA = 12
+    OPERATIONGRAPH = 15
+    VARIANT_PACK = 16
+    TENSOR = 17
+    DEVICEPROP = 38
+
+
+class AttributeType(IntEnum):
+    """Types of the values of attributes."""
+
+    HANDLE = 0
+    DATA_TYPE = 1
+    BOOLEAN = 2
+    INT64 = 3
+    FLOAT = 4
+    DOUBLE = 5
+    VOID_PTR = 6
+    CONVOLUTION_MODE = 7
+    HEUR_MODE = 8
+    KNOB_TYPE = 9
+    NUMERICAL_NOTE = 11
+    BACKEND_DESCRIPTOR = 15
+    BEHAVIOR_NOTE = 19
+    INT32 = 23
+    CHAR = 24
+
+
+class Attribute(IntEnum):
+    """Attributes of the graph API's objects."""
+
+    CONVOLUTION_COMP_TYPE = 100
+    CONVOLUTION_CONV_MODE = 101
+    CONVOLUTION_DILATIONS = 102
+    CONVOLUTION_FILTER_STRIDES = 103
+    CONVOLUTION_POST_PADDINGS = 104
+    CONVOLUTION_PRE_PADDINGS = 105
+    CONVOLUTION_SPATIAL_DIMS = 106
+    ENGINEHEUR_MODE = 200
+    ENGINEHEUR_OPERATION_GRAPH = 201
+    ENGINEHEUR_RESULTS = 202
+    ENGINEHEUR_DEVICEPROP = 204
+    ENGINECFG_ENGINE = 300
+    ENGINECFG_KNOB_CHOICES = 302
+    ENGINECFG_WORKSPACE_SIZE = 303
+    EXECUTION_PLAN_HANDLE = 400
+    EXECUTION_PLAN_ENGINE_CONFIG = 401
+    EXECUTION_PLAN_WORKSPACE_SIZE = 402
+    EXECUTION_PLAN_JSON_REPRESENTATION = 405
+    EXECUTION_PLAN_DEVICEPROP = 407
+    KNOB_CHOICE_KNOB_TYPE = 600
+    KNOB_CHOICE_KNOB_VALUE = 601
+    OPERATION_CONVOLUTION_FORWARD_ALPHA = 700
+    OPERATION_CONVOLUTION_FORWARD_BETA = 701
+    OPERATION_CONVOLUTION_FORWARD_CONV_DESC = 702
+    OPERATION_CONVOLUTION_FORWARD_W = 703
+    OPERATION_CONVOLUTION_FORWARD_X = 704
+    OPERATION_CONVOLUTION_FORWARD_Y = 705
+    OPERATION_CONVOLUTION_BWD_DATA_ALPHA = 706
+    OPERATION_CONVOLUTION_BWD_DATA_BETA = 707
+    OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC = 708
+    OPERATION_CONVOLUTION_BWD_DATA_W = 709
+    OPERATION_CONVOLUTION_BWD_DATA_DX = 710
+    OPERATION_CONVOLUTION_BWD_DATA_DY = 711
+    OPERATION_CONVOLUTION_BWD_FILTER_ALPHA = 712
+    OPERATION_CONVOLUTION_BWD_FILTER_BETA = 713
+    OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC = 714
+    OPERATION_CONVOLUTION_BWD_FILTER_DW = 715
+    OPERATION_CONVOLUTION_BWD_FILTER_X = 716
+    OPERATION_CONVOLUTION_BWD_FILTER_DY = 717
+    OPERATIONGRAPH_HANDLE = 800
+    OPERATIONGRAPH_OPS = 801
+    OPERATIONGRAPH_ENGINE_GLOBAL_COUNT = 802
+    TENSOR_BYTE_ALIGNMENT = 900
+    TENSOR_DATA_TYPE = 901
+    TENSOR_DIMENSIONS = 902
+    TENSOR_STRIDES = 903
+    TENSOR_UNIQUE_ID = 906
+    VARIANT_PACK_UNIQUE_IDS = 1000
+    VARIANT_PACK_DATA_POINTERS = 1001
+    VARIANT_PACK_WORKSPACE = 1003
+    ENGINE_OPERATION_GRAPH = 1300
+    ENGINE_GLOBAL_INDEX = 1301
+    ENGINE_NUMERICAL_NOTE = 1303
+    ENGINE_BEHAVIOR_NOTE = 1305
+    ENGINE_DEVICEPROP = 1307
+    DEVICEPROP_DEVICE_ID = 2700
+    DEVICEPROP_JSON_REPRESENTATION = 2702
+
+
+class HeurMode(IntEnum):
+    """Which list of engine configurations a heuristic gives."""
+
+    B = 1
+    FALLBACK = 2
+    A = 3
+
+
+class NumericalNote(IntEnum):
+    """What an engine does to numbers."""
+
+    TENSOR_CORE = 0
+    DOWN_CONVERT_INPUTS = 1
+    REDUCED_PRECISION_REDUCTION = 2
+    FFT = 3
+    NONDETERMINISTIC = 4
+    WINOGRAD = 5
+    WINOGRAD_TILE_4x4 = 6
+    WINOGRAD_TILE_6x6 = 7
+    WINOGRAD_TILE_13x13 = 8
+    STRICT_NAN_PROP = 9
+
+
+class BehaviorNote(IntEnum):
+    """What else an engine does."""
+
+    RUNTIME_COMPILATION = 0
+    REQUIRES_FILTER_INT8x32_REORDER = 1
+    REQUIRES_BIAS_INT8x32_REORDER = 2
+    SUPPORTS_CUDA_GRAPH_NATIVE_API = 3
+    CUBLASLT_DEPENDENCY = 4
+
+
+C_NAMES: Mapping[type[IntEnum], str] = MappingProxyType(
+    {
+        Status: "CUDNN_STATUS_{}",
+        DataType: "CUDNN_DATA_{}",
+        TensorFormat: "CUDNN_TENSOR_{}",
+        ConvolutionMode: "CUDNN_{}",
+        MathType: "CUDNN_{}",
+        Determinism: "CUDNN_{}",
+        ForwardAlgo: "CUDNN_CONVOLUTION_FWD_ALGO_{}",
+        BackwardDataAlgo: "CUDNN_CONVOLUTION_BWD_DATA_{}",
+        BackwardFilterAlgo: "CUDNN_CONVOLUTION_BWD_FILTER_{}",
+        DescriptorType: "CUDNN_BACKEND_{}_DESCRIPTOR",
+        AttributeType: "CUDNN_TYPE_{}",
+        Attribute: "CUDNN_ATTR_{}",
+        HeurMode: "CUDNN_HEUR_MODE_{}",
+        NumericalNote: "CUDNN_NUMERICAL_NOTE_{}",
+        BehaviorNote: "CUDNN_BEHAVIOR_NOTE_{}",
+    }
+)
+"""Enumeration -> how a member's name becomes the header's enumerator.
+
+The backward algorithms called `ALGO_0` are `…_ALGO_0` there, the others `…_ALGO_FFT`;
+`c_name` knows.
+"""
+
+
+def c_name(member: IntEnum) -> str:
+    """The header's spelling of a member."""
+    name = member.name
+    if isinstance(member, BackwardDataAlgo | BackwardFilterAlgo):
+        name = name if name.startswith("ALGO_") else f"ALGO_{name}"
+    return C_NAMES[type(member)].format(name)

@@ -1,0 +1,215 @@
+"""cuDNN's two libraries of convolution algorithms behind one interface.
+
+Rows of the graph API come first, in the order of its heuristics; rows of the first API
+follow. Half-precision filter gradients have every row a second time, summing their
+micro-batches in float32.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mucudnn.backends.cuda.conv import float32_sum
+from mucudnn.backends.cuda.conv.graph import GraphLibrary, GraphRow, PlanKey
+from mucudnn.backends.cuda.conv.launch import Launch, Operands
+from mucudnn.backends.cuda.conv.legacy import LegacyLibrary
+from mucudnn.backends.cuda.conv.operation import ALIGNMENT
+from mucudnn.backends.cuda.session import Session
+from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
+from mucudnn.ir.conv import ConvProblem
+from mucudnn.ir.numerics import FLOAT32_SUM, HALF_SUM, Traits
+
+__all__ = ["CudaConv", "execute", "operands_of"]
+
+_LAUNCHES = 256
+"""How many prebuilt calls of `run` are kept; a plan keeps its own."""
+
+_NO_GRAPH = "graph API"
+_NO_LEGACY = "first API"
+
+
+class CudaConv:
+    """The convolution algorithms of libcudnn.
+
+    Args:
+        session: Where the library runs.
+        absent: Why nothing can be run here; None where there is a device.
+    """
+
+    def __init__(self, session: Session, absent: str | None = None) -> None:
+        self._session = session
+        self._absent = absent
+        self._graph = GraphLibrary(session)
+        self._legacy = LegacyLibrary(session) if absent is None else None
+        self._launches: OrderedDict[object, Sequence[Launch]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def session(self) -> Session:
+        """Where the library runs."""
+        return self._session
+
+    def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
+        """See `ConvLibrary.algorithms`; cuDNN's favourites first."""
+        rows = [(n, row.workspace) for n, row in self._graph_rows(problem).items()]
+        if self._legacy is not None:
+            legacy, _ = self._legacy.rows(problem)
+            rows += [(name, row.workspace) for name, row in legacy.items()]
+        if float32_sum.applies(problem):
+            extra = float32_sum.scratch(problem)
+            rows += [(n + float32_sum.SUFFIX, nbytes + extra) for n, nbytes in rows]
+        return rows
+
+    def excluded(self, problem: ConvProblem) -> Sequence[tuple[str, str]]:
+        """See `ConvLibrary.excluded`."""
+        reasons = []
+        try:
+            self._graph.rows(problem)
+        except UnsupportedError as e:
+            reasons.append((_NO_GRAPH, str(e)))
+        if self._legacy is None:
+            reasons.append((_NO_LEGACY, f"it lists nothing: {self._absent}"))
+        else:
+            reasons += self._legacy.rows(problem)[1].items()
+        return reasons
+
+    def traits(self, problem: ConvProblem, algo: str) -> Traits:
+        """See `ConvLibrary.traits`."""
+        name = algo.removesuffix(float32_sum.SUFFIX)
+        if (row := self._graph_rows(problem).get(name)) is not None:
+            traits = row.traits
+        elif self._legacy is not None and name in self._legacy.rows(problem)[0]:
+            traits = self._legacy.rows(problem)[0][name].traits
+        else:
+            raise UnsupportedError(f"cuDNN has no algorithm {algo!r} for {problem}")
+        if not float32_sum.applies(problem):
+            return traits
+        note = HALF_SUM if name == algo else FLOAT32_SUM
+        return Traits(traits.deterministic, traits.math_mode, (*traits.notes, note))
+
+    def run(
+        self,
+        problem: ConvProblem,
+        algo: str,
+        a: Any,
+        b: Any,
+        out: Any,
+        workspace: Any,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """See `ConvLibrary.run`; the call is kept for the next time."""
+        operands = operands_of(a, b, out, workspace)
+        key = (problem, algo, operands, accumulate)
+        launches = self._launches.get(key)
+        if launches is None:
+            launches = self.launches(
+                problem, algo, operands, first=True, accumulate=accumulate
+            )
+            with self._lock:
+                self._launches[key] = launches
+                while len(self._launches) > _LAUNCHES:
+                    self._launches.popitem(last=False)
+        execute(self._session, launches)
+
+    def launches(
+        self,
+        problem: ConvProblem,
+        algo: str,
+        operands: Operands,
+        *,
+        first: bool,
+        accumulate: bool,
+    ) -> Sequence[Launch]:
+        """The calls of one algorithm on given addresses.
+
+        What is not aligned as measured is planned for its true alignment.
+
+        Args:
+            problem: At its micro-batch size.
+            algo: As `algorithms` names it.
+            operands: Addresses.
+            first: Whether no micro-batch came before; if one did, a filter gradient is
+                added to.
+            accumulate: Whether the caller wants the result added to the output.
+
+        Raises:
+            UnsupportedError: The algorithm cannot run the problem so.
+            BackendError: The workspace is too small.
+            BackendUnavailableError: There is no device here.
+        """
+        if self._absent is not None:
+            raise BackendUnavailableError(f"nothing can be run: {self._absent}")
+        name = algo.removesuffix(float32_sum.SUFFIX)
+        if name == algo:
+            add = accumulate or not first
+            return [self._launch(problem, algo, operands, add)]
+        if not float32_sum.applies(problem):
+            raise UnsupportedError(f"{algo} is for half-precision filter gradients")
+        if operands.nbytes < float32_sum.scratch(problem):
+            raise BackendError(
+                f"{algo} needs {float32_sum.scratch(problem)} bytes of workspace and "
+                f"what {name} needs for {problem}, got {operands.nbytes}"
+            )
+        part = float32_sum.engine_operands(problem, operands)
+        return [
+            self._launch(problem, name, part, False),
+            float32_sum.add_launch(
+                problem, operands, first=first, accumulate=accumulate
+            ),
+        ]
+
+    def dumps(self, problem: ConvProblem, algo: str) -> str | None:
+        """An engine's execution plan as JSON; None for what has none."""
+        name = algo.removesuffix(float32_sum.SUFFIX)
+        if not name.startswith("eng"):
+            return None
+        return self._graph.dumps(PlanKey(problem, name))
+
+    def loads(self, problem: ConvProblem, algo: str, text: str) -> None:
+        """Take an execution plan that `dumps` wrote.
+
+        Raises:
+            BackendError: The library does not take it; it may be of another version.
+        """
+        name = algo.removesuffix(float32_sum.SUFFIX)
+        self._graph.loads(PlanKey(problem, name), text)
+
+    def _launch(
+        self, problem: ConvProblem, name: str, operands: Operands, accumulate: bool
+    ) -> Launch:
+        if self._legacy is not None and not name.startswith("eng"):
+            return self._legacy.launch(problem, name, accumulate, operands)
+        alignment = operands.alignment(ALIGNMENT)
+        return self._graph.launch(
+            PlanKey(problem, name, accumulate, alignment), operands
+        )
+
+    def _graph_rows(self, problem: ConvProblem) -> Mapping[str, GraphRow]:
+        try:
+            return self._graph.rows(problem)
+        except UnsupportedError:  # `excluded` says why
+            return {}
+
+
+def operands_of(a: Any, b: Any, out: Any, workspace: Any) -> Operands:
+    """Addresses of CuPy arrays."""
+    if workspace is None:
+        return Operands(a.data.ptr, b.data.ptr, out.data.ptr, 0, 0)
+    return Operands(
+        a.data.ptr, b.data.ptr, out.data.ptr, workspace.data.ptr, workspace.nbytes
+    )
+
+
+def execute(session: Session, launches: Sequence[Launch]) -> None:
+    """Make the calls, in order, on the calling thread's stream.
+
+    Raises:
+        BackendError: A call returned a status.
+    """
+    handle = session.handle()
+    for launch in launches:
+        status = launch.function(handle, *launch.arguments)
+        if status:
+            session.calls.raise_for(launch.name, status)

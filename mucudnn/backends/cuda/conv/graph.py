@@ -1,0 +1,189 @@
+"""cuDNN's graph API as a library of algorithms: one an engine configuration."""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from mucudnn.backends.cuda._enums import Attribute, AttributeType, DescriptorType
+from mucudnn.backends.cuda.conv.engines import configuration, engines
+from mucudnn.backends.cuda.conv.geometry import operand_order
+from mucudnn.backends.cuda.conv.launch import Launch, Operands
+from mucudnn.backends.cuda.conv.operation import ALIGNMENT, UIDS, operation_graph
+from mucudnn.backends.cuda.descriptors import Descriptor
+from mucudnn.backends.cuda.session import Session
+from mucudnn.errors import BackendError, UnsupportedError
+from mucudnn.ir.conv import ConvProblem
+from mucudnn.ir.numerics import Traits
+
+__all__ = ["GraphLibrary", "GraphRow", "PlanKey"]
+
+_LISTINGS = 4096
+"""How many problems' lists of engines are remembered; each is a few kilobytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKey:
+    """What an execution plan depends on.
+
+    Attributes:
+        problem: At its micro-batch size.
+        algo: Engine and knobs, as named by `engines`.
+        accumulate: Whether it adds to its output.
+        alignment: Bytes that the addresses of its operands are multiples of.
+    """
+
+    problem: ConvProblem
+    algo: str
+    accumulate: bool = False
+    alignment: int = ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRow:
+    """One engine configuration, without the configuration itself."""
+
+    workspace: int
+    traits: Traits
+
+
+class GraphLibrary:
+    """Lists engines and builds their plans.
+
+    Args:
+        session: Where the library runs.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._listings: OrderedDict[ConvProblem, dict[str, GraphRow]] = OrderedDict()
+        self._plans: dict[PlanKey, Descriptor] = {}
+        self._lock = threading.Lock()
+
+    def rows(self, problem: ConvProblem) -> dict[str, GraphRow]:
+        """Every engine configuration by name, cuDNN's favourites first.
+
+        Raises:
+            UnsupportedError: cuDNN refuses the convolution as such.
+        """
+        with self._lock:
+            if (rows := self._listings.get(problem)) is not None:
+                self._listings.move_to_end(problem)
+                return rows
+        graph = self._graph(PlanKey(problem, ""))
+        found = engines(
+            self._session.calls, graph, self._session.description, problem.dtype
+        )
+        rows = {
+            engine.name: GraphRow(engine.workspace, engine.traits) for engine in found
+        }
+        with self._lock:
+            self._listings[problem] = rows
+            while len(self._listings) > _LISTINGS:
+                self._listings.popitem(last=False)
+        return rows
+
+    def plan(self, key: PlanKey) -> Descriptor:
+        """The execution plan, built once.
+
+        Raises:
+            UnsupportedError: The engine cannot do that.
+        """
+        if (plan := self._plans.get(key)) is None:
+            graph = self._graph(key)
+            calls, description = self._session.calls, self._session.description
+            config = configuration(calls, graph, description, key.algo)
+            plan = self._bare_plan()
+            plan.set(
+                Attribute.EXECUTION_PLAN_ENGINE_CONFIG,
+                AttributeType.BACKEND_DESCRIPTOR,
+                config,
+            )
+            self._plans[key] = plan.finalize()
+        return plan
+
+    def dumps(self, key: PlanKey) -> str:
+        """An execution plan as JSON, as cuDNN writes it."""
+        return self.plan(key).get_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION)
+
+    def loads(self, key: PlanKey, text: str) -> None:
+        """Rebuild a plan from its JSON, without asking for engines.
+
+        Raises:
+            BackendError: The library does not take it; it may be of another version.
+        """
+        plan = self._bare_plan()
+        plan.set_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION, text)
+        self._plans[key] = plan.finalize()
+
+    def launch(self, key: PlanKey, operands: Operands) -> Launch:
+        """A call of a plan on given addresses.
+
+        Raises:
+            UnsupportedError: The engine cannot do that.
+            BackendError: The workspace is too small.
+        """
+        plan = self.plan(key)
+        needed = plan_workspace(plan)
+        if operands.nbytes < needed:
+            raise BackendError(
+                f"{key.algo} needs {needed} bytes of workspace for {key.problem}, "
+                f"got {operands.nbytes}"
+            )
+        calls = self._session.calls
+        order = operand_order(key.problem.direction)
+        pack = Descriptor(calls, DescriptorType.VARIANT_PACK)
+        pack.set(
+            Attribute.VARIANT_PACK_UNIQUE_IDS,
+            AttributeType.INT64,
+            *(UIDS[name] for name in order),
+        )
+        pack.set(
+            Attribute.VARIANT_PACK_DATA_POINTERS,
+            AttributeType.VOID_PTR,
+            operands.a,
+            operands.b,
+            operands.out,
+        )
+        pack.set(
+            Attribute.VARIANT_PACK_WORKSPACE, AttributeType.VOID_PTR, operands.workspace
+        )
+        name = "cudnnBackendExecute"
+        return Launch(
+            calls.function(name),
+            (plan.pointer, pack.finalize().pointer),
+            name,
+            (plan, pack),
+        )
+
+    def _graph(self, key: PlanKey) -> Descriptor:
+        return operation_graph(
+            self._session.calls,
+            key.problem,
+            accumulate=key.accumulate,
+            alignment=key.alignment,
+            handle=self._session.handle(),
+        )
+
+    def _bare_plan(self) -> Descriptor:
+        """A plan that knows its device; without one, loading JSON ends the process."""
+        plan = Descriptor(self._session.calls, DescriptorType.EXECUTION_PLAN)
+        handle = self._session.handle()
+        if handle is not None:
+            plan.set(Attribute.EXECUTION_PLAN_HANDLE, AttributeType.HANDLE, handle)
+        elif self._session.description is not None:
+            plan.set(
+                Attribute.EXECUTION_PLAN_DEVICEPROP,
+                AttributeType.BACKEND_DESCRIPTOR,
+                self._session.description,
+            )
+        else:
+            raise UnsupportedError("a plan needs a device or its description")
+        return plan
+
+
+def plan_workspace(plan: Descriptor) -> int:
+    """Bytes that a finalized plan asks for."""
+    size: int = plan.get(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE, AttributeType.INT64)[
+        0
+    ]
+    return size

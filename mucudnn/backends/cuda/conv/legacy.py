@@ -1,0 +1,309 @@
+"""cuDNN's first API as a second library: 8 + 6 + 7 algorithms in four math types.
+
+Deprecated since 9.0 but there in all of 9.x. It makes "every algorithm" literal, and
+old GPUs keep FFT and Winograd.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
+
+from mucudnn.backends.cuda._cudnn import AlgoPerf, Calls
+from mucudnn.backends.cuda._enums import (
+    BackwardDataAlgo,
+    BackwardFilterAlgo,
+    ConvolutionMode,
+    Determinism,
+    ForwardAlgo,
+    MathType,
+    TensorFormat,
+)
+from mucudnn.backends.cuda.conv.geometry import Geometry, operand_order
+from mucudnn.backends.cuda.conv.launch import Launch, Operands
+from mucudnn.backends.cuda.session import Session
+from mucudnn.errors import BackendError, MucudnnError, UnsupportedError
+from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32, Traits
+
+__all__ = ["LegacyLibrary", "LegacyRow", "legacy_names"]
+
+_C_NAMES: Mapping[Direction, str] = MappingProxyType(
+    {
+        Direction.FORWARD: "Forward",
+        Direction.BACKWARD_DATA: "BackwardData",
+        Direction.BACKWARD_FILTER: "BackwardFilter",
+    }
+)
+_ALGORITHMS: Mapping[Direction, type[IntEnum]] = MappingProxyType(
+    {
+        Direction.FORWARD: ForwardAlgo,
+        Direction.BACKWARD_DATA: BackwardDataAlgo,
+        Direction.BACKWARD_FILTER: BackwardFilterAlgo,
+    }
+)
+_SUFFIXES: Mapping[MathType, str] = MappingProxyType(
+    {
+        MathType.DEFAULT_MATH: "",
+        MathType.TENSOR_OP_MATH: "[tensor_op]",
+        MathType.TENSOR_OP_MATH_ALLOW_CONVERSION: "[conversion]",
+        MathType.FMA_MATH: "[fma]",
+    }
+)
+_LARGEST_INT = 2**31 - 1
+_DOCUMENTED_NONDETERMINISTIC: Mapping[Direction, tuple[int, ...]] = MappingProxyType(
+    {
+        Direction.FORWARD: (),
+        Direction.BACKWARD_DATA: (BackwardDataAlgo.ALGO_0,),
+        Direction.BACKWARD_FILTER: (
+            BackwardFilterAlgo.ALGO_0,
+            BackwardFilterAlgo.ALGO_3,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyRow:
+    """One algorithm in one math type."""
+
+    algo: IntEnum
+    math: MathType
+    workspace: int
+    traits: Traits
+
+
+def legacy_names(direction: Direction) -> Mapping[str, tuple[IntEnum, MathType]]:
+    """Every algorithm of a direction in every math type, by name."""
+    return {
+        f"{algo.name}{suffix}": (algo, math)
+        for math, suffix in _SUFFIXES.items()
+        for algo in _ALGORITHMS[direction]
+    }
+
+
+class LegacyLibrary:
+    """Lists and calls the algorithms of the first API; needs a device.
+
+    Args:
+        session: Where the library runs.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._calls = session.calls
+        self._rows: dict[ConvProblem, tuple[dict[str, LegacyRow], dict[str, str]]] = {}
+
+    def rows(
+        self, problem: ConvProblem
+    ) -> tuple[Mapping[str, LegacyRow], Mapping[str, str]]:
+        """What can run, by name; and why the others cannot."""
+        if (known := self._rows.get(problem)) is not None:
+            return known
+        rows: dict[str, LegacyRow] = {}
+        reasons: dict[str, str] = {}
+        shifting = self._nondeterministic(problem)
+        for name, (algo, math) in legacy_names(problem.direction).items():
+            try:
+                nbytes = self._workspace(problem, algo, math)
+            except MucudnnError as e:
+                reasons[name] = str(e)
+            else:
+                traits = _traits(problem, algo, math, algo not in shifting)
+                rows[name] = LegacyRow(algo, math, nbytes, traits)
+        self._rows[problem] = rows, reasons
+        return rows, reasons
+
+    def launch(
+        self, problem: ConvProblem, algo: str, accumulate: bool, operands: Operands
+    ) -> Launch:
+        """A call of an algorithm on given addresses.
+
+        Raises:
+            UnsupportedError: The algorithm cannot run the problem.
+            BackendError: The workspace is too small.
+        """
+        row = self.rows(problem)[0].get(algo)
+        if row is None:
+            reason = self.rows(problem)[1].get(algo, "there is no such algorithm")
+            raise UnsupportedError(f"{algo} cannot run {problem}: {reason}")
+        if operands.nbytes < row.workspace:
+            raise BackendError(
+                f"{algo} needs {row.workspace} bytes of workspace for {problem}, "
+                f"got {operands.nbytes}"
+            )
+        bound = _Bound(self._calls, problem, row.math)
+        scalar = ctypes.c_double if problem.dtype == "float64" else ctypes.c_float
+        one, beta = scalar(1.0), scalar(1.0 if accumulate else 0.0)
+        a, b, out = bound.in_order(problem.direction)
+        data = operands.a, operands.b
+        if problem.direction is Direction.BACKWARD_DATA:
+            data = operands.b, operands.a
+        name = f"cudnnConvolution{_C_NAMES[problem.direction]}"
+        arguments = (
+            ctypes.addressof(one),
+            a,
+            data[0],
+            b,
+            data[1],
+            bound.convolution,
+            int(row.algo),
+            operands.workspace,
+            operands.nbytes,
+            ctypes.addressof(beta),
+            out,
+            operands.out,
+        )
+        return Launch(self._calls.function(name), arguments, name, (bound, one, beta))
+
+    def _nondeterministic(self, problem: ConvProblem) -> frozenset[int]:
+        """Algorithms that do not repeat their bits, by the library's own account.
+
+        Where it gives none, by its documentation.
+        """
+        most = len(_ALGORITHMS[problem.direction]) * len(MathType)
+        perfs, count = (AlgoPerf * most)(), ctypes.c_int()
+        try:
+            bound = _Bound(self._calls, problem, MathType.DEFAULT_MATH)
+            a, b, out = bound.in_order(problem.direction)
+            self._calls.call(
+                f"cudnnGetConvolution{_C_NAMES[problem.direction]}Algorithm_v7",
+                self._session.handle(),
+                a,
+                b,
+                bound.convolution,
+                out,
+                most,
+                ctypes.byref(count),
+                perfs,
+            )
+        except MucudnnError:
+            return frozenset(_DOCUMENTED_NONDETERMINISTIC[problem.direction])
+        return frozenset(
+            perf.algo
+            for perf in perfs[: count.value]
+            if perf.determinism == Determinism.NON_DETERMINISTIC
+        )
+
+    def _workspace(self, problem: ConvProblem, algo: IntEnum, math: MathType) -> int:
+        bound = _Bound(self._calls, problem, math)
+        a, b, out = bound.in_order(problem.direction)
+        nbytes = ctypes.c_size_t()
+        self._calls.call(
+            f"cudnnGetConvolution{_C_NAMES[problem.direction]}WorkspaceSize",
+            self._session.handle(),
+            a,
+            b,
+            bound.convolution,
+            out,
+            int(algo),
+            ctypes.byref(nbytes),
+        )
+        return nbytes.value
+
+
+class _Bound:
+    """The descriptors of one problem in one math type, destroyed with it.
+
+    Attributes:
+        tensors: Addresses of those of x, w and y.
+        convolution: Address of the convolution's.
+    """
+
+    def __init__(self, calls: Calls, problem: ConvProblem, math: MathType) -> None:
+        self._calls = calls
+        self._made: list[tuple[str, int]] = []
+        geometry = Geometry.of(problem)
+        self.tensors = {
+            "x": self._tensor(geometry, geometry.x),
+            "w": self._filter(geometry),
+            "y": self._tensor(geometry, geometry.y),
+        }
+        self.convolution = self._convolution(geometry, math)
+
+    def __del__(self) -> None:
+        for kind, pointer in self._made:
+            with contextlib.suppress(MucudnnError):
+                self._calls.call(f"cudnnDestroy{kind}Descriptor", pointer)
+
+    def in_order(self, direction: Direction) -> tuple[int, int, int]:
+        """Two inputs and the output as the C functions take them.
+
+        For the gradient of the input they take (w, dy), not (dy, w).
+        """
+        a, b, out = (self.tensors[name] for name in operand_order(direction))
+        if direction is Direction.BACKWARD_DATA:
+            return b, a, out
+        return a, b, out
+
+    def _create(self, kind: str) -> int:
+        pointer = ctypes.c_void_p()
+        self._calls.call(f"cudnnCreate{kind}Descriptor", ctypes.byref(pointer))
+        address = pointer.value or 0
+        self._made.append((kind, address))
+        return address
+
+    def _tensor(self, geometry: Geometry, shape: tuple[int, ...]) -> int:
+        tensor = self._create("Tensor")
+        self._calls.call(
+            "cudnnSetTensorNdDescriptor",
+            tensor,
+            geometry.data_type,
+            len(shape),
+            _ints(shape),
+            _ints(geometry.strides(shape)),
+        )
+        return tensor
+
+    def _filter(self, geometry: Geometry) -> int:
+        last = geometry.channels_last
+        weights = self._create("Filter")
+        self._calls.call(
+            "cudnnSetFilterNdDescriptor",
+            weights,
+            geometry.data_type,
+            TensorFormat.NHWC if last else TensorFormat.NCHW,
+            len(geometry.w),
+            _ints(geometry.w),
+        )
+        return weights
+
+    def _convolution(self, geometry: Geometry, math: MathType) -> int:
+        convolution = self._create("Convolution")
+        self._calls.call(
+            "cudnnSetConvolutionNdDescriptor",
+            convolution,
+            len(geometry.stride),
+            _ints(geometry.padding),
+            _ints(geometry.stride),
+            _ints(geometry.dilation),
+            ConvolutionMode.CROSS_CORRELATION,
+            geometry.compute_type,
+        )
+        self._calls.call("cudnnSetConvolutionGroupCount", convolution, geometry.groups)
+        self._calls.call("cudnnSetConvolutionMathType", convolution, math)
+        return convolution
+
+
+def _ints(values: tuple[int, ...]) -> Any:
+    if any(value > _LARGEST_INT for value in values):
+        raise UnsupportedError(f"{values} does not fit the 32 bits of the first API")
+    return (ctypes.c_int * len(values))(*values)
+
+
+def _traits(
+    problem: ConvProblem, algo: IntEnum, math: MathType, deterministic: bool
+) -> Traits:
+    mode = NATIVE
+    if math is MathType.TENSOR_OP_MATH_ALLOW_CONVERSION:
+        mode = DOWN_CONVERT
+    elif problem.dtype == "float32" and math is not MathType.FMA_MATH:
+        mode = TF32
+    notes = ["legacy"]
+    for word in ("FFT", "WINOGRAD"):
+        if word in algo.name:
+            notes.append(word.lower())
+    return Traits(deterministic, mode, tuple(notes))

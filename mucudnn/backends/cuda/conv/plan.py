@@ -1,0 +1,157 @@
+"""A plan bound to cuDNN: one prebuilt call a micro-batch, replayed for known addresses.
+
+For operands at addresses that it has seen, running is a dictionary lookup and one C
+call a micro-batch: no allocation, no descriptor, no synchronisation. Such a run can be
+captured; with `replay` the whole plan is captured once and launched as one graph.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mucudnn.backends.cuda.conv import CudaConv, operands_of
+from mucudnn.backends.cuda.conv.launch import Launch, Operands
+from mucudnn.errors import MucudnnError, StepFailedError
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
+
+__all__ = ["Capture", "CudaPlan", "step_operands"]
+
+logger = logging.getLogger(__name__)
+
+_KNOWN = 64
+"""Sets of addresses remembered; beyond, all are forgotten."""
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Makes something that replays on the current stream what its argument launches."""
+
+
+@dataclass(slots=True)
+class _Bound:
+    """The calls of a plan on one set of addresses."""
+
+    steps: Sequence[tuple[AlgoPerf, int, Sequence[Launch]]]
+    calls: Sequence[tuple[Callable[..., int], tuple[Any, ...]]]
+    graph: Callable[[], None] | None = None
+
+    def at(self, position: int) -> tuple[AlgoPerf, int, Launch]:
+        """The micro-batch that a call belongs to, its first sample, and the call."""
+        return [
+            (step, start, launch)
+            for step, start, launches in self.steps
+            for launch in launches
+        ][position]
+
+
+class CudaPlan:
+    """Runs a plan; see `PlanRunner`.
+
+    Args:
+        conv: The library.
+        plan: What to run.
+        capture: Makes CUDA graphs; None runs call by call.
+    """
+
+    def __init__(
+        self, conv: CudaConv, plan: ConvPlan, capture: Capture | None = None
+    ) -> None:
+        self._conv = conv
+        self._plan = plan
+        self._capture = capture
+        self._known: dict[tuple[int, int, int, int, bool], _Bound] = {}
+
+    @property
+    def plan(self) -> ConvPlan:
+        """What it runs."""
+        return self._plan
+
+    def run(self, a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
+        """See `PlanRunner.run`.
+
+        Raises:
+            StepFailedError: A call failed; earlier micro-batches are complete.
+        """
+        scratch = 0 if workspace is None else workspace.data.ptr
+        key = (a.data.ptr, b.data.ptr, out.data.ptr, scratch, accumulate)
+        bound = self._known.get(key)
+        if bound is None:
+            bound = self._bind(operands_of(a, b, out, workspace), accumulate)
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            self._known[key] = bound
+        elif self._capture is not None:
+            self._replay(bound, self._capture)
+            return
+        self._launch(bound)
+
+    def _bind(self, operands: Operands, accumulate: bool) -> _Bound:
+        steps = []
+        for window, step in self._plan.slices():
+            micro = self._plan.problem.with_batch(step.batch)
+            try:
+                launches = self._conv.launches(
+                    micro,
+                    step.algo,
+                    step_operands(self._plan, window.start, operands),
+                    first=window.start == 0 or not self._sums,
+                    accumulate=accumulate,
+                )
+            except MucudnnError as e:
+                raise StepFailedError(step.algo, 0, e) from e
+            steps.append((step, window.start, launches))
+        calls = [(c.function, c.arguments) for _, _, cs in steps for c in cs]
+        return _Bound(steps, calls)
+
+    @property
+    def _sums(self) -> bool:
+        return self._plan.problem.direction is Direction.BACKWARD_FILTER
+
+    def _launch(self, bound: _Bound) -> None:
+        position, session = 0, self._conv.session
+        try:
+            handle = session.handle()
+            for position, (function, arguments) in enumerate(bound.calls):
+                status = function(handle, *arguments)
+                if status:
+                    session.calls.raise_for(bound.at(position)[2].name, status)
+        except MucudnnError as e:
+            step, start, _ = bound.at(position)
+            raise StepFailedError(step.algo, start, e) from e
+
+    def _replay(self, bound: _Bound, capture: Capture) -> None:
+        """Launch the graph; captured on the second run, when all kernels are loaded.
+
+        While capturing nothing runs, so that a call which refuses to be captured
+        leaves nothing half done: such a plan goes on call by call.
+        """
+        if bound.graph is None:
+            try:
+                bound.graph = capture(lambda: self._launch(bound))
+            except MucudnnError as e:
+                logger.warning("the plan is not replayed: %s", e)
+                bound.graph = lambda: self._launch(bound)
+        bound.graph()
+
+
+def step_operands(plan: ConvPlan, start: int, operands: Operands) -> Operands:
+    """Addresses of the micro-batch that begins at sample `start`."""
+    problem = plan.problem
+    x, y = (
+        start * problem.itemsize * math.prod(shape[1:])
+        for shape in (problem.x_shape, problem.y_shape)
+    )
+    match problem.direction:
+        case Direction.FORWARD:
+            a, b, out = x, 0, y
+        case Direction.BACKWARD_DATA:
+            a, b, out = y, 0, x
+        case Direction.BACKWARD_FILTER:
+            a, b, out = x, y, 0
+    return Operands(
+        operands.a + a,
+        operands.b + b,
+        operands.out + out,
+        operands.workspace,
+        operands.nbytes,
+    )

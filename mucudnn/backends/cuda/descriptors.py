@@ -1,0 +1,139 @@
+"""Objects of cuDNN's graph API: create, set attributes, finalize, read, destroy."""
+
+import contextlib
+import ctypes
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from mucudnn.backends.cuda._cudnn import Calls
+from mucudnn.backends.cuda._enums import Attribute, AttributeType, DescriptorType
+from mucudnn.errors import MucudnnError
+
+__all__ = ["Descriptor"]
+
+_C_TYPES: Mapping[AttributeType, Any] = MappingProxyType(
+    {
+        AttributeType.HANDLE: ctypes.c_void_p,
+        AttributeType.BOOLEAN: ctypes.c_bool,
+        AttributeType.INT64: ctypes.c_int64,
+        AttributeType.FLOAT: ctypes.c_float,
+        AttributeType.DOUBLE: ctypes.c_double,
+        AttributeType.VOID_PTR: ctypes.c_void_p,
+        AttributeType.BACKEND_DESCRIPTOR: ctypes.c_void_p,
+        AttributeType.CHAR: ctypes.c_char,
+    }
+)
+"""The other types are enumerations: C ints."""
+
+
+class Descriptor:
+    """One object of the library, destroyed with this one.
+
+    Args:
+        calls: The library.
+        kind: What to create.
+    """
+
+    def __init__(self, calls: Calls, kind: DescriptorType) -> None:
+        self._calls = calls
+        self._kept: list[object] = []
+        pointer = ctypes.c_void_p()
+        calls.call("cudnnBackendCreateDescriptor", kind, ctypes.byref(pointer))
+        self.pointer: int = pointer.value or 0
+
+    def __del__(self) -> None:
+        if getattr(self, "pointer", 0):
+            with contextlib.suppress(MucudnnError):
+                self._calls.call("cudnnBackendDestroyDescriptor", self.pointer)
+
+    def set(
+        self, attribute: Attribute, kind: AttributeType, *values: Any
+    ) -> "Descriptor":
+        """Set an attribute to one value or several; returns itself.
+
+        Descriptors among the values are kept alive as long as this one.
+        """
+        if kind is AttributeType.BACKEND_DESCRIPTOR:
+            self._kept += values
+            values = tuple(value.pointer for value in values)
+        array = (_c_type(kind) * len(values))(*values)
+        self._set(attribute, kind, len(values), array)
+        return self
+
+    def set_text(self, attribute: Attribute, text: str) -> "Descriptor":
+        """Set an attribute that is text; returns itself."""
+        buffer = ctypes.create_string_buffer(text.encode())
+        self._set(attribute, AttributeType.CHAR, len(buffer), buffer)
+        return self
+
+    def finalize(self) -> "Descriptor":
+        """Check and freeze; only then can it be used. Returns itself.
+
+        Raises:
+            UnsupportedError: The library cannot do this.
+            BackendError: An attribute is wrong.
+        """
+        self._calls.call("cudnnBackendFinalize", self.pointer)
+        return self
+
+    def keep(self, other: object) -> "Descriptor":
+        """Keep something alive as long as this; returns itself."""
+        self._kept.append(other)
+        return self
+
+    def count(self, attribute: Attribute, kind: AttributeType) -> int:
+        """How many values an attribute has."""
+        count = ctypes.c_int64()
+        self._get(attribute, kind, 0, count, None)
+        return count.value
+
+    def get(self, attribute: Attribute, kind: AttributeType, most: int = 1) -> Any:
+        """Up to `most` values of an attribute, as a list."""
+        values, count = (_c_type(kind) * most)(), ctypes.c_int64()
+        self._get(attribute, kind, most, count, values)
+        return list(values[: count.value])
+
+    def get_text(self, attribute: Attribute) -> str:
+        """The value of an attribute that is text."""
+        nbytes = self.count(attribute, AttributeType.CHAR)
+        buffer, count = ctypes.create_string_buffer(nbytes + 1), ctypes.c_int64()
+        self._get(attribute, AttributeType.CHAR, nbytes, count, buffer)
+        return buffer.value.decode()
+
+    def get_into(self, attribute: Attribute, targets: Sequence["Descriptor"]) -> int:
+        """Fill descriptors made for it with those of an attribute; returns how many."""
+        pointers = (ctypes.c_void_p * len(targets))(*(t.pointer for t in targets))
+        count = ctypes.c_int64()
+        kind = AttributeType.BACKEND_DESCRIPTOR
+        self._get(attribute, kind, len(targets), count, pointers)
+        return count.value
+
+    def _set(
+        self, attribute: Attribute, kind: AttributeType, count: int, array: Any
+    ) -> None:
+        self._calls.call(
+            "cudnnBackendSetAttribute", self.pointer, attribute, kind, count, array
+        )
+
+    def _get(
+        self,
+        attribute: Attribute,
+        kind: AttributeType,
+        most: int,
+        count: ctypes.c_int64,
+        array: Any,
+    ) -> None:
+        self._calls.call(
+            "cudnnBackendGetAttribute",
+            self.pointer,
+            attribute,
+            kind,
+            most,
+            ctypes.byref(count),
+            array,
+        )
+
+
+def _c_type(kind: AttributeType) -> Any:
+    return _C_TYPES.get(kind, ctypes.c_int)

@@ -1,0 +1,263 @@
+"""Memory, time and streams of one GPU, by CuPy; and a GPU that is only described."""
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mucudnn.backends.cuda.loading import release_text
+from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError
+from mucudnn.ir.tensor import TensorSpec
+from mucudnn.version import installed_version
+
+__all__ = ["CudaDevice", "DescribedDevice", "Queue"]
+
+_SPIN_NS = 40_000
+"""How long a timed kernel is held back, so that the host has launched all of it."""
+
+_SPIN = r"""
+extern "C" __global__ void spin(long long ns) {
+    long long start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    do {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (now - start < ns);
+}
+"""
+
+
+class Queue:
+    """A stream, as the key of its workspace."""
+
+
+class CudaDevice:
+    """One GPU. Kernels and copies go to CuPy's current stream.
+
+    Args:
+        index: Which GPU.
+        cudnn: Version of cuDNN as it counts, e.g. 91900.
+    """
+
+    def __init__(self, index: int, cudnn: int) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._index = index
+        self._cudnn = cudnn
+        self._queues: dict[int, Queue] = {}
+        self._properties: dict[str, Any] = cupy.cuda.runtime.getDeviceProperties(index)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """GPU, architecture, cuDNN and our version: what measurements depend on."""
+        p = self._properties
+        arch = f"sm_{p['major']}{p['minor']}"
+        cudnn = f"cudnn-{release_text(self._cudnn)}"
+        return "/".join(
+            ["cuda", self._name, arch, cudnn, f"mucudnn-{installed_version()}"]
+        )
+
+    @property
+    def _name(self) -> str:
+        name: str = self._properties["name"].decode()
+        return name
+
+    def description(self) -> Mapping[str, str]:
+        """GPU, driver, libraries, memory and clocks."""
+        runtime, p = self._cupy.cuda.runtime, self._properties
+        return {
+            "gpu": self._name,
+            "compute capability": f"{p['major']}.{p['minor']}",
+            "multiprocessors": str(p["multiProcessorCount"]),
+            "memory": f"{p['totalGlobalMem']} bytes",
+            "core clock": f"{p.get('clockRate', 0) / 1e3:.0f} MHz",
+            "memory clock": f"{p.get('memoryClockRate', 0) / 1e3:.0f} MHz",
+            "driver": _cuda_version(runtime.driverGetVersion()),
+            "runtime": _cuda_version(runtime.runtimeGetVersion()),
+            "cudnn": release_text(self._cudnn),
+            "cupy": self._cupy.__version__,
+        }
+
+    def allocate(self, nbytes: int) -> Any:
+        """Bytes from CuPy's pool, aligned to 512."""
+        try:
+            with self._cupy.cuda.Device(self._index):
+                return self._cupy.empty(nbytes, "uint8")
+        except self._cupy.cuda.memory.OutOfMemoryError as e:
+            raise OutOfMemoryError(f"no room for {nbytes} bytes: {e}") from e
+
+    def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
+        """A CuPy view; bfloat16 as `ml_dtypes` has it, else as bits."""
+        window = buffer[offset : offset + spec.nbytes]
+        return window.view(_dtype(spec.dtype)).reshape(spec.shape)
+
+    def dense(self, array: Any) -> Any:
+        """A C-contiguous array."""
+        if array.flags.c_contiguous:
+            return array
+        return self._cupy.ascontiguousarray(array)
+
+    def randomize(self, array: Any) -> None:
+        """Uniform in [-1, 1), in slices, so that little memory is needed beside it."""
+        flat = array.reshape(-1)
+        rng = self._cupy.random.default_rng(0)
+        for start in range(0, flat.size, 1 << 24):
+            part = flat[start : start + (1 << 24)]
+            values = rng.random(part.size, dtype="float32") * 2 - 1
+            if part.dtype == "uint16":  # bfloat16: the upper half of a float32
+                part[...] = values.view("uint32") >> 16
+            else:
+                part[...] = values
+
+    def upload(self, source: Any, target: Any) -> None:
+        """Copy from the host on the current stream."""
+        target.set(source)
+
+    def download(self, source: Any) -> Any:
+        """Copy to the host, waiting for it."""
+        return self._cupy.asnumpy(source)
+
+    def queue(self) -> Queue:
+        """The current stream."""
+        return self._queues.setdefault(self.stream(), Queue())
+
+    def stream(self) -> int:
+        """Address of the current stream."""
+        address: int = self._cupy.cuda.get_current_stream(self._index).ptr
+        return address
+
+    def begin(self) -> Any:
+        """A mark behind a short wait on the device.
+
+        While the device waits, the host launches what is timed: its own time for that
+        is hidden, as it is in a training step.
+        """
+        self._spin((1,), (1,), (_SPIN_NS,))
+        return self.record()
+
+    def record(self) -> Any:
+        """An event on the current stream."""
+        event = self._cupy.cuda.Event()
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float:
+        """Between two events, once the second has happened."""
+        stop.synchronize()
+        elapsed: float = self._cupy.cuda.get_elapsed_time(start, stop)
+        return elapsed
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """Capture what `launch` launches as a graph, to be launched as one.
+
+        Raises:
+            BackendError: Something in it cannot be captured; nothing was launched.
+        """
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        try:
+            with stream:
+                stream.begin_capture()
+                try:
+                    launch()
+                finally:
+                    graph = stream.end_capture()
+        except self._cupy.cuda.runtime.CUDARuntimeError as e:
+            raise BackendError(f"these calls cannot be captured: {e}") from e
+        current = self._cupy.cuda.get_current_stream
+
+        def replay() -> None:
+            graph.launch(stream=current())
+
+        return replay
+
+    @functools.cached_property
+    def _spin(self) -> Any:
+        return self._cupy.RawKernel(_SPIN, "spin")
+
+
+class DescribedDevice:
+    """A GPU that is not here: it has a name, and neither memory nor time.
+
+    Args:
+        text: Its description, as cuDNN serialises it (JSON).
+        cudnn: Version of cuDNN that lists its engines.
+    """
+
+    def __init__(self, text: str, cudnn: int) -> None:
+        self._fields: dict[str, Any] = json.loads(text)
+        self._cudnn = cudnn
+
+    @property
+    def name(self) -> str:
+        """The GPU's."""
+        return str(self._fields["deviceName"])
+
+    @property
+    def fingerprint(self) -> str:
+        """The GPU that is described, and that it is not here."""
+        version = release_text(self._cudnn)
+        return f"cuda/{self.name} (described)/cudnn-{version}"
+
+    def description(self) -> Mapping[str, str]:
+        """The fields of the description."""
+        return {name: str(value) for name, value in self._fields.items()}
+
+    def allocate(self, nbytes: int) -> Any:
+        """Refuse."""
+        raise self._absent()
+
+    def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
+        """Refuse."""
+        raise self._absent()
+
+    def dense(self, array: Any) -> Any:
+        """Refuse."""
+        raise self._absent()
+
+    def randomize(self, array: Any) -> None:
+        """Refuse."""
+        raise self._absent()
+
+    def upload(self, source: Any, target: Any) -> None:
+        """Refuse."""
+        raise self._absent()
+
+    def download(self, source: Any) -> Any:
+        """Refuse."""
+        raise self._absent()
+
+    def queue(self) -> Queue:
+        """Refuse."""
+        raise self._absent()
+
+    def begin(self) -> Any:
+        """Refuse."""
+        raise self._absent()
+
+    def record(self) -> Any:
+        """Refuse."""
+        raise self._absent()
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float:
+        """Refuse."""
+        raise self._absent()
+
+    def _absent(self) -> BackendUnavailableError:
+        return BackendUnavailableError(
+            f"{self.name} is only described, not here: its engines "
+            "and workspaces can be listed (--plan-only), nothing can be run"
+        )
+
+
+def _dtype(name: str) -> Any:
+    if name != "bfloat16":
+        return name
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        return "uint16"
+    return bfloat16
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
