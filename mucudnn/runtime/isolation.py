@@ -1,0 +1,153 @@
+"""Time kernels in a child process: a crash costs one row and not the program.
+
+A kernel that kills its process, hangs, or leaves the device's context unusable is a
+failed row; the kernels after it meet a new child. Starting one may take seconds, so one
+child serves all layers of a tuner, one kernel at a time.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mucudnn.backends.base import Backend
+from mucudnn.ir.conv import AlgoPerf, ConvProblem
+from mucudnn.ir.serial import problem_to_dict
+from mucudnn.runtime.bench_kernels import KernelBench, failed_perf, time_in_turn
+from mucudnn.runtime.measuring_process import MeasuringProcess
+from mucudnn.runtime.timing import StoppingRule
+
+__all__ = ["IsolatedBench", "Isolation"]
+
+
+class IsolatedBench:
+    """A `KernelBench` whose kernels run in a child process.
+
+    Args:
+        backend: Loaded by its name and index in the child.
+        problem: The convolution at its largest batch size.
+        rule: When a kernel has been timed enough.
+        memory_limit: Bytes that operands and workspace may take together.
+        deadline: `time.monotonic()` after which nothing more is started.
+        process: Where to measure; one of its own if none is given.
+        hang_s: Seconds that a kernel may take beyond what the rule lets it take; then
+            its process is ended.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        problem: ConvProblem,
+        rule: StoppingRule,
+        *,
+        memory_limit: float = math.inf,
+        deadline: float = math.inf,
+        process: MeasuringProcess | None = None,
+        hang_s: float = 60.0,
+    ) -> None:
+        self._backend = backend
+        self._problem = problem
+        self._rule = rule
+        self._memory_limit = memory_limit
+        self._deadline = deadline
+        self._process = process or MeasuringProcess(backend.name, backend.index)
+        self._hang_s = hang_s
+
+    def run(
+        self,
+        batch: int,
+        workspaces: Mapping[str, int],
+        on_done: Callable[[AlgoPerf], None],
+        best_ms: float = math.inf,
+        expected_ms: Mapping[str, float] | None = None,
+    ) -> None:
+        """Time algorithms at one micro-batch size, as `KernelBench.run` does.
+
+        Raises:
+            BackendUnavailableError: The child cannot be started.
+        """
+        time_in_turn(
+            self._one,
+            self._backend,
+            self._problem.with_batch(batch),
+            workspaces,
+            on_done,
+            deadline=self._deadline,
+            best_ms=best_ms,
+            expected_ms=expected_ms or {},
+        )
+
+    def release(self) -> None:
+        """Have the child give the buffers back; the next run makes them anew."""
+        self._process.release(self)
+
+    def _one(
+        self,
+        problem: ConvProblem,
+        algo: str,
+        nbytes: int,
+        best_ms: float,
+        expected_ms: float,
+    ) -> AlgoPerf:
+        kernel = {
+            "batch": problem.batch,
+            "algo": algo,
+            "nbytes": nbytes,
+            "best_ms": best_ms,
+            "expected_ms": expected_ms,
+        }
+        ordinary_s = (self._rule.budget_ms + 2 * expected_ms) / 1e3
+        outcome = self._process.time_kernel(
+            self, self._settings, kernel, self._hang_s + ordinary_s
+        )
+        if isinstance(outcome, AlgoPerf):
+            return outcome
+        traits = self._backend.conv.traits(problem, algo)
+        return failed_perf(problem, algo, nbytes, outcome, traits)
+
+    def _settings(self) -> Mapping[str, Any]:
+        """What opens a child for this bench; clocks differ, so time is what is left."""
+        return {
+            "problem": problem_to_dict(self._problem),
+            "rule": dataclasses.asdict(self._rule),
+            "memory_limit": self._memory_limit,
+            "left_s": self._deadline - time.monotonic(),
+        }
+
+
+class Isolation:
+    """Where to measure: in this process or in one child a device.
+
+    Args:
+        wanted: Whether in children; None means where the backend is fragile.
+    """
+
+    def __init__(self, wanted: bool | None = None) -> None:
+        self._wanted = wanted
+        self._processes: dict[tuple[str, int], MeasuringProcess] = {}
+
+    def bench(
+        self,
+        backend: Backend,
+        problem: ConvProblem,
+        rule: StoppingRule,
+        *,
+        memory_limit: float,
+        deadline: float,
+    ) -> KernelBench | IsolatedBench:
+        """A bench for one convolution on one device."""
+        wanted = backend.fragile if self._wanted is None else self._wanted
+        limits = {"memory_limit": memory_limit, "deadline": deadline}
+        if not wanted:
+            return KernelBench(backend, problem, rule, **limits)
+        device = backend.name, backend.index
+        if device not in self._processes:
+            self._processes[device] = MeasuringProcess(*device)
+        process = self._processes[device]
+        return IsolatedBench(backend, problem, rule, **limits, process=process)
+
+    def close(self) -> None:
+        """End all children; what measures afterwards starts new ones."""
+        for process in self._processes.values():
+            process.close()
