@@ -261,7 +261,7 @@ def test_a_bad_import_imports_nothing(cache, tmp_path):
         ("cut.json", good[:-9], "line"),
         ("cut.json.gz", zipped[:-9], "damaged gzip"),
         ("other.json", b'{"rows": []}', "no recording"),
-        ("new.json", good.replace(b'"schema": 1', b'"schema": 2'), "schema is 2"),
+        ("new.json", good.replace(b'"schema": 2', b'"schema": 3'), "schema is 3"),
         ("row.json", good.replace(b'"GEMM"', b"5"), r"rows\[1\].algo: 5"),
     ):
         (tmp_path / name).write_bytes(data)

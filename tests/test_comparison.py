@@ -40,6 +40,7 @@ class Failing:
         self.interrupt_k = interrupt_k
         self.algorithms = conv.algorithms
         self.excluded = conv.excluded
+        self.traits = conv.traits
 
     def run(self, problem, algo, *operands, **options):
         if problem.w_shape[0] == self.interrupt_k:

@@ -211,6 +211,9 @@ def test_a_growing_arena_never_holds_two_buffers():
             given.append(weakref.ref(buffer))
             return buffer
 
+        def queue(self):
+            return threading.current_thread()
+
     given = []
     arena = Arena(Counting())
     for nbytes in (10, 20, 30):

@@ -72,6 +72,7 @@ def explain(
         "schema": 1,
         "backend": tuner.backend.name,
         "fingerprint": tuner.backend.device.fingerprint,
+        "numerics": tuner.numerics.words,
         "workspace_limit": tuner.workspace_limit,
         "layers": [
             {

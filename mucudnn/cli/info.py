@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -39,6 +40,8 @@ def _show(data: dict[str, Any]) -> None:
         click.echo(f"{name:<12} {number}")
     for backend in data["backends"]:
         click.echo(f"backend      {backend['name']}: {backend['status']}")
+        for name, value in backend["description"].items():
+            click.echo(f"             {name}: {value}")
     for blas in data["blas"]:
         click.echo(
             f"blas         {blas['library']} {blas['version']}, kernels for "
@@ -68,17 +71,26 @@ def _backends() -> list[dict[str, Any]]:
 
     found = []
     for name in backend_names():
+        description: Mapping[str, str] = {}
         if name == "recorded":
             status, devices = "replays a file: --backend recorded:FILE", 0
         else:
             try:
                 devices = device_count(name)
-                status = get_backend(name).device.fingerprint
+                device = get_backend(name).device
+                status, description = device.fingerprint, device.description()
                 if devices > 1:
                     status += f", {devices} devices"
-            except MucudnnError as e:
-                status, devices = f"unavailable: {e}", 0
-        found.append({"name": name, "status": status, "devices": devices})
+            except (MucudnnError, ValueError) as e:
+                status, devices = f"unavailable: {' '.join(str(e).split())}", 0
+        found.append(
+            {
+                "name": name,
+                "status": status,
+                "devices": devices,
+                "description": dict(description),
+            }
+        )
     return found
 
 

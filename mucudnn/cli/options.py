@@ -14,6 +14,7 @@ import click
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.output import output_file
 from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
+from mucudnn.ir.numerics import NUMERICS, Numerics
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.ir.tensor import ITEMSIZE
 from mucudnn.suites import SUITES, Layer, load_suite, parse_problem, read_layers_file
@@ -74,6 +75,16 @@ def _seconds(text: str | float) -> float:
     if not (seconds > 0 and math.isfinite(seconds)):
         raise click.BadParameter(f"{text!r} is not a positive number of seconds")
     return seconds
+
+
+def _numerics(text: str | Numerics) -> Numerics:
+    """`strict,deterministic` as a policy."""
+    if isinstance(text, Numerics):
+        return text
+    try:
+        return Numerics.parse(text)
+    except ValueError as e:
+        raise click.BadParameter(str(e)) from e
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +186,7 @@ def tuner_options(fn: F) -> F:
             "--backend",
             default="cpu",
             show_default=True,
-            help="cpu, null, or recorded:FILE; see `mucudnn info`.",
+            help="cpu, cuda, null, or recorded:FILE; see `mucudnn info`.",
         ),
         click.option(
             "--policy",
@@ -187,6 +198,12 @@ def tuner_options(fn: F) -> F:
             "--planner",
             metavar="NAME",
             help="What divides: workspace_reuse (default), undivided, …",
+        ),
+        click.option(
+            "--numerics",
+            type=_numerics,
+            metavar="WORD,…",
+            help=f"Ways of computing to accept, of: {', '.join(NUMERICS)}.",
         ),
         click.option(
             "--memory-limit",

@@ -10,7 +10,7 @@ import click
 
 from mucudnn.cli.app import BadInputError
 
-__all__ = ["STDOUT", "emit", "output_file", "write_file"]
+__all__ = ["STDOUT", "emit", "output_file", "recording_file", "write_file"]
 
 STDOUT = "-"
 
@@ -33,6 +33,13 @@ def output_file(value: str) -> str:
     except OSError as e:
         raise click.BadParameter(f"cannot write {value}: {e.strerror}") from e
     return value
+
+
+def recording_file(value: str) -> str:
+    """A path that can be written; a recording is no text for standard output."""
+    if value == STDOUT:
+        raise click.BadParameter("a recording needs a file, such as FILE.json.gz")
+    return output_file(value)
 
 
 def write_file(path: str, text: str) -> None:

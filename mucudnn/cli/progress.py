@@ -7,8 +7,10 @@ from typing import Any
 import click
 
 from mucudnn.report.words import DIRECTIONS, limit_text, speedup_text
+from mucudnn.runtime.census import Surveyed
 from mucudnn.runtime.comparison import Advance
 from mucudnn.runtime.sweep import Progress
+from mucudnn.suites import Layer
 
 __all__ = ["Display"]
 
@@ -52,20 +54,35 @@ class Display:
             self._bar.stop()
 
     def advance(self, at: Advance) -> None:
-        """A layer begins or is done."""
-        name = f"{at.layer.name} {DIRECTIONS[at.layer.problem.direction]}"
-        self._layer = name
-        if self._bar is not None:
-            if self._task is None:
-                self._task = self._bar.add_task("", total=at.total)
-            done = at.index + (at.result is not None)
-            self._bar.update(self._task, completed=done, description=name)
-        elif self._verbose and at.result is not None:
+        """A layer begins or has been compared."""
+        outcomes = None
+        if at.result is not None:
             outcomes = ", ".join(
                 f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
                 for o in at.result.outcomes
             )
-            click.echo(f"[{at.index + 1}/{at.total}] {name}: {outcomes}", err=True)
+        self._at(at.layer, at.index, at.total, outcomes)
+
+    def surveyed(self, at: Surveyed) -> None:
+        """A layer begins or its algorithms are known."""
+        counts = None
+        if at.result is not None:
+            batches = at.result.batches
+            most = max(len(batch.algorithms) for batch in batches)
+            counts = f"up to {most} algorithms at {len(batches)} sizes"
+        self._at(at.layer, at.index, at.total, counts)
+
+    def _at(self, layer: Layer, index: int, total: int, result: str | None) -> None:
+        """Move the bar, or write a line once there is a result."""
+        name = f"{layer.name} {DIRECTIONS[layer.problem.direction]}"
+        self._layer = name
+        if self._bar is not None:
+            if self._task is None:
+                self._task = self._bar.add_task("", total=total)
+            done = index + (result is not None)
+            self._bar.update(self._task, completed=done, description=name)
+        elif self._verbose and result is not None:
+            click.echo(f"[{index + 1}/{total}] {name}: {result}", err=True)
 
     def measured(self, at: Progress) -> None:
         """One algorithm was timed at one size."""

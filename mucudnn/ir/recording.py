@@ -1,10 +1,11 @@
 """Recordings: files of measurements that one machine makes and others read.
 
 Measurements are grouped by device and convolution, so that long keys are written
-once::
+once. `environment` says in free words what else is known of the device (versions,
+driver, clocks); it is no part of the fingerprint, and may be empty::
 
-    {"kind": "mucudnn-recording", "schema": 1, "devices": [
-      {"fingerprint": "…", "problems": [
+    {"kind": "mucudnn-recording", "schema": 2, "devices": [
+      {"fingerprint": "…", "environment": {"driver": "580.65", …}, "problems": [
         {"problem": {"direction": "forward", "x_shape": ["N", 3, 32, 32], …},
          "rows": [{"algo": "GEMM", "batch": 8, "time_ms": 0.5, …,
                    "measured_at": 1700000000.0, "version": "0.1.0"}]}]}]}
@@ -16,7 +17,7 @@ here touches a file.
 import gzip
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +40,12 @@ __all__ = [
     "Measurement",
     "format_recording",
     "parse_recording",
+    "recorded_environments",
     "recorded_fingerprints",
 ]
 
 KIND = "mucudnn-recording"
-SCHEMA = 1
+SCHEMA = 2
 _GZIP_MAGIC = b"\x1f\x8b"
 _EXTRA = {"measured_at": float, "version": str}
 
@@ -68,9 +70,19 @@ class Measurement:
 
 
 def format_recording(
-    measurements: Iterable[Measurement], *, compress: bool = False
+    measurements: Iterable[Measurement],
+    environments: Mapping[str, Mapping[str, str]] | None = None,
+    *,
+    compress: bool = False,
 ) -> bytes:
-    """A recording as bytes; the same measurements always give the same bytes."""
+    """A recording as bytes; the same measurements always give the same bytes.
+
+    Args:
+        measurements: Any number, of any number of devices.
+        environments: By fingerprint, what else is known of a device.
+        compress: With gzip.
+    """
+    known = environments or {}
     keys: dict[ConvProblem, str] = {}
     devices: dict[str, dict[str, list[str]]] = {}
     for m in measurements:
@@ -81,7 +93,8 @@ def format_recording(
         problems = devices.setdefault(m.fingerprint, {})
         problems.setdefault(keys[m.problem], []).append(_dumps(row))
     text = f'{{"kind": "{KIND}", "schema": {SCHEMA}, "devices": [' + ",".join(
-        f'\n{{"fingerprint": {_dumps(fingerprint)}, "problems": ['
+        f'\n{{"fingerprint": {_dumps(fingerprint)}, '
+        f'"environment": {_dumps(dict(known.get(fingerprint, {})))}, "problems": ['
         + ",".join(
             f'\n{{"problem": {key}, "rows": [\n' + ",\n".join(rows) + "]}"
             for key, rows in problems.items()
@@ -101,7 +114,7 @@ def parse_recording(data: bytes) -> tuple[Measurement, ...]:
             says where.
     """
     measurements: list[Measurement] = []
-    for where, fingerprint, problems in _devices(data):
+    for where, fingerprint, _, problems in _devices(data):
         for i, entry in enumerate(list_of(f"{where}.problems", problems)):
             there = f"{where}.problems[{i}]"
             layer, rows = members_of(there, entry, ("problem", "rows"))
@@ -129,10 +142,20 @@ def recorded_fingerprints(data: bytes) -> tuple[str, ...]:
     Raises:
         ValueError: It is truncated or no recording.
     """
-    return tuple(fingerprint for _, fingerprint, _ in _devices(data))
+    return tuple(recorded_environments(data))
 
 
-def _devices(data: bytes) -> list[tuple[str, str, Any]]:
+def recorded_environments(data: bytes) -> dict[str, dict[str, str]]:
+    """What is known of each device, by fingerprint, in order; rows are not checked.
+
+    Raises:
+        ValueError: It is truncated or no recording.
+    """
+    return {name: environment for _, name, environment, _ in _devices(data)}
+
+
+def _devices(data: bytes) -> list[tuple[str, str, dict[str, str], Any]]:
+    """Where each device is, its fingerprint, environment and problems."""
     document = load_json(_text(data))
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise ValueError(f'no recording: it lacks "kind": "{KIND}"')
@@ -144,14 +167,24 @@ def _devices(data: bytes) -> list[tuple[str, str, Any]]:
     found = []
     for i, device in enumerate(list_of("devices", devices)):
         where = f"devices[{i}]"
-        name, problems = members_of(where, device, ("fingerprint", "problems"))
+        name, environment, problems = members_of(
+            where, device, ("fingerprint", "environment", "problems")
+        )
         fingerprint = decode(f"{where}.fingerprint", str, name)
-        found.append((where, fingerprint, problems))
-    names = [fingerprint for _, fingerprint, _ in found]
+        facts = _decode_environment(f"{where}.environment", environment)
+        found.append((where, fingerprint, facts, problems))
+    names = [fingerprint for _, fingerprint, *_ in found]
     for i, name in enumerate(names):
         if name in names[:i]:
             raise ValueError(f"devices[{i}].fingerprint: {name!r} occurs twice")
     return found
+
+
+def _decode_environment(where: str, data: object) -> dict[str, str]:
+    return {
+        decode(where, str, name): decode(f"{where}.{name}", str, value)
+        for name, value in object_of(where, data).items()
+    }
 
 
 def _text(data: bytes) -> str:

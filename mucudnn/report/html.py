@@ -69,7 +69,8 @@ def _by_name(
 def _header(comparison: Comparison, title: str) -> Markup:
     facts = (
         f"{comparison.backend} backend, {comparison.fingerprint}; "
-        f"micro-batch sizes: {comparison.batch_policy}; planner: {comparison.planner}"
+        f"micro-batch sizes: {comparison.batch_policy}; planner: {comparison.planner}; "
+        f"numerics: {comparison.numerics}"
     )
     done = len(comparison.layers)
     return tag(
@@ -305,7 +306,7 @@ def _numbers(layer: LayerResult) -> Markup:
             front,
         ),
         _table(
-            "Algorithms without a measurement", ("algorithm", "reason"), layer.failures
+            "Algorithms without a measurement", ("algorithm", "reason"), layer.left_out
         ),
     ]
     return tag("details", tag("summary", "Numbers"), tables, class_="numbers")

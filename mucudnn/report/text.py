@@ -23,7 +23,16 @@ __all__ = ["Table", "comparison_tables", "write_tables"]
 
 _FASTER = 1.05
 _NARROW = 110
-_WRAPPED = {"layer": 7, "direction": 8, "limit": 7, "plan": 12, "device": 20}
+_WRAPPED = {
+    "layer": 7,
+    "direction": 8,
+    "limit": 7,
+    "plan": 12,
+    "device": 20,
+    "first choice": 12,
+    "best that fits": 12,
+    "best at the mini-batch": 12,
+}
 """Columns that may take several lines, and what a line of them needs."""
 
 

@@ -1,0 +1,72 @@
+"""`mucudnn tune --plan-only`: what a library offers, with nothing measured."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mucudnn.cli.app import BadInputError
+from mucudnn.cli.output import emit
+from mucudnn.suites import Layer
+
+if TYPE_CHECKING:
+    from mucudnn.runtime.census import Census
+    from mucudnn.runtime.tuner import Tuner
+
+__all__ = ["refuse_measuring", "take_census"]
+
+
+def refuse_measuring(options: Mapping[str, object]) -> None:
+    """Complain about options that make sense only with measurements.
+
+    Args:
+        options: What was given for each, by its spelling; empty if it was not given.
+
+    Raises:
+        BadInputError: One was given; names all of them.
+    """
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise BadInputError(
+            f"--plan-only measures nothing and so takes no {', no '.join(given)}"
+        )
+
+
+def take_census(
+    ctx: click.Context,
+    tuner: "Tuner",
+    layers: Sequence[Layer],
+    limits: Sequence[int],
+    *,
+    json_file: str | None,
+    verbose: bool,
+) -> None:
+    """Ask for all algorithms and show them; Ctrl-C shows what is done."""
+    from mucudnn.cli.progress import Display
+    from mucudnn.runtime.census import CensusInterrupted, census
+
+    interrupted = False
+    with Display(verbose=verbose) as display:
+        try:
+            found = census(
+                tuner.backend,
+                layers,
+                tuner.batch_policy,
+                limits or (tuner.workspace_limit,),
+                numerics=tuner.numerics,
+                progress=display.surveyed,
+            )
+        except CensusInterrupted as e:
+            found, interrupted = e.census, True
+    _show(found, json_file)
+    if interrupted:
+        ctx.exit(130)
+
+
+def _show(found: "Census", json_file: str | None) -> None:
+    from mucudnn.report.census import census_tables
+    from mucudnn.report.text import write_tables
+
+    data: Any = found.to_json()
+    emit(json_file, data, lambda: write_tables(census_tables(found), sys.stdout))

@@ -1,0 +1,144 @@
+"""How an algorithm computes, and which ways of computing a user accepts.
+
+A measurement records the first (`Traits`); the second (`Numerics`) only filters what is
+measured and planned, so one cache serves every policy.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = [
+    "DOWN_CONVERT",
+    "FLOAT32_SUM",
+    "HALF_SUM",
+    "NATIVE",
+    "NUMERICS",
+    "REFUSED",
+    "TF32",
+    "Numerics",
+    "Traits",
+]
+
+NATIVE = "default"
+"""Math mode: arithmetic in the data type of the operands."""
+
+TF32 = "tf32"
+"""Math mode: float32 operands rounded to 10 bits of mantissa by tensor cores."""
+
+DOWN_CONVERT = "down_convert"
+"""Math mode: operands cast to a narrower data type first."""
+
+REDUCED_REDUCTION = "reduced_precision_reduction"
+"""Note: partial sums are stored in less than float32."""
+
+REFUSED = "not accepted: "
+"""How every reason of `Numerics.refusal` begins."""
+
+
+HALF_SUM = "half_sum"
+"""Note: adding a part to a half-precision result rounds the sum to half."""
+
+FLOAT32_SUM = "float32_sum"
+"""Note: parts of a half-precision result are added up in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a library says about one of its algorithms on one problem.
+
+    Attributes:
+        deterministic: Whether two runs give the same bits.
+        math_mode: `default`, `tf32` or `down_convert`.
+        notes: What else is known, in the library's words (`tensor_core`, `winograd`,
+            `runtime_compilation` …).
+    """
+
+    deterministic: bool = True
+    math_mode: str = NATIVE
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Which ways of computing are accepted.
+
+    By default what cuDNN and PyTorch accept for convolutions: TF32 for float32.
+
+    Attributes:
+        tf32: Whether tensor cores may round float32 operands to TF32.
+        deterministic: Whether only algorithms that repeat their bits are accepted.
+        down_convert: Whether operands may be cast to a narrower type.
+        float32_sums: Whether micro-batches of a half-precision filter gradient must be
+            added up in float32, which takes workspace.
+    """
+
+    tf32: bool = True
+    deterministic: bool = False
+    down_convert: bool = False
+    float32_sums: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Numerics":
+        """A policy from words such as `strict,deterministic`.
+
+        Raises:
+            ValueError: A word is none of `NUMERICS`, or two contradict each other.
+        """
+        words = [word.strip() for word in text.split(",")]
+        for word in words:
+            if word not in NUMERICS:
+                valid = ", ".join(NUMERICS)
+                raise ValueError(f"unknown numerics {word!r}; choose of: {valid}")
+        if "strict" in words and {"tf32", "down_convert"} & {*words}:
+            raise ValueError(f"{text!r}: strict allows neither tf32 nor down_convert")
+        return cls(
+            tf32="strict" not in words,
+            deterministic="deterministic" in words,
+            down_convert="down_convert" in words,
+            float32_sums="float32_sums" in words,
+        )
+
+    @property
+    def words(self) -> str:
+        """The policy in the words of `parse`."""
+        chosen = ["tf32" if self.tf32 else "strict"]
+        chosen += ["deterministic"] if self.deterministic else []
+        chosen += ["down_convert"] if self.down_convert else []
+        chosen += ["float32_sums"] if self.float32_sums else []
+        return ",".join(chosen)
+
+    def refusal(self, traits: Traits, *, whole: bool = False) -> str | None:
+        """Why an algorithm is not accepted; None if it is.
+
+        Args:
+            traits: How it computes.
+            whole: Whether it is for the whole mini-batch at once, where nothing is
+                added up.
+        """
+        reason = next(self._refusals(traits, whole), None)
+        return None if reason is None else f"{REFUSED}{reason}"
+
+    def _refusals(self, traits: Traits, whole: bool) -> Iterator[str]:
+        wide_sums = self.float32_sums and not whole
+        if HALF_SUM in traits.notes and wide_sums:
+            yield "it adds micro-batches up in half precision"
+        if FLOAT32_SUM in traits.notes and not wide_sums:
+            yield "it adds up in float32, which was not asked for or is not needed"
+        if traits.math_mode == DOWN_CONVERT and not self.down_convert:
+            yield "it casts its operands to a narrower data type"
+        if traits.math_mode == TF32 and not self.tf32:
+            yield "it rounds float32 to TF32"
+        if REDUCED_REDUCTION in traits.notes and not self.tf32:
+            yield "it reduces in less than float32"
+        if self.deterministic and not traits.deterministic:
+            yield "it is not deterministic"
+
+
+NUMERICS = {
+    "tf32": "float32 may use TF32 tensor cores (the default)",
+    "strict": "float32 is computed in float32",
+    "deterministic": "only algorithms that repeat their bits",
+    "down_convert": "operands may be cast to a narrower type",
+    "float32_sums": "half-precision filter gradients add micro-batches in float32",
+}
+"""The words of `Numerics.parse` and what they mean."""

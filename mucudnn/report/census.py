@@ -1,0 +1,137 @@
+"""A census as tables: what fits at each micro-batch size, and how far it reaches."""
+
+from collections.abc import Iterator
+
+from mucudnn.ir.numerics import REFUSED
+from mucudnn.passes.reasons import counted
+from mucudnn.report.text import Table
+from mucudnn.report.words import DIRECTIONS, NOTHING, bytes_text
+from mucudnn.runtime.census import Algorithm, BatchCensus, Census, LayerCensus
+
+__all__ = ["census_tables"]
+
+_MOST_PLACES = 6
+_SAME = "first choice"
+
+
+def census_tables(census: Census) -> tuple[Table, ...]:
+    """Every micro-batch size under every limit, then every layer under every limit."""
+    return (_sizes(census), _reach(census))
+
+
+def _sizes(census: Census) -> Table:
+    rows = tuple(
+        _size_row(layer, batch, limit)
+        for layer in census.layers
+        for batch in layer.batches
+        for limit in census.limits
+    )
+    columns = (
+        *("layer", "direction", ">batch", ">least", ">greatest", "first choice"),
+        *(">needs", ">limit", ">fit", "best that fits", ">workspace"),
+    )
+    return Table("", columns, rows, notes=tuple(_notes(census)))
+
+
+def _size_row(layer: LayerCensus, batch: BatchCensus, limit: int) -> tuple[str, ...]:
+    fit = batch.fit(limit)
+    first = batch.first_choice
+    return (
+        layer.name,
+        DIRECTIONS[layer.direction],
+        str(batch.batch),
+        _bytes(batch.least_workspace),
+        _bytes(batch.greatest_workspace),
+        NOTHING if first is None else first.algo,
+        _workspace(first),
+        bytes_text(limit),
+        f"{fit.algorithms}/{len(batch.algorithms)}",
+        _best(batch, fit.best),
+        _workspace(fit.best),
+    )
+
+
+def _reach(census: Census) -> Table:
+    """The largest micro-batch of each layer at which the first choice fits."""
+    rows: list[tuple[str, ...]] = []
+    strong = set()
+    for layer in census.layers:
+        whole = layer.batches[-1]
+        for limit in census.limits:
+            largest, fit = layer.largest_batch(limit), whole.fit(limit)
+            if largest is not None and largest < layer.problem.batch:
+                strong.add(len(rows))
+            rows.append(
+                (
+                    layer.name,
+                    DIRECTIONS[layer.direction],
+                    bytes_text(limit),
+                    str(layer.problem.batch),
+                    NOTHING if largest is None else str(largest),
+                    _best(whole, fit.best),
+                    _workspace(fit.best),
+                )
+            )
+    columns = (
+        *("layer", "direction", ">limit", ">mini-batch", ">first choice up to"),
+        *("best at the mini-batch", ">workspace"),
+    )
+    title = f"{census.backend}: {census.fingerprint}; numerics: {census.numerics}"
+    notes = tuple(_summary(census))
+    return Table(title, columns, tuple(rows), frozenset(strong), notes)
+
+
+def _summary(census: Census) -> Iterator[str]:
+    for limit in census.limits:
+        fits = sum(x.batches[-1].fit(limit).first_choice_fits for x in census.layers)
+        divided = sum(_reached_by_dividing(x, limit) for x in census.layers)
+        yield (
+            f"{bytes_text(limit)}: the first choice fits the whole mini-batch in "
+            f"{fits} of {len(census.layers)} convolutions, only a micro-batch in "
+            f"{divided}"
+        )
+
+
+def _reached_by_dividing(layer: LayerCensus, limit: int) -> bool:
+    largest = layer.largest_batch(limit)
+    return largest is not None and largest < layer.problem.batch
+
+
+def _notes(census: Census) -> Iterator[str]:
+    """What was not accepted, where nothing is left, what was not looked at."""
+    refused = {
+        (f"{algo} {layer.name} {layer.direction.value}", reason)
+        for layer in census.layers
+        for batch in layer.batches
+        for algo, reason in batch.failures
+        if reason.startswith(REFUSED)
+    }
+    if refused:
+        yield f"not accepted, counted once a layer and direction: {counted(refused)}"
+    empty: dict[str, list[str]] = {}
+    for layer in census.layers:
+        for batch in layer.batches:
+            if not batch.algorithms:
+                reason = counted(batch.failures) or "the backend has none"
+                where = f"{layer.name} {DIRECTIONS[layer.direction]} at {batch.batch}"
+                empty.setdefault(reason, []).append(where)
+    for reason, places in empty.items():
+        more = len(places) - _MOST_PLACES
+        shown = [*places[:_MOST_PLACES], *([f"{more} more"] if more > 0 else [])]
+        yield f"no algorithm: {reason}: {', '.join(shown)}"
+    if missing := census.asked - len(census.layers):
+        yield f"interrupted: {missing} of {census.asked} were not looked at"
+
+
+def _best(batch: BatchCensus, best: Algorithm | None) -> str:
+    if best is None:
+        return NOTHING
+    return _SAME if best is batch.first_choice else best.algo
+
+
+def _workspace(algorithm: Algorithm | None) -> str:
+    return _bytes(None if algorithm is None else algorithm.workspace)
+
+
+def _bytes(nbytes: int | None) -> str:
+    return NOTHING if nbytes is None else bytes_text(nbytes)

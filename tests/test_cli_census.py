@@ -1,0 +1,379 @@
+"""The command line where the device may be missing: plans, recordings, refusals."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mucudnn import backends
+from mucudnn.backends import Backend, get_backend
+from mucudnn.backends.virtual import VirtualDevice
+from mucudnn.cli import main
+from mucudnn.errors import BackendUnavailableError
+from mucudnn.ir.recording import parse_recording, recorded_environments
+from mucudnn.runtime import tuner as tuner_module
+from tests.doubles import Crowded
+
+PROBLEM = ("--problem", "n=8,c=4,h=9,w=9,k=8,r=3,s=3,pad=1")
+NULL = ("--backend", "null", "--cache", "none")
+MISSING = "no NVIDIA driver\nwas found"
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MUCUDNN_DATABASE", str(tmp_path / "cache.sqlite"))
+
+
+class Absent(VirtualDevice):
+    """A device that is only described."""
+
+    def allocate(self, nbytes):
+        raise BackendUnavailableError("only a description of a device; add --plan-only")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A backend `cuda` of which the machine has descriptions but no device."""
+    module = ModuleType("fake_gpu")
+
+    def device_count(argument):
+        if not argument:
+            raise BackendUnavailableError(MISSING)
+        return 1
+
+    def load(argument, device):
+        if argument not in ("h200", "h100") and not argument.endswith(".json"):
+            raise BackendUnavailableError(f"no description {argument!r}")
+        absent = Absent(f"cuda/{argument}", {"driver": "580"})
+        return Backend(
+            f"cuda:{argument}", absent, Crowded(get_backend("null").conv, 60)
+        )
+
+    module.device_count, module.load = device_count, load
+    monkeypatch.setitem(sys.modules, "fake_gpu", module)
+    monkeypatch.setattr(backends, "_MODULES", {**backends._MODULES, "cuda": "fake_gpu"})
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(main, args, catch_exceptions=False)
+
+
+def done(*args: str) -> str:
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*args: str) -> str:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mucudnn: error: ")
+    return line
+
+
+def plans(*args: str) -> list:
+    data = json.loads(done("tune", *args, "--json", "-"))
+    return [
+        [(s["algo"], s["batch"], s["workspace"]) for s in plan["steps"]]
+        for layer in data["layers"]
+        for plan in layer["plans"]
+    ]
+
+
+def test_plan_only_measures_nothing_and_answers_by_size_and_limit(tmp_path):
+    out = tmp_path / "census.json"
+    shown = done(
+        *("tune", *PROBLEM, *NULL, "--plan-only", "--workspace-limit", "3KiB,64MiB"),
+        *("--json", str(out)),
+    )
+    data = json.loads(out.read_text())
+    assert len(data["layers"]) == 3
+    fits = data["layers"][0]["batches"][2]["fits"]
+    assert {limit: fit["algorithms"] for limit, fit in fits.items()} == {
+        "3072": 1,
+        "67108864": 2,
+    }
+    assert shown.splitlines()[0].split() == [
+        *("layer", "direction", "batch", "least", "greatest", "first", "choice"),
+        *("needs", "limit", "fit", "best", "that", "fits", "workspace"),
+    ]
+    assert not (tmp_path / "cache.sqlite").exists()
+
+
+@pytest.mark.parametrize("name", ["cpu", "null"])
+def test_plan_only_works_on_every_backend(name):
+    options = ("--backend", name, "--numerics", "strict", "--plan-only")
+    data = json.loads(done("tune", "alexnet", *options, "--json", "-"))
+    assert len(data["layers"]) == 15
+    assert data["numerics"] == "strict"
+    assert data["limits"] == [64 << 20]
+    assert all(b["algorithms"] for x in data["layers"] for b in x["batches"])
+
+
+def test_plan_only_replays_a_recording(tmp_path):
+    file = str(tmp_path / "r.json")
+    done("tune", *PROBLEM, *NULL, "--record", file)
+    options = ("--backend", f"recorded:{file}", "--plan-only", "--json", "-")
+    data = json.loads(done("tune", *PROBLEM, *options))
+    assert {b["algorithms"] for x in data["layers"] for b in x["batches"]} == {2}
+
+
+def test_plan_only_tells_its_progress_on_request():
+    result = run("tune", *PROBLEM, *NULL, "--plan-only", "--verbose")
+    lines = result.stderr.splitlines()
+    assert [line[:5] for line in lines] == ["[1/3]", "[2/3]", "[3/3]"]
+    assert all("up to 2 algorithms at 4 sizes" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--report", "x.html"],
+        ["--record", "x.json"],
+        ["--format", "deepbench"],
+        ["--total-workspace", "1MiB"],
+        ["--planner", "undivided"],
+        ["--time-limit", "3"],
+        ["--memory-limit", "3GiB"],
+        ["--exhaustive"],
+    ],
+)
+def test_plan_only_takes_no_option_about_measuring(options):
+    line = refused("tune", *PROBLEM, *NULL, "--plan-only", *options)
+    assert "--plan-only measures nothing" in line
+    assert options[0] in line
+
+
+def test_ctrl_c_shows_what_is_listed_and_ends_with_130(tmp_path):
+    rows = ["2,3,9,9,4,3,3", *["4096,8,64,64,8,3,3"] * 60]
+    csv = tmp_path / "many.csv"
+    csv.write_text("\n".join(["n,c,h,w,k,r,s", *rows]))
+    out = tmp_path / "out.json"
+    command = ["tune", str(csv), "--plan-only", "--policy", "all", "-v"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "mucudnn", *command, "--json", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as child:
+        first = child.stderr.readline()
+        child.send_signal(signal.SIGINT)
+        shown, err = child.communicate(timeout=120)
+    assert first.startswith("[1/183]")
+    assert child.returncode == 130
+    assert "Traceback" not in err
+    assert "were not looked at" in shown
+    data = json.loads(out.read_text())
+    assert data["interrupted"] is True
+    assert 1 <= len(data["layers"]) < 183
+
+
+def test_a_device_may_be_a_name_or_a_file(gpu, tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text("{}")
+    for device in ("h200", str(file)):
+        options = ("--backend", "cuda", "--device", device, "--plan-only")
+        data = json.loads(done("tune", *PROBLEM, *options, "--json", "-"))
+        assert data["backend"] == f"cuda:{device}"
+        assert data["fingerprint"] == f"cuda/{device}"
+        assert data["layers"][0]["batches"][0]["algorithms"] == 52
+
+
+def test_benchmark_devices_play_no_part_in_a_census(gpu, monkeypatch):
+    monkeypatch.setenv("MUCUDNN_BENCHMARK_DEVICES", "0,3")
+    done("tune", *PROBLEM, "--backend", "cuda", "--device", "h200", "--plan-only")
+
+
+def test_a_device_that_makes_no_sense_is_one_line(gpu, tmp_path):
+    cuda = ("tune", *PROBLEM, "--backend", "cuda")
+    plan = (*cuda, "--plan-only", "--device")
+    for args, message in (
+        (("tune", *PROBLEM, "--plan-only", "--device", "h200"), "not --backend cpu"),
+        ((*plan, str(tmp_path / "gone.json")), "gone.json: there is no such file"),
+        ((*plan, "gone.json"), "gone.json: there is no such file"),
+        ((*plan, str(tmp_path)), "there is no such file"),
+        ((*plan, "gtx9"), "no description 'gtx9'"),
+        ((*cuda, "--device", "h200"), "add --plan-only, or run without --device"),
+        (("tune", *PROBLEM, "--backend", "cuda:h200"), "add --plan-only"),
+        (
+            ("tune", *PROBLEM, "--backend", "cuda:h200", "--device", "h100"),
+            "needs --backend cuda, not --backend cuda:h200",
+        ),
+    ):
+        assert message in refused(*args)
+
+
+@pytest.mark.parametrize("command", ["tune", "explain"])
+def test_a_backend_that_is_missing_is_one_line(gpu, command):
+    line = refused(command, *PROBLEM, "--backend", "cuda")
+    assert line == "mucudnn: error: no NVIDIA driver was found"
+
+
+def test_info_says_what_is_missing_and_describes_what_is_there(gpu):
+    data = json.loads(done("info", "--json", "-"))
+    found = {entry["name"]: entry for entry in data["backends"]}
+    assert found["cuda"]["status"] == "unavailable: no NVIDIA driver was found"
+    assert found["cuda"]["description"] == {}
+    described = found["cpu"]["description"]
+    assert described == dict(get_backend("cpu").device.description())
+    shown = done("info").splitlines()
+    for name, value in described.items():
+        assert f"             {name}: {value}" in shown
+
+
+def test_numerics_reach_the_tuner_and_the_report(tmp_path, monkeypatch):
+    crowd = Backend(
+        "crowd", VirtualDevice("crowd"), Crowded(get_backend("null").conv, 60)
+    )
+    crowd.conv.run = lambda *operands, **options: crowd.device.advance(1.0)
+    monkeypatch.setattr(tuner_module, "get_backend", lambda name: crowd)
+    page = tmp_path / "out.html"
+    words = ("--numerics", "strict,deterministic")
+    options = ("--policy", "undivided", "--report", str(page))
+    data = json.loads(done("tune", *PROBLEM, *NULL, *words, *options, "--json", "-"))
+    assert data["numerics"] == "strict,deterministic"
+    assert "numerics: strict,deterministic" in page.read_text()
+    used = {s["algo"] for x in data["layers"] for p in x["plans"] for s in p["steps"]}
+    assert {int(a[1:]) % 3 == 2 or int(a[1:]) % 5 == 4 for a in used} == {False}
+    told = json.loads(done("explain", *PROBLEM, *NULL, *words, "--json", "-"))
+    assert told["numerics"] == "strict,deterministic"
+    (layer,) = told["layers"]
+    assert layer["text"].count("not accepted") == 1
+
+
+def test_an_unknown_word_of_numerics_lists_the_valid_ones():
+    for command in ("tune", "explain"):
+        line = refused(command, *PROBLEM, *NULL, "--numerics", "fast")
+        assert "unknown numerics 'fast'; choose of: tf32, strict, determin" in line
+
+
+@pytest.mark.parametrize("name", ["r.json", "r.json.gz"])
+@pytest.mark.parametrize("cache", ["none", "kept"])
+def test_a_recording_gives_the_same_plans(tmp_path, name, cache):
+    file = tmp_path / name
+    limits = ("--workspace-limit", "2KiB,5KiB,1MiB", "--policy", "all")
+    where = "none" if cache == "none" else str(tmp_path / "mine.sqlite")
+    here = (*PROBLEM, "--backend", "null", "--cache", where, *limits)
+    if cache == "kept":  # what the run takes from the cache is recorded, too
+        done("tune", *here)
+    expected = plans(*here, "--record", str(file))
+    assert plans(*PROBLEM, "--backend", f"recorded:{file}", *limits) == expected
+    assert any(len(plan) > 1 for plan in expected)
+
+
+def test_a_recording_holds_the_problems_of_the_run_only(tmp_path):
+    kept = ("--backend", "null", "--cache", str(tmp_path / "mine.sqlite"))
+    done("tune", "alexnet", *kept)
+    file = tmp_path / "r.json"
+    result = run(
+        "tune", *PROBLEM, *kept, "--policy", "undivided", "--record", str(file)
+    )
+    rows = parse_recording(file.read_bytes())
+    assert {(m.problem.x_shape, m.perf.algo) for m in rows} == {
+        ((8, 4, 9, 9), "FAST"),
+        ((8, 4, 9, 9), "SLOW"),
+    }
+    assert f"6 measurements written to {file}" in result.stderr
+
+
+def test_a_recording_describes_its_device_and_replays_the_description(tmp_path):
+    file = tmp_path / "r.json"
+    done("tune", *PROBLEM, "--cache", "none", "--batch", "1", "--record", str(file))
+    device = get_backend("cpu").device
+    known = recorded_environments(file.read_bytes())
+    assert known == {device.fingerprint: dict(device.description())}
+    assert get_backend(f"recorded:{file}").device.description() == dict(
+        device.description()
+    )
+    assert {p.name for p in tmp_path.iterdir() if "r.json" in p.name} == {"r.json"}
+
+
+def test_failed_measurements_are_recorded(tmp_path, monkeypatch):
+    backend = get_backend("null")
+    usual = backend.conv.run
+
+    def run_or_fail(problem, algo, *operands, **options):
+        if algo == "FAST":
+            raise ValueError("illegal address")
+        usual(problem, algo, *operands, **options)
+
+    backend.conv.run = run_or_fail
+    monkeypatch.setattr(tuner_module, "get_backend", lambda name: backend)
+    file = tmp_path / "r.json"
+    done("tune", *PROBLEM, *NULL, "--record", str(file))
+    rows = parse_recording(file.read_bytes())
+    errors = {m.perf.algo: m.perf.error for m in rows}
+    assert errors == {"FAST": "ValueError: illegal address", "SLOW": None}
+
+
+def test_a_recording_of_nothing_is_an_error_and_no_file(tmp_path):
+    file = tmp_path / "r.json"
+    options = ("--memory-limit", "1", "--record", str(file))
+    result = run("tune", *PROBLEM, *NULL, *options)
+    assert result.exit_code == 2
+    assert "the memory limit is 1 B" in result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line == (f"mucudnn: error: nothing was measured, so {file} was not written")
+    assert not file.exists()
+
+
+def test_a_recording_cannot_go_to_a_pipe_or_a_folder(tmp_path):
+    for value, message in (
+        ("-", "a recording needs a file"),
+        (str(tmp_path), "it is a directory"),
+        ("/nowhere/r.json", "no directory /nowhere"),
+    ):
+        assert message in refused("tune", *PROBLEM, *NULL, "--record", value)
+
+
+def test_ctrl_c_still_writes_the_recording(tmp_path):
+    file = tmp_path / "r.json.gz"
+    csv = tmp_path / "small_then_huge.csv"
+    csv.write_text("n,c,h,w,k,r,s\n2,3,20,20,4,3,3\n128,64,56,56,64,3,3\n")
+    with subprocess.Popen(
+        [
+            *(sys.executable, "-m", "mucudnn", "tune", str(csv), "-v"),
+            *("--directions", "forward", "--cache", "none", "--record", str(file)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as child:
+        child.stderr.readline()
+        time.sleep(0.2)
+        child.send_signal(signal.SIGINT)
+        shown, err = child.communicate(timeout=120)
+    assert child.returncode == 130
+    assert "Traceback" not in err
+    assert "interrupted: 1 of 2" in shown
+    rows = parse_recording(file.read_bytes())
+    assert f"{len(rows)} measurements written to {file}" in err
+    assert (2, 3, 20, 20) in {m.problem.x_shape for m in rows}
+
+
+def test_an_error_half_way_still_writes_the_recording(tmp_path, monkeypatch):
+    backend = get_backend("null")
+    usual = backend.conv.algorithms
+
+    def lost(problem):
+        if problem.direction.value == "backward_filter":
+            raise BackendUnavailableError("the device is lost")
+        return usual(problem)
+
+    backend.conv.algorithms = lost
+    monkeypatch.setattr(tuner_module, "get_backend", lambda name: backend)
+    file = tmp_path / "r.json"
+    result = run("tune", *PROBLEM, *NULL, "--record", str(file))
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == "mucudnn: error: the device is lost"
+    ways = {m.problem.direction.value for m in parse_recording(file.read_bytes())}
+    assert ways == {"forward", "backward_data"}

@@ -1,0 +1,138 @@
+"""What a recording says of its devices, and how it gets into a file."""
+
+import json
+
+import pytest
+from hypothesis import given, strategies as st
+
+from mucudnn.backends import get_backend
+from mucudnn.errors import CacheError
+from mucudnn.ir.conv import AlgoPerf
+from mucudnn.ir.recording import (
+    Measurement,
+    format_recording,
+    parse_recording,
+    recorded_environments,
+    recorded_fingerprints,
+)
+from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.export import write_recording
+from mucudnn.runtime.record import record_run, run_measurements
+from mucudnn.runtime.tuner import Tuner
+from tests.doubles import problem
+
+texts = st.text(st.characters(codec="utf-8"), max_size=8)
+environments = st.dictionaries(texts, texts, max_size=4)
+
+
+def row(fingerprint="gpu", batch=2, algo="GEMM"):
+    return Measurement(
+        fingerprint=fingerprint,
+        problem=problem(batch),
+        perf=AlgoPerf(algo=algo, batch=batch, time_ms=1.0, workspace=0),
+        measured_at=5.0,
+        version="0",
+    )
+
+
+@given(st.dictionaries(texts, environments, min_size=1, max_size=3), st.booleans())
+def test_environments_survive(known, compress):
+    rows = [row(fingerprint) for fingerprint in known]
+    data = format_recording(rows, known, compress=compress)
+    assert recorded_environments(data) == known
+    assert recorded_fingerprints(data) == tuple(known)
+    assert parse_recording(data) == tuple(rows)
+
+
+def test_what_is_not_known_is_empty():
+    data = format_recording([row("a"), row("b")], {"b": {"driver": "580"}, "c": {}})
+    assert recorded_environments(data) == {"a": {}, "b": {"driver": "580"}}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (None, r"devices\[0\].environment: None is not an object"),
+        ({"driver": 580}, r"devices\[0\].environment.driver: 580 is not of type str"),
+        ({"\ud800": "x"}, r"devices\[0\].environment: .* is not Unicode"),
+    ],
+)
+def test_a_bad_environment_is_located(bad, message):
+    document = json.loads(format_recording([row()]))
+    document["devices"][0]["environment"] = bad
+    with pytest.raises(ValueError, match=message):
+        parse_recording(json.dumps(document).encode())
+
+
+def test_a_missing_environment_is_located():
+    document = json.loads(format_recording([row()]))
+    del document["devices"][0]["environment"]
+    with pytest.raises(ValueError, match=r"devices\[0\].environment: missing"):
+        parse_recording(json.dumps(document).encode())
+
+
+def test_a_cache_exports_an_empty_environment(tmp_path):
+    file = tmp_path / "out.json"
+    with BenchmarkCache() as cache:
+        cache.put("gpu", problem(2), [row().perf])
+        cache.export_json(file)
+    assert recorded_environments(file.read_bytes()) == {"gpu": {}}
+
+
+def test_a_file_appears_whole_or_stays_as_it_was(tmp_path):
+    file = tmp_path / "out.json"
+    write_recording(file, [row()])
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="finite"):
+        write_recording(file, [row(), _unwritable()])
+    assert file.read_bytes() == before
+    assert [*tmp_path.iterdir()] == [file]
+    with pytest.raises(CacheError, match="nowhere"):
+        write_recording(tmp_path / "nowhere" / "out.json", [row()])
+
+
+def _unwritable():
+    perf = AlgoPerf(algo="A", batch=2, time_ms=float("nan"), workspace=0)
+    return Measurement(
+        fingerprint="gpu",
+        problem=problem(2),
+        perf=perf,
+        measured_at=5.0,
+        version="0",
+    )
+
+
+def test_a_cache_tells_of_one_convolution_at_every_size():
+    with BenchmarkCache() as cache:
+        other = problem(3, w_shape=(5, 3, 3, 3))
+        for fingerprint in ("gpu", "other"):
+            cache.put(fingerprint, problem(2), [row().perf, row(batch=1).perf])
+            cache.put(fingerprint, other, [row(batch=3).perf])
+        found = cache.rows("gpu", problem(7))
+        assert {(m.fingerprint, m.problem) for m in found} == {
+            ("gpu", problem(1)),
+            ("gpu", problem(2)),
+        }
+        assert len(cache.rows("gpu")) == 3
+        assert len(cache.rows()) == 6
+        assert len(cache.rows(problem=other)) == 2
+
+
+def test_old_rows_count_only_where_they_were_used():
+    tuner = Tuner(backend=get_backend("null"))
+    old = AlgoPerf(algo="OLD", batch=3, time_ms=1.0, workspace=0)
+    tuner.cache.put("null", problem(8), [old])
+    table = tuner.measure(problem(8))
+    later = 4e9
+    used = run_measurements(tuner, [problem(8)], [table], later)
+    assert {m.perf for m in used} == {*table.perfs}
+    assert old in {m.perf for m in run_measurements(tuner, [problem(8)], [], 0.0)}
+    assert run_measurements(tuner, [problem(8)], [], later) == ()
+    assert run_measurements(tuner, [], [table], 0.0) == ()
+
+
+def test_a_run_without_measurements_writes_nothing(tmp_path):
+    file = tmp_path / "out.json"
+    with pytest.raises(CacheError, match="nothing was measured"):
+        record_run(file, Tuner(backend="null"), [problem(8)], [], 0.0)
+    assert not file.exists()
