@@ -1,6 +1,8 @@
 import pytest
 
 from mucudnn.backends import Backend, get_backend
+from mucudnn.backends.cuda.loading import LoadedLibrary, load_library
+from mucudnn.errors import BackendUnavailableError
 
 
 @pytest.fixture(params=["cpu", "null"])
@@ -16,3 +18,11 @@ def cpu() -> Backend:
 @pytest.fixture
 def null() -> Backend:
     return get_backend("null")
+
+
+@pytest.fixture(scope="session")
+def cudnn_library() -> LoadedLibrary:
+    try:
+        return load_library(without_driver=True)
+    except BackendUnavailableError as e:
+        pytest.skip(str(e).split("; install")[0])

@@ -4,6 +4,7 @@ from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.null import NullArray
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
+from mucudnn.ir.numerics import NATIVE, TF32, Traits
 from mucudnn.runtime.timing import StoppingRule
 
 QUICK = StoppingRule(min_samples=1, max_samples=1)
@@ -18,6 +19,7 @@ class Watched:
         self.calls = []
         self.algorithms = conv.algorithms
         self.excluded = conv.excluded
+        self.traits = conv.traits
 
     def run(self, problem, algo, *operands, **options):
         self.calls.append((algo, problem.batch))
@@ -69,3 +71,42 @@ def plan_of(backend, problem, *steps):
         nbytes = dict(backend.conv.algorithms(problem.with_batch(batch)))[algo]
         perfs.append(AlgoPerf(algo=algo, batch=batch, time_ms=1.0, workspace=nbytes))
     return ConvPlan(problem, tuple(perfs))
+
+
+class Crowded:
+    """A library with many algorithms: `A0` is preferred and needs most workspace.
+
+    Every third rounds to TF32, every fifth does not repeat its bits, every seventh
+    cannot run.
+    """
+
+    def __init__(self, conv, many):
+        self._conv = conv
+        self._many = many
+
+    def _names(self, runs):
+        return [i for i in range(self._many) if (i % 7 != 6) == runs]
+
+    def algorithms(self, problem):
+        share = 1024 * problem.batch
+        return [(f"A{i}", share * (self._many - i)) for i in self._names(True)]
+
+    def excluded(self, problem):
+        return [(f"A{i}", f"needs {i} banks") for i in self._names(False)]
+
+    def traits(self, problem, algo):
+        i = int(algo[1:])
+        return Traits(
+            deterministic=i % 5 != 4,
+            math_mode=TF32 if i % 3 == 2 else NATIVE,
+            notes=("tensor_core",) if i % 3 == 2 else (),
+        )
+
+    def run(self, problem, algo, a, b, out, workspace, *, accumulate=False):
+        name = "FAST" if int(algo[1:]) % 2 else "SLOW"
+        self._conv.run(problem, name, a, b, out, workspace, accumulate=accumulate)
+
+
+def crowded(many=60):
+    real = get_backend("null")
+    return Backend("crowded", real.device, Crowded(real.conv, many))

@@ -35,6 +35,19 @@ def test_a_backend_is_its_parts(backend):
     assert backend.device.fingerprint == get_backend(backend.name).device.fingerprint
 
 
+def test_a_device_describes_itself_in_words(backend):
+    described = backend.device.description()
+    words = [*described.keys(), *described.values()]
+    assert all(type(word) is str and word for word in words)
+
+
+def test_the_cpu_names_what_its_figures_depend_on(cpu):
+    described = cpu.device.description()
+    assert {"processor", "cores", "numpy", "blas"} <= described.keys()
+    assert int(described["cores"]) >= 1
+    assert described["processor"] in cpu.device.fingerprint
+
+
 def test_every_algorithm_runs_in_the_workspace_it_asks_for(backend):
     for batch in (1, 3):
         micro = problem(batch)

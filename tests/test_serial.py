@@ -239,7 +239,7 @@ def test_every_truncation_is_refused(compress):
     ("path", "bad", "message"),
     [
         (("kind",), "other", "kind"),
-        (("schema",), 2, "schema is 2"),
+        (("schema",), 3, "schema is 3"),
         (("more",), 2, "recording.more: unknown"),
         (("devices",), {}, "devices: .* not an array"),
         (("devices", 0, "fingerprint"), 7, r"devices\[0\].fingerprint: 7"),

@@ -26,6 +26,8 @@ class Scripted:
     def record(self):
         return self.now_ms
 
+    begin = record
+
     def elapsed_ms(self, start, stop):
         return stop - start
 

@@ -23,6 +23,7 @@ __all__ = [
 
 _MODULES = {
     "cpu": "mucudnn.backends.cpu",
+    "cuda": "mucudnn.backends.cuda",
     "null": "mucudnn.backends.null",
     "recorded": "mucudnn.backends.recorded",
 }

@@ -1,13 +1,23 @@
 """What a backend must provide: a device and a convolution library."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mucudnn.ir.conv import ConvProblem
+from mucudnn.ir.conv import ConvPlan, ConvProblem
+from mucudnn.ir.numerics import Traits
 from mucudnn.ir.tensor import TensorSpec
 
-__all__ = ["Array", "Backend", "Buffer", "ConvLibrary", "Device", "Event"]
+__all__ = [
+    "Array",
+    "Backend",
+    "Buffer",
+    "ConvLibrary",
+    "Device",
+    "Event",
+    "PlanRunner",
+    "PlanTexts",
+]
 
 Array = Any  # numpy.ndarray, cupy.ndarray, torch.Tensor, or nothing at all
 Buffer = Any
@@ -20,6 +30,13 @@ class Device(Protocol):
     @property
     def fingerprint(self) -> str:
         """Device and library versions; half of every cache key."""
+        ...
+
+    def description(self) -> Mapping[str, str]:
+        """What a reader of its figures would ask: versions, driver, clocks.
+
+        The names are free. No key holds any of it: it may change while a program runs.
+        """
         ...
 
     def allocate(self, nbytes: int) -> Buffer:
@@ -42,6 +59,33 @@ class Device(Protocol):
         """Fill with ordinary numbers, to time kernels on."""
         ...
 
+    def upload(self, source: Any, target: Array) -> None:
+        """Copy a NumPy array into a tensor of its shape and type.
+
+        The source may be changed as soon as this returns.
+        """
+        ...
+
+    def download(self, source: Array) -> Any:
+        """A tensor as a NumPy array of its own, once all work on it is done."""
+        ...
+
+    def queue(self) -> Hashable:
+        """The queue that kernels go to now: a thread, or a stream.
+
+        Kernels of one queue run one after another and may share a workspace, which is
+        kept as long as the returned object lives.
+        """
+        ...
+
+    def begin(self) -> Event:
+        """Mark the start of something to be timed.
+
+        Like `record`, but the time that the host needs to launch it is hidden, as it is
+        when a training step keeps the device busy.
+        """
+        ...
+
     def record(self) -> Event:
         """Mark this point of the compute queue."""
         ...
@@ -60,6 +104,10 @@ class ConvLibrary(Protocol):
 
     def excluded(self, problem: ConvProblem) -> Sequence[tuple[str, str]]:
         """(name, reason) of every algorithm that cannot run `problem`."""
+        ...
+
+    def traits(self, problem: ConvProblem, algo: str) -> Traits:
+        """How an algorithm that `algorithms` lists computes."""
         ...
 
     def run(
@@ -85,10 +133,67 @@ class ConvLibrary(Protocol):
         ...
 
 
+class PlanRunner(Protocol):
+    """A plan with everything prebuilt that does not depend on the operands."""
+
+    @property
+    def plan(self) -> ConvPlan:
+        """What it runs."""
+        ...
+
+    def run(
+        self, a: Array, b: Array, out: Array, workspace: Buffer, accumulate: bool
+    ) -> None:
+        """Write the result to `out`, or add it with `accumulate`.
+
+        `workspace` holds `plan.workspace` bytes at least.
+
+        Raises:
+            StepFailedError: A kernel failed; earlier micro-batches are complete.
+        """
+        ...
+
+
+class PlanTexts(Protocol):
+    """Execution plans of a library as text, to be remembered between processes."""
+
+    def dumps(self, problem: ConvProblem, algo: str) -> str | None:
+        """The plan of one algorithm; None for what has none."""
+        ...
+
+    def loads(self, problem: ConvProblem, algo: str, text: str) -> None:
+        """Take a plan that `dumps` wrote, instead of building it.
+
+        Raises:
+            BackendError: The library does not take it.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
-    """Two parts, chosen once, passed explicitly."""
+    """Parts chosen once, passed explicitly.
+
+    Attributes:
+        name: What `get_backend` loads it by.
+        device: Memory and a clock.
+        conv: Convolution algorithms.
+        compile: Makes a runner of a plan, where the backend has a better one than
+            calling `conv.run` for each micro-batch. The flag asks to replay the whole
+            plan as one launch.
+        index: Which of the devices of that name.
+        split_alignment: Bytes that the operands of a micro-batch must be aligned to;
+            sizes that would break it are no candidates.
+        fragile: Whether a failing kernel may take the process or its device context
+            with it, so that unknown kernels are better timed in a child process.
+        plan_texts: Writes and reads execution plans, where the library has them.
+    """
 
     name: str
     device: Device
     conv: ConvLibrary
+    compile: Callable[[ConvPlan, bool], PlanRunner] | None = None
+    index: int = 0
+    split_alignment: int = 1
+    fragile: bool = False
+    plan_texts: PlanTexts | None = None

@@ -14,6 +14,7 @@ from mucudnn.backends.virtual import (
 )
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem
+from mucudnn.ir.numerics import Traits
 
 __all__ = ["NullArray", "NullConv", "NullDevice", "device_count", "load"]
 
@@ -36,6 +37,10 @@ class NullConv:
     def excluded(self, problem: ConvProblem) -> Sequence[tuple[str, str]]:
         """Nothing is too hard for doing nothing."""
         return ()
+
+    def traits(self, problem: ConvProblem, algo: str) -> Traits:
+        """Nothing is always exact."""
+        return Traits()
 
     def run(
         self,
@@ -68,4 +73,4 @@ def device_count(argument: str) -> int:
 def load(argument: str, device: int) -> Backend:
     """A fresh null backend with its own clock."""
     null = NullDevice()
-    return Backend("null", null, NullConv(null))
+    return Backend("null", null, NullConv(null), index=device)

@@ -1,7 +1,7 @@
 """A measured table of another machine answers as if that machine were here.
 
-`recorded:FILE` reads a recording (see `mucudnn.ir.serial`). Nothing is computed; each
-kernel takes exactly the recorded median on a virtual clock, so the ordinary tuner,
+`recorded:FILE` reads a recording (see `mucudnn.ir.recording`). Nothing is computed;
+each kernel takes exactly the recorded median on a virtual clock, so the ordinary tuner,
 measuring through it, finds what the machine found, and can plan for it anywhere.
 """
 
@@ -13,7 +13,13 @@ from mucudnn.backends.base import Backend
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.recording import Measurement, parse_recording, recorded_fingerprints
+from mucudnn.ir.numerics import NATIVE, Traits
+from mucudnn.ir.recording import (
+    Measurement,
+    parse_recording,
+    recorded_environments,
+    recorded_fingerprints,
+)
 
 __all__ = ["RecordedConv", "device_count", "load"]
 
@@ -24,8 +30,9 @@ _ANYTHING = "*"
 class RecordedConv:
     """Knows the algorithms that were measured, and how long they took.
 
-    An algorithm measured in another math mode than the default is listed as a second
-    one, `NAME[mode]`. Of two rows for the same thing the newer counts.
+    An algorithm that was measured in several math modes is listed once for each, as
+    `NAME[mode]` where the mode is not the default. Of two rows for the same thing the
+    newer counts.
 
     Args:
         device: Whose clock to move.
@@ -38,8 +45,10 @@ class RecordedConv:
         self._device = device
         self._rows: dict[ConvProblem, dict[str, AlgoPerf]] = {}
         self._batches: dict[ConvProblem, set[int]] = {}
+        modes = _modes(measurements)
         for m in sorted(measurements, key=lambda m: m.measured_at):
-            self._rows.setdefault(m.problem, {})[_name(m.perf)] = m.perf
+            name = _name(m.perf, modes[m.problem, m.perf.algo])
+            self._rows.setdefault(m.problem, {})[name] = m.perf
             layer = m.problem.with_batch(1)
             self._batches.setdefault(layer, set()).add(m.problem.batch)
 
@@ -54,6 +63,11 @@ class RecordedConv:
         if rows is None:
             return [(_ANYTHING, self._missing(problem))]
         return [(n, perf.error) for n, perf in rows.items() if perf.error is not None]
+
+    def traits(self, problem: ConvProblem, algo: str) -> Traits:
+        """What was recorded of it."""
+        perf = self._rows[problem][algo]
+        return Traits(perf.deterministic, perf.math_mode, perf.notes)
 
     def run(
         self,
@@ -111,17 +125,27 @@ def load(argument: str, device: int) -> Backend:
     file = _file(argument)
     data = _contents(file)
     try:
-        fingerprint = recorded_fingerprints(data)[device]
+        fingerprint, known = list(recorded_environments(data).items())[device]
         measurements = parse_recording(data)
     except ValueError as e:
         raise _unreadable(file, e) from e
-    clock = VirtualDevice(fingerprint)
+    clock = VirtualDevice(fingerprint, known)
     mine = [m for m in measurements if m.fingerprint == fingerprint]
-    return Backend(f"recorded:{argument}", clock, RecordedConv(clock, mine))
+    conv = RecordedConv(clock, mine)
+    return Backend(f"recorded:{argument}", clock, conv, index=device)
 
 
-def _name(perf: AlgoPerf) -> str:
-    if perf.math_mode == "default":
+def _modes(
+    measurements: Sequence[Measurement],
+) -> dict[tuple[ConvProblem, str], set[str]]:
+    modes: dict[tuple[ConvProblem, str], set[str]] = {}
+    for m in measurements:
+        modes.setdefault((m.problem, m.perf.algo), set()).add(m.perf.math_mode)
+    return modes
+
+
+def _name(perf: AlgoPerf, modes: set[str]) -> str:
+    if perf.math_mode == NATIVE or len(modes) == 1:
         return perf.algo
     return f"{perf.algo}[{perf.math_mode}]"
 
@@ -130,7 +154,7 @@ def _file(argument: str) -> Path:
     if not argument:
         raise BackendUnavailableError(
             "backend 'recorded' needs a file: recorded:FILE, where FILE was written "
-            "by the export of a cache"
+            "by `mucudnn tune --record` or the export of a cache"
         )
     return Path(argument).expanduser()
 

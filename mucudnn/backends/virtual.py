@@ -4,8 +4,11 @@ Backends that compute nothing share it: what differs is who says how long things
 """
 
 import math
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
 
@@ -35,11 +38,24 @@ class VirtualDevice:
 
     The clock is a fraction: the time between two marks is exactly what passed between
     them, whatever the time of day.
+
+    Args:
+        fingerprint: Of the machine it stands for.
+        description: What is known of that machine.
     """
 
-    def __init__(self, fingerprint: str = "null") -> None:
+    def __init__(
+        self,
+        fingerprint: str = "null",
+        description: Mapping[str, str] | None = None,
+    ) -> None:
         self.fingerprint = fingerprint
+        self._description = dict(description or {})
         self._now_ms = Fraction(0)
+
+    def description(self) -> Mapping[str, str]:
+        """What it was told of the machine it stands for."""
+        return self._description
 
     @property
     def now_ms(self) -> float:
@@ -64,6 +80,23 @@ class VirtualDevice:
 
     def randomize(self, array: VirtualArray) -> None:
         """Nothing to fill."""
+
+    def upload(self, source: Any, target: VirtualArray) -> None:
+        """Nothing to copy."""
+
+    def download(self, source: VirtualArray) -> Any:
+        """Zeros of its shape."""
+        import numpy as np
+
+        return np.zeros(source.shape, source.dtype)
+
+    def queue(self) -> threading.Thread:
+        """The calling thread."""
+        return threading.current_thread()
+
+    def begin(self) -> Fraction:
+        """This point in virtual time; launching costs none."""
+        return self._now_ms
 
     def record(self) -> Fraction:
         """This point in virtual time."""

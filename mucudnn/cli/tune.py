@@ -1,12 +1,13 @@
 """`mucudnn tune`: planned against undivided, for a suite, a file or a problem."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mucudnn.cli.app import bad_input
+from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.options import (
     LayerQuery,
     byte_size,
@@ -16,14 +17,19 @@ from mucudnn.cli.options import (
     open_cache,
     tuner_options,
 )
-from mucudnn.cli.output import emit, output_file, write_file
-from mucudnn.suites import SUITES, load_suite
+from mucudnn.cli.output import emit, output_file, recording_file, write_file
+from mucudnn.cli.plan_only import refuse_measuring, take_census
+from mucudnn.cli.recording import Record, recording
+from mucudnn.suites import SUITES, Layer, load_suite
 
 if TYPE_CHECKING:
     from mucudnn.runtime.comparison import Comparison
     from mucudnn.runtime.tuner import Tuner
 
 __all__ = ["make_tuner", "tune"]
+
+_DESCRIBED = "cuda"
+"""The backend that can list algorithms from a description of a device."""
 
 
 @click.command()
@@ -44,6 +50,16 @@ __all__ = ["make_tuner", "tune"]
 )
 @tuner_options
 @click.option(
+    "--plan-only",
+    is_flag=True,
+    help="Measure nothing: list which algorithms there are and which fit.",
+)
+@click.option(
+    "--device",
+    metavar="FILE|NAME",
+    help="With --plan-only and --backend cuda: a description of a device instead.",
+)
+@click.option(
     "--format",
     "style",
     type=click.Choice(["table", "deepbench"]),
@@ -58,6 +74,13 @@ __all__ = ["make_tuner", "tune"]
     type=output_file,
     metavar="FILE",
     help="Write one HTML page with charts.",
+)
+@click.option(
+    "--record",
+    "record_file",
+    type=recording_file,
+    metavar="FILE",
+    help="Write what was measured, for --backend recorded:FILE; .gz is compressed.",
 )
 @click.option(
     "--verbose", "-v", is_flag=True, help="A line a layer without a terminal."
@@ -76,9 +99,12 @@ def tune(
     limits: tuple[int, ...] | None,
     total_workspace: int | None,
     time_limit: float | None,
+    plan_only: bool,
+    device: str | None,
     style: str,
     json_file: str | None,
     report_file: str | None,
+    record_file: str | None,
     verbose: bool,
     listing: bool,
     **settings: Any,
@@ -92,50 +118,125 @@ def tune(
         _list_suites(json_file)
         return
     query = LayerQuery(sources, problems, directions, batch, dtype, layout)
-    layers = query.layers()
+    layers = _in_directions(query)
+    settings["backend"] = _with_device(settings["backend"], device)
+    if plan_only:
+        refuse_measuring(
+            {
+                "--report": report_file,
+                "--record": record_file,
+                "--format deepbench": style == "deepbench",
+                "--total-workspace": total_workspace,
+                "--planner": settings["planner"],
+                "--memory-limit": settings["memory_limit"],
+                "--time-limit": time_limit,
+                "--exhaustive": settings["exhaustive"],
+            }
+        )
+        alone: Any = {"benchmark_backends": (), "total_workspace": None}
+        tuner = make_tuner(settings | {"cache_path": "none"}, **alone)
+        take_census(
+            ctx, tuner, layers, limits or (), json_file=json_file, verbose=verbose
+        )
+        return
+    if device is not None:
+        raise BadInputError(
+            f"--device {device} describes a device and measures nothing: add "
+            "--plan-only, or run without --device where the device is"
+        )
     if style == "deepbench":
         from mucudnn.report.deepbench import check_deepbench
 
         with bad_input():
             check_deepbench(layer.problem for layer in layers)
-    from mucudnn.cli.progress import Display
-    from mucudnn.runtime.comparison import (
-        ComparisonInterrupted,
-        compare,
-        in_directions,
+    comparison, record = _compare(
+        layers,
+        settings,
+        limits,
+        total_workspace=total_workspace,
+        time_limit=time_limit,
+        record_file=record_file,
+        verbose=verbose,
     )
-
-    interrupted = False
-    with Display(verbose=verbose) as display:
-        tuner = make_tuner(settings, progress=display.measured)
-        try:
-            comparison = compare(
-                tuner,
-                in_directions(layers, directions),
-                limits or (tuner.workspace_limit,),
-                planner=settings["planner"] or "workspace_reuse",
-                total_workspace=total_workspace or tuner.total_workspace,
-                time_limit_s=time_limit,
-                progress=display.advance,
-            )
-        except ComparisonInterrupted as e:
-            comparison, interrupted = e.comparison, True
-        finally:
-            tuner.cache.close()
     _show(comparison, style, json_file)
     if report_file is not None:
         from mucudnn.report.html import html_report
 
         write_file(report_file, html_report(comparison, query.title))
-    if interrupted:
+    if len(comparison.layers) < comparison.asked:
+        if record.complaint is not None:
+            click.echo(f"mucudnn: warning: {record.complaint}", err=True)
         ctx.exit(130)
+    if record.complaint is not None:
+        raise BadInputError(record.complaint)
+
+
+def _in_directions(query: LayerQuery) -> Sequence[Layer]:
+    layers = query.layers()
+    from mucudnn.runtime.comparison import in_directions
+
+    return in_directions(layers, query.directions)
+
+
+def _with_device(backend: str, device: str | None) -> str:
+    """The backend over a description of a device, where one is given.
+
+    Raises:
+        BadInputError: The backend takes none, or there is no such file.
+    """
+    if device is None:
+        return backend
+    if backend != _DESCRIBED:
+        raise BadInputError(
+            f"--device {device} needs --backend {_DESCRIBED}, not --backend {backend}"
+        )
+    named = Path(device).name == device and Path(device).suffix != ".json"
+    if not named and not Path(device).is_file():
+        raise BadInputError(f"--device {device}: there is no such file")
+    return f"{backend}:{device}"
+
+
+def _compare(
+    layers: Sequence[Layer],
+    settings: Mapping[str, Any],
+    limits: tuple[int, ...] | None,
+    *,
+    total_workspace: int | None,
+    time_limit: float | None,
+    record_file: str | None,
+    verbose: bool,
+) -> tuple["Comparison", Record]:
+    """Measure with progress; Ctrl-C ends with what is done."""
+    from mucudnn.cli.progress import Display
+    from mucudnn.runtime.comparison import ComparisonInterrupted, compare
+
+    with Display(verbose=verbose) as display:
+        tuner = make_tuner(settings, progress=display.measured)
+        with tuner.cache, recording(tuner, layers, record_file) as record:
+            try:
+                comparison = compare(
+                    tuner,
+                    layers,
+                    limits or (tuner.workspace_limit,),
+                    planner=settings["planner"] or "workspace_reuse",
+                    total_workspace=total_workspace or tuner.total_workspace,
+                    time_limit_s=time_limit,
+                    progress=display.advance,
+                )
+            except ComparisonInterrupted as e:
+                comparison = e.comparison
+            record.tables += [layer.table for layer in comparison.layers]
+    return comparison, record
 
 
 def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
     """A tuner from the options that were given; the environment fills in the rest."""
     from mucudnn.runtime.tuner import Tuner
 
-    names = ("backend", "batch_policy", "planner", "memory_limit", "workspace_limit")
+    names = (
+        *("backend", "batch_policy", "planner", "numerics"),
+        *("memory_limit", "workspace_limit"),
+    )
     chosen = {name: settings.get(name) for name in names}
     given = {name: value for name, value in chosen.items() if value is not None}
     if settings["exhaustive"]:

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from mucudnn.ir.numerics import NATIVE
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
 
 __all__ = ["LAYOUTS", "AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "PerfTable"]
@@ -251,7 +252,8 @@ class AlgoPerf:
         error: Why there is no measurement; such a row is kept, never chosen.
         noise_ms: Uncertainty of the median; planners add it to the time.
         samples: How many runs the median is of.
-        math_mode: Arithmetic the algorithm was measured with (`default`, `tf32` …).
+        math_mode: Arithmetic the algorithm computes with (`default`, `tf32` …).
+        notes: What else its library says of it (`tensor_core`, `winograd` …).
     """
 
     algo: str
@@ -262,7 +264,8 @@ class AlgoPerf:
     error: str | None = None
     noise_ms: float = 0.0
     samples: int = 1
-    math_mode: str = "default"
+    math_mode: str = NATIVE
+    notes: tuple[str, ...] = ()
 
     @property
     def cost_ms(self) -> float:

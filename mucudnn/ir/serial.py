@@ -62,6 +62,7 @@ def perf_to_dict(perf: AlgoPerf) -> dict[str, Any]:
         ValueError: A number is not finite though the row has no error, or is negative.
     """
     data = {f.name: getattr(perf, f.name) for f in dataclasses.fields(perf)}
+    data["notes"] = list(perf.notes)
     if perf.error is not None:
         data["time_ms"] = None
     perf_from_dict(data)

@@ -12,6 +12,7 @@ from math import inf
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.pareto import candidates, pareto_plans
+from mucudnn.passes.reasons import algorithms, counted, refused
 
 __all__ = [
     "excluded_lines",
@@ -27,6 +28,7 @@ _LEAST_GAIN = 1.05
 
 _MOST_LINES = 6
 _MOST_ERROR = 100
+_MOST_FAILURES = 12
 
 
 def explain(table: PerfTable, plan: ConvPlan, workspace_limit: int) -> str:
@@ -96,12 +98,14 @@ def excluded_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
         ),
         key=lambda perf: perf.time_ms,
     )
-    for perf in faster:
+    for perf in faster[:_MOST_LINES]:
         over = perf.workspace - workspace_limit
         yield (
             f"- {perf.algo} would take {perf.time_ms:.4g} ms undivided but needs "
             f"{_size(perf.workspace)}, {_size(over)} over the limit."
         )
+    if len(faster) > _MOST_LINES:
+        yield f"- {len(faster) - _MOST_LINES} more would be faster, but need more, too."
 
 
 def further_limit_lines(
@@ -132,12 +136,22 @@ def further_limit_lines(
 
 
 def failure_lines(table: PerfTable) -> Iterator[str]:
-    """Which algorithms cannot run, and why."""
+    """Which algorithms cannot run or were not accepted, and why.
+
+    Those that were not accepted take one line, and so do the others if they are many.
+    """
+    kept_out = [(p.algo, p.error or "") for p in table.perfs if refused(p)]
+    if kept_out:
+        yield f"- {algorithms(kept_out)} not accepted: {counted(kept_out)}."
     failed = sorted(
         (p.algo, " ".join(p.error.split()), p.batch)
         for p in table.perfs
-        if p.error is not None
+        if p.error is not None and not refused(p)
     )
+    reasons = {(algo, error) for algo, error, _ in failed}
+    if len(reasons) > _MOST_FAILURES:
+        yield f"- {algorithms(reasons)} cannot run at some sizes: {counted(reasons)}."
+        return
     for (algo, error), rows in groupby(failed, key=lambda row: row[:2]):
         sizes = sorted(batch for *_, batch in rows)
         where = (

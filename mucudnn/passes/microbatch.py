@@ -6,11 +6,12 @@ kernels: right when each owns its buffer or kernels may overlap. A planner is a
 function of the measurements; `minimum_workspace` shows how little a new one takes.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, Protocol
 
-from mucudnn.ir.conv import ConvPlan, PerfTable
+from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.passes.division import divide
 from mucudnn.passes.pareto import (
     candidates,
@@ -26,6 +27,7 @@ __all__ = [
     "PLANNERS",
     "BatchPolicy",
     "Planner",
+    "aligned_batches",
     "candidate_batches",
     "minimum_workspace",
     "pareto_plans",
@@ -65,6 +67,21 @@ def candidate_batches(batch: int, policy: BatchPolicy) -> tuple[int, ...]:
     if batch < 1:
         raise ValueError(f"a mini-batch has at least one sample, got {batch}")
     return BATCH_POLICIES[policy](batch)
+
+
+def aligned_batches(
+    problem: ConvProblem, sizes: Sequence[int], alignment: int
+) -> tuple[int, ...]:
+    """The sizes after which the next micro-batch still starts at an aligned address.
+
+    Micro-batches are slices of both tensors that have a batch axis. The whole
+    mini-batch is always among them.
+    """
+    quantum = 1
+    for shape in (problem.x_shape, problem.y_shape):
+        sample = math.prod(shape[1:]) * problem.itemsize
+        quantum = math.lcm(quantum, alignment // math.gcd(alignment, sample))
+    return tuple(b for b in sizes if b % quantum == 0 or b == problem.batch)
 
 
 class Planner(Protocol):

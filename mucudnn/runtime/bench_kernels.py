@@ -13,11 +13,12 @@ from typing import Any
 from mucudnn.backends.base import Backend, Buffer
 from mucudnn.errors import MucudnnError, OutOfMemoryError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
+from mucudnn.ir.numerics import Traits
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.timing import StoppingRule, measure
 
-__all__ = ["KernelBench", "limited", "operands"]
+__all__ = ["KernelBench", "failed_perf", "limited", "operands", "time_in_turn"]
 
 logger = logging.getLogger(__name__)
 
@@ -110,29 +111,34 @@ class KernelBench:
             expected_ms: Algorithm -> about how long one run takes, where it is known;
                 what would not end before the deadline is not begun.
         """
-        problem = self._problem.with_batch(batch)
-        for algo, nbytes in workspaces.items():
-            left_s = self._deadline - time.monotonic()
-            expected_s = (expected_ms or {}).get(algo, 0.0) / 1e3
-            if left_s <= expected_s:
-                reason = (
-                    f"would take about {expected_s:.2g} s, "
-                    f"the time limit leaves {left_s:.2g} s"
-                    if left_s > 0
-                    else "the time limit was reached"
-                )
-                on_done(_failed(problem, algo, nbytes, f"{_LIMITED}{reason}"))
-                continue
-            perf = self._one(problem, algo, nbytes, best_ms)
-            if perf.error is None:
-                best_ms = min(best_ms, perf.time_ms)
-            on_done(perf)
+        time_in_turn(
+            self._one,
+            self._backend,
+            self._problem.with_batch(batch),
+            workspaces,
+            on_done,
+            deadline=self._deadline,
+            best_ms=best_ms,
+            expected_ms=expected_ms or {},
+        )
+
+    def release(self) -> None:
+        """Give the buffers back; the next run makes them anew."""
+        self._operands, self._batch = (), 0
+        self._scratch, self._scratch_bytes = None, -1
 
     def _one(
-        self, problem: ConvProblem, algo: str, nbytes: int, best_ms: float
+        self,
+        problem: ConvProblem,
+        algo: str,
+        nbytes: int,
+        best_ms: float,
+        expected_ms: float,
     ) -> AlgoPerf:
+        traits = self._backend.conv.traits(problem, algo)
+
         def failed(error: str) -> AlgoPerf:
-            return _failed(problem, algo, nbytes, error)
+            return failed_perf(problem, algo, nbytes, error, traits)
 
         try:
             a, b, out = self._buffers(problem, nbytes)
@@ -162,6 +168,9 @@ class KernelBench:
             workspace=nbytes,
             noise_ms=timing.noise_ms,
             samples=timing.samples,
+            deterministic=traits.deterministic,
+            math_mode=traits.math_mode,
+            notes=traits.notes,
         )
 
     def _buffers(self, problem: ConvProblem, nbytes: int) -> tuple[Any, Any, Any]:
@@ -177,8 +186,7 @@ class KernelBench:
                 max(problem.batch, self._batch), max(nbytes, self._scratch_bytes)
             )
         except OutOfMemoryError:  # what earlier kernels needed is in the way
-            self._operands, self._batch = (), 0
-            self._scratch, self._scratch_bytes = None, -1
+            self.release()
             self._hold(problem.batch, nbytes)
         device = self._backend.device
         a, b, out = (
@@ -204,7 +212,52 @@ class KernelBench:
             self._scratch_bytes = nbytes
 
 
-def _failed(problem: ConvProblem, algo: str, nbytes: int, error: str) -> AlgoPerf:
+def time_in_turn(
+    one: Callable[[ConvProblem, str, int, float, float], AlgoPerf],
+    backend: Backend,
+    problem: ConvProblem,
+    workspaces: Mapping[str, int],
+    on_done: Callable[[AlgoPerf], None],
+    *,
+    deadline: float,
+    best_ms: float,
+    expected_ms: Mapping[str, float],
+) -> None:
+    """What every bench does at one size: begin what can end before the deadline.
+
+    Args:
+        one: Times one algorithm: problem, algorithm, bytes, best rival and expected ms.
+        backend: Says how an algorithm that is not begun computes.
+        problem: At the micro-batch size.
+        workspaces: Algorithm -> bytes; timed in this order.
+        on_done: Receives one row an algorithm.
+        deadline: `time.monotonic()` after which nothing more is started.
+        best_ms: Fastest rival known at this size.
+        expected_ms: Algorithm -> about how long one run takes, where it is known.
+    """
+    for algo, nbytes in workspaces.items():
+        expected = expected_ms.get(algo, 0.0)
+        left_s = deadline - time.monotonic()
+        if left_s <= expected / 1e3:
+            reason = (
+                f"would take about {expected / 1e3:.2g} s, "
+                f"the time limit leaves {left_s:.2g} s"
+                if left_s > 0
+                else "the time limit was reached"
+            )
+            traits = backend.conv.traits(problem, algo)
+            on_done(failed_perf(problem, algo, nbytes, f"{_LIMITED}{reason}", traits))
+            continue
+        perf = one(problem, algo, nbytes, best_ms, expected)
+        if perf.error is None:
+            best_ms = min(best_ms, perf.time_ms)
+        on_done(perf)
+
+
+def failed_perf(
+    problem: ConvProblem, algo: str, nbytes: int, error: str, traits: Traits
+) -> AlgoPerf:
+    """The row of an algorithm that has no time; `error` says why."""
     return AlgoPerf(
         algo=algo,
         batch=problem.batch,
@@ -212,4 +265,7 @@ def _failed(problem: ConvProblem, algo: str, nbytes: int, error: str) -> AlgoPer
         workspace=nbytes,
         error=error,
         samples=0,
+        deterministic=traits.deterministic,
+        math_mode=traits.math_mode,
+        notes=traits.notes,
     )

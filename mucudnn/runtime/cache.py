@@ -5,15 +5,12 @@ math mode. Its key holds no mini-batch size, limit or policy, so it serves them 
 The file is `RecordFile`'s business; this module says what is in it.
 """
 
-import contextlib
 import functools
 import math
-import os
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,13 +19,15 @@ import platformdirs
 
 from mucudnn.errors import CacheError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.recording import Measurement, format_recording, parse_recording
+from mucudnn.ir.recording import Measurement, parse_recording
 from mucudnn.ir.serial import perf_to_dict, problem_from_key, problem_key
+from mucudnn.runtime.export import write_recording
 from mucudnn.runtime.storage import CacheWarning, RecordFile, transaction
+from mucudnn.version import installed_version
 
 __all__ = ["BenchmarkCache", "CacheWarning", "DeviceSummary", "default_path"]
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 3
 _SCHEMA = {
     "layer": """CREATE TABLE layer (
   id INTEGER PRIMARY KEY,
@@ -41,6 +40,7 @@ _SCHEMA = {
   batch INTEGER NOT NULL,
   algo TEXT NOT NULL,
   math_mode TEXT NOT NULL,
+  notes TEXT NOT NULL,
   time_ms REAL,
   workspace INTEGER NOT NULL,
   deterministic INTEGER NOT NULL,
@@ -51,6 +51,13 @@ _SCHEMA = {
   version TEXT NOT NULL,
   PRIMARY KEY (layer, batch, algo, math_mode),
   CHECK ((time_ms IS NULL) = (error IS NOT NULL))
+) WITHOUT ROWID""",
+    "plan_text": """CREATE TABLE plan_text (
+  layer INTEGER NOT NULL,
+  batch INTEGER NOT NULL,
+  algo TEXT NOT NULL,
+  text TEXT NOT NULL,
+  PRIMARY KEY (layer, batch, algo)
 ) WITHOUT ROWID""",
     "verdict": """CREATE TABLE verdict (
   layer INTEGER NOT NULL,
@@ -88,7 +95,7 @@ class DeviceSummary:
 
 def default_path() -> Path:
     """The file in the user's cache directory, as the platform defines it."""
-    return platformdirs.user_cache_path("mucudnn") / "perf-v1.sqlite"
+    return platformdirs.user_cache_path("mucudnn") / "perf-v3.sqlite"
 
 
 class BenchmarkCache:
@@ -104,7 +111,7 @@ class BenchmarkCache:
         self._file = RecordFile(
             None if path is None else Path(path), _SCHEMA_VERSION, _SCHEMA
         )
-        self._version = _installed_version()
+        self._version = installed_version()
 
     @property
     def path(self) -> Path | None:
@@ -168,6 +175,35 @@ class BenchmarkCache:
 
         self._file.do(write)
 
+    def get_plan_text(
+        self, fingerprint: str, problem: ConvProblem, algo: str
+    ) -> str | None:
+        """The execution plan of one algorithm as its library wrote it, if known."""
+        row = self._file.do(
+            lambda db: db.execute(
+                "SELECT text FROM plan_text "
+                f"WHERE layer = {_LAYER} AND batch = ? AND algo = ?",
+                (fingerprint, problem_key(problem), problem.batch, algo),
+            ).fetchone()
+        )
+        return None if row is None else str(row[0])
+
+    def put_plan_text(
+        self, fingerprint: str, problem: ConvProblem, algo: str, text: str
+    ) -> None:
+        """Remember an execution plan as its library writes it."""
+        layer = (fingerprint, problem_key(problem))
+        row = (*layer, problem.batch, algo, text)
+
+        def write(db: sqlite3.Connection) -> None:
+            with transaction(db):
+                db.execute(_PUT_LAYER, layer)
+                db.execute(
+                    f"INSERT OR REPLACE INTO plan_text VALUES ({_LAYER}, ?, ?, ?)", row
+                )
+
+        self._file.do(write)
+
     def fingerprints(self) -> tuple[str, ...]:
         """Devices that something is known of, in alphabetical order."""
         return tuple(device.fingerprint for device in self.summary())
@@ -182,23 +218,32 @@ class BenchmarkCache:
         rows = self._file.do(lambda db: db.execute(query).fetchall())
         return tuple(DeviceSummary(*row) for row in rows)
 
-    def rows(self, fingerprint: str | None = None) -> tuple[Measurement, ...]:
-        """Every measurement, of one device or of all."""
+    def rows(
+        self, fingerprint: str | None = None, problem: ConvProblem | None = None
+    ) -> tuple[Measurement, ...]:
+        """Every measurement, of one device or of all.
+
+        Args:
+            fingerprint: Of the device; all of them without it.
+            problem: A convolution, at any batch size; all of them without it.
+        """
+        key = None if problem is None else problem_key(problem)
         query = (
             f"SELECT fingerprint, problem, measured_at, version, {_PERF_COLUMNS} "
             "FROM layer JOIN perf ON perf.layer = layer.id "
-            "WHERE ?1 IS NULL OR fingerprint = ?1 "
+            "WHERE (?1 IS NULL OR fingerprint = ?1) AND (?2 IS NULL OR problem = ?2) "
             "ORDER BY fingerprint, problem, batch, algo, math_mode"
         )
-        rows = self._file.do(lambda db: db.execute(query, (fingerprint,)).fetchall())
+        chosen = (fingerprint, key)
+        rows = self._file.do(lambda db: db.execute(query, chosen).fetchall())
         problem_of = functools.cache(problem_from_key)
         measurements = []
-        for device, key, measured_at, maker, *values in rows:
+        for device, layer, measured_at, maker, *values in rows:
             perf = _perf(values)
             measurements.append(
                 Measurement(
                     fingerprint=device,
-                    problem=problem_of(key, perf.batch),
+                    problem=problem_of(layer, perf.batch),
                     perf=perf,
                     measured_at=measured_at,
                     version=maker,
@@ -214,6 +259,7 @@ class BenchmarkCache:
             with transaction(db):
                 for table, column in (
                     ("verdict", "layer"),
+                    ("plan_text", "layer"),
                     ("perf", "layer"),
                     ("layer", "id"),
                 ):
@@ -228,18 +274,14 @@ class BenchmarkCache:
     def export_json(self, file: Path | str) -> int:
         """Write all measurements to a recording; a name in `.gz` is compressed.
 
-        The file appears complete or not at all. Returns how many rows it has.
+        The file appears complete or not at all. A cache does not know the environments
+        of its devices, so they are empty. Returns how many rows it has.
 
         Raises:
             CacheError: The file cannot be written.
         """
-        target = Path(file)
         rows = self.rows()
-        data = format_recording(rows, compress=target.suffix == ".gz")
-        try:
-            _write_whole(target, data)
-        except OSError as e:
-            raise CacheError(f"cannot write {target}: {e}") from e
+        write_recording(file, rows)
         return len(rows)
 
     def import_json(self, file: Path | str) -> int:
@@ -299,7 +341,9 @@ def _write(
 
 
 def _values(perf: AlgoPerf) -> tuple[Any, ...]:
-    return tuple(perf_to_dict(perf).values())
+    values = perf_to_dict(perf)
+    values["notes"] = " ".join(perf.notes)
+    return tuple(values.values())
 
 
 def _perf(row: Sequence[Any]) -> AlgoPerf:
@@ -307,23 +351,5 @@ def _perf(row: Sequence[Any]) -> AlgoPerf:
     if values["error"] is not None:
         values["time_ms"] = math.inf
     values["deterministic"] = bool(values["deterministic"])
+    values["notes"] = tuple(values["notes"].split())
     return AlgoPerf(**values)
-
-
-def _installed_version() -> str:
-    try:
-        return version("mucudnn")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def _write_whole(target: Path, data: bytes) -> None:
-    """Write beside the target, then rename over it."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(data)
-        partial.replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise

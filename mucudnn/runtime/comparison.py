@@ -21,6 +21,7 @@ from mucudnn.passes.microbatch import (
     workspace_division,
 )
 from mucudnn.passes.pareto import least_workspace
+from mucudnn.passes.reasons import counted, left_out
 from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.outcome import Comparison, LayerResult, Limit, Outcome
 from mucudnn.runtime.tuner import Choice, Tuner
@@ -34,6 +35,8 @@ _TRYING = 0.15
 """Of it, for trying the algorithms on one sample."""
 _PER_KERNEL = 0.8
 """Share of all the time for the limits that are not in total, where one is."""
+_MOST_REASONS = 6
+"""More are counted instead of listed."""
 _OUT_OF_TIME = "not compared: the time limit was reached"
 
 
@@ -106,6 +109,7 @@ def compare(
             fingerprint=tuner.backend.device.fingerprint,
             batch_policy=tuner.batch_policy,
             planner=planner if isinstance(planner, str) else _name(planner),
+            numerics=tuner.numerics.words,
             limits=per_kernel + (total if divided else ()),
             layers=tuple(results),
             asked=len(layers),
@@ -278,11 +282,14 @@ def _short_of_time(result: LayerResult) -> bool:
 def _unusable(table: PerfTable) -> str | None:
     if table.usable:
         return None
-    withheld = {str(perf.error) for perf in table.perfs if limited(perf)}
-    if withheld:
-        return "; ".join(sorted(withheld))
-    reasons = {f"{perf.algo}: {perf.error}": None for perf in table.perfs}
-    return "; ".join(reasons) or "the backend has no algorithm for it"
+    withheld = [perf for perf in table.perfs if limited(perf)]
+    reasons = sorted({str(perf.error) for perf in withheld})
+    if len(reasons) > _MOST_REASONS:
+        return counted((perf.algo, str(perf.error)) for perf in withheld)
+    if reasons:
+        return "; ".join(reasons)
+    entries = (f"{who}: {why}" for who, why in left_out(table.perfs))
+    return "; ".join(entries) or "the backend has no algorithm for it"
 
 
 def _remark(problem: ConvProblem, choice: Choice, limit: Limit) -> str | None:

@@ -1,26 +1,10 @@
 """Run a plan: micro-batches one after another, filter gradients accumulating."""
 
-from mucudnn.backends.base import Array, Backend, Buffer
-from mucudnn.errors import BackendError, MucudnnError
+from mucudnn.backends.base import Array, Backend, Buffer, PlanRunner
+from mucudnn.errors import MucudnnError, StepFailedError
 from mucudnn.ir.conv import ConvPlan, Direction
 
-__all__ = ["CompiledPlan", "StepFailedError", "run_plan"]
-
-
-class StepFailedError(BackendError):
-    """A kernel of a plan failed.
-
-    Attributes:
-        algo: The algorithm that failed.
-        done: Samples whose result had been written before it.
-        reason: What the backend said.
-    """
-
-    def __init__(self, algo: str, done: int, reason: Exception) -> None:
-        super().__init__(f"{algo} failed after {done} samples: {reason}")
-        self.algo = algo
-        self.done = done
-        self.reason = reason
+__all__ = ["CompiledPlan", "StepFailedError", "compile_plan", "run_plan"]
 
 
 class CompiledPlan:
@@ -28,7 +12,6 @@ class CompiledPlan:
 
     def __init__(self, backend: Backend, plan: ConvPlan) -> None:
         self.plan = plan
-        self.workspace = plan.workspace
         self._conv = backend.conv
         self._to_filter = plan.problem.direction is Direction.BACKWARD_FILTER
         self._steps = tuple(
@@ -64,6 +47,18 @@ class CompiledPlan:
                 raise StepFailedError(algo, window.start, e) from e
 
 
+def compile_plan(
+    backend: Backend, plan: ConvPlan, *, replay: bool = False
+) -> PlanRunner:
+    """The backend's own runner of a plan, or one call of its library a micro-batch.
+
+    With `replay` a backend that can launches the whole plan at once.
+    """
+    if backend.compile is not None:
+        return backend.compile(plan, replay)
+    return CompiledPlan(backend, plan)
+
+
 def run_plan(
     backend: Backend,
     plan: ConvPlan,
@@ -82,4 +77,4 @@ def run_plan(
     Raises:
         StepFailedError: A kernel failed.
     """
-    CompiledPlan(backend, plan).run(a, b, out, workspace, accumulate)
+    compile_plan(backend, plan).run(a, b, out, workspace, accumulate)

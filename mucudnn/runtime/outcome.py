@@ -7,6 +7,7 @@ from typing import Any
 
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
 from mucudnn.ir.serial import problem_to_dict
+from mucudnn.passes.reasons import left_out
 from mucudnn.runtime.tuner import Choice
 
 __all__ = ["Comparison", "LayerResult", "Limit", "LimitSummary", "Outcome"]
@@ -95,6 +96,12 @@ class LayerResult:
             }.items()
         )
 
+    @property
+    def left_out(self) -> tuple[tuple[str, str], ...]:
+        """The failures for people: many alike are one entry that counts them."""
+        usable = {perf.algo for perf in self.table.usable}
+        return left_out(p for p in self.table.perfs if p.algo not in usable)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
@@ -162,6 +169,7 @@ class Comparison:
         fingerprint: Its device and libraries.
         batch_policy: Which micro-batch sizes were candidates.
         planner: What divided the mini-batches.
+        numerics: Which ways of computing were accepted.
         limits: Every limit, in the order of `LayerResult.outcomes`.
         layers: What is done.
         asked: How many were to be done.
@@ -171,6 +179,7 @@ class Comparison:
     fingerprint: str
     batch_policy: str
     planner: str
+    numerics: str
     limits: tuple[Limit, ...]
     layers: tuple[LayerResult, ...]
     asked: int
@@ -194,6 +203,7 @@ class Comparison:
             "fingerprint": self.fingerprint,
             "batch_policy": self.batch_policy,
             "planner": self.planner,
+            "numerics": self.numerics,
             "interrupted": len(self.layers) < self.asked,
             "layers": [layer.to_json() for layer in self.layers],
             "summary": [entry.to_json() for entry in self.summary],

@@ -6,13 +6,13 @@ algorithm that asks for least; what was written stays, so that nothing is added 
 """
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from weakref import WeakKeyDictionary
 
-from mucudnn.backends.base import Array, Backend, Buffer, Device
-from mucudnn.errors import MucudnnError, OutOfMemoryError
+from mucudnn.backends.base import Array, Backend, Buffer, Device, PlanRunner
+from mucudnn.errors import MucudnnError, OutOfMemoryError, StepFailedError
 from mucudnn.ir.conv import ConvPlan, Direction
-from mucudnn.runtime.execution import CompiledPlan, StepFailedError
+from mucudnn.runtime.execution import compile_plan
 
 __all__ = ["Arena", "ResilientPlan"]
 
@@ -20,11 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 class Arena:
-    """One growing workspace a thread, shared by all convolutions that run on it."""
+    """One growing workspace a queue, shared by all convolutions that go to it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._local = threading.local()
+        self._buffers: WeakKeyDictionary[Hashable, tuple[int, Buffer]]
+        self._buffers = WeakKeyDictionary()
 
     def get(self, nbytes: int) -> Buffer:
         """At least `nbytes` bytes; their contents are undefined.
@@ -32,12 +33,14 @@ class Arena:
         Raises:
             OutOfMemoryError: The device has no room.
         """
-        local = self._local
-        if nbytes > getattr(local, "nbytes", -1):
-            local.buffer, local.nbytes = None, -1  # never two at once
-            local.buffer = self._device.allocate(nbytes)
-            local.nbytes = nbytes
-        return local.buffer
+        queue = self._device.queue()
+        held, buffer = self._buffers.get(queue, (-1, None))
+        if nbytes > held:
+            self._buffers.pop(queue, None)
+            del buffer  # never two at once
+            buffer = self._device.allocate(nbytes)
+            self._buffers[queue] = nbytes, buffer
+        return buffer
 
 
 class ResilientPlan:
@@ -49,6 +52,7 @@ class ResilientPlan:
         smaller: Makes plans for the same problem, among them some with less workspace;
             asked only once memory is short.
         arena: Where workspace comes from.
+        replay: Whether the backend should launch the whole plan at once.
     """
 
     def __init__(
@@ -57,9 +61,12 @@ class ResilientPlan:
         plan: ConvPlan,
         smaller: Callable[[], Sequence[ConvPlan]],
         arena: Arena,
+        *,
+        replay: bool = False,
     ) -> None:
         self._backend = backend
-        self._compiled = CompiledPlan(backend, plan)
+        self._replay = replay
+        self._compiled = compile_plan(backend, plan, replay=replay)
         self._smaller = smaller
         self._arena = arena
 
@@ -82,7 +89,7 @@ class ResilientPlan:
             logger.warning("%s; finishing with another algorithm", e)
             self._finish(e, a, b, out, accumulate)
 
-    def _fitting(self) -> tuple[CompiledPlan, Buffer]:
+    def _fitting(self) -> tuple[PlanRunner, Buffer]:
         """The largest plan that memory has room for, and its workspace.
 
         They belong together: another thread may fall back further meanwhile.
@@ -90,9 +97,9 @@ class ResilientPlan:
         compiled = self._compiled
         while True:
             try:
-                return compiled, self._arena.get(compiled.workspace)
+                return compiled, self._arena.get(compiled.plan.workspace)
             except OutOfMemoryError as e:
-                nbytes = compiled.workspace
+                nbytes = compiled.plan.workspace
                 fits = [plan for plan in self._smaller() if plan.workspace < nbytes]
                 if not fits:
                     raise
@@ -103,7 +110,8 @@ class ResilientPlan:
                     nbytes,
                     plan.workspace,
                 )
-                compiled = self._compiled = CompiledPlan(self._backend, plan)
+                compiled = compile_plan(self._backend, plan, replay=self._replay)
+                self._compiled = compiled
 
     def _finish(
         self, failure: StepFailedError, a: Array, b: Array, out: Array, accumulate: bool

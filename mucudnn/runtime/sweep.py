@@ -8,14 +8,20 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mucudnn.backends.base import Backend
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, PerfTable
-from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
+from mucudnn.ir.numerics import Numerics, Traits
+from mucudnn.passes.microbatch import (
+    BatchPolicy,
+    aligned_batches,
+    candidate_batches,
+)
 from mucudnn.passes.pruning import Point, next_measurements
 from mucudnn.runtime.bench_kernels import KernelBench, limited
 from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.isolation import IsolatedBench, Isolation
 from mucudnn.runtime.timing import StoppingRule
 
 __all__ = ["Progress", "Sweep"]
@@ -40,17 +46,21 @@ class Sweep:
         backends: Devices of one model; sizes are dealt out among them.
         cache: What is known already, and where the rest is remembered.
         rule: When a kernel has been timed enough.
+        numerics: Which ways of computing are accepted; others are not measured.
         memory_limit: Bytes for operands and workspace, on each device.
         deadline: `time.monotonic()` after which nothing more is started.
         progress: Called after each measurement, from one thread at a time.
+        isolation: Whether to measure in this process or in children.
     """
 
     backends: Sequence[Backend]
     cache: BenchmarkCache
     rule: StoppingRule
+    numerics: Numerics = field(default_factory=Numerics)
     memory_limit: float = math.inf
     deadline: float = math.inf
     progress: Callable[[Progress], None] | None = None
+    isolation: Isolation = field(default_factory=Isolation)
 
     def table(
         self, problem: ConvProblem, policy: BatchPolicy, *, prune: bool, overhead: float
@@ -63,12 +73,19 @@ class Sweep:
             prune: Under `all`, measure only what could enter a good plan.
             overhead: ms that starting one more micro-batch costs.
         """
-        work = _Work(self, problem, candidate_batches(problem.batch, policy))
-        if prune and policy == "all":
-            while points := [p for p in work.promising(overhead) if p not in work.rows]:
-                work.measure(points)
-        else:
-            work.measure([p for p in work.workspaces if p not in work.rows])
+        sizes = candidate_batches(problem.batch, policy)
+        alignment = self.backends[0].split_alignment
+        work = _Work(self, problem, aligned_batches(problem, sizes, alignment))
+        try:
+            if prune and policy == "all":
+                while points := [
+                    p for p in work.promising(overhead) if p not in work.rows
+                ]:
+                    work.measure(points)
+            else:
+                work.measure([p for p in work.workspaces if p not in work.rows])
+        finally:
+            work.release()
         rows = sorted(work.rows.values(), key=lambda p: (-p.batch, p.algo))
         return PerfTable(problem, tuple(rows), overhead)
 
@@ -85,7 +102,7 @@ class _Work:
         self._lock = threading.Lock()
         self._sizes = tuple(sorted(sizes))
         self._benches = [
-            KernelBench(
+            sweep.isolation.bench(
                 backend,
                 problem,
                 sweep.rule,
@@ -95,12 +112,22 @@ class _Work:
             for backend in sweep.backends
         ]
         self.workspaces: dict[Point, int] = {}
+        self._traits: dict[Point, Traits] = {}
         self.rows: dict[Point, AlgoPerf] = {}
         conv = sweep.backends[0].conv
         for batch in sorted(sizes, reverse=True):
             micro = problem.with_batch(batch)
             for algo, nbytes in conv.algorithms(micro):
+                traits = conv.traits(micro, algo)
+                if (
+                    refusal := sweep.numerics.refusal(
+                        traits, whole=batch == problem.batch
+                    )
+                ) is not None:
+                    self.rows[algo, batch] = _excluded(algo, batch, refusal)
+                    continue
                 self.workspaces[algo, batch] = nbytes
+                self._traits[algo, batch] = traits
             for algo, reason in conv.excluded(micro):
                 self.rows[algo, batch] = _excluded(algo, batch, reason)
         self._hints: dict[str, list[AlgoPerf]] = {}
@@ -111,8 +138,16 @@ class _Work:
 
     def _holds(self, perf: AlgoPerf) -> bool:
         """Whether a remembered row is of what would run: same mode, same workspace."""
-        nbytes = self.workspaces.get((perf.algo, perf.batch))
-        return perf.math_mode == "default" and perf.workspace == nbytes
+        point = perf.algo, perf.batch
+        traits = Traits(perf.deterministic, perf.math_mode, perf.notes)
+        return perf.workspace == self.workspaces.get(
+            point
+        ) and traits == self._traits.get(point)
+
+    def release(self) -> None:
+        """Give the buffers back: what runs next may need the memory."""
+        for bench in self._benches:
+            bench.release()
 
     def promising(self, overhead: float) -> Sequence[Point]:
         """Points that pruning asks for next."""
@@ -135,7 +170,7 @@ class _Work:
             for i, bench in enumerate(self._benches)
         ]
 
-        def work(share: tuple[KernelBench, list[int]]) -> None:
+        def work(share: tuple[KernelBench | IsolatedBench, list[int]]) -> None:
             bench, sizes = share
             for batch in sizes:
                 self._measure_size(bench, batch, by_batch[batch], total)
@@ -147,7 +182,11 @@ class _Work:
             list(pool.map(work, shares))
 
     def _measure_size(
-        self, bench: KernelBench, batch: int, algos: Sequence[str], total: int
+        self,
+        bench: KernelBench | IsolatedBench,
+        batch: int,
+        algos: Sequence[str],
+        total: int,
     ) -> None:
         micro = self._problem.with_batch(batch)
 

@@ -139,6 +139,6 @@ def measure_together(
 
 
 def _sample(run: Callable[[], None], device: Device) -> float:
-    start = device.record()
+    start = device.begin()
     run()
     return device.elapsed_ms(start, device.record())

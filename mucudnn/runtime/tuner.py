@@ -12,6 +12,7 @@ from typing import Any
 from mucudnn.backends import Backend, get_backend
 from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.explain import explain
 from mucudnn.passes.microbatch import (
@@ -24,7 +25,9 @@ from mucudnn.passes.microbatch import (
 from mucudnn.runtime.bench_kernels import limited, operands
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.environment import tuner_options
-from mucudnn.runtime.execution import CompiledPlan
+from mucudnn.runtime.execution import compile_plan
+from mucudnn.runtime.isolation import Isolation
+from mucudnn.runtime.plan_texts import restore_plans
 from mucudnn.runtime.recovery import Arena, ResilientPlan
 from mucudnn.runtime.sweep import Progress, Sweep
 from mucudnn.runtime.timing import StoppingRule, Timing, measure_together
@@ -88,10 +91,17 @@ class Tuner:
         prune: Under policy `all`, skip sizes that cannot be part of a good plan.
         validate: Measure a divided plan once and reject it if it does not beat the
             undivided one.
+        numerics: Which ways of computing are accepted, as a policy or in words
+            (`strict,deterministic`).
+        replay: Launch a whole plan at once where the backend can (a CUDA graph): for
+            calls that come back with the same operands.
         benchmark_backends: Devices of one model to measure on at once; `backend` alone
             if none are given.
         rule: When a kernel has been timed enough.
         progress: Called after each measurement.
+        isolate: Whether to measure in a child process, so that a kernel that crashes
+            or spoils the device's context costs one row; by default where the backend
+            is fragile.
 
     Raises:
         ValueError: A name, size or policy is not valid, or the devices differ.
@@ -110,9 +120,12 @@ class Tuner:
         time_limit_s: float | None = None,
         prune: bool = True,
         validate: bool = True,
+        numerics: Numerics | str = "tf32",
+        replay: bool = False,
         benchmark_backends: Sequence[Backend] = (),
         rule: StoppingRule | None = None,
         progress: Callable[[Progress], None] | None = None,
+        isolate: bool | None = None,
     ) -> None:
         self.backend = get_backend(backend) if isinstance(backend, str) else backend
         self.workspace_limit = parse_bytes(workspace_limit)
@@ -131,6 +144,10 @@ class Tuner:
         self.time_limit_s = math.inf if time_limit_s is None else time_limit_s
         self.prune = prune
         self.validates = validate
+        self.numerics = (
+            Numerics.parse(numerics) if isinstance(numerics, str) else numerics
+        )
+        self.replay = replay
         self.rule = rule or StoppingRule()
         self.progress = progress
         self.benchmark_backends = tuple(benchmark_backends) or (self.backend,)
@@ -142,6 +159,7 @@ class Tuner:
                     f"{other.device.fingerprint!r}; use devices of one model"
                 )
         self.ready: dict[object, Any] = {}  # call signature -> what runs it
+        self._isolation = Isolation(isolate)
         self._arena = Arena(self.backend.device)
         self._tables: dict[ConvProblem, PerfTable] = {}
         self._compiled: dict[ConvProblem, ResilientPlan] = {}
@@ -165,6 +183,14 @@ class Tuner:
         env = os.environ if environ is None else environ
         return cls(**tuner_options(env, overrides))
 
+    def close(self) -> None:
+        """End the processes that measured; a later measurement starts new ones.
+
+        They end with the tuner, too, and with the program, however that ends.
+        """
+        with self._lock:
+            self._isolation.close()
+
     def measure(
         self, problem: ConvProblem, *, time_limit_s: float | None = None
     ) -> PerfTable:
@@ -186,9 +212,11 @@ class Tuner:
             backends=self.benchmark_backends,
             cache=self.cache,
             rule=self.rule,
+            numerics=self.numerics,
             memory_limit=self.memory_limit,
             deadline=time.monotonic() + limit,
             progress=self.progress,
+            isolation=self._isolation,
         )
         table = sweep.table(
             problem, self.batch_policy, prune=self.prune, overhead=LAUNCH_OVERHEAD_MS
@@ -258,11 +286,14 @@ class Tuner:
 
     def adopt(self, plan: ConvPlan) -> ResilientPlan:
         """Run `plan` from now on for its problem (plans made ahead, or by hand)."""
+        restore_plans(self.backend, self.cache, plan)
 
         def smaller() -> Sequence[ConvPlan]:
             return pareto_plans(self.measure(plan.problem), plan.workspace)
 
-        ready = ResilientPlan(self.backend, plan, smaller, self._arena)
+        ready = ResilientPlan(
+            self.backend, plan, smaller, self._arena, replay=self.replay
+        )
         with self._lock:
             known = self._compiled.get(plan.problem)
             self._compiled[plan.problem] = ready
@@ -319,7 +350,7 @@ class Tuner:
         scratch = backend.device.allocate(workspace)
 
         def runner(plan: ConvPlan) -> Callable[[], None]:
-            compiled = CompiledPlan(backend, plan)
+            compiled = compile_plan(backend, plan)
             return lambda: compiled.run(a, b, out, scratch, False)
 
         return measure_together(

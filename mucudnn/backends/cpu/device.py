@@ -1,9 +1,11 @@
 """Memory and time on the CPU."""
 
+import os
 import platform
+import threading
 import time
+from collections.abc import Mapping
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from threadpoolctl import threadpool_info
 
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.version import installed_version
 
 __all__ = ["ALIGNMENT", "CpuDevice"]
 
@@ -25,15 +28,20 @@ class CpuDevice:
     @cached_property
     def fingerprint(self) -> str:
         """Processor, threads, and the libraries whose kernels run: ours among them."""
-        blas = [
-            f"{lib['internal_api']}-{lib['version']}-{lib.get('architecture', '')}"
-            f"/{lib['num_threads']}-threads"
-            for lib in threadpool_info()
-            if lib["user_api"] == "blas"
-        ]
-        ours = f"mucudnn-{_installed_version()}"
+        ours = f"mucudnn-{installed_version()}"
         numpy = f"numpy-{np.__version__}"
-        return "/".join(["cpu", _processor(), ours, numpy, *blas[:1]])
+        return "/".join(["cpu", _processor(), ours, numpy, *_blas()[:1]])
+
+    def description(self) -> Mapping[str, str]:
+        """Processor, cores that this process may use, and libraries."""
+        return {
+            "processor": _processor(),
+            "cores": str(_cores()),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "blas": ", ".join(_blas()) or "none found",
+        }
 
     def allocate(self, nbytes: int) -> Any:
         """Bytes, aligned to a cache line."""
@@ -67,6 +75,22 @@ class CpuDevice:
         array *= 2
         array -= 1
 
+    def upload(self, source: Any, target: Any) -> None:
+        """Copy."""
+        np.copyto(target, source)
+
+    def download(self, source: Any) -> Any:
+        """Copy."""
+        return source.copy()
+
+    def queue(self) -> threading.Thread:
+        """The calling thread: its kernels have finished when they return."""
+        return threading.current_thread()
+
+    def begin(self) -> float:
+        """The time: a kernel is launched by running it."""
+        return self.record()
+
     def record(self) -> float:
         """The time, in ms; kernels have finished when they return."""
         return time.perf_counter() * 1e3
@@ -76,11 +100,20 @@ class CpuDevice:
         return stop - start
 
 
-def _installed_version() -> str:
-    try:
-        return version("mucudnn")
-    except PackageNotFoundError:
-        return "unknown"
+def _blas() -> list[str]:
+    """Every BLAS that is loaded, with its kernels and threads."""
+    return [
+        f"{lib['internal_api']}-{lib['version']}-{lib.get('architecture', '')}"
+        f"/{lib['num_threads']}-threads"
+        for lib in threadpool_info()
+        if lib["user_api"] == "blas"
+    ]
+
+
+def _cores() -> int:
+    """Those that the system lets this process use, where it tells."""
+    allowed: Any = getattr(os, "sched_getaffinity", None)
+    return os.cpu_count() or 1 if allowed is None else len(allowed(0))
 
 
 def _processor() -> str:

@@ -15,6 +15,7 @@ from mucudnn.backends.cpu.conv.algorithm import Algorithm
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem
+from mucudnn.ir.numerics import Traits
 from mucudnn.ir.tensor import TensorSpec
 
 __all__ = ["ALGORITHMS", "CpuConv"]
@@ -54,6 +55,10 @@ class CpuConv:
         """(name, reason) of every algorithm that cannot run `problem`."""
         reasons = ((a.name, _excluded(a, problem)) for a in ALGORITHMS)
         return [(name, reason) for name, reason in reasons if reason is not None]
+
+    def traits(self, problem: ConvProblem, algo: str) -> Traits:
+        """All sum in a fixed order, in the type of the operands."""
+        return Traits()
 
     def run(
         self,
