@@ -1,0 +1,147 @@
+"""A network, or a whole training step, as data: tensors and the nodes between them.
+
+Nodes are in execution order and every name is written once. A view, or a result that
+overwrites its input, is a tensor of its own with an `alias`: the bytes are those of
+another. State that outlives a step (weights, running statistics) is changed by nodes
+that say so in `mutates`.
+"""
+
+import enum
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from mucudnn.ir.tensor import Role, TensorSpec
+
+__all__ = ["PERSISTENT", "Graph", "Node", "Phase", "Role", "TensorSpec"]
+
+PERSISTENT = (Role.PARAMETER, Role.STATE)
+"""Roles of tensors that outlive a step."""
+
+
+class Phase(enum.Enum):
+    """Which part of a training step a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One kernel launch. Its position in `Graph.nodes` is its time.
+
+    Attributes:
+        name: Unique in its graph.
+        op: The operation, as the kernel tables of backends name it.
+        inputs: Tensors it reads.
+        outputs: Tensors it writes, for the first and only time.
+        attrs: What else the kernel needs to know.
+        phase: Part of the step.
+        mutates: Those of its inputs that it overwrites.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attrs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    phase: Phase = Phase.FORWARD
+    mutates: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Everything it touches."""
+        return (*self.inputs, *self.outputs)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in execution order over named tensors.
+
+    Attributes:
+        tensors: Every tensor by name.
+        nodes: In execution order.
+        outputs: What a run returns: losses, metrics, or gradients.
+        gradients: Parameter -> its gradient, in a training graph.
+
+    Raises:
+        ValueError: A node reads what was not written, writes what is not declared or
+            writes twice; the message names both.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+    gradients: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        known = set(self.inputs)
+        names = set()
+        for node in self.nodes:
+            if node.name in names:
+                raise ValueError(f"two nodes are called {node.name!r}")
+            names.add(node.name)
+            for name in node.inputs:
+                if name not in known:
+                    raise ValueError(
+                        f"node {node.name!r} reads {name!r} before it is written"
+                    )
+            known.update(node.outputs)
+        for name in (*self.outputs, *self.gradients.values()):
+            if name not in known:
+                raise ValueError(f"output {name!r} is never written")
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Tensors that no node writes: data, parameters and state."""
+        written: dict[str, str] = {}
+        for node in self.nodes:
+            for name in node.outputs:
+                if name not in self.tensors:
+                    raise ValueError(
+                        f"node {node.name!r} writes {name!r}, which is not declared"
+                    )
+                if name in written:
+                    raise ValueError(
+                        f"{name!r} is written by {written[name]!r} and {node.name!r}"
+                    )
+                written[name] = node.name
+        return tuple(name for name in self.tensors if name not in written)
+
+    @cached_property
+    def producers(self) -> Mapping[str, Node]:
+        """Tensor -> the node that writes it."""
+        return {name: node for node in self.nodes for name in node.outputs}
+
+    @cached_property
+    def readers(self) -> Mapping[str, tuple[Node, ...]]:
+        """Tensor -> the nodes that read it under this very name, in order."""
+        found: dict[str, list[Node]] = {name: [] for name in self.tensors}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                found[name].append(node)
+        return {name: tuple(nodes) for name, nodes in found.items()}
+
+    def storage(self, tensor: str) -> str:
+        """The tensor whose bytes a tensor's are: the end of its chain of aliases."""
+        while (alias := self.tensors[tensor].alias) is not None:
+            tensor = alias
+        return tensor
+
+    @cached_property
+    def storages(self) -> Mapping[str, str]:
+        """Every tensor -> `storage` of it."""
+        return {name: self.storage(name) for name in self.tensors}
+
+    def with_role(self, *roles: Role) -> Iterator[TensorSpec]:
+        """Tensors of some roles, in order of declaration."""
+        return (spec for spec in self.tensors.values() if spec.role in roles)
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements of all parameters."""
+        return sum(math.prod(spec.shape) for spec in self.with_role(Role.PARAMETER))

@@ -1,0 +1,71 @@
+"""How parameters start, as data: what papers prescribe, drawn by the runtime.
+
+Fan-in is the number of inputs that one output sums over, fan-out the number of outputs
+that one input reaches.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "Constant",
+    "HeNormal",
+    "Initializer",
+    "LecunUniform",
+    "Normal",
+    "XavierUniform",
+    "fans",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The same number everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Normally distributed around zero (AlexNet: standard deviation 0.01)."""
+
+    std: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeNormal:
+    """Normal with variance 2 / fan (He et al. 2015, equation 10)."""
+
+    fan_out: bool = False
+
+    def std(self, shape: Sequence[int]) -> float:
+        """Standard deviation for a weight of this shape."""
+        return math.sqrt(2 / fans(shape)[1 if self.fan_out else 0])
+
+
+@dataclass(frozen=True, slots=True)
+class XavierUniform:
+    """Uniform with variance 2 / (fan-in + fan-out) (Glorot & Bengio 2010, eq. 16)."""
+
+    def limit(self, shape: Sequence[int]) -> float:
+        """Largest absolute value for a weight of this shape."""
+        return math.sqrt(6 / sum(fans(shape)))
+
+
+@dataclass(frozen=True, slots=True)
+class LecunUniform:
+    """Uniform with variance 1 / (3 fan-in): Caffe's `xavier`, Torch's default."""
+
+    def limit(self, shape: Sequence[int]) -> float:
+        """Largest absolute value for a weight of this shape."""
+        return math.sqrt(1 / fans(shape)[0])
+
+
+Initializer = Constant | Normal | HeNormal | XavierUniform | LecunUniform
+
+
+def fans(shape: Sequence[int]) -> tuple[int, int]:
+    """Fan-in and fan-out of a weight (K, C, *kernel) or (features, inputs)."""
+    taps = math.prod(shape[2:])
+    return max(1, shape[1] * taps), max(1, shape[0] * taps)

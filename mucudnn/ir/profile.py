@@ -1,0 +1,29 @@
+"""What a graph costs on one device: the planners' only view of hardware."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mucudnn.ir.conv import ConvPlan
+
+__all__ = ["Profile"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Times and memory of every node, and the links to the host.
+
+    Attributes:
+        node_ms: Node -> median time; of a convolution, without any limit.
+        workspaces: Node -> bytes of scratch memory; 0 for convolutions, whose plans
+            have their own.
+        fronts: Convolution node -> its plans that no other beats in both time and
+            workspace, ascending in workspace.
+        out_bytes_per_ms: Rate of copies to the host.
+        in_bytes_per_ms: Rate of copies from the host.
+    """
+
+    node_ms: Mapping[str, float]
+    workspaces: Mapping[str, int]
+    fronts: Mapping[str, tuple[ConvPlan, ...]]
+    out_bytes_per_ms: float
+    in_bytes_per_ms: float

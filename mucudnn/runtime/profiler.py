@@ -1,0 +1,149 @@
+"""Time every node of a graph on a backend, each distinct one once."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from mucudnn.backends.base import Backend
+from mucudnn.ir.conv import ConvPlan, ConvProblem
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
+from mucudnn.passes.microbatch import pareto_plans
+from mucudnn.runtime.timing import StoppingRule, measure
+from mucudnn.runtime.tuner import Tuner
+
+__all__ = ["kernel_workspaces", "measure_link", "profile"]
+
+_LINK_BYTES = 64 << 20
+_NO_LIMIT = 1 << 62
+
+
+def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:
+    """Bytes of scratch memory of every node that has a kernel and asks for some."""
+    sizes = {}
+    for node in graph.nodes:
+        kernel = backend.kernels.get(node.op)
+        if kernel is None:
+            continue
+        inputs, outputs = _specs(graph, node)
+        nbytes = kernel.workspace(inputs, outputs, node.attrs)
+        if nbytes:
+            sizes[node.name] = nbytes
+    return sizes
+
+
+def profile(
+    tuner: Tuner,
+    graph: Graph,
+    *,
+    rule: StoppingRule | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Profile:
+    """Measure a graph: kernels by running them, convolutions by their Pareto fronts.
+
+    Args:
+        tuner: Measures the convolutions; its backend runs the kernels.
+        graph: Of a step.
+        rule: When a kernel has been timed enough.
+        progress: Called with a node's name, how many are done, and of how many.
+    """
+    backend = tuner.backend
+    rule = rule or StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
+    workspaces = kernel_workspaces(backend, graph)
+    times: dict[Hashable, float] = {}
+    fronts_of: dict[ConvProblem, tuple[ConvPlan, ...]] = {}
+    node_ms, fronts = {}, {}
+    for i, node in enumerate(graph.nodes):
+        if node.op == "conv":
+            problem = node.attrs["problem"]
+            if problem not in fronts_of:
+                table = tuner.measure(problem)
+                fronts_of[problem] = tuple(pareto_plans(table, _NO_LIMIT))
+            fronts[node.name] = fronts_of[problem]
+            node_ms[node.name] = min(p.time_ms for p in fronts_of[problem])
+        else:
+            key = _signature(graph, node)
+            if key not in times:
+                nbytes = workspaces.get(node.name, 0)
+                times[key] = _kernel_ms(backend, graph, node, nbytes, rule)
+            node_ms[node.name] = times[key]
+        if progress is not None:
+            progress(node.name, i + 1, len(graph.nodes))
+    out_rate, in_rate = measure_link(backend)
+    return Profile(
+        node_ms=node_ms,
+        workspaces=workspaces,
+        fronts=fronts,
+        out_bytes_per_ms=out_rate,
+        in_bytes_per_ms=in_rate,
+    )
+
+
+def measure_link(backend: Backend, nbytes: int = _LINK_BYTES) -> tuple[float, float]:
+    """Bytes a millisecond to the host and from it, in copies of `nbytes`."""
+    device = backend.device
+    spec = TensorSpec("link", (nbytes,), "uint8")
+    buffer = device.view(device.allocate(nbytes), 0, spec)
+    host = device.download(buffer)
+    rule = StoppingRule(min_samples=3, max_samples=5)
+    out = measure(lambda: _discard(device.download(buffer)), device, rule)
+    back = measure(lambda: device.upload(host, buffer), device, rule)
+    least = 1e-9
+    return nbytes / max(out.time_ms, least), nbytes / max(back.time_ms, least)
+
+
+def _discard(value: object) -> None:
+    del value
+
+
+def _kernel_ms(
+    backend: Backend, graph: Graph, node: Node, nbytes: int, rule: StoppingRule
+) -> float:
+    kernel = backend.kernels.get(node.op)
+    if kernel is None:  # a view
+        return 0.0
+    device = backend.device
+    buffers: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name in node.tensors:
+        spec, storage = graph.tensors[name], graph.storages[name]
+        fresh = storage not in buffers
+        if fresh:
+            buffers[storage] = device.allocate(spec.nbytes)
+        arrays[name] = device.view(buffers[storage], 0, spec)
+        if fresh and spec.dtype in ITEMSIZE:
+            device.randomize(arrays[name])
+        elif fresh:
+            _zero(device, arrays[name], spec)
+    inputs = [arrays[name] for name in node.inputs]
+    outputs = [arrays[name] for name in node.outputs]
+    workspace = device.allocate(nbytes) if nbytes else None
+
+    def run() -> None:
+        kernel.run(inputs, outputs, node.attrs, workspace)
+
+    return measure(run, device, rule).time_ms
+
+
+def _zero(device: Any, view: Any, spec: TensorSpec) -> None:
+    import numpy as np
+
+    device.upload(np.zeros(spec.shape, spec.dtype), view)
+
+
+def _specs(graph: Graph, node: Node) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    return (
+        [graph.tensors[name] for name in node.inputs],
+        [graph.tensors[name] for name in node.outputs],
+    )
+
+
+def _signature(graph: Graph, node: Node) -> Hashable:
+    """What decides a kernel's time: operation, shapes, attributes, shared memory."""
+    storages = [graph.storages[name] for name in node.tensors]
+    return (
+        node.op,
+        tuple((graph.tensors[n].shape, graph.tensors[n].dtype) for n in node.tensors),
+        tuple(sorted((k, v) for k, v in node.attrs.items() if k != "seed")),
+        tuple(storages.index(s) for s in storages),
+    )

@@ -1,0 +1,115 @@
+"""What outlives a step: parameters, running statistics, optimizer state.
+
+One buffer, laid out in the order of declaration. Every tensor starts from a stream of
+random numbers of its own, seeded by the run's seed and the tensor's name: adding a
+layer does not change how the others start.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.base import Array, Device
+from mucudnn.ir.graph import PERSISTENT, Graph
+from mucudnn.ir.initializers import (
+    Constant,
+    HeNormal,
+    Initializer,
+    LecunUniform,
+    Normal,
+    XavierUniform,
+)
+from mucudnn.ir.tensor import TensorSpec
+
+__all__ = ["StateStore"]
+
+_ALIGNMENT = 512
+
+
+class StateStore(Mapping[str, Array]):
+    """The persistent tensors of a graph, by name.
+
+    Args:
+        device: Where they are.
+        graph: Whose they are; graphs with the same names may share a store.
+        seed: Of the random numbers they start from.
+    """
+
+    def __init__(self, device: Device, graph: Graph, seed: int = 0) -> None:
+        self._device = device
+        self._specs = {spec.name: spec for spec in graph.with_role(*PERSISTENT)}
+        offsets, self.nbytes = _layout(self._specs.values())
+        self._buffer = device.allocate(self.nbytes)
+        self._arrays = {
+            name: device.view(self._buffer, offsets[name], spec)
+            for name, spec in self._specs.items()
+        }
+        for name, spec in self._specs.items():
+            start = graph.initializers.get(name, Constant(0.0))
+            device.upload(_drawn(spec, start, seed), self._arrays[name])
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def save(self) -> dict[str, Any]:
+        """Every tensor as a NumPy array."""
+        return {name: self._device.download(a) for name, a in self._arrays.items()}
+
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Overwrite every tensor.
+
+        Raises:
+            ValueError: A tensor is missing, unknown, or of another shape or type; then
+                nothing was overwritten.
+        """
+        missing = [name for name in self._specs if name not in values]
+        unknown = [name for name in values if name not in self._specs]
+        if missing or unknown:
+            raise ValueError(
+                f"these are tensors of another model: {len(missing)} are missing "
+                f"({', '.join(missing[:3])}), {len(unknown)} unknown "
+                f"({', '.join(unknown[:3])})"
+            )
+        for name, spec in self._specs.items():
+            value = values[name]
+            if value.shape != spec.shape or value.dtype != spec.dtype:
+                raise ValueError(
+                    f"{name} must be {spec.dtype} {spec.shape}, got {value.dtype} "
+                    f"{value.shape}"
+                )
+        for name, array in self._arrays.items():
+            self._device.upload(values[name], array)
+
+
+def _layout(specs: Any) -> tuple[dict[str, int], int]:
+    offsets, end = {}, 0
+    for spec in specs:
+        offsets[spec.name] = end
+        end += -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+def _drawn(spec: TensorSpec, how: Initializer, seed: int) -> Any:
+    rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
+    match how:
+        case Constant(value):
+            return np.full(spec.shape, value, spec.dtype)
+        case Normal(std):
+            return _normal(rng, spec, std)
+        case HeNormal():
+            return _normal(rng, spec, how.std(spec.shape))
+        case XavierUniform() | LecunUniform():
+            limit = how.limit(spec.shape)
+            return rng.uniform(-limit, limit, spec.shape).astype(spec.dtype)
+
+
+def _normal(rng: np.random.Generator, spec: TensorSpec, std: float) -> Any:
+    return (rng.standard_normal(spec.shape) * std).astype(spec.dtype)
