@@ -5,8 +5,10 @@ from mucudnn.backends.cuda.loading import LoadedLibrary, load_library
 from mucudnn.errors import BackendUnavailableError
 
 
-@pytest.fixture(params=["cpu", "null"])
+@pytest.fixture(params=["cpu", "null", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> Backend:
+    if request.param == "cuda":
+        return request.getfixturevalue("cuda")
     return get_backend(request.param)
 
 
@@ -18,6 +20,14 @@ def cpu() -> Backend:
 @pytest.fixture
 def null() -> Backend:
     return get_backend("null")
+
+
+@pytest.fixture(scope="session")
+def cuda() -> Backend:
+    try:
+        return get_backend("cuda")
+    except BackendUnavailableError as e:
+        pytest.skip(str(e).split("; ")[0])
 
 
 @pytest.fixture(scope="session")

@@ -2,53 +2,39 @@
 
 import dataclasses
 import gc
-import math
 import threading
-from types import MappingProxyType
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mucudnn import Tuner, conv2d, conv_backward_data, conv_backward_filter
-from mucudnn.backends.cuda._cudnn import PROTOTYPES, Cudnn
+from mucudnn import conv2d, conv_backward_data, conv_backward_filter
 from mucudnn.backends.cuda._enums import DescriptorType, Status
-from mucudnn.backends.cuda.conv import float32_sum
 from mucudnn.backends.cuda.conv.launch import Operands
-from mucudnn.backends.cuda.conv.operation import ALIGNMENT
 from mucudnn.backends.cuda.conv.plan import step_operands
 from mucudnn.backends.cuda.session import LiveSession
 from mucudnn.errors import (
     BackendError,
-    OutOfMemoryError,
-    StepFailedError,
     UnsupportedError,
 )
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
-from mucudnn.ir.numerics import DOWN_CONVERT, FLOAT32_SUM, HALF_SUM, NATIVE, TF32
-from mucudnn.passes.microbatch import aligned_batches, candidate_batches
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
+from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.execution import compile_plan
-from tests.cuda_fake import FakeArray, FakeCupy, fake_backend
-from tests.cudnn_fake import ENGINES, FakeCudnn
-from tests.doubles import QUICK, plan_of
-from tests.reference import operands, reference, relative_error
-
-EXECUTE = "cudnnBackendExecute"
-LEGACY = MappingProxyType(
-    {
-        Direction.FORWARD: "IMPLICIT_PRECOMP_GEMM",
-        Direction.BACKWARD_DATA: "ALGO_1[fma]",
-        Direction.BACKWARD_FILTER: "ALGO_1",
-    }
+from tests.cuda_fake import FakeArray, fake_backend
+from tests.cuda_work import (
+    EXECUTE,
+    LEGACY,
+    Work,
+    accumulating,
+    everywhere,
+    layer,
+    layouts,
+    mixed,
+    tuner_of,
 )
-TOLERANCE = {"float16": 3e-3, "float32": 1e-6, "float64": 1e-12}
-
-
-def layer(batch=8, direction=Direction.FORWARD, **options):
-    """A sample is a multiple of 16 bytes in every data type."""
-    shapes = {"x_shape": (batch, 4, 6, 4), "w_shape": (8, 4, 3, 3), "padding": 1}
-    return ConvProblem(direction=direction, **{**shapes, **options})
+from tests.cudnn_fake import ENGINES, FakeCudnn
+from tests.doubles import plan_of
 
 
 @pytest.fixture
@@ -59,58 +45,6 @@ def library():
 @pytest.fixture
 def backend(library):
     return fake_backend(library)
-
-
-@pytest.fixture
-def cupy(library, monkeypatch):
-    """The float32 sums run on the host."""
-    fake = FakeCupy(library)
-    monkeypatch.setitem(__import__("sys").modules, "cupy", fake)
-    float32_sum._kernel.cache_clear()
-    yield fake
-    float32_sum._kernel.cache_clear()
-
-
-class Work:
-    """Operands of a problem on the fake device, and what should come out."""
-
-    def __init__(self, backend, problem, offset=0):
-        self.problem = problem
-        a, b = operands(problem)
-        self.a, self.b = FakeArray.of(a, offset), FakeArray.of(b)
-        spec = problem.operands()[2]
-        self.before = (
-            np.random.default_rng(1).uniform(-1, 1, spec.shape).astype(spec.dtype)
-        )
-        self.out = FakeArray.of(self.before)
-        self.result = reference(problem, a, b)
-        self.workspace = backend.device.allocate(1 << 16)
-
-    def run(self, runner, accumulate=False):
-        self.out.host[...] = self.before
-        runner.run(self.a, self.b, self.out, self.workspace, accumulate)
-
-    def right(self, accumulate=False):
-        expected = self.result + (self.before if accumulate else 0)
-        error = relative_error(self.out.host, expected)
-        return error < TOLERANCE[self.problem.dtype]
-
-
-def mixed(backend, problem):
-    """A plan of both libraries, of four micro-batches."""
-    return plan_of(
-        backend,
-        problem,
-        ("eng1_k5=0", 3),
-        (LEGACY[problem.direction], 2),
-        ("eng0", 1),
-        ("eng2", 2),
-    )
-
-
-everywhere = pytest.mark.parametrize("direction", Direction)
-layouts = pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-accumulating = pytest.mark.parametrize("accumulate", [False, True])
 
 
 # --- what is called ------------------------------------------------------------------
@@ -211,6 +145,30 @@ def test_calls_outside_a_plan_are_kept_and_bounded(backend, library):
     assert len(library.executions) == 600
 
 
+@everywhere
+def test_adding_and_overwriting_are_two_calls(direction, backend):
+    """On the same addresses, by turns, in a plan and outside of one."""
+    problem = layer(8, direction)
+    work = Work(backend, problem)
+    runner = compile_plan(backend, mixed(backend, problem))
+    for accumulate in (False, True, False, True):
+        work.run(runner, accumulate)
+        assert work.right(accumulate)
+    for algo in ("eng0", LEGACY[direction]):
+        for accumulate in (False, True, False, True):
+            work.out.host[...] = work.before
+            backend.conv.run(
+                problem,
+                algo,
+                work.a,
+                work.b,
+                work.out,
+                work.workspace,
+                accumulate=accumulate,
+            )
+            assert work.right(accumulate)
+
+
 def test_nothing_is_left_behind(library):
     backend = fake_backend(library)
     problem = layer()
@@ -251,10 +209,6 @@ def test_every_shape_reaches_the_library_intact(
         plan = plan_of(backend, problem, (algo, 1), (algo, problem.batch - 1))
         work.run(compile_plan(backend, plan))
         assert work.right(), algo
-
-
-def tuner_of(backend, **options):
-    return Tuner(backend=backend, rule=QUICK, workspace_limit=4096, **options)
 
 
 @everywhere
@@ -406,316 +360,6 @@ def test_no_device_is_said_at_once(library):
     with pytest.raises(BackendError, match=r"cudnnCreate returned .*\(1001\)"):
         session.handle()
     assert session.handle() == session.handle()
-
-
-# --- failures ------------------------------------------------------------------------
-
-
-@everywhere
-@accumulating
-@pytest.mark.parametrize("k", [0, 1, 2])
-def test_the_rest_is_finished_once(direction, accumulate, k, backend, library, caplog):
-    problem = layer(8, direction)
-    steps = [("eng1_k5=0", 3), ("eng2", 4), ("eng1", 1)]
-    plan = plan_of(backend, problem, *steps)
-    done = (0, 3, 7)[k]
-    work = Work(backend, problem)
-    library.fail(EXECUTE, Status.EXECUTION_FAILED, skip=k)
-    with pytest.raises(StepFailedError, match=r"\(5000\)") as caught:
-        work.run(compile_plan(backend, plan), accumulate)
-    assert (caught.value.algo, caught.value.done) == (steps[k][0], done)
-    library.executions.clear()
-    library.fail(EXECUTE, Status.EXECUTION_FAILED, skip=k)
-    ready = tuner_of(backend).adopt(plan)
-    work.out.host[...] = work.before
-    ready(work.a, work.b, work.out, accumulate)
-    assert work.right(accumulate)
-    assert [e.batch for e in library.executions] == [n for _, n in steps[:k]] + [
-        8 - done
-    ]
-    assert f"failed after {done} samples" in caplog.text
-
-
-def test_a_legacy_call_that_fails_is_a_failed_step(backend, library):
-    problem = layer(8)
-    work = Work(backend, problem)
-    library.fail("cudnnConvolutionForward", 4004)
-    with pytest.raises(StepFailedError, match="cudnnConvolutionForward") as caught:
-        work.run(compile_plan(backend, mixed(backend, problem)))
-    assert caught.value.done == 3
-    assert isinstance(caught.value.reason, OutOfMemoryError)
-
-
-def test_a_handle_that_cannot_be_had_is_a_failed_step(backend, library):
-    problem = layer(8)
-    work = Work(backend, problem)
-    runner = compile_plan(backend, mixed(backend, problem))
-    work.run(runner)
-    backend.device.current = 64
-    library.fail("cudnnSetStream", Status.BAD_PARAM)
-    with pytest.raises(StepFailedError, match="cudnnSetStream") as caught:
-        work.run(runner)
-    assert caught.value.done == 0
-    work.run(runner)
-    assert library.executions[-1].stream == 64
-
-
-@pytest.mark.parametrize("algo", ["eng1", "GEMM"])
-def test_a_workspace_one_byte_short_is_refused_before_the_call(algo, backend, library):
-    problem = layer()
-    work = Work(backend, problem)
-    needed = dict(backend.conv.algorithms(problem))[algo]
-    short = backend.device.allocate(needed - 1)
-    with pytest.raises(BackendError, match=f"needs {needed} bytes .* got {needed - 1}"):
-        backend.conv.run(problem, algo, work.a, work.b, work.out, short)
-    with pytest.raises(BackendError, match="got 0"):
-        backend.conv.run(problem, algo, work.a, work.b, work.out, None)
-    runner = compile_plan(backend, plan_of(backend, problem, (algo, 8)))
-    with pytest.raises(StepFailedError, match=f"needs {needed} bytes"):
-        runner.run(work.a, work.b, work.out, short, False)
-    assert library.executions == []
-
-
-def test_memory_that_runs_short_gives_smaller_parts(backend, library, caplog):
-    problem = layer()
-    work = Work(backend, problem)
-    ready = Tuner(backend=backend, rule=QUICK).compiled(problem)
-    assert ready.plan.workspace == 8192
-    backend.device.most = 2048
-    ready(work.a, work.b, work.out, False)
-    assert work.right()
-    assert [e.batch for e in library.executions[-4:]] == [2] * 4
-    assert "falling back" in caplog.text
-
-
-class Shared:
-    """A shared object: functions by name, of which the status ones answer `status`."""
-
-    def __init__(self, status):
-        self._status = status
-        self.made = {}
-
-    def __getattr__(self, name):
-        def function(*arguments):
-            if name == "cudnnGetErrorString":
-                return f"CUDNN_STATUS_{arguments[0]}".encode()
-            if name == "cudnnGetLastErrorString":
-                arguments[0].value = b"what went wrong\n"
-                return None
-            return 91900 if name == "cudnnGetVersion" else self._status
-
-        return self.made.setdefault(name, function)
-
-
-@pytest.mark.parametrize(
-    ("status", "error"),
-    [
-        (1001, BackendError),
-        (2000, BackendError),
-        (2003, BackendError),
-        (3000, UnsupportedError),
-        (3002, UnsupportedError),
-        (3007, UnsupportedError),
-        (3999, UnsupportedError),
-        (4000, BackendError),
-        (4003, OutOfMemoryError),
-        (4004, OutOfMemoryError),
-        (5000, BackendError),
-        (5003, BackendError),
-        (9999, BackendError),
-    ],
-)
-def test_a_status_becomes_an_error_with_call_number_and_text(status, error):
-    cudnn = Cudnn(Shared(status))
-    expected = (
-        rf"^cudnnDestroy returned CUDNN_STATUS_{status} \({status}\): what went wrong$"
-    )
-    with pytest.raises(error, match=expected):
-        cudnn.call("cudnnDestroy", 1)
-    assert cudnn.function("cudnnDestroy")(1) == status
-    with pytest.raises(error, match=expected):
-        cudnn.raise_for("cudnnDestroy", status)
-
-
-def test_calls_have_prototypes_and_return_what_is_no_status():
-    shared = Shared(0)
-    cudnn = Cudnn(shared)
-    assert cudnn.call("cudnnDestroy", 1) is None
-    assert cudnn.call("cudnnGetVersion") == 91900
-    for name, (result, arguments) in PROTOTYPES.items():
-        assert shared.made[name].restype is result
-        assert shared.made[name].argtypes is arguments
-
-
-# --- alignment -----------------------------------------------------------------------
-
-
-@everywhere
-@pytest.mark.parametrize("offset", [4, 8])
-def test_misaligned_operands_are_planned_as_they_are(
-    offset, direction, backend, library, caplog
-):
-    problem = layer(8, direction)
-    work = Work(backend, problem, offset)
-    work.run(compile_plan(backend, plan_of(backend, problem, ("eng0", 4), ("eng2", 4))))
-    assert work.right()
-    assert {e.alignment for e in library.executions} == {offset}
-    plan = plan_of(backend, problem, ("eng1", 4), ("eng1", 4))
-    with pytest.raises(StepFailedError, match="3000") as caught:
-        work.run(compile_plan(backend, plan))
-    assert caught.value.done == 0
-    tuner_of(backend).adopt(plan)(work.a, work.b, work.out, False)
-    assert work.right()
-    assert "finishing with another algorithm" in caplog.text
-
-
-@given(
-    sample=st.tuples(st.integers(1, 5), st.integers(3, 9), st.integers(3, 9)),
-    dtype=st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
-    policy=st.sampled_from(["powers_of_two", "all"]),
-    data=st.data(),
-)
-@settings(max_examples=100, deadline=None)
-def test_parts_of_aligned_sizes_begin_at_aligned_addresses(sample, dtype, policy, data):
-    batch = data.draw(st.integers(1, 64))
-    problem = ConvProblem(
-        direction=Direction.FORWARD,
-        x_shape=(batch, *sample),
-        w_shape=(3, sample[0], 3, 3),
-        dtype=dtype,
-    )
-    sizes = aligned_batches(problem, candidate_batches(batch, policy), ALIGNMENT)
-    assert batch in sizes
-    starts, left = [0], batch
-    while left:
-        fits = [n for n in sizes if n <= left]
-        if not fits:  # such parts do not add up to the mini-batch
-            return
-        left -= data.draw(st.sampled_from(fits))
-        starts.append(batch - left)
-    for shape in (problem.x_shape, problem.y_shape):
-        nbytes = problem.itemsize * math.prod(shape[1:])
-        assert all(start * nbytes % ALIGNMENT == 0 for start in starts[:-1])
-
-
-def test_odd_images_are_divided_where_the_next_part_is_aligned(backend, library):
-    odd = layer(16, x_shape=(16, 1, 3, 3), w_shape=(1, 1, 3, 3), dtype="float16")
-    table = tuner_of(backend).measure(odd)
-    assert table.batches() == (8, 16)
-    work = Work(backend, odd)
-    work.run(compile_plan(backend, plan_of(backend, odd, ("eng1", 8), ("eng1", 8))))
-    assert work.right()
-    library.executions.clear()
-    work.run(compile_plan(backend, plan_of(backend, odd, ("eng0", 1), ("eng0", 15))))
-    assert work.right()
-    assert [e.alignment for e in library.executions] == [16, 2]
-
-
-# --- sums in float32 -----------------------------------------------------------------
-
-
-def half(batch=8):
-    return layer(batch, Direction.BACKWARD_FILTER, dtype="float16")
-
-
-@accumulating
-def test_a_part_is_two_launches_inside_one_workspace(
-    accumulate, backend, library, cupy
-):
-    problem = half()
-    work = Work(backend, problem)
-    plan = plan_of(backend, problem, ("eng1+f32", 4), ("eng0+f32", 3), ("eng2+f32", 1))
-    work.run(compile_plan(backend, plan), accumulate)
-    assert work.right(accumulate)
-    start, count = work.workspace.data.ptr, 8 * 4 * 3 * 3
-    sums, part = 1280, 768  # 4 and 2 bytes an element, rounded up to 256
-    assert dict(backend.conv.algorithms(problem))["eng1+f32"] == 8192 + sums + part
-    assert [e.beta for e in library.executions] == [0.0] * 3
-    assert {e.pointers[1] for e in library.executions} == {start + sums}
-    assert {e.workspace for e in library.executions} == {start + sums + part}
-    assert [tuple(map(int, a)) for *_, a in cupy.launched] == [
-        (start + sums, start, work.out.data.ptr, count, int(first), int(accumulate))
-        for first in (True, False, False)
-    ]
-    assert {name for name, *_ in cupy.launched} == {"sum_float16"}
-
-
-def test_float32_sums_are_closer(backend, cupy):
-    problem = half(64)
-    work = Work(backend, problem)
-    errors = []
-    for algo in ("eng0", "eng0+f32"):
-        work.run(compile_plan(backend, plan_of(backend, problem, *[(algo, 1)] * 64)))
-        errors.append(relative_error(work.out.host, work.result))
-    assert errors[1] < errors[0] / 2
-
-
-def test_float32_sums_are_for_parts_of_half_precision_filter_gradients(backend):
-    conv = backend.conv
-    for problem in (layer(dtype="float16"), layer(direction=Direction.BACKWARD_FILTER)):
-        assert not any(n.endswith("+f32") for n, _ in conv.algorithms(problem))
-        work = Work(backend, problem)
-        with pytest.raises(UnsupportedError, match="half-precision filter gradients"):
-            conv.run(problem, "eng0+f32", work.a, work.b, work.out, work.workspace)
-    assert HALF_SUM in conv.traits(half(), "eng0").notes
-    assert FLOAT32_SUM in conv.traits(half(), "eng0+f32").notes
-    names = [name for name, _ in conv.algorithms(half())]
-    assert sorted(n + "+f32" for n in names if not n.endswith("+f32")) == sorted(
-        n for n in names if n.endswith("+f32")
-    )
-
-
-def test_float32_sums_without_their_workspace_are_refused(backend):
-    work = Work(backend, half())
-    with pytest.raises(BackendError, match=r"needs 2048 bytes .* got 2047"):
-        backend.conv.run(
-            half(), "eng0+f32", work.a, work.b, work.out, work.workspace[:2047]
-        )
-
-
-def test_numerics_ask_for_float32_sums_of_parts_only(backend, library, cupy):
-    tuner = Tuner(
-        backend=backend, rule=QUICK, numerics="float32_sums", workspace_limit=7000
-    )
-    (plan,) = tuner.plan([half()])
-    assert plan.divided
-    assert all(step.algo.endswith("+f32") for step in plan.steps)
-    whole = Tuner(backend=backend, rule=QUICK, numerics="float32_sums").plan([half()])
-    assert [step.algo for step in whole[0].steps] == ["eng1"]
-
-
-@accumulating
-@pytest.mark.parametrize("where", ["engine", "sum"])
-def test_a_failure_among_float32_sums_loses_nothing(
-    where, accumulate, backend, library, cupy, monkeypatch
-):
-    problem = half()
-    work = Work(backend, problem)
-    ready = tuner_of(backend).adopt(
-        plan_of(backend, problem, ("eng1+f32", 4), ("eng2+f32", 4))
-    )
-    if where == "engine":
-        library.fail(EXECUTE, Status.EXECUTION_FAILED, skip=1)
-    else:
-        raw, calls = cupy.RawKernel, []
-
-        def failing(source, name):
-            kernel = raw(source, name)
-
-            def launch(*arguments):
-                calls.append(name)
-                if len(calls) == 2:
-                    raise RuntimeError("no such kernel")
-                kernel(*arguments)
-
-            return launch
-
-        monkeypatch.setattr(cupy, "RawKernel", failing)
-    work.out.host[...] = work.before
-    ready(work.a, work.b, work.out, accumulate)
-    assert work.right(accumulate)
-    last = library.executions[-1]
-    assert (last.batch, last.algo) == (4, (0, ()))
 
 
 # --- graphs --------------------------------------------------------------------------

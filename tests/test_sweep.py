@@ -13,7 +13,8 @@ from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.null import NullArray
 from mucudnn.errors import BackendError, PlanningError
 from mucudnn.ir.conv import Direction
-from mucudnn.passes.microbatch import candidate_batches
+from mucudnn.ir.numerics import REFUSED
+from mucudnn.passes.microbatch import aligned_batches, candidate_batches
 from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.tuner import Tuner
@@ -37,7 +38,7 @@ def test_every_algorithm_is_a_row_at_every_size(backend, direction):
     conv = backend.conv
     rows = {(p.algo, p.batch): p for p in table.perfs}
     assert len(rows) == len(table.perfs)
-    for batch in (1, 2, 4, 5):
+    for batch in aligned_batches(table.problem, (1, 2, 4, 5), backend.split_alignment):
         micro = table.problem.with_batch(batch)
         named = dict(conv.algorithms(micro))
         assert {a for a, b in rows if b == batch} == {
@@ -46,6 +47,8 @@ def test_every_algorithm_is_a_row_at_every_size(backend, direction):
         }
         for algo, nbytes in named.items():
             row = rows[algo, batch]
+            if row.error is not None and (backend.fragile or REFUSED in row.error):
+                continue
             assert row.error is None
             assert row.workspace == nbytes
             assert row.time_ms > 0

@@ -1,8 +1,9 @@
 """Memory, time and streams of one GPU, by CuPy; and a GPU that is only described."""
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mucudnn.backends.cuda.loading import release_text
@@ -80,11 +81,8 @@ class CudaDevice:
 
     def allocate(self, nbytes: int) -> Any:
         """Bytes from CuPy's pool, aligned to 512."""
-        try:
-            with self._cupy.cuda.Device(self._index):
-                return self._cupy.empty(nbytes, "uint8")
-        except self._cupy.cuda.memory.OutOfMemoryError as e:
-            raise OutOfMemoryError(f"no room for {nbytes} bytes: {e}") from e
+        with self._room_for(f"{nbytes} bytes"):
+            return self._cupy.empty(nbytes, "uint8")
 
     def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
         """A CuPy view; bfloat16 as `ml_dtypes` has it, else as bits."""
@@ -95,19 +93,21 @@ class CudaDevice:
         """A C-contiguous array."""
         if array.flags.c_contiguous:
             return array
-        return self._cupy.ascontiguousarray(array)
+        with self._room_for(f"a packed copy of {array.nbytes} bytes"):
+            return self._cupy.ascontiguousarray(array)
 
     def randomize(self, array: Any) -> None:
         """Uniform in [-1, 1), in slices, so that little memory is needed beside it."""
         flat = array.reshape(-1)
-        rng = self._cupy.random.default_rng(0)
-        for start in range(0, flat.size, 1 << 24):
-            part = flat[start : start + (1 << 24)]
-            values = rng.random(part.size, dtype="float32") * 2 - 1
-            if part.dtype == "uint16":  # bfloat16: the upper half of a float32
-                part[...] = values.view("uint32") >> 16
-            else:
-                part[...] = values
+        with self._room_for("random numbers"):
+            rng = self._cupy.random.default_rng(0)
+            for start in range(0, flat.size, 1 << 24):
+                part = flat[start : start + (1 << 24)]
+                values = rng.random(part.size, dtype="float32") * 2 - 1
+                if part.dtype == "uint16":  # bfloat16: the upper half of a float32
+                    part[...] = values.view("uint32") >> 16
+                else:
+                    part[...] = values
 
     def upload(self, source: Any, target: Any) -> None:
         """Copy from the host on the current stream."""
@@ -122,7 +122,12 @@ class CudaDevice:
         return self._queues.setdefault(self.stream(), Queue())
 
     def stream(self) -> int:
-        """Address of the current stream."""
+        """Address of the current stream; the device becomes the thread's own.
+
+        A thread begins on device 0, wherever the one that started it was.
+        """
+        if self._cupy.cuda.runtime.getDevice() != self._index:
+            self._cupy.cuda.Device(self._index).use()
         address: int = self._cupy.cuda.get_current_stream(self._index).ptr
         return address
 
@@ -132,11 +137,13 @@ class CudaDevice:
         While the device waits, the host launches what is timed: its own time for that
         is hidden, as it is in a training step.
         """
+        self.stream()
         self._spin((1,), (1,), (_SPIN_NS,))
         return self.record()
 
     def record(self) -> Any:
         """An event on the current stream."""
+        self.stream()
         event = self._cupy.cuda.Event()
         event.record()
         return event
@@ -166,9 +173,19 @@ class CudaDevice:
         current = self._cupy.cuda.get_current_stream
 
         def replay() -> None:
+            self.stream()
             graph.launch(stream=current())
 
         return replay
+
+    @contextlib.contextmanager
+    def _room_for(self, what: str) -> Iterator[None]:
+        """Be on this device; tell of too little memory in our words."""
+        try:
+            with self._cupy.cuda.Device(self._index):
+                yield
+        except self._cupy.cuda.memory.OutOfMemoryError as e:
+            raise OutOfMemoryError(f"no room for {what}: {e}") from e
 
     @functools.cached_property
     def _spin(self) -> Any:

@@ -62,13 +62,13 @@ class LiveSession:
             BackendError: There is no usable device.
         """
         mine = self._thread
+        stream = self._current_stream()  # first: it puts the thread on its device
         if mine.handle is None:
             handle = ctypes.c_void_p()
             self.calls.call("cudnnCreate", ctypes.byref(handle))
             mine.handle = handle
             mine.finalizer = _Closing(self.calls, handle)
         address = mine.handle.value or 0
-        stream = self._current_stream()
         if stream != mine.stream:
             self.calls.call("cudnnSetStream", address, stream)
             mine.stream = stream

@@ -126,10 +126,12 @@ class LegacyLibrary:
             UnsupportedError: The algorithm cannot run the problem.
             BackendError: The workspace is too small.
         """
-        row = self.rows(problem)[0].get(algo)
+        rows, reasons = self.rows(problem)
+        row = rows.get(algo)
+        if row is None and algo in reasons:
+            raise UnsupportedError(f"{algo} cannot run {problem}: {reasons[algo]}")
         if row is None:
-            reason = self.rows(problem)[1].get(algo, "there is no such algorithm")
-            raise UnsupportedError(f"{algo} cannot run {problem}: {reason}")
+            raise UnsupportedError(f"cuDNN has no algorithm {algo!r} for {problem}")
         if operands.nbytes < row.workspace:
             raise BackendError(
                 f"{algo} needs {row.workspace} bytes of workspace for {problem}, "

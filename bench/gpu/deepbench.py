@@ -1,0 +1,161 @@
+"""DeepBench's 3x3 and 5x5 layers and AlexNet: every engine, divided and undivided.
+
+Stage by stage (`bench.gpu.work.STAGES`), layer by layer. A layer whose time ran out is
+written as incomplete and taken up again by the next run, from the cache.
+"""
+
+import time
+from typing import Any
+
+from bench.gpu.job import RECORDING, RULE, Job, Report
+from bench.gpu.store import read_json, write_text
+from bench.gpu.verdicts import digest, digest_text
+from bench.gpu.work import LIMITS, STAGES, Stage, deepbench_layers, key_of
+from mucudnn.errors import MucudnnError
+from mucudnn.ir.numerics import REFUSED
+from mucudnn.runtime.bench_kernels import limited
+from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.comparison import compare
+from mucudnn.runtime.export import write_recording
+from mucudnn.runtime.outcome import Comparison
+from mucudnn.runtime.tuner import Tuner
+from mucudnn.suites import Layer
+
+__all__ = ["FILES", "record", "run"]
+
+FILES = ("comparison-*.json", "deepbench.json", "deepbench.txt", RECORDING)
+
+_WRITING = 0.03
+"""Share of a part's time for the recording, which grows with it."""
+_WORTH_S = 0.5
+"""With less time than this no layer is begun."""
+_OUT_OF_TIME = "the time limit was reached"
+
+
+def run(job: Job) -> Report:
+    """Go on where the last run stopped."""
+    measuring = job.left_s * (1 - _WRITING)
+    ends = time.monotonic() + measuring
+    failures: list[str] = []
+    with job.open_cache() as cache:
+        stages = [_Stage(job, stage, cache, ends) for stage in STAGES]
+        try:
+            for stage in stages:
+                failures += stage.run()
+        finally:
+            if any(stage.changed for stage in stages):
+                record(job, cache)
+    complete = all(stage.complete for stage in stages)
+    result = digest(job.out, STAGES)
+    job.write("deepbench.json", result)
+    write_text(job.out / "deepbench.txt", digest_text(result) + "\n")
+    return Report(complete, tuple(failures), digest_text(result, brief=True))
+
+
+def record(job: Job, cache: BenchmarkCache) -> None:
+    """Write all that is measured into one file."""
+    device = job.backend.device
+    rows = cache.rows(device.fingerprint)
+    if rows:
+        write_recording(
+            job.out / RECORDING, rows, {device.fingerprint: device.description()}
+        )
+
+
+class _Stage:
+    """One comparison, written anew after each of its layers."""
+
+    def __init__(
+        self, job: Job, stage: Stage, cache: BenchmarkCache, ends: float
+    ) -> None:
+        self._job, self._stage, self._ends = job, stage, ends
+        self._layers = deepbench_layers(job)
+        self._cache = cache
+        known = read_json(job.out / stage.file).get("layers", [])
+        self._rows: dict[str, dict[str, Any]] = {row["key"]: row for row in known}
+        self.changed = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer is done."""
+        return all(self._is_done(layer) for layer in self._layers)
+
+    def run(self) -> list[str]:
+        """Do what is left; returns failures."""
+        left = [layer for layer in self._layers if not self._is_done(layer)]
+        if not left or self._left_s < _WORTH_S:
+            return []
+        failures = []
+        tuner = Tuner(
+            backend=self._job.backend,
+            cache=self._cache,
+            batch_policy="powers_of_two",
+            numerics=self._stage.numerics,
+            rule=RULE,
+        )
+        try:
+            for layer in left:
+                if self._left_s < _WORTH_S:
+                    break
+                try:
+                    self._one(tuner, layer)
+                except MucudnnError as e:
+                    failures.append(f"{self._stage.file}: {layer.name}: {e}")
+        finally:
+            tuner.close()
+        return failures
+
+    @property
+    def _left_s(self) -> float:
+        return self._ends - time.monotonic()
+
+    def _is_done(self, layer: Layer) -> bool:
+        row = self._rows.get(key_of(layer.name, layer.problem))
+        return row is not None and bool(row["complete"])
+
+    def _one(self, tuner: Tuner, layer: Layer) -> None:
+        begun = time.monotonic()
+        problem = self._stage.of(layer.problem)
+        one = Layer(layer.name, problem, layer.count)
+        found = compare(tuner, [one], LIMITS, time_limit_s=self._left_s)
+        (result,) = found.layers
+        table = result.table
+        short = any(limited(p) for p in table.perfs) or any(
+            _OUT_OF_TIME in (o.reason or "") for o in result.outcomes
+        )
+        whole = table.fastest(problem.batch)
+        self._rows[key_of(layer.name, problem)] = {
+            "key": key_of(layer.name, problem),
+            "complete": not short,
+            "seconds": time.monotonic() - begun,
+            "rows": len(table.usable),
+            "undivided_unlimited": whole
+            and {
+                "algo": whole.algo,
+                "time_ms": whole.time_ms,
+                "workspace": whole.workspace,
+            },
+            **result.to_json(),
+            "excluded": [
+                {"algo": algo, "reason": reason}
+                for algo, reason in result.failures
+                if not reason.startswith(REFUSED)
+            ],
+        }
+        self.changed = True
+        self._write(found)
+
+    def _write(self, latest: Comparison) -> None:
+        order = [key_of(layer.name, layer.problem) for layer in self._layers]
+        layers = [self._rows[key] for key in order if key in self._rows]
+        head = {k: v for k, v in latest.to_json().items() if k != "summary"}
+        self._job.write(
+            self._stage.file,
+            {
+                **head,
+                "dtype": self._stage.dtype,
+                "layout": self._stage.layout,
+                "interrupted": not self.complete,
+                "layers": layers,
+            },
+        )
