@@ -1,0 +1,210 @@
+"""Residency policies of earlier systems.
+
+vDNN offloads the inputs of layers; SuperNeurons offloads the outputs of convolutions
+and computes the rest again; Capuchin ranks tensors by what moving them would cost.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+
+from mucudnn.ir.graph import Graph, Phase
+from mucudnn.passes.chains import EXPENSIVE, chain, is_checkpoint
+from mucudnn.passes.residency import (
+    EVERYTHING,
+    POLICIES,
+    Residency,
+    Saved,
+    Step,
+    saved_tensors,
+)
+
+__all__ = [
+    "cost_based",
+    "keep_all",
+    "lru",
+    "paging",
+    "superneurons",
+    "superneurons_memory",
+    "superneurons_speed",
+    "vdnn_all",
+    "vdnn_conv",
+]
+
+_CLASSIFIER = "matmul"
+
+
+@POLICIES.register
+def keep_all(step: Step) -> Mapping[str, Residency]:
+    """Never move anything: liveness alone."""
+    del step
+    return {}
+
+
+@POLICIES.register
+def vdnn_all(step: Step) -> Mapping[str, Residency]:
+    """Offload the input of every layer before the classifier (vDNN, section 3.1)."""
+    return _offload_inputs(step.graph, convolutions_only=False)
+
+
+@POLICIES.register
+def vdnn_conv(step: Step) -> Mapping[str, Residency]:
+    """Offload the inputs of convolutions: their time hides the copies best."""
+    return _offload_inputs(step.graph, convolutions_only=True)
+
+
+def _offload_inputs(graph: Graph, *, convolutions_only: bool) -> dict[str, Residency]:
+    found = {}
+    for saved in saved_tensors(graph):
+        readers = _readers(graph, saved.name)
+        if convolutions_only:
+            chosen = any(op == "conv" for op in readers)
+        else:
+            chosen = _CLASSIFIER not in readers and not _classified(graph, saved)
+        if chosen:
+            found[saved.name] = Residency.OFFLOAD
+    return found
+
+
+def _readers(graph: Graph, storage: str) -> set[str]:
+    """Operations of the forward pass that read a storage."""
+    return {
+        node.op
+        for name, root in graph.storages.items()
+        if root == storage
+        for node in graph.readers[name]
+        if node.phase is Phase.FORWARD
+    }
+
+
+def _classified(graph: Graph, saved: Saved) -> bool:
+    """Whether a tensor comes after the first dense layer."""
+    first = next((i for i, n in enumerate(graph.nodes) if n.op == _CLASSIFIER), None)
+    return first is not None and saved.first >= first
+
+
+@POLICIES.register
+def superneurons(step: Step) -> Mapping[str, Residency]:
+    """Offload checkpoints, compute the rest again by segments (cost-aware).
+
+    A segment is computed once and kept where that does not raise the peak above the
+    largest working set of one layer, else again for every use (SuperNeurons, 3.4).
+    """
+    return _superneurons(step, lambda segment, most: segment <= most)
+
+
+@POLICIES.register
+def superneurons_speed(step: Step) -> Mapping[str, Residency]:
+    """The same, every segment computed once."""
+    return _superneurons(step, lambda segment, most: True)
+
+
+@POLICIES.register
+def superneurons_memory(step: Step) -> Mapping[str, Residency]:
+    """The same, everything computed again for every use."""
+    return _superneurons(step, lambda segment, most: False)
+
+
+def _superneurons(step: Step, once: Callable[[int, int], bool]) -> dict[str, Residency]:
+    graph = step.graph
+    tensors = saved_tensors(graph)
+    names = {graph.storages[saved.name] for saved in tensors}
+
+    def is_saved(name: str) -> bool:
+        return graph.storages[name] in names
+
+    most = max(
+        sum(graph.tensors[s].nbytes for s in {graph.storages[t] for t in node.tensors})
+        for node in graph.nodes
+    )
+    found: dict[str, Residency] = {}
+    segments: dict[str, list[Saved]] = {}
+    for saved in tensors:
+        if is_checkpoint(graph, saved.name, is_saved):
+            found[saved.name] = Residency.OFFLOAD
+        else:
+            segments.setdefault(_head(graph, saved.name), []).append(saved)
+    for members in segments.values():
+        size = sum(saved.nbytes for saved in members)
+        mode = Residency.RECOMPUTE if once(size, most) else Residency.RECOMPUTE_EACH
+        found.update((saved.name, mode) for saved in members)
+    return found
+
+
+def _head(graph: Graph, tensor: str) -> str:
+    """The checkpoint that a segment begins behind."""
+    node = graph.producers[tensor]
+    while node.op not in EXPENSIVE and node.inputs[0] in graph.producers:
+        node = graph.producers[node.inputs[0]]
+    return node.name
+
+
+@POLICIES.register
+def lru(step: Step) -> Mapping[str, Residency]:
+    """Everything may leave; what has room stays (the tensor cache)."""
+    return {saved.name: Residency.OFFLOAD for saved in saved_tensors(step.graph)}
+
+
+@POLICIES.register
+def paging(step: Step) -> Mapping[str, Residency]:
+    """Everything that the node that runs does not use may be away.
+
+    No other policy fits into less, and few are slower.
+    """
+    del step
+    return {EVERYTHING: Residency.PAGE}
+
+
+@POLICIES.register
+def cost_based(step: Step) -> Mapping[str, Residency]:
+    """Move what can be moved for free, then what saves most bytes a millisecond.
+
+    The free time of a tensor is the time between its forward and its backward use less
+    two transfers (Capuchin, section 4.4). Tensors are taken in that order until what is
+    kept fits the budget.
+    """
+    graph, profile = step.graph, step.profile
+    tensors = saved_tensors(graph)
+    clock = [0.0, *itertools.accumulate(profile.node_ms[n.name] for n in graph.nodes)]
+    names = {saved.name for saved in tensors}
+    total = sum(saved.nbytes for saved in tensors)
+    found: dict[str, Residency] = {}
+
+    def moving_ms(saved: Saved) -> float:
+        out = saved.nbytes / profile.out_bytes_per_ms
+        return out + saved.nbytes / profile.in_bytes_per_ms
+
+    def free_ms(saved: Saved) -> float:
+        return clock[saved.again] - clock[saved.last + 1] - moving_ms(saved)
+
+    def again_ms(saved: Saved) -> float:
+        nodes = chain(graph, saved.name, lambda name: name in names)
+        return sum(profile.node_ms[node.name] for node in nodes)
+
+    kept = _kept_bytes(step)
+    for saved in sorted(tensors, key=free_ms, reverse=True):
+        if total <= kept:
+            break
+        exposed = max(0.0, -free_ms(saved))
+        cheap = again_ms(saved) < exposed
+        found[saved.name] = Residency.RECOMPUTE if cheap else Residency.OFFLOAD
+        total -= saved.nbytes
+    return found
+
+
+def _kept_bytes(step: Step) -> float:
+    """What the budget leaves for saved tensors beside the largest working set."""
+    graph = step.graph
+    resident = sum(
+        spec.nbytes
+        for spec in graph.tensors.values()
+        if spec.alias is None and spec.role.value in ("parameter", "state")
+    )
+    most = max(
+        sum(
+            graph.tensors[s].nbytes
+            for s in {graph.storages[t] for t in node.tensors}
+            if graph.tensors[s].role.value not in ("parameter", "state")
+        )
+        for node in graph.nodes
+    )
+    return max(0.0, step.budget - resident - most)

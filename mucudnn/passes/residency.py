@@ -1,0 +1,116 @@
+"""What may become of an activation between its forward and its backward uses.
+
+A policy is a function of a training graph and its profile; it says for some of the
+saved tensors that they are offloaded or computed again. What it does not name is kept.
+Whether that fits a budget is the scheduler's business.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from mucudnn.ir.graph import Graph, Node, Phase, Role
+from mucudnn.ir.profile import Profile
+from mucudnn.passes.strategies import Strategies
+
+__all__ = [
+    "EVERYTHING",
+    "POLICIES",
+    "Residency",
+    "ResidencyPolicy",
+    "Saved",
+    "Step",
+    "saved_tensors",
+]
+
+
+class Residency(enum.Enum):
+    """Where a saved tensor is between forward and backward."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+    """Computed once more and kept until its last use (speed-centric)."""
+    RECOMPUTE_EACH = "recompute_each"
+    """Computed again for every use (memory-centric)."""
+    PAGE = "page"
+    """Away whenever the node that runs does not use it."""
+
+
+EVERYTHING = "*"
+"""Stands for every storage of a step that a policy does not name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A forward result that the backward pass reads.
+
+    Attributes:
+        name: The tensor.
+        nbytes: Its size.
+        producer: What computes it.
+        first: Position of its producer among the graph's nodes.
+        last: Position of its last forward use.
+        again: Position of its first backward use.
+    """
+
+    name: str
+    nbytes: int
+    producer: Node
+    first: int
+    last: int
+    again: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a policy decides about.
+
+    Attributes:
+        graph: A training graph that nothing has made in-place yet.
+        profile: Of it.
+        budget: Bytes for everything.
+    """
+
+    graph: Graph
+    profile: Profile
+    budget: float
+
+
+class ResidencyPolicy(Protocol):
+    """A way to choose residencies."""
+
+    def __call__(self, step: Step) -> Mapping[str, Residency]:
+        """Residencies of saved tensors; those left out are kept."""
+        ...
+
+
+POLICIES: Strategies[ResidencyPolicy] = Strategies("residency policy")
+
+
+def saved_tensors(graph: Graph) -> tuple[Saved, ...]:
+    """Forward results that backward nodes read, in order of production.
+
+    Views count for the tensor whose bytes they are. Inputs, parameters and state are
+    not among them.
+    """
+    positions: dict[str, list[int]] = {}
+    for i, node in enumerate(graph.nodes):
+        for name in dict.fromkeys(graph.storages[t] for t in node.inputs):
+            positions.setdefault(name, []).append(i)
+    found = []
+    for i, node in enumerate(graph.nodes):
+        if node.phase is not Phase.FORWARD:
+            continue
+        for name in node.outputs:
+            spec = graph.tensors[name]
+            if spec.alias is not None or spec.role is not Role.ACTIVATION:
+                continue
+            uses = positions.get(name, [])
+            forward = [p for p in uses if graph.nodes[p].phase is Phase.FORWARD]
+            backward = [p for p in uses if graph.nodes[p].phase is not Phase.FORWARD]
+            if backward:
+                last = forward[-1] if forward else i
+                found.append(Saved(name, spec.nbytes, node, i, last, backward[0]))
+    return tuple(found)

@@ -1,0 +1,287 @@
+"""A budget in, a schedule of a whole training step out.
+
+Residency -> rematerialized graph -> in-place -> convolution plans -> schedule. The
+bytes that are free while a convolution runs become its workspace, so that memory saved
+on tensors buys faster algorithms.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.graph import Graph, Phase
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.schedule import Schedule
+from mucudnn.passes.inplace import in_place
+from mucudnn.passes.occupancy import Occupancy, Use, rounded, uses_of
+from mucudnn.passes.rematerialize import rematerialize
+from mucudnn.passes.residency import EVERYTHING, Residency
+from mucudnn.passes.simulate import Prediction, simulate
+from mucudnn.passes.stays import emit
+from mucudnn.passes.window import SCHEDULERS, Problem, Scheduler
+
+__all__ = [
+    "CONVOLUTIONS",
+    "Prepared",
+    "StepPlan",
+    "origin",
+    "plan_residency",
+    "prepare",
+    "profile_of",
+    "state_bytes",
+]
+
+CONVOLUTIONS = ("dynamic", "fastest", "least", "fixed")
+"""How convolutions get their workspace: what is free, all they want, nothing, or as
+planned before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step whose residencies are decided, before its copies are timed.
+
+    Attributes:
+        graph: Rematerialized and in-place.
+        profile: Of that graph.
+        uses: Of its storages.
+        swaps: Gaps over which storages may leave.
+        resident: Bytes of what never leaves.
+    """
+
+    graph: Graph
+    profile: Profile
+    uses: Mapping[str, Use]
+    swaps: Mapping[str, Sequence[tuple[int, int]]]
+    resident: int
+
+    def problem(self, plans: Mapping[str, ConvPlan], budget: float) -> Problem:
+        """What a scheduler decides about, with convolutions planned."""
+        return Problem(
+            self.graph,
+            self.uses,
+            self.swaps,
+            _timed(self.profile, plans),
+            _workspaces(self.profile, plans),
+            self.resident,
+            budget,
+        )
+
+    def least_peak(self) -> int:
+        """Bytes below which these residencies cannot be scheduled."""
+        plans = _first_plans(self.profile, "least", None)
+        return self.problem(plans, math.inf).least()[1].peak()[0]
+
+
+def prepare(
+    graph: Graph, profile: Profile, residency: Mapping[str, Residency]
+) -> Prepared:
+    """Rewrite a training graph by residencies.
+
+    Args:
+        graph: A training graph that nothing has made in-place yet.
+        profile: Of it.
+        residency: Of saved tensors; what is left out is kept.
+    """
+    final = in_place(rematerialize(graph, residency))
+    uses = uses_of(final)
+    return Prepared(
+        graph=final,
+        profile=profile_of(final, profile),
+        uses=uses,
+        swaps=_swaps(final, uses, residency),
+        resident=sum(use.nbytes for use in uses.values() if use.persistent),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A training step under a budget.
+
+    Attributes:
+        schedule: What to run.
+        plans: Convolution node -> how to run it.
+        residency: What was decided about saved tensors.
+        prediction: What it will cost.
+        policy: Who decided.
+        scheduler: Who timed the copies.
+        budget: Bytes that were given.
+    """
+
+    schedule: Schedule
+    plans: Mapping[str, ConvPlan]
+    residency: Mapping[str, Residency]
+    prediction: Prediction
+    policy: str
+    scheduler: str
+    budget: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most device memory in use at once, parameters and state included."""
+        return self.schedule.peak_bytes
+
+    @property
+    def recomputed(self) -> int:
+        """How many nodes run a second time or more often."""
+        return sum("~" in node.name for node in self.schedule.graph.nodes)
+
+
+def origin(node: str) -> str:
+    """The node that a rematerialized one is a copy of; itself if it is none."""
+    return node.partition("~")[0]
+
+
+def profile_of(graph: Graph, profile: Profile) -> Profile:
+    """A profile with entries for the copies in a rematerialized graph."""
+    names = [node.name for node in graph.nodes]
+    return Profile(
+        node_ms={name: profile.node_ms[origin(name)] for name in names},
+        workspaces={
+            name: profile.workspaces[origin(name)]
+            for name in names
+            if origin(name) in profile.workspaces
+        },
+        fronts={
+            name: profile.fronts[origin(name)]
+            for name in names
+            if origin(name) in profile.fronts
+        },
+        out_bytes_per_ms=profile.out_bytes_per_ms,
+        in_bytes_per_ms=profile.in_bytes_per_ms,
+    )
+
+
+def state_bytes(graph: Graph) -> int:
+    """Bytes of what outlives a step."""
+    return sum(use.nbytes for use in uses_of(graph).values() if use.persistent)
+
+
+def plan_residency(
+    graph: Graph,
+    profile: Profile,
+    residency: Mapping[str, Residency],
+    *,
+    budget: float,
+    scheduler: str | Scheduler = "timed",
+    convolutions: str = "dynamic",
+    plans: Mapping[str, ConvPlan] | None = None,
+    policy: str = "given",
+) -> StepPlan:
+    """Schedule a step whose residencies are decided.
+
+    Args:
+        graph: A training graph that nothing has made in-place yet.
+        profile: Of it.
+        residency: Of saved tensors; what is left out is kept.
+        budget: Bytes for everything, parameters and state included.
+        scheduler: Times the copies.
+        convolutions: One of `CONVOLUTIONS`.
+        plans: Convolution node -> plan, for `fixed`.
+        policy: What to call the decision.
+
+    Raises:
+        PlanningError: It cannot fit; says how many bytes short, and at which node.
+    """
+    ready = prepare(graph, profile, residency)
+    final, known = ready.graph, ready.profile
+    chosen = _first_plans(known, convolutions, plans)
+    problem = ready.problem(chosen, budget)
+    stays, occupancy = SCHEDULERS.resolve(scheduler)(problem)
+    if convolutions == "dynamic":
+        chosen = _grown(final, known, chosen, occupancy)
+    workspaces = _workspaces(known, chosen)
+    schedule = emit(final, stays, workspaces, occupancy.peak()[0])
+    return StepPlan(
+        schedule=schedule,
+        plans=chosen,
+        residency=residency,
+        prediction=simulate(schedule, _timed(known, chosen)),
+        policy=policy,
+        scheduler=scheduler if isinstance(scheduler, str) else repr(scheduler),
+        budget=budget,
+    )
+
+
+def _first_plans(
+    profile: Profile, convolutions: str, plans: Mapping[str, ConvPlan] | None
+) -> dict[str, ConvPlan]:
+    """Plans to schedule with; `dynamic` ones begin small and grow."""
+    match convolutions:
+        case "fixed":
+            if plans is None:
+                raise ValueError("fixed convolutions need their plans")
+            return {name: plans[origin(name)] for name in profile.fronts}
+        case "fastest":
+            return {name: _fastest(front) for name, front in profile.fronts.items()}
+        case "dynamic" | "least":
+            return {name: front[0] for name, front in profile.fronts.items()}
+    valid = ", ".join(CONVOLUTIONS)
+    raise ValueError(f"unknown choice {convolutions!r} of plans; choose of: {valid}")
+
+
+def _fastest(front: Sequence[ConvPlan]) -> ConvPlan:
+    return min(front, key=lambda plan: (plan.time_ms, plan.workspace))
+
+
+def _grown(
+    graph: Graph,
+    profile: Profile,
+    plans: Mapping[str, ConvPlan],
+    occupancy: Occupancy,
+) -> dict[str, ConvPlan]:
+    """The fastest plan in what is free at each convolution; the ledger follows."""
+    found = dict(plans)
+    for position, node in enumerate(graph.nodes):
+        front = profile.fronts.get(node.name)
+        if front is None:
+            continue
+        before = rounded(plans[node.name].workspace)
+        free = occupancy.budget - occupancy[position] + before
+        plan = _fastest([p for p in front if rounded(p.workspace) <= free])
+        occupancy.add(position, position, rounded(plan.workspace) - before)
+        found[node.name] = plan
+    return found
+
+
+def _workspaces(profile: Profile, plans: Mapping[str, ConvPlan]) -> dict[str, int]:
+    sizes = {name: rounded(nbytes) for name, nbytes in profile.workspaces.items()}
+    sizes.update((name, rounded(plan.workspace)) for name, plan in plans.items())
+    return {name: nbytes for name, nbytes in sizes.items() if nbytes}
+
+
+def _timed(profile: Profile, plans: Mapping[str, ConvPlan]) -> Profile:
+    """A profile whose convolutions take what their plans take."""
+    times = dict(profile.node_ms)
+    times.update((name, plan.time_ms) for name, plan in plans.items())
+    return replace(profile, node_ms=times)
+
+
+def _swaps(
+    graph: Graph, uses: Mapping[str, Use], residency: Mapping[str, Residency]
+) -> dict[str, list[tuple[int, int]]]:
+    """The gaps over which storages leave: of offloaded ones that before backward."""
+    n = len(graph.nodes)
+    turn = next(
+        (i for i, node in enumerate(graph.nodes) if node.phase is not Phase.FORWARD), n
+    )
+    others = residency.get(EVERYTHING, Residency.KEEP)
+    of_storage = {
+        graph.storages[name]: choice
+        for name, choice in residency.items()
+        if name != EVERYTHING
+    }
+    swaps = {}
+    for use in uses.values():
+        choice = of_storage.get(use.storage, others)
+        if use.persistent:
+            continue
+        if choice is Residency.OFFLOAD:
+            gaps = [(i, j) for i, j in use.gaps() if i < turn <= j < n]
+        elif choice is Residency.PAGE:
+            gaps = [(i, j) for i, j in use.gaps() if j < n]
+        else:
+            continue
+        if gaps:
+            swaps[use.storage] = gaps
+    return swaps
