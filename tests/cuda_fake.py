@@ -62,6 +62,9 @@ class FakeDevice:
             raise OutOfMemoryError(f"no room for {nbytes} bytes")
         return FakeArray.of(np.zeros(nbytes, np.uint8))
 
+    def trim(self):
+        pass
+
     def view(self, buffer, offset, spec):
         part = buffer.host[offset : offset + spec.nbytes]
         return FakeArray(part.view(spec.dtype).reshape(spec.shape))

@@ -1,7 +1,7 @@
 """What a backend must provide: a device and a convolution library."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mucudnn.ir.conv import ConvPlan, ConvProblem
@@ -13,15 +13,19 @@ __all__ = [
     "Backend",
     "Buffer",
     "ConvLibrary",
+    "Copier",
     "Device",
     "Event",
+    "Kernel",
     "PlanRunner",
     "PlanTexts",
+    "Ticket",
 ]
 
 Array = Any  # numpy.ndarray, cupy.ndarray, torch.Tensor, or nothing at all
 Buffer = Any
 Event = Any
+Ticket = Any  # one copy that was started
 
 
 class Device(Protocol):
@@ -45,6 +49,10 @@ class Device(Protocol):
         Raises:
             OutOfMemoryError: The device has no room.
         """
+        ...
+
+    def trim(self) -> None:
+        """Give back memory that is held for later allocations."""
         ...
 
     def view(self, buffer: Buffer, offset: int, spec: TensorSpec) -> Array:
@@ -92,6 +100,70 @@ class Device(Protocol):
 
     def elapsed_ms(self, start: Event, stop: Event) -> float:
         """Time between two marks, waiting for the second."""
+        ...
+
+    def host(self, nbytes: int) -> Buffer:
+        """Host memory that copies run to and from at full speed.
+
+        Slices of it are buffers too. It is freed when the last reference is dropped.
+
+        Raises:
+            OutOfMemoryError: The host has no room.
+        """
+        ...
+
+    def copier(self) -> "Copier":
+        """Two queues of copies beside the compute queue, to be closed after use."""
+        ...
+
+
+class Copier(Protocol):
+    """Copies between device and host beside the computations, one queue a direction.
+
+    A copy starts once the work launched so far on the calling thread's compute queue,
+    the copies in `after` and those before it in its own queue are done. Source and
+    target are of one size in bytes and are kept until it is done.
+    """
+
+    def out(self, source: Array, target: Buffer, after: Sequence[Ticket] = ()) -> Ticket:
+        """Start a copy to the host.
+
+        Raises:
+            BackendError: It cannot be started, or an earlier one failed.
+        """
+        ...
+
+    def back(
+        self, source: Buffer, target: Array, after: Sequence[Ticket] = ()
+    ) -> Ticket:
+        """Start a copy from the host.
+
+        Raises:
+            BackendError: It cannot be started, or an earlier one failed.
+        """
+        ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """Make the compute queue wait for a copy; the host only where it must.
+
+        Raises:
+            BackendError: A copy is known to have failed.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Wait on the host for all copies. Tickets mean nothing afterwards.
+
+        Raises:
+            BackendError: One of them failed; the first.
+        """
+        ...
+
+    def close(self) -> None:
+        """Drop what has not begun and wait for the rest. Nothing is copied afterwards.
+
+        It raises nothing, and may be called again.
+        """
         ...
 
 
@@ -157,17 +229,48 @@ class PlanRunner(Protocol):
 class PlanTexts(Protocol):
     """Execution plans of a library as text, to be remembered between processes."""
 
-    def dumps(self, problem: ConvProblem, algo: str) -> str | None:
+    def dumps(
+        self, problem: ConvProblem, algo: str, *, accumulate: bool = False
+    ) -> str | None:
         """The plan of one algorithm; None for what has none."""
         ...
 
-    def loads(self, problem: ConvProblem, algo: str, text: str) -> None:
+    def loads(
+        self, problem: ConvProblem, algo: str, text: str, *, accumulate: bool = False
+    ) -> None:
         """Take a plan that `dumps` wrote, instead of building it.
 
         Raises:
             BackendError: The library does not take it.
         """
         ...
+
+
+def no_workspace(
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    attrs: Mapping[str, Any],
+) -> int:
+    """What a kernel needs that brings its own few tiles: nothing."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operation of a training step; convolutions have plans instead.
+
+    Attributes:
+        run: (inputs, outputs, attributes, workspace) -> nothing. Launches it: writes
+            into the outputs, and into inputs that are state. Arrays are dense.
+        workspace: (inputs, outputs, attributes) -> bytes that `run` must be given.
+    """
+
+    run: Callable[
+        [Sequence[Array], Sequence[Array], Mapping[str, Any], Buffer | None], None
+    ]
+    workspace: Callable[
+        [Sequence[TensorSpec], Sequence[TensorSpec], Mapping[str, Any]], int
+    ] = no_workspace
 
 
 @dataclass(frozen=True)
@@ -187,6 +290,7 @@ class Backend:
         fragile: Whether a failing kernel may take the process or its device context
             with it, so that unknown kernels are better timed in a child process.
         plan_texts: Writes and reads execution plans, where the library has them.
+        kernels: Operation -> kernel, for those that are no convolution.
     """
 
     name: str
@@ -197,3 +301,4 @@ class Backend:
     split_alignment: int = 1
     fragile: bool = False
     plan_texts: PlanTexts | None = None
+    kernels: Mapping[str, Kernel] = field(default_factory=dict, compare=False)

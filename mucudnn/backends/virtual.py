@@ -70,6 +70,9 @@ class VirtualDevice:
         """No memory, of the right size."""
         return VirtualArray((nbytes,))
 
+    def trim(self) -> None:
+        """Nothing is held."""
+
     def view(self, buffer: VirtualArray, offset: int, spec: TensorSpec) -> VirtualArray:
         """Part of nothing."""
         return VirtualArray(spec.shape, spec.dtype)

@@ -5,15 +5,19 @@ kept beside the measurements, under the same key.
 """
 
 import logging
+from collections.abc import Iterator
 
-from mucudnn.backends.base import Backend
+from mucudnn.backends.base import Backend, PlanTexts
 from mucudnn.errors import MucudnnError
-from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.runtime.cache import BenchmarkCache
 
 __all__ = ["restore_plans"]
 
 logger = logging.getLogger(__name__)
+
+_ADDING = "+="
+"""Ends the name of a plan that adds to its output."""
 
 
 def restore_plans(backend: Backend, cache: BenchmarkCache, plan: ConvPlan) -> None:
@@ -24,20 +28,37 @@ def restore_plans(backend: Backend, cache: BenchmarkCache, plan: ConvPlan) -> No
     texts = backend.plan_texts
     if texts is None:
         return
-    fingerprint = backend.device.fingerprint
-    for algo, batch in dict.fromkeys((step.algo, step.batch) for step in plan.steps):
-        problem = plan.problem.with_batch(batch)
-        known = cache.get_plan_text(fingerprint, problem, algo)
-        try:
-            if known is not None:
-                texts.loads(problem, algo, known)
-                continue
-        except MucudnnError as e:
-            logger.info("rebuilding the plan of %s for %s: %s", algo, problem, e)
-        try:
-            text = texts.dumps(problem, algo)
-        except MucudnnError as e:  # running it will say so, and fall back
-            logger.info("%s cannot be planned for %s: %s", algo, problem, e)
-            continue
-        if text is not None:
-            cache.put_plan_text(fingerprint, problem, algo, text)
+    for step in dict.fromkeys(_kernels(plan)):
+        _restore(backend.device.fingerprint, texts, cache, step)
+
+
+_Kernel = tuple[ConvProblem, str, bool]
+
+
+def _kernels(plan: ConvPlan) -> Iterator[_Kernel]:
+    """Problem, algorithm and whether it adds, of every micro-batch."""
+    adds_up = plan.problem.direction is Direction.BACKWARD_FILTER
+    for window, step in plan.slices():
+        add = adds_up and window.start > 0
+        yield plan.problem.with_batch(step.batch), step.algo, add
+
+
+def _restore(
+    fingerprint: str, texts: PlanTexts, cache: BenchmarkCache, kernel: _Kernel
+) -> None:
+    problem, algo, add = kernel
+    name = f"{algo}{_ADDING}" if add else algo
+    known = cache.get_plan_text(fingerprint, problem, name)
+    try:
+        if known is not None:
+            texts.loads(problem, algo, known, accumulate=add)
+            return
+    except MucudnnError as e:
+        logger.info("rebuilding the plan of %s for %s: %s", name, problem, e)
+    try:
+        text = texts.dumps(problem, algo, accumulate=add)
+    except MucudnnError as e:  # running it will say so, and fall back
+        logger.info("%s cannot be planned for %s: %s", name, problem, e)
+        return
+    if text is not None:
+        cache.put_plan_text(fingerprint, problem, name, text)

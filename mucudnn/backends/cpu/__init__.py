@@ -20,5 +20,8 @@ def load(argument: str, device: int) -> Backend:
     """The CPU backend."""
     from mucudnn.backends.cpu.conv import CpuConv
     from mucudnn.backends.cpu.device import CpuDevice
+    from mucudnn.backends.cpu.kernels import bind
+    from mucudnn.backends.cpu.threads import Workers
 
-    return Backend("cpu", CpuDevice(), CpuConv())
+    workers = Workers()
+    return Backend("cpu", CpuDevice(), CpuConv(workers), kernels=bind(workers))

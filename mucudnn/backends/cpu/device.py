@@ -56,6 +56,9 @@ class CpuDevice:
         start = -raw.ctypes.data % ALIGNMENT
         return raw[start : start + nbytes]
 
+    def trim(self) -> None:
+        """Nothing is held."""
+
     def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
         """A NumPy view."""
         window = buffer[offset : offset + spec.nbytes]

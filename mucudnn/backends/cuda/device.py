@@ -84,6 +84,11 @@ class CudaDevice:
         with self._room_for(f"{nbytes} bytes"):
             return self._cupy.empty(nbytes, "uint8")
 
+    def trim(self) -> None:
+        """Free what CuPy's pool holds without using it: other processes may need it."""
+        with self._cupy.cuda.Device(self._index):
+            self._cupy.get_default_memory_pool().free_all_blocks()
+
     def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
         """A CuPy view; bfloat16 as `ml_dtypes` has it, else as bits."""
         window = buffer[offset : offset + spec.nbytes]
@@ -222,6 +227,9 @@ class DescribedDevice:
     def allocate(self, nbytes: int) -> Any:
         """Refuse."""
         raise self._absent()
+
+    def trim(self) -> None:
+        """Nothing is held."""
 
     def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
         """Refuse."""

@@ -5,8 +5,6 @@ follow. Half-precision filter gradients have every row a second time, summing th
 micro-batches in float32.
 """
 
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from mucudnn.backends.cuda.conv.graph import GraphLibrary, GraphRow, PlanKey
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
 from mucudnn.backends.cuda.conv.legacy import LegacyLibrary
 from mucudnn.backends.cuda.conv.operation import ALIGNMENT
+from mucudnn.backends.cuda.recent import Recent
 from mucudnn.backends.cuda.session import Session
 from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem
@@ -42,8 +41,8 @@ class CudaConv:
         self._absent = absent
         self._graph = GraphLibrary(session)
         self._legacy = LegacyLibrary(session) if absent is None else None
-        self._launches: OrderedDict[object, Sequence[Launch]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._launches: Recent[tuple[object, ...], Sequence[Launch]]
+        self._launches = Recent(_LAUNCHES)
 
     @property
     def session(self) -> Session:
@@ -107,10 +106,7 @@ class CudaConv:
             launches = self.launches(
                 problem, algo, operands, first=True, accumulate=accumulate
             )
-            with self._lock:
-                self._launches[key] = launches
-                while len(self._launches) > _LAUNCHES:
-                    self._launches.popitem(last=False)
+            self._launches.put(key, launches)
         execute(self._session, launches)
 
     def launches(
@@ -160,21 +156,18 @@ class CudaConv:
             ),
         ]
 
-    def dumps(self, problem: ConvProblem, algo: str) -> str | None:
-        """An engine's execution plan as JSON; None for what has none."""
-        name = algo.removesuffix(float32_sum.SUFFIX)
-        if not name.startswith("eng"):
-            return None
-        return self._graph.dumps(PlanKey(problem, name))
+    def dumps(
+        self, problem: ConvProblem, algo: str, *, accumulate: bool = False
+    ) -> str | None:
+        """See `PlanTexts.dumps`: an engine's execution plan as JSON."""
+        key = _plan_key(problem, algo, accumulate)
+        return self._graph.dumps(key) if key.algo.startswith("eng") else None
 
-    def loads(self, problem: ConvProblem, algo: str, text: str) -> None:
-        """Take an execution plan that `dumps` wrote.
-
-        Raises:
-            BackendError: The library does not take it; it may be of another version.
-        """
-        name = algo.removesuffix(float32_sum.SUFFIX)
-        self._graph.loads(PlanKey(problem, name), text)
+    def loads(
+        self, problem: ConvProblem, algo: str, text: str, *, accumulate: bool = False
+    ) -> None:
+        """See `PlanTexts.loads`."""
+        self._graph.loads(_plan_key(problem, algo, accumulate), text)
 
     def _launch(
         self, problem: ConvProblem, name: str, operands: Operands, accumulate: bool
@@ -191,6 +184,12 @@ class CudaConv:
             return self._graph.rows(problem)
         except UnsupportedError:  # `excluded` says why
             return {}
+
+
+def _plan_key(problem: ConvProblem, algo: str, accumulate: bool) -> PlanKey:
+    """The engine's plan of an algorithm; one that sums in float32 itself never adds."""
+    name = algo.removesuffix(float32_sum.SUFFIX)
+    return PlanKey(problem, name, accumulate and name == algo)
 
 
 def operands_of(a: Any, b: Any, out: Any, workspace: Any) -> Operands:

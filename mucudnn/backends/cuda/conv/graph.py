@@ -1,7 +1,5 @@
 """cuDNN's graph API as a library of algorithms: one an engine configuration."""
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from mucudnn.backends.cuda._enums import Attribute, AttributeType, DescriptorType
@@ -10,6 +8,7 @@ from mucudnn.backends.cuda.conv.geometry import operand_order
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
 from mucudnn.backends.cuda.conv.operation import ALIGNMENT, UIDS, operation_graph
 from mucudnn.backends.cuda.descriptors import Descriptor
+from mucudnn.backends.cuda.recent import Recent
 from mucudnn.backends.cuda.session import Session
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem
@@ -19,6 +18,9 @@ __all__ = ["GraphLibrary", "GraphRow", "PlanKey"]
 
 _LISTINGS = 4096
 """How many problems' lists of engines are remembered; each is a few kilobytes."""
+
+_PLANS = 2048
+"""How many execution plans are remembered; each is some 40 kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,8 @@ class GraphLibrary:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._listings: OrderedDict[ConvProblem, dict[str, GraphRow]] = OrderedDict()
-        self._plans: dict[PlanKey, Descriptor] = {}
-        self._lock = threading.Lock()
+        self._listings: Recent[ConvProblem, dict[str, GraphRow]] = Recent(_LISTINGS)
+        self._plans: Recent[PlanKey, Descriptor] = Recent(_PLANS)
 
     def rows(self, problem: ConvProblem) -> dict[str, GraphRow]:
         """Every engine configuration by name, cuDNN's favourites first.
@@ -65,10 +66,8 @@ class GraphLibrary:
         Raises:
             UnsupportedError: cuDNN refuses the convolution as such.
         """
-        with self._lock:
-            if (rows := self._listings.get(problem)) is not None:
-                self._listings.move_to_end(problem)
-                return rows
+        if (rows := self._listings.get(problem)) is not None:
+            return rows
         graph = self._graph(PlanKey(problem, ""))
         found = engines(
             self._session.calls, graph, self._session.description, problem.dtype
@@ -76,10 +75,7 @@ class GraphLibrary:
         rows = {
             engine.name: GraphRow(engine.workspace, engine.traits) for engine in found
         }
-        with self._lock:
-            self._listings[problem] = rows
-            while len(self._listings) > _LISTINGS:
-                self._listings.popitem(last=False)
+        self._listings.put(problem, rows)
         return rows
 
     def plan(self, key: PlanKey) -> Descriptor:
@@ -98,7 +94,7 @@ class GraphLibrary:
                 AttributeType.BACKEND_DESCRIPTOR,
                 config,
             )
-            self._plans[key] = plan.finalize()
+            self._plans.put(key, plan.finalize())
         return plan
 
     def dumps(self, key: PlanKey) -> str:
@@ -113,7 +109,7 @@ class GraphLibrary:
         """
         plan = self._bare_plan()
         plan.set_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION, text)
-        self._plans[key] = plan.finalize()
+        self._plans.put(key, plan.finalize())
 
     def launch(self, key: PlanKey, operands: Operands) -> Launch:
         """A call of a plan on given addresses.

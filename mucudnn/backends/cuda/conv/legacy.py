@@ -24,6 +24,7 @@ from mucudnn.backends.cuda._enums import (
 )
 from mucudnn.backends.cuda.conv.geometry import Geometry, operand_order
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
+from mucudnn.backends.cuda.recent import Recent
 from mucudnn.backends.cuda.session import Session
 from mucudnn.errors import BackendError, MucudnnError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem, Direction
@@ -54,6 +55,7 @@ _SUFFIXES: Mapping[MathType, str] = MappingProxyType(
     }
 )
 _LARGEST_INT = 2**31 - 1
+_LISTINGS = 4096
 _DOCUMENTED_NONDETERMINISTIC: Mapping[Direction, tuple[int, ...]] = MappingProxyType(
     {
         Direction.FORWARD: (),
@@ -95,7 +97,9 @@ class LegacyLibrary:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._calls = session.calls
-        self._rows: dict[ConvProblem, tuple[dict[str, LegacyRow], dict[str, str]]] = {}
+        self._rows: Recent[ConvProblem, tuple[dict[str, LegacyRow], dict[str, str]]] = (
+            Recent(_LISTINGS)
+        )
 
     def rows(
         self, problem: ConvProblem
@@ -114,7 +118,7 @@ class LegacyLibrary:
             else:
                 traits = _traits(problem, algo, math, algo not in shifting)
                 rows[name] = LegacyRow(algo, math, nbytes, traits)
-        self._rows[problem] = rows, reasons
+        self._rows.put(problem, (rows, reasons))
         return rows, reasons
 
     def launch(

@@ -1,0 +1,169 @@
+"""Copies on the CPU: a worker thread a direction, so that they overlap with kernels.
+
+`np.copyto` of large byte views lets other threads run. Kernels have finished when they
+return, so a copy that is asked for may begin at once.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mucudnn.errors import BackendError
+
+__all__ = ["CHUNK", "CpuCopier", "CpuTicket"]
+
+CHUNK = 4 << 20
+"""Bytes copied between two looks at whether to stop."""
+
+Copy = Callable[[Any, Any], None]
+
+
+class CpuTicket:
+    """One copy: done, failed or dropped once `over` is set."""
+
+    __slots__ = ("failed", "over")
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.failed = False
+
+
+class _Fate:
+    """What both queues share: whether to stop, and the first failure."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        self.error: BackendError | None = None
+        self.queues: list[queue.SimpleQueue[Any]] = []
+        self._lock = threading.Lock()
+
+    def fail(self, error: Exception, what: str) -> None:
+        with self._lock:
+            if self.error is None:
+                self.error = BackendError(f"a copy {what} failed: {error!r}")
+                self.error.__cause__ = error
+
+    def stop(self) -> None:
+        self.stopped.set()
+        for jobs in self.queues:
+            jobs.put(None)
+
+
+class CpuCopier:
+    """Two threads, started by the first copy and ended by `close` or collection.
+
+    Args:
+        copy: Copies some bytes, source to target; replaced by tests.
+    """
+
+    def __init__(self, copy: Copy | None = None) -> None:
+        self._copy = copy or _copy
+        self._fate = _Fate()
+        self._lanes: dict[str, tuple[threading.Thread, queue.SimpleQueue[Any]]] = {}
+        self._last: dict[str, CpuTicket] = {}
+        weakref.finalize(self, self._fate.stop)
+
+    def out(
+        self, source: Any, target: Any, after: Sequence[CpuTicket] = ()
+    ) -> CpuTicket:
+        """Copy to other host memory that plays the host."""
+        return self._start("to the host", source, target, after)
+
+    def back(
+        self, source: Any, target: Any, after: Sequence[CpuTicket] = ()
+    ) -> CpuTicket:
+        """Copy from there."""
+        return self._start("from the host", source, target, after)
+
+    def wait(self, ticket: CpuTicket) -> None:
+        """Wait: on the CPU the host is the compute queue."""
+        ticket.over.wait()
+        self._check()
+        if ticket.failed:
+            raise BackendError("a copy was dropped: its copier was closed")
+
+    def finish(self) -> None:
+        """Wait for the last copy of each queue."""
+        for ticket in self._last.values():
+            ticket.over.wait()
+        self._check()
+
+    def close(self) -> None:
+        """Stop after the chunks that are being copied, and join the threads."""
+        self._fate.stop()
+        for thread, _ in self._lanes.values():
+            thread.join()
+        self._lanes.clear()
+
+    def _start(
+        self, what: str, source: Any, target: Any, after: Sequence[CpuTicket]
+    ) -> CpuTicket:
+        self._check()
+        if self._fate.stopped.is_set():
+            raise BackendError(f"a copy {what} was asked of a closed copier")
+        source, target = _bytes(source), _bytes(target)
+        if source.size != target.size:
+            raise BackendError(
+                f"a copy {what} of {source.size} bytes was given {target.size}"
+            )
+        ticket = CpuTicket()
+        self._lane(what).put((source, target, tuple(after), ticket))
+        self._last[what] = ticket
+        return ticket
+
+    def _lane(self, what: str) -> "queue.SimpleQueue[Any]":
+        if what not in self._lanes:
+            jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=_work,
+                args=(jobs, self._fate, self._copy, what),
+                name=f"mucudnn copies {what}",
+                daemon=True,
+            )
+            self._fate.queues.append(jobs)
+            self._lanes[what] = (thread, jobs)
+            thread.start()
+        return self._lanes[what][1]
+
+    def _check(self) -> None:
+        if (error := self._fate.error) is not None:
+            raise BackendError(str(error)) from error.__cause__
+
+
+def _work(
+    jobs: "queue.SimpleQueue[Any]", fate: _Fate, copy: Copy, what: str
+) -> None:
+    """A worker: it knows the queue and not the copier, which can thus be collected."""
+    while (job := jobs.get()) is not None:
+        source, target, after, ticket = job
+        try:
+            for earlier in after:
+                earlier.over.wait()
+            ticket.failed = not _carry(source, target, fate, copy)
+        except Exception as e:  # whatever it is, the thread that waits has to hear it
+            ticket.failed = True
+            fate.fail(e, what)
+        finally:
+            del source, target, job
+            ticket.over.set()
+
+
+def _carry(source: Any, target: Any, fate: _Fate, copy: Copy) -> bool:
+    """Copy chunk by chunk; False if there is no point any more."""
+    for at in range(0, source.size, CHUNK):
+        if fate.stopped.is_set() or fate.error is not None:
+            return False
+        copy(source[at : at + CHUNK], target[at : at + CHUNK])
+    return True
+
+
+def _copy(source: Any, target: Any) -> None:
+    np.copyto(target, source)
+
+
+def _bytes(array: Any) -> Any:
+    return array.reshape(-1).view(np.uint8)

@@ -1,0 +1,138 @@
+"""Average pooling and its gradient; over whole images a product with a vector of ones.
+
+What a window's sum is divided by is counted along each axis on its own: elements
+inside the image, or inside it and its padding, but never those that only rounding the
+number of windows up has added.
+"""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.kernels.behind import Behind
+from mucudnn.backends.cpu.kernels.tiles import (
+    BLOCK_BYTES,
+    Attrs,
+    Inputs,
+    Outputs,
+    Run,
+    share,
+    tiles,
+)
+from mucudnn.backends.cpu.kernels.windows import Axis, Windows, spatial_axes
+from mucudnn.backends.cpu.threads import Workers
+
+__all__ = ["OPERATIONS", "avg_pool", "avg_pool_grad"]
+
+
+def avg_pool(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+    """The mean of each window."""
+    axes = spatial_axes(inputs[0].shape, outputs[0].shape, attrs)
+    if _whole(axes):
+        _global_mean(workers, inputs[0], outputs[0])
+        return
+    x = inputs[0].reshape([axis.size for axis in axes])
+    y = outputs[0].reshape([axis.out for axis in axes])
+    counts = _Counts(axes, attrs["count_include_pad"])
+
+    def tile(windows: Windows) -> None:
+        images = {p: windows.gather(x, p, 0.0) for p in windows.phases()}
+        place = windows.outputs()
+        total = windows.inner(windows.reduce(images, np.add))
+        np.divide(total, counts.of(place, y.dtype), out=y[place])
+
+    share(workers, Windows.cover(axes, y.shape, x.itemsize), tile)
+
+
+def avg_pool_grad(
+    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
+) -> None:
+    """Dx: each dy shared out among the elements of its window."""
+    axes = spatial_axes(outputs[0].shape, inputs[0].shape, attrs)
+    if _whole(axes):
+        _global_mean_grad(workers, inputs[0], outputs[0])
+        return
+    dy = inputs[0].reshape([axis.out for axis in axes])
+    dx = outputs[0].reshape([axis.size for axis in axes])
+    counts = _Counts(axes, attrs["count_include_pad"])
+
+    def tile(windows: Windows) -> None:
+        gradient = Behind(windows, dy)
+        share_of = gradient.image[gradient.inside]
+        share_of /= counts.of(gradient.source, dy.dtype)
+        for phase in itertools.product(*(range(axis.stride) for axis in axes)):
+            total: Any = None
+            for tap in windows.taps():
+                where, offset = windows.locate(tap)
+                if where == phase:
+                    part = gradient.displaced(offset)
+                    total = part.copy() if total is None else np.add(total, part, total)
+            windows.scatter(phase, total, dx)
+
+    share(workers, Windows.of_inputs(axes, dx.itemsize), tile)
+
+
+def _whole(axes: list[Axis]) -> bool:
+    return all(
+        axis.out == 1 and axis.padding == 0 and axis.kernel == axis.size
+        for axis in axes[1:]
+    )
+
+
+def _global_mean(workers: Workers, x: Any, y: Any) -> None:
+    pixels = math.prod(x.shape[2:])
+    planes, means = x.reshape(-1, pixels), y.reshape(-1)
+    share_of = np.full(pixels, 1 / pixels, x.dtype)
+
+    def tile(part: tuple[slice, ...]) -> None:
+        np.matmul(planes[part], share_of, out=means[part])
+
+    share(workers, tiles(means.shape, max(1, 2 * BLOCK_BYTES // x[0, 0].nbytes)), tile)
+
+
+def _global_mean_grad(workers: Workers, dy: Any, dx: Any) -> None:
+    pixels = math.prod(dx.shape[2:])
+    planes, column = dx.reshape(-1, pixels), dy.reshape(-1, 1)
+
+    def tile(part: tuple[slice, ...]) -> None:
+        np.multiply(column[part], 1 / pixels, out=planes[part])
+
+    rows = max(1, 2 * BLOCK_BYTES // dx[0, 0].nbytes)
+    share(workers, tiles((len(planes),), rows), tile)
+
+
+class _Counts:
+    """How many elements each window counts.
+
+    Args:
+        axes: Of the images.
+        padded: Whether the padding counts.
+    """
+
+    def __init__(self, axes: list[Axis], padded: bool) -> None:
+        self._rank = len(axes)
+        self._along = [_count(axis, padded) for axis in axes]
+
+    def of(self, place: tuple[slice, ...], dtype: Any) -> Any:
+        """The counts of some windows, to divide by; one number if all are equal."""
+        along = [counts[part] for counts, part in zip(self._along, place, strict=True)]
+        if all((counts == counts[:1]).all() for counts in along):
+            return dtype.type(math.prod(int(counts[:1].sum()) for counts in along))
+        columns = (
+            counts.reshape([-1 if i == axis else 1 for i in range(self._rank)])
+            for axis, counts in enumerate(along)
+        )
+        return functools.reduce(np.multiply, columns).astype(dtype)
+
+
+def _count(axis: Axis, padded: bool) -> Any:
+    margin = axis.padding if padded else 0
+    first = np.arange(axis.out) * axis.stride - axis.padding
+    last = np.minimum(first + axis.kernel, axis.size + margin)
+    return last - np.maximum(first, -margin)
+
+
+OPERATIONS: dict[str, Run] = {"avg_pool": avg_pool, "avg_pool_grad": avg_pool_grad}

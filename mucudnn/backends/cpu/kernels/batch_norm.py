@@ -1,0 +1,131 @@
+"""Batch normalisation (Ioffe and Szegedy, 2015): each channel by its own statistics.
+
+A worker takes as many channels as stay in its cache with all their samples. The
+variance is a sum of squares about the mean, never a difference of large sums; the
+output holds the deviations meanwhile, so no memory is needed for them.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
+from mucudnn.backends.cpu.kernels.tiles import (
+    BLOCK_BYTES,
+    Attrs,
+    Inputs,
+    Outputs,
+    Run,
+    as_ncs,
+    share,
+    tiles,
+)
+from mucudnn.backends.cpu.threads import Workers
+
+__all__ = ["OPERATIONS", "batch_norm", "batch_norm_eval", "batch_norm_grad"]
+
+Chunks = list[tuple[slice, ...]]
+
+
+def batch_norm(
+    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
+) -> None:
+    """Normalise by the statistics of the batch, and move the running ones."""
+    x, y = as_ncs(inputs[0]), as_ncs(outputs[0])
+    gamma, beta, running_mean, running_var = inputs[1:]
+    mean, inv_std = outputs[1:]
+    count = x.shape[0] * x.shape[2]
+
+    def block(item: tuple[slice, Chunks]) -> None:
+        channels, chunks = item
+        total, squares = 0.0, 0.0
+        for chunk in chunks:
+            total = total + row_sums(x[chunk])
+        centre = total / count
+        mean[channels] = centre
+        for chunk in chunks:
+            np.subtract(x[chunk], mean[channels, None], out=y[chunk])
+            squares = squares + row_dots(y[chunk], y[chunk])
+        inverse = 1 / np.sqrt(squares / count + attrs["eps"])
+        inv_std[channels] = inverse
+        factor = (gamma[channels] * inverse).astype(x.dtype)[:, None]
+        for chunk in chunks:
+            y[chunk] *= factor
+            y[chunk] += beta[channels, None]
+        if attrs["update"]:
+            unbiased = squares / max(1, count - 1)
+            _move(running_mean[channels], centre, attrs["momentum"])
+            _move(running_var[channels], unbiased, attrs["momentum"])
+
+    share(workers, channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+
+
+def batch_norm_eval(
+    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
+) -> None:
+    """Normalise by the running statistics."""
+    x, y = as_ncs(inputs[0]), as_ncs(outputs[0])
+    gamma, beta, mean, var = (v.astype(np.float64) for v in inputs[1:])
+    factor = (gamma / np.sqrt(var + attrs["eps"])).astype(x.dtype)[:, None]
+    centre, shift = inputs[3][:, None], beta.astype(x.dtype)[:, None]
+
+    def tile(part: tuple[slice, ...]) -> None:
+        out, channels = y[part], part[1]
+        np.subtract(x[part], centre[channels], out=out)
+        out *= factor[channels]
+        out += shift[channels]
+
+    share(workers, tiles(x.shape, BLOCK_BYTES // x.itemsize), tile)
+
+
+def batch_norm_grad(
+    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
+) -> None:
+    """Dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta.
+
+    x̂ is the normalised input.
+    """
+    x, dy, gamma, mean, inv_std = inputs
+    dx, dgamma, dbeta = outputs
+    x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(dx)
+    count = x.shape[0] * x.shape[2]
+
+    def block(item: tuple[slice, Chunks]) -> None:
+        channels, chunks = item
+        centre = mean[channels, None]
+        inverse = inv_std[channels].astype(np.float64)
+        total: Any = 0.0
+        dots: Any = 0.0
+        for chunk in chunks:
+            total = total + row_sums(dy[chunk])
+            dots = dots + row_dots(x[chunk] - centre, dy[chunk])
+        dbeta[channels] = total
+        dgamma[channels] = dots * inverse
+        factor = gamma[channels] * inverse
+        along = _column(-factor * inverse**2 * dots / count, x)
+        offset = _column(-factor * total / count, x)
+        scale = _column(factor, x)
+        for chunk in chunks:
+            deviation = x[chunk] - centre
+            deviation *= along
+            deviation += offset
+            out = dx[chunk]
+            np.multiply(dy[chunk], scale, out=out)
+            out += deviation
+
+    share(workers, channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+
+
+def _column(values: Any, like: Any) -> Any:
+    return values.astype(like.dtype)[:, None]
+
+
+def _move(running: Any, batch: Any, momentum: float) -> None:
+    running[...] = (1 - momentum) * running.astype(np.float64) + momentum * batch
+
+
+OPERATIONS: dict[str, Run] = {
+    "batch_norm": batch_norm,
+    "batch_norm_eval": batch_norm_eval,
+    "batch_norm_grad": batch_norm_grad,
+}

@@ -1,0 +1,51 @@
+"""Dropout with a mask that is a function of seed, step and position.
+
+Philox (Salmon et al., 2011) encrypts a counter: block b of the positions has the key
+(seed, step) and counts from b 2^64, so any thread can make any block, and the gradient
+makes the same mask again instead of keeping it. Each element takes 16 bits, so that
+the probability is p to within 2^-17.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.kernels.elementwise import keep
+from mucudnn.backends.cpu.kernels.tiles import Attrs, Inputs, Outputs, Run, share
+from mucudnn.backends.cpu.threads import Workers
+
+__all__ = ["OPERATIONS", "dropout"]
+
+_BLOCK = 65536  # positions; part of the definition of a mask
+_WORD = 1 << 64
+
+
+def dropout(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+    """Y = x / (1 - p) or, with probability p, 0."""
+    x, y = inputs[0].reshape(-1), outputs[0].reshape(-1)
+    p = attrs["p"]
+    key = attrs["seed"] % _WORD | int(inputs[1]) % _WORD << 64
+    if p >= 1:
+        y[...] = 0
+        return
+
+    def block(number: int) -> None:
+        part = slice(number * _BLOCK, (number + 1) * _BLOCK)
+        out = y[part]
+        keep(_mask(key, number, out.size, p), x[part], out)
+        out *= 1 / (1 - p)
+
+    share(workers, range(-(-x.size // _BLOCK)), block)
+
+
+def _mask(key: int, block: int, size: int, p: float) -> Any:
+    """True for what stays."""
+    source = np.random.Generator(np.random.Philox(key=key, counter=block << 64))
+    # Unlike `random_raw`, this lets other threads run.
+    words = source.integers(0, _WORD - 1, -(-size // 4), np.uint64, endpoint=True)
+    halves = words.astype("<u8", copy=False).view("<u2")[:size]
+    threshold = min(round(p * 65536), 65535)
+    return np.greater_equal(halves, np.uint16(threshold))
+
+
+OPERATIONS: dict[str, Run] = {"dropout": dropout}

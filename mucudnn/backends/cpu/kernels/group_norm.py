@@ -1,0 +1,207 @@
+"""Group and layer normalisation (Wu and He, 2018; Ba et al., 2016), sample by sample.
+
+All arrays are seen as (N, groups, channels of a group, S). Gamma has a value a channel
+or one an element; with the last axis of size 1 or S both broadcast alike.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.kernels.tiles import (
+    BLOCK_BYTES,
+    Attrs,
+    Inputs,
+    Outputs,
+    Run,
+    as_ncs,
+    share,
+    tiles,
+)
+from mucudnn.backends.cpu.threads import Workers
+
+__all__ = ["OPERATIONS", "group_norm", "group_norm_grad"]
+
+_LIMIT = BLOCK_BYTES // 2
+_SAMPLES = 64  # gradients of gamma are added up in single precision over so many
+
+Part = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Grouped:
+    """Views of the arrays of one operation.
+
+    Attributes:
+        shape: (N, groups, channels of a group, S).
+        affine: Shape of gamma and beta, with an axis for the samples.
+    """
+
+    shape: tuple[int, int, int, int]
+    affine: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, x: Any, attrs: Attrs) -> "_Grouped":
+        N, C, S = as_ncs(x).shape
+        groups = attrs["groups"]
+        shape = (N, groups, C // groups, S)
+        last = S if attrs["per_element"] else 1
+        return cls(shape, (1, groups, C // groups, last))
+
+    @property
+    def count(self) -> int:
+        """Elements that share a mean."""
+        return self.shape[2] * self.shape[3]
+
+    def groups(self, itemsize: int) -> list[tuple[slice, slice]]:
+        """Parts of (N, groups) for a worker."""
+        limit = max(1, _LIMIT // itemsize // self.count)
+        return [(n, g) for n, g in tiles(self.shape[:2], limit)]
+
+    def chunks(self, part: tuple[slice, slice], itemsize: int) -> Iterator[Part]:
+        """A part in pieces of the size of a tile."""
+        for inner in tiles(self.shape[2:], _LIMIT // itemsize):
+            yield (*part, *inner)
+
+    def affine_part(self, part: Part) -> Part:
+        """What of gamma goes with a part of x."""
+        n, g, c, s = part
+        return (slice(None), g, c, s if self.affine[3] > 1 else slice(None))
+
+
+def group_norm(
+    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
+) -> None:
+    """Normalise each group of channels of each sample by its own statistics."""
+    grouped = _Grouped.of(inputs[0], attrs)
+    x, y = (v.reshape(grouped.shape) for v in (inputs[0], outputs[0]))
+    gamma, beta = (v.reshape(grouped.affine) for v in inputs[1:])
+    mean, inv_std = outputs[1:]
+    size = x.itemsize
+
+    def block(part: tuple[slice, slice]) -> None:
+        chunks = list(grouped.chunks(part, size))
+        total = sum(_row_sums(x[c]) for c in chunks)
+        mean[part] = total / grouped.count
+        centre = mean[part][..., None, None]
+        squares: Any = 0.0
+        for c in chunks:
+            np.subtract(x[c], centre, out=y[c])
+            squares = squares + _row_dots(y[c], y[c])
+        inv_std[part] = 1 / np.sqrt(squares / grouped.count + attrs["eps"])
+        factor = inv_std[part][..., None, None]
+        for c in chunks:
+            out, affine = y[c], grouped.affine_part(c)
+            out *= factor
+            out *= gamma[affine]
+            out += beta[affine]
+
+    share(workers, grouped.groups(size), block)
+
+
+def group_norm_grad(
+    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
+) -> None:
+    """As batch normalisation's, over groups; dgamma and dbeta first: dx may be dy."""
+    grouped = _Grouped.of(inputs[0], attrs)
+    x, dy = (v.reshape(grouped.shape) for v in inputs[:2])
+    gamma = inputs[2].reshape(grouped.affine)
+    mean, inv_std = (v[..., None, None] for v in inputs[3:])
+    dx = outputs[0].reshape(grouped.shape)
+    dgamma, dbeta = (v.reshape(grouped.affine) for v in outputs[1:])
+    _affine_grads(workers, grouped, (x, dy, mean, inv_std), dgamma, dbeta)
+    size = x.itemsize
+
+    def block(part: tuple[slice, slice]) -> None:
+        chunks = list(grouped.chunks(part, size))
+        centre, inverse = mean[part], inv_std[part]
+        total: Any = 0.0
+        dots: Any = 0.0
+        for c in chunks:
+            weighted = dy[c] * gamma[grouped.affine_part(c)]
+            total = total + _row_sums(weighted)
+            dots = dots + _row_dots(x[c] - centre, weighted)
+        inv = inverse[..., 0, 0].astype(np.float64)
+        offset = (-inv * total / grouped.count).astype(x.dtype)[..., None, None]
+        along = (-(inv**3) * dots / grouped.count).astype(x.dtype)[..., None, None]
+        for c in chunks:
+            deviation = x[c] - centre
+            deviation *= along
+            deviation += offset
+            out = dx[c]
+            np.multiply(dy[c], gamma[grouped.affine_part(c)], out=out)
+            out *= inverse
+            out += deviation
+
+    share(workers, grouped.groups(size), block)
+
+
+def _affine_grads(
+    workers: Workers,
+    grouped: _Grouped,
+    arrays: tuple[Any, ...],
+    dgamma: Any,
+    dbeta: Any,
+) -> None:
+    """Sums over samples (and pixels, unless gamma has its own for each) of dy x̂, dy."""
+    x, dy, mean, inv_std = arrays
+    samples = grouped.shape[0]
+    per_element = grouped.affine[3] == grouped.shape[3]
+
+    def block(inner: Part) -> None:
+        few = min(samples, _SAMPLES)
+        width = int(np.prod([s.stop - s.start for s in inner]))
+        step = max(1, min(few, _LIMIT // x.itemsize // width))
+        gammas: Any = 0.0
+        betas: Any = 0.0
+        for start in range(0, samples, step):
+            part = (slice(start, start + step), *inner)
+            normal = x[part] - mean[part[:2]]
+            normal *= inv_std[part[:2]]
+            if per_element:
+                normal *= dy[part]
+                gammas = gammas + np.add.reduce(normal, axis=0, keepdims=True)
+                betas = betas + np.add.reduce(dy[part], axis=0, keepdims=True)
+            else:
+                gammas = gammas + np.vecdot(normal, dy[part]).sum(axis=0)
+                betas = betas + _pixel_sums(dy[part]).sum(axis=0)
+        place = grouped.affine_part((slice(0, 1), *inner))
+        dgamma[place] = np.reshape(gammas, dgamma[place].shape)
+        dbeta[place] = np.reshape(betas, dbeta[place].shape)
+
+    share(workers, _affine_parts(grouped, x.itemsize), block)
+
+
+def _affine_parts(grouped: _Grouped, itemsize: int) -> list[Part]:
+    """Parts of (groups, channels, S); pixels stay together if gamma is theirs all."""
+    _, groups, channels, S = grouped.shape
+    elements = _LIMIT // itemsize
+    if grouped.affine[3] == S:
+        few = max(1, elements // min(grouped.shape[0], _SAMPLES))
+        return tiles((groups, channels, S), few)
+    rows = tiles((groups, channels), max(1, elements // (S * grouped.shape[0])))
+    return [(*part, slice(0, S)) for part in rows]
+
+
+def _pixel_sums(part: Any) -> Any:
+    return np.matmul(part, np.ones(part.shape[3], part.dtype))
+
+
+def _row_sums(part: Any) -> Any:
+    """(n, groups) in float64."""
+    return np.add.reduce(part, axis=(2, 3)).astype(np.float64)
+
+
+def _row_dots(a: Any, b: Any) -> Any:
+    """(n, groups) in float64."""
+    if a.shape[3] > 1:
+        return np.add.reduce(np.vecdot(a, b), axis=2, dtype=np.float64)
+    return np.vecdot(a[..., 0], b[..., 0]).astype(np.float64)
+
+
+OPERATIONS: dict[str, Run] = {
+    "group_norm": group_norm,
+    "group_norm_grad": group_norm_grad,
+}

@@ -1,0 +1,173 @@
+"""Losses with their gradients, and accuracy.
+
+Each tile leaves its part of the sum in a list; the parts are added in order, in double
+precision, so that the loss does not depend on which worker was first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.kernels.sums import total_dot
+from mucudnn.backends.cpu.kernels.tiles import (
+    BLOCK_BYTES,
+    Attrs,
+    Inputs,
+    Outputs,
+    Run,
+    as_ncs,
+    share,
+    tiles,
+)
+from mucudnn.backends.cpu.threads import Workers
+
+__all__ = [
+    "OPERATIONS",
+    "accuracy",
+    "mean_squared_error",
+    "mean_squared_error_grad",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_grad",
+]
+
+_PIECES = 8  # a batch of logits alone is small, but worth two workers
+
+
+def softmax_cross_entropy(
+    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
+) -> None:
+    """(mean of -log p[label], p).
+
+    Raises:
+        ValueError: A label is not a class.
+    """
+    x, p = as_ncs(inputs[0]), as_ncs(outputs[1])
+    labels = _pixel_labels(inputs[1], x)
+
+    def tile(part: tuple[slice, slice]) -> float:
+        n, s = part
+        out = p[n, :, s]
+        chosen = _checked(labels[n, s], x.shape[1])
+        highest = np.maximum.reduce(x[n, :, s], axis=1, keepdims=True)
+        np.subtract(x[n, :, s], highest, out=out)
+        picked = np.take_along_axis(out, chosen[:, None], axis=1)
+        np.exp(out, out=out)
+        total = np.add.reduce(out, axis=1, keepdims=True)
+        out /= total
+        return float(np.sum(np.log(total) - picked, dtype=np.float64))
+
+    total = _ordered_sum(workers, _pixel_tiles(x), tile)
+    outputs[0][...] = total / labels.size
+
+
+def softmax_cross_entropy_grad(
+    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
+) -> None:
+    """(p - [1 at the label]) dloss / number of labels."""
+    p, dx = as_ncs(inputs[0]), as_ncs(outputs[0])
+    labels = _pixel_labels(inputs[1], p)
+    factor = float(inputs[2]) / labels.size
+
+    def tile(part: tuple[slice, slice]) -> None:
+        n, s = part
+        out = dx[n, :, s]
+        chosen = _checked(labels[n, s], p.shape[1])[:, None]
+        np.multiply(p[n, :, s], factor, out=out)
+        right = np.take_along_axis(out, chosen, axis=1) - p.dtype.type(factor)
+        np.put_along_axis(out, chosen, right, axis=1)
+
+    share(workers, _pixel_tiles(p), tile)
+
+
+def mean_squared_error(
+    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
+) -> None:
+    """The mean of (prediction - target)²."""
+    a, b = (v.reshape(-1) for v in inputs)
+
+    def tile(part: tuple[slice]) -> float:
+        difference = a[part] - b[part]
+        return total_dot(difference, difference)
+
+    total = _ordered_sum(workers, tiles(a.shape, BLOCK_BYTES // a.itemsize), tile)
+    outputs[0][...] = total / a.size
+
+
+def mean_squared_error_grad(
+    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
+) -> None:
+    """2 (prediction - target) dloss / number of elements."""
+    a, b = (v.reshape(-1) for v in inputs[:2])
+    out = outputs[0].reshape(-1)
+    factor = 2 * float(inputs[2]) / a.size
+
+    def tile(part: tuple[slice, ...]) -> None:
+        np.subtract(a[part], b[part], out=out[part])
+        out[part] *= factor
+
+    share(workers, tiles(a.shape, BLOCK_BYTES // a.itemsize), tile)
+
+
+def accuracy(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+    """How many labels have fewer than k logits above their own.
+
+    Raises:
+        ValueError: A label is not a class.
+    """
+    x = as_ncs(inputs[0])
+    labels = _pixel_labels(inputs[1], x)
+
+    def tile(part: tuple[slice, slice]) -> float:
+        n, s = part
+        logits = x[n, :, s]
+        chosen = _checked(labels[n, s], x.shape[1])
+        own = np.take_along_axis(logits, chosen[:, None], axis=1)
+        above = np.count_nonzero(np.greater(logits, own), axis=1)
+        # A NaN is above nothing, but no right answer either.
+        right = np.logical_and(above < attrs["k"], own[:, 0] == own[:, 0])
+        return float(np.count_nonzero(right))
+
+    outputs[0][...] = _ordered_sum(workers, _pixel_tiles(x), tile)
+
+
+def _pixel_tiles(x: Any) -> list[Any]:
+    N, C, S = x.shape
+    piece = min(BLOCK_BYTES // x.itemsize, -(-x.size // _PIECES))
+    return tiles((N, S), max(1, piece // C))
+
+
+def _pixel_labels(labels: Any, x: Any) -> Any:
+    return labels.reshape(x.shape[0], x.shape[2])
+
+
+def _checked(labels: Any, classes: int) -> Any:
+    lowest, highest = int(labels.min()), int(labels.max())
+    if lowest < 0 or highest >= classes:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(
+            f"label {wrong} is not a class: logits of {classes} classes take labels "
+            f"from 0 to {classes - 1}"
+        )
+    return labels
+
+
+def _ordered_sum(
+    workers: Workers, items: Sequence[Any], fn: Callable[[Any], float]
+) -> float:
+    parts = [0.0] * len(items)
+
+    def one(number: int) -> None:
+        parts[number] = fn(items[number])
+
+    share(workers, range(len(items)), one)
+    return sum(parts)
+
+
+OPERATIONS: dict[str, Run] = {
+    "accuracy": accuracy,
+    "mean_squared_error": mean_squared_error,
+    "mean_squared_error_grad": mean_squared_error_grad,
+    "softmax_cross_entropy": softmax_cross_entropy,
+    "softmax_cross_entropy_grad": softmax_cross_entropy_grad,
+}

@@ -1,0 +1,78 @@
+"""Sums over samples and pixels, one for each channel.
+
+BLAS adds a row of pixels in single precision over many lanes; rows are at most a tile
+long, and their sums are added in double precision, in a fixed order.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.kernels.tiles import tiles
+
+__all__ = ["channel_chunks", "row_dots", "row_sums", "total_dot"]
+
+_LONGEST_ROW = 16384
+_CACHE_LINE = 16  # channels without pixels lie next to each other
+
+
+def channel_chunks(
+    shape: tuple[int, ...], limit: int
+) -> list[tuple[slice, list[tuple[slice, ...]]]]:
+    """(channels, the chunks (n, c, s) that cover them) for an array (N, C, S).
+
+    Channels are taken together while all their samples fit in `limit` elements; else
+    the samples of one channel, or parts of its rows, are chunks of their own.
+    """
+    N, C, S = shape
+    step = min(C, max(_CACHE_LINE if S == 1 else 1, limit // max(1, N * S)))
+    items = []
+    for first in range(0, C, step):
+        channels = slice(first, min(first + step, C))
+        width = channels.stop - first
+        rows = [
+            slice(i, min(i + _LONGEST_ROW, S)) for i in range(0, S, _LONGEST_ROW)
+        ] or [slice(0, 0)]
+        longest = max(1, width * min(S, _LONGEST_ROW))
+        chunks = [
+            (n, channels, s) for s in rows for (n,) in tiles((N,), limit // longest)
+        ]
+        items.append((channels, chunks))
+    return items
+
+
+def row_sums(chunk: Any) -> Any:
+    """Sums of (n, c, s) over n and s: (c,) in float64."""
+    if chunk.shape[2] == 1:
+        return np.add.reduce(_halves(chunk[..., 0]), axis=0, dtype=np.float64)
+    ones = np.ones(chunk.shape[2], chunk.dtype)
+    return np.add.reduce(np.matmul(chunk, ones), axis=0, dtype=np.float64)
+
+
+def row_dots(a: Any, b: Any) -> Any:
+    """Sums of a * b over n and s: (c,) in float64."""
+    if a.shape[2] == 1:
+        products = np.multiply(a[..., 0], b[..., 0])
+        return np.add.reduce(_halves(products), axis=0, dtype=np.float64)
+    return np.add.reduce(np.vecdot(a, b), axis=0, dtype=np.float64)
+
+
+def total_dot(a: Any, b: Any) -> float:
+    """The sum of a * b over two flat arrays, summed in rows."""
+    total = 0.0
+    for start in range(0, a.size, _LONGEST_ROW):
+        part = slice(start, start + _LONGEST_ROW)
+        total += float(np.dot(a[part], b[part]))
+    return total
+
+
+def _halves(rows: Any) -> Any:
+    """Rows added in pairs until few are left, so that few are cast to float64."""
+    while len(rows) > 16:
+        half = len(rows) // 2
+        rest = rows[2 * half :]
+        folded = np.add(rows[:half], rows[half : 2 * half])
+        if len(rest):
+            folded[:1] += rest
+        rows = folded
+    return rows

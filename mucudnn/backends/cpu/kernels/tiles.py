@@ -1,0 +1,85 @@
+"""How kernels divide their work: fixed tiles, shared by the workers.
+
+A tile is large, because each NumPy call of two threads may cost them a hand-over of the
+interpreter lock, and small enough for a core's second-level cache, so that a formula of
+many passes reads main memory once. Tiles depend on shapes only: results are the same
+bits whatever the number of workers.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from mucudnn.backends.cpu.threads import Workers
+
+__all__ = [
+    "BLOCK_BYTES",
+    "Attrs",
+    "Inputs",
+    "Outputs",
+    "Run",
+    "as_ncs",
+    "flat_blocks",
+    "greedy",
+    "share",
+    "tiles",
+]
+
+T = TypeVar("T")
+
+Inputs = Sequence[Any]
+Outputs = Sequence[Any]
+Attrs = Mapping[str, Any]
+Run = Callable[[Workers, Inputs, Outputs, Attrs], None]
+"""A kernel before it is given its workers: writes into its outputs."""
+
+BLOCK_BYTES = 256 << 10
+"""Of each operand of a tile."""
+
+
+def share(workers: Workers, items: Sequence[T], fn: Callable[[T], None]) -> None:
+    """Call `fn(item)` for each, on all workers."""
+    workers.each(items, lambda _, item: fn(item), at_most=max(1, len(items)))
+
+
+def flat_blocks(
+    workers: Workers,
+    arrays: Sequence[Any],
+    fn: Callable[..., None],
+    nbytes: int = BLOCK_BYTES,
+) -> None:
+    """Call `fn(*parts)` with the same contiguous range of every flattened array."""
+    flat = [a.reshape(-1) for a in arrays]
+    size = flat[0].size
+    step = nbytes // max(a.itemsize for a in flat)
+    share(
+        workers,
+        range(0, size, step),
+        lambda start: fn(*(a[start : start + step] for a in flat)),
+    )
+
+
+def greedy(shape: Sequence[int], limit: int) -> tuple[int, ...]:
+    """The largest tile of at most `limit` elements, last axes kept whole first."""
+    tile: list[int] = []
+    for size in reversed(shape):
+        tile.append(max(1, min(size, limit)))
+        limit = max(1, limit // tile[-1]) if tile[-1] == size else 1
+    return tuple(reversed(tile))
+
+
+def tiles(shape: Sequence[int], limit: int) -> list[tuple[slice, ...]]:
+    """Slices that cover a shape in tiles of at most `limit` elements."""
+    steps = greedy(shape, limit)
+    ranges = (
+        [slice(i, min(i + step, size)) for i in range(0, size, step)]
+        for size, step in zip(shape, steps, strict=True)
+    )
+    return list(itertools.product(*ranges))
+
+
+def as_ncs(array: Any) -> Any:
+    """A view (N, C, S) of (N, C, *spatial); S is 1 without spatial axes."""
+    N, C, *spatial = array.shape
+    return array.reshape(N, C, math.prod(spatial))

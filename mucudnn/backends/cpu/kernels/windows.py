@@ -1,0 +1,212 @@
+"""Sliding windows without strides: a tile of images taken apart by phase.
+
+With stride 2 an image is four smaller ones: even and odd columns of even and odd rows.
+Element (r, s) of every window lies in the image of phase (r % 2, s % 2), displaced by
+(r // 2, s // 2) from the window's own position. Where these images and the results
+share a row length, a displacement is an offset into flat memory, so each step over
+all windows of a tile is one long vector operation. The price is a few unused elements
+at the end of each row.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.kernels.tiles import Attrs, tiles
+
+__all__ = ["Axis", "Windows", "spatial_axes"]
+
+_TILE_BYTES = 64 << 10
+"""Of an image of one phase; a kernel holds up to about ten of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of an image and the windows along it."""
+
+    size: int
+    out: int
+    kernel: int = 1
+    stride: int = 1
+    padding: int = 0
+
+    @property
+    def reach(self) -> int:
+        """The displacement of a window's last element, in elements of a phase."""
+        return (self.kernel - 1) // self.stride
+
+    @property
+    def phases(self) -> int:
+        """How many phases windows touch."""
+        return min(self.kernel, self.stride)
+
+
+def spatial_axes(shape: Sequence[int], out: Sequence[int], attrs: Attrs) -> list[Axis]:
+    """All axes of (N * C, *spatial), the first without windows."""
+    spatial = zip(
+        shape[2:],
+        out[2:],
+        attrs["kernel"],
+        attrs["stride"],
+        attrs["padding"],
+        strict=True,
+    )
+    return [Axis(shape[0] * shape[1], out[0] * out[1]), *(Axis(*v) for v in spatial)]
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Positions [start, stop) on every axis, with as many more as windows reach over.
+
+    Attributes:
+        axes: Of the whole tensor.
+        starts: The tile's first position on each axis.
+        counts: How many positions it has.
+    """
+
+    axes: tuple[Axis, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def cover(
+        cls, axes: Sequence[Axis], positions: Sequence[int], itemsize: int
+    ) -> "list[Windows]":
+        """Tiles of all positions."""
+        parts = tiles(positions, _TILE_BYTES // itemsize)
+        return [
+            cls(
+                tuple(axes),
+                tuple(s.start for s in part),
+                tuple(s.stop - s.start for s in part),
+            )
+            for part in parts
+        ]
+
+    @classmethod
+    def of_inputs(cls, axes: Sequence[Axis], itemsize: int) -> "list[Windows]":
+        """Tiles such that every element of the image is in one, in some phase."""
+        positions = [-(-(axis.size + axis.padding) // axis.stride) for axis in axes]
+        return cls.cover(axes, positions, itemsize)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Shape of an image of one phase: the positions and what is beyond."""
+        pairs = zip(self.axes, self.counts, strict=True)
+        return tuple(count + axis.reach for axis, count in pairs)
+
+    @property
+    def size(self) -> int:
+        """Elements of one image."""
+        return math.prod(self.lengths)
+
+    @property
+    def pitches(self) -> tuple[int, ...]:
+        """Flat distance of neighbours along each axis."""
+        lengths = self.lengths
+        return tuple(math.prod(lengths[i + 1 :]) for i in range(len(lengths)))
+
+    @property
+    def spare(self) -> int:
+        """Elements that flat offsets may run past the end."""
+        pairs = zip(self.axes, self.pitches, strict=True)
+        return sum(axis.reach * pitch for axis, pitch in pairs)
+
+    def phases(self) -> Iterator[tuple[int, ...]]:
+        """Every phase that a window touches."""
+        return itertools.product(*(range(axis.phases) for axis in self.axes))
+
+    def taps(self) -> Iterator[tuple[int, ...]]:
+        """Every element of a window, in row-major order."""
+        return itertools.product(*(range(axis.kernel) for axis in self.axes))
+
+    def locate(self, tap: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """(phase, flat offset) of an element of the window."""
+        pairs = list(zip(tap, self.axes, strict=True))
+        phase = tuple(t % axis.stride for t, axis in pairs)
+        steps = (t // axis.stride for t, axis in pairs)
+        return phase, sum(
+            step * pitch for step, pitch in zip(steps, self.pitches, strict=True)
+        )
+
+    def outputs(self) -> tuple[slice, ...]:
+        """The tile's positions in a tensor of windows."""
+        return _slices(self.starts, self.counts)
+
+    def inner(self, flat: Any) -> Any:
+        """The positions of an image, without the rest of its rows."""
+        image = flat[: self.size].reshape(self.lengths)
+        return image[tuple(slice(0, count) for count in self.counts)]
+
+    def gather(self, x: Any, phase: Sequence[int], fill: float) -> Any:
+        """The flat image of one phase; `fill` outside of `x` and in the spare."""
+        flat = np.empty(self.size + self.spare, x.dtype)
+        image = flat[: self.size].reshape(self.lengths)
+        inside, source = self.overlap(phase, self.lengths)
+        if self.spare or any(
+            s.stop - s.start < n for s, n in zip(inside, self.lengths, strict=True)
+        ):
+            flat[...] = fill
+        image[inside] = x[source]
+        return flat
+
+    def scatter(self, phase: Sequence[int], flat: Any, x: Any) -> None:
+        """Write one phase of a tile of `x`; zeros if `flat` is None."""
+        inside, target = self.overlap(phase, self.counts)
+        x[target] = 0 if flat is None else self.inner(flat)[inside]
+
+    def overlap(
+        self, phase: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Where an image of this phase meets the tensor: parts of either."""
+        inside, source = [], []
+        for axis, start, r, length in zip(
+            self.axes, self.starts, phase, lengths, strict=True
+        ):
+            first = start * axis.stride + r - axis.padding
+            low = max(0, -(first // axis.stride))
+            high = max(low, min(length, (axis.size - 1 - first) // axis.stride + 1))
+            begin = first + low * axis.stride
+            inside.append(slice(low, high))
+            source.append(
+                slice(begin, begin + (high - low) * axis.stride, axis.stride)
+                if high > low
+                else slice(0, 0)
+            )
+        return tuple(inside), tuple(source)
+
+    def reduce(self, images: dict[tuple[int, ...], Any], combine: Any) -> Any:
+        """Combine each window's elements, one axis after the other, the last first.
+
+        Args:
+            images: What `gather` made, by phase; left as they are.
+            combine: A ufunc, as `np.maximum`.
+        """
+        for i in reversed(range(len(self.axes))):
+            axis, pitch = self.axes[i], self.pitches[i]
+            if axis.kernel == 1:
+                images = {phase[:-1]: image for phase, image in images.items()}
+                continue
+            shorter: dict[tuple[int, ...], Any] = {}
+            for prefix in {phase[:-1]: None for phase in images}:
+                size = images[(*prefix, 0)].size - axis.reach * pitch
+                parts = []
+                for t in range(axis.kernel):
+                    offset = t // axis.stride * pitch
+                    image = images[(*prefix, t % axis.stride)]
+                    parts.append(image[offset : offset + size])
+                result = combine(parts[0], parts[1])
+                for part in parts[2:]:
+                    combine(result, part, out=result)
+                shorter[prefix] = result
+            images = shorter
+        return images[()]
+
+
+def _slices(starts: Sequence[int], counts: Sequence[int]) -> tuple[slice, ...]:
+    pairs = zip(starts, counts, strict=True)
+    return tuple(slice(start, start + count) for start, count in pairs)

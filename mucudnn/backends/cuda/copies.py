@@ -1,0 +1,144 @@
+"""Copies on a GPU: a stream a direction, ordered with the kernels by events.
+
+What a copy waits for is recorded on the stream that computes, which is looked up before
+anything touches a copy stream: "the current stream" inside a copy stream's context
+would be the copy stream itself, and the wait would do nothing.
+
+Events are taken from a pool, to which `finish` returns them. Until then the copier
+holds sources and targets: CuPy keeps neither alive (cupy #8068, #8789).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mucudnn.errors import BackendError, OutOfMemoryError
+
+__all__ = ["CudaCopier", "pinned"]
+
+
+class CudaCopier:
+    """Two non-blocking streams beside the one that computes.
+
+    Args:
+        cupy: The module.
+        index: Which GPU.
+        compute: Tells the address of the stream that kernels go to now, and makes the
+            GPU the thread's own.
+    """
+
+    def __init__(self, cupy: Any, index: int, compute: Callable[[], int]) -> None:
+        self._cupy = cupy
+        self._compute_address = compute
+        with cupy.cuda.Device(index), _told("no streams for copies"):
+            self._out = cupy.cuda.Stream(non_blocking=True)
+            self._in = cupy.cuda.Stream(non_blocking=True)
+        self._free: list[Any] = []
+        self._used: list[Any] = []
+        self._held: list[Any] = []
+        self._closed = False
+
+    def out(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
+        """Copy a CuPy array into host memory; pinned, or the host waits."""
+        kind = self._cupy.cuda.runtime.memcpyDeviceToHost
+        addresses = target.ctypes.data, source.data.ptr
+        return self._copy(self._out, kind, addresses, (source, target), after)
+
+    def back(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
+        """Copy host memory into a CuPy array; pinned, or the host waits."""
+        kind = self._cupy.cuda.runtime.memcpyHostToDevice
+        addresses = target.data.ptr, source.ctypes.data
+        return self._copy(self._in, kind, addresses, (source, target), after)
+
+    def wait(self, ticket: Any) -> None:
+        """Kernels launched from now on begin after the copy; the host goes on."""
+        with _told("waiting for a copy"):
+            self._compute().wait_event(ticket)
+
+    def finish(self) -> None:
+        """Wait on the host for both streams."""
+        with _told("a copy"):
+            self._out.synchronize()
+            self._in.synchronize()
+        self._free += self._used
+        self._used.clear()
+        self._held.clear()
+
+    def close(self) -> None:
+        """Wait for what was launched: it cannot be taken back."""
+        self._closed = True
+        for stream in (self._out, self._in):
+            try:
+                stream.synchronize()
+            except self._cupy.cuda.runtime.CUDARuntimeError:
+                continue  # the device is lost, and with it every copy
+        self._free.clear()
+        self._used.clear()
+        self._held.clear()
+
+    def _copy(
+        self,
+        stream: Any,
+        kind: int,
+        addresses: tuple[int, int],
+        ends: tuple[Any, Any],
+        after: Sequence[Any],
+    ) -> Any:
+        source, target = ends
+        if self._closed:
+            raise BackendError("a copy was asked of a closed copier")
+        if source.nbytes != target.nbytes:
+            raise BackendError(
+                f"a copy of {source.nbytes} bytes was given {target.nbytes}"
+            )
+        with _told(f"a copy of {source.nbytes} bytes"):
+            computed = self._event()
+            computed.record(self._compute())
+            stream.wait_event(computed)
+            for ticket in after:
+                stream.wait_event(ticket)
+            self._held.append(ends)
+            self._cupy.cuda.runtime.memcpyAsync(
+                *addresses, source.nbytes, kind, stream.ptr
+            )
+            done = self._event()
+            done.record(stream)
+        return done
+
+    def _compute(self) -> Any:
+        return self._cupy.cuda.ExternalStream(self._compute_address())
+
+    def _event(self) -> Any:
+        if not self._free:
+            self._free.append(self._cupy.cuda.Event(disable_timing=True))
+        event = self._free.pop()
+        self._used.append(event)
+        return event
+
+
+def pinned(cupy: Any, nbytes: int) -> Any:
+    """A NumPy array of page-locked bytes: exactly so many, not the next power of two.
+
+    Raises:
+        OutOfMemoryError: The host has no room, or may not lock so much.
+    """
+    import numpy as np
+
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    try:
+        memory = cupy.cuda.PinnedMemory(nbytes)
+    except cupy.cuda.runtime.CUDARuntimeError as e:
+        raise OutOfMemoryError(f"no room for {nbytes} bytes of pinned memory: {e}") from e
+    return np.frombuffer(cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Tell of a failure of CUDA in our words."""
+    import cupy
+
+    try:
+        yield
+    except cupy.cuda.runtime.CUDARuntimeError as e:
+        raise BackendError(f"{what} failed: {e}") from e

@@ -1,0 +1,88 @@
+"""Copies that take time and do nothing: the clocks of two copy engines."""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from mucudnn.errors import BackendError
+
+__all__ = ["Clock", "VirtualCopier"]
+
+
+class Clock:
+    """Virtual time of the compute queue, in ms.
+
+    A fraction: the time between two marks is exactly what passed between them.
+    """
+
+    def __init__(self) -> None:
+        self.now = Fraction(0)
+
+    def wait_until(self, then: Fraction) -> None:
+        """Let time pass up to a moment, unless it is over."""
+        self.now = max(self.now, then)
+
+
+class VirtualCopier:
+    """Two engines that each work through their queue; tickets are when copies end.
+
+    Args:
+        clock: Of the compute queue.
+        out_bytes_per_ms: Rate of copies to the host.
+        in_bytes_per_ms: Rate of copies from the host.
+    """
+
+    def __init__(
+        self, clock: Clock, out_bytes_per_ms: Fraction, in_bytes_per_ms: Fraction
+    ) -> None:
+        self._clock = clock
+        self._out = _Engine(clock, out_bytes_per_ms)
+        self._in = _Engine(clock, in_bytes_per_ms)
+        self._closed = False
+
+    def out(
+        self, source: Any, target: Any, after: Sequence[Fraction] = ()
+    ) -> Fraction:
+        """Let the time of a copy to the host pass on its engine."""
+        self._check(source, target)
+        return self._out.copy(source.nbytes, after)
+
+    def back(
+        self, source: Any, target: Any, after: Sequence[Fraction] = ()
+    ) -> Fraction:
+        """Let the time of a copy from the host pass on its engine."""
+        self._check(source, target)
+        return self._in.copy(source.nbytes, after)
+
+    def wait(self, ticket: Fraction) -> None:
+        """Computations go on when the copy has ended."""
+        self._clock.wait_until(ticket)
+
+    def finish(self) -> None:
+        """Everything goes on when both engines have ended."""
+        self._clock.wait_until(self._out.free)
+        self._clock.wait_until(self._in.free)
+
+    def close(self) -> None:
+        """Refuse further copies."""
+        self._closed = True
+
+    def _check(self, source: Any, target: Any) -> None:
+        if self._closed:
+            raise BackendError("a copy was asked of a closed copier")
+        if source.nbytes != target.nbytes:
+            raise BackendError(
+                f"a copy of {source.nbytes} bytes was given {target.nbytes}"
+            )
+
+
+class _Engine:
+    def __init__(self, clock: Clock, bytes_per_ms: Fraction) -> None:
+        self.free = Fraction(0)
+        self._clock = clock
+        self._rate = bytes_per_ms
+
+    def copy(self, nbytes: int, after: Sequence[Fraction]) -> Fraction:
+        start = max(self._clock.now, self.free, *after)
+        self.free = start + nbytes / self._rate
+        return self.free
