@@ -7,12 +7,19 @@ import sys
 from pathlib import Path
 
 from bench.machine import describe
+from bench.papers import one_row
 
-NAMES = ("overhead", "planner", "pruning", "peers")
+NAMES = ("overhead", "planner", "pruning", "peers", "papers")
 
 
 def main() -> int:
-    """Run the named benchmarks, one after another."""
+    """Run the named benchmarks, one after another.
+
+    Returns:
+        0; 1 if a figure that must agree does not.
+    """
+    if sys.argv[1:3] == ["papers", "superneurons"]:
+        return one_row.main(sys.argv[3:])
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of: {', '.join(NAMES)}, all"
@@ -27,6 +34,7 @@ def main() -> int:
         )
     if options.out is not None and not options.out.is_dir():
         parser.error(f"{options.out} is not a folder")
+    status = 0
     for name in NAMES if "all" in names else names:
         module = importlib.import_module(f"bench.{name}")
         print(f"== {name}", flush=True)
@@ -35,7 +43,9 @@ def main() -> int:
         if options.out is not None:
             text = json.dumps({"machine": describe(), **result}, indent=1)
             (options.out / f"{name}.json").write_text(text + "\n")
-    return 0
+        if result.get("failures"):
+            status = 1
+    return status
 
 
 if __name__ == "__main__":
