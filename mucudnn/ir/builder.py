@@ -86,7 +86,12 @@ class GraphBuilder:
 
     def build(self, *outputs: str) -> Graph:
         """Freeze; the first output of a network for training is its loss."""
-        return Graph(MappingProxyType(dict(self._tensors)), tuple(self._nodes), outputs)
+        return Graph(
+            MappingProxyType(dict(self._tensors)),
+            tuple(self._nodes),
+            outputs,
+            initializers=MappingProxyType(dict(self.initializers)),
+        )
 
     # -- convolutions and products ------------------------------------------------
 
@@ -100,11 +105,14 @@ class GraphBuilder:
         padding: Ints = 0,
         dilation: Ints = 1,
         groups: int = 1,
-        bias: bool = True,
+        bias: bool | Initializer = True,
         initializer: Initializer | None = None,
         name: str = "conv",
     ) -> str:
-        """A convolution to `channels` channels, in 1, 2 or 3 dimensions."""
+        """A convolution to `channels` channels, in 1, 2 or 3 dimensions.
+
+        `bias` says whether there is one, or how it starts.
+        """
         shape = self.shape(x)
         kernels = per_axis("kernel", kernel, len(shape) - 2, 1)
         with self.scope(name):
@@ -121,7 +129,7 @@ class GraphBuilder:
                 dtype=self._spec(x).dtype,
             )
             y = self._node("conv", (x, w), problem.y_shape, problem=problem)
-            return self.bias(y) if bias else y
+            return self._biased(y, bias)
 
     def conv_transpose(
         self,
@@ -134,7 +142,7 @@ class GraphBuilder:
         output_padding: Ints = 0,
         dilation: Ints = 1,
         groups: int = 1,
-        bias: bool = True,
+        bias: bool | Initializer = True,
         initializer: Initializer | None = None,
         name: str = "conv_transpose",
     ) -> str:
@@ -176,7 +184,7 @@ class GraphBuilder:
             if problem.y_shape != shape:
                 raise ValueError(f"output_padding {extra} must be below stride {steps}")
             y = self._node("conv", (x, w), problem.x_shape, problem=problem)
-            return self.bias(y) if bias else y
+            return self._biased(y, bias)
 
     def bias(self, x: str, initializer: Initializer | None = None) -> str:
         """Add one number a channel (axis 1)."""
@@ -189,7 +197,7 @@ class GraphBuilder:
         x: str,
         features: int,
         *,
-        bias: bool = True,
+        bias: bool | Initializer = True,
         initializer: Initializer | None = None,
         name: str = "linear",
     ) -> str:
@@ -208,7 +216,7 @@ class GraphBuilder:
                 transpose_a=False,
                 transpose_b=True,
             )
-            return self.bias(y) if bias else y
+            return self._biased(y, bias)
 
     # -- pooling ------------------------------------------------------------------
 
@@ -379,7 +387,7 @@ class GraphBuilder:
             raise ValueError(f"p must be at least 0 and below 1, got {p}")
         if not self.training or p == 0:
             return x
-        seed = self._seed + self._counts.get("dropout", 0)
+        seed = self._seed + sum(node.op == "dropout" for node in self._nodes)
         step = self._shared("step", (), "int64")
         return self._node("dropout", (x, step), self.shape(x), p=p, seed=seed)
 
@@ -478,6 +486,11 @@ class GraphBuilder:
         return self._node("accuracy", (logits, labels), (), k=k)
 
     # -- inside -------------------------------------------------------------------
+
+    def _biased(self, x: str, bias: bool | Initializer) -> str:
+        if isinstance(bias, bool):
+            return self.bias(x) if bias else x
+        return self.bias(x, bias)
 
     def _check_labels(self, logits: str, labels: str) -> None:
         n, _, *spatial = self.shape(logits)

@@ -14,6 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from mucudnn.ir.initializers import Initializer
 from mucudnn.ir.tensor import Role, TensorSpec
 
 __all__ = ["PERSISTENT", "Graph", "Node", "Phase", "Role", "TensorSpec"]
@@ -67,6 +68,7 @@ class Graph:
         nodes: In execution order.
         outputs: What a run returns: losses, metrics, or gradients.
         gradients: Parameter -> its gradient, in a training graph.
+        initializers: Parameter or state -> how it starts.
 
     Raises:
         ValueError: A node reads what was not written, writes what is not declared or
@@ -77,6 +79,9 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
     gradients: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    initializers: Mapping[str, Initializer] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
 
     def __post_init__(self) -> None:
         known = set(self.inputs)
@@ -118,6 +123,11 @@ class Graph:
         return {name: node for node in self.nodes for name in node.outputs}
 
     @cached_property
+    def by_name(self) -> Mapping[str, Node]:
+        """Nodes by name."""
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
     def readers(self) -> Mapping[str, tuple[Node, ...]]:
         """Tensor -> the nodes that read it under this very name, in order."""
         found: dict[str, list[Node]] = {name: [] for name in self.tensors}
@@ -135,7 +145,17 @@ class Graph:
     @cached_property
     def storages(self) -> Mapping[str, str]:
         """Every tensor -> `storage` of it."""
-        return {name: self.storage(name) for name in self.tensors}
+        found: dict[str, str] = {}
+        for name in self.tensors:
+            chain = [name]
+            while chain[-1] not in found:
+                alias = self.tensors[chain[-1]].alias
+                if alias is None:
+                    break
+                chain.append(alias)
+            root = found.get(chain[-1], chain[-1])
+            found.update(dict.fromkeys(chain, root))
+        return found
 
     def with_role(self, *roles: Role) -> Iterator[TensorSpec]:
         """Tensors of some roles, in order of declaration."""

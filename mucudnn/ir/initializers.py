@@ -55,11 +55,16 @@ class XavierUniform:
 
 @dataclass(frozen=True, slots=True)
 class LecunUniform:
-    """Uniform with variance 1 / (3 fan-in): Caffe's `xavier`, Torch's default."""
+    """Uniform with variance scale / fan-in (LeCun et al. 1998, section 4.6).
+
+    Caffe's `xavier` has scale 1, Torch's default 1/3.
+    """
+
+    scale: float = 1.0
 
     def limit(self, shape: Sequence[int]) -> float:
         """Largest absolute value for a weight of this shape."""
-        return math.sqrt(1 / fans(shape)[0])
+        return math.sqrt(3 * self.scale / fans(shape)[0])
 
 
 Initializer = Constant | Normal | HeNormal | XavierUniform | LecunUniform

@@ -60,6 +60,7 @@ def training_graph(
         tuple(tape.nodes),
         forward.outputs,
         MappingProxyType(gradients),
+        forward.initializers,
     )
 
 

@@ -1,0 +1,192 @@
+"""Devices as a few published figures, for estimates where nothing was measured.
+
+Peaks and capacities are the vendors'. How much of a peak a kernel reaches is not
+published: those shares are assumed, the same for every device, and say so. An estimate
+compares policies with each other; it does not predict a device's time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = [
+    "ASSUMED",
+    "DEVICES",
+    "Assumed",
+    "DeviceFigures",
+    "Figure",
+    "get_device",
+]
+
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number and where it is from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """Shares of peaks that are nobody's measurement.
+
+    Attributes:
+        matmul: Of the arithmetic peak, in a large matrix product.
+        direct: Of the arithmetic peak, in a convolution without workspace.
+        memory: Of the memory bandwidth, in kernels that do little else.
+        link: Of a link's nominal rate in one direction, in large copies.
+        launch_ms: Of every kernel, however small.
+    """
+
+    matmul: float = 0.70
+    direct: float = 0.40
+    memory: float = 0.75
+    link: float = 0.80
+    launch_ms: float = 0.005
+
+
+ASSUMED = Assumed()
+"""Used by every estimate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFigures:
+    """What is known of a device.
+
+    Attributes:
+        title: As its vendor calls it.
+        flops: Single-precision operations a second, at most.
+        bandwidth: Bytes a second of its memory, at most.
+        memory: Bytes of its memory.
+        out: Bytes a second to the host, in large copies.
+        back: Bytes a second from the host.
+    """
+
+    title: str
+    flops: Figure
+    bandwidth: Figure
+    memory: Figure
+    out: Figure
+    back: Figure
+
+    def sources(self) -> Mapping[str, str]:
+        """What each figure is and where it is from, in words."""
+        return {
+            "arithmetic": f"{self.flops.value / 1e12:g} TFLOP/s, {self.flops.source}",
+            "bandwidth": f"{self.bandwidth.value / 1e9:g} GB/s, "
+            f"{self.bandwidth.source}",
+            "memory": f"{self.memory.value / _GIB:.4g} GiB, {self.memory.source}",
+            "link": f"{self.out.value / 1e9:g} GB/s out, {self.out.source}; "
+            f"{self.back.value / 1e9:g} GB/s back, {self.back.source}",
+            "shares of peaks": f"assumed: {ASSUMED.matmul:.0%} in matrix products, "
+            f"{ASSUMED.direct:.0%} in convolutions without workspace, "
+            f"{ASSUMED.memory:.0%} of the bandwidth, {1e3 * ASSUMED.launch_ms:g} µs a "
+            "launch",
+        }
+
+
+def _device(
+    title: str,
+    source: str,
+    *,
+    tflops: float,
+    gb_per_s: float,
+    memory: float,
+    link: Figure,
+) -> DeviceFigures:
+    return DeviceFigures(
+        title=title,
+        flops=Figure(tflops * 1e12, source),
+        bandwidth=Figure(gb_per_s * 1e9, source),
+        memory=Figure(memory, source),
+        out=link,
+        back=link,
+    )
+
+
+def _nominal(gb_per_s: float, what: str) -> Figure:
+    share = ASSUMED.link
+    return Figure(
+        gb_per_s * share * 1e9,
+        f"{share:.0%} (assumed) of {gb_per_s:g} GB/s a direction, {what}",
+    )
+
+
+_PCIE3 = Figure(12.8e9, "PCIe 3.0 x16, reached in vDNN (MICRO 2016)")
+
+DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
+    {
+        "h200": _device(
+            "NVIDIA H200 SXM",
+            "NVIDIA H200 data sheet",
+            tflops=67,
+            gb_per_s=4800,
+            memory=141e9,
+            link=_nominal(64, "PCIe 5.0 x16, NVIDIA H200 data sheet"),
+        ),
+        "p100": _device(
+            "NVIDIA Tesla P100 SXM2",
+            "NVIDIA Tesla P100 data sheet",
+            tflops=10.6,
+            gb_per_s=732,
+            memory=16 * _GIB,
+            link=_PCIE3,
+        ),
+        "v100_pcie": _device(
+            "NVIDIA Tesla V100 PCIe",
+            "NVIDIA Tesla V100 data sheet",
+            tflops=14,
+            gb_per_s=900,
+            memory=16 * _GIB,
+            link=_PCIE3,
+        ),
+        "v100_nvlink": _device(
+            "NVIDIA Tesla V100 SXM2 in IBM Power AC922",
+            "NVIDIA Tesla V100 data sheet",
+            tflops=15.7,
+            gb_per_s=900,
+            memory=16 * _GIB,
+            link=_nominal(75, "NVLink 2.0 to the host with four GPUs, IBM REDP-5472"),
+        ),
+        "k40c": _device(
+            "NVIDIA Tesla K40c",
+            "NVIDIA Tesla K40 data sheet",
+            tflops=4.29,
+            gb_per_s=288,
+            memory=12 * _GIB,
+            link=Figure(10.0e9, "PCIe 3.0 x16, measured by Microway on a K40m (2013)"),
+        ),
+        "titan_x": _device(
+            "NVIDIA Titan X (Maxwell)",
+            "vDNN (MICRO 2016), section 4",
+            tflops=7,
+            gb_per_s=336,
+            memory=12 * _GIB,
+            link=_PCIE3,
+        ),
+        "null": _device(
+            "no device",
+            "made up",
+            tflops=10,
+            gb_per_s=1000,
+            memory=16 * _GIB,
+            link=Figure(10e9, "made up"),
+        ),
+    }
+)
+"""Word -> device. `null` is none: round numbers to try things with."""
+
+
+def get_device(name: str) -> DeviceFigures:
+    """The figures of a device.
+
+    Raises:
+        ValueError: Nothing is known of it; the message lists what is.
+    """
+    if name not in DEVICES:
+        valid = ", ".join(DEVICES)
+        raise ValueError(f"unknown device {name!r}; choose one of: {valid}")
+    return DEVICES[name]

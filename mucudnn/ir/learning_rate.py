@@ -1,0 +1,125 @@
+"""Learning rates over the steps of a training, as data.
+
+Every schedule may begin with a linear warm-up: step s of `warmup_steps` runs at
+(s + 1) / warmup_steps of the rate that the schedule has then (Goyal et al. 2017,
+section 2.2).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = [
+    "ConstantRate",
+    "CosineRate",
+    "LearningRate",
+    "StepRate",
+    "parse_learning_rate",
+]
+
+
+class LearningRate(Protocol):
+    """A learning rate for every step."""
+
+    def at(self, step: int, total_steps: int) -> float:
+        """The rate of a step, counted from 0, of a training of `total_steps`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantRate:
+    """The same rate at every step."""
+
+    base: float
+    warmup_steps: int = 0
+
+    def at(self, step: int, total_steps: int) -> float:
+        """The rate of a step, counted from 0, of a training of `total_steps`."""
+        del total_steps
+        return self.base * _warm(step, self.warmup_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRate:
+    """Multiplied by gamma at each milestone.
+
+    Attributes:
+        base: The first rate.
+        milestones: Steps from which on the rate is lower.
+        gamma: Factor.
+        warmup_steps: Steps of linear warm-up.
+    """
+
+    base: float
+    milestones: tuple[int, ...]
+    gamma: float = 0.1
+    warmup_steps: int = 0
+
+    def at(self, step: int, total_steps: int) -> float:
+        """The rate of a step, counted from 0, of a training of `total_steps`."""
+        del total_steps
+        passed = sum(step >= milestone for milestone in self.milestones)
+        return self.base * self.gamma**passed * _warm(step, self.warmup_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class CosineRate:
+    """Half a cosine from the base rate to `final` (Loshchilov & Hutter 2017).
+
+    The way down begins when the warm-up ends and would reach `final` with the step
+    after the last.
+    """
+
+    base: float
+    final: float = 0.0
+    warmup_steps: int = 0
+
+    def at(self, step: int, total_steps: int) -> float:
+        """The rate of a step, counted from 0, of a training of `total_steps`."""
+        if step < self.warmup_steps:
+            return self.base * _warm(step, self.warmup_steps)
+        length = max(1, total_steps - self.warmup_steps)
+        done = min(1.0, (step - self.warmup_steps) / length)
+        share = (1 + math.cos(math.pi * done)) / 2
+        return self.final + (self.base - self.final) * share
+
+
+def parse_learning_rate(
+    text: str, base: float, *, warmup_steps: int = 0, milestone_unit: int = 1
+) -> LearningRate:
+    """A schedule from "constant", "cosine" or "step:30,60,90".
+
+    Args:
+        text: The schedule.
+        base: Its rate after the warm-up.
+        warmup_steps: Steps of linear warm-up.
+        milestone_unit: Steps that one unit of a milestone stands for: those of an
+            epoch where milestones are given in epochs.
+
+    Raises:
+        ValueError: The text is no schedule, or a number is out of range.
+    """
+    if not 0 <= base < math.inf:
+        raise ValueError(f"the learning rate must be at least 0, got {base}")
+    if warmup_steps < 0:
+        raise ValueError(f"warm-up takes at least 0 steps, got {warmup_steps}")
+    kind, _, rest = text.partition(":")
+    if kind == "constant" and not rest:
+        return ConstantRate(base, warmup_steps)
+    if kind == "cosine" and not rest:
+        return CosineRate(base, warmup_steps=warmup_steps)
+    words = rest.split(",")
+    if kind == "step" and all(
+        w.strip().isascii() and w.strip().isdigit() for w in words
+    ):
+        milestones = tuple(int(word) * milestone_unit for word in words)
+        if list(milestones) == sorted(set(milestones)):
+            return StepRate(base, milestones, warmup_steps=warmup_steps)
+    raise ValueError(
+        f"{text!r} is no learning-rate schedule; it is constant, cosine, or step: "
+        "and ascending milestones, such as step:30,60,90"
+    )
+
+
+def _warm(step: int, warmup_steps: int) -> float:
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0

@@ -1,0 +1,119 @@
+"""Optimizers as data: their names and hyperparameters.
+
+The conventions are PyTorch's. Weight decay acts on weights only, that is on parameters
+with more than one axis: biases and the scales of normalisations are left alone (He et
+al. 2019, `Bag of Tricks`, section 3.1).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+__all__ = [
+    "OPTIMIZERS",
+    "AdaGrad",
+    "Adam",
+    "Momentum",
+    "Optimizer",
+    "RmsProp",
+    "Sgd",
+    "parse_optimizer",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Sgd:
+    """Stochastic gradient descent: w -= lr * g."""
+
+    learning_rate: float = 0.1
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Momentum:
+    """Gradient descent with momentum: m = mu * m + g; w -= lr * m.
+
+    Nesterov's form steps along g + mu * m instead (Sutskever et al. 2013).
+    """
+
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Adaptive moments (Kingma & Ba 2015).
+
+    Decoupled weight decay makes it AdamW (Loshchilov & Hutter 2019).
+    """
+
+    learning_rate: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AdaGrad:
+    """Steps divided by the root of the sum of squares (Duchi et al. 2011)."""
+
+    learning_rate: float = 1e-2
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RmsProp:
+    """Steps divided by the root of a running mean of squares (Hinton 2012)."""
+
+    learning_rate: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+Optimizer = Sgd | Momentum | Adam | AdaGrad | RmsProp
+
+OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
+    {
+        "sgd": Sgd(),
+        "momentum": Momentum(),
+        "nesterov": Momentum(nesterov=True),
+        "adam": Adam(),
+        "adamw": Adam(weight_decay=1e-2, decoupled=True),
+        "adagrad": AdaGrad(),
+        "rmsprop": RmsProp(),
+    }
+)
+"""Word -> the optimizer with its usual hyperparameters."""
+
+
+def parse_optimizer(
+    word: str,
+    *,
+    learning_rate: float | None = None,
+    weight_decay: float | None = None,
+) -> Optimizer:
+    """The optimizer of a name; what is not given stays as usual.
+
+    Raises:
+        ValueError: There is none of that name, or a number is negative.
+    """
+    if word not in OPTIMIZERS:
+        valid = ", ".join(sorted(OPTIMIZERS))
+        raise ValueError(f"unknown optimizer {word!r}; choose one of: {valid}")
+    chosen = OPTIMIZERS[word]
+    given = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+    for name, value in given.items():
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be at least 0, got {value}")
+    if learning_rate is not None:
+        chosen = replace(chosen, learning_rate=learning_rate)
+    if weight_decay is not None:
+        chosen = replace(chosen, weight_decay=weight_decay)
+    return chosen

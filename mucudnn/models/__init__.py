@@ -1,0 +1,108 @@
+"""Networks of the literature, by name: `get_model("resnet50")(batch=32)` is a graph.
+
+Each is a `Model`: call it with a batch size, and another image size or number of
+classes, to get its forward graph with the loss.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from mucudnn.models.alexnet import alexnet, alexnet_owt
+from mucudnn.models.cifar import cifar_quick
+from mucudnn.models.densenet import densenet40, densenet121
+from mucudnn.models.digits import digits
+from mucudnn.models.googlenet import googlenet, googlenet_plain
+from mucudnn.models.inception_v4 import inception_v4
+from mucudnn.models.lenet import lenet
+from mucudnn.models.model import IMAGE, LABEL, Model
+from mucudnn.models.overfeat import overfeat
+from mucudnn.models.resnet import (
+    resnet18,
+    resnet34,
+    resnet50,
+    resnet101,
+    resnet152,
+    resnet_superneurons,
+)
+from mucudnn.models.resnet_cifar import (
+    resnet20,
+    resnet32,
+    resnet44,
+    resnet56,
+    resnet110,
+)
+from mucudnn.models.unet import unet2d, unet2d_bn, unet3d, unet3d_plain
+from mucudnn.models.vgg import vgg16, vgg19, vgg116, vgg216, vgg316, vgg416
+
+__all__ = ["IMAGE", "LABEL", "MODELS", "Model", "get_model", "resnet_superneurons"]
+
+MODELS: Mapping[str, Model] = MappingProxyType(
+    {
+        "alexnet": alexnet,
+        "alexnet_owt": alexnet_owt,
+        "cifar_quick": cifar_quick,
+        "densenet40": densenet40,
+        "densenet121": densenet121,
+        "digits": digits,
+        "googlenet": googlenet,
+        "googlenet_plain": googlenet_plain,
+        "inception_v4": inception_v4,
+        "lenet": lenet,
+        "overfeat": overfeat,
+        "resnet18": resnet18,
+        "resnet20": resnet20,
+        "resnet32": resnet32,
+        "resnet34": resnet34,
+        "resnet44": resnet44,
+        "resnet50": resnet50,
+        "resnet56": resnet56,
+        "resnet101": resnet101,
+        "resnet110": resnet110,
+        "resnet152": resnet152,
+        "unet2d": unet2d,
+        "unet2d_bn": unet2d_bn,
+        "unet3d": unet3d,
+        "unet3d_plain": unet3d_plain,
+        "vgg16": vgg16,
+        "vgg19": vgg19,
+        "vgg116": vgg116,
+        "vgg216": vgg216,
+        "vgg316": vgg316,
+        "vgg416": vgg416,
+    }
+)
+"""Name -> network; `get_model` knows the family `resnet:n1,n2,n3,n4`, too."""
+
+_FAMILY = "resnet:"
+
+
+def get_model(name: str) -> Model:
+    """A network by its name.
+
+    Args:
+        name: A key of `MODELS`, or `resnet:6,32,48,6` for bottleneck residual networks
+            with that many blocks a stage.
+
+    Raises:
+        ValueError: Nothing has that name; the message lists what there is.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    if name.startswith(_FAMILY):
+        return _of_family(name)
+    valid = ", ".join(MODELS)
+    raise ValueError(
+        f"unknown model {name!r}; choose one of: {valid}, or {_FAMILY}n1,n2,n3,n4"
+    )
+
+
+def _of_family(name: str) -> Model:
+    fields = name.removeprefix(_FAMILY).split(",")
+    try:
+        n1, n2, n3, n4 = (int(field) for field in fields)
+    except ValueError:
+        raise ValueError(
+            f"{name!r} is no residual network; write four numbers of blocks, such as "
+            f"{_FAMILY}6,32,48,6"
+        ) from None
+    return resnet_superneurons(n3, n1=n1, n2=n2, n4=n4)

@@ -1,0 +1,92 @@
+"""GoogLeNet as it was: local response normalisation, no batch norm, two side heads.
+
+The pooling window of a side head is cut to the map where an image is small.
+Source: C. Szegedy et al., "Going Deeper with Convolutions", 2015, section 5 and table
+1.
+"""
+
+from functools import partial
+
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.ir.initializers import Constant, LecunUniform
+from mucudnn.models.model import Model
+
+__all__ = ["googlenet", "googlenet_plain"]
+
+_START = LecunUniform()
+_BIAS = Constant(0.2)
+
+_BLOCKS = {
+    "3a": (64, 96, 128, 16, 32, 32),
+    "3b": (128, 128, 192, 32, 96, 64),
+    "4a": (192, 96, 208, 16, 48, 64),
+    "4b": (160, 112, 224, 24, 64, 64),
+    "4c": (128, 128, 256, 24, 64, 64),
+    "4d": (112, 144, 288, 32, 64, 64),
+    "4e": (256, 160, 320, 32, 128, 128),
+    "5a": (256, 160, 320, 32, 128, 128),
+    "5b": (384, 192, 384, 48, 128, 128),
+}
+"""Channels: 1x1, before 3x3, 3x3, before 5x5, 5x5, behind the pooling."""
+
+_POOLED = ("3b", "4e")
+_SIDE_HEADS = ("4a", "4d")
+
+
+def _conv(
+    g: GraphBuilder, x: str, channels: int, kernel: int = 1, stride: int = 1
+) -> str:
+    x = g.conv(
+        x,
+        channels,
+        kernel,
+        stride=stride,
+        padding=kernel // 2,
+        bias=_BIAS,
+        initializer=_START,
+    )
+    return g.relu(x)
+
+
+def _inception(g: GraphBuilder, x: str, channels: tuple[int, ...]) -> str:
+    one, before_three, three, before_five, five, pooled = channels
+    branches = (
+        _conv(g, x, one),
+        _conv(g, _conv(g, x, before_three), three, 3),
+        _conv(g, _conv(g, x, before_five), five, 5),
+        _conv(g, g.max_pool(x, 3, 1, 1), pooled),
+    )
+    return g.concat(branches)
+
+
+def _side_head(g: GraphBuilder, x: str, classes: int) -> str:
+    window = tuple(min(5, size) for size in g.shape(x)[2:])
+    x = _conv(g, g.avg_pool(x, window, 3, ceil_mode=True), 128)
+    x = g.linear(g.flatten(x), 1024, bias=_BIAS, initializer=_START)
+    return g.linear(g.dropout(g.relu(x), 0.7), classes, initializer=_START)
+
+
+def _body(
+    g: GraphBuilder, x: str, classes: int, *, side_heads: bool
+) -> tuple[str, ...]:
+    x = g.max_pool(_conv(g, x, 64, 7, 2), 3, 2, ceil_mode=True)
+    x = _conv(g, _conv(g, g.lrn(x), 64), 192, 3)
+    x = g.max_pool(g.lrn(x), 3, 2, ceil_mode=True)
+    sides = []
+    for name, channels in _BLOCKS.items():
+        with g.scope(f"inception_{name}"):
+            x = _inception(g, x, channels)
+        if name in _POOLED:
+            x = g.max_pool(x, 3, 2, ceil_mode=True)
+        if name in _SIDE_HEADS and side_heads and g.training:
+            with g.scope(f"side_{name}"):
+                sides.append(_side_head(g, x, classes))
+    x = g.dropout(g.flatten(g.global_avg_pool(x)), 0.4)
+    return (g.linear(x, classes, initializer=_START), *sides)
+
+
+googlenet = Model(partial(_body, side_heads=True), (3, 224, 224), 1000, 0.3)
+"""With its side heads while training: 13 378 280 parameters, 6 998 552 without."""
+
+googlenet_plain = Model(partial(_body, side_heads=False), (3, 224, 224), 1000)
+"""Never with side heads."""

@@ -1,0 +1,114 @@
+"""A network as a function of its batch: what all of them have in common.
+
+A body turns an image into logits; around it go the inputs, the loss and the counts of
+right answers.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.shapes import Ints
+
+__all__ = ["IMAGE", "LABEL", "Body", "Model"]
+
+IMAGE = "image"
+"""Name of the input that images are fed to, (N, C, *spatial)."""
+
+LABEL = "label"
+"""Name of the input that classes are fed to: int64 (N,), of pixels (N, *spatial)."""
+
+Body = Callable[[GraphBuilder, str, int], Sequence[str]]
+"""(builder, image, number of classes) -> logits: its own, then those of side heads."""
+
+_TOP = 5
+_MANY_CLASSES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A network, built when it is called.
+
+    Attributes:
+        body: Its layers up to the logits.
+        image: Shape of an image if nothing else is asked for: (C, *spatial).
+        classes: Number of classes likewise.
+        side_weight: What the loss of each side head counts beside the network's own.
+    """
+
+    body: Body
+    image: tuple[int, ...]
+    classes: int
+    side_weight: float = 0.0
+
+    def __call__(
+        self,
+        batch: int,
+        *,
+        image: Ints | None = None,
+        classes: int | None = None,
+        dtype: str = "float32",
+        training: bool = True,
+        seed: int = 0,
+    ) -> Graph:
+        """The forward graph with its loss.
+
+        Args:
+            batch: Images in a mini-batch.
+            image: Another size of image: a side, all sides, or channels and sides.
+            classes: Another number of classes.
+            dtype: Of activations and parameters.
+            training: Whether it is for training: with dropout, the batch's own
+                statistics and side heads.
+            seed: Of dropout's masks.
+
+        Returns:
+            A graph with the inputs `image` and `label`. Its outputs are the loss (the
+            mean over the batch), how many answers are right, and for more than ten
+            classes how many are among the best five.
+
+        Raises:
+            ValueError: A size is out of range, or the image too small for the layers;
+                the message shows both.
+        """
+        shape = (_size("batch", batch, 1), *self._image_shape(image))
+        count = self.classes if classes is None else _size("classes", classes, 2)
+        g = GraphBuilder(dtype=dtype, training=training, seed=seed)
+        logits, *sides = self.body(g, g.input(IMAGE, shape), count)
+        n, _, *spatial = g.shape(logits)
+        label = g.input(LABEL, (n, *spatial), "int64")
+        loss = g.softmax_cross_entropy(logits, label)
+        for side in sides:
+            extra = g.softmax_cross_entropy(side, label)
+            loss = g.add(loss, g.scale(extra, self.side_weight))
+        ks = (1, _TOP) if count > _MANY_CLASSES else (1,)
+        return g.build(loss, *(g.accuracy(logits, label, k) for k in ks))
+
+    def _image_shape(self, image: Ints | None) -> tuple[int, ...]:
+        if image is None:
+            return self.image
+        channels, *sides = self.image
+        if isinstance(image, int):
+            shape: tuple[int, ...] = (channels, *(image for _ in sides))
+        elif len(image) == len(sides):
+            shape = (channels, *image)
+        else:
+            shape = tuple(image)
+        if len(shape) != len(self.image):
+            raise ValueError(
+                f"image {shape} has {len(shape)} sizes; a side, {len(sides)} sides, or "
+                f"channels and {len(sides)} sides are wanted, such as {self.image}"
+            )
+        return tuple(_size("image", size, 1) for size in shape)
+
+
+def _size(name: str, value: int, least: int) -> int:
+    try:
+        size = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if size < least:
+        raise ValueError(f"{name} must be at least {least}, got {size}")
+    return size

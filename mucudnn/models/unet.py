@@ -1,0 +1,85 @@
+"""U-Nets in two and three dimensions, their convolutions padded.
+
+So what comes out has the size of the image, which must be divisible by two for every
+step down (the originals' convolutions are not padded and their skips are cropped).
+Sources: O. Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image
+Segmentation", 2015; Ö. Çiçek et al., "3D U-Net: Learning Dense Volumetric Segmentation
+from Sparse Annotation", 2016.
+"""
+
+from functools import partial
+
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.models.model import Model
+
+__all__ = ["unet2d", "unet2d_bn", "unet3d", "unet3d_plain"]
+
+Pair = tuple[int, int]
+"""Channels of the two convolutions at one resolution."""
+
+
+def _convs(g: GraphBuilder, x: str, pair: Pair, batch_norm: bool) -> str:
+    for channels in pair:
+        x = g.conv(x, channels, 3, padding=1)
+        x = g.relu(g.batch_norm(x) if batch_norm else x)
+    return x
+
+
+def _body(
+    g: GraphBuilder,
+    x: str,
+    classes: int,
+    *,
+    pairs: tuple[Pair, ...],
+    halving: bool,
+    batch_norm: bool,
+) -> tuple[str]:
+    """The original in 2-D halves the channels on the way up, that in 3-D keeps them.
+
+    The latter has no bias there: only so is its size the 19 069 955 of the paper.
+    """
+    steps = len(pairs) - 1
+    if any(size % 2**steps for size in g.shape(x)[2:]):
+        raise ValueError(
+            f"an image of {g.shape(x)[2:]} cannot be halved {steps} times; its sizes "
+            f"must be multiples of {2**steps}"
+        )
+    skips = []
+    for i, pair in enumerate(pairs):
+        with g.scope(f"down{i}"):
+            x = _convs(g, g.max_pool(x, 2) if i else x, pair, batch_norm)
+        skips.append(x)
+    for i in reversed(range(steps)):
+        with g.scope(f"up{i}"):
+            channels = g.shape(x)[1] // 2 if halving else g.shape(x)[1]
+            up = g.conv_transpose(x, channels, 2, stride=2, bias=halving)
+            x = g.concat((skips[i], up))
+            x = _convs(g, x, (pairs[i][1], pairs[i][1]), batch_norm)
+    return (g.conv(x, classes, 1),)
+
+
+_FLAT: tuple[Pair, ...] = tuple((64 << i, 64 << i) for i in range(5))
+_SOLID: tuple[Pair, ...] = tuple((32 << i, 64 << i) for i in range(4))
+
+
+def _unet2d(batch_norm: bool) -> Model:
+    body = partial(_body, pairs=_FLAT, halving=True, batch_norm=batch_norm)
+    return Model(body, (1, 512, 512), 2)
+
+
+def _unet3d(batch_norm: bool) -> Model:
+    body = partial(_body, pairs=_SOLID, halving=False, batch_norm=batch_norm)
+    return Model(body, (3, 64, 64, 64), 3)
+
+
+unet2d = _unet2d(batch_norm=False)
+"""31 030 658 parameters."""
+
+unet2d_bn = _unet2d(batch_norm=True)
+"""With batch norm."""
+
+unet3d = _unet3d(batch_norm=True)
+"""With batch norm: 19 074 627 parameters."""
+
+unet3d_plain = _unet3d(batch_norm=False)
+"""19 069 955 parameters."""

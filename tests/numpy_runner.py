@@ -1,0 +1,55 @@
+"""Graphs executed with a backend's kernels, as naively as can be.
+
+Every tensor is an array of its own, full of NaN until it is written, except where the
+graph says that it shares bytes with another. Convolutions take whatever algorithm needs
+the least workspace.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from mucudnn.backends import Backend
+from mucudnn.ir.graph import Graph, Node, TensorSpec
+
+
+def execute(
+    backend: Backend, graph: Graph, feeds: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Every tensor of a graph; what it mutates among the feeds is changed."""
+    values = dict(feeds)
+    for node in graph.nodes:
+        for name in node.outputs:
+            values[name] = _array(graph.tensors[name], values)
+        inputs = [values[name] for name in node.inputs]
+        outputs = [values[name] for name in node.outputs]
+        if node.op == "conv":
+            _convolve(backend, node, inputs, outputs[0])
+        elif node.op != "reshape":
+            kernel = backend.kernels[node.op]
+            nbytes = kernel.workspace(
+                [graph.tensors[name] for name in node.inputs],
+                [graph.tensors[name] for name in node.outputs],
+                node.attrs,
+            )
+            workspace = backend.device.allocate(nbytes) if nbytes else None
+            kernel.run(inputs, outputs, node.attrs, workspace)
+    return values
+
+
+def _array(spec: TensorSpec, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    if spec.alias is not None:
+        return values[spec.alias].reshape(spec.shape)
+    if spec.dtype.startswith("float"):
+        return np.full(spec.shape, np.nan, spec.dtype)
+    return np.empty(spec.shape, spec.dtype)
+
+
+def _convolve(
+    backend: Backend, node: Node, inputs: list[np.ndarray], out: np.ndarray
+) -> None:
+    problem = node.attrs["problem"]
+    algorithms = backend.conv.algorithms(problem)
+    algo, nbytes = min(algorithms, key=lambda named: named[1])
+    workspace = backend.device.allocate(nbytes)
+    backend.conv.run(problem, algo, *inputs, out, workspace)
