@@ -3,11 +3,15 @@
 * MucudnnError
   + UnsupportedError      no algorithm of this backend can run this problem
   + PlanningError         no plan fits the limit
+  + ScheduleError         a schedule breaks a rule of its instructions
   + CacheError            a file to import or export is not what it claims to be
   + DataError             a data set is missing, truncated or something else
+  + CheckpointError       a checkpoint cannot be written, or is of something else
+  + TrainingError         training cannot go on: its loss is no number any more
   + BackendUnavailableError (ImportError)   the library or device is missing
   + BackendError          a driver or library call returned a status
     - StepFailedError     a kernel of a plan failed
+    - ExecutionOrderError a step reads or writes memory before it may
   + OutOfMemoryError (MemoryError)
 
 Bad arguments (shapes, sizes, names) raise the builtin ValueError or TypeError.
@@ -17,11 +21,15 @@ __all__ = [
     "BackendError",
     "BackendUnavailableError",
     "CacheError",
+    "CheckpointError",
     "DataError",
+    "ExecutionOrderError",
     "MucudnnError",
     "OutOfMemoryError",
     "PlanningError",
+    "ScheduleError",
     "StepFailedError",
+    "TrainingError",
     "UnsupportedError",
 ]
 
@@ -38,6 +46,10 @@ class PlanningError(MucudnnError):
     """No plan fits the limit."""
 
 
+class ScheduleError(MucudnnError):
+    """A schedule reads what is not there, frees what is in use, or leaks."""
+
+
 class CacheError(MucudnnError):
     """A file of measurements cannot be read or written."""
 
@@ -47,6 +59,24 @@ class DataError(MucudnnError):
 
     The message names the file and, where there is one, the byte.
     """
+
+
+class CheckpointError(MucudnnError):
+    """A checkpoint cannot be written or read, or belongs to another training."""
+
+
+class TrainingError(MucudnnError):
+    """Training cannot go on.
+
+    Attributes:
+        epoch: In which epoch, from 0.
+        step: In which step of the whole training, from 0.
+    """
+
+    def __init__(self, message: str, *, epoch: int, step: int) -> None:
+        super().__init__(message)
+        self.epoch = epoch
+        self.step = step
 
 
 class BackendUnavailableError(MucudnnError, ImportError):
@@ -71,6 +101,10 @@ class StepFailedError(BackendError):
         self.algo = algo
         self.done = done
         self.reason = reason
+
+
+class ExecutionOrderError(BackendError):
+    """Something touches memory without waiting for what used it before."""
 
 
 class OutOfMemoryError(MucudnnError, MemoryError):

@@ -1,0 +1,43 @@
+"""Which nodes must stay before which: everything that fixes the result of a graph.
+
+A node waits for the one that writes a tensor it reads. Where several nodes write the
+same bytes (results in place, state that a step changes), it waits as well for the last
+of them before it, and one that overwrites waits for all who read what was there. An
+order that keeps these pairs computes the same bits.
+"""
+
+from mucudnn.ir.graph import Graph, Node
+
+__all__ = ["VIEWS", "dependencies", "written"]
+
+VIEWS = frozenset({"reshape"})
+"""Operations whose result is a name for the bytes of their input: they touch none."""
+
+
+def written(graph: Graph, node: Node) -> tuple[str, ...]:
+    """Storages whose bytes a node changes."""
+    outputs = () if node.op in VIEWS else node.outputs
+    storages = graph.storages
+    return tuple(dict.fromkeys(storages[t] for t in (*outputs, *node.mutates)))
+
+
+def dependencies(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """For every node the positions of those it waits for, ascending."""
+    storages = graph.storages
+    producer: dict[str, int] = {}
+    writer: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    result = []
+    for position, node in enumerate(graph.nodes):
+        before = {producer[name] for name in node.inputs if name in producer}
+        changed = written(graph, node)
+        read = {storages[name] for name in node.inputs}
+        before.update(writer[s] for s in read.union(changed) if s in writer)
+        for storage in changed:
+            before.update(readers.pop(storage, ()))
+            writer[storage] = position
+        for storage in read.difference(changed):
+            readers.setdefault(storage, []).append(position)
+        producer.update(dict.fromkeys(node.outputs, position))
+        result.append(tuple(sorted(before)))
+    return tuple(result)

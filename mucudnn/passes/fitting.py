@@ -1,0 +1,149 @@
+"""Rules that give blocks offsets one after the other.
+
+Each returns an offset a block, in the order of the blocks given; no rule looks back.
+"""
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Block", "by_time", "in_gaps", "on_top"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some bytes that are needed from one moment to another, both included."""
+
+    name: str
+    nbytes: int
+    first: int
+    last: int
+
+
+def by_time(blocks: Sequence[Block], *, best_fit: bool) -> list[int]:
+    """As an allocator would at run time: as blocks begin, in a hole or at the end.
+
+    Of blocks that begin together, the one that lasts longest comes first.
+
+    Args:
+        blocks: To be placed.
+        best_fit: Whether to take the smallest hole that is large enough, not the
+            lowest.
+    """
+    order = sorted(range(len(blocks)), key=lambda i: (blocks[i].first, -blocks[i].last))
+    offsets = [0] * len(blocks)
+    living: list[tuple[int, int]] = []
+    holes: list[tuple[int, int]] = []
+    top = 0
+    for i in order:
+        block = blocks[i]
+        while living and living[0][0] < block.first:
+            _, gone = heapq.heappop(living)
+            top = _release(holes, offsets[gone], blocks[gone].nbytes, top)
+        fitting = [h for h in range(len(holes)) if holes[h][1] >= block.nbytes]
+        if fitting:
+            chosen = min(fitting, key=lambda h: holes[h][1]) if best_fit else fitting[0]
+            offset, size = holes[chosen]
+            rest = (offset + block.nbytes, size - block.nbytes)
+            holes[chosen : chosen + 1] = [rest] if rest[1] else []
+        else:
+            offset, top = top, top + block.nbytes
+        offsets[i] = offset
+        heapq.heappush(living, (block.last, i))
+    return offsets
+
+
+def _release(holes: list[tuple[int, int]], offset: int, nbytes: int, top: int) -> int:
+    """Add a hole, merged with its neighbours; return the end of what is in use."""
+    at = bisect.bisect(holes, (offset, 0))
+    if at < len(holes) and holes[at][0] == offset + nbytes:
+        nbytes += holes.pop(at)[1]
+    if at > 0 and sum(holes[at - 1]) == offset:
+        at -= 1
+        offset, before = holes.pop(at)
+        nbytes += before
+    if offset + nbytes == top:
+        return offset
+    holes.insert(at, (offset, nbytes))
+    return top
+
+
+def on_top(blocks: Sequence[Block], order: Sequence[int]) -> list[int]:
+    """Each above all that were placed before and live at the same time.
+
+    Gaps below are lost, but with a tree over moments a block costs logarithmic time.
+    """
+    moments = sorted({b.first for b in blocks} | {b.last for b in blocks})
+    index = {moment: i for i, moment in enumerate(moments)}
+    heights = _Heights(len(moments))
+    offsets = [0] * len(blocks)
+    for i in order:
+        first, last = index[blocks[i].first], index[blocks[i].last]
+        offsets[i] = heights.highest(first, last)
+        heights.raise_to(first, last, offsets[i] + blocks[i].nbytes)
+    return offsets
+
+
+class _Heights:
+    """A height a moment: its maximum over ranges, and raising whole ranges.
+
+    A segment tree. A node's mark holds for all moments below it and is not pushed
+    down, its peak is the maximum below and at it.
+    """
+
+    def __init__(self, moments: int) -> None:
+        self._size = max(1, moments)
+        self._mark = [0] * (2 * self._size)
+        self._peak = [0] * (2 * self._size)
+
+    def _cover(self, first: int, last: int) -> list[int]:
+        low, high = first + self._size, last + self._size + 1
+        nodes = []
+        while low < high:
+            if low & 1:
+                nodes.append(low)
+                low += 1
+            if high & 1:
+                high -= 1
+                nodes.append(high)
+            low >>= 1
+            high >>= 1
+        return nodes
+
+    def highest(self, first: int, last: int) -> int:
+        """The largest height from one moment to another."""
+        found = 0
+        for node in self._cover(first, last):
+            found = max(found, self._peak[node])
+            while node > 1:
+                node >>= 1
+                found = max(found, self._mark[node])
+        return found
+
+    def raise_to(self, first: int, last: int, height: int) -> None:
+        """Make every height from one moment to another at least this."""
+        for node in self._cover(first, last):
+            self._mark[node] = max(self._mark[node], height)
+            while node >= 1:
+                self._peak[node] = max(self._peak[node], height)
+                node >>= 1
+
+
+def in_gaps(blocks: Sequence[Block], order: Sequence[int]) -> list[int]:
+    """Each at the lowest offset free during its whole life."""
+    offsets = [0] * len(blocks)
+    placed: list[tuple[int, int, int, int]] = []
+    for i in order:
+        block = blocks[i]
+        first, last, nbytes = block.first, block.last, block.nbytes
+        end = 0
+        for low, high, begins, ends in placed:
+            if begins <= last and first <= ends:
+                if low - end >= nbytes:
+                    break
+                if high > end:
+                    end = high
+        offsets[i] = end
+        bisect.insort(placed, (end, end + nbytes, first, last))
+    return offsets

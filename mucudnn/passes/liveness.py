@@ -1,0 +1,170 @@
+"""When is each storage needed? Liveness over a straight line of nodes.
+
+Views and results in place have no bytes of their own: their uses are uses of their
+storage. A storage is needed from the node that first writes it to the last that
+touches it under any name. Parameters and state are always there, inputs from the
+start, and what the caller asked for stays to the end: outputs, and gradients that no
+update of the same graph has used up.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mucudnn.ir.graph import PERSISTENT, Graph, Phase, Role
+
+__all__ = [
+    "LiveRange",
+    "Peak",
+    "kept",
+    "live_ranges",
+    "memory_curve",
+    "peak",
+    "peak_bytes",
+    "rounded",
+    "total_bytes",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRange:
+    """The nodes during which a storage is in use.
+
+    Attributes:
+        storage: The tensor that owns the bytes.
+        first: Position of the first node that needs it; 0 if it is there at the start.
+        last: Position of the last; the number of nodes if it outlives them all.
+    """
+
+    storage: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment at which most memory is in use.
+
+    Attributes:
+        nbytes: Bytes in use.
+        node: The node that runs then, the first of several; None in an empty graph.
+        alive: Storages in use, largest first.
+        workspace: Bytes of the node's workspace, part of `nbytes`.
+    """
+
+    nbytes: int
+    node: str | None
+    alive: tuple[str, ...]
+    workspace: int
+
+
+def kept(graph: Graph) -> frozenset[str]:
+    """Storages still needed when the last node has run, persistent ones included."""
+    used_up = {
+        name
+        for node in graph.nodes
+        if node.phase is Phase.UPDATE
+        for name in node.inputs
+    }
+    asked = (*graph.outputs, *(g for g in graph.gradients.values() if g not in used_up))
+    persistent = (spec.name for spec in graph.with_role(*PERSISTENT))
+    return frozenset(graph.storages[name] for name in (*asked, *persistent))
+
+
+def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
+    """The live range of every storage; what is declared but unused has none.
+
+    An input that nobody reads is there for the whole step: it is fed all the same.
+    """
+    storages, end = graph.storages, len(graph.nodes)
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for name in node.tensors:
+            storage = storages[name]
+            first.setdefault(storage, position)
+            last[storage] = position
+    for name in graph.inputs:
+        storage = storages[name]
+        if storage in last:
+            first[storage] = 0
+        elif graph.tensors[storage].role is Role.INPUT:
+            first[storage], last[storage] = 0, end
+    for storage in kept(graph):
+        last[storage] = end
+        if graph.tensors[storage].role in PERSISTENT:
+            first[storage] = 0
+    return {
+        name: LiveRange(name, first[name], last[name])
+        for name in graph.tensors
+        if name in first
+    }
+
+
+def memory_curve(
+    graph: Graph,
+    workspaces: Mapping[str, int] | None = None,
+    *,
+    granularity: int = 1,
+    liveness: bool = True,
+) -> tuple[int, ...]:
+    """Bytes in use while each node runs.
+
+    Args:
+        graph: What is run.
+        workspaces: Node -> bytes of scratch memory while it runs.
+        granularity: Sizes are rounded up to multiples of this many bytes.
+        liveness: Whether a storage is freed after its last use; if not, all of them
+            are there all the time.
+    """
+    workspaces = workspaces or {}
+    end = len(graph.nodes)
+    change = [0] * (end + 1)
+    for storage, live in live_ranges(graph).items():
+        nbytes = rounded(graph.tensors[storage].nbytes, granularity)
+        change[live.first if liveness else 0] += nbytes
+        if liveness and live.last < end:
+            change[live.last + 1] -= nbytes
+    return tuple(
+        used + rounded(workspaces.get(node.name, 0), granularity)
+        for used, node in zip(itertools.accumulate(change), graph.nodes, strict=False)
+    )
+
+
+def peak(
+    graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
+) -> Peak:
+    """The most memory in use at once if storages are freed after their last use."""
+    curve = memory_curve(graph, workspaces, granularity=granularity)
+    at = max(range(len(curve)), key=curve.__getitem__, default=0)
+    alive = sorted(
+        (s for s, live in live_ranges(graph).items() if live.first <= at <= live.last),
+        key=lambda storage: -graph.tensors[storage].nbytes,
+    )
+    total = sum(rounded(graph.tensors[s].nbytes, granularity) for s in alive)
+    if not curve:
+        return Peak(total, None, tuple(alive), 0)
+    return Peak(curve[at], graph.nodes[at].name, tuple(alive), curve[at] - total)
+
+
+def peak_bytes(
+    graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
+) -> int:
+    """Bytes of `peak`."""
+    return peak(graph, workspaces, granularity=granularity).nbytes
+
+
+def total_bytes(
+    graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
+) -> int:
+    """Bytes if every storage had memory of its own, beside one shared workspace."""
+    scratch = max((workspaces or {}).values(), default=0)
+    return rounded(scratch, granularity) + sum(
+        rounded(graph.tensors[storage].nbytes, granularity)
+        for storage in live_ranges(graph)
+    )
+
+
+def rounded(nbytes: int, granularity: int) -> int:
+    """A size rounded up to a multiple."""
+    return -(-nbytes // granularity) * granularity

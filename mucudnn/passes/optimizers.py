@@ -1,0 +1,178 @@
+"""Append to a training graph what updates its parameters.
+
+An update needs its gradient and overwrites its parameter: it comes after both are done
+with. Run as early as that, it lets the gradient go at once; run at the end, all
+gradients are alive together, which is what a norm over all of them needs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+from mucudnn.ir.initializers import Constant
+from mucudnn.ir.optimizers import AdaGrad, Adam, Momentum, Optimizer, RmsProp, Sgd
+from mucudnn.passes.dependencies import written
+
+__all__ = [
+    "LEARNING_RATE",
+    "STEP",
+    "When",
+    "with_updates",
+]
+
+LEARNING_RATE = "lr"
+"""The scalar input that holds the learning rate."""
+
+STEP = "step"
+"""The scalar int64 input that counts steps from 0."""
+
+When = Literal["early", "late"]
+
+
+def with_updates(
+    graph: Graph,
+    optimizer: Optimizer,
+    *,
+    when: When = "early",
+    gradient_scale: float = 1.0,
+) -> Graph:
+    """A training graph with an update of every parameter that has a gradient.
+
+    Adds the scalar input `lr`, for Adam also `step`, and the optimizer's state, which
+    starts at zero.
+
+    Args:
+        graph: A training graph.
+        optimizer: How to update.
+        when: "early": as soon as a parameter and its gradient are done with;
+            "late": after all other nodes.
+        gradient_scale: Factor of gradients, such as 1 / loss scale.
+
+    Raises:
+        ValueError: The graph has no gradients, `when` is neither, or a tensor with one
+            of the names needed is there already and something else.
+    """
+    _check(graph, when)
+    draft = _Draft(graph)
+    for w, gradient in graph.gradients.items():
+        draft.update(optimizer, w, gradient, gradient_scale)
+    return draft.build(when)
+
+
+def _check(graph: Graph, when: str) -> None:
+    if not graph.gradients:
+        raise ValueError("the graph has no gradients; pass it to training_graph first")
+    if when not in ("early", "late"):
+        raise ValueError(f'updates run "early" or "late", not {when!r}')
+
+
+def _slots(optimizer: Optimizer) -> tuple[str, ...]:
+    """Names of the tensors that an optimizer keeps for each parameter."""
+    match optimizer:
+        case Sgd():
+            return ()
+        case Momentum():
+            return ("momentum",)
+        case Adam():
+            return ("mean", "square")
+        case AdaGrad() | RmsProp():
+            return ("square",)
+
+
+def _kernel(optimizer: Optimizer) -> tuple[str, dict[str, Any]]:
+    """Operation and attributes, but for what depends on the parameter."""
+    match optimizer:
+        case Sgd():
+            return "sgd", {}
+        case Momentum(_, momentum, nesterov):
+            return "momentum", {"momentum": momentum, "nesterov": nesterov}
+        case Adam(_, beta1, beta2, eps, _, decoupled):
+            return "adam", {
+                "beta1": beta1,
+                "beta2": beta2,
+                "eps": eps,
+                "decoupled": decoupled,
+            }
+        case AdaGrad(_, eps):
+            return "adagrad", {"eps": eps}
+        case RmsProp(_, alpha, eps):
+            return "rmsprop", {"alpha": alpha, "eps": eps}
+
+
+class _Draft:
+    """A graph that updates are being added to."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._tensors = dict(graph.tensors)
+        self._initializers = dict(graph.initializers)
+        self._updates: list[tuple[str, str, Node]] = []
+
+    def update(
+        self, optimizer: Optimizer, w: str, gradient: str, gradient_scale: float
+    ) -> None:
+        """Update a parameter."""
+        op, attrs = _kernel(optimizer)
+        spec = self._graph.tensors[w]
+        inputs = [w, gradient, self._input(LEARNING_RATE, spec.dtype)]
+        if isinstance(optimizer, Adam):
+            inputs.append(self._input(STEP, "int64"))
+        state = tuple(self._state(w, slot) for slot in _slots(optimizer))
+        decay = optimizer.weight_decay if len(spec.shape) > 1 else 0.0
+        attrs |= {"weight_decay": decay, "gradient_scale": gradient_scale}
+        node = Node(
+            name=f"{w}:{op}",
+            op=op,
+            inputs=(*inputs, *state),
+            outputs=(),
+            attrs=MappingProxyType(attrs),
+            phase=Phase.UPDATE,
+            mutates=(w, *state),
+        )
+        self._updates.append((w, gradient, node))
+
+    def build(self, when: When) -> Graph:
+        """The graph with the updates in it."""
+        return replace(
+            self._graph,
+            tensors=MappingProxyType(self._tensors),
+            nodes=tuple(self._early() if when == "early" else self._late()),
+            initializers=MappingProxyType(self._initializers),
+        )
+
+    def _late(self) -> Iterator[Node]:
+        yield from self._graph.nodes
+        yield from (node for _, _, node in self._updates)
+
+    def _early(self) -> Iterator[Node]:
+        graph, storages = self._graph, self._graph.storages
+        done: dict[str, int] = {}
+        final: dict[str, int] = {}
+        for position, node in enumerate(graph.nodes):
+            done.update({storages[name]: position for name in node.inputs})
+            final.update(dict.fromkeys(written(graph, node), position))
+        at: dict[int, list[Node]] = {}
+        for w, gradient, node in self._updates:
+            moment = max(done.get(storages[w], -1), final.get(storages[gradient], -1))
+            at.setdefault(moment, []).append(node)
+        yield from at.get(-1, ())
+        for position, node in enumerate(graph.nodes):
+            yield node
+            yield from at.get(position, ())
+
+    def _state(self, w: str, slot: str) -> str:
+        spec = replace(self._graph.tensors[w], name=f"{w}:{slot}", role=Role.STATE)
+        self._declare(spec)
+        self._initializers[spec.name] = Constant(0.0)
+        return spec.name
+
+    def _input(self, name: str, dtype: str) -> str:
+        self._declare(TensorSpec(name, (), dtype, Role.INPUT))
+        return name
+
+    def _declare(self, spec: TensorSpec) -> None:
+        known = self._tensors.setdefault(spec.name, spec)
+        if known != spec:
+            raise ValueError(f"updates need {spec}, but the graph has {known}")
