@@ -8,14 +8,16 @@ BIN := $(VENV)/bin
 OUT ?= out
 DEMO := --batch 64 --policy powers_of_two --workspace-limit 8MiB,32MiB,64MiB \
 	--memory-limit 4GiB --time-limit 240
+DEMO_TRAIN := --data digits --epochs 15 --lr 0.05 --seed 0
 CUDNN := nvidia-cudnn-cu12==9.19.0.56 cuda-pathfinder
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
 	print(load_library(without_driver=True).path)"
 
-.PHONY: help demo test test-torch test-cudnn install-cudnn check format bench clean
+.PHONY: help demo demo-train test test-torch test-cudnn install-cudnn check format bench clean
 
 help:
 	@echo "make demo    tune AlexNet on this machine's CPU; prints a table, writes a report"
+	@echo "make demo-train   train a network on handwritten digits, in a minute"
 	@echo "make test    format, lint, types, import contracts and all tests"
 	@echo "make test-torch   the tests that compare with PyTorch"
 	@echo "make test-cudnn   the tests of the real cuDNN, no GPU needed (a 1.5 GB download)"
@@ -52,6 +54,18 @@ demo: $(VENV)/base.stamp
 	@mkdir -p $(OUT)
 	$(BIN)/mucudnn tune alexnet $(DEMO) --json $(OUT)/demo.json --report $(OUT)/demo.html
 	@echo "report: $(OUT)/demo.html   data: $(OUT)/demo.json"
+
+# The digits are a file of scikit-learn. With one cache of measurements every run plans
+# the same convolutions, so that one seed gives one figure.
+$(VENV)/digits.stamp: pyproject.toml $(VENV)/base.stamp | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[digits]'
+	@touch $@
+
+demo-train: $(VENV)/digits.stamp
+	@mkdir -p $(OUT)
+	$(BIN)/mucudnn train digits $(DEMO_TRAIN) --cache $(OUT)/demo-train.sqlite \
+		--json $(OUT)/demo-train.json
+	@echo "data: $(OUT)/demo-train.json"
 
 test: check
 	$(BIN)/python -m pytest

@@ -167,7 +167,7 @@ def test_info_names_backends_and_the_cache(tmp_path):
 
 
 BAD = [
-    (["foo"], "choose one of: cache, explain, info, tune"),
+    (["foo"], "choose one of: cache, explain, info, memory, train, tune"),
     (["cache", "foo"], "clear, export, import, list, path"),
     (["tune"], "nothing to measure"),
     (["tune", "nope"], "'nope' is neither a suite (alexnet"),

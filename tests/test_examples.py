@@ -1,16 +1,22 @@
 """The examples run, are short, and end well."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.data_files import write_cifar10_binary
+
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 EXPECTED = {
     "plan_a_layer": "bytes",
     "replace_a_convolution": "<w, dw>",
     "share_measurements": "replayed",
+    "train_digits": "epoch 5: ",
+    "train_resnet20": "after 3 steps: test accuracy",
+    "your_own_block": "test accuracy",
     "your_own_planner": "SLOW",
 }
 
@@ -20,14 +26,23 @@ def test_there_is_one_for_every_expectation():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example(example):
+def test_example(example, tmp_path):
     assert len(example.read_text().splitlines()) < 60
+    arguments = []
+    if example.stem == "train_resnet20":
+        write_cifar10_binary(tmp_path, rows=20)
+        arguments = [str(tmp_path), "3"]
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(example)],
+        [sys.executable, "-W", "error", str(example), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
+        env={
+            **os.environ,
+            "MUCUDNN_BATCH_SIZE_POLICY": "undivided",
+            "MUCUDNN_DATABASE": str(tmp_path / "cache.sqlite"),
+        },
     )
     assert done.returncode == 0, done.stderr
     assert EXPECTED[example.stem] in done.stdout

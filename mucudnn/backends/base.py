@@ -125,7 +125,9 @@ class Copier(Protocol):
     target are of one size in bytes and are kept until it is done.
     """
 
-    def out(self, source: Array, target: Buffer, after: Sequence[Ticket] = ()) -> Ticket:
+    def out(
+        self, source: Array, target: Buffer, after: Sequence[Ticket] = ()
+    ) -> Ticket:
         """Start a copy to the host.
 
         Raises:

@@ -4,10 +4,10 @@ Plans for huge problems run here in milliseconds; unit tests of the runtime run 
 by default. Its devices are as many as a test wants, each with a clock of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mucudnn.backends.base import Backend
+from mucudnn.backends.base import Backend, Kernel
 from mucudnn.backends.virtual import (
     VirtualArray as NullArray,
     VirtualDevice as NullDevice,
@@ -16,12 +16,20 @@ from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.numerics import Traits
 
-__all__ = ["NullArray", "NullConv", "NullDevice", "device_count", "load"]
+__all__ = [
+    "NullArray",
+    "NullConv",
+    "NullDevice",
+    "NullKernels",
+    "device_count",
+    "load",
+]
 
 _DEVICES = 8
 _MS_PER_SAMPLE = {"SLOW": 1.0, "FAST": 0.4}
 _LAUNCH_MS = 0.1
 _FAST_BYTES_PER_SAMPLE = 1024
+_BYTES_PER_MS = 1e8
 
 
 class NullConv:
@@ -63,6 +71,33 @@ class NullConv:
         self._device.advance(problem.batch * _MS_PER_SAMPLE[algo] + _LAUNCH_MS)
 
 
+class NullKernels(Mapping[str, Kernel]):
+    """One kernel for every operation there may be: it moves bytes that do not exist."""
+
+    def __init__(self, device: NullDevice) -> None:
+        self._device = device
+        self._kernel = Kernel(self._run)
+
+    def __getitem__(self, op: str) -> Kernel:
+        return self._kernel
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def _run(
+        self,
+        inputs: Sequence[NullArray],
+        outputs: Sequence[NullArray],
+        attrs: Mapping[str, Any],
+        workspace: Any,
+    ) -> None:
+        nbytes = sum(array.nbytes for array in (*inputs, *outputs))
+        self._device.advance(nbytes / _BYTES_PER_MS + _LAUNCH_MS)
+
+
 def device_count(argument: str) -> int:
     """As many as a test could want."""
     if argument:
@@ -73,4 +108,5 @@ def device_count(argument: str) -> int:
 def load(argument: str, device: int) -> Backend:
     """A fresh null backend with its own clock."""
     null = NullDevice()
-    return Backend("null", null, NullConv(null), index=device)
+    kernels = NullKernels(null)
+    return Backend("null", null, NullConv(null), index=device, kernels=kernels)

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from mucudnn.backends.virtual_copies import Clock, VirtualCopier
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
 
-__all__ = ["VirtualArray", "VirtualDevice"]
+__all__ = ["LINK_BYTES_PER_MS", "VirtualArray", "VirtualDevice"]
+
+LINK_BYTES_PER_MS = 1 << 24
+"""16.8 GB/s each way: what a PCI Express 4.0 slot of eight lanes can reach, roughly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +38,27 @@ class VirtualArray:
 
 
 class VirtualDevice:
-    """Counts bytes; its clock moves only when a kernel runs.
-
-    The clock is a fraction: the time between two marks is exactly what passed between
-    them, whatever the time of day.
+    """Counts bytes; its clock moves only when a kernel runs or waits for a copy.
 
     Args:
         fingerprint: Of the machine it stands for.
         description: What is known of that machine.
+        out_bytes_per_ms: Rate of its copies to the host.
+        in_bytes_per_ms: Rate of its copies from the host.
     """
 
     def __init__(
         self,
         fingerprint: str = "null",
         description: Mapping[str, str] | None = None,
+        *,
+        out_bytes_per_ms: float = LINK_BYTES_PER_MS,
+        in_bytes_per_ms: float = LINK_BYTES_PER_MS,
     ) -> None:
         self.fingerprint = fingerprint
         self._description = dict(description or {})
-        self._now_ms = Fraction(0)
+        self._clock = Clock()
+        self._rates = Fraction(out_bytes_per_ms), Fraction(in_bytes_per_ms)
 
     def description(self) -> Mapping[str, str]:
         """What it was told of the machine it stands for."""
@@ -60,11 +67,11 @@ class VirtualDevice:
     @property
     def now_ms(self) -> float:
         """The virtual time."""
-        return float(self._now_ms)
+        return float(self._clock.now)
 
     def advance(self, ms: float) -> None:
         """Let time pass."""
-        self._now_ms += Fraction(ms)
+        self._clock.now += Fraction(ms)
 
     def allocate(self, nbytes: int) -> VirtualArray:
         """No memory, of the right size."""
@@ -99,12 +106,20 @@ class VirtualDevice:
 
     def begin(self) -> Fraction:
         """This point in virtual time; launching costs none."""
-        return self._now_ms
+        return self._clock.now
 
     def record(self) -> Fraction:
         """This point in virtual time."""
-        return self._now_ms
+        return self._clock.now
 
     def elapsed_ms(self, start: Fraction, stop: Fraction) -> float:
         """Virtual difference."""
         return float(stop - start)
+
+    def host(self, nbytes: int) -> VirtualArray:
+        """No memory, of the right size."""
+        return VirtualArray((nbytes,))
+
+    def copier(self) -> VirtualCopier:
+        """Two engines on this device's clock."""
+        return VirtualCopier(self._clock, *self._rates)

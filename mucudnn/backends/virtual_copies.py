@@ -1,6 +1,6 @@
 """Copies that take time and do nothing: the clocks of two copy engines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -40,9 +40,7 @@ class VirtualCopier:
         self._in = _Engine(clock, in_bytes_per_ms)
         self._closed = False
 
-    def out(
-        self, source: Any, target: Any, after: Sequence[Fraction] = ()
-    ) -> Fraction:
+    def out(self, source: Any, target: Any, after: Sequence[Fraction] = ()) -> Fraction:
         """Let the time of a copy to the host pass on its engine."""
         self._check(source, target)
         return self._out.copy(source.nbytes, after)

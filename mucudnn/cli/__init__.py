@@ -7,9 +7,11 @@ from mucudnn.cli.app import main
 from mucudnn.cli.cache import cache
 from mucudnn.cli.explain import explain
 from mucudnn.cli.info import info
+from mucudnn.cli.memory import memory
+from mucudnn.cli.train import train
 from mucudnn.cli.tune import tune
 
 __all__ = ["main"]
 
-for _command in (tune, explain, cache, info):
+for _command in (tune, memory, train, explain, cache, info):
     main.add_command(_command)

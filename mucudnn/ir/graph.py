@@ -128,6 +128,11 @@ class Graph:
         return {node.name: node for node in self.nodes}
 
     @cached_property
+    def positions(self) -> Mapping[str, int]:
+        """Node -> its position."""
+        return {node.name: i for i, node in enumerate(self.nodes)}
+
+    @cached_property
     def readers(self) -> Mapping[str, tuple[Node, ...]]:
         """Tensor -> the nodes that read it under this very name, in order."""
         found: dict[str, list[Node]] = {name: [] for name in self.tensors}

@@ -40,7 +40,7 @@ def chain(
             continue
         needed[node.name] = node
         pending += node.inputs
-    return tuple(node for node in graph.nodes if node.name in needed)
+    return tuple(sorted(needed.values(), key=lambda node: graph.positions[node.name]))
 
 
 def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bool:

@@ -5,6 +5,7 @@ Each returns an offset a block, in the order of the blocks given; no rule looks 
 
 import bisect
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -130,9 +131,14 @@ class _Heights:
                 node >>= 1
 
 
-def in_gaps(blocks: Sequence[Block], order: Sequence[int]) -> list[int]:
-    """Each at the lowest offset free during its whole life."""
-    offsets = [0] * len(blocks)
+def in_gaps(
+    blocks: Sequence[Block], order: Sequence[int], limit: float = math.inf
+) -> list[int]:
+    """Each at the lowest offset free during its whole life.
+
+    Those that would end beyond the limit are left out: their offset is -1.
+    """
+    offsets = [-1] * len(blocks)
     placed: list[tuple[int, int, int, int]] = []
     for i in order:
         block = blocks[i]
@@ -144,6 +150,7 @@ def in_gaps(blocks: Sequence[Block], order: Sequence[int]) -> list[int]:
                     break
                 if high > end:
                     end = high
-        offsets[i] = end
-        bisect.insort(placed, (end, end + nbytes, first, last))
+        if end + nbytes <= limit:
+            offsets[i] = end
+            bisect.insort(placed, (end, end + nbytes, first, last))
     return offsets

@@ -17,7 +17,7 @@ from math import isfinite
 
 from mucudnn.passes.knapsack import Core, Selection
 
-__all__ = ["ilp"]
+__all__ = ["ilp", "solver_errors"]
 
 _CAPACITY = 1e4
 _DEAREST = 1e6
@@ -41,12 +41,13 @@ def ilp(core: Core, time_limit_s: float) -> Selection | None:
             # PuLP 3.3 announces 4.0, which pyproject.toml excludes.
             warnings.simplefilter("ignore", DeprecationWarning)
             return _solve(core, time_limit_s)
-    except _solver_errors() as error:
+    except solver_errors() as error:
         _log.warning("the ILP solver cannot be run: %s", error)
         return None
 
 
-def _solver_errors() -> tuple[type[Exception], ...]:
+def solver_errors() -> tuple[type[Exception], ...]:
+    """What is raised where CBC cannot be run."""
     try:
         from pulp import PulpError
     except ImportError:

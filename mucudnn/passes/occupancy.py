@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
+from mucudnn.passes.dependencies import written
+from mucudnn.passes.liveness import kept
 
 __all__ = ["GRANULARITY", "Occupancy", "Use", "rounded", "uses_of"]
 
@@ -18,8 +20,8 @@ class Use:
     Attributes:
         storage: Its name.
         nbytes: Its size, rounded up.
-        positions: Nodes that read or write it, ascending; for an input also -1, the
-            time before the first node, and for an output the end.
+        positions: Nodes that read or write it, ascending; for an input also the first
+            node, before which it arrives, and for what outlives the last node the end.
         writes: Those of them that write it.
         persistent: Whether it outlives the step.
     """
@@ -52,18 +54,18 @@ def uses_of(graph: Graph) -> Mapping[str, Use]:
         if not known or known[-1] != at:
             known.append(at)
 
+    storages = graph.storages
     for spec in graph.with_role(Role.INPUT):
-        touch(spec.name, -1)
-        writes.setdefault(spec.name, []).append(-1)
+        touch(spec.name, 0)
+        writes.setdefault(spec.name, []).append(0)
     for i, node in enumerate(graph.nodes):
         for name in node.tensors:
-            touch(graph.storages[name], i)
-        for name in (*node.outputs, *node.mutates):
-            storage = graph.storages[name]
+            touch(storages[name], i)
+        for storage in written(graph, node):
             if writes.setdefault(storage, [])[-1:] != [i]:
                 writes[storage].append(i)
-    for name in graph.outputs:
-        touch(graph.storages[name], len(graph.nodes))
+    for storage in kept(graph):
+        touch(storage, len(graph.nodes))
     return {
         storage: Use(
             storage,
@@ -96,13 +98,17 @@ class Occupancy:
 
     def add(self, start: int, stop: int, nbytes: int) -> None:
         """Take `nbytes` at every position from `start` up to and including `stop`."""
-        curve = self._bytes
-        for i in range(max(start, 0), min(stop, len(curve) - 1) + 1):
-            curve[i] += nbytes
+        span = slice(max(start, 0), max(stop + 1, 0))
+        self._bytes[span] = [used + nbytes for used in self._bytes[span]]
 
     def fits(self, position: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit at one position."""
         return self._bytes[position] + nbytes <= self.budget
+
+    def fits_over(self, start: int, stop: int, nbytes: int) -> bool:
+        """Whether `nbytes` more fit at every position from `start` to `stop`."""
+        span = self._bytes[start : stop + 1]
+        return not span or max(span) + nbytes <= self.budget
 
     def peak(self) -> tuple[int, int]:
         """The largest sum and the first position that has it; (0, 0) if empty."""

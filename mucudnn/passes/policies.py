@@ -54,32 +54,28 @@ def vdnn_conv(step: Step) -> Mapping[str, Residency]:
 
 def _offload_inputs(graph: Graph, *, convolutions_only: bool) -> dict[str, Residency]:
     found = {}
+    readers = _readers(graph)
+    nodes = enumerate(graph.nodes)
+    classifier = next((i for i, n in nodes if n.op == _CLASSIFIER), len(graph.nodes))
     for saved in saved_tensors(graph):
-        readers = _readers(graph, saved.name)
+        ops = readers.get(saved.name, set())
         if convolutions_only:
-            chosen = any(op == "conv" for op in readers)
+            chosen = "conv" in ops
         else:
-            chosen = _CLASSIFIER not in readers and not _classified(graph, saved)
+            chosen = _CLASSIFIER not in ops and saved.first < classifier
         if chosen:
             found[saved.name] = Residency.OFFLOAD
     return found
 
 
-def _readers(graph: Graph, storage: str) -> set[str]:
-    """Operations of the forward pass that read a storage."""
-    return {
-        node.op
-        for name, root in graph.storages.items()
-        if root == storage
-        for node in graph.readers[name]
-        if node.phase is Phase.FORWARD
-    }
-
-
-def _classified(graph: Graph, saved: Saved) -> bool:
-    """Whether a tensor comes after the first dense layer."""
-    first = next((i for i, n in enumerate(graph.nodes) if n.op == _CLASSIFIER), None)
-    return first is not None and saved.first >= first
+def _readers(graph: Graph) -> dict[str, set[str]]:
+    """Storage -> operations of the forward pass that read it."""
+    found: dict[str, set[str]] = {}
+    for node in graph.nodes:
+        if node.phase is Phase.FORWARD:
+            for name in node.inputs:
+                found.setdefault(graph.storages[name], set()).add(node.op)
+    return found
 
 
 @POLICIES.register

@@ -10,11 +10,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
-from mucudnn.passes.residency import Residency
+from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
 
 __all__ = ["rematerialize"]
-
-_AGAIN = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
 
 
 def rematerialize(graph: Graph, residency: Mapping[str, Residency]) -> Graph:
@@ -27,7 +25,7 @@ def rematerialize(graph: Graph, residency: Mapping[str, Residency]) -> Graph:
         graph: A training graph that nothing has made in-place yet.
         residency: Of saved tensors.
     """
-    if not any(choice in _AGAIN for choice in residency.values()):
+    if not any(choice in RECOMPUTED for choice in residency.values()):
         return graph
     rewriter = _Rewriter(graph, residency)
     for node in graph.nodes:
@@ -47,6 +45,8 @@ class _Rewriter:
         self.nodes: list[Node] = []
         self._graph = graph
         self._residency = residency
+        self._saved = {saved.name for saved in saved_tensors(graph)}
+        self._changed: set[str] = set()
         self._copies: dict[str, str] = {}
         self._count = 0
 
@@ -58,22 +58,55 @@ class _Rewriter:
             if inputs != node.inputs:
                 node = replace(node, inputs=inputs)
                 self._follow_aliases(node)
+        if node.phase is not Phase.FORWARD:
+            self._changed.update(self._graph.storages[t] for t in node.mutates)
         self.nodes.append(node)
 
     def _again(self, name: str, mine: dict[str, str]) -> str:
         """The tensor itself, or a copy of it made now; `mine` are this node's own."""
-        storage = self._graph.storages[name]
-        choice = self._residency.get(storage)
-        if choice not in _AGAIN or name not in self._graph.producers:
+        known = self._known(name, self._copies, mine)
+        if known is None:
             return name
-        each = choice is Residency.RECOMPUTE_EACH
-        known = mine if each else self._copies
-        if name not in known:
-            self._copy(self._graph.producers[name], known, mine)
+        pending = [(name, known)]
+        while pending:
+            top, known = pending[-1]
+            if top in known:
+                pending.pop()
+                continue
+            node = self._graph.producers[top]
+            inputs = [(t, self._known(t, known, mine)) for t in node.inputs]
+            missing = [(t, k) for t, k in inputs if k is not None and t not in k]
+            if missing:
+                pending += reversed(missing)
+            else:
+                found = tuple(t if k is None else k[t] for t, k in inputs)
+                self._copy(node, found, known)
         return known[name]
 
-    def _copy(self, node: Node, known: dict[str, str], mine: dict[str, str]) -> None:
-        inputs = tuple(self._again(name, mine) for name in node.inputs)
+    def _known(
+        self, name: str, asking: dict[str, str], mine: dict[str, str]
+    ) -> dict[str, str] | None:
+        """Where a copy of a tensor is noted; None if the original is still there.
+
+        What no backward node of the graph reads is gone when the forward pass is over:
+        it is made again for what is `asking`. What follows from a weight that has been
+        updated meanwhile cannot be.
+        """
+        node = self._graph.producers.get(name)
+        storages = self._graph.storages
+        if name in self._copies:
+            return self._copies
+        if node is None or any(storages[t] in self._changed for t in node.inputs):
+            return None
+        match self._residency.get(storages[name]):
+            case Residency.RECOMPUTE:
+                return self._copies
+            case Residency.RECOMPUTE_EACH:
+                return mine
+        gone = node.phase is Phase.FORWARD and storages[name] not in self._saved
+        return asking if gone else None
+
+    def _copy(self, node: Node, inputs: tuple[str, ...], known: dict[str, str]) -> None:
         self._count += 1
         for output in node.outputs:
             spec = self._graph.tensors[output]

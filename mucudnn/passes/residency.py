@@ -17,6 +17,7 @@ from mucudnn.passes.strategies import Strategies
 __all__ = [
     "EVERYTHING",
     "POLICIES",
+    "RECOMPUTED",
     "Residency",
     "ResidencyPolicy",
     "Saved",
@@ -37,6 +38,9 @@ class Residency(enum.Enum):
     PAGE = "page"
     """Away whenever the node that runs does not use it."""
 
+
+RECOMPUTED = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
+"""What has the producers of a tensor run again."""
 
 EVERYTHING = "*"
 """Stands for every storage of a step that a policy does not name."""

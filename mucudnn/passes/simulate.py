@@ -4,12 +4,12 @@ Each engine works through its own queue. A copy begins when its engine is free a
 compute before it in the program is done; compute waits where the program says `Wait`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.schedule import Compute, Schedule, SwapIn, SwapOut, Wait
+from mucudnn.ir.schedule import Compute, Instruction, Schedule, SwapIn, SwapOut, Wait
 
 __all__ = ["Lane", "Prediction", "bound_ms", "simulate"]
 
@@ -112,40 +112,74 @@ def simulate(schedule: Schedule, profile: Profile) -> Prediction:
 
 
 def bound_ms(schedule: Schedule, profile: Profile) -> float:
-    """A time that no order of the same computations and copies can beat.
+    """A time that the instructions of a schedule cannot be faster than.
 
-    What leaves in forward and returns in backward takes at least
-    max(C_f, D / B_out) + max(C_b, D / B_in); copies on top of those at least their own
-    time on their link.
+    Between the forward and the backward pass lies a moment before which the forward
+    nodes have run and the copies out that were waited for are done, and after which the
+    backward nodes run and the copies in begun since then are made. What leaves in the
+    forward pass and returns in the backward pass thus takes at least
+    max(C_f, D / B_out) + max(C_b, D / B_in). Copies that straddle the moment count only
+    towards what each link moves in all.
     """
-    graph = schedule.graph
-    forward = backward = 0.0
-    out_forward = in_backward = out_all = in_all = 0
-    in_forward_phase = True
-    nodes = graph.by_name
-    for instruction in schedule.instructions:
+    program = schedule.instructions
+    turn = _turn(schedule)
+    before = _busy(schedule, profile, program[:turn], awaited=True)
+    after = _busy(schedule, profile, program[turn:], awaited=False)
+    whole = _busy(schedule, profile, program, awaited=False)
+    return max(max(before) + max(after), *whole)
+
+
+def _turn(schedule: Schedule) -> int:
+    """How many instructions come before the moment between the passes."""
+    nodes = schedule.graph.by_name
+    turn = 0
+    leaving: set[str] = set()
+    for i, instruction in enumerate(schedule.instructions):
         match instruction:
             case Compute(name):
-                if nodes[name].phase is Phase.FORWARD and in_forward_phase:
-                    forward += profile.node_ms[name]
-                else:
-                    in_forward_phase = False
-                    backward += profile.node_ms[name]
+                if nodes[name].phase is not Phase.FORWARD:
+                    break
+                turn = i + 1
             case SwapOut(storage):
-                nbytes = graph.tensors[storage].nbytes
-                out_all += nbytes
-                out_forward += nbytes if in_forward_phase else 0
+                leaving.add(storage)
             case SwapIn(storage):
-                nbytes = graph.tensors[storage].nbytes
-                in_all += nbytes
-                in_backward += 0 if in_forward_phase else nbytes
-    through = min(out_forward, in_backward)
-    phases = max(forward, through / profile.out_bytes_per_ms) + max(
-        backward, through / profile.in_bytes_per_ms
-    )
-    return max(
-        phases,
-        forward + backward,
-        out_all / profile.out_bytes_per_ms,
-        in_all / profile.in_bytes_per_ms,
+                leaving.discard(storage)
+            case Wait(storage) if storage in leaving:
+                turn = i + 1
+    return turn
+
+
+def _busy(
+    schedule: Schedule,
+    profile: Profile,
+    program: Sequence[Instruction],
+    *,
+    awaited: bool,
+) -> tuple[float, float, float]:
+    """What compute and both links have to do for some instructions, in ms.
+
+    Args:
+        schedule: Of them.
+        profile: Of its graph.
+        program: The instructions.
+        awaited: Whether only copies count that are waited for among them.
+    """
+    compute, sums = 0.0, {SwapOut: 0, SwapIn: 0}
+    pending: dict[str, tuple[type[SwapOut] | type[SwapIn], int]] = {}
+    for instruction in program:
+        match instruction:
+            case Compute(name):
+                compute += profile.node_ms[name]
+            case SwapOut(storage) | SwapIn(storage):
+                nbytes = schedule.graph.tensors[storage].nbytes
+                pending[storage] = (type(instruction), nbytes)
+                if not awaited:
+                    sums[type(instruction)] += nbytes
+            case Wait(storage) if awaited and storage in pending:
+                kind, nbytes = pending.pop(storage)
+                sums[kind] += nbytes
+    return (
+        compute,
+        sums[SwapOut] / profile.out_bytes_per_ms,
+        sums[SwapIn] / profile.in_bytes_per_ms,
     )

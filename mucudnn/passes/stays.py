@@ -6,6 +6,7 @@ over them are what a budget limits, so a schedule keeps its promise whatever the
 take: a copy that is late is waited for.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -88,10 +89,16 @@ def least_occupancy(
     stays: Iterable[Stay], workspaces: Sequence[int], resident: int, budget: float
 ) -> Occupancy:
     """The ledger of stays as they are, over what is always there."""
-    occupancy = Occupancy([nbytes + resident for nbytes in workspaces], budget)
+    n = len(workspaces)
+    change = [0] * (n + 1)
+    change[0] = resident
     for stay in stays:
-        occupancy.add(stay.start, stay.stop, stay.nbytes)
-    return occupancy
+        change[min(stay.start, n)] += stay.nbytes
+        change[min(stay.stop + 1, n)] -= stay.nbytes
+    used = itertools.accumulate(change)
+    return Occupancy(
+        [nbytes + rest for nbytes, rest in zip(workspaces, used, strict=False)], budget
+    )
 
 
 def check(graph: Graph, occupancy: Occupancy) -> None:
@@ -104,9 +111,9 @@ def check(graph: Graph, occupancy: Occupancy) -> None:
     if peak > occupancy.budget:
         short = peak - int(occupancy.budget)
         raise PlanningError(
-            f"{format_bytes(short)} short: node {graph.nodes[position].name!r} needs "
-            f"{format_bytes(peak)} ({peak} bytes), the budget is "
-            f"{format_bytes(int(occupancy.budget))}"
+            f"{format_bytes(short)} ({short} bytes) short: "
+            f"node {graph.nodes[position].name!r} needs {format_bytes(peak)} "
+            f"({peak} bytes), the budget is {format_bytes(int(occupancy.budget))}"
         )
 
 
@@ -120,6 +127,7 @@ def emit(
 
     At each node: what arrives is allocated and its copy begun; what the node needs is
     waited for; after it, copies out begin, and what leaves is waited for and freed.
+    What is there at the end stays: the caller takes it out.
     """
     n = len(graph.nodes)
     begins: list[list[Stay]] = [[] for _ in range(n + 1)]
@@ -127,12 +135,12 @@ def emit(
     leaves: list[list[Stay]] = [[] for _ in range(n + 1)]
     ends: list[list[Stay]] = [[] for _ in range(n + 1)]
     for stay in stays:
-        begins[max(stay.start, 0)].append(stay)
+        begins[stay.start].append(stay)
         if stay.copied_in:
             needs[stay.needed].append(stay)
         if stay.copied_out:
-            leaves[max(stay.last, 0)].append(stay)
-        ends[min(max(stay.stop, 0), n)].append(stay)
+            leaves[stay.last].append(stay)
+        ends[min(stay.stop, n)].append(stay)
     program: list[Instruction] = []
     for i, node in enumerate(graph.nodes):
         for stay in begins[i]:
@@ -146,5 +154,4 @@ def emit(
             if stay.copied_out:
                 program.append(Wait(stay.storage))
             program.append(Free(stay.storage))
-    program += (Free(stay.storage) for stay in ends[n])
     return Schedule(graph, tuple(program), workspaces, peak_bytes)

@@ -6,6 +6,7 @@ on tensors buys faster algorithms.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,15 +17,19 @@ from mucudnn.ir.schedule import Schedule
 from mucudnn.passes.inplace import in_place
 from mucudnn.passes.occupancy import Occupancy, Use, rounded, uses_of
 from mucudnn.passes.rematerialize import rematerialize
-from mucudnn.passes.residency import EVERYTHING, Residency
+from mucudnn.passes.residency import EVERYTHING, RECOMPUTED, Residency
+from mucudnn.passes.schedulers import SCHEDULERS
 from mucudnn.passes.simulate import Prediction, simulate
 from mucudnn.passes.stays import emit
-from mucudnn.passes.window import SCHEDULERS, Problem, Scheduler
+from mucudnn.passes.window import Problem, Scheduler
 
 __all__ = [
     "CONVOLUTIONS",
     "Prepared",
+    "Preparer",
     "StepPlan",
+    "first_plans",
+    "grown",
     "origin",
     "plan_residency",
     "prepare",
@@ -35,6 +40,8 @@ __all__ = [
 CONVOLUTIONS = ("dynamic", "fastest", "least", "fixed")
 """How convolutions get their workspace: what is free, all they want, nothing, or as
 planned before."""
+
+_REMEMBERED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +76,62 @@ class Prepared:
 
     def least_peak(self) -> int:
         """Bytes below which these residencies cannot be scheduled."""
-        plans = _first_plans(self.profile, "least", None)
+        plans = first_plans(self.profile, "least", None)
         return self.problem(plans, math.inf).least()[1].peak()[0]
+
+
+class Preparer:
+    """Rewrites one training graph by residencies, time and again.
+
+    What is computed again decides what the graph looks like; the last few of them are
+    remembered, because a search changes one residency at a time.
+
+    Args:
+        graph: A training graph that nothing has made in-place yet.
+        profile: Of it.
+    """
+
+    def __init__(self, graph: Graph, profile: Profile) -> None:
+        self._graph = graph
+        self._profile = profile
+        self._known: OrderedDict[frozenset[tuple[str, Residency]], Prepared] = (
+            OrderedDict()
+        )
+
+    def __call__(self, residency: Mapping[str, Residency]) -> Prepared:
+        """A rewritten step.
+
+        Args:
+            residency: Of saved tensors; what is left out is kept.
+        """
+        again = frozenset(
+            (name, choice) for name, choice in residency.items() if choice in RECOMPUTED
+        )
+        if again not in self._known:
+            self._known[again] = self._rewritten(dict(again))
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        self._known.move_to_end(again)
+        ready = self._known[again]
+        return replace(ready, swaps=_swaps(ready.graph, ready.uses, residency))
+
+    def _rewritten(self, again: Mapping[str, Residency]) -> Prepared:
+        final = in_place(rematerialize(self._graph, again))
+        uses = uses_of(final)
+        return Prepared(
+            graph=final,
+            profile=profile_of(final, self._profile),
+            uses=uses,
+            swaps={},
+            resident=sum(use.nbytes for use in uses.values() if use.persistent),
+        )
 
 
 def prepare(
     graph: Graph, profile: Profile, residency: Mapping[str, Residency]
 ) -> Prepared:
-    """Rewrite a training graph by residencies.
-
-    Args:
-        graph: A training graph that nothing has made in-place yet.
-        profile: Of it.
-        residency: Of saved tensors; what is left out is kept.
-    """
-    final = in_place(rematerialize(graph, residency))
-    uses = uses_of(final)
-    return Prepared(
-        graph=final,
-        profile=profile_of(final, profile),
-        uses=uses,
-        swaps=_swaps(final, uses, residency),
-        resident=sum(use.nbytes for use in uses.values() if use.persistent),
-    )
+    """Rewrite a training graph by residencies, once; see `Preparer`."""
+    return Preparer(graph, profile)(residency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +207,7 @@ def plan_residency(
     convolutions: str = "dynamic",
     plans: Mapping[str, ConvPlan] | None = None,
     policy: str = "given",
+    preparer: Preparer | None = None,
 ) -> StepPlan:
     """Schedule a step whose residencies are decided.
 
@@ -179,17 +220,18 @@ def plan_residency(
         convolutions: One of `CONVOLUTIONS`.
         plans: Convolution node -> plan, for `fixed`.
         policy: What to call the decision.
+        preparer: Of this graph, if it is planned more than once.
 
     Raises:
         PlanningError: It cannot fit; says how many bytes short, and at which node.
     """
-    ready = prepare(graph, profile, residency)
+    ready = (preparer or Preparer(graph, profile))(residency)
     final, known = ready.graph, ready.profile
-    chosen = _first_plans(known, convolutions, plans)
+    chosen = first_plans(known, convolutions, plans)
     problem = ready.problem(chosen, budget)
     stays, occupancy = SCHEDULERS.resolve(scheduler)(problem)
     if convolutions == "dynamic":
-        chosen = _grown(final, known, chosen, occupancy)
+        chosen = grown(final, known, chosen, occupancy)
     workspaces = _workspaces(known, chosen)
     schedule = emit(final, stays, workspaces, occupancy.peak()[0])
     return StepPlan(
@@ -203,7 +245,7 @@ def plan_residency(
     )
 
 
-def _first_plans(
+def first_plans(
     profile: Profile, convolutions: str, plans: Mapping[str, ConvPlan] | None
 ) -> dict[str, ConvPlan]:
     """Plans to schedule with; `dynamic` ones begin small and grow."""
@@ -224,7 +266,7 @@ def _fastest(front: Sequence[ConvPlan]) -> ConvPlan:
     return min(front, key=lambda plan: (plan.time_ms, plan.workspace))
 
 
-def _grown(
+def grown(
     graph: Graph,
     profile: Profile,
     plans: Mapping[str, ConvPlan],

@@ -120,7 +120,7 @@ def on_demand(problem: Problem) -> tuple[list[Stay], Occupancy]:
         if stay.copied_in and start > 0 and occupancy.fits(start - 1, stay.nbytes):
             start -= 1
             occupancy.add(start, start, stay.nbytes)
-        found.append(replace(stay, start=start))
+        found.append(stay if start == stay.start else replace(stay, start=start))
     return found, occupancy
 
 
@@ -169,8 +169,7 @@ def _keep_what_fits(
     for i, j in sorted(_pairs(found), key=absence):
         gone, back = found[i], found[j]
         nbytes = gone.nbytes
-        span = range(gone.stop + 1, back.start)
-        if all(occupancy.fits(p, nbytes) for p in span):
+        if occupancy.fits_over(gone.stop + 1, back.start - 1, nbytes):
             occupancy.add(gone.stop + 1, back.start - 1, nbytes)
             found[i] = replace(gone, stop=back.start - 1)
     return _joined(found)
@@ -199,7 +198,8 @@ def _linger(
             stop += 1
         occupancy.add(stay.stop + 1, stop, stay.nbytes)
         delay += max(0.0, link_free - starts[stop + 1] - delay)
-        found[i] = replace(stay, stop=stop)
+        if stop > stay.stop:
+            found[i] = replace(stay, stop=stop)
     return found
 
 
@@ -226,8 +226,9 @@ def _return_early(
             start - 1, stay.nbytes
         ):
             start -= 1
-        occupancy.add(start, stay.start - 1, stay.nbytes)
-        found[j] = replace(stay, start=start)
+        if start < stay.start:
+            occupancy.add(start, stay.start - 1, stay.nbytes)
+            found[j] = replace(stay, start=start)
     return found
 
 

@@ -3,33 +3,53 @@
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from mucudnn.backends.base import Backend
+from mucudnn.backends.base import Backend, Kernel
+from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
+from mucudnn.passes.dependencies import VIEWS
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.runtime.timing import StoppingRule, measure
 from mucudnn.runtime.tuner import Tuner
 
-__all__ = ["kernel_workspaces", "measure_link", "profile"]
+__all__ = ["kernel_of", "kernel_workspaces", "measure_link", "profile"]
 
 _LINK_BYTES = 64 << 20
 _NO_LIMIT = 1 << 62
 
 
 def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:
-    """Bytes of scratch memory of every node that has a kernel and asks for some."""
+    """Bytes of scratch memory of every node that has a kernel and asks for some.
+
+    Raises:
+        UnsupportedError: The backend has no kernel for an operation.
+    """
     sizes = {}
     for node in graph.nodes:
-        kernel = backend.kernels.get(node.op)
-        if kernel is None:
+        if node.op == "conv" or node.op in VIEWS:
             continue
+        kernel = kernel_of(backend, node)
         inputs, outputs = _specs(graph, node)
         nbytes = kernel.workspace(inputs, outputs, node.attrs)
         if nbytes:
             sizes[node.name] = nbytes
     return sizes
+
+
+def kernel_of(backend: Backend, node: Node) -> Kernel:
+    """What runs a node that is neither a convolution nor a view.
+
+    Raises:
+        UnsupportedError: The backend has nothing that does.
+    """
+    kernel = backend.kernels.get(node.op)
+    if kernel is None:
+        raise UnsupportedError(
+            f"backend {backend.name!r} has no kernel for {node.op!r} ({node.name})"
+        )
+    return kernel
 
 
 def profile(
@@ -83,25 +103,25 @@ def measure_link(backend: Backend, nbytes: int = _LINK_BYTES) -> tuple[float, fl
     """Bytes a millisecond to the host and from it, in copies of `nbytes`."""
     device = backend.device
     spec = TensorSpec("link", (nbytes,), "uint8")
-    buffer = device.view(device.allocate(nbytes), 0, spec)
-    host = device.download(buffer)
+    buffer, host = device.view(device.allocate(nbytes), 0, spec), device.host(nbytes)
+    _zero(device, buffer, spec)
     rule = StoppingRule(min_samples=3, max_samples=5)
-    out = measure(lambda: _discard(device.download(buffer)), device, rule)
-    back = measure(lambda: device.upload(host, buffer), device, rule)
+    copier = device.copier()
+    try:
+        out = measure(lambda: copier.wait(copier.out(buffer, host)), device, rule)
+        back = measure(lambda: copier.wait(copier.back(host, buffer)), device, rule)
+    finally:
+        copier.close()
     least = 1e-9
     return nbytes / max(out.time_ms, least), nbytes / max(back.time_ms, least)
-
-
-def _discard(value: object) -> None:
-    del value
 
 
 def _kernel_ms(
     backend: Backend, graph: Graph, node: Node, nbytes: int, rule: StoppingRule
 ) -> float:
-    kernel = backend.kernels.get(node.op)
-    if kernel is None:  # a view
+    if node.op in VIEWS:
         return 0.0
+    kernel = kernel_of(backend, node)
     device = backend.device
     buffers: dict[str, Any] = {}
     arrays: dict[str, Any] = {}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.base import Array, Device
+from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.initializers import (
     Constant,
@@ -29,25 +30,34 @@ _ALIGNMENT = 512
 
 
 class StateStore(Mapping[str, Array]):
-    """The persistent tensors of a graph, by name.
+    """The persistent tensors of some graphs, by name.
 
     Args:
         device: Where they are.
-        graph: Whose they are; graphs with the same names may share a store.
+        graphs: Whose they are; what has one name in several is one tensor.
         seed: Of the random numbers they start from.
+
+    Raises:
+        ValueError: One name means two things.
     """
 
-    def __init__(self, device: Device, graph: Graph, seed: int = 0) -> None:
+    def __init__(self, device: Device, *graphs: Graph, seed: int = 0) -> None:
         self._device = device
-        self._specs = {spec.name: spec for spec in graph.with_role(*PERSISTENT)}
+        self._specs: dict[str, TensorSpec] = {}
+        initializers: dict[str, Initializer] = {}
+        for graph in graphs:
+            self._declare(graph)
+            initializers |= graph.initializers
         offsets, self.nbytes = _layout(self._specs.values())
         self._buffer = device.allocate(self.nbytes)
         self._arrays = {
             name: device.view(self._buffer, offsets[name], spec)
             for name, spec in self._specs.items()
         }
+        if isinstance(device, VirtualDevice):  # has no memory to fill
+            return
         for name, spec in self._specs.items():
-            start = graph.initializers.get(name, Constant(0.0))
+            start = initializers.get(name, Constant(0.0))
             device.upload(_drawn(spec, start, seed), self._arrays[name])
 
     def __getitem__(self, name: str) -> Array:
@@ -58,6 +68,15 @@ class StateStore(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._arrays)
+
+    def _declare(self, graph: Graph) -> None:
+        for spec in graph.with_role(*PERSISTENT):
+            known = self._specs.setdefault(spec.name, spec)
+            if known != spec:
+                raise ValueError(
+                    f"{spec.name} is {known.role.value} {known.dtype} {known.shape} in "
+                    f"one graph, {spec.role.value} {spec.dtype} {spec.shape} in another"
+                )
 
     def save(self) -> dict[str, Any]:
         """Every tensor as a NumPy array."""

@@ -96,7 +96,8 @@ class CpuCopier:
         """Stop after the chunks that are being copied, and join the threads."""
         self._fate.stop()
         for thread, _ in self._lanes.values():
-            thread.join()
+            if thread.is_alive():  # Ctrl-C may have come before it began
+                thread.join()
         self._lanes.clear()
 
     def _start(
@@ -134,9 +135,7 @@ class CpuCopier:
             raise BackendError(str(error)) from error.__cause__
 
 
-def _work(
-    jobs: "queue.SimpleQueue[Any]", fate: _Fate, copy: Copy, what: str
-) -> None:
+def _work(jobs: "queue.SimpleQueue[Any]", fate: _Fate, copy: Copy, what: str) -> None:
     """A worker: it knows the queue and not the copier, which can thus be collected."""
     while (job := jobs.get()) is not None:
         source, target, after, ticket = job

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_info
 
+from mucudnn.backends.cpu.copies import CpuCopier
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.version import installed_version
@@ -101,6 +102,14 @@ class CpuDevice:
     def elapsed_ms(self, start: float, stop: float) -> float:
         """Difference of two marks."""
         return stop - start
+
+    def host(self, nbytes: int) -> Any:
+        """More of the same memory, which plays the host."""
+        return self.allocate(nbytes)
+
+    def copier(self) -> CpuCopier:
+        """Two threads, so that copies overlap with kernels."""
+        return CpuCopier()
 
 
 def _blas() -> list[str]:

@@ -60,6 +60,8 @@ def _present(index: int) -> Backend:
     from mucudnn.backends.cuda.conv.operation import ALIGNMENT
     from mucudnn.backends.cuda.conv.plan import CudaPlan
     from mucudnn.backends.cuda.device import CudaDevice
+    from mucudnn.backends.cuda.kernels import bind
+    from mucudnn.backends.cuda.kernels.program import CupyLauncher
     from mucudnn.backends.cuda.loading import load_library
     from mucudnn.backends.cuda.session import LiveSession
 
@@ -85,6 +87,7 @@ def _present(index: int) -> Backend:
         split_alignment=ALIGNMENT,
         fragile=True,
         plan_texts=conv,
+        kernels=bind(CupyLauncher(device.stream)),
     )
 
 

@@ -29,8 +29,9 @@ class CudaCopier:
 
     def __init__(self, cupy: Any, index: int, compute: Callable[[], int]) -> None:
         self._cupy = cupy
-        self._compute_address = compute
-        with cupy.cuda.Device(index), _told("no streams for copies"):
+        self._compute = compute
+        self._runtime = cupy.cuda.runtime
+        with cupy.cuda.Device(index), self._told("making streams for copies"):
             self._out = cupy.cuda.Stream(non_blocking=True)
             self._in = cupy.cuda.Stream(non_blocking=True)
         self._free: list[Any] = []
@@ -40,24 +41,24 @@ class CudaCopier:
 
     def out(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
         """Copy a CuPy array into host memory; pinned, or the host waits."""
-        kind = self._cupy.cuda.runtime.memcpyDeviceToHost
+        kind = self._runtime.memcpyDeviceToHost
         addresses = target.ctypes.data, source.data.ptr
         return self._copy(self._out, kind, addresses, (source, target), after)
 
     def back(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
         """Copy host memory into a CuPy array; pinned, or the host waits."""
-        kind = self._cupy.cuda.runtime.memcpyHostToDevice
+        kind = self._runtime.memcpyHostToDevice
         addresses = target.data.ptr, source.ctypes.data
         return self._copy(self._in, kind, addresses, (source, target), after)
 
     def wait(self, ticket: Any) -> None:
         """Kernels launched from now on begin after the copy; the host goes on."""
-        with _told("waiting for a copy"):
-            self._compute().wait_event(ticket)
+        with self._told("waiting for a copy"):
+            self._runtime.streamWaitEvent(self._compute(), ticket.ptr)
 
     def finish(self) -> None:
         """Wait on the host for both streams."""
-        with _told("a copy"):
+        with self._told("a copy"):
             self._out.synchronize()
             self._in.synchronize()
         self._free += self._used
@@ -70,7 +71,7 @@ class CudaCopier:
         for stream in (self._out, self._in):
             try:
                 stream.synchronize()
-            except self._cupy.cuda.runtime.CUDARuntimeError:
+            except self._runtime.CUDARuntimeError:
                 continue  # the device is lost, and with it every copy
         self._free.clear()
         self._used.clear()
@@ -91,22 +92,17 @@ class CudaCopier:
             raise BackendError(
                 f"a copy of {source.nbytes} bytes was given {target.nbytes}"
             )
-        with _told(f"a copy of {source.nbytes} bytes"):
+        with self._told(f"a copy of {source.nbytes} bytes"):
             computed = self._event()
-            computed.record(self._compute())
+            self._runtime.eventRecord(computed.ptr, self._compute())
             stream.wait_event(computed)
             for ticket in after:
                 stream.wait_event(ticket)
             self._held.append(ends)
-            self._cupy.cuda.runtime.memcpyAsync(
-                *addresses, source.nbytes, kind, stream.ptr
-            )
+            self._runtime.memcpyAsync(*addresses, source.nbytes, kind, stream.ptr)
             done = self._event()
-            done.record(stream)
+            self._runtime.eventRecord(done.ptr, stream.ptr)
         return done
-
-    def _compute(self) -> Any:
-        return self._cupy.cuda.ExternalStream(self._compute_address())
 
     def _event(self) -> Any:
         if not self._free:
@@ -114,6 +110,14 @@ class CudaCopier:
         event = self._free.pop()
         self._used.append(event)
         return event
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Tell of a failure of CUDA in our words."""
+        try:
+            yield
+        except self._runtime.CUDARuntimeError as e:
+            raise BackendError(f"{what} failed: {e}") from e
 
 
 def pinned(cupy: Any, nbytes: int) -> Any:
@@ -129,16 +133,7 @@ def pinned(cupy: Any, nbytes: int) -> Any:
     try:
         memory = cupy.cuda.PinnedMemory(nbytes)
     except cupy.cuda.runtime.CUDARuntimeError as e:
-        raise OutOfMemoryError(f"no room for {nbytes} bytes of pinned memory: {e}") from e
+        raise OutOfMemoryError(
+            f"no room for {nbytes} bytes of pinned memory: {e}"
+        ) from e
     return np.frombuffer(cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
-
-
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Tell of a failure of CUDA in our words."""
-    import cupy
-
-    try:
-        yield
-    except cupy.cuda.runtime.CUDARuntimeError as e:
-        raise BackendError(f"{what} failed: {e}") from e

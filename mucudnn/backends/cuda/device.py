@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mucudnn.backends.cuda.copies import CudaCopier, pinned
 from mucudnn.backends.cuda.loading import release_text
 from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
@@ -159,6 +160,15 @@ class CudaDevice:
         elapsed: float = self._cupy.cuda.get_elapsed_time(start, stop)
         return elapsed
 
+    def host(self, nbytes: int) -> Any:
+        """Page-locked memory as a NumPy array of bytes."""
+        with self._cupy.cuda.Device(self._index):
+            return pinned(self._cupy, nbytes)
+
+    def copier(self) -> CudaCopier:
+        """Two streams beside the one that computes."""
+        return CudaCopier(self._cupy, self._index, self.stream)
+
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         """Capture what `launch` launches as a graph, to be launched as one.
 
@@ -264,6 +274,14 @@ class DescribedDevice:
         raise self._absent()
 
     def elapsed_ms(self, start: Any, stop: Any) -> float:
+        """Refuse."""
+        raise self._absent()
+
+    def host(self, nbytes: int) -> Any:
+        """Refuse."""
+        raise self._absent()
+
+    def copier(self) -> CudaCopier:
         """Refuse."""
         raise self._absent()
 

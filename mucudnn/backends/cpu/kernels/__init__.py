@@ -3,7 +3,7 @@
 Arrays are C-contiguous, channels first, float32 or float64 (labels int64). A kernel
 writes into its outputs and allocates a few tiles of memory, whatever the tensors' size;
 it divides its work by shapes alone, so that its results are the same bits on any number
-of workers. Those that may run in place say so by never reading what they have written.
+of workers. Elementwise kernels and gradients may be given an input's memory as output.
 """
 
 import functools

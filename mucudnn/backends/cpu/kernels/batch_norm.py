@@ -65,9 +65,10 @@ def batch_norm_eval(
 ) -> None:
     """Normalise by the running statistics."""
     x, y = as_ncs(inputs[0]), as_ncs(outputs[0])
-    gamma, beta, mean, var = (v.astype(np.float64) for v in inputs[1:])
-    factor = (gamma / np.sqrt(var + attrs["eps"])).astype(x.dtype)[:, None]
-    centre, shift = inputs[3][:, None], beta.astype(x.dtype)[:, None]
+    gamma, beta, mean, var = inputs[1:]
+    factor = gamma / np.sqrt(var.astype(np.float64) + attrs["eps"])
+    factor = factor.astype(x.dtype)[:, None]
+    centre, shift = mean[:, None], beta[:, None]
 
     def tile(part: tuple[slice, ...]) -> None:
         out, channels = y[part], part[1]

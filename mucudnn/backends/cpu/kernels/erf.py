@@ -71,7 +71,6 @@ def _erfc(x: Any) -> Any:
 @functools.lru_cache
 def _coefficients(degree: int) -> tuple[float, ...]:
     """Of the polynomial in u, from -1 (x farthest) to 1 (x = 0); highest first."""
-
     # By cosines of the angles: Chebyshev's recurrence would lose two digits.
     angles = (np.arange(degree + 1) + 0.5) * (math.pi / (degree + 1))
     points = _LOWEST + (np.cos(angles) + 1) * (1 - _LOWEST) / 2

@@ -24,7 +24,7 @@ from mucudnn.backends.cpu.threads import Workers
 
 __all__ = ["OPERATIONS", "group_norm", "group_norm_grad"]
 
-_LIMIT = BLOCK_BYTES // 2
+_LIMIT = BLOCK_BYTES
 _SAMPLES = 64  # gradients of gamma are added up in single precision over so many
 
 Part = tuple[slice, ...]
@@ -67,7 +67,7 @@ class _Grouped:
 
     def affine_part(self, part: Part) -> Part:
         """What of gamma goes with a part of x."""
-        n, g, c, s = part
+        _, g, c, s = part
         return (slice(None), g, c, s if self.affine[3] > 1 else slice(None))
 
 
@@ -191,7 +191,10 @@ def _pixel_sums(part: Any) -> Any:
 
 def _row_sums(part: Any) -> Any:
     """(n, groups) in float64."""
-    return np.add.reduce(part, axis=(2, 3)).astype(np.float64)
+    if part.shape[3] > 1:
+        return np.add.reduce(_pixel_sums(part), axis=2, dtype=np.float64)
+    ones = np.ones(part.shape[2], part.dtype)
+    return np.matmul(part[..., 0], ones).astype(np.float64)
 
 
 def _row_dots(a: Any, b: Any) -> Any:

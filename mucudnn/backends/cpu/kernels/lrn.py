@@ -57,7 +57,7 @@ def lrn_grad(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -
 def _each_column(workers: Workers, x: Any, fn: Callable[[int, slice], None]) -> None:
     """Call `fn(sample, pixels)` for all channels of some pixels at a time."""
     N, C, S = x.shape
-    pixels = tiles((N, S), max(1, BLOCK_BYTES // x.itemsize // C))
+    pixels = tiles((N, S), max(1, BLOCK_BYTES // 2 // x.itemsize // C))
 
     def block(part: tuple[slice, ...]) -> None:
         samples, s = part

@@ -26,7 +26,7 @@ def channel_chunks(
     """
     N, C, S = shape
     step = min(C, max(_CACHE_LINE if S == 1 else 1, limit // max(1, N * S)))
-    items = []
+    items: list[tuple[slice, list[tuple[slice, ...]]]] = []
     for first in range(0, C, step):
         channels = slice(first, min(first + step, C))
         width = channels.stop - first
@@ -34,7 +34,7 @@ def channel_chunks(
             slice(i, min(i + _LONGEST_ROW, S)) for i in range(0, S, _LONGEST_ROW)
         ] or [slice(0, 0)]
         longest = max(1, width * min(S, _LONGEST_ROW))
-        chunks = [
+        chunks: list[tuple[slice, ...]] = [
             (n, channels, s) for s in rows for (n,) in tiles((N,), limit // longest)
         ]
         items.append((channels, chunks))

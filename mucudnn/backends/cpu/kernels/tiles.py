@@ -38,15 +38,19 @@ BLOCK_BYTES = 256 << 10
 """Of each operand of a tile."""
 
 
-def share(workers: Workers, items: Sequence[T], fn: Callable[[T], None]) -> None:
+def share(workers: Workers, items: Sequence[T], fn: Callable[[T], object]) -> None:
     """Call `fn(item)` for each, on all workers."""
-    workers.each(items, lambda _, item: fn(item), at_most=max(1, len(items)))
+
+    def call(worker: int, item: T) -> None:
+        fn(item)
+
+    workers.each(items, call, at_most=max(1, len(items)))
 
 
 def flat_blocks(
     workers: Workers,
     arrays: Sequence[Any],
-    fn: Callable[..., None],
+    fn: Callable[..., object],
     nbytes: int = BLOCK_BYTES,
 ) -> None:
     """Call `fn(*parts)` with the same contiguous range of every flattened array."""

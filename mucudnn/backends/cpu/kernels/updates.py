@@ -62,8 +62,9 @@ def adam(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> No
     w, dw, lr, step, m, v = inputs
     beta1, beta2 = attrs["beta1"], attrs["beta2"]
     count = int(step) + 1
-    rate = float(lr) / (1 - beta1**count)
-    root = 1 / math.sqrt(1 - beta2**count)
+    root = math.sqrt(1 - beta2**count)
+    rate = float(lr) * root / (1 - beta1**count)
+    eps = attrs["eps"] * root
     decay = 1 - float(lr) * attrs["weight_decay"] if attrs["decoupled"] else 1.0
 
     def block(w: Any, dw: Any, m: Any, v: Any) -> None:
@@ -78,8 +79,7 @@ def adam(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> No
         v *= beta2
         v += g
         np.sqrt(v, out=g)
-        g *= root
-        g += attrs["eps"]
+        g += eps
         np.divide(m, g, out=g)
         g *= rate
         w -= g

@@ -8,6 +8,7 @@ all windows of a tile is one long vector operation. The price is a few unused el
 at the end of each row.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from mucudnn.backends.cpu.kernels.tiles import Attrs, tiles
 
 __all__ = ["Axis", "Windows", "spatial_axes"]
 
-_TILE_BYTES = 64 << 10
+_TILE_BYTES = 96 << 10
 """Of an image of one phase; a kernel holds up to about ten of them."""
 
 
@@ -58,7 +59,7 @@ def spatial_axes(shape: Sequence[int], out: Sequence[int], attrs: Attrs) -> list
     return [Axis(shape[0] * shape[1], out[0] * out[1]), *(Axis(*v) for v in spatial)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Windows:
     """Positions [start, stop) on every axis, with as many more as windows reach over.
 
@@ -93,24 +94,24 @@ class Windows:
         positions = [-(-(axis.size + axis.padding) // axis.stride) for axis in axes]
         return cls.cover(axes, positions, itemsize)
 
-    @property
+    @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
         """Shape of an image of one phase: the positions and what is beyond."""
         pairs = zip(self.axes, self.counts, strict=True)
         return tuple(count + axis.reach for axis, count in pairs)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Elements of one image."""
         return math.prod(self.lengths)
 
-    @property
+    @functools.cached_property
     def pitches(self) -> tuple[int, ...]:
         """Flat distance of neighbours along each axis."""
         lengths = self.lengths
         return tuple(math.prod(lengths[i + 1 :]) for i in range(len(lengths)))
 
-    @property
+    @functools.cached_property
     def spare(self) -> int:
         """Elements that flat offsets may run past the end."""
         pairs = zip(self.axes, self.pitches, strict=True)
@@ -124,14 +125,14 @@ class Windows:
         """Every element of a window, in row-major order."""
         return itertools.product(*(range(axis.kernel) for axis in self.axes))
 
-    def locate(self, tap: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    def locate(self, tap: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """(phase, flat offset) of an element of the window."""
-        pairs = list(zip(tap, self.axes, strict=True))
-        phase = tuple(t % axis.stride for t, axis in pairs)
-        steps = (t // axis.stride for t, axis in pairs)
-        return phase, sum(
-            step * pitch for step, pitch in zip(steps, self.pitches, strict=True)
-        )
+        return _locate(tuple(axis.stride for axis in self.axes), self.pitches, tap)
+
+    def element(self, images: dict[tuple[int, ...], Any], tap: tuple[int, ...]) -> Any:
+        """One element of every window, flat, of what `gather` made by phase."""
+        phase, offset = self.locate(tap)
+        return images[phase][offset : offset + self.size]
 
     def outputs(self) -> tuple[slice, ...]:
         """The tile's positions in a tensor of windows."""
@@ -210,3 +211,12 @@ class Windows:
 def _slices(starts: Sequence[int], counts: Sequence[int]) -> tuple[slice, ...]:
     pairs = zip(starts, counts, strict=True)
     return tuple(slice(start, start + count) for start, count in pairs)
+
+
+@functools.lru_cache(maxsize=4096)  # numbers only; the same for nearly all tiles
+def _locate(
+    strides: tuple[int, ...], pitches: tuple[int, ...], tap: tuple[int, ...]
+) -> tuple[tuple[int, ...], int]:
+    along = list(zip(tap, strides, pitches, strict=True))
+    phase = tuple(t % stride for t, stride, _ in along)
+    return phase, sum(t // stride * pitch for t, stride, pitch in along)

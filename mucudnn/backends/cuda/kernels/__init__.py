@@ -1,0 +1,89 @@
+"""Kernels of a training step on a GPU: one idea a file, as the CPU's, in CUDA C.
+
+A kernel writes into its outputs; partial sums go to a workspace that it asks for, so
+that nothing is allocated. It launches and never waits, adds nothing atomically, and
+divides its work by shapes alone: results are the same bits every time. Those that may
+run in place read an element before they write it, and no other.
+
+This package imports neither CuPy nor NumPy; sources are compiled at their first launch.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from mucudnn.backends.base import Kernel
+from mucudnn.backends.cuda.kernels import (
+    average_pooling,
+    batch_norm,
+    bias,
+    dropout,
+    elementwise,
+    group_norm,
+    losses,
+    lrn,
+    matmul,
+    max_pooling,
+    shaping,
+    updates,
+    upsampling,
+)
+from mucudnn.backends.cuda.kernels.program import Launcher, Operation, Program
+
+__all__ = ["KERNELS", "PROGRAMS", "bind"]
+
+KERNELS: Mapping[str, Operation] = MappingProxyType(
+    {
+        **average_pooling.OPERATIONS,
+        **batch_norm.OPERATIONS,
+        **bias.OPERATIONS,
+        **dropout.OPERATIONS,
+        **elementwise.OPERATIONS,
+        **group_norm.OPERATIONS,
+        **losses.OPERATIONS,
+        **lrn.OPERATIONS,
+        **matmul.OPERATIONS,
+        **max_pooling.OPERATIONS,
+        **shaping.OPERATIONS,
+        **updates.OPERATIONS,
+        **upsampling.OPERATIONS,
+    }
+)
+"""Operation -> its kernel, which still has to be given a launcher."""
+
+PROGRAMS: Mapping[str, Program] = MappingProxyType(
+    {
+        "average_pooling": average_pooling.PROGRAM,
+        "batch_norm": batch_norm.PROGRAM,
+        "bias": bias.PROGRAM,
+        "dropout": dropout.PROGRAM,
+        "elementwise": elementwise.PROGRAM,
+        "group_norm": group_norm.PROGRAM,
+        "losses": losses.PROGRAM,
+        "lrn": lrn.PROGRAM,
+        "max_pooling": max_pooling.PROGRAM,
+        "updates": updates.PROGRAM,
+        "upsampling": upsampling.PROGRAM,
+    }
+)
+"""File -> its CUDA C; matrices and copies are CuPy's."""
+
+
+def bind(launcher: Launcher) -> Mapping[str, Kernel]:
+    """The kernels, to be launched by this launcher."""
+    return {
+        name: Kernel(functools.partial(_run, operation, launcher), operation.workspace)
+        for name, operation in KERNELS.items()
+    }
+
+
+def _run(
+    operation: Operation,
+    launcher: Launcher,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    attrs: Mapping[str, Any],
+    workspace: Any,
+) -> None:
+    operation.run(launcher, inputs, outputs, attrs, workspace)

@@ -1,0 +1,129 @@
+"""Average pooling and its gradient; over whole images neighbouring threads share one.
+
+What a window's sum is divided by is counted along each axis on its own: elements
+inside the image, or inside it and its padding, but never those that only rounding the
+number of windows up has added.
+"""
+
+import math
+from typing import Any
+
+from mucudnn.backends.cuda.kernels.program import (
+    THREADS,
+    Attrs,
+    Inputs,
+    Launcher,
+    Operation,
+    Outputs,
+    Program,
+    flat,
+)
+from mucudnn.backends.cuda.kernels.windows import WINDOWS, geometry
+
+__all__ = ["OPERATIONS", "PROGRAM", "avg_pool", "avg_pool_grad"]
+
+PROGRAM = Program(
+    WINDOWS
+    + r"""
+// The sum over `width` neighbouring threads, a power of two.
+__device__ double neighbour_sum(double value, I width) {
+    __shared__ double sums[THREADS];
+    __syncthreads();
+    sums[threadIdx.x] = value;
+    for (I half = width / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x % width < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    __syncthreads();
+    return sums[threadIdx.x / width * width];
+}
+
+KERNEL image_means(const T* x, T* y, I planes, I pixels, I width) {
+    I together = THREADS / width;
+    for (I base = blockIdx.x * together; base < planes;
+         base += (I)gridDim.x * together) {
+        I plane = base + threadIdx.x / width;
+        double sum = 0;
+        if (plane < planes)
+            for (I s = threadIdx.x % width; s < pixels; s += width)
+                sum += (double)x[plane * pixels + s];
+        sum = neighbour_sum(sum, width);
+        if (plane < planes && threadIdx.x % width == 0) y[plane] = (T)(sum / pixels);
+    }
+}
+
+KERNEL avg_pool(const T* x, T* y, I count, I padded, AXES) {
+    MAKE_AXES
+    EACH(i, count) {
+        I ow = i % W.out, oh = i / W.out % H.out, od = i / W.out / H.out % D.out;
+        const T* image = x + i / W.out / H.out / D.out * D.size * H.size * W.size;
+        A sum = 0;
+        for (I d = D.first(od); d < D.end(od); ++d)
+            for (I h = H.first(oh); h < H.end(oh); ++h)
+                for (I w = W.first(ow); w < W.end(ow); ++w)
+                    sum += (A)image[(d * H.size + h) * W.size + w];
+        I elements = D.counted(od, padded) * H.counted(oh, padded) *
+                     W.counted(ow, padded);
+        y[i] = (T)(sum / elements);
+    }
+}
+
+KERNEL avg_pool_grad(const T* dy, T* dx, I count, I padded, AXES) {
+    MAKE_AXES
+    EACH(i, count) {
+        I w = i % W.size, h = i / W.size % H.size, d = i / W.size / H.size % D.size;
+        I image = i / W.size / H.size / D.size * D.out * H.out * W.out;
+        A sum = 0;
+        for (I od = D.earliest(d); od < D.past(d); ++od)
+            for (I oh = H.earliest(h); oh < H.past(h); ++oh)
+                for (I ow = W.earliest(w); ow < W.past(w); ++ow) {
+                    I elements = D.counted(od, padded) * H.counted(oh, padded) *
+                                 W.counted(ow, padded);
+                    sum += (A)dy[image + (od * H.out + oh) * W.out + ow] / elements;
+                }
+        dx[i] = (T)sum;
+    }
+}
+"""
+)
+
+
+def avg_pool(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """The mean of each window."""
+    (x,), (y,) = inputs, outputs
+    if _whole(x.shape, y.shape, attrs):
+        pixels = math.prod(x.shape[2:])
+        width = min(THREADS, 1 << (pixels.bit_length() - 1))
+        blocks = flat(y.size * width)
+        gpu.launch(PROGRAM, "image_means", blocks, x, y, y.size, pixels, width)
+        return
+    arguments = y.size, int(attrs["count_include_pad"])
+    axes = geometry(x.shape, y.shape, attrs)
+    gpu.launch(PROGRAM, "avg_pool", flat(y.size), x, y, *arguments, *axes)
+
+
+def avg_pool_grad(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """Dx: each dy shared out among the elements of its window."""
+    (dy,), (dx,) = inputs, outputs
+    arguments = dx.size, int(attrs["count_include_pad"])
+    axes = geometry(dx.shape, dy.shape, attrs)
+    gpu.launch(PROGRAM, "avg_pool_grad", flat(dx.size), dy, dx, *arguments, *axes)
+
+
+def _whole(image: tuple[int, ...], out: tuple[int, ...], attrs: Attrs) -> bool:
+    """Whether a window is an image."""
+    return (
+        math.prod(out[2:]) == 1
+        and tuple(attrs["kernel"]) == tuple(image[2:])
+        and not any(attrs["padding"])
+    )
+
+
+OPERATIONS: dict[str, Operation] = {
+    "avg_pool": Operation(avg_pool),
+    "avg_pool_grad": Operation(avg_pool_grad),
+}

@@ -1,0 +1,173 @@
+"""Batch normalisation (Ioffe and Szegedy, 2015): each channel by its own statistics.
+
+A block reads its part of a channel three times: for the sum, for the sum of squares
+about the mean, and to normalise. The parts of a sum are added up by whoever needs it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mucudnn.backends.cuda.kernels.program import (
+    Attrs,
+    Inputs,
+    Launcher,
+    Operation,
+    Outputs,
+    Program,
+)
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, Channels
+from mucudnn.ir.tensor import TensorSpec
+
+__all__ = ["OPERATIONS", "PROGRAM", "batch_norm", "batch_norm_eval", "batch_norm_grad"]
+
+PROGRAM = Program(
+    CHANNELS
+    + r"""
+KERNEL channel_sums(const T* x, double* sums, I N, I C, I S, I width) {
+    Channel channel(N, C, S, width);
+    double sum = 0;
+    EACH_OF(channel, i) sum += (double)x[i];
+    channel.leave(sums, lane_sum(sum, width));
+}
+
+KERNEL channel_squares(const T* x, const double* sums, double* squares, I N, I C, I S,
+                       I width) {
+    Channel channel(N, C, S, width);
+    A centre = (A)(T)(total(sums, gridDim.y, C, channel.c) / ((double)N * S));
+    double sum = 0;
+    EACH_OF(channel, i) {
+        A deviation = (A)x[i] - centre;
+        sum += (double)deviation * deviation;
+    }
+    channel.leave(squares, lane_sum(sum, width));
+}
+
+KERNEL batch_norm(const T* x, const T* gamma, const T* beta, T* running_mean,
+                  T* running_var, T* y, T* mean, T* inv_std, const double* sums,
+                  const double* squares, I N, I C, I S, I width, double eps,
+                  double momentum, I update) {
+    Channel channel(N, C, S, width);
+    I c = channel.c;
+    if (c >= C) return;
+    double count = (double)N * S;
+    double average = total(sums, gridDim.y, C, c) / count;
+    double square = total(squares, gridDim.y, C, c);
+    double inverse = 1 / sqrt(square / count + eps);
+    A centre = (A)(T)average, factor = (A)((double)gamma[c] * inverse);
+    A shift = (A)beta[c];
+    EACH_OF(channel, i) y[i] = (T)(((A)x[i] - centre) * factor + shift);
+    if (!channel.first() || blockIdx.y != 0) return;
+    mean[c] = (T)average;
+    inv_std[c] = (T)inverse;
+    if (!update) return;
+    double unbiased = square / (count > 1 ? count - 1 : 1);
+    running_mean[c] =
+        (T)((1 - momentum) * (double)running_mean[c] + momentum * average);
+    running_var[c] = (T)((1 - momentum) * (double)running_var[c] + momentum * unbiased);
+}
+
+KERNEL batch_norm_eval(const T* x, const T* gamma, const T* beta, const T* mean,
+                       const T* var, T* y, I N, I C, I S, I width, double eps) {
+    Channel channel(N, C, S, width);
+    I c = channel.c;
+    if (c >= C) return;
+    A factor = (A)((double)gamma[c] / sqrt((double)var[c] + eps));
+    A centre = (A)mean[c], shift = (A)beta[c];
+    EACH_OF(channel, i) y[i] = (T)(((A)x[i] - centre) * factor + shift);
+}
+
+KERNEL channel_dots(const T* x, const T* dy, const T* mean, double* sums, double* dots,
+                    I N, I C, I S, I width) {
+    Channel channel(N, C, S, width);
+    A centre = channel.c < C ? (A)mean[channel.c] : (A)0;
+    double sum = 0, dot = 0;
+    EACH_OF(channel, i) {
+        sum += (double)dy[i];
+        dot += (double)((A)x[i] - centre) * (double)dy[i];
+    }
+    channel.leave(sums, lane_sum(sum, width));
+    channel.leave(dots, lane_sum(dot, width));
+}
+
+KERNEL batch_norm_grad(const T* x, const T* dy, const T* gamma, const T* mean,
+                       const T* inv_std, T* dx, T* dgamma, T* dbeta,
+                       const double* sums, const double* dots, I N, I C, I S,
+                       I width) {
+    Channel channel(N, C, S, width);
+    I c = channel.c;
+    if (c >= C) return;
+    double count = (double)N * S, inverse = (double)inv_std[c];
+    double sum = total(sums, gridDim.y, C, c), dot = total(dots, gridDim.y, C, c);
+    double factor = (double)gamma[c] * inverse;
+    A centre = (A)mean[c], scale = (A)factor, offset = (A)(-factor * sum / count);
+    A along = (A)(-factor * inverse * inverse * dot / count);
+    EACH_OF(channel, i)
+        dx[i] = (T)((A)dy[i] * scale + ((A)x[i] - centre) * along + offset);
+    if (!channel.first() || blockIdx.y != 0) return;
+    dgamma[c] = (T)(dot * inverse);
+    dbeta[c] = (T)sum;
+}
+"""
+)
+
+
+def batch_norm(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """Normalise by the statistics of the batch, and move the running ones."""
+    x = inputs[0]
+    channels = Channels.of(x.shape)
+    sums, squares = channels.buffers(workspace, 2)
+    shape, blocks = channels.arguments, channels.blocks
+    gpu.launch(PROGRAM, "channel_sums", blocks, x, sums, *shape)
+    gpu.launch(PROGRAM, "channel_squares", blocks, x, sums, squares, *shape)
+    numbers = float(attrs["eps"]), float(attrs["momentum"]), int(attrs["update"])
+    gpu.launch(
+        PROGRAM,
+        "batch_norm",
+        blocks,
+        *inputs,
+        *outputs,
+        sums,
+        squares,
+        *shape,
+        *numbers,
+    )
+
+
+def batch_norm_eval(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """Normalise by the running statistics."""
+    channels = Channels.of(inputs[0].shape)
+    shape, eps = channels.arguments, float(attrs["eps"])
+    gpu.launch(
+        PROGRAM, "batch_norm_eval", channels.blocks, *inputs, *outputs, *shape, eps
+    )
+
+
+def batch_norm_grad(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """Dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta."""
+    x, dy, _, mean, _ = inputs
+    channels = Channels.of(x.shape)
+    sums, dots = channels.buffers(workspace, 2)
+    shape, blocks = channels.arguments, channels.blocks
+    gpu.launch(PROGRAM, "channel_dots", blocks, x, dy, mean, sums, dots, *shape)
+    gpu.launch(
+        PROGRAM, "batch_norm_grad", blocks, *inputs, *outputs, sums, dots, *shape
+    )
+
+
+def _two_sums(
+    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs
+) -> int:
+    return 2 * Channels.of(inputs[0].shape).nbytes
+
+
+OPERATIONS: dict[str, Operation] = {
+    "batch_norm": Operation(batch_norm, _two_sums),
+    "batch_norm_eval": Operation(batch_norm_eval),
+    "batch_norm_grad": Operation(batch_norm_grad, _two_sums),
+}

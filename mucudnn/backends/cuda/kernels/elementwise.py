@@ -1,0 +1,85 @@
+"""Activations, sums and products: one element at a time, any of them in place."""
+
+from typing import Any
+
+from mucudnn.backends.cuda.kernels.program import (
+    Attrs,
+    Inputs,
+    Launcher,
+    Operation,
+    Outputs,
+    Program,
+    flat,
+)
+
+__all__ = ["OPERATIONS", "PROGRAM"]
+
+PROGRAM = Program(
+    r"""
+#define ONE(formula)                                                              \
+    EACH(i, count) { A x = (A)a[i]; y[i] = (T)(formula); }
+#define TWO(formula)                                                              \
+    EACH(i, count) { A x = (A)a[i]; A d = (A)b[i]; y[i] = (T)(formula); }
+
+// The probability that a standard normal variable is below x, and its density.
+__device__ A below(A x) { return (A)0.5 * (1 + erf(x * (A)0.70710678118654752)); }
+__device__ A density(A x) {
+    return (A)0.39894228040143268 * exp((A)-0.5 * x * x);
+}
+
+KERNEL add(const T* a, const T* b, T* y, I count) { TWO(x + d) }
+KERNEL multiply(const T* a, const T* b, T* y, I count) { TWO(x * d) }
+KERNEL scale(const T* a, T* y, I count, double factor) { ONE(x * (A)factor) }
+
+KERNEL relu(const T* a, T* y, I count) { ONE(x > 0 || x != x ? x : (A)0) }
+KERNEL relu_grad(const T* a, const T* b, T* y, I count) { TWO(x != 0 ? d : (A)0) }
+
+KERNEL leaky_relu(const T* a, T* y, I count, double slope) {
+    ONE(x > 0 ? x : (A)slope * x)
+}
+KERNEL leaky_relu_grad(const T* a, const T* b, T* y, I count, double slope) {
+    TWO(x > 0 ? d : (A)slope * d)
+}
+
+KERNEL gelu(const T* a, T* y, I count) { ONE(x * below(x)) }
+KERNEL gelu_grad(const T* a, const T* b, T* y, I count) {
+    TWO(d * (below(x) + x * density(x)))
+}
+
+KERNEL sigmoid(const T* a, T* y, I count) { ONE(1 / (1 + exp(-x))) }
+KERNEL sigmoid_grad(const T* a, const T* b, T* y, I count) { TWO(d * x * (1 - x)) }
+
+KERNEL tanh_(const T* a, T* y, I count) { ONE(tanh(x)) }
+KERNEL tanh_grad(const T* a, const T* b, T* y, I count) { TWO(d * (1 - x * x)) }
+"""
+)
+
+
+def _elementwise(kernel: str, *names: str) -> Operation:
+    """An operation of one or two tensors and the attributes of these names."""
+
+    def run(
+        gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+    ) -> None:
+        (y,) = outputs
+        numbers = (float(attrs[name]) for name in names)
+        gpu.launch(PROGRAM, kernel, flat(y.size), *inputs, y, y.size, *numbers)
+
+    return Operation(run)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "add": _elementwise("add"),
+    "gelu": _elementwise("gelu"),
+    "gelu_grad": _elementwise("gelu_grad"),
+    "leaky_relu": _elementwise("leaky_relu", "slope"),
+    "leaky_relu_grad": _elementwise("leaky_relu_grad", "slope"),
+    "multiply": _elementwise("multiply"),
+    "relu": _elementwise("relu"),
+    "relu_grad": _elementwise("relu_grad"),
+    "scale": _elementwise("scale", "factor"),
+    "sigmoid": _elementwise("sigmoid"),
+    "sigmoid_grad": _elementwise("sigmoid_grad"),
+    "tanh": _elementwise("tanh_"),
+    "tanh_grad": _elementwise("tanh_grad"),
+}

@@ -1,0 +1,149 @@
+"""Group and layer normalisation (Wu and He, 2018; Ba et al., 2016), sample by sample.
+
+A group of a sample is a row of `length` neighbouring elements, and a block takes one.
+Gamma has one value for `inner` neighbouring elements of a sample: S if it is a
+channel's, 1 if it is an element's. So seen, its gradient is a sum over samples and
+pixels of (N, values of gamma, inner), as a batch normalisation's.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mucudnn.backends.cuda.kernels.program import (
+    Attrs,
+    Inputs,
+    Launcher,
+    Operation,
+    Outputs,
+    Program,
+    as_ncs,
+    flat,
+)
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, Channels
+from mucudnn.ir.tensor import TensorSpec
+
+__all__ = ["OPERATIONS", "PROGRAM", "group_norm", "group_norm_grad"]
+
+PROGRAM = Program(
+    CHANNELS
+    + r"""
+#define EACH_OF_ROW(j) for (I j = threadIdx.x; j < length; j += THREADS)
+
+KERNEL group_norm(const T* x, const T* gamma, const T* beta, T* y, T* mean, T* inv_std,
+                  I groups, I length, I inner, double eps) {
+    I row = blockIdx.x, first = row % groups * length;
+    x += row * length;
+    y += row * length;
+    double sum = 0, squares = 0;
+    EACH_OF_ROW(j) sum += (double)x[j];
+    double average = lane_sum(sum, 1) / length;
+    A centre = (A)(T)average;
+    EACH_OF_ROW(j) {
+        A deviation = (A)x[j] - centre;
+        squares += (double)deviation * deviation;
+    }
+    A inverse = (A)(1 / sqrt(lane_sum(squares, 1) / length + eps));
+    EACH_OF_ROW(j) {
+        I k = (first + j) / inner;
+        y[j] = (T)(((A)x[j] - centre) * inverse * (A)gamma[k] + (A)beta[k]);
+    }
+    if (threadIdx.x != 0) return;
+    mean[row] = (T)average;
+    inv_std[row] = (T)inverse;
+}
+
+KERNEL group_norm_grad(const T* x, const T* dy, const T* gamma, const T* mean,
+                       const T* inv_std, T* dx, I groups, I length, I inner) {
+    I row = blockIdx.x, first = row % groups * length;
+    x += row * length;
+    dy += row * length;
+    dx += row * length;
+    A centre = (A)mean[row], inverse = (A)inv_std[row];
+    double sum = 0, dots = 0;
+    EACH_OF_ROW(j) {
+        A weighted = (A)dy[j] * (A)gamma[(first + j) / inner];
+        sum += (double)weighted;
+        dots += (double)((A)x[j] - centre) * weighted;
+    }
+    double wide = inverse;
+    A offset = (A)(-wide * lane_sum(sum, 1) / length);
+    A along = (A)(-wide * wide * wide * lane_sum(dots, 1) / length);
+    EACH_OF_ROW(j) {
+        A weighted = (A)dy[j] * (A)gamma[(first + j) / inner];
+        dx[j] = (T)(weighted * inverse + ((A)x[j] - centre) * along + offset);
+    }
+}
+
+KERNEL gamma_grad(const T* x, const T* dy, const T* mean, const T* inv_std,
+                  double* gammas, double* betas, I N, I C, I S, I width, I groups) {
+    Channel channel(N, C, S, width);
+    I g = channel.c / (C / groups);
+    double dot = 0, sum = 0;
+    EACH_OF(channel, i) {
+        I row = k / S * groups + g;
+        dot += (double)(((A)x[i] - (A)mean[row]) * (A)inv_std[row]) * (double)dy[i];
+        sum += (double)dy[i];
+    }
+    channel.leave(gammas, lane_sum(dot, width));
+    channel.leave(betas, lane_sum(sum, width));
+}
+"""
+)
+
+
+def group_norm(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """Normalise each group of channels of each sample by its own statistics."""
+    rows, *sizes = _rows(inputs[0].shape, attrs)
+    eps = float(attrs["eps"])
+    gpu.launch(PROGRAM, "group_norm", (rows,), *inputs, *outputs, *sizes, eps)
+
+
+def group_norm_grad(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """As batch normalisation's, over groups; dgamma and dbeta first: dx may be dy."""
+    x, dy, _, mean, inv_std = inputs
+    dx, dgamma, dbeta = outputs
+    channels = _channels(x.shape, attrs)
+    sums = channels.buffers(workspace, 2)
+    shape, groups = channels.arguments, attrs["groups"]
+    gpu.launch(
+        PROGRAM,
+        "gamma_grad",
+        channels.blocks,
+        *(x, dy, mean, inv_std, *sums, *shape, groups),
+    )
+    for gradient, parts in zip((dgamma, dbeta), sums, strict=True):
+        size = gradient.size
+        arguments = gradient, parts, channels.parts, size
+        gpu.launch(PROGRAM, "finish_channels", flat(size), *arguments)
+    rows, *sizes = _rows(x.shape, attrs)
+    gpu.launch(PROGRAM, "group_norm_grad", (rows,), *inputs, dx, *sizes)
+
+
+def _rows(shape: Sequence[int], attrs: Attrs) -> tuple[int, int, int, int]:
+    """(rows, groups, length, inner)."""
+    N, C, S = as_ncs(shape)
+    groups = attrs["groups"]
+    return N * groups, groups, C // groups * S, 1 if attrs["per_element"] else S
+
+
+def _channels(shape: Sequence[int], attrs: Attrs) -> Channels:
+    """With the values of gamma as channels."""
+    N, *rest = shape
+    return Channels.of((N, math.prod(rest)) if attrs["per_element"] else shape)
+
+
+def _two_sums(
+    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs
+) -> int:
+    return 2 * _channels(inputs[0].shape, attrs).nbytes
+
+
+OPERATIONS: dict[str, Operation] = {
+    "group_norm": Operation(group_norm),
+    "group_norm_grad": Operation(group_norm_grad, _two_sums),
+}

@@ -1,0 +1,232 @@
+"""Losses with their gradients, and accuracy.
+
+A block takes 32 neighbouring pixels, or one sample that has no pixels, and leaves its
+part of the sum in the workspace; one last block adds the parts up in order.
+
+A kernel cannot stop the host. Where a label is not a class, the loss is NaN and the
+answer is wrong; nothing is read or written out of bounds.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mucudnn.backends.cuda.kernels.program import (
+    Attrs,
+    Inputs,
+    Launcher,
+    Operation,
+    Outputs,
+    Program,
+    as_ncs,
+    flat,
+)
+from mucudnn.backends.cuda.kernels.sums import PARTIALS, REDUCE, partials
+from mucudnn.ir.tensor import TensorSpec
+
+__all__ = [
+    "OPERATIONS",
+    "PROGRAM",
+    "accuracy",
+    "mean_squared_error",
+    "mean_squared_error_grad",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_grad",
+]
+
+_LANES = 32
+
+PROGRAM = Program(
+    REDUCE
+    + r"""
+typedef long long Label;
+
+__device__ A lane_max(A value, I width) {
+    __shared__ A highest[THREADS];
+    __syncthreads();
+    highest[threadIdx.x] = value;
+    for (I half = THREADS / 2; half >= width; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half && highest[threadIdx.x + half] > highest[threadIdx.x])
+            highest[threadIdx.x] = highest[threadIdx.x + half];
+    }
+    __syncthreads();
+    return highest[threadIdx.x % width];
+}
+
+// Lanes are pixels; the threads of a lane share its classes.
+#define EACH_PIXEL(pixel)                                                         \
+    I lane = threadIdx.x % width, row = threadIdx.x / width;                      \
+    I pixels = N * S, apart = THREADS / width;                                    \
+    for (I base = blockIdx.x * width, pixel = base + lane; base < pixels;         \
+         base += (I)gridDim.x * width, pixel = base + lane)
+
+KERNEL softmax_cross_entropy(const T* x, const Label* labels, T* p, double* parts, I N,
+                             I C, I S, I width) {
+    double loss = 0;
+    EACH_PIXEL(pixel) {
+        bool here = pixel < pixels;
+        I start = here ? pixel / S * C * S + pixel % S : 0, stop = here ? C : 0;
+        A highest = -(A)INFINITY;
+        for (I c = row; c < stop; c += apart)
+            if ((A)x[start + c * S] > highest) highest = (A)x[start + c * S];
+        highest = lane_max(highest, width);
+        double sum = 0;
+        for (I c = row; c < stop; c += apart)
+            sum += (double)exp((A)x[start + c * S] - highest);
+        sum = lane_sum(sum, width);
+        for (I c = row; c < stop; c += apart)
+            p[start + c * S] = (T)(exp((A)x[start + c * S] - highest) / (A)sum);
+        if (!here || row != 0) continue;
+        Label label = labels[pixel];
+        if (label < 0 || label >= C) loss += (double)NAN;
+        else loss += log(sum) - (double)((A)x[start + (I)label * S] - highest);
+    }
+    loss = lane_sum(loss, 1);
+    if (threadIdx.x == 0) parts[blockIdx.x] = loss;
+}
+
+KERNEL softmax_cross_entropy_grad(const T* p, const Label* labels, const T* dloss,
+                                  T* dx, I count, I C, I S) {
+    A factor = (A)((double)dloss[0] / (count / C));
+    EACH(i, count) {
+        I c = i / S % C, pixel = i / S / C * S + i % S;
+        dx[i] = (T)(((A)p[i] - (A)(labels[pixel] == c)) * factor);
+    }
+}
+
+KERNEL accuracy(const T* x, const Label* labels, double* parts, I N, I C, I S, I width,
+                I most) {
+    double right = 0;
+    EACH_PIXEL(pixel) {
+        bool here = pixel < pixels;
+        Label label = here ? labels[pixel] : -1;
+        here = label >= 0 && label < C;
+        I start = here ? pixel / S * C * S + pixel % S : 0, stop = here ? C : 0;
+        A own = here ? (A)x[start + (I)label * S] : (A)0;
+        double above = 0;
+        for (I c = row; c < stop; c += apart) above += (A)x[start + c * S] > own;
+        above = lane_sum(above, width);
+        if (here && row == 0 && above < most && own == own) right += 1;
+    }
+    right = lane_sum(right, 1);
+    if (threadIdx.x == 0) parts[blockIdx.x] = right;
+}
+
+KERNEL mean_squared_error(const T* a, const T* b, double* parts, I count) {
+    double sum = 0;
+    EACH(i, count) {
+        A difference = (A)a[i] - (A)b[i];
+        sum += (double)difference * difference;
+    }
+    sum = lane_sum(sum, 1);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+KERNEL mean_squared_error_grad(const T* a, const T* b, const T* dloss, T* dx, I count) {
+    A factor = (A)(2 * (double)dloss[0] / count);
+    EACH(i, count) dx[i] = (T)(((A)a[i] - (A)b[i]) * factor);
+}
+
+__device__ double sum_of(const double* parts, I count) {
+    double sum = 0;
+    for (I i = threadIdx.x; i < count; i += THREADS) sum += parts[i];
+    return lane_sum(sum, 1);
+}
+
+KERNEL finish_mean(const double* parts, T* out, I count, double divisor) {
+    double sum = sum_of(parts, count);
+    if (threadIdx.x == 0) out[0] = (T)(sum / divisor);
+}
+
+KERNEL finish_count(const double* parts, long long* out, I count) {
+    double sum = sum_of(parts, count);
+    if (threadIdx.x == 0) out[0] = (long long)sum;
+}
+"""
+)
+
+
+def softmax_cross_entropy(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """(mean of -log p[label], p)."""
+    (x, labels), (loss, p) = inputs, outputs
+    blocks, shape = _pixels(x.shape)
+    gpu.launch(
+        PROGRAM, "softmax_cross_entropy", blocks, x, labels, p, workspace, *shape
+    )
+    _finish_mean(gpu, workspace, loss, blocks, labels.size)
+
+
+def softmax_cross_entropy_grad(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """(p - [1 at the label]) dloss / number of labels."""
+    p, (dx,) = inputs[0], outputs
+    _, C, S = as_ncs(p.shape)
+    name = "softmax_cross_entropy_grad"
+    gpu.launch(PROGRAM, name, flat(p.size), *inputs, dx, p.size, C, S)
+
+
+def mean_squared_error(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """The mean of (prediction - target)²."""
+    size = inputs[0].size
+    blocks = (partials(size),)
+    gpu.launch(PROGRAM, "mean_squared_error", blocks, *inputs, workspace, size)
+    _finish_mean(gpu, workspace, outputs[0], blocks, size)
+
+
+def mean_squared_error_grad(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """2 (prediction - target) dloss / number of elements."""
+    (dx,) = outputs
+    blocks = flat(dx.size)
+    gpu.launch(PROGRAM, "mean_squared_error_grad", blocks, *inputs, dx, dx.size)
+
+
+def accuracy(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """How many labels have fewer than k logits above their own."""
+    x, labels = inputs
+    blocks, shape = _pixels(x.shape)
+    gpu.launch(PROGRAM, "accuracy", blocks, x, labels, workspace, *shape, attrs["k"])
+    gpu.launch(
+        PROGRAM,
+        "finish_count",
+        (1,),
+        *(workspace, outputs[0], blocks[0]),
+        dtype=x.dtype,
+    )
+
+
+def _pixels(shape: Sequence[int]) -> tuple[tuple[int], tuple[int, int, int, int]]:
+    """(blocks, (N, C, S, width)) of a kernel that goes over pixels."""
+    N, C, S = as_ncs(shape)
+    width = 1 if S == 1 else _LANES
+    return (min(PARTIALS, -(-N * S // width)),), (N, C, S, width)
+
+
+def _finish_mean(
+    gpu: Launcher, parts: Any, out: Any, blocks: tuple[int], divisor: int
+) -> None:
+    arguments = parts, out, blocks[0], float(divisor)
+    gpu.launch(PROGRAM, "finish_mean", (1,), *arguments, dtype=out.dtype)
+
+
+def _parts(
+    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs
+) -> int:
+    return 8 * PARTIALS
+
+
+OPERATIONS: dict[str, Operation] = {
+    "accuracy": Operation(accuracy, _parts),
+    "mean_squared_error": Operation(mean_squared_error, _parts),
+    "mean_squared_error_grad": Operation(mean_squared_error_grad),
+    "softmax_cross_entropy": Operation(softmax_cross_entropy, _parts),
+    "softmax_cross_entropy_grad": Operation(softmax_cross_entropy_grad),
+}

@@ -1,0 +1,94 @@
+"""Max pooling, with the position of each maximum in its window, and its gradient.
+
+A thread has one result: in the gradient an element of the image, which gathers from
+the windows that hold it, in their order.
+"""
+
+from typing import Any
+
+from mucudnn.backends.cuda.kernels.program import (
+    Attrs,
+    Inputs,
+    Launcher,
+    Operation,
+    Outputs,
+    Program,
+    flat,
+)
+from mucudnn.backends.cuda.kernels.windows import WINDOWS, geometry
+
+__all__ = ["OPERATIONS", "PROGRAM", "max_pool", "max_pool_grad"]
+
+PROGRAM = Program(
+    WINDOWS
+    + r"""
+// Padding is -infinity. If one value is NaN, so is the maximum, and none equals it.
+KERNEL max_pool(const T* x, T* y, unsigned char* index, I count, AXES) {
+    MAKE_AXES
+    EACH(i, count) {
+        I ow = i % W.out, oh = i / W.out % H.out, od = i / W.out / H.out % D.out;
+        const T* image = x + i / W.out / H.out / D.out * D.size * H.size * W.size;
+        A best = -(A)INFINITY;
+        int chosen = 0;
+        bool nan = false;
+        for (I d = D.first(od); d < D.end(od); ++d)
+            for (I h = H.first(oh); h < H.end(oh); ++h)
+                for (I w = W.first(ow); w < W.end(ow); ++w) {
+                    A value = (A)image[(d * H.size + h) * W.size + w];
+                    nan = nan || value != value;
+                    if (!(value > best)) continue;
+                    best = value;
+                    chosen = ((d - D.origin(od)) * H.kernel + h - H.origin(oh)) *
+                                 W.kernel + w - W.origin(ow);
+                }
+        y[i] = (T)(nan ? (A)NAN : best);
+        index[i] = nan ? D.kernel * H.kernel * W.kernel - 1 : chosen;
+    }
+}
+
+KERNEL max_pool_grad(const T* dy, const unsigned char* index, T* dx, I count, AXES) {
+    MAKE_AXES
+    EACH(i, count) {
+        I w = i % W.size, h = i / W.size % H.size, d = i / W.size / H.size % D.size;
+        I image = i / W.size / H.size / D.size * D.out * H.out * W.out;
+        A sum = 0;
+        for (I od = D.earliest(d); od < D.past(d); ++od)
+            for (I oh = H.earliest(h); oh < H.past(h); ++oh)
+                for (I ow = W.earliest(w); ow < W.past(w); ++ow) {
+                    I tap = ((d - D.origin(od)) * H.kernel + h - H.origin(oh)) *
+                                W.kernel + w - W.origin(ow);
+                    I o = image + (od * H.out + oh) * W.out + ow;
+                    if (index[o] == tap) sum += (A)dy[o];
+                }
+        dx[i] = (T)sum;
+    }
+}
+"""
+)
+
+
+def max_pool(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """(y, index): the maximum, and which of the window's elements it is.
+
+    Of equal maxima the first counts; if one is NaN, so is the maximum.
+    """
+    (x,), (y, index) = inputs, outputs
+    axes = geometry(x.shape, y.shape, attrs)
+    gpu.launch(PROGRAM, "max_pool", flat(y.size), x, y, index, y.size, *axes)
+
+
+def max_pool_grad(
+    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
+) -> None:
+    """Dx: each dy at its maximum's place."""
+    (dy, index), (dx,) = inputs, outputs
+    axes = geometry(dx.shape, dy.shape, attrs)
+    gpu.launch(PROGRAM, "max_pool_grad", flat(dx.size), dy, index, dx, dx.size, *axes)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "max_pool": Operation(max_pool),
+    "max_pool_grad": Operation(max_pool_grad),
+}

@@ -1,0 +1,294 @@
+"""CUDA C of the kernels: what every source begins with, and how one is launched.
+
+A source is compiled at its first launch, for one type of elements and one of indices.
+`T` is what tensors hold, `A` what is computed with, `I` an index: 32 bits wide where
+that is enough, because GPUs divide 64-bit numbers slowly. The sources need no header.
+
+Scalars reach a kernel as `I` (a Python int), `double` (a float) or 64 bits without sign
+(a NumPy scalar). Rates, step numbers and loss scales are read on the device: a launch
+never waits for one, so a whole step can be captured as a graph.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from mucudnn.backends.base import no_workspace
+from mucudnn.errors import BackendError, UnsupportedError
+from mucudnn.ir.tensor import TensorSpec
+
+__all__ = [
+    "PRELUDE",
+    "THREADS",
+    "Attrs",
+    "CupyLauncher",
+    "Inputs",
+    "Launcher",
+    "Operation",
+    "Outputs",
+    "Program",
+    "as_ncs",
+    "compiler_options",
+    "flat",
+]
+
+Inputs = Sequence[Any]
+Outputs = Sequence[Any]
+Attrs = Mapping[str, Any]
+
+THREADS = 256
+"""Of every block."""
+
+_MOST_BLOCKS = 1 << 16
+_NARROW = 1 << 30
+"""Below so many elements a 32-bit index may go one stride of the grid too far."""
+
+_TYPES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "float32": ("float", "float"),
+        "float64": ("double", "double"),
+        "float16": ("Half", "float"),
+        "bfloat16": ("BFloat", "float"),
+        "uint16": ("BFloat", "float"),  # bfloat16 where NumPy has no name for it
+    }
+)
+
+PRELUDE = r"""
+#define KERNEL extern "C" __global__ void
+#define EACH(i, count)                                                            \
+    for (I i = (I)blockIdx.x * THREADS + threadIdx.x; i < (count);                \
+         i += (I)gridDim.x * THREADS)
+
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fc00000)
+#endif
+
+#ifdef HALVES
+struct Half {
+    unsigned short bits;
+    Half() = default;
+    __device__ explicit Half(float value) {
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    }
+    __device__ operator float() const {
+        float value;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+        return value;
+    }
+};
+struct BFloat {
+    unsigned short bits;
+    BFloat() = default;
+    __device__ explicit BFloat(float value) {
+        unsigned int wide = __float_as_uint(value);
+        bits = (wide & 0x7fffffffu) > 0x7f800000u
+                   ? 0x7fff
+                   : (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
+    }
+    __device__ operator float() const {
+        return __uint_as_float((unsigned int)bits << 16);
+    }
+};
+#endif
+typedef ELEMENT T;
+typedef COMPUTED A;
+typedef INDEX I;
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The kernels of one file.
+
+    Attributes:
+        body: CUDA C; a kernel begins with the word KERNEL.
+    """
+
+    body: str
+
+    @property
+    def source(self) -> str:
+        """What the compiler is given."""
+        return PRELUDE + self.body
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names, as they come."""
+        return tuple(re.findall(r"^KERNEL (\w+)\(", self.body, re.MULTILINE))
+
+
+def compiler_options(dtype: str, *, wide: bool) -> tuple[str, ...]:
+    """What makes a source one for these elements.
+
+    Raises:
+        UnsupportedError: There is no arithmetic in this type.
+    """
+    if dtype not in _TYPES:
+        raise UnsupportedError(
+            f"no kernel computes in {dtype}; they do in {', '.join(_TYPES)}"
+        )
+    element, computed = _TYPES[dtype]
+    index = "long long" if wide else "int"
+    halves = ("-DHALVES",) if element in ("Half", "BFloat") else ()
+    return (
+        "-std=c++17",
+        f"-DELEMENT={element}",
+        f"-DCOMPUTED={computed}",
+        f"-DINDEX={index}",
+        f"-DTHREADS={THREADS}",
+        *halves,
+    )
+
+
+class Launcher(Protocol):
+    """What kernels need of a GPU."""
+
+    def launch(
+        self,
+        program: Program,
+        kernel: str,
+        blocks: tuple[int, ...],
+        *arguments: Any,
+        dtype: Any = None,
+    ) -> None:
+        """Start a kernel in blocks of `THREADS`; nothing if there are no blocks.
+
+        Args:
+            program: Where the kernel is.
+            kernel: Its name.
+            blocks: Along one or two axes.
+            arguments: Arrays, ints, floats, NumPy scalars.
+            dtype: Of the elements; if None that of the first argument.
+        """
+        ...
+
+    def matmul(self, a: Any, b: Any, out: Any) -> None:
+        """Multiply two matrices, which may be transposed views."""
+        ...
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Write an array or a number into an array; either may have gaps."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A kernel of the contract before it is given its launcher.
+
+    Attributes:
+        run: (launcher, inputs, outputs, attributes, workspace) -> nothing.
+        workspace: As `Kernel.workspace`.
+    """
+
+    run: Callable[[Launcher, Inputs, Outputs, Attrs, Any], None]
+    workspace: Callable[[Sequence[TensorSpec], Sequence[TensorSpec], Attrs], int] = (
+        no_workspace
+    )
+
+
+class CupyLauncher:
+    """Kernels on CuPy's current stream.
+
+    Args:
+        stream: Called before every launch; makes the backend's GPU the thread's own.
+    """
+
+    def __init__(self, stream: Callable[[], object]) -> None:
+        self._stream = stream
+        self._compiled: dict[tuple[Program, str, str, bool], Any] = {}
+
+    def launch(
+        self,
+        program: Program,
+        kernel: str,
+        blocks: tuple[int, ...],
+        *arguments: Any,
+        dtype: Any = None,
+    ) -> None:
+        """Compile it if this is the first time, and launch it.
+
+        Raises:
+            BackendError: CUDA refuses to compile, to load or to launch it.
+        """
+        if 0 in blocks:
+            return
+        import numpy as np
+
+        wide = any(getattr(a, "size", 1) >= _NARROW for a in arguments)
+        name = (arguments[0].dtype if dtype is None else dtype).name
+        index = np.int64 if wide else np.int32
+        passed = tuple(_scalar(a, index, np.float64) for a in arguments)
+        self._stream()
+        try:
+            self._function(program, kernel, name, wide)(blocks, (THREADS,), passed)
+        except UnsupportedError:
+            raise
+        except Exception as e:  # of CuPy: to compile, to load or to launch
+            raise BackendError(f"{kernel} ({name}) cannot be launched: {e}") from e
+
+    def matmul(self, a: Any, b: Any, out: Any) -> None:
+        """By cuBLAS, into `out`.
+
+        Raises:
+            UnsupportedError: The elements are no floats that cuBLAS knows by name.
+            BackendError: cuBLAS fails.
+        """
+        import cupy
+
+        if out.dtype.kind != "f":
+            raise UnsupportedError(f"no product of matrices of {out.dtype.name}")
+        self._stream()
+        try:
+            cupy.matmul(a, b, out=out)
+        except Exception as e:  # of CuPy or cuBLAS
+            raise BackendError(
+                f"the product of {a.shape} and {b.shape} failed: {e}"
+            ) from e
+
+    def copy(self, source: Any, target: Any) -> None:
+        """By CuPy, converting if the types differ.
+
+        Raises:
+            BackendError: CUDA fails.
+        """
+        if target.size == 0:
+            return
+        self._stream()
+        try:
+            target[...] = source
+        except Exception as e:  # of CuPy
+            raise BackendError(
+                f"a copy into {target.dtype.name} {target.shape} failed: {e}"
+            ) from e
+
+    def _function(self, program: Program, kernel: str, dtype: str, wide: bool) -> Any:
+        key = program, kernel, dtype, wide
+        if key not in self._compiled:
+            import cupy
+
+            options = compiler_options(dtype, wide=wide)
+            self._compiled[key] = cupy.RawKernel(program.source, kernel, options)
+        return self._compiled[key]
+
+
+def _scalar(argument: Any, index: Any, real: Any) -> Any:
+    if isinstance(argument, int):
+        return index(argument)
+    return real(argument) if isinstance(argument, float) else argument
+
+
+def flat(count: int) -> tuple[int]:
+    """Blocks for a kernel that takes elements one by one, with EACH."""
+    return (min(_MOST_BLOCKS, -(-count // THREADS)),)
+
+
+def as_ncs(shape: Sequence[int]) -> tuple[int, int, int]:
+    """(N, C, S) of (N, C, *spatial); S is 1 without spatial axes."""
+    N, C, *spatial = shape
+    S = 1
+    for size in spatial:
+        S *= size
+    return N, C, S

@@ -1,0 +1,52 @@
+"""Windows over images of up to three axes, to kernels always three: D, H, W."""
+
+from collections.abc import Sequence
+
+from mucudnn.backends.cuda.kernels.program import Attrs
+
+__all__ = ["WINDOWS", "geometry"]
+
+_ABSENT = (1, 1, 1, 1, 0)  # of an axis: size, out, kernel, stride, padding
+
+WINDOWS = r"""
+// One axis of an image and its windows.
+struct Axis {
+    I size, out, kernel, stride, padding;
+    // Windows that hold an element: from `earliest` to before `past`.
+    __device__ I earliest(I x) const {
+        I beyond = x + padding - kernel + 1;
+        return beyond > 0 ? (beyond + stride - 1) / stride : 0;
+    }
+    __device__ I past(I x) const {
+        I last = (x + padding) / stride;
+        return last < out ? last + 1 : out;
+    }
+    // The window's elements in the image: from `first` to before `end`.
+    __device__ I origin(I o) const { return o * stride - padding; }
+    __device__ I first(I o) const { return origin(o) > 0 ? origin(o) : 0; }
+    __device__ I end(I o) const {
+        return origin(o) + kernel < size ? origin(o) + kernel : size;
+    }
+    __device__ I counted(I o, bool padded) const {
+        if (!padded) return end(o) - first(o);
+        I stop = origin(o) + kernel;
+        return (stop < size + padding ? stop : size + padding) - origin(o);
+    }
+};
+#define AXES                                                                      \
+    I d_size, I d_out, I d_kernel, I d_stride, I d_padding, I h_size, I h_out,    \
+        I h_kernel, I h_stride, I h_padding, I w_size, I w_out, I w_kernel,       \
+        I w_stride, I w_padding
+#define MAKE_AXES                                                                 \
+    const Axis D = {d_size, d_out, d_kernel, d_stride, d_padding};                \
+    const Axis H = {h_size, h_out, h_kernel, h_stride, h_padding};                \
+    const Axis W = {w_size, w_out, w_kernel, w_stride, w_padding};
+"""
+
+
+def geometry(image: Sequence[int], out: Sequence[int], attrs: Attrs) -> list[int]:
+    """The arguments AXES of a kernel, for shapes (N, C, *spatial)."""
+    names = ("kernel", "stride", "padding")
+    axes = list(zip(image[2:], out[2:], *(attrs[n] for n in names), strict=True))
+    axes = [_ABSENT] * (3 - len(axes)) + axes
+    return [number for axis in axes for number in axis]

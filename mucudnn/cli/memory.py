@@ -1,0 +1,272 @@
+"""`mucudnn memory`: what a training step needs, and what it costs to need less."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mucudnn.cli.app import BadInputError, bad_input
+from mucudnn.cli.options import byte_size, cache_option, json_option, open_cache
+from mucudnn.cli.output import emit, output_file, write_file
+from mucudnn.cli.train_options import image_size, list_models
+from mucudnn.ir.devices import DEVICES
+
+if TYPE_CHECKING:
+    from mucudnn.ir.profile import Profile
+    from mucudnn.passes.step_plan import StepPlan
+    from mucudnn.runtime.memory_study import MemoryStudy, Progress, StepSpec
+
+__all__ = ["memory"]
+
+_INTERRUPTED = 130
+_CPU = "cpu"
+_BATCH = 32
+_CPU_BATCH = 4
+_ALL = "all"
+
+
+def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
+    """`a,b` as words, each once."""
+    if isinstance(text, tuple):
+        return text
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+
+
+@click.command()
+@click.argument("model", metavar="[MODEL]", required=False)
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    help=f"Images in a step; {_BATCH} by default, {_CPU_BATCH} on the CPU.",
+)
+@click.option(
+    "--image",
+    type=image_size,
+    metavar="SIZE",
+    help="Size of an image, such as 224 or 3x64x96; by default the network's own.",
+)
+@click.option(
+    "--budget",
+    type=byte_size,
+    metavar="SIZE",
+    help="Memory for everything; by default what the device has, and a curve of "
+    "smaller budgets.",
+)
+@click.option(
+    "--policy",
+    "policies",
+    type=_names,
+    default=_ALL,
+    show_default=True,
+    metavar="NAME,…",
+    help="What may be kept, offloaded or computed again: planned, keep_all, …",
+)
+@click.option(
+    "--scheduler",
+    "schedulers",
+    type=_names,
+    default=(),
+    metavar="NAME,…",
+    help="When copies run: timed, on_demand, … or all; by default the policy's own.",
+)
+@click.option(
+    "--device",
+    type=click.Choice([_CPU, *DEVICES]),
+    default="h200",
+    show_default=True,
+    help="cpu is measured; all others are estimated from published figures.",
+)
+@click.option(
+    "--optimizer",
+    default="momentum",
+    show_default=True,
+    metavar="NAME",
+    help="sgd, momentum, nesterov, adam, adamw, adagrad or rmsprop.",
+)
+@click.option(
+    "--order",
+    default="builder",
+    show_default=True,
+    metavar="NAME",
+    help="In which order nodes run: builder, depth_first or least_peak.",
+)
+@click.option(
+    "--curve", is_flag=True, help="Also plan for several budgets, when one is given."
+)
+@click.option(
+    "--max-batch", is_flag=True, help="Look for the largest batch within the budget."
+)
+@click.option(
+    "--min-budget", is_flag=True, help="Look for the least budget of every policy."
+)
+@json_option
+@click.option(
+    "--report",
+    "report_file",
+    type=output_file,
+    metavar="FILE",
+    help="Write one HTML page with charts.",
+)
+@click.option(
+    "--trace",
+    "trace_file",
+    type=output_file,
+    metavar="FILE",
+    help="Write the best plan's step for Perfetto or chrome://tracing.",
+)
+@click.option(
+    "--snapshot",
+    "snapshot_file",
+    type=output_file,
+    metavar="FILE",
+    help="Write its memory for PyTorch's memory_viz, a pickle.",
+)
+@cache_option
+@click.option("--list", "listing", is_flag=True, help="List the networks.")
+@click.pass_context
+def memory(
+    ctx: click.Context,
+    /,
+    model: str | None,
+    *,
+    json_file: str | None,
+    listing: bool,
+    **settings: Any,
+) -> None:
+    """Plan a training step under a budget by every technique, and compare them."""
+    if listing:
+        list_models(json_file)
+        return
+    if model is None:
+        raise BadInputError("name a network; --list lists them")
+    if settings["snapshot_file"] == "-":
+        raise BadInputError("a snapshot is a pickle: name a file, not -")
+    found = _study(model, settings)
+    from mucudnn.report.memory_text import memory_tables
+    from mucudnn.report.text import write_tables
+
+    emit(
+        json_file,
+        found.to_json(),
+        lambda: write_tables(memory_tables(found), sys.stdout),
+    )
+    _write_files(found, settings)
+    if found.interrupted:
+        ctx.exit(_INTERRUPTED)
+
+
+def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
+    from mucudnn.cli.work_progress import WorkDisplay
+    from mucudnn.passes.planned import policy_names
+    from mucudnn.passes.window import SCHEDULERS
+    from mucudnn.runtime.memory_study import StepSpec, study_memory
+
+    device, budget, image = (settings[n] for n in ("device", "budget", "image"))
+    asked_more = settings["max_batch"] or settings["min_budget"]
+    spec = StepSpec(
+        model=model,
+        batch=settings["batch"] or (_CPU_BATCH if device == _CPU else _BATCH),
+        image=image[0] if image is not None and len(image) == 1 else image,
+        optimizer=settings["optimizer"],
+        order=settings["order"],
+        device=device,
+    )
+    with bad_input():
+        policies = _chosen("policy", settings["policies"], policy_names())
+        schedulers = _chosen("scheduler", settings["schedulers"], SCHEDULERS.table)
+    with WorkDisplay() as display, bad_input():
+        return study_memory(
+            spec,
+            policies=policies,
+            schedulers=schedulers,
+            budget=budget,
+            curve=settings["curve"] or (budget is None and not asked_more),
+            max_batch=settings["max_batch"],
+            min_budget=settings["min_budget"],
+            profile=_measured(spec, settings["cache_path"], display.show),
+            progress=display.show,
+        )
+
+
+def _chosen(
+    kind: str, asked: tuple[str, ...], known: "Sequence[str] | Any"
+) -> tuple[str, ...]:
+    """The names that were asked for, all of them for `all`.
+
+    Raises:
+        ValueError: One of them is not known.
+    """
+    for name in asked:
+        if name != _ALL and name not in known:
+            valid = ", ".join((_ALL, *known))
+            raise ValueError(f"unknown {kind} {name!r}; choose of: {valid}")
+    return tuple(known) if _ALL in asked else asked
+
+
+def _measured(
+    spec: "StepSpec", cache_path: str | None, progress: "Progress"
+) -> "Profile | None":
+    """A profile of the step on the CPU; None for a device that is estimated."""
+    if spec.device != _CPU:
+        return None
+    from mucudnn.runtime.profiler import profile
+    from mucudnn.runtime.tuner import Tuner
+
+    cache: dict[str, Any] = {}
+    if cache_path is not None:
+        cache["cache"] = open_cache(cache_path)
+    graph = spec.graph()
+    tuner = Tuner.from_env(backend=_CPU, **cache)
+    with tuner.cache:
+        try:
+            return profile(
+                tuner,
+                graph,
+                progress=lambda name, done, total: progress(
+                    f"measuring {name}", done, total
+                ),
+            )
+        finally:
+            tuner.close()
+
+
+def _write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:
+    """The report, the trace and the snapshot, where asked for.
+
+    Raises:
+        BadInputError: Nothing fits, so that there is no step to show.
+    """
+    if settings["report_file"] is not None:
+        from mucudnn.report.memory_html import memory_report
+
+        write_file(settings["report_file"], memory_report(found))
+    writers: dict[str, Callable[[str, StepPlan], None]] = {
+        "trace_file": _write_trace,
+        "snapshot_file": _write_snapshot,
+    }
+    for option, write in writers.items():
+        path = settings[option]
+        if path is None:
+            continue
+        if found.best is None or found.best.plan is None:
+            name = option.removesuffix("_file")
+            raise BadInputError(f"--{name} {path}: no policy fits, nothing to write")
+        write(path, found.best.plan)
+
+
+def _write_trace(path: str, plan: "StepPlan") -> None:
+    from mucudnn.report.trace import trace_json
+
+    write_file(path, trace_json(plan))
+
+
+def _write_snapshot(path: str, plan: "StepPlan") -> None:
+    from pathlib import Path
+
+    from mucudnn.report.snapshot import snapshot_bytes
+
+    try:
+        Path(path).write_bytes(snapshot_bytes(plan))
+    except OSError as e:
+        raise BadInputError(f"cannot write {path}: {e.strerror}") from e

@@ -1,0 +1,233 @@
+"""`mucudnn train`: a network on a data set, to the last epoch and the last figure."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mucudnn.cli.app import BadInputError, bad_input
+from mucudnn.cli.options import cache_option, json_option
+from mucudnn.cli.output import emit
+from mucudnn.cli.train_options import (
+    data_options,
+    learning_options,
+    list_models,
+    run_options,
+)
+from mucudnn.cli.tune import make_tuner
+from mucudnn.ir.learning_rate import parse_learning_rate
+from mucudnn.ir.optimizers import Momentum, Optimizer, parse_optimizer
+
+if TYPE_CHECKING:
+    from mucudnn.cli.train_data import Work
+    from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
+    from mucudnn.runtime.history import EpochReport, Position
+    from mucudnn.runtime.sweep import Progress as Measured
+    from mucudnn.runtime.training import Trainer
+
+__all__ = ["train"]
+
+_INTERRUPTED = 130
+
+
+@click.command()
+@click.argument("model", metavar="[MODEL]", required=False)
+@data_options
+@learning_options
+@run_options
+@cache_option
+@json_option
+@click.option("--list", "listing", is_flag=True, help="List the networks.")
+@click.pass_context
+def train(
+    ctx: click.Context,
+    /,
+    model: str | None,
+    *,
+    json_file: str | None,
+    listing: bool,
+    **settings: Any,
+) -> None:
+    """Train a network and test it after every epoch."""
+    if listing:
+        list_models(json_file)
+        return
+    if model is None:
+        raise BadInputError("name a network to train; --list lists them")
+    if settings["checkpoint"] is None:
+        for name in ("resume", "checkpoint_every"):
+            if settings[name]:
+                option = name.replace("_", "-")
+                raise BadInputError(f"--{option} needs --checkpoint DIR")
+    training = _Training(model, settings)
+    interrupted = training.run(quiet=json_file == "-")
+    emit(json_file, training.to_json(interrupted=interrupted), training.show)
+    if interrupted:
+        ctx.exit(_INTERRUPTED)
+
+
+class _Training:
+    """One invocation of the command.
+
+    Args:
+        model: Name of the network.
+        settings: All options.
+    """
+
+    def __init__(self, model: str, settings: Mapping[str, Any]) -> None:
+        from mucudnn.cli.train_data import work_of
+
+        self._model = model
+        self._settings = settings
+        self._work = work_of(model, settings)
+        self._optimizer = _optimizer(settings)
+        self._words = _words(self._work, self._optimizer, settings)
+        self._checkpoints, self._resume = self._found()
+        self._reports: dict[int, EpochReport] = {}
+
+    def run(self, *, quiet: bool) -> bool:
+        """Train; whether Ctrl-C ended it."""
+        from mucudnn.cli.train_progress import TrainDisplay
+        from mucudnn.runtime.fit import fit
+
+        settings, work = self._settings, self._work
+        with TrainDisplay(settings["epochs"], len(work.batches), quiet=quiet) as shown:
+            self._trainer = self._made(shown.measured)
+
+            def progress(at: "Position", report: "EpochReport | None") -> None:
+                if report is not None:
+                    self._reports[report.epoch] = report
+                shown(at, report)
+
+            try:
+                reports = fit(
+                    self._trainer,
+                    work.batches,
+                    work.test,
+                    epochs=settings["epochs"],
+                    max_steps=settings["steps"],
+                    checkpoints=self._checkpoints,
+                    checkpoint_every=settings["checkpoint_every"],
+                    words=self._words,
+                    resume=self._resume,
+                    progress=progress,
+                )
+            except KeyboardInterrupt:
+                return True
+        self._reports |= {report.epoch: report for report in reports}
+        return False
+
+    def to_json(self, *, interrupted: bool) -> dict[str, Any]:
+        """Every figure."""
+        trainer = self._trainer
+        return {
+            "schema": 1,
+            "model": self._model,
+            "epochs": [
+                {**asdict(report), "epoch": report.epoch + 1}
+                for _, report in sorted(self._reports.items())
+            ],
+            "step_ms": trainer.step_ms,
+            "peak_bytes": trainer.peak_bytes,
+            "budget_bytes": None,
+            "steps": trainer.steps,
+            "interrupted": interrupted,
+            "parameters": self._work.training.parameter_count,
+            "backend": trainer.backend.name,
+            "fingerprint": trainer.backend.device.fingerprint,
+            "settings": dict(self._words),
+        }
+
+    def show(self) -> None:
+        """The last lines: what a step takes."""
+        from mucudnn.report.words import bytes_text, ms_text
+
+        trainer = self._trainer
+        click.echo(
+            f"{trainer.steps:,} steps, {ms_text(trainer.step_ms)} ms each; "
+            f"{bytes_text(trainer.peak_bytes)} of memory"
+        )
+        if self._checkpoints is not None and (steps := self._checkpoints.steps()):
+            click.echo(f"checkpoint of step {steps[0]} in {self._checkpoints.folder}")
+
+    def _found(self) -> "tuple[Checkpoints | None, Checkpoint | None]":
+        from mucudnn.runtime.checkpoint import Checkpoints
+
+        folder = self._settings["checkpoint"]
+        if folder is None:
+            return None, None
+        checkpoints = Checkpoints(folder)
+        if self._settings["resume"]:
+            return checkpoints, checkpoints.load(self._words)
+        if checkpoints.steps():
+            raise BadInputError(
+                f"{folder} holds checkpoints already; go on from them with --resume, "
+                "or name another folder"
+            )
+        return checkpoints, None
+
+    def _made(self, measured: "Callable[[Measured], None]") -> "Trainer":
+        from mucudnn.runtime.fit import plans_of
+        from mucudnn.runtime.training import Trainer
+
+        settings, work = self._settings, self._work
+        tuner = make_tuner({**settings, "exhaustive": False}, progress=measured)
+        known = {} if self._resume is None else plans_of(self._resume, tuner.backend)
+        total = _total_steps(work, settings)
+        with bad_input(), tuner.cache:
+            rate = parse_learning_rate(
+                settings["lr_schedule"],
+                self._optimizer.learning_rate,
+                warmup_steps=settings["warmup"],
+                milestone_unit=len(work.batches),
+            )
+            return Trainer(
+                work.training,
+                work.evaluation,
+                tuner=tuner,
+                optimizer=self._optimizer,
+                learning_rate=lambda step: rate.at(step, total),
+                order=settings["order"],
+                update_when=settings["update_when"],
+                gradient_accumulation=settings["accumulate"],
+                seed=settings["seed"],
+                plans=known,
+            )
+
+
+def _optimizer(settings: Mapping[str, Any]) -> Optimizer:
+    with bad_input():
+        optimizer = parse_optimizer(
+            settings["optimizer"],
+            learning_rate=settings["lr"],
+            weight_decay=settings["weight_decay"],
+        )
+    momentum = settings["momentum"]
+    if momentum is None:
+        return optimizer
+    if not isinstance(optimizer, Momentum):
+        raise BadInputError(f"{settings['optimizer']} takes no --momentum")
+    return replace(optimizer, momentum=momentum)
+
+
+def _total_steps(work: "Work", settings: Mapping[str, Any]) -> int:
+    total: int = settings["epochs"] * len(work.batches)
+    return min(total, settings["steps"] or total)
+
+
+def _words(
+    work: "Work", optimizer: Optimizer, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a checkpoint must agree with to be gone on from.
+
+    A cosine depends on where it ends; other schedules may be continued beyond.
+    """
+    schedule = settings["lr_schedule"]
+    return {
+        **work.words,
+        "optimizer": repr(optimizer),
+        "lr_schedule": schedule,
+        "warmup": settings["warmup"],
+        **({"steps": _total_steps(work, settings)} if schedule == "cosine" else {}),
+    }

@@ -1,0 +1,165 @@
+"""A network and the data it is trained on, made to fit each other."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mucudnn.cli.app import BadInputError, bad_input
+from mucudnn.data import (
+    Compose,
+    Dataset,
+    Loader,
+    Normalize,
+    RandomCrop,
+    RandomFlip,
+    Subset,
+    Transform,
+    class_count,
+    open_dataset,
+)
+from mucudnn.ir.graph import Graph
+from mucudnn.models import LABEL, get_model
+
+__all__ = ["Work", "work_of"]
+
+_SAMPLE = 512
+"""Images that mean and deviation are estimated from."""
+
+_SHIFT = 8
+"""Images are moved by up to this share of their size: 4 pixels of 32."""
+
+_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is trained, and on what.
+
+    Attributes:
+        training: Graph for training.
+        evaluation: Graph for evaluation.
+        batches: For training.
+        test: For evaluation.
+        words: What tells it from other work.
+    """
+
+    training: Graph
+    evaluation: Graph
+    batches: Loader
+    test: Loader
+    words: Mapping[str, Any]
+
+
+def work_of(name: str, settings: Mapping[str, Any]) -> Work:
+    """The work that options ask for.
+
+    Raises:
+        BadInputError: There is no such network or data, or they do not fit.
+    """
+    batch, parts, seed = settings["batch"], settings["accumulate"], settings["seed"]
+    if batch % parts:
+        raise BadInputError(
+            f"a batch of {batch} cannot be computed in {parts} equal parts"
+        )
+    with bad_input():
+        model = get_model(name)
+        image = _image(name, model.image, settings["image"])
+        spec = _full(settings["data"], settings, batch)
+        train, test = (
+            open_dataset(spec, split=split, image=image, seed=seed)
+            for split in ("train", "test")
+        )
+        classes = _classes(train, settings["classes"])
+        training, evaluation = (
+            model(
+                batch // parts,
+                image=image,
+                classes=classes,
+                dtype=settings["dtype"],
+                training=flag,
+                seed=seed,
+            )
+            for flag in (True, False)
+        )
+        if len(training.tensors[LABEL].shape) > 1:
+            raise BadInputError(
+                f"{name} wants a class for each pixel; {settings['data']} has one for "
+                "each image"
+            )
+        normalize = _normalized(train, settings["dtype"])
+        augment = _augmented(image) if settings["augment"] else ()
+        batches = Loader(
+            train,
+            batch,
+            seed=seed,
+            transform=Compose((*augment, normalize)),
+            drop_last=True,
+        )
+        tests = Loader(test, batch // parts, shuffle=False, transform=normalize)
+    words = {
+        "model": name,
+        "image": image,
+        "classes": classes,
+        "dtype": settings["dtype"],
+        "data": spec,
+        "images": len(train),
+        "batch": batch,
+        "accumulate": parts,
+        "augment": settings["augment"],
+        "seed": seed,
+    }
+    return Work(training, evaluation, batches, tests, words)
+
+
+def _image(
+    name: str, own: tuple[int, ...], asked: tuple[int, ...] | None
+) -> tuple[int, int, int]:
+    if len(own) != 3:
+        raise BadInputError(
+            f"{name} takes images of {len(own) - 1} dimensions; data sets have 2"
+        )
+    channels, height, width = own
+    match asked:
+        case None:
+            return channels, height, width
+        case (side,):
+            return channels, side, side
+        case (height, width):
+            return channels, height, width
+        case (channels, height, width):
+            return channels, height, width
+    raise BadInputError(f"an image has at most 3 sizes, got {asked}")
+
+
+def _full(spec: str, settings: Mapping[str, Any], batch: int) -> str:
+    """Synthetic data as long as the steps asked for, with the classes asked for."""
+    name, _, argument = spec.partition(":")
+    if name != "synthetic":
+        return spec
+    parts = [argument] if argument else []
+    if not argument:
+        parts.append(f"length={batch * (settings['steps'] or _STEPS)}")
+    if settings["classes"] and "classes=" not in argument:
+        parts.append(f"classes={settings['classes']}")
+    return f"{name}:{','.join(parts)}"
+
+
+def _classes(dataset: Dataset, asked: int | None) -> int:
+    found = class_count(dataset)
+    if asked is None:
+        return max(2, found)
+    if asked < found:
+        raise BadInputError(
+            f"--classes {asked} is too few: the data set has {found} classes"
+        )
+    return asked
+
+
+def _normalized(dataset: Dataset, dtype: Any) -> Normalize:
+    """Mean 0 and deviation 1, estimated from images spread over the data set."""
+    step = -(-len(dataset) // _SAMPLE)
+    return Normalize.of(Subset(dataset, range(0, len(dataset), step)), dtype)
+
+
+def _augmented(image: tuple[int, int, int]) -> tuple[Transform, ...]:
+    return RandomCrop(max(1, image[1] // _SHIFT)), RandomFlip()

@@ -1,0 +1,243 @@
+"""What `mucudnn train` can be told."""
+
+import math
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, TypeVar
+
+import click
+
+from mucudnn.cli.options import byte_size
+from mucudnn.cli.output import emit
+from mucudnn.ir.sizes import format_bytes
+
+__all__ = [
+    "data_options",
+    "image_size",
+    "learning_options",
+    "list_models",
+    "run_options",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def image_size(text: str | tuple[int, ...]) -> tuple[int, ...]:
+    """`224`, `32x48` or `3x32x48` as numbers."""
+    if isinstance(text, tuple):
+        return text
+    try:
+        sizes = tuple(int(part) for part in text.lower().replace("×", "x").split("x"))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise click.BadParameter(
+            f"{text!r} is no image size; write a side (224), sides (32x48), or "
+            "channels and sides (3x32x48)"
+        )
+    return sizes
+
+
+def _number(
+    least: float, most: float, *, beyond: bool = False
+) -> Callable[[Any], float]:
+    """A finite number of a range; with `beyond` the least itself is none of it."""
+
+    def parse(text: str | float) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most or (beyond and value == least):
+            above = f"above {least:g}" if beyond else f"from {least:g}"
+            upto = "" if most == math.inf else f" up to {most:g}"
+            raise click.BadParameter(f"{text!r} is not a number {above}{upto}")
+        return value
+
+    return parse
+
+
+def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
+    return lambda fn: reduce(lambda f, option: option(f), reversed(options), fn)
+
+
+data_options = _options(
+    click.option(
+        "--data",
+        default="synthetic",
+        show_default=True,
+        metavar="NAME",
+        help="digits, mnist:DIR, cifar10:DIR, cifar100:DIR, folder:DIR, arrays:DIR or "
+        "synthetic[:length=N,classes=N,noise=X].",
+    ),
+    click.option(
+        "--batch",
+        type=click.IntRange(min=1),
+        default=32,
+        show_default=True,
+        help="Images in a step.",
+    ),
+    click.option(
+        "--image",
+        type=image_size,
+        metavar="SIZE",
+        help="Size of an image, such as 64 or 3x64x96; by default the network's own.",
+    ),
+    click.option(
+        "--classes",
+        type=click.IntRange(min=2),
+        help="Number of classes; by default the data set's.",
+    ),
+    click.option(
+        "--augment", is_flag=True, help="Move and mirror the images for training."
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "float64"]),
+        default="float32",
+        show_default=True,
+        help="Data type of weights and activations.",
+    ),
+)
+"""Which data, in which shape."""
+
+learning_options = _options(
+    click.option(
+        "--epochs",
+        type=click.IntRange(min=1),
+        default=10,
+        show_default=True,
+        help="Passes over the data.",
+    ),
+    click.option(
+        "--steps", type=click.IntRange(min=1), help="End after so many steps."
+    ),
+    click.option(
+        "--optimizer",
+        default="momentum",
+        show_default=True,
+        metavar="NAME",
+        help="sgd, momentum, nesterov, adam, adamw, adagrad or rmsprop.",
+    ),
+    click.option(
+        "--lr",
+        type=_number(0, math.inf, beyond=True),
+        help="Learning rate, at its highest; by default the optimizer's usual one.",
+    ),
+    click.option(
+        "--lr-schedule",
+        default="cosine",
+        show_default=True,
+        metavar="NAME",
+        help="How it falls: constant, cosine, or step:30,60,90 at those epochs.",
+    ),
+    click.option(
+        "--warmup",
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="STEPS",
+        help="Steps over which it rises first.",
+    ),
+    click.option(
+        "--momentum",
+        type=_number(0, 1),
+        help="Of momentum and nesterov; by default 0.9.",
+    ),
+    click.option(
+        "--weight-decay",
+        type=_number(0, math.inf),
+        help="Share of the weights that is added to their gradients.",
+    ),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Of weights, order, dropout and augmentation.",
+    ),
+)
+"""How the weights change."""
+
+run_options = _options(
+    click.option(
+        "--backend",
+        default="cpu",
+        show_default=True,
+        help="cpu, cuda, or null, which only counts; see `mucudnn info`.",
+    ),
+    click.option(
+        "--workspace-limit",
+        type=byte_size,
+        metavar="SIZE",
+        help=f"Bytes a convolution may use; by default {format_bytes(64 << 20)}.",
+    ),
+    click.option(
+        "--policy",
+        "batch_policy",
+        metavar="NAME",
+        help="Micro-batch sizes: powers_of_two (default), undivided or all.",
+    ),
+    click.option(
+        "--order",
+        default="builder",
+        show_default=True,
+        metavar="NAME",
+        help="Order of a step's operations: builder, depth_first or least_peak.",
+    ),
+    click.option(
+        "--update-when",
+        type=click.Choice(["early", "late"]),
+        default="early",
+        show_default=True,
+        help="Update a weight at once, or all at the end of a step.",
+    ),
+    click.option(
+        "--accumulate",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        help="Compute a step's gradient in so many parts.",
+    ),
+    click.option(
+        "--checkpoint",
+        type=click.Path(file_okay=False),
+        metavar="DIR",
+        help="Keep the last two checkpoints there, one an epoch.",
+    ),
+    click.option(
+        "--checkpoint-every",
+        type=click.IntRange(min=1),
+        metavar="STEPS",
+        help="Also write one after so many steps.",
+    ),
+    click.option("--resume", is_flag=True, help="Go on from the last checkpoint."),
+)
+"""How a step is run, and what is kept of it."""
+
+
+def list_models(json_file: str | None) -> None:
+    """Every network with its size."""
+    from mucudnn.models import MODELS
+
+    rows: list[dict[str, Any]] = []
+    for name, model in MODELS.items():
+        graph = model(1)
+        rows.append(
+            {
+                "name": name,
+                "image": list(model.image),
+                "classes": model.classes,
+                "parameters": graph.parameter_count,
+            }
+        )
+
+    def show() -> None:
+        for row in rows:
+            image = "x".join(map(str, row["image"]))
+            click.echo(
+                f"{row['name']:<18} {image:>12}  {row['classes']:>5} classes  "
+                f"{row['parameters']:>12,} parameters"
+            )
+        click.echo(f"{'resnet:n1,n2,n3,n4':<18} bottlenecks, so many a stage")
+
+    emit(json_file, {"models": rows}, show)

@@ -1,0 +1,121 @@
+"""One update from several mini-batches: their gradients are summed in between.
+
+It takes two graphs: one adds the gradients to totals that outlive a step, the other
+adds the last ones, updates by the mean, and clears the totals.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+from mucudnn.ir.initializers import Constant
+from mucudnn.ir.optimizers import Optimizer
+from mucudnn.passes.dependencies import written
+from mucudnn.passes.optimizers import When, with_updates
+
+__all__ = ["Accumulating", "accumulating"]
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulating:
+    """The two graphs of gradient accumulation.
+
+    Attributes:
+        micro_step: Adds to the totals; runs for all mini-batches but the last.
+        last_step: Adds the last one, updates the parameters, clears the totals. It
+            declares all persistent tensors of the other, and the optimizer's.
+    """
+
+    micro_step: Graph
+    last_step: Graph
+
+
+def accumulating(
+    graph: Graph,
+    optimizer: Optimizer,
+    mini_batches: int,
+    *,
+    when: When = "early",
+    gradient_scale: float = 1.0,
+) -> Accumulating:
+    """Graphs that update by the mean of the gradients of several mini-batches.
+
+    Args:
+        graph: A training graph of one of them.
+        optimizer: How to update.
+        mini_batches: How many; at least 2.
+        when: See `with_updates`.
+        gradient_scale: Factor of gradients, beside that of the mean.
+
+    Raises:
+        ValueError: As `with_updates`, or fewer than 2 mini-batches.
+    """
+    if mini_batches < 2:
+        raise ValueError(f"accumulation takes 2 mini-batches, got {mini_batches}")
+    micro = _with_totals(graph)
+    scale = gradient_scale / mini_batches
+    totals = MappingProxyType({w: _total(w) for w in graph.gradients})
+    updated = with_updates(
+        replace(micro, gradients=totals), optimizer, when=when, gradient_scale=scale
+    )
+    last = replace(_with_clearing(updated), gradients=graph.gradients)
+    return Accumulating(micro, last)
+
+
+def _total(parameter: str) -> str:
+    return f"{parameter}:total"
+
+
+def _with_totals(graph: Graph) -> Graph:
+    """Each gradient is added to its total as soon as it is known."""
+    tensors, initializers = dict(graph.tensors), dict(graph.initializers)
+    final = {s: i for i, node in enumerate(graph.nodes) for s in written(graph, node)}
+    ready: dict[int, list[Node]] = {}
+    for w, gradient in graph.gradients.items():
+        spec = graph.tensors[w]
+        total = TensorSpec(_total(w), spec.shape, spec.dtype, Role.STATE)
+        tensors[total.name] = total
+        initializers[total.name] = Constant(0.0)
+        node = Node(
+            f"{w}:accumulate",
+            "accumulate",
+            (total.name, gradient),
+            (),
+            MappingProxyType({"factor": 1.0}),
+            Phase.UPDATE,
+            (total.name,),
+        )
+        ready.setdefault(final[graph.storages[gradient]], []).append(node)
+    nodes = [n for i, node in enumerate(graph.nodes) for n in (node, *ready.get(i, ()))]
+    return replace(
+        graph,
+        tensors=MappingProxyType(tensors),
+        nodes=tuple(nodes),
+        initializers=MappingProxyType(initializers),
+    )
+
+
+def _with_clearing(graph: Graph) -> Graph:
+    """Totals are zero again behind the updates that read them.
+
+    By a fill: infinity times zero is no number.
+    """
+    tensors = dict(graph.tensors)
+    totals = set(graph.gradients.values())
+
+    def nodes() -> Iterator[Node]:
+        for node in graph.nodes:
+            yield node
+            if node.op == "accumulate":
+                continue
+            for total in totals.intersection(node.inputs):
+                name = f"{total}.cleared"
+                tensors[name] = replace(
+                    tensors[total], name=name, role=Role.GRADIENT, alias=total
+                )
+                attrs = MappingProxyType({"value": 0.0})
+                yield Node(name, "fill", (), (name,), attrs, Phase.UPDATE)
+
+    ordered = tuple(nodes())
+    return replace(graph, tensors=MappingProxyType(tensors), nodes=ordered)

@@ -1,0 +1,174 @@
+"""A profile out of published figures: every node at its roofline.
+
+A node takes as long as its arithmetic or its memory traffic, whichever is longer (the
+roofline of Williams et al. 2009), and a launch. Convolutions have up to three
+algorithms: without workspace, with patches laid out for a matrix product, and
+Winograd's with 2 x 2 outputs a tile. The more they need the faster they are, so that
+the trade between workspace and time is there, at the price of real shapes and sizes.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.devices import ASSUMED, Assumed, DeviceFigures, get_device
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.profile import Profile
+from mucudnn.passes.dependencies import VIEWS
+from mucudnn.passes.microbatch import BatchPolicy, candidate_batches, pareto_plans
+
+__all__ = ["conv_table", "estimate"]
+
+_NO_LIMIT = 1 << 62
+_READ_TWICE = ("batch_norm", "batch_norm_grad", "group_norm", "group_norm_grad")
+"""Statistics first, then the values: their first input is read twice."""
+
+_DTYPE = "float32"
+_TILE = 2
+"""Outputs a side of a Winograd tile; its input is two wider for 3 x 3 filters."""
+
+
+def estimate(
+    graph: Graph,
+    device: str | DeviceFigures,
+    *,
+    fronts: Mapping[ConvProblem, tuple[ConvPlan, ...]] | None = None,
+    workspaces: Mapping[str, int] | None = None,
+    batch_policy: BatchPolicy = "powers_of_two",
+    assumed: Assumed = ASSUMED,
+) -> Profile:
+    """Estimate what a graph costs on a device.
+
+    Args:
+        graph: Of a step, in single precision.
+        device: A name in `DEVICES`, or figures.
+        fronts: Convolution -> plans from measurements; they replace the estimates.
+        workspaces: Node -> bytes of scratch memory, of nodes that are no convolutions.
+        batch_policy: Micro-batch sizes of convolutions.
+        assumed: Shares of peaks.
+
+    Raises:
+        ValueError: The device is not known, or a convolution is in another precision.
+    """
+    figures = get_device(device) if isinstance(device, str) else device
+    known = dict(fronts or {})
+    node_ms: dict[str, float] = {}
+    of_node: dict[str, tuple[ConvPlan, ...]] = {}
+    for node in graph.nodes:
+        if node.op == "conv":
+            problem = node.attrs["problem"]
+            if problem not in known:
+                table = conv_table(problem, figures, batch_policy, assumed)
+                known[problem] = tuple(pareto_plans(table, _NO_LIMIT))
+            of_node[node.name] = known[problem]
+            node_ms[node.name] = min(plan.time_ms for plan in known[problem])
+        else:
+            node_ms[node.name] = _node_ms(graph, node, figures, assumed)
+    return Profile(
+        node_ms=node_ms,
+        workspaces=dict(workspaces or {}),
+        fronts=of_node,
+        out_bytes_per_ms=figures.out.value / 1e3,
+        in_bytes_per_ms=figures.back.value / 1e3,
+    )
+
+
+def conv_table(
+    problem: ConvProblem,
+    figures: DeviceFigures,
+    batch_policy: BatchPolicy = "powers_of_two",
+    assumed: Assumed = ASSUMED,
+) -> PerfTable:
+    """Estimates of every algorithm at every micro-batch size.
+
+    Raises:
+        ValueError: The problem is in another precision than the figures.
+    """
+    if problem.dtype != _DTYPE:
+        raise ValueError(
+            f"{problem} is in {problem.dtype}; the figures of {figures.title} are for "
+            f"{_DTYPE}"
+        )
+    rows = tuple(
+        row
+        for batch in candidate_batches(problem.batch, batch_policy)
+        for row in _algorithms(problem.with_batch(batch), figures, assumed)
+    )
+    return PerfTable(problem, rows)
+
+
+def _algorithms(
+    problem: ConvProblem, figures: DeviceFigures, assumed: Assumed
+) -> Iterator[AlgoPerf]:
+    traffic = sum(operand.nbytes for operand in problem.operands())
+
+    def row(algo: str, flops: float, share: float, workspace: int) -> AlgoPerf:
+        # What is laid out in the workspace is written once and read once.
+        nbytes = traffic + 2 * workspace
+        ms = _roofline(flops, share, nbytes, figures, assumed)
+        return AlgoPerf(algo=algo, batch=problem.batch, time_ms=ms, workspace=workspace)
+
+    if math.prod(problem.w_shape[2:]) == 1:
+        yield row("IMPLICIT_GEMM", problem.flops, assumed.matmul, 0)
+        return
+    yield row("IMPLICIT_GEMM", problem.flops, assumed.direct, 0)
+    yield row("GEMM", problem.flops, assumed.matmul, _patch_bytes(problem))
+    if _winograd_suits(problem):
+        gain = (3 * _TILE) ** 2 / (_TILE + 2) ** 2
+        workspace = _tile_bytes(problem)
+        yield row("WINOGRAD", problem.flops / gain, assumed.matmul, workspace)
+
+
+def _patch_bytes(problem: ConvProblem) -> int:
+    """Bytes of a matrix with a row of inputs for every output position."""
+    n, _, *positions = problem.y_shape
+    patch = problem.groups * math.prod(problem.w_shape[1:])
+    return n * math.prod(positions) * patch * problem.itemsize
+
+
+def _winograd_suits(problem: ConvProblem) -> bool:
+    return (
+        problem.w_shape[2:] == (3, 3)
+        and set(problem.stride) == {1}
+        and set(problem.dilation) == {1}
+        and problem.groups == 1
+    )
+
+
+def _tile_bytes(problem: ConvProblem) -> int:
+    """Bytes of transformed inputs, outputs and filters."""
+    n, k, *positions = problem.y_shape
+    c = problem.x_shape[1]
+    tiles = math.prod(-(-size // _TILE) for size in positions)
+    points = (_TILE + 2) ** 2
+    return points * (n * tiles * (c + k) + c * k) * problem.itemsize
+
+
+def _node_ms(
+    graph: Graph, node: Node, figures: DeviceFigures, assumed: Assumed
+) -> float:
+    if node.op in VIEWS:
+        return 0.0
+    nbytes = sum(graph.tensors[name].nbytes for name in (*node.tensors, *node.mutates))
+    if node.op in _READ_TWICE:
+        nbytes += graph.tensors[node.inputs[0]].nbytes
+    flops = _matmul_flops(graph, node) if node.op == "matmul" else 0.0
+    return _roofline(flops, assumed.matmul, nbytes, figures, assumed)
+
+
+def _matmul_flops(graph: Graph, node: Node) -> float:
+    """Of (M, K) x (K, N): the product of all three sizes is K times the others."""
+    a, b, out = (math.prod(graph.tensors[name].shape) for name in node.tensors)
+    return 2.0 * math.sqrt(a * b * out)
+
+
+def _roofline(
+    flops: float,
+    share: float,
+    nbytes: int,
+    figures: DeviceFigures,
+    assumed: Assumed,
+) -> float:
+    arithmetic = flops / (figures.flops.value * share)
+    traffic = nbytes / (figures.bandwidth.value * assumed.memory)
+    return 1e3 * max(arithmetic, traffic) + assumed.launch_ms

@@ -1,0 +1,187 @@
+"""Places for a schedule: a storage may come back to another place than it left.
+
+Time is counted in instructions. A stay lasts from `Alloc` to `Free` and has one offset;
+a workspace lasts as long as its `Compute`. On the host a storage has bytes from its
+first `SwapOut` until the copy back that is its last has been waited for: then whoever
+gets them next need not wait for it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mucudnn.ir.graph import PERSISTENT, Graph, Role
+from mucudnn.ir.schedule import (
+    Alloc,
+    Compute,
+    Free,
+    Schedule,
+    SwapIn,
+    SwapOut,
+    Wait,
+)
+from mucudnn.passes.fitting import Block, in_gaps
+from mucudnn.passes.liveness import rounded
+from mucudnn.passes.packing import live_peak, pack
+from mucudnn.passes.placement import ALIGNMENT, Placement
+
+__all__ = ["Layout", "host_blocks", "in_tiers", "lay_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything that does not outlive a step lies in one arena.
+
+    Attributes:
+        stays: Storage -> the offsets of its stays, in order.
+        workspace_offsets: Node with a workspace -> offset of it.
+        nbytes: Size of the arena.
+        live_peak: The most bytes in use at once: a bound below `nbytes`.
+    """
+
+    stays: Mapping[str, tuple[int, ...]]
+    workspace_offsets: Mapping[str, int]
+    nbytes: int
+    live_peak: int
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of `live_peak` that the arena is larger than it."""
+        return self.nbytes / self.live_peak - 1 if self.live_peak else 0.0
+
+    @classmethod
+    def of(cls, schedule: Schedule, placement: Placement) -> "Layout":
+        """A placement whose storages are always at the same place."""
+        return cls(
+            MappingProxyType(
+                {
+                    name: (placement.offsets[name],) * len(lives)
+                    for name, lives in _lives(schedule).items()
+                }
+            ),
+            placement.workspace_offsets,
+            placement.nbytes,
+            placement.live_peak,
+        )
+
+
+def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
+    """Offsets such that what is needed at the same time does not overlap.
+
+    Persistent tensors are not part of it.
+
+    Args:
+        schedule: What runs.
+        alignment: Of every offset, in bytes.
+    """
+    lives = _lives(schedule)
+    blocks = []
+    for name, spans in lives.items():
+        nbytes = rounded(schedule.graph.tensors[name].nbytes, alignment)
+        blocks += [
+            Block(_stay(name, i), nbytes, first, last)
+            for i, (first, last) in enumerate(spans)
+        ]
+    scratch = {}
+    for at, instruction in enumerate(schedule.instructions):
+        if isinstance(instruction, Compute):
+            nbytes = schedule.workspaces.get(instruction.node, 0)
+            if nbytes:
+                name = f"\0{instruction.node}"
+                scratch[instruction.node] = name
+                blocks.append(Block(name, rounded(nbytes, alignment), at, at))
+    packing = pack(blocks)
+    return Layout(
+        MappingProxyType(
+            {
+                name: tuple(packing.offsets[_stay(name, i)] for i in range(len(spans)))
+                for name, spans in lives.items()
+            }
+        ),
+        MappingProxyType({n: packing.offsets[name] for n, name in scratch.items()}),
+        packing.nbytes,
+        live_peak(blocks),
+    )
+
+
+def host_blocks(schedule: Schedule, *, alignment: int = ALIGNMENT) -> tuple[Block, ...]:
+    """What the host holds and when, in order of first use."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    end = len(schedule.instructions)
+    for at, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case SwapOut(name) | SwapIn(name):
+                first.setdefault(name, at)
+                last[name] = end
+            case Wait(name):
+                last[name] = min(last.get(name, end), at)
+    return tuple(
+        Block(name, rounded(schedule.graph.tensors[name].nbytes, alignment), at, stop)
+        for name, at in first.items()
+        for stop in [last[name]]
+    )
+
+
+def in_tiers(
+    blocks: Sequence[Block], capacities: Sequence[int]
+) -> tuple[dict[str, tuple[int, int]], tuple[Block, ...]]:
+    """Places for blocks in the first of several memories that has room.
+
+    Args:
+        blocks: What is to be placed; the first come first.
+        capacities: Bytes of each memory, the preferred one first.
+
+    Returns:
+        Block -> (which memory, offset), and the blocks that fit nowhere.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    left = tuple(blocks)
+    for tier, capacity in enumerate(capacities):
+        packing = pack(left)
+        if packing.nbytes <= capacity:
+            offsets = [packing.offsets[block.name] for block in left]
+        else:
+            offsets = in_gaps(left, range(len(left)), capacity)
+        placed = list(zip(left, offsets, strict=True))
+        found.update((b.name, (tier, offset)) for b, offset in placed if offset >= 0)
+        left = tuple(b for b, offset in placed if offset < 0)
+    return found, left
+
+
+def _lives(schedule: Schedule) -> dict[str, list[tuple[int, int]]]:
+    """Storage -> the first and last instruction of each of its stays.
+
+    An input is there before the first instruction, a result until after the last. What
+    is touched and never allocated is there all the time.
+    """
+    graph, end = schedule.graph, len(schedule.instructions)
+    found: dict[str, list[tuple[int, int]]] = {}
+    for at, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case Alloc(name):
+                found.setdefault(name, []).append((at, end))
+            case Free(name):
+                found[name][-1] = (found[name][-1][0], at)
+    for name in _touched(graph):
+        found.setdefault(name, [(-1, end)])
+    for spec in graph.with_role(Role.INPUT):
+        found[spec.name][0] = (-1, found[spec.name][0][1])
+    for output in graph.outputs:
+        if (name := graph.storages[output]) in found:
+            found[name][-1] = (found[name][-1][0], end)
+    return found
+
+
+def _touched(graph: Graph) -> list[str]:
+    """Storages that a step reads, writes or returns, persistent ones left out."""
+    inputs = (spec.name for spec in graph.with_role(Role.INPUT))
+    used = (name for node in graph.nodes for name in node.tensors)
+    storages = (graph.storages[name] for name in (*inputs, *used, *graph.outputs))
+    persistent = {spec.name for spec in graph.with_role(*PERSISTENT)}
+    return [name for name in dict.fromkeys(storages) if name not in persistent]
+
+
+def _stay(storage: str, number: int) -> str:
+    """A name for one stay among others of the same storage, and workspaces."""
+    return f"{storage}\0{number}"

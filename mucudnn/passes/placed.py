@@ -1,0 +1,103 @@
+"""A step plan with places: what is promised is the size of the arena, not a sum.
+
+Static offsets may need a little more than the most bytes in use at once. Then the plan
+is made again for that much less, so that state and arena together keep the budget.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.profile import Profile
+from mucudnn.passes.layout import Layout, lay_out
+from mucudnn.passes.planned import PLANNED, plan_step
+from mucudnn.passes.step_plan import StepPlan, plan_residency, state_bytes
+
+__all__ = ["PlacedStep", "place_step"]
+
+_ATTEMPTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStep:
+    """A planned step, and where everything is.
+
+    Attributes:
+        plan: What is run.
+        layout: Offsets in an arena.
+        state_bytes: What outlives the step, beside the arena.
+    """
+
+    plan: StepPlan
+    layout: Layout
+    state_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the step, all of it."""
+        return self.layout.nbytes + self.state_bytes
+
+
+def place_step(
+    graph: Graph,
+    profile: Profile,
+    *,
+    budget: float,
+    policy: str = PLANNED,
+    scheduler: str | None = None,
+    convolutions: str = "dynamic",
+    plans: Mapping[str, ConvPlan] | None = None,
+) -> PlacedStep:
+    """Plan a step such that its arena and its state fit a budget.
+
+    Args:
+        graph: A training graph that nothing has made in-place yet.
+        profile: Of it.
+        budget: Bytes for everything.
+        policy: Decides what leaves, and what is computed again.
+        scheduler: Times the copies.
+        convolutions: How convolutions get their workspace.
+        plans: Convolution node -> plan, if they are fixed.
+
+    Raises:
+        PlanningError: It cannot fit; says how many bytes short.
+    """
+    state = state_bytes(graph)
+
+    def search(target: float) -> StepPlan:
+        return plan_step(
+            graph,
+            profile,
+            budget=target,
+            policy=policy,
+            scheduler=scheduler,
+            convolutions=convolutions,
+            plans=plans,
+        )
+
+    plan = search(budget)
+    for _ in range(_ATTEMPTS):
+        placed = PlacedStep(plan, lay_out(plan.schedule), state)
+        over = placed.nbytes - budget
+        if over <= 0:
+            return placed
+        target = plan.peak_bytes - over
+        try:
+            plan = plan_residency(
+                graph,
+                profile,
+                plan.residency,
+                budget=target,
+                scheduler=plan.scheduler,
+                convolutions="fixed" if plans is not None else convolutions,
+                plans=plans,
+                policy=plan.policy,
+            )
+        except PlanningError:  # these residencies cannot give way any further
+            plan = search(target)
+    raise PlanningError(
+        f"places for {plan.peak_bytes} bytes could not be found within "
+        f"{int(budget)} bytes; {placed.nbytes} would do"
+    )

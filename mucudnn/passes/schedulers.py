@@ -1,0 +1,6 @@
+"""Every scheduler that ships, in one table."""
+
+from mucudnn.passes.adaptive_window import adaptive_window
+from mucudnn.passes.window import SCHEDULERS, on_demand, timed
+
+__all__ = ["SCHEDULERS", "adaptive_window", "on_demand", "timed"]

@@ -1,0 +1,238 @@
+"""The least predicted time within a budget: our own policy, a search on the simulator.
+
+It starts from what every other policy decides, so it is never worse than the best of
+them. Between "offload everything" and "compute everything again" lies a family with one
+parameter: how many of the tensors that are cheapest to compute, per byte, are computed
+again. The best member is then improved tensor by tensor. What a residency buys with its
+bytes, residency of others or faster convolutions, the scheduler and the dynamic
+workspaces decide, and the simulator weighs it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.profile import Profile
+from mucudnn.passes.chains import chain, is_checkpoint
+from mucudnn.passes.exact_residency import MOST_SAVED, exact
+from mucudnn.passes.policies import keep_all
+from mucudnn.passes.residency import (
+    EVERYTHING,
+    POLICIES,
+    RECOMPUTED,
+    Residency,
+    Saved,
+    Step,
+    saved_tensors,
+)
+from mucudnn.passes.step_plan import Preparer, StepPlan
+from mucudnn.passes.trial import Trial
+from mucudnn.passes.vdnn_dyn import vdnn_dyn
+
+__all__ = ["minimum_budget", "search"]
+
+_WORK = 100_000
+"""Nodes that all trials of a search may schedule together, beyond the first ones."""
+
+_LEAST_TRIALS = 12
+"""How many trials of the largest graphs may follow the first ones."""
+
+
+def search(trial: Trial) -> StepPlan:
+    """The best plan that is found.
+
+    Args:
+        trial: Schedules residencies.
+
+    Raises:
+        PlanningError: Nothing that was tried fits; it is the error of what came
+            closest.
+    """
+    step = trial.step
+    candidates = _by_cost(step)
+    seeds = _seeds(step, candidates)
+    best = _Best(trial, max(_WORK, _LEAST_TRIALS * len(step.graph.nodes)))
+    if best.consider(keep_all(step)):
+        return best.plan
+    for residency in seeds:
+        best.consider(residency, free=True)
+    if trial.convolutions == "dynamic":
+        _offer_vdnn_dyn(trial, best)
+    if len(candidates) <= MOST_SAVED:
+        solution = exact(step, trial.preparer)
+        if solution is not None:
+            best.consider(solution.residency, free=True)
+    for residency in _family(candidates, best):
+        best.consider(residency)
+    _improve(candidates, best)
+    return best.plan
+
+
+def minimum_budget(graph: Graph, profile: Profile) -> int:
+    """The least bytes, parameters and state included, that the step can run in.
+
+    Args:
+        graph: A training graph that nothing has made in-place yet.
+        profile: Of it.
+    """
+    step = Step(graph, profile, 0.0)
+    prepare = Preparer(graph, profile)
+    return min(prepare(r).least_peak() for r in _seeds(step, _by_cost(step)))
+
+
+def _offer_vdnn_dyn(trial: Trial, best: "_Best") -> None:
+    try:
+        best.offer(vdnn_dyn(trial))
+    except PlanningError:
+        return
+
+
+class _Best:
+    """The best plan so far, and how much more may be tried."""
+
+    def __init__(self, trial: Trial, left: int) -> None:
+        self._trial = trial
+        self._left = left
+        self._plan: StepPlan | None = None
+        self._error: PlanningError | None = None
+        self._tried: set[frozenset[tuple[str, Residency]]] = set()
+
+    def exhausted(self) -> bool:
+        """Whether nothing more may be tried."""
+        return self._left <= 0
+
+    @property
+    def step_ms(self) -> float:
+        return math.inf if self._plan is None else self._plan.prediction.step_ms
+
+    @property
+    def plan(self) -> StepPlan:
+        if self._plan is None:
+            raise self._error or PlanningError("nothing was tried")
+        return self._plan
+
+    def consider(
+        self, residency: Mapping[str, Residency], *, free: bool = False
+    ) -> bool:
+        """Try residencies; whether they fit and are better than all before.
+
+        Args:
+            residency: Of saved tensors.
+            free: Whether this does not count as work.
+        """
+        key = frozenset(residency.items())
+        if key in self._tried or (self.exhausted() and not free):
+            return False
+        self._tried.add(key)
+        nodes = len(self._trial.preparer(residency).graph.nodes)
+        self._left -= 0 if free else nodes
+        try:
+            plan = self._trial(residency)
+        except PlanningError as e:
+            self._error = e
+            return False
+        return self.offer(plan)
+
+    def offer(self, plan: StepPlan) -> bool:
+        """Take a plan; whether it is better than all before."""
+        if plan.prediction.step_ms >= self.step_ms:
+            return False
+        self._plan = plan
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    saved: Saved
+    again_ms: float
+    checkpoint: bool
+
+
+def _by_cost(step: Step) -> list[_Candidate]:
+    """Saved tensors, the cheapest to compute again per byte first."""
+    tensors = saved_tensors(step.graph)
+    names = {saved.name for saved in tensors}
+    found = []
+    for saved in tensors:
+        nodes = chain(step.graph, saved.name, names.__contains__)
+        again = sum(step.profile.node_ms[node.name] for node in nodes)
+        checkpoint = is_checkpoint(step.graph, saved.name, names.__contains__)
+        found.append(_Candidate(saved, again, checkpoint))
+    return sorted(found, key=lambda c: c.again_ms / max(1, c.saved.nbytes))
+
+
+def _seeds(step: Step, candidates: list[_Candidate]) -> list[Mapping[str, Residency]]:
+    """What every policy decides, and what is least of all: where a search begins."""
+    found = [policy(step) for policy in POLICIES.table.values()]
+    for mode in RECOMPUTED:
+        for count in (len(candidates) // 2, len(candidates)):
+            found.append(_mixed(candidates, count, mode))
+        found.append(_mixed(candidates, len(candidates), mode, Residency.PAGE))
+    return found
+
+
+def _mixed(
+    candidates: list[_Candidate],
+    count: int,
+    mode: Residency,
+    others: Residency = Residency.KEEP,
+) -> dict[str, Residency]:
+    """The first `count` candidates computed again, all others offloaded.
+
+    Checkpoints are never computed for every use: chains of them take quadratic time.
+    """
+
+    def choice(index: int, candidate: _Candidate) -> Residency:
+        each = mode is Residency.RECOMPUTE_EACH
+        if index >= count or (each and candidate.checkpoint):
+            return Residency.OFFLOAD
+        return mode
+
+    return {EVERYTHING: others} | {
+        c.saved.name: choice(i, c) for i, c in enumerate(candidates)
+    }
+
+
+def _family(
+    candidates: list[_Candidate], best: _Best
+) -> Iterator[dict[str, Residency]]:
+    """Members of the one-parameter family: coarse first, then around the best."""
+    total = len(candidates)
+    for mode in RECOMPUTED:
+        stride = max(1, total // 8)
+        counts = sorted({*range(0, total + 1, stride), total})
+        scores: dict[int, float] = {}
+        while True:
+            for count in counts:
+                if count in scores:
+                    continue
+                before = best.step_ms
+                yield _mixed(candidates, count, mode)
+                scores[count] = best.step_ms if best.step_ms < before else math.inf
+            if stride == 1 or best.exhausted():
+                break
+            stride = max(1, stride // 4)
+            centre = min(scores, key=lambda count: (scores[count], count))
+            counts = [
+                count
+                for count in range(centre - 2 * stride, centre + 2 * stride + 1, stride)
+                if 0 <= count <= total
+            ]
+
+
+def _improve(candidates: list[_Candidate], best: _Best) -> None:
+    """Change one tensor's residency at a time, the largest first, while it helps."""
+    largest = sorted(candidates, key=lambda c: -c.saved.nbytes)
+    improved = True
+    while improved and not best.exhausted():
+        improved = False
+        for candidate in largest:
+            name = candidate.saved.name
+            current = best.plan.residency
+            for choice in Residency:
+                if choice is not current.get(name, Residency.KEEP):
+                    improved |= best.consider({**current, name: choice})
+                if best.exhausted():
+                    return

@@ -1,0 +1,181 @@
+"""Every policy on one step: what it needs, what it moves, what it costs.
+
+A policy that does not fit is a row too: it says how many bytes it is short of.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.profile import Profile
+from mucudnn.passes.occupancy import GRANULARITY
+from mucudnn.passes.planned import PLANNED, VDNN_DYN, minimum_budget, plan_step
+from mucudnn.passes.residency import POLICIES, Step
+from mucudnn.passes.step_plan import StepPlan, plan_residency, prepare
+
+__all__ = [
+    "Technique",
+    "best_technique",
+    "largest_batch",
+    "least_budget",
+    "own_scheduler",
+    "try_technique",
+    "unbounded",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Technique:
+    """A policy and a scheduler under a budget.
+
+    Attributes:
+        policy: Name.
+        scheduler: Name.
+        budget: Bytes.
+        plan: Within the budget; None where there is none.
+        least_bytes: What the policy needs at the least, where it does not fit.
+    """
+
+    policy: str
+    scheduler: str
+    budget: int
+    plan: StepPlan | None
+    least_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan."""
+        return self.plan is not None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the plan; without one, what the policy needs at the least."""
+        if self.plan is not None:
+            return self.plan.peak_bytes
+        return self.least_bytes or 0
+
+    @property
+    def short_bytes(self) -> int:
+        """By how much the budget is too small."""
+        return 0 if self.plan is not None else self.peak_bytes - self.budget
+
+    @property
+    def step_ms(self) -> float | None:
+        """Predicted time of a step."""
+        return None if self.plan is None else self.plan.prediction.step_ms
+
+
+def unbounded(graph: Graph, profile: Profile) -> StepPlan:
+    """The step with all the memory it could use: the fastest plans, nothing moved."""
+    return plan_residency(graph, profile, {}, budget=math.inf, policy="keep_all")
+
+
+def own_scheduler(policy: str) -> str:
+    """The scheduler of a policy for which no other is asked for."""
+    return "on_demand" if policy == VDNN_DYN else "timed"
+
+
+def try_technique(
+    graph: Graph, profile: Profile, policy: str, scheduler: str, budget: int
+) -> Technique:
+    """Plan a step by one policy and one scheduler.
+
+    Args:
+        graph: A training graph that nothing has made in-place yet.
+        profile: Of it.
+        policy: A name in `policy_names()`.
+        scheduler: A name in `SCHEDULERS`.
+        budget: Bytes for everything, parameters and state included.
+
+    Raises:
+        ValueError: A name is not known.
+    """
+    try:
+        plan = plan_step(
+            graph, profile, budget=budget, policy=policy, scheduler=scheduler
+        )
+    except PlanningError:
+        least = least_budget(graph, profile, policy)
+        return Technique(policy, scheduler, budget, None, least)
+    return Technique(policy, scheduler, budget, plan)
+
+
+def best_technique(techniques: Iterable[Technique]) -> Technique | None:
+    """The fastest that fits; of equally fast ones that with the lowest peak."""
+    fitting = [t for t in techniques if t.step_ms is not None]
+    return min(fitting, key=lambda t: (t.step_ms or 0.0, t.peak_bytes), default=None)
+
+
+def least_budget(graph: Graph, profile: Profile, policy: str = PLANNED) -> int:
+    """The least bytes that a policy can run a step in, to the granularity.
+
+    A policy that looks at the budget may need more under a larger one; what is found
+    by bisection is a budget that works, next to one that does not.
+    """
+    if policy == PLANNED:
+        return minimum_budget(graph, profile)
+    if policy == VDNN_DYN:  # the first of its configurations needs least
+        policy = "vdnn_all"
+    needs = functools.partial(_needed, graph, profile, policy)
+    low = needs(0)
+    if needs(low) <= low:
+        return low
+    high = needs(_POLICY_KEEPS)
+    while high - low > GRANULARITY:
+        middle = (low + high) // 2 // GRANULARITY * GRANULARITY
+        if middle <= low:
+            break
+        low, high = (low, middle) if needs(middle) <= middle else (middle, high)
+    return high
+
+
+_POLICY_KEEPS = 1 << 62
+"""A budget under which no policy moves anything that it need not."""
+
+
+def _needed(graph: Graph, profile: Profile, policy: str, budget: int) -> int:
+    """Bytes that the residencies chosen under a budget need at the least."""
+    residency = POLICIES.resolve(policy)(Step(graph, profile, budget))
+    return prepare(graph, profile, residency).least_peak()
+
+
+def largest_batch(
+    fits: Callable[[int], bool],
+    *,
+    guess: int = 1,
+    most: int = 1 << 20,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """The largest mini-batch that fits; 0 if none does.
+
+    By growing steps away from a guess, then bisection.
+
+    Args:
+        fits: Whether a batch does; what holds for one holds for all smaller ones.
+        guess: Where to begin; a good one saves trials.
+        most: Where to stop looking.
+        progress: Called with every batch before it is tried.
+    """
+
+    def works(batch: int) -> bool:
+        if not 0 < batch <= most:
+            return batch <= 0
+        if progress is not None:
+            progress(batch)
+        return fits(batch)
+
+    low = high = min(max(1, guess), most)
+    stride = 1
+    if works(low):
+        while works(high := low + stride):
+            low, stride = high, 2 * stride
+    else:
+        while not works(low := max(0, high - stride)):
+            high, stride = low, 2 * stride
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if works(middle) else (low, middle)
+    return low

@@ -1,0 +1,50 @@
+"""One way to schedule a step, to be tried on residencies."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.passes.residency import Residency, Step
+from mucudnn.passes.step_plan import Preparer, StepPlan, plan_residency
+from mucudnn.passes.window import Scheduler
+
+__all__ = ["Trial"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What is decided about a step before its residencies are.
+
+    Attributes:
+        step: What to plan.
+        preparer: Of its graph.
+        policy: What to call the decision.
+        scheduler: Times the copies.
+        convolutions: How convolutions get their workspace.
+        plans: Convolution node -> plan, if they are fixed.
+    """
+
+    step: Step
+    preparer: Preparer
+    policy: str
+    scheduler: str | Scheduler = "timed"
+    convolutions: str = "dynamic"
+    plans: Mapping[str, ConvPlan] | None = None
+
+    def __call__(self, residency: Mapping[str, Residency]) -> StepPlan:
+        """Schedule residencies.
+
+        Raises:
+            PlanningError: They do not fit the budget.
+        """
+        return plan_residency(
+            self.step.graph,
+            self.step.profile,
+            residency,
+            budget=self.step.budget,
+            scheduler=self.scheduler,
+            convolutions=self.convolutions,
+            plans=self.plans,
+            policy=self.policy,
+            preparer=self.preparer,
+        )

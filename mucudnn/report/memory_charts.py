@@ -1,0 +1,252 @@
+"""Pictures of a planned step: its memory over time, its queues, speed and budget."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mucudnn.ir.graph import Phase
+from mucudnn.passes.simulate import Lane
+from mucudnn.passes.step_plan import StepPlan, origin
+from mucudnn.passes.timeline import memory_intervals, memory_points, stalls
+from mucudnn.report.axes import (
+    Frame,
+    bytes_axis,
+    columns,
+    linear_scale,
+    steps_path,
+)
+from mucudnn.report.markup import Markup, tag
+from mucudnn.report.svg import Scale, drawing, marker
+from mucudnn.report.trace import LANES
+from mucudnn.report.words import bytes_text, ms_text
+
+__all__ = ["WIDTH", "Series", "lanes_chart", "memory_chart", "speed_chart"]
+
+WIDTH = 1000.0
+_FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=250.0)
+_LANE, _LANE_GAP, _LANES_LEFT = 30.0, 12.0, 130.0
+_THINNEST = 0.5
+_LABEL_ROOM = 15.0
+
+
+def memory_chart(plan: StepPlan, unbounded: StepPlan, budget: int) -> Markup:
+    """Bytes in use over the step, with the budget, and without any budget."""
+    end = max(plan.prediction.step_ms, unbounded.prediction.step_ms)
+    most = max(plan.peak_bytes, unbounded.peak_bytes)
+    drawn = budget if budget <= 1.6 * most else most
+    frame = _FRAME
+    x = linear_scale(end, frame.left, frame.right)
+    y, unit, size = bytes_axis(max(most, drawn), frame.bottom, frame.top)
+    label = (
+        f"Memory over the step: at most {bytes_text(plan.peak_bytes)} with "
+        f"{plan.policy}, {bytes_text(unbounded.peak_bytes)} without a budget, which is "
+        f"{bytes_text(budget)}."
+    )
+    curves = [
+        _curve(plan, x, y, "ours", f"{plan.policy}, with the budget"),
+        _curve(unbounded, x, y, "other", "everything kept, without a budget"),
+    ]
+    limit = _budget_line(budget, y, frame) if budget <= y.high else []
+    return drawing(
+        WIDTH,
+        frame.bottom + 34,
+        label,
+        frame.vertical(y, unit, size),
+        frame.horizontal(x, "milliseconds"),
+        curves,
+        limit,
+    )
+
+
+def _curve(
+    plan: StepPlan, x: Scale, y: Scale, class_: str, name: str
+) -> Iterator[Markup]:
+    points = memory_points(memory_intervals(plan))
+    drawn = columns([(x(ms), nbytes) for ms, nbytes in points], _THINNEST)
+    end = x(plan.prediction.step_ms)
+    drawn = [(at, nbytes) for at, nbytes in drawn if at <= end]
+    path = steps_path((max(at, x.start), y(nbytes)) for at, nbytes in drawn)
+    path += f"H{end:.1f}"
+    title = (
+        f"{name}: at most {bytes_text(plan.peak_bytes)}, "
+        f"{ms_text(plan.prediction.step_ms)} ms"
+    )
+    if class_ == "ours":
+        area = f"{path}V{y(0):.1f}H{x.start:.1f}z"
+        yield tag("path", tag("title", title), class_="memory-area", d=area)
+    yield tag("path", tag("title", title), class_=f"memory {class_}", d=path)
+
+
+def _budget_line(budget: int, y: Scale, frame: Frame) -> Iterator[Markup]:
+    at = y(budget)
+    yield tag("line", class_="budget", x1=frame.left, x2=frame.right, y1=at, y2=at)
+    below = at + 12 if at - frame.top < _LABEL_ROOM else at - 5
+    text = f"budget {bytes_text(budget)}"
+    yield tag("text", text, class_="budget-name end", x=frame.right - 2, y=below)
+
+
+def lanes_chart(plan: StepPlan) -> Markup:
+    """What compute and the two copy queues do when."""
+    bottom = 8 + 3 * _LANE + 2 * _LANE_GAP + 6
+    frame = Frame(_LANES_LEFT, _FRAME.right, 8.0, bottom)
+    x = linear_scale(plan.prediction.step_ms, frame.left, frame.right)
+    rows = []
+    for i, (engine, name) in enumerate(LANES.items()):
+        top = frame.top + i * (_LANE + _LANE_GAP)
+        lanes = [lane for lane in plan.prediction.lanes if lane.engine == engine]
+        rows.append(_lane_row(plan, name, lanes, x, top))
+        if engine == "compute":
+            rows.append(_stalls(plan, x, top))
+    busy = ", ".join(
+        f"{name} {_busy(plan, engine):.0%}" for engine, name in LANES.items()
+    )
+    label = f"Busy share of the step: {busy}."
+    return drawing(WIDTH, bottom + 34, label, frame.horizontal(x, "milliseconds"), rows)
+
+
+def _busy(plan: StepPlan, engine: str) -> float:
+    lanes = (lane for lane in plan.prediction.lanes if lane.engine == engine)
+    busy = sum(lane.stop_ms - lane.start_ms for lane in lanes)
+    return busy / (plan.prediction.step_ms or 1.0)
+
+
+def _lane_row(
+    plan: StepPlan, name: str, lanes: Sequence[Lane], x: Scale, top: float
+) -> Iterator[Markup]:
+    middle = top + _LANE / 2
+    engine = next(engine for engine, text in LANES.items() if text == name)
+    yield tag("text", name, class_="lane-name end", x=x.start - 10, y=middle - 1)
+    busy = f"busy {_busy(plan, engine):.0%}"
+    yield tag("text", busy, class_="tick end", x=x.start - 10, y=middle + 11)
+    yield tag(
+        "rect",
+        class_="lane",
+        x=x.start,
+        y=top,
+        width=x.stop - x.start,
+        height=_LANE,
+        rx=2,
+    )
+    for kind, first, last, members in _merged(plan, lanes, x):
+        title = _title(plan, members)
+        yield tag(
+            "rect",
+            tag("title", title),
+            class_=f"box {kind}",
+            x=first,
+            y=top,
+            width=max(last - first, 0.3),
+            height=_LANE,
+        )
+
+
+def _merged(
+    plan: StepPlan, lanes: Sequence[Lane], x: Scale
+) -> Iterator[tuple[str, float, float, list[Lane]]]:
+    """Boxes of a lane; neighbours of one kind too thin to see are one box."""
+    current: tuple[str, float, float, list[Lane]] | None = None
+    for lane in lanes:
+        kind, first, last = _kind(plan, lane), x(lane.start_ms), x(lane.stop_ms)
+        if current is not None:
+            before, start, stop, members = current
+            thin = last - start < _THINNEST * 2
+            if before == kind and thin and first - stop < _THINNEST:
+                current = (kind, start, last, [*members, lane])
+                continue
+            yield current
+        current = (kind, first, last, [lane])
+    if current is not None:
+        yield current
+
+
+def _kind(plan: StepPlan, lane: Lane) -> str:
+    if lane.engine != "compute":
+        return f"copy-{lane.engine}"
+    if origin(lane.name) != lane.name:
+        return "again"
+    node = plan.schedule.graph.by_name[lane.name]
+    if node.phase is Phase.UPDATE:
+        return "update"
+    return "heavy" if node.op in ("conv", "matmul") else "light"
+
+
+def _title(plan: StepPlan, members: Sequence[Lane]) -> str:
+    first, last = members[0], members[-1]
+    ms = ms_text(last.stop_ms - first.start_ms)
+    if len(members) > 1:
+        return f"{len(members)} from {first.name} to {last.name}: {ms} ms"
+    graph = plan.schedule.graph
+    if first.engine != "compute":
+        return f"{first.name}: {bytes_text(graph.tensors[first.name].nbytes)}, {ms} ms"
+    scratch = plan.schedule.workspaces.get(first.name, 0)
+    more = f", workspace {bytes_text(scratch)}" if scratch else ""
+    return f"{first.name} ({graph.by_name[first.name].op}): {ms} ms{more}"
+
+
+def _stalls(plan: StepPlan, x: Scale, top: float) -> Iterator[Markup]:
+    for start, stop in stalls(plan.prediction.lanes):
+        if x(stop) - x(start) >= _THINNEST:
+            title = f"compute waits for a copy: {ms_text(stop - start)} ms"
+            yield tag(
+                "rect",
+                tag("title", title),
+                class_="box stall",
+                x=x(start),
+                y=top,
+                width=x(stop) - x(start),
+                height=_LANE,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Speed under budgets.
+
+    Attributes:
+        name: Of the policy.
+        points: (budget in bytes, speed as a share of the unbounded one).
+        strong: Whether it stands out.
+    """
+
+    name: str
+    points: tuple[tuple[int, float], ...]
+    strong: bool = False
+
+
+def speed_chart(
+    series: Sequence[Series],
+    *,
+    width: float = WIDTH,
+    height: float = 300.0,
+    most: float | None = None,
+) -> Markup:
+    """Speed against budget, as shares of the speed without one."""
+    frame = Frame(56.0, width - 14, 26.0, height - 44)
+    budgets = [budget for one in series for budget, _ in one.points]
+    x, unit, size = bytes_axis(most or max(budgets, default=1), frame.left, frame.right)
+    y = linear_scale(1.0, frame.bottom, frame.top, per_unit=0.01)
+    parts = "; ".join(
+        f"{one.name} {speed:.0%} within {bytes_text(budget)}"
+        for one in series
+        if one.strong
+        for budget, speed in one.points
+    )
+    order = sorted(enumerate(series), key=lambda pair: pair[1].strong)
+    return drawing(
+        width,
+        height,
+        f"Speed against budget. {parts}",
+        frame.vertical(y, "% of the speed without a budget", 0.01),
+        frame.horizontal(x, f"budget, {unit}", size),
+        (_speed_line(i, one, x, y) for i, one in order),
+    )
+
+
+def _speed_line(index: int, one: Series, x: Scale, y: Scale) -> Iterable[Markup]:
+    points = sorted(one.points)
+    line = "L".join(f"{x(budget):.1f} {y(speed):.1f}" for budget, speed in points)
+    strong = " strong" if one.strong else ""
+    if len(points) > 1:
+        yield tag("path", class_=f"speed a{index % 10}{strong}", d=f"M{line}")
+    for budget, speed in points:
+        title = f"{one.name} within {bytes_text(budget)}: {speed:.0%}"
+        yield marker(index, x(budget), y(speed), title=title, filled=one.strong)

@@ -1,0 +1,169 @@
+"""Tensors as stacked lifetimes: who holds the memory, from when to when.
+
+Parameters and state lie at the bottom. The largest and longest stays lie on them in
+order of arrival, and sink when one below them goes. On top are all other tensors, and
+up to the memory curve workspaces.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mucudnn.ir.graph import Graph, Role
+from mucudnn.passes.step_plan import StepPlan
+from mucudnn.passes.timeline import (
+    WORKSPACE,
+    Interval,
+    memory_intervals,
+    memory_points,
+)
+from mucudnn.report.axes import Frame, bytes_axis, columns, linear_scale, steps_path
+from mucudnn.report.markup import Markup, tag
+from mucudnn.report.memory_charts import WIDTH
+from mucudnn.report.svg import Scale, drawing
+from mucudnn.report.words import bytes_text, ms_text
+
+__all__ = ["KINDS", "stack_chart"]
+
+_NAMED = 60
+_FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=330.0)
+_LETTER, _LINE = 5.6, 11.0
+
+KINDS = {
+    "state": "parameters and state",
+    "activation": "activations",
+    "again": "activations computed again",
+    "gradient": "gradients",
+    "rest": "all other tensors",
+    "workspace": "workspaces",
+}
+"""Class in the style sheet -> what it stands for."""
+
+
+@dataclass(slots=True)
+class _Layer:
+    interval: Interval
+    kind: str
+    lower: list[tuple[float, int]] = field(default_factory=list)
+
+
+def stack_chart(plan: StepPlan) -> Markup:
+    """The picture; it names the largest tensors."""
+    intervals = memory_intervals(plan)
+    frame = _FRAME
+    x = linear_scale(plan.prediction.step_ms, frame.left, frame.right)
+    y, unit, size = bytes_axis(plan.peak_bytes, frame.bottom, frame.top)
+    bottom = sum(i.nbytes for i in intervals if i.persistent)
+    layers = _layers(plan.schedule.graph, intervals, bottom)
+    label = (
+        f"Who holds the memory: {bytes_text(bottom)} of parameters and state all the "
+        f"time, and {len(layers)} long stays of large tensors."
+    )
+    return drawing(
+        WIDTH,
+        frame.bottom + 34,
+        label,
+        frame.vertical(y, unit, size),
+        _rest(intervals, x, y),
+        _state(bottom, x, y),
+        (_polygon(layer, x, y) for layer in layers),
+        frame.horizontal(x, "milliseconds"),
+    )
+
+
+def _layers(graph: Graph, intervals: Sequence[Interval], bottom: int) -> list[_Layer]:
+    """The largest and longest stays, each with the height of its lower edge."""
+    moving = [i for i in intervals if not i.persistent and not _is_workspace(i)]
+    largest = sorted(moving, key=lambda i: -i.nbytes * (i.stop_ms - i.start_ms))
+    largest = largest[:_NAMED]
+    layers = [_Layer(i, _kind(graph, i)) for i in largest]
+    changes = sorted(
+        [(layer.interval.first, layer.interval.start_ms, layer) for layer in layers]
+        + [(layer.interval.last, layer.interval.stop_ms, layer) for layer in layers],
+        key=lambda change: change[0],
+    )
+    stack: list[_Layer] = []
+    for position, ms, layer in changes:
+        if position == layer.interval.first:
+            stack.append(layer)
+        else:
+            stack.remove(layer)
+        height = bottom
+        for one in stack:
+            if not one.lower or one.lower[-1][1] != height:
+                one.lower.append((ms, height))
+            height += one.interval.nbytes
+    return sorted(layers, key=lambda layer: layer.interval.first)
+
+
+def _kind(graph: Graph, interval: Interval) -> str:
+    if "~" in interval.name:
+        return "again"
+    spec = graph.tensors[interval.name]
+    return "gradient" if spec.role is Role.GRADIENT else "activation"
+
+
+def _is_workspace(interval: Interval) -> bool:
+    return interval.name.startswith(WORKSPACE)
+
+
+def _rest(intervals: Sequence[Interval], x: Scale, y: Scale) -> Iterator[Markup]:
+    """Everything under the memory curve, and what of it are no workspaces."""
+    tensors = [i for i in intervals if not _is_workspace(i)]
+    for some, kind in ((intervals, "workspace"), (tensors, "rest")):
+        points = memory_points(some)
+        drawn = columns([(x(ms), nbytes) for ms, nbytes in points], 0.5)
+        path = steps_path((max(at, x.start), y(nbytes)) for at, nbytes in drawn)
+        area = f"{path}H{x.stop:.1f}V{y(0):.1f}H{x.start:.1f}z"
+        title = tag("title", KINDS[kind])
+        yield tag("path", title, class_=f"stay under {kind}", d=area)
+
+
+def _state(nbytes: int, x: Scale, y: Scale) -> Markup:
+    title = f"parameters and state: {bytes_text(nbytes)}"
+    return tag(
+        "rect",
+        tag("title", title),
+        class_="stay state",
+        x=x.start,
+        y=y(nbytes),
+        width=x.stop - x.start,
+        height=y(0) - y(nbytes),
+    )
+
+
+def _polygon(layer: _Layer, x: Scale, y: Scale) -> Iterator[Markup]:
+    interval, edge = layer.interval, layer.lower
+    stops = [*(ms for ms, _ in edge[1:]), interval.stop_ms]
+    upper = f"M{x(interval.start_ms):.1f} {y(edge[0][1] + interval.nbytes):.1f}"
+    for (_, height), stop in zip(edge, stops, strict=True):
+        upper += f"V{y(height + interval.nbytes):.1f}H{x(stop):.1f}"
+    lower = ""
+    for i in range(len(edge) - 1, -1, -1):
+        lower += f"V{y(edge[i][1]):.1f}H{x(edge[i][0]):.1f}"
+    title = (
+        f"{interval.name}: {bytes_text(interval.nbytes)}, from "
+        f"{ms_text(interval.start_ms)} to {ms_text(interval.stop_ms)} ms"
+    )
+    yield tag(
+        "path",
+        tag("title", title),
+        class_=f"stay {layer.kind}",
+        d=f"{upper}{lower}z",
+    )
+    yield from _label(layer, x, y)
+
+
+def _label(layer: _Layer, x: Scale, y: Scale) -> Iterator[Markup]:
+    """The name, on the longest level stretch that has room for it."""
+    interval, edge = layer.interval, layer.lower
+    stops = [*(ms for ms, _ in edge[1:]), interval.stop_ms]
+    stretches = [
+        (x(stop) - x(start), x(start), height)
+        for (start, height), stop in zip(edge, stops, strict=True)
+    ]
+    room, start, height = max(stretches)
+    text = interval.name
+    thickness = y(0) - y(interval.nbytes)
+    if thickness >= _LINE and room >= _LETTER * len(text) + 8:
+        middle = y(height + interval.nbytes / 2) + 3.3
+        yield tag("text", text, class_="stay-name mid", x=start + room / 2, y=middle)

@@ -1,0 +1,112 @@
+"""A memory study as tables: techniques, budgets, what policies need at the least."""
+
+from collections.abc import Iterable
+
+from mucudnn.passes.techniques import Technique
+from mucudnn.report.text import Table
+from mucudnn.report.words import NOTHING, bytes_text, ms_text, speedup_text
+from mucudnn.runtime.memory_study import MemoryStudy
+
+__all__ = ["COLUMNS", "heading", "memory_tables", "technique_cells"]
+
+COLUMNS = (
+    *("policy", "scheduler", "fits", ">peak", ">offloaded", ">extra nodes"),
+    *(">step ms", ">slowdown", ">bound ms", "remark"),
+)
+"""Of the table of techniques; `extra nodes` run a second time or more often."""
+
+
+def heading(study: MemoryStudy) -> str:
+    """The step and the device in a line."""
+    image = "×".join(map(str, study.image))
+    return (
+        f"{study.spec.model}, batch {study.spec.batch}, {image}, "
+        f"{study.spec.optimizer}; {study.device}"
+    )
+
+
+def memory_tables(study: MemoryStudy) -> tuple[Table, ...]:
+    """Techniques first; the rest where it was asked for."""
+    tables = [_techniques(study)]
+    if study.curve:
+        tables.append(_curve(study))
+    if study.min_budget or study.max_batch:
+        tables.append(_limits(study))
+    return tuple(tables)
+
+
+def technique_cells(study: MemoryStudy, technique: Technique) -> tuple[str, ...]:
+    """One row under `COLUMNS`."""
+    plan = technique.plan
+    head = (technique.policy, technique.scheduler)
+    if plan is None:
+        short = f"{bytes_text(technique.short_bytes)} short"
+        needs = bytes_text(technique.peak_bytes)
+        return (*head, "no", needs, *(NOTHING,) * 5, short)
+    return (
+        *head,
+        "yes",
+        bytes_text(plan.peak_bytes),
+        bytes_text(plan.prediction.out_bytes),
+        str(plan.recomputed),
+        ms_text(plan.prediction.step_ms),
+        speedup_text(study.slowdown(technique)),
+        ms_text(plan.prediction.bound_ms),
+        "best" if technique is study.best else "",
+    )
+
+
+def _techniques(study: MemoryStudy) -> Table:
+    rows = tuple(technique_cells(study, t) for t in study.techniques)
+    strong = {i for i, t in enumerate(study.techniques) if t is study.best}
+    unbounded = (
+        f"with all the memory it could use: {bytes_text(study.unbounded.peak_bytes)}, "
+        f"{ms_text(study.unbounded_ms)} ms a step"
+    )
+    notes = [unbounded]
+    if study.minimum is not None:
+        least = f"{bytes_text(study.minimum)} ({study.minimum} bytes)"
+        notes.append(f"the least budget that works: {least}")
+    notes += [f"{name}: {text}" for name, text in study.figures.items()]
+    if study.interrupted:
+        notes.append("interrupted: this is what was done by then")
+    title = f"{heading(study)}; budget {bytes_text(study.budget)}"
+    return Table(title, COLUMNS, rows, frozenset(strong), tuple(notes))
+
+
+def _curve(study: MemoryStudy) -> Table:
+    """Slowdowns: policies down, budgets across."""
+    budgets = sorted({t.budget for t in study.curve}, reverse=True)
+    by_policy: dict[str, dict[int, Technique]] = {}
+    for technique in study.curve:
+        by_policy.setdefault(technique.policy, {})[technique.budget] = technique
+    rows = tuple(
+        (policy, *(_slowdown(study, found.get(budget)) for budget in budgets))
+        for policy, found in by_policy.items()
+    )
+    columns = ("policy", *(f">{_budget_text(study, budget)}" for budget in budgets))
+    return Table("slowdown under smaller budgets", columns, rows)
+
+
+def _budget_text(study: MemoryStudy, budget: int) -> str:
+    return f"{bytes_text(budget)} ({budget / study.unbounded.peak_bytes:.0%})"
+
+
+def _slowdown(study: MemoryStudy, technique: Technique | None) -> str:
+    return NOTHING if technique is None else speedup_text(study.slowdown(technique))
+
+
+def _limits(study: MemoryStudy) -> Table:
+    policies = tuple(dict.fromkeys([*study.min_budget, *study.max_batch]))
+    columns = ["policy"]
+    cells: list[Iterable[str]] = [policies]
+    if study.min_budget:
+        columns += [">least budget", ">bytes"]
+        sizes = [study.min_budget.get(policy) for policy in policies]
+        cells.append(NOTHING if s is None else bytes_text(s) for s in sizes)
+        cells.append(NOTHING if s is None else str(s) for s in sizes)
+    if study.max_batch:
+        columns.append(">largest batch")
+        cells.append(str(study.max_batch.get(policy, NOTHING)) for policy in policies)
+    title = f"what fits, and what within {bytes_text(study.budget)}"
+    return Table(title, tuple(columns), tuple(zip(*cells, strict=True)))

@@ -1,0 +1,133 @@
+"""A planned step's memory as a snapshot that PyTorch's memory_viz opens.
+
+The format is a pickle of plain dictionaries: segments of device memory with the blocks
+in them, and for every device a trace of what was taken and given back, oldest first.
+Every tensor has an address in one arena, as a best-fit allocator would give it; the
+frame under it is the node that runs when it is taken.
+"""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from mucudnn.passes.fitting import Block, by_time
+from mucudnn.passes.step_plan import StepPlan
+from mucudnn.passes.timeline import Interval, memory_intervals
+
+__all__ = ["snapshot", "snapshot_bytes"]
+
+_BASE = 0x7F00_0000_0000
+"""Where the arena begins; addresses of devices look like that."""
+
+_PROTOCOL = 4
+"""Of the pickle: what the page can read."""
+
+_US = 1e3
+
+
+def snapshot_bytes(plan: StepPlan) -> bytes:
+    """The file."""
+    return pickle.dumps(snapshot(plan), protocol=_PROTOCOL)
+
+
+def snapshot(plan: StepPlan) -> dict[str, Any]:
+    """The snapshot as dictionaries."""
+    intervals = memory_intervals(plan)
+    addresses = _addresses(intervals)
+    size = max(
+        (a + i.nbytes for a, i in zip(addresses, intervals, strict=True)), default=_BASE
+    )
+    size -= _BASE
+    end = max((i.stop_ms for i in intervals), default=0.0)
+    trace = [
+        _event("segment_alloc", _BASE, size, 0.0, "arena"),
+        *_events(intervals, addresses),
+    ]
+    left = [
+        (address, interval)
+        for address, interval in zip(addresses, intervals, strict=True)
+        if interval.stays
+    ]
+    return {
+        "segments": [_segment(sorted(left), size)],
+        "device_traces": [trace],
+        "external_annotations": [],
+        "allocator_settings": {
+            "mucudnn": f"{plan.policy} with {plan.scheduler}, {end:.3f} ms predicted"
+        },
+    }
+
+
+def _addresses(intervals: Sequence[Interval]) -> list[int]:
+    blocks = [Block(i.name, i.nbytes, i.first, i.last - 1) for i in intervals]
+    return [_BASE + offset for offset in by_time(blocks, best_fit=True)]
+
+
+def _events(
+    intervals: Sequence[Interval], addresses: Sequence[int]
+) -> list[dict[str, Any]]:
+    """What is taken and given back; what is left at the end is not given back."""
+    found: list[tuple[int, dict[str, Any]]] = []
+    for interval, address in zip(intervals, addresses, strict=True):
+        size, name = interval.nbytes, interval.name
+        taken = _event("alloc", address, size, interval.start_ms, name)
+        found.append((interval.first, taken))
+        if not interval.stays:
+            for action in ("free_requested", "free_completed"):
+                freed = _event(action, address, size, interval.stop_ms, name)
+                found.append((interval.last, freed))
+    return [event for _, event in sorted(found, key=lambda pair: pair[0])]
+
+
+def _event(
+    action: str, address: int, size: int, at_ms: float, name: str
+) -> dict[str, Any]:
+    return {
+        "action": action,
+        "addr": address,
+        "size": size,
+        "stream": 0,
+        "time_us": int(at_ms * _US),
+        "frames": [{"filename": "mucudnn", "line": 0, "name": name}],
+    }
+
+
+def _segment(left: Sequence[tuple[int, Interval]], size: int) -> dict[str, Any]:
+    """The arena after the step: what is left in it, and the room between."""
+    blocks: list[dict[str, Any]] = []
+    at = _BASE
+    for address, interval in left:
+        if address > at:
+            blocks.append(_block(at, address - at, "inactive", ""))
+        blocks.append(
+            _block(address, interval.nbytes, "active_allocated", interval.name)
+        )
+        at = address + interval.nbytes
+    if at < _BASE + size:
+        blocks.append(_block(at, _BASE + size - at, "inactive", ""))
+    active = sum(interval.nbytes for _, interval in left)
+    return {
+        "device": 0,
+        "address": _BASE,
+        "total_size": size,
+        "allocated_size": active,
+        "active_size": active,
+        "requested_size": active,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": blocks,
+    }
+
+
+def _block(address: int, size: int, state: str, name: str) -> dict[str, Any]:
+    frames = [{"filename": "mucudnn", "line": 0, "name": name}] if name else []
+    return {
+        "address": address,
+        "size": size,
+        "requested_size": size if name else 0,
+        "state": state,
+        "frames": frames,
+    }

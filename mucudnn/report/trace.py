@@ -1,0 +1,93 @@
+"""A planned step as a trace: open it in Perfetto or chrome://tracing.
+
+Chrome's trace event format: complete events (`X`) on three lanes, counters (`C`) for
+memory, times in microseconds.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from mucudnn.passes.step_plan import StepPlan, origin
+from mucudnn.passes.timeline import memory_intervals, memory_points
+
+__all__ = ["LANES", "trace_json"]
+
+LANES = {"compute": "compute", "out": "copies to the host", "in": "copies back"}
+"""Engine -> its name, in the order of lanes."""
+
+_PROCESS = 1
+_US = 1e3
+
+
+def trace_json(plan: StepPlan) -> str:
+    """The trace as text."""
+    events = [*_names(plan), *_lanes(plan), *_memory(plan)]
+    data = {"displayTimeUnit": "ms", "traceEvents": events}
+    return json.dumps(data, ensure_ascii=False, allow_nan=False)
+
+
+def _names(plan: StepPlan) -> Iterator[dict[str, Any]]:
+    title = f"a training step, {plan.policy} with {plan.scheduler}"
+    yield _named("process_name", 0, title)
+    for i, name in enumerate(LANES.values(), start=1):
+        yield _named("thread_name", i, name)
+
+
+def _named(what: str, thread: int, name: str) -> dict[str, Any]:
+    return {
+        "ph": "M",
+        "pid": _PROCESS,
+        "tid": thread,
+        "name": what,
+        "args": {"name": name},
+    }
+
+
+def _lanes(plan: StepPlan) -> Iterator[dict[str, Any]]:
+    graph = plan.schedule.graph
+    threads = {engine: i for i, engine in enumerate(LANES, start=1)}
+    for lane in plan.prediction.lanes:
+        args: dict[str, Any]
+        if lane.engine == "compute":
+            node = graph.by_name[lane.name]
+            again = origin(lane.name) != lane.name
+            category = "recompute" if again else node.phase.value
+            args = {"operation": node.op, "phase": node.phase.value}
+            scratch = plan.schedule.workspaces.get(lane.name, 0)
+            if scratch:
+                args["workspace_bytes"] = scratch
+            if lane.name in plan.plans:
+                steps = plan.plans[lane.name].steps
+                args["plan"] = " + ".join(f"{s.algo}({s.batch})" for s in steps)
+        else:
+            category = "copy"
+            args = {"bytes": graph.tensors[lane.name].nbytes}
+        yield {
+            "ph": "X",
+            "pid": _PROCESS,
+            "tid": threads[lane.engine],
+            "name": lane.name,
+            "cat": category,
+            "ts": lane.start_ms * _US,
+            "dur": (lane.stop_ms - lane.start_ms) * _US,
+            "args": args,
+        }
+
+
+def _memory(plan: StepPlan) -> Iterator[dict[str, Any]]:
+    """The counter; of changes at the same moment the largest total counts."""
+    most: dict[float, int] = {}
+    last: dict[float, int] = {}
+    for ms, nbytes in memory_points(memory_intervals(plan)):
+        most[ms] = max(most.get(ms, 0), nbytes)
+        last[ms] = nbytes
+    for ms in most:
+        for nbytes in dict.fromkeys((most[ms], last[ms])):
+            yield {
+                "ph": "C",
+                "pid": _PROCESS,
+                "name": "device memory",
+                "ts": ms * _US,
+                "args": {"bytes": nbytes},
+            }

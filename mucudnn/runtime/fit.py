@@ -1,0 +1,247 @@
+"""The loop over epochs: steps, evaluation, checkpoints.
+
+Everything random follows from seeds and positions, so training goes on bit-exactly
+from (epoch, batch): what a checkpoint holds, beside the weights, is where it was and
+the sums of the epoch so far.
+"""
+
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from mucudnn.backends.base import Backend
+from mucudnn.errors import TrainingError
+from mucudnn.ir.serial import plan_from_dict, plan_to_dict
+from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
+from mucudnn.runtime.history import EpochReport, Position
+from mucudnn.runtime.prepare import Plans
+from mucudnn.runtime.training import StepResult, Trainer
+
+__all__ = ["Batches", "EpochReport", "Position", "Progress", "fit", "plans_of"]
+
+
+class Batches(Protocol):
+    """Epochs of labelled images, such as a `mucudnn.data.Loader`."""
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        ...
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
+        """The (images, labels) of one epoch, from batch `start` on."""
+        ...
+
+
+Progress = Callable[[Position, EpochReport | None], None]
+"""Called after every step, and after an epoch with its report."""
+
+
+def fit(
+    trainer: Trainer,
+    batches: Batches,
+    test: Batches | None = None,
+    *,
+    epochs: int,
+    max_steps: int | None = None,
+    checkpoints: Checkpoints | None = None,
+    checkpoint_every: int | None = None,
+    words: Mapping[str, Any] | None = None,
+    resume: Checkpoint | None = None,
+    progress: Progress | None = None,
+) -> tuple[EpochReport, ...]:
+    """Train for some epochs.
+
+    Ctrl-C ends it after the current step, with a checkpoint if there is a place for
+    one; a second Ctrl-C ends it at once.
+
+    Args:
+        trainer: Takes the steps.
+        batches: For training; all of the trainer's size.
+        test: Evaluated after every epoch.
+        epochs: In all, those before a resumed checkpoint included.
+        max_steps: End after so many steps of the whole training.
+        checkpoints: Where to keep them: one at the end of every epoch and at the end.
+        checkpoint_every: Also one after so many steps.
+        words: What the checkpoints say of this training.
+        resume: Go on from here.
+        progress: Told of every step and epoch.
+
+    Returns:
+        A report of every epoch, those before `resume` included.
+
+    Raises:
+        ValueError: A number is out of range, or there is no batch.
+        TrainingError: The loss is infinite or no number.
+        CheckpointError: A checkpoint cannot be written.
+        KeyboardInterrupt: Ctrl-C, once a checkpoint is written.
+    """
+    for name, value in (("epochs", epochs), ("max_steps", max_steps)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if len(batches) == 0:
+        raise ValueError("there is no batch to train on")
+    run = _Run(trainer, checkpoints, dict(words or {}), progress or _ignored)
+    if resume is not None:
+        run.restore(resume)
+    limit = math.inf if max_steps is None else max_steps
+    with _deferred_interrupt() as interrupted:
+        while run.at.epoch < epochs and run.at.steps < limit:
+            finished = run.epoch(batches, limit, checkpoint_every, interrupted)
+            if interrupted():
+                run.save()
+                raise KeyboardInterrupt
+            run.close_epoch(test, whole=finished)
+            run.save()
+            if interrupted():
+                raise KeyboardInterrupt
+    return tuple(run.reports)
+
+
+def plans_of(checkpoint: Checkpoint, backend: Backend) -> Plans:
+    """The convolution plans that a checkpoint's training ran with.
+
+    With the same plans it goes on to the same bits; on another device none are known.
+    """
+    if checkpoint.progress["device"] != backend.device.fingerprint:
+        return {}
+    plans = map(plan_from_dict, checkpoint.progress["plans"])
+    return {plan.problem: plan for plan in plans}
+
+
+class _Run:
+    """What changes while it runs."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        checkpoints: Checkpoints | None,
+        words: Mapping[str, Any],
+        progress: Progress,
+    ) -> None:
+        self.at = Position()
+        self.reports: list[EpochReport] = []
+        self._trainer = trainer
+        self._checkpoints = checkpoints
+        self._words = words
+        self._progress = progress
+        self._saved: Position | None = None
+
+    def epoch(
+        self,
+        batches: Batches,
+        limit: float,
+        every: int | None,
+        interrupted: Callable[[], bool],
+    ) -> bool:
+        """Take the epoch's steps; whether all of them were taken."""
+        device = self._trainer.backend.device
+        if self.at.batch == len(batches):
+            return True
+        start = device.record()
+        for images, labels in batches.epoch(self.at.epoch, self.at.batch):
+            result = self._trainer.step(images, labels)
+            stop = device.record()
+            self._check(result)
+            self.at = self.at.after(result, device.elapsed_ms(start, stop))
+            start = stop
+            self._progress(self.at, None)
+            if interrupted() or self.at.steps >= limit:
+                break
+            if every is not None and self.at.steps % every == 0:
+                self.save()
+                start = device.record()
+        return self.at.batch == len(batches)
+
+    def close_epoch(self, test: Batches | None, *, whole: bool) -> None:
+        """Evaluate, report, and move to the next epoch if this one is whole."""
+        at = self.at
+        tested = None if test is None else self._trainer.evaluate(test)
+        report = EpochReport(
+            epoch=at.epoch,
+            loss=at.mean_loss,
+            accuracy=at.accuracy,
+            test_loss=None if tested is None else tested.loss,
+            test_accuracy=None if tested is None else tested.accuracy,
+            images_per_s=at.images_per_s,
+            learning_rate=at.learning_rate,
+        )
+        self.reports.append(report)
+        self._progress(at, report)
+        if whole:
+            self.at = Position(epoch=at.epoch + 1, steps=at.steps)
+
+    def save(self) -> None:
+        """Write a checkpoint of this very moment, unless there is one."""
+        if self._checkpoints is None or self._saved == self.at:
+            return
+        whole = [r for r in self.reports if r.epoch < self.at.epoch]
+        self._checkpoints.save(
+            Checkpoint(
+                step=self.at.steps,
+                arrays=self._trainer.state.save(),
+                words=self._words,
+                progress={
+                    "position": asdict(self.at),
+                    "epochs": [asdict(report) for report in whole],
+                    "device": self._trainer.backend.device.fingerprint,
+                    "plans": [plan_to_dict(p) for p in self._trainer.plans.values()],
+                },
+            )
+        )
+        self._saved = self.at
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Stand where a checkpoint was written."""
+        self._trainer.state.load(checkpoint.arrays)
+        self.at = Position(**checkpoint.progress["position"])
+        self.reports = [EpochReport(**r) for r in checkpoint.progress["epochs"]]
+        self._trainer.steps = self.at.steps
+        self._saved = self.at
+
+    def _check(self, result: StepResult) -> None:
+        if not math.isfinite(result.loss):
+            raise TrainingError(
+                f"the loss is {result.loss} in step {self.at.batch + 1} of epoch "
+                f"{self.at.epoch + 1} (step {self.at.steps + 1} of all, learning rate "
+                f"{result.learning_rate:g}); a smaller learning rate or a warm-up "
+                "often helps",
+                epoch=self.at.epoch,
+                step=self.at.steps,
+            )
+
+
+def _ignored(position: Position, report: EpochReport | None) -> None:
+    del position, report
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Within it the first Ctrl-C only makes what is yielded true.
+
+    Weights are half updated in the middle of a step: no moment for a checkpoint. In
+    other threads than the main one, and under a handler of the caller's own, nothing
+    is deferred.
+    """
+    seen = threading.Event()
+    usual = signal.default_int_handler
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not usual
+    ):
+        yield seen.is_set
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if seen.is_set():
+            usual(number, frame)
+        seen.set()
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield seen.is_set
+    finally:
+        signal.signal(signal.SIGINT, usual)

@@ -1,0 +1,103 @@
+"""What must be waited for before memory is touched, found before anything runs.
+
+Copies of one direction follow one another, and each begins after the computations that
+were launched before it. What is left are copies that a later toucher of the same bytes
+has to wait for: those still running, as far as the program knows.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["DEVICE", "Pending", "PendingCopy", "Span"]
+
+DEVICE = "device"
+"""The space of the arena; other spaces are tiers of the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of a storage somewhere.
+
+    Attributes:
+        space: Which memory.
+        start: First byte.
+        stop: The byte after the last.
+        storage: Whose they are; empty if nobody's.
+    """
+
+    space: str
+    start: int
+    stop: int
+    storage: str
+
+    def meets(self, other: "Span") -> bool:
+        """Whether both have a byte in common."""
+        return (
+            self.space == other.space
+            and self.start < other.stop
+            and other.start < self.stop
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCopy:
+    """A copy that was started and not waited for.
+
+    Attributes:
+        number: Ascending in program order.
+        lane: Its direction, `out` or `in`.
+        label: Its instruction, for messages.
+        source: What it reads.
+        target: What it writes.
+    """
+
+    number: int
+    lane: str
+    label: str
+    source: Span
+    target: Span
+
+
+class Pending:
+    """Copies in flight at one point of a program."""
+
+    def __init__(self) -> None:
+        self._copies: list[PendingCopy] = []
+
+    def add(self, copy: PendingCopy) -> None:
+        """A copy was started."""
+        self._copies.append(copy)
+
+    def has(self, number: int) -> bool:
+        """Whether a copy may still be running."""
+        return any(copy.number == number for copy in self._copies)
+
+    def waited(self, done: PendingCopy) -> None:
+        """A copy has been waited for, and with it those before it in its lane."""
+        self._copies = [
+            copy
+            for copy in self._copies
+            if copy.lane != done.lane or copy.number > done.number
+        ]
+
+    def writing(self, span: Span) -> list[PendingCopy]:
+        """Those that a reader of some bytes has to wait for."""
+        return [copy for copy in self._copies if copy.target.meets(span)]
+
+    def touching(self, span: Span) -> list[PendingCopy]:
+        """Those that a writer of some bytes has to wait for."""
+        return [
+            copy
+            for copy in self._copies
+            if copy.target.meets(span) or copy.source.meets(span)
+        ]
+
+    @staticmethod
+    def last_of_each_lane(copies: Iterable[PendingCopy]) -> list[PendingCopy]:
+        """All that need be waited for to have waited for all of them."""
+        last: dict[str, PendingCopy] = {}
+        for copy in copies:
+            known = last.get(copy.lane)
+            if known is None or known.number < copy.number:
+                last[copy.lane] = copy
+        return list(last.values())

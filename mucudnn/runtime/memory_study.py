@@ -1,0 +1,339 @@
+"""One network's training step under a budget, by every policy asked for.
+
+Costs are measured on the CPU, and estimated from published figures for everything
+else. Ctrl-C ends a study with what is done.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from mucudnn.ir.devices import get_device
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.optimizers import parse_optimizer
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.shapes import Ints
+from mucudnn.models import get_model
+from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.optimizers import with_updates
+from mucudnn.passes.order import ORDERS
+from mucudnn.passes.planned import PLANNED
+from mucudnn.passes.step_plan import StepPlan
+from mucudnn.passes.techniques import (
+    Technique,
+    best_technique,
+    largest_batch,
+    least_budget,
+    own_scheduler,
+    try_technique,
+    unbounded,
+)
+
+__all__ = ["CPU", "SHARES", "MemoryStudy", "Progress", "StepSpec", "study_memory"]
+
+CPU = "cpu"
+"""The device that is measured."""
+
+SHARES = (1.0, 0.7, 0.5, 0.3)
+"""Budgets of the curve, as shares of what the unbounded step takes; then the least."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much is done, and of how much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpec:
+    """Which training step.
+
+    Attributes:
+        model: As `get_model` knows it.
+        batch: Images in a mini-batch.
+        image: Another size of image than the model's.
+        optimizer: A name in `OPTIMIZERS`.
+        order: A name in `ORDERS`.
+        device: `cpu`, or a name in `DEVICES`.
+    """
+
+    model: str
+    batch: int
+    image: Ints | None = None
+    optimizer: str = "momentum"
+    order: str = "builder"
+    device: str = "h200"
+
+    def graph(self, batch: int | None = None) -> Graph:
+        """The training step with its updates, in its order.
+
+        Raises:
+            ValueError: A name is not known, or a size out of range.
+        """
+        forward = get_model(self.model)(batch or self.batch, image=self.image)
+        optimizer = parse_optimizer(self.optimizer)
+        step = with_updates(training_graph(forward), optimizer)
+        return ORDERS.resolve(self.order)(step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStudy:
+    """What came of it.
+
+    Attributes:
+        spec: The step.
+        image: Shape of an image: (C, *spatial).
+        parameters: Elements of all parameters.
+        budget: Bytes.
+        unbounded: The step with all the memory it could use.
+        minimum: The least budget that any policy can run it in.
+        figures: What costs are based on, in words.
+        techniques: One for every policy and scheduler.
+        curve: The same under several budgets, with the first of the schedulers.
+        max_batch: Policy -> the largest mini-batch within the budget, if asked for.
+        min_budget: Policy -> the least budget, if asked for.
+        interrupted: Whether Ctrl-C ended it early.
+    """
+
+    spec: StepSpec
+    image: tuple[int, ...]
+    parameters: int
+    budget: int
+    unbounded: StepPlan
+    minimum: int | None
+    figures: Mapping[str, str]
+    techniques: tuple[Technique, ...]
+    curve: tuple[Technique, ...] = ()
+    max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    interrupted: bool = False
+
+    @property
+    def measured(self) -> bool:
+        """Whether times are measurements, not estimates."""
+        return self.spec.device == CPU
+
+    @property
+    def device(self) -> str:
+        """The device in words."""
+        if self.measured:
+            return "measured on the CPU"
+        return f"estimated for {get_device(self.spec.device).title}"
+
+    @property
+    def unbounded_ms(self) -> float:
+        """Predicted time of the unbounded step."""
+        return self.unbounded.prediction.step_ms
+
+    @property
+    def best(self) -> Technique | None:
+        """The fastest that fits."""
+        return best_technique(self.techniques)
+
+    def slowdown(self, technique: Technique) -> float | None:
+        """A step's time over the unbounded one's."""
+        ms = technique.step_ms
+        return None if ms is None else ms / self.unbounded_ms
+
+    def to_json(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "schema": 1,
+            "model": self.spec.model,
+            "batch": self.spec.batch,
+            "image": list(self.image),
+            "parameters": self.parameters,
+            "optimizer": self.spec.optimizer,
+            "order": self.spec.order,
+            "device": self.spec.device,
+            "costs": "measured" if self.measured else "estimated",
+            "figures": dict(self.figures),
+            "budget_bytes": self.budget,
+            "unbounded_bytes": self.unbounded.peak_bytes,
+            "minimum_bytes": self.minimum,
+            "rows": [self._row(technique) for technique in self.techniques],
+            "curve": [{"budget_bytes": t.budget, **self._row(t)} for t in self.curve],
+            "max_batch": dict(self.max_batch),
+            "min_budget_bytes": dict(self.min_budget),
+            "interrupted": self.interrupted,
+        }
+
+    def _row(self, technique: Technique) -> dict[str, Any]:
+        plan = technique.plan
+        prediction = None if plan is None else plan.prediction
+        return {
+            "policy": technique.policy,
+            "scheduler": technique.scheduler,
+            "peak_bytes": technique.peak_bytes,
+            "fits": technique.fits,
+            "short_bytes": technique.short_bytes,
+            "offloaded_bytes": prediction and prediction.out_bytes,
+            "recomputed_nodes": plan and plan.recomputed,
+            "predicted_ms": technique.step_ms,
+            "unbounded_ms": self.unbounded_ms,
+            "bound_ms": prediction and prediction.bound_ms,
+            "slowdown": self.slowdown(technique),
+            "stalls_ms": dict(prediction.stalls_ms) if prediction else None,
+            "best": technique is self.best,
+        }
+
+
+def study_memory(
+    spec: StepSpec,
+    *,
+    policies: Sequence[str],
+    schedulers: Sequence[str] = (),
+    budget: int | None = None,
+    curve: bool = False,
+    max_batch: bool = False,
+    min_budget: bool = False,
+    profile: Profile | None = None,
+    progress: Progress | None = None,
+) -> MemoryStudy:
+    """Plan a step by every policy and scheduler.
+
+    Args:
+        spec: The step.
+        policies: Names in `policy_names()`.
+        schedulers: Names in `SCHEDULERS`; if not given, each policy's own.
+        budget: Bytes; by default what the device has.
+        curve: Whether to plan for several budgets, too.
+        max_batch: Whether to look for the largest mini-batch of every policy.
+        min_budget: Whether to look for the least budget of every policy.
+        profile: Of the step, if it was measured; necessary for the CPU.
+        progress: Told about every piece of work.
+
+    Raises:
+        ValueError: A name is not known, a size out of range, or the profile missing.
+    """
+    return _Study(spec, policies, schedulers, budget, profile, progress).run(
+        curve=curve, max_batch=max_batch, min_budget=min_budget
+    )
+
+
+class _Study:
+    def __init__(
+        self,
+        spec: StepSpec,
+        policies: Sequence[str],
+        schedulers: Sequence[str],
+        budget: int | None,
+        profile: Profile | None,
+        progress: Progress | None,
+    ) -> None:
+        if spec.device == CPU and profile is None:
+            raise ValueError("the CPU is measured: pass a profile of the step")
+        self._spec, self._policies, self._schedulers = spec, policies, schedulers
+        self._progress = progress or (lambda what, done, total: None)
+        self._say("building the step", 0, 1)
+        self._graph = spec.graph()
+        self._profile = profile or estimate(self._graph, spec.device)
+        self._unbounded = unbounded(self._graph, self._profile)
+        self._budget = _memory_of(spec.device) if budget is None else budget
+        self._minimum: int | None = None
+        self._techniques: list[Technique] = []
+        self._curve: list[Technique] = []
+        self._max_batch: dict[str, int] = {}
+        self._min_budget: dict[str, int] = {}
+
+    def run(self, *, curve: bool, max_batch: bool, min_budget: bool) -> MemoryStudy:
+        interrupted = False
+        try:
+            self._try_techniques()
+            self._minimum = least_budget(self._graph, self._profile)
+            if min_budget:
+                self._find_min_budgets()
+            if max_batch:
+                self._find_max_batches()
+            if curve:
+                self._try_budgets()
+        except KeyboardInterrupt:
+            interrupted = True
+        return MemoryStudy(
+            spec=self._spec,
+            image=tuple(self._graph.tensors["image"].shape[1:]),
+            parameters=self._graph.parameter_count,
+            budget=self._budget,
+            unbounded=self._unbounded,
+            minimum=self._minimum,
+            figures=_figures(self._spec.device),
+            techniques=tuple(self._techniques),
+            curve=tuple(self._curve),
+            max_batch=self._max_batch,
+            min_budget=self._min_budget,
+            interrupted=interrupted,
+        )
+
+    def _schedulers_of(self, policy: str) -> Sequence[str]:
+        return self._schedulers or (own_scheduler(policy),)
+
+    def _try(self, policy: str, scheduler: str, budget: int) -> Technique:
+        return try_technique(self._graph, self._profile, policy, scheduler, budget)
+
+    def _try_techniques(self) -> None:
+        pairs = [(p, s) for p in self._policies for s in self._schedulers_of(p)]
+        for i, (policy, scheduler) in enumerate(pairs):
+            self._say(f"{policy}, {scheduler}", i, len(pairs))
+            self._techniques.append(self._try(policy, scheduler, self._budget))
+
+    def _try_budgets(self) -> None:
+        most = self._unbounded.peak_bytes
+        shares = [int(share * most) for share in SHARES]
+        least = self._minimum or 0
+        budgets = sorted({*(b for b in shares if b > least), least}, reverse=True)
+        pairs = [(budget, policy) for budget in budgets for policy in self._policies]
+        for i, (budget, policy) in enumerate(pairs):
+            self._say(f"{policy} within {budget / most:.0%}", i, len(pairs))
+            self._curve.append(
+                self._try(policy, self._schedulers_of(policy)[0], budget)
+            )
+
+    def _find_min_budgets(self) -> None:
+        for i, policy in enumerate(self._policies):
+            self._say(f"least budget of {policy}", i, len(self._policies))
+            self._min_budget[policy] = (
+                self._minimum or 0
+                if policy == PLANNED
+                else least_budget(self._graph, self._profile, policy)
+            )
+
+    def _find_max_batches(self) -> None:
+        """Sizes alone decide what fits; of the CPU they are known unmeasured, too."""
+        device = "null" if self._spec.device == CPU else self._spec.device
+
+        @functools.cache
+        def step(batch: int) -> tuple[Graph, Profile]:
+            graph = self._spec.graph(batch)
+            return graph, estimate(graph, device, batch_policy="undivided")
+
+        @functools.cache
+        def least(batch: int, policy: str) -> int:
+            return least_budget(*step(batch), policy)
+
+        for i, policy in enumerate(self._policies):
+
+            def fits(batch: int, policy: str = policy) -> bool:
+                return least(batch, policy) <= self._budget
+
+            def say(batch: int, policy: str = policy, i: int = i) -> None:
+                self._say(f"{policy} at batch {batch}", i, len(self._policies))
+
+            one, two = least(1, policy), least(2, policy)
+            guess = 1 + (self._budget - one) // max(1, two - one)
+            self._max_batch[policy] = largest_batch(fits, guess=guess, progress=say)
+
+    def _say(self, what: str, done: int, total: int) -> None:
+        self._progress(what, done, total)
+
+
+def _memory_of(device: str) -> int:
+    if device != CPU:
+        return int(get_device(device).memory.value)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _figures(device: str) -> Mapping[str, str]:
+    if device == CPU:
+        return {"times": "measured on this machine's CPU, every node"}
+    return get_device(device).sources()

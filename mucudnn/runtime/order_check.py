@@ -1,0 +1,107 @@
+"""Watch a step being run: is every read ordered after its write, by what was done?
+
+It knows nothing of how a program was made. The compute queue and every copy have a set
+of copies known to be done before them, as bits of an integer: a copy knows what the
+compute queue knew when it was started, what it was told to wait for, and those before
+it in its own direction. Two touches of the same bytes, one of them a write, must know
+of each other. And what a step reads must be what was last written there.
+"""
+
+from dataclasses import dataclass
+
+from mucudnn.errors import ExecutionOrderError
+from mucudnn.runtime.hazards import PendingCopy, Span
+from mucudnn.runtime.program import Step
+
+__all__ = ["OrderCheck"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Who wrote some bytes, and what spoilt a part of them since."""
+
+    span: Span
+    label: str
+    spoilt_by: str | None = None
+
+
+class OrderCheck:
+    """The state of memory and queues during one step.
+
+    Args:
+        fed: Bytes that were written before it.
+    """
+
+    def __init__(self, fed: tuple[Span, ...]) -> None:
+        self._written = [_Written(span, "the feed") for span in fed]
+        self._copies: list[PendingCopy] = []
+        self._known = 0
+        self._knows: dict[int, int] = {}
+        self._lane: dict[str, int] = {}
+
+    def before(self, step: Step) -> None:
+        """A step is about to be called.
+
+        Raises:
+            ExecutionOrderError: It reads or writes too early, or something else than
+                it should; names both instructions.
+        """
+        if step.waits_for is not None:
+            self._known |= self._knows[step.waits_for]
+            return
+        known = self._known
+        if step.copy is not None:
+            known |= self._lane.get(step.copy.lane, 0)
+            for number in step.after:
+                known |= self._knows[number]
+        for span in step.reads:
+            self._ordered(step, span, known, writes=False)
+            self._intact(step, span)
+        for span in step.writes:
+            self._ordered(step, span, known, writes=True)
+            self._note(step, span)
+        if step.copy is not None:
+            known |= 1 << step.copy.number
+            self._knows[step.copy.number] = self._lane[step.copy.lane] = known
+            self._copies.append(step.copy)
+
+    def _ordered(self, step: Step, span: Span, known: int, *, writes: bool) -> None:
+        for copy in self._copies:
+            touches = copy.target.meets(span) or (writes and copy.source.meets(span))
+            if touches and not known >> copy.number & 1:
+                doing = "writes" if writes else "reads"
+                raise ExecutionOrderError(
+                    f"{step.label} {doing} {_place(span)}, "
+                    f"not ordered after {copy.label}"
+                )
+
+    def _intact(self, step: Step, span: Span) -> None:
+        """What is read was written whole, for the same storage, and is still there."""
+        for known in self._written:
+            if known.span == span:
+                if known.spoilt_by is None:
+                    return
+                raise ExecutionOrderError(
+                    f"{step.label} reads {_place(span)}, which {known.label} wrote "
+                    f"and {known.spoilt_by} has overwritten since"
+                )
+        raise ExecutionOrderError(
+            f"{step.label} reads {_place(span)}: nothing wrote it"
+        )
+
+    def _note(self, step: Step, span: Span) -> None:
+        kept = []
+        for known in self._written:
+            if known.span == span:
+                continue
+            if known.span.meets(span) and known.spoilt_by is None:
+                known = _Written(known.span, known.label, step.label)
+            kept.append(known)
+        if span.storage:
+            kept.append(_Written(span, step.label))
+        self._written = kept
+
+
+def _place(span: Span) -> str:
+    what = span.storage or "a workspace"
+    return f"{what!r} at {span.space} bytes {span.start} to {span.stop}"

@@ -1,0 +1,195 @@
+"""Memory off the device: one pinned slab, and a file for what does not fit there.
+
+All of it is reserved before the first step. A slab costs one allocation (pinning
+tensor by tensor takes milliseconds each, and pools round to powers of two); a file has
+its full size from the start, so that a full disk is an error then and not a crash of
+whoever writes to the mapping later.
+"""
+
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mucudnn.backends.base import Buffer, Device
+from mucudnn.errors import OutOfMemoryError
+from mucudnn.ir.sizes import format_bytes
+from mucudnn.passes.layout import in_tiers
+from mucudnn.passes.packing import Block, pack
+
+__all__ = ["DiskTier", "HostTier", "Place", "Tier", "Tiers"]
+
+
+class Tier(Protocol):
+    """Some bytes to copy to."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+        ...
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        """A part of them."""
+        ...
+
+    def close(self) -> None:
+        """Free them as soon as no view is left; may be called again."""
+        ...
+
+
+class HostTier:
+    """One slab of host memory, pinned where the device wants that.
+
+    Args:
+        device: Whose host.
+        nbytes: Size.
+
+    Raises:
+        OutOfMemoryError: The host has no room.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.name = "host memory"
+        self.nbytes = nbytes
+        self._slab: Buffer = device.host(nbytes)
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        """A slice of the slab."""
+        return self._slab[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Drop the slab."""
+        self._slab = None
+
+
+class DiskTier:
+    """A memory-mapped file without a name: it goes when the mapping goes.
+
+    Nothing is left behind even if the process is killed. A GPU's copies to such memory
+    are staged by the driver, and the host waits for them.
+
+    Args:
+        nbytes: Size; reserved at once.
+        folder: Of the file system to use; the system's for temporary files if None.
+
+    Raises:
+        OutOfMemoryError: The disk has no room.
+        ValueError: There can be no file in that folder.
+    """
+
+    def __init__(self, nbytes: int, folder: str | Path | None = None) -> None:
+        where = Path(tempfile.gettempdir() if folder is None else folder)
+        self.name = f"a file in {where}"
+        self.nbytes = nbytes
+        try:
+            with tempfile.TemporaryFile(dir=where, prefix="mucudnn-") as file:
+                _reserve(file.fileno(), max(1, nbytes), where)
+                mapping = mmap.mmap(file.fileno(), max(1, nbytes))
+        except OSError as e:
+            raise ValueError(f"no file can be made in {where}: {e.strerror}") from e
+        self._bytes: Any = np.frombuffer(mapping, np.uint8)
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        """A slice of the mapping."""
+        return self._bytes[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Drop the mapping."""
+        self._bytes = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is while it is not on the device.
+
+    Attributes:
+        tier: Number of the tier.
+        offset: First byte there.
+        buffer: The bytes.
+    """
+
+    tier: int
+    offset: int
+    buffer: Buffer
+
+
+class Tiers:
+    """Several memories; a tensor goes to the first that has room for it.
+
+    Args:
+        tiers: The preferred one first.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = tuple(tiers)
+
+    def place(
+        self, blocks: Sequence[Block], sizes: Mapping[str, int]
+    ) -> dict[str, Place]:
+        """Places for tensors that share the bytes with those at other times.
+
+        Args:
+            blocks: When they are there, and how many bytes to reserve.
+            sizes: Tensor -> its bytes.
+
+        Raises:
+            OutOfMemoryError: All tiers together have no room.
+        """
+        found, left = in_tiers(blocks, [tier.nbytes for tier in self._tiers])
+        if left:
+            there = ", ".join(
+                f"{format_bytes(tier.nbytes)} of {tier.name}" for tier in self._tiers
+            )
+            raise OutOfMemoryError(
+                f"no room for {format_bytes(pack(left).nbytes)} of the "
+                f"{format_bytes(pack(blocks).nbytes)} that leave the device; "
+                f"there are {there or 'no tiers'}"
+            )
+        return {
+            name: Place(tier, offset, self._tiers[tier].view(offset, sizes[name]))
+            for name, (tier, offset) in found.items()
+        }
+
+    def close(self) -> None:
+        """Close all of them."""
+        for tier in self._tiers:
+            tier.close()
+
+
+def _reserve(file: int, nbytes: int, where: Path) -> None:
+    """Give a file its full size.
+
+    Where the system cannot reserve it, it gets a hole of that size.
+    """
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, nbytes)
+        else:
+            os.ftruncate(file, nbytes)
+    except (OSError, OverflowError) as e:
+        full = isinstance(e, OverflowError) or e.errno in _FULL
+        if not full:
+            raise
+        raise OutOfMemoryError(
+            f"no room for {format_bytes(nbytes)} on the disk of {where}; "
+            f"{_free(where)} are free"
+        ) from e
+
+
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+
+def _free(where: Path) -> str:
+    stat = os.statvfs(where)
+    return format_bytes(stat.f_bavail * stat.f_frsize)

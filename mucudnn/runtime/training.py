@@ -1,0 +1,273 @@
+"""Training steps: everything a step needs derived from a forward graph, and run.
+
+The forward graph gets its gradients, its updates and results in place; convolutions are
+planned under the tuner's workspace limit; all that does not outlive a step lies in one
+arena, which evaluation uses in turn.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mucudnn.ir.graph import PERSISTENT, Graph, Role
+from mucudnn.ir.optimizers import Optimizer
+from mucudnn.passes.accumulation import accumulating
+from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.inplace import in_place
+from mucudnn.passes.optimizers import (
+    LEARNING_RATE,
+    STEP,
+    When,
+    with_updates,
+)
+from mucudnn.passes.order import Order
+from mucudnn.runtime.evaluation import (
+    IMAGE,
+    LABEL,
+    Epochs,
+    Evaluation,
+    Evaluator,
+    cast,
+    read,
+)
+from mucudnn.runtime.executor import Executor
+from mucudnn.runtime.prepare import Plans, plan_convolutions, prepare
+from mucudnn.runtime.state import StateStore
+from mucudnn.runtime.tuner import Tuner
+
+__all__ = ["StepResult", "Trainer", "step_graphs"]
+
+_REMEMBERED = 101
+
+_PART = 40
+"""Bits of the step's number: parts before the last count above, for other masks."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step found out about its batch, before it changed the weights.
+
+    Attributes:
+        loss: Mean over the labels.
+        correct: Right answers.
+        labels: How many labels there are: one an image, or one a pixel.
+        images: How many images.
+        learning_rate: What the step was taken with.
+    """
+
+    loss: float
+    correct: int
+    labels: int
+    images: int
+    learning_rate: float
+
+
+class Trainer:
+    """A network, its weights and its optimizer.
+
+    Args:
+        training: Forward graph for training; inputs `image` and `label`, outputs the
+            loss and how many answers are right.
+        evaluation: The same network for evaluation, with the same names; None where
+            nothing is evaluated.
+        tuner: Plans the convolutions; its backend computes.
+        optimizer: How gradients change parameters.
+        learning_rate: Step -> learning rate; the optimizer's own if not given.
+        order: In which order the step runs; a name in `ORDERS`, or a function.
+        update_when: Whether a parameter is updated as soon as its gradient is known
+            ("early", which frees the gradient) or at the end ("late").
+        gradient_accumulation: How many batches of the graph make one step.
+        seed: Of the weights.
+        plans: Convolution plans made before; what is missing is planned.
+
+    Attributes:
+        backend: Where it computes.
+        batch: Images in a step.
+        graph: Of the (last part of the) step, with updates.
+        plans: Of all convolutions.
+        state: Parameters, running statistics and optimizer state.
+        steps: Steps taken so far.
+        peak_bytes: Device memory: the arena and the state.
+
+    Raises:
+        ValueError: The graphs do not belong together, or a name is unknown.
+        PlanningError: A convolution has no plan within the limit.
+        OutOfMemoryError: There is no room.
+    """
+
+    def __init__(
+        self,
+        training: Graph,
+        evaluation: Graph | None = None,
+        *,
+        tuner: Tuner,
+        optimizer: Optimizer,
+        learning_rate: Callable[[int], float] | None = None,
+        order: str | Order = "builder",
+        update_when: When = "early",
+        gradient_accumulation: int = 1,
+        seed: int = 0,
+        plans: Plans | None = None,
+    ) -> None:
+        _check_inputs(training)
+        steps = step_graphs(
+            training, optimizer, when=update_when, parts=gradient_accumulation
+        )
+        others = () if evaluation is None else (in_place(evaluation),)
+        for graph in others:
+            _check_same_network(graph, steps[0])
+        self.backend = tuner.backend
+        self.batch = training.tensors[IMAGE].shape[0] * gradient_accumulation
+        self.graph = steps[-1]
+        self.plans = plan_convolutions(tuner, (*steps, *others), plans)
+        self.state = StateStore(self.backend.device, *steps, seed=seed)
+        self.steps = 0
+        self._parts = gradient_accumulation
+        self._rate = learning_rate or (lambda step: optimizer.learning_rate)
+        self._dtype = training.tensors[training.outputs[0]].dtype
+        self._times: deque[float] = deque(maxlen=_REMEMBERED)
+        bound = self._bound(tuner, (*steps, *others), order)
+        self._last = bound[len(steps) - 1]
+        self._micro = bound[0]
+        self._evaluator = Evaluator(others[0], bound[-1]) if others else None
+
+    @property
+    def step_ms(self) -> float:
+        """Median time of the last steps, feeding and fetching included; 0 before any.
+
+        The first step warms up and counts only while it is the only one.
+        """
+        times = list(self._times)
+        return statistics.median(times[1:] or times or [0.0])
+
+    def step(self, images: Any, labels: Any) -> StepResult:
+        """Train on one batch.
+
+        Args:
+            images: `batch` of them, (N, C, *spatial), of any type that can be cast.
+            labels: Their classes.
+
+        Raises:
+            ValueError: They have another shape.
+            BackendError: A kernel failed; the weights may be half updated.
+        """
+        device = self.backend.device
+        rate = float(self._rate(self.steps))
+        loss, correct = 0.0, 0
+        start = device.record()
+        for executor, feeds in self._runs(images, labels, rate):
+            part = read(self.graph, executor.run(feeds))
+            loss += part[0] / self._parts
+            correct += part[1]
+        self._times.append(device.elapsed_ms(start, device.record()))
+        self.steps += 1
+        return StepResult(loss, correct, labels.size, self.batch, rate)
+
+    def profile(self, images: Any, labels: Any) -> tuple[dict[str, float], float]:
+        """Train on one batch and time it.
+
+        Returns:
+            Node -> ms, of the last part if there are several, and the ms of all of it.
+        """
+        device = self.backend.device
+        rate = float(self._rate(self.steps))
+        start = device.record()
+        for executor, feeds in self._runs(images, labels, rate):
+            _, nodes = executor.run_timed(feeds)
+        whole = device.elapsed_ms(start, device.record())
+        self.steps += 1
+        return nodes, whole
+
+    def evaluate(self, batches: Epochs) -> Evaluation:
+        """Loss and accuracy on the images of one epoch, all of them.
+
+        Raises:
+            ValueError: There is no graph for evaluation, or images do not fit it.
+        """
+        if self._evaluator is None:
+            raise ValueError("this trainer was given no graph for evaluation")
+        return self._evaluator.evaluate(batches)
+
+    def _runs(
+        self, images: Any, labels: Any, rate: float
+    ) -> Iterator[tuple[Executor, dict[str, Any]]]:
+        """What to run for a step, and on what."""
+        shape = self.graph.tensors[IMAGE].shape
+        wanted = (self.batch, *shape[1:])
+        if images.shape != wanted or len(labels) != self.batch:
+            raise ValueError(
+                f"a step takes images of shape {wanted} and as many labels, got "
+                f"{images.shape} and {len(labels)}"
+            )
+        for part in range(self._parts):
+            last = part == self._parts - 1
+            rows = slice(part * shape[0], (part + 1) * shape[0])
+            feeds = {
+                IMAGE: cast(self.graph, IMAGE, images[rows]),
+                LABEL: cast(self.graph, LABEL, labels[rows]),
+                LEARNING_RATE: np.array(rate, self._dtype),
+                STEP: np.array(self.steps + (0 if last else part + 1 << _PART)),
+            }
+            yield (self._last if last else self._micro), feeds
+
+    def _bound(
+        self, tuner: Tuner, graphs: Sequence[Graph], order: str | Order
+    ) -> list[Executor]:
+        """Executors that take turns in one arena."""
+        prepared = [prepare(tuner, g, order=order, plans=self.plans) for g in graphs]
+        nbytes = max(p.placement.nbytes for p in prepared)
+        arena = self.backend.device.allocate(nbytes)
+        self.peak_bytes = nbytes + self.state.nbytes
+        return [
+            Executor(self.backend, p.schedule, p.placement, p.plans, self.state, arena)
+            for p in prepared
+        ]
+
+
+def step_graphs(
+    forward: Graph, optimizer: Optimizer, *, when: When = "early", parts: int = 1
+) -> tuple[Graph, ...]:
+    """The graph of a training step.
+
+    Args:
+        forward: A network with its loss.
+        optimizer: How gradients change parameters.
+        when: Whether updates come "early" or "late".
+        parts: How many batches of the network make one step. For several there is
+            another graph, which runs for all of them but the last.
+
+    Raises:
+        ValueError: A name is unknown, or there is not one part.
+    """
+    if parts < 1:
+        raise ValueError(f"a step has at least one part, got {parts}")
+    graph = training_graph(forward)
+    if parts == 1:
+        return (in_place(with_updates(graph, optimizer, when=when)),)
+    both = accumulating(graph, optimizer, parts, when=when)
+    return in_place(both.micro_step), in_place(both.last_step)
+
+
+def _check_inputs(graph: Graph) -> None:
+    known = (IMAGE, LABEL, STEP)
+    found = [spec.name for spec in graph.with_role(Role.INPUT)]
+    if not {IMAGE, LABEL} <= set(found) or not set(found) <= set(known):
+        raise ValueError(
+            f"a network to train has the inputs {IMAGE!r} and {LABEL!r}, this one has "
+            f"{', '.join(found) or 'none'}"
+        )
+
+
+def _check_same_network(evaluation: Graph, training: Graph) -> None:
+    """All that evaluation reads is what training changes."""
+    for spec in evaluation.with_role(*PERSISTENT):
+        known = training.tensors.get(spec.name)
+        if known is None or (known.shape, known.dtype) != (spec.shape, spec.dtype):
+            raise ValueError(
+                f"the graph for evaluation is of another network: {spec.name!r} "
+                f"{spec.shape} is not in the one for training"
+            )

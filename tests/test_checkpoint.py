@@ -1,0 +1,230 @@
+import errno
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from mucudnn.errors import CheckpointError
+from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
+from tests.checkpointing import WORDS, arrays_at, at
+
+SCRIPT = Path(__file__).with_name("checkpointing.py")
+ROOT = SCRIPT.parent.parent
+
+
+def same(found, step):
+    expected = arrays_at(step)
+    assert found.step == step
+    assert found.arrays.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found.arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(found.arrays[name], array)
+    assert found.progress == {"epoch": step // 5, "loss": 0.1}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def child(*arguments):
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
+    )
+
+
+def test_what_is_saved_is_loaded_and_the_last_two_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "new" / "folder")
+    assert checkpoints.load(WORDS) is None
+    for step in (3, 7, 11):
+        checkpoints.save(at(step))
+        same(checkpoints.load(WORDS), step)
+    assert checkpoints.steps() == (11, 7)
+    assert names(checkpoints.folder) == [
+        "step-00000007.json",
+        "step-00000007.npz",
+        "step-00000011.json",
+        "step-00000011.npz",
+    ]
+
+
+def test_any_numpy_reads_the_arrays(tmp_path):
+    Checkpoints(tmp_path).save(at(1))
+    with np.load(tmp_path / "step-00000001.npz") as arrays:
+        for name, array in arrays_at(1).items():
+            np.testing.assert_array_equal(arrays[name], array)
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(at(1))
+    checkpoints.save(Checkpoint(1, {}, WORDS, {"epoch": 9}))
+    assert checkpoints.load(WORDS).progress == {"epoch": 9}
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    kind=st.sampled_from(["json", "npz"]),
+    where=st.floats(0, 1, exclude_max=True),
+    how=st.sampled_from(["flip", "cut", "remove"]),
+)
+def test_a_damaged_one_is_passed_over(tmp_path, kind, where, how):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(at(1))
+    checkpoints.save(at(2))
+    path = tmp_path / f"step-00000002.{kind}"
+    raw = bytearray(path.read_bytes())
+    place = int(where * len(raw))
+    if how == "flip":
+        raw[place] ^= 0x41
+        path.write_bytes(raw)
+    elif how == "cut":
+        path.write_bytes(raw[:place])
+    else:
+        path.unlink()
+    if how == "remove" and kind == "json":  # then there is no such checkpoint
+        same(checkpoints.load(WORDS), 1)
+        return
+    with pytest.warns(UserWarning, match="damaged .*; going on from step 1"):
+        found = checkpoints.load(WORDS)
+    same(found, 1)
+    checkpoints.save(at(2))
+    same(checkpoints.load(WORDS), 2)
+
+
+def test_training_that_goes_on_from_before_a_damaged_one_forgets_it(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 9):
+        checkpoints.save(at(step))
+    (tmp_path / "step-00000009.npz").write_bytes(b"")
+    checkpoints.save(at(2))
+    assert checkpoints.steps() == (2, 1)
+
+
+def test_only_damaged_ones_are_an_error(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(at(1))
+    (tmp_path / "step-00000001.npz").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"step 1: .*npz has 7 bytes"):
+        checkpoints.load(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"model": "large", "seed": 0}, "model is 'tiny', this one's is 'large'"),
+        ({"model": "tiny", "seed": 1}, "seed is 0, this one's is 1"),
+        ({**WORDS, "data": "cifar10"}, "data is not stated, this one's is 'cifar10'"),
+        ({"model": "tiny"}, "seed is 0, this one's is not stated"),
+    ],
+)
+def test_of_another_training(tmp_path, words, message):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(at(1))
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(words)
+    same(checkpoints.load(), 1)
+
+
+def test_words_are_compared_as_json_has_them(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    words = {"image": (3, 32, 32), "rate": 0.1}
+    checkpoints.save(Checkpoint(1, {}, words, {}))
+    assert checkpoints.load(words).words == {"image": [3, 32, 32], "rate": 0.1}
+
+
+def test_other_files_are_left_alone(tmp_path):
+    (tmp_path / "notes.json").write_text("mine")
+    (tmp_path / "step-final.json").write_text("mine")
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for step in (1, 2):
+        checkpoints.save(at(step))
+    assert names(tmp_path) == [
+        "notes.json",
+        "step-00000002.json",
+        "step-00000002.npz",
+        "step-final.json",
+    ]
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(at(1))
+    before = names(tmp_path)
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"step 2 .*No space left on device"):
+            checkpoints.save(at(2))
+    assert names(tmp_path) == before
+    same(checkpoints.load(WORDS), 1)
+
+
+@pytest.mark.parametrize("most", [0, 200, 40_000])
+def test_files_that_cannot_grow_lose_nothing(tmp_path, most):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(at(1))
+    before = names(tmp_path)
+    with child(tmp_path, most) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "CheckpointError: cannot write the checkpoint of step 2" in errors
+    assert names(tmp_path) == before
+    same(checkpoints.load(WORDS), 1)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write"):
+        Checkpoints(tmp_path / "file" / "folder").save(at(1))
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_at_least_one_is_kept(tmp_path, keep):
+    with pytest.raises(ValueError, match="at least one"):
+        Checkpoints(tmp_path, keep=keep)
+
+
+def test_a_newer_schema_is_said_to_be_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(at(1))
+    path = tmp_path / "step-00000001.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
+    with pytest.raises(CheckpointError):
+        checkpoints.load(WORDS)
+
+
+def test_killed_at_any_moment_it_can_go_on(tmp_path):
+    """Twenty times; each run begins where the one before it had got to."""
+    pause, last = random.Random(0), 0
+    checkpoints = Checkpoints(tmp_path)
+    for _ in range(20):
+        with child(tmp_path) as process:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(pause.uniform(0, 0.06))
+            process.kill()
+        found = checkpoints.load(WORDS)
+        if found is None:
+            assert last == 0
+            continue
+        assert found.step >= last
+        same(found, found.step)
+        last = found.step
+    assert last > 20

@@ -1,0 +1,259 @@
+"""`mucudnn train`, as it is typed."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from mucudnn.cli import main
+from mucudnn.models import MODELS
+from mucudnn.runtime.checkpoint import Checkpoints
+
+QUICK = ("digits", "--data", "synthetic:length=96,classes=10", "--policy", "undivided")
+NULL = ("--backend", "null", "--cache", "none")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """One for all: measuring anew might choose another algorithm."""
+    return tmp_path_factory.mktemp("cache") / "cache.sqlite"
+
+
+@pytest.fixture
+def run(cache):
+    def call(*arguments):
+        arguments = [str(a) for a in arguments]
+        if "--cache" not in arguments:
+            arguments += ["--cache", str(cache)]
+        return CliRunner().invoke(main, ["train", *arguments])
+
+    return call
+
+
+def figures(result):
+    data = json.loads(result.stdout)
+    return [
+        {k: v for k, v in epoch.items() if k != "images_per_s"}
+        for epoch in data["epochs"]
+    ]
+
+
+def test_digits_are_learned(run, tmp_path):
+    out = tmp_path / "out.json"
+    done = run("digits", "--data", "digits", "--epochs", 3, "--lr", 0.05, "--json", out)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines[:3]] == [
+        "epoch 1/3",
+        "epoch 2/3",
+        "epoch 3/3",
+    ]
+    assert "test accuracy" in lines[2]
+    assert "135 steps" in lines[3]
+    data = json.loads(out.read_text())
+    assert data["schema"] == 1
+    assert data["model"] == "digits"
+    assert [epoch["epoch"] for epoch in data["epochs"]] == [1, 2, 3]
+    assert data["epochs"][-1]["test_accuracy"] > 0.85
+    assert data["epochs"][-1]["loss"] < data["epochs"][0]["loss"]
+    assert data["budget_bytes"] is None
+    assert data["step_ms"] > 0
+    assert data["peak_bytes"] > 0
+
+
+def test_one_seed_one_result(run):
+    a, b, c = (
+        run(*QUICK, "--epochs", 2, "--seed", seed, "--json", "-") for seed in (3, 3, 4)
+    )
+    assert figures(a) == figures(b) != figures(c)
+
+
+def test_stopped_and_resumed(run, tmp_path):
+    whole = run(*QUICK, "--epochs", 3, "--lr-schedule", "constant", "--json", "-")
+    options = (*QUICK, "--lr-schedule", "constant", "--checkpoint", tmp_path)
+    first = run(*options, "--epochs", 2, "--steps", 4)
+    assert "checkpoint of step 4" in first.stdout
+    second = run(*options, "--epochs", 3, "--resume", "--json", "-")
+    assert second.exit_code == 0, second.output
+    assert figures(second) == figures(whole)
+    assert Checkpoints(tmp_path).steps()[0] == 9
+
+
+def test_every_option_is_taken(run):
+    done = run(
+        *("digits", *NULL, "--batch", 12, "--image", "1x16x16", "--classes", 20),
+        *("--data", "synthetic", "--augment", "--dtype", "float64", "--epochs", 2),
+        *("--steps", 5, "--optimizer", "nesterov", "--lr", 0.1, "--momentum", 0.8),
+        *("--lr-schedule", "step:1", "--warmup", 2, "--weight-decay", 1e-4),
+        *("--workspace-limit", "1MiB", "--policy", "all", "--seed", 7),
+        *("--order", "least_peak", "--update-when", "late", "--accumulate", 3),
+        *("--json", "-"),
+    )
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    assert data["steps"] == 5
+    assert data["settings"]["image"] == [1, 16, 16]
+    assert data["settings"]["classes"] == 20
+    assert "nesterov=True" in data["settings"]["optimizer"]
+    assert "momentum=0.8" in data["settings"]["optimizer"]
+
+
+def test_a_huge_network_on_the_virtual_clock(run):
+    start = time.monotonic()
+    done = run("vgg16", *NULL, "--batch", 256, "--steps", 1, "--json", "-")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["peak_bytes"] > 5 << 30
+    assert time.monotonic() - start < 60
+
+
+def test_the_networks_are_listed(run):
+    done = run("--list")
+    for name in MODELS:
+        assert f"\n{name} " in f"\n{done.stdout}"
+    data = json.loads(run("--list", "--json", "-").stdout)
+    sizes = {row["name"]: row["parameters"] for row in data["models"]}
+    assert sizes["alexnet_owt"] == 61_100_840
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--list lists them"),
+        (("resnet19",), "unknown model 'resnet19'"),
+        (("digits", "--data", "photos"), "unknown data set 'photos'"),
+        (("digits", "--data", "cifar10:/nowhere"), "/nowhere"),
+        (("digits", "--data", "mnist"), "mnist needs a folder"),
+        (("digits", "--classes", 3), "3 classes"),
+        (("digits", "--data", "digits", "--classes", 3), "--classes 3 is too few"),
+        (("digits", "--image", "8x"), "is no image size"),
+        (("digits", "--image", 1), "does not fit"),
+        (("digits", "--image", "1x2x3x4"), "at most 3"),
+        (("unet2d",), "a class for each pixel"),
+        (("unet3d",), "images of 3 dimensions"),
+        (("digits", "--batch", 0), "--batch"),
+        (("digits", "--data", "digits", "--batch", 2000), "no full batch of 2000"),
+        (("digits", "--accumulate", 5), "5 equal parts"),
+        (("digits", "--optimizer", "lion"), "unknown optimizer 'lion'"),
+        (("digits", "--optimizer", "adam", "--momentum", 0.5), "no --momentum"),
+        (("digits", "--lr", -1), "above 0"),
+        (("digits", "--lr", "nan"), "above 0"),
+        (("digits", "--momentum", 2), "up to 1"),
+        (("digits", "--weight-decay", "x"), "from 0"),
+        (("digits", "--lr-schedule", "linear"), "no learning-rate schedule"),
+        (("digits", "--order", "random"), "unknown order 'random'"),
+        (("digits", "--policy", "odd"), "odd"),
+        (("digits", "--backend", "abacus"), "abacus"),
+        (("digits", "--workspace-limit", "some"), "some"),
+        (("digits", "--resume"), "--resume needs --checkpoint"),
+        (("digits", "--checkpoint-every", 2), "--checkpoint-every needs --checkpoint"),
+        (("digits", "--json", "/no/where"), "cannot write"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(run, arguments, message):
+    if arguments == ("digits", "--classes", 3):
+        arguments = (*arguments, "--data", "synthetic:classes=4,length=100")
+        message = "--classes 3 is too few"
+    done = run(*arguments, "--cache", "none")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("mucudnn: error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_checkpoints_are_never_overwritten_unasked(run, tmp_path):
+    options = ("digits", *NULL, "--steps", 1, "--checkpoint", tmp_path)
+    assert run(*options).exit_code == 0
+    again = run(*options)
+    assert again.exit_code == 2
+    assert "holds checkpoints already" in again.stderr
+
+
+def test_the_checkpoint_of_another_training(run, tmp_path):
+    options = (*NULL, "--steps", 1, "--checkpoint", tmp_path)
+    assert run("digits", *options).exit_code == 0
+    other = run("lenet", *options, "--resume")
+    assert other.exit_code == 2
+    assert "its model is 'digits', this one's is 'lenet'" in other.stderr
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_loss_that_is_no_number(run):
+    done = run(*QUICK, "--lr", 1e30, "--epochs", 9)
+    assert done.exit_code == 2
+    assert "the loss is " in done.stderr
+
+
+def mucudnn(*arguments, cache, **streams):
+    return subprocess.Popen(
+        [sys.executable, "-m", "mucudnn", "train", *arguments, "--cache", str(cache)],
+        text=True,
+        **streams,
+    )
+
+
+def test_ctrl_c_leaves_a_checkpoint(tmp_path, cache):
+    process = mucudnn(
+        *("digits", "--data", "digits", "--epochs", "10000"),
+        *("--checkpoint", str(tmp_path)),
+        cache=cache,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        assert process.stdout.readline().startswith("epoch 1/10000")
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == ""
+    last = Checkpoints(tmp_path).load().step
+    assert f"checkpoint of step {last}" in rest
+
+
+def test_killed_again_and_again_it_ends_where_it_would_have(run, cache, tmp_path):
+    options = (*QUICK, "--epochs", "12")
+    whole = run(*options, "--json", "-")
+    resumed = (*options, "--checkpoint", str(tmp_path), "--checkpoint-every", "1")
+    steps = []
+    for _ in range(5):
+        process = mucudnn(
+            *(*resumed, "--resume"), cache=cache, stdout=subprocess.DEVNULL
+        )
+        with process:
+            before = Checkpoints(tmp_path).steps()
+            while Checkpoints(tmp_path).steps() == before and process.poll() is None:
+                time.sleep(0.002)
+            process.kill()
+        steps.append(Checkpoints(tmp_path).load().step)
+    assert steps == sorted(steps)
+    assert figures(run(*resumed, "--resume", "--json", "-")) == figures(whole)
+
+
+def test_a_terminal_gets_a_bar():
+    ours, theirs = pty.openpty()
+    process = mucudnn(
+        *(*QUICK, "--epochs", "2"), cache="none", stdout=subprocess.PIPE, stderr=theirs
+    )
+    os.close(theirs)
+    seen = b""
+    with process:
+        while True:
+            try:
+                part = os.read(ours, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            seen += part
+        lines = process.stdout.read()
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"epoch 2/2" in seen
+    assert b"images/s" in seen
+    assert "epoch 2/2" in lines

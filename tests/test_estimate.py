@@ -1,0 +1,167 @@
+"""Estimates from published figures: rooflines, fronts, and where figures are from."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.devices import ASSUMED, DEVICES, Figure, get_device
+from mucudnn.ir.optimizers import OPTIMIZERS
+from mucudnn.models import get_model
+from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.dependencies import VIEWS
+from mucudnn.passes.estimate import conv_table, estimate
+from mucudnn.passes.microbatch import pareto_plans
+from mucudnn.passes.optimizers import with_updates
+
+P100 = get_device("p100")
+
+
+@st.composite
+def problems(draw):
+    channels, filters = draw(st.integers(1, 64)), draw(st.integers(1, 64))
+    side, kernel = draw(st.integers(5, 40)), draw(st.sampled_from([1, 3, 5]))
+    return ConvProblem(
+        direction=draw(st.sampled_from(Direction)),
+        x_shape=(draw(st.integers(1, 64)), channels, side, side),
+        w_shape=(filters, channels, kernel, kernel),
+        stride=draw(st.integers(1, 2)),
+        padding=kernel // 2,
+    )
+
+
+def twice_as_fast(device):
+    def doubled(figure):
+        return Figure(2 * figure.value, figure.source)
+
+    return replace(
+        device, flops=doubled(device.flops), bandwidth=doubled(device.bandwidth)
+    )
+
+
+def step(name="alexnet", batch=4, optimizer="momentum"):
+    return with_updates(training_graph(get_model(name)(batch)), OPTIMIZERS[optimizer])
+
+
+@given(problems())
+def test_less_workspace_is_always_there_and_more_of_it_faster(problem):
+    table = conv_table(problem, P100)
+    assert all(0 < p.time_ms < math.inf and p.workspace >= 0 for p in table.perfs)
+    front = pareto_plans(table, 1 << 62)
+    assert front[0].workspace == 0
+    for small, large in zip(front, front[1:], strict=False):
+        assert small.workspace < large.workspace
+        assert small.time_ms > large.time_ms
+
+
+@given(problems())
+def test_nothing_beats_the_roofline(problem):
+    # Winograd with 2 x 2 outputs saves a factor of 2.25, and nothing saves more.
+    least_ms = 1e3 * max(
+        problem.flops / 2.25 / (P100.flops.value * ASSUMED.matmul),
+        sum(t.nbytes for t in problem.operands()) / P100.bandwidth.value,
+    )
+    whole = [p for p in conv_table(problem, P100).perfs if p.batch == problem.batch]
+    assert min(p.time_ms for p in whole) >= least_ms * (1 - 1e-9)
+
+
+@given(problems())
+def test_a_faster_device_is_faster_by_at_most_its_factor(problem):
+    fast = twice_as_fast(P100)
+    pairs = zip(
+        conv_table(problem, P100).perfs, conv_table(problem, fast).perfs, strict=True
+    )
+    for slow_perf, fast_perf in pairs:
+        slow = slow_perf.time_ms - ASSUMED.launch_ms
+        assert fast_perf.time_ms - ASSUMED.launch_ms == pytest.approx(slow / 2)
+
+
+def test_a_convolution_without_workspace_by_hand():
+    problem = ConvProblem(
+        direction=Direction.FORWARD,
+        x_shape=(32, 256, 28, 28),
+        w_shape=(256, 256, 5, 5),
+        padding=2,
+    )
+    flops = 2 * 32 * 256 * 28 * 28 * 256 * 25
+    row = conv_table(problem, P100).fastest(32, workspace_limit=0)
+    expected = flops / (10.6e12 * ASSUMED.direct) * 1e3 + ASSUMED.launch_ms
+    assert row.time_ms == pytest.approx(expected)
+    patches = conv_table(problem, P100).fastest(32)
+    assert patches.algo == "GEMM"
+    assert patches.workspace == 32 * 28 * 28 * 256 * 25 * 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_node_has_a_time_and_every_convolution_a_front(device, optimizer):
+    graph = step(optimizer=optimizer)
+    found = estimate(graph, device)
+    assert set(found.node_ms) == {node.name for node in graph.nodes}
+    convolutions = {node.name for node in graph.nodes if node.op == "conv"}
+    assert set(found.fronts) == convolutions
+    for node in graph.nodes:
+        ms = found.node_ms[node.name]
+        assert (ms == 0) == (node.op in VIEWS)
+        assert ms == 0 or ms >= ASSUMED.launch_ms
+    assert found.out_bytes_per_ms == DEVICES[device].out.value / 1e3
+
+
+def test_a_matrix_product_counts_two_operations_a_multiplication():
+    graph = step()
+    node = next(node for node in graph.nodes if node.op == "matmul")
+    a, b, out = (graph.tensors[name].shape for name in node.tensors)
+    m, n = out
+    k = math.prod(a) // m
+    assert math.prod(b) == k * n
+    slow_memory = replace(P100, bandwidth=Figure(1e18, "none"))
+    ms = estimate(graph, slow_memory).node_ms[node.name] - ASSUMED.launch_ms
+    flops = 2 * m * n * k
+    assert ms == pytest.approx(1e3 * flops / (P100.flops.value * ASSUMED.matmul))
+
+
+def test_a_larger_batch_takes_longer():
+    small, large = (estimate(step(batch=b), "h200").node_ms for b in (4, 8))
+    assert small.keys() == large.keys()
+    assert all(large[name] >= small[name] for name in small)
+    assert sum(large.values()) > sum(small.values())
+
+
+def test_measured_fronts_replace_estimates():
+    graph = step()
+    node = next(node for node in graph.nodes if node.op == "conv")
+    problem = node.attrs["problem"]
+    measured = estimate(graph, "k40c").fronts[node.name]
+    found = estimate(graph, "h200", fronts={problem: measured})
+    assert found.fronts[node.name] == measured
+    assert found.node_ms[node.name] == min(plan.time_ms for plan in measured)
+
+
+def test_workspaces_of_other_kernels_are_passed_through():
+    graph = step()
+    workspaces = {graph.nodes[0].name: 4096}
+    assert estimate(graph, "null", workspaces=workspaces).workspaces == workspaces
+
+
+@settings(max_examples=5)
+@given(st.sampled_from(sorted(DEVICES)))
+def test_every_figure_says_where_it_is_from(name):
+    device = DEVICES[name]
+    figures = (device.flops, device.bandwidth, device.memory, device.out, device.back)
+    assert all(figure.value > 0 and figure.source for figure in figures)
+    assert "assumed" in device.sources()["shares of peaks"]
+
+
+def test_what_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="unknown device 'abacus'.*h200"):
+        get_device("abacus")
+    problem = ConvProblem(
+        direction=Direction.FORWARD,
+        x_shape=(1, 1, 4, 4),
+        w_shape=(1, 1, 3, 3),
+        dtype="float64",
+    )
+    with pytest.raises(ValueError, match="float64.*float32"):
+        conv_table(problem, P100)

@@ -1,0 +1,144 @@
+"""The simulator against sums by hand, and against its own bound."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+from mucudnn.ir.optimizers import Sgd
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
+from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.optimizers import with_updates
+from mucudnn.passes.residency import Residency, saved_tensors
+from mucudnn.passes.schedulers import SCHEDULERS
+from mucudnn.passes.simulate import simulate
+from mucudnn.passes.step_plan import plan_residency, prepare
+from tests.random_graphs import profiles, residencies, training_graphs
+
+
+def layers(count=6):
+    """Layers whose activations are offloaded."""
+    g = GraphBuilder()
+    x = g.input("x", (64, 64))
+    for _ in range(count):
+        x = g.tanh(g.linear(x, 64))
+    graph = training_graph(g.build(g.mean_squared_error(x, g.input("t", (64, 64)))))
+    graph = with_updates(graph, Sgd())
+    profile = Profile(
+        node_ms={node.name: 1.0 for node in graph.nodes},
+        workspaces={},
+        fronts={},
+        out_bytes_per_ms=1024.0,
+        in_bytes_per_ms=1024.0,
+    )
+    return graph, profile, {s.name: Residency.OFFLOAD for s in saved_tensors(graph)}
+
+
+def by_hand():
+    """f1 -> a, f2 -> b (forward); b2 reads b, b1 reads a. 1000 bytes each."""
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    spec = {
+        name: TensorSpec(name, (250,), role=Role.ACTIVATION) for name in ("a", "b", "d")
+    }
+    spec["x"] = TensorSpec("x", (250,), role=Role.INPUT)
+    nodes = (
+        Node("f1", "relu", ("x",), ("a",), phase=forward),
+        Node("f2", "relu", ("a",), ("b",), phase=forward),
+        Node("b2", "relu", ("b",), ("d",), phase=backward),
+        Node("b1", "relu_grad", ("a", "d"), ("e",), phase=backward),
+    )
+    spec["e"] = TensorSpec("e", (250,), role=Role.GRADIENT)
+    return Graph(spec, nodes, ("e",))
+
+
+def test_a_step_by_hand():
+    """Each node takes 2 ms, a copy out 5 ms, a copy in 4 ms.
+
+    f1 0-2, f2 2-4, out a 4-9 and waited for; b2 9-11; in a 9-13, waited for before b1:
+    13-15.
+    """
+    program = (
+        *(Alloc("x"), Alloc("a"), Compute("f1"), Free("x")),
+        *(Alloc("b"), Compute("f2"), SwapOut("a"), Wait("a"), Free("a")),
+        *(Alloc("a"), SwapIn("a"), Alloc("d"), Compute("b2"), Free("b")),
+        *(Wait("a"), Alloc("e"), Compute("b1"), Free("a"), Free("d")),
+    )
+    profile = Profile(
+        node_ms=dict.fromkeys(("f1", "f2", "b2", "b1"), 2.0),
+        workspaces={},
+        fronts={},
+        out_bytes_per_ms=200.0,
+        in_bytes_per_ms=250.0,
+    )
+    found = simulate(Schedule(by_hand(), program, {}, 3000), profile)
+    assert found.step_ms == pytest.approx(15.0)
+    assert found.compute_ms == pytest.approx(8.0)
+    assert found.stalls_ms == pytest.approx({"memory": 5.0, "operand": 2.0})
+    assert (found.out_bytes, found.in_bytes) == (1000, 1000)
+    assert found.bound_ms == pytest.approx(max(4.0, 5.0) + max(4.0, 4.0))
+    lanes = [
+        (lane.engine, lane.name, lane.start_ms, lane.stop_ms) for lane in found.lanes
+    ]
+    assert lanes == [
+        ("compute", "f1", 0.0, 2.0),
+        ("compute", "f2", 2.0, 4.0),
+        ("out", "a", 4.0, 9.0),
+        ("in", "a", 9.0, 13.0),
+        ("compute", "b2", 9.0, 11.0),
+        ("compute", "b1", 13.0, 15.0),
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), scheduler=st.sampled_from(sorted(SCHEDULERS.table)))
+def test_no_step_is_faster_than_its_bound(data, scheduler):
+    graph = data.draw(training_graphs())
+    profile = data.draw(profiles(graph))
+    residency = data.draw(residencies(graph))
+    least = prepare(graph, profile, residency).least_peak()
+    budget = least + data.draw(st.sampled_from([0, 512, 4096, 30_000]))
+    plan = plan_residency(graph, profile, residency, budget=budget, scheduler=scheduler)
+    found = plan.prediction
+    slack = 1e-9 * max(1.0, found.step_ms)
+    assert found.bound_ms <= found.step_ms + slack
+    assert found.compute_ms <= found.step_ms + slack
+    stalls = sum(found.stalls_ms.values())
+    assert found.compute_ms + stalls <= found.step_ms + slack
+    for engine in ("compute", "out", "in"):
+        lanes = [lane for lane in found.lanes if lane.engine == engine]
+        for one, two in pairwise(lanes):
+            assert one.stop_ms <= two.start_ms + slack
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_step_without_copies_is_the_sum_of_its_nodes(data):
+    graph = data.draw(training_graphs())
+    profile = data.draw(profiles(graph))
+    plan = plan_residency(graph, profile, {}, budget=math.inf, convolutions="fastest")
+    total = math.fsum(
+        plan.plans[n.name].time_ms if n.op == "conv" else profile.node_ms[n.name]
+        for n in graph.nodes
+    )
+    assert plan.prediction.step_ms == pytest.approx(total)
+    assert plan.prediction.stalls_ms == {"operand": 0.0, "memory": 0.0}
+    assert plan.prediction.out_bytes == plan.prediction.in_bytes == 0
+
+
+def test_links_without_end_leave_no_stall():
+    graph, profile, residency = layers()
+    fast = Profile(
+        node_ms=profile.node_ms,
+        workspaces={},
+        fronts={},
+        out_bytes_per_ms=math.inf,
+        in_bytes_per_ms=math.inf,
+    )
+    least = prepare(graph, fast, residency).least_peak()
+    plan = plan_residency(graph, fast, residency, budget=least)
+    assert plan.prediction.out_bytes > 0
+    assert plan.prediction.step_ms == pytest.approx(plan.prediction.compute_ms)

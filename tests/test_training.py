@@ -1,0 +1,404 @@
+"""Training steps, the loop over them, and going on where it stopped."""
+
+import signal
+
+import numpy as np
+import pytest
+
+from mucudnn.errors import TrainingError
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.ir.optimizers import Adam, Momentum, Sgd
+from mucudnn.passes.verify import verify
+from mucudnn.runtime.checkpoint import Checkpoints
+from mucudnn.runtime.fit import fit, plans_of
+from mucudnn.runtime.prepare import prepare
+from mucudnn.runtime.training import Trainer, step_graphs
+from mucudnn.runtime.tuner import Tuner
+from tests.doubles import QUICK
+from tests.training_cases import Epochs, examples, network, trainer, weights
+
+BATCH = 8
+
+
+def take(made, steps, batch=BATCH, seed=0):
+    images, labels = examples(steps * batch, seed)
+    return [
+        made.step(images[i : i + batch], labels[i : i + batch])
+        for i in range(0, steps * batch, batch)
+    ]
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+# -- steps --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [Sgd(0.05), Momentum(0.02), Adam(0.01)])
+def test_the_loss_falls(optimizer):
+    made = trainer(optimizer=optimizer)
+    images, labels = examples(BATCH)
+    losses = [made.step(images, labels).loss for _ in range(10)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert made.step_ms > 0
+
+
+def test_one_seed_gives_the_same_bits_and_another_does_not():
+    made = [trainer(seed=seed, options={"dropout": 0.3}) for seed in (1, 1, 2)]
+    results = [take(one, 4) for one in made]
+    assert results[0] == results[1]
+    assert_same(weights(made[0]), weights(made[1]))
+    assert results[0] != results[2]
+
+
+@pytest.mark.parametrize("order", ["builder", "depth_first", "least_peak"])
+def test_neither_order_nor_time_of_update_changes_a_bit(order):
+    reference = trainer(update_when="late")
+    expected = take(reference, 3)
+    made = trainer(order=order, update_when="early")
+    assert take(made, 3) == expected
+    assert_same(weights(made), weights(reference))
+    assert made.peak_bytes <= reference.peak_bytes
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("optimizer", [Momentum(0.05, weight_decay=0.01), Adam(0.01)])
+def test_parts_of_a_batch_add_up_to_it(parts, optimizer):
+    options = {"norm": False, "dtype": "float64"}
+    whole = trainer(options=options, optimizer=optimizer)
+    divided = trainer(options=options, optimizer=optimizer, parts=parts)
+    for a, b in zip(take(whole, 3), take(divided, 3), strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-12)
+        assert (a.correct, a.labels, a.images) == (b.correct, b.labels, b.images)
+    expected = weights(whole)
+    for name, value in weights(divided).items():
+        if name.endswith(":total"):
+            assert not value.any()
+        else:
+            np.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_parts_of_a_step_drop_different_values():
+    """With one image twice, equal masks would give equal losses."""
+    options = {"dropout": 0.5, "norm": False}
+    images, labels = examples(1)
+    both = np.repeat(images, 2, 0), labels.repeat(2)
+    one = trainer(batch=1, options=options).step(images, labels)
+    two = trainer(batch=2, parts=2, options=options).step(*both)
+    assert two.loss != pytest.approx(one.loss, rel=1e-6)
+
+
+def test_the_learning_rate_is_asked_for_every_step():
+    asked = []
+    made = trainer(learning_rate=lambda step: asked.append(step) or 0.0)
+    before = weights(made)
+    assert [r.learning_rate for r in take(made, 3)] == [0.0] * 3
+    assert asked == [0, 1, 2]
+    unchanged = {n for n in before if n.endswith(("weight", "bias"))}
+    after = weights(made)
+    for name in unchanged:
+        np.testing.assert_array_equal(before[name], after[name])
+
+
+def test_a_step_against_numpy():
+    """A dense layer by hand: one step of plain gradient descent."""
+    rate, g = 0.5, GraphBuilder(dtype="float64")
+    x = g.flatten(g.input("image", (4, 3, 1, 1)))
+    logits = g.linear(x, 2)
+    label = g.input("label", (4,), "int64")
+    graph = g.build(g.softmax_cross_entropy(logits, label), g.accuracy(logits, label))
+    made = Trainer(graph, tuner=Tuner(rule=QUICK), optimizer=Sgd(rate))
+    before = weights(made)
+    rng = np.random.default_rng(0)
+    images, labels = rng.standard_normal((4, 3, 1, 1)), np.array([0, 1, 1, 0])
+    result = made.step(images, labels)
+    z = images.reshape(4, 3) @ before["linear/weight"].T + before["linear/bias"]
+    p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+    assert result.loss == pytest.approx(-np.log(p[range(4), labels]).mean())
+    assert result.correct == (z.argmax(1) == labels).sum()
+    dz = (p - np.eye(2)[labels]) / 4
+    after = weights(made)
+    for name, gradient in (
+        ("linear/weight", dz.T @ images.reshape(4, 3)),
+        ("linear/bias", dz.sum(0)),
+    ):
+        np.testing.assert_allclose(after[name], before[name] - rate * gradient)
+
+
+def test_every_schedule_it_runs_is_valid():
+    graphs = step_graphs(network(4), Adam(), parts=3)
+    tuner = Tuner(backend="null", rule=QUICK)
+    for graph in graphs:
+        for order in ("builder", "least_peak"):
+            verify(prepare(tuner, graph, order=order).schedule)
+
+
+def test_memory_is_what_lies_in_it():
+    made = trainer()
+    values = weights(made)
+    assert made.peak_bytes > sum(v.nbytes for v in values.values())
+    assert made.peak_bytes < 200_000
+
+
+def test_profile_names_every_kernel():
+    made = trainer()
+    images, labels = examples(BATCH)
+    nodes, whole = made.profile(images, labels)
+    assert nodes.keys() == {n.name for n in made.graph.nodes if n.op != "reshape"}
+    assert 0 < sum(nodes.values()) <= whole
+    assert made.steps == 1
+
+
+def test_a_network_of_any_size_on_the_virtual_clock():
+    made = trainer(backend="null")
+    assert [r.loss for r in take(made, 2)] == [0.0, 0.0]
+    assert made.step_ms > 0
+
+
+# -- what does not fit --------------------------------------------------------------
+
+
+def test_a_batch_of_another_size():
+    images, labels = examples(BATCH + 1)
+    with pytest.raises(ValueError, match=r"images of shape \(8, 2, 6, 6\)"):
+        trainer().step(images, labels)
+
+
+def test_a_graph_without_images():
+    g = GraphBuilder()
+    x = g.input("x", (2, 3))
+    loss = g.mean_squared_error(g.linear(x, 3), g.input("y", (2, 3)))
+    with pytest.raises(ValueError, match="has the inputs 'image' and 'label'"):
+        Trainer(g.build(loss), tuner=Tuner(backend="null"), optimizer=Sgd())
+
+
+def test_evaluation_of_another_network():
+    other = network(4, training=False, norm=False)
+    with pytest.raises(ValueError, match="another network"):
+        Trainer(
+            network(4, norm=False, dtype="float64"),
+            other,
+            tuner=Tuner(backend="null"),
+            optimizer=Sgd(),
+        )
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation": 0}, {"update_when": "never"}, {"order": "?"}]
+)
+def test_settings_that_there_are_not(options):
+    with pytest.raises(ValueError, match=r"at least one|never|unknown order"):
+        Trainer(network(4), tuner=Tuner(backend="null"), optimizer=Sgd(), **options)
+
+
+def test_evaluation_needs_its_graph():
+    with pytest.raises(ValueError, match="no graph for evaluation"):
+        trainer(evaluate=False).evaluate(Epochs(8, 8))
+
+
+# -- evaluation ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 20, 24])
+def test_any_number_of_images_is_evaluated(count):
+    made = trainer()
+    take(made, 5)
+    found = made.evaluate(Epochs(count, BATCH, partial=True))
+    one_by_one = trainer(batch=1)
+    one_by_one.state.load(weights(made))
+    expected = one_by_one.evaluate(Epochs(count, 1))
+    assert (found.correct, found.labels) == (expected.correct, count)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert found.accuracy == found.correct / count
+
+
+def test_evaluation_changes_nothing():
+    made = trainer()
+    take(made, 2)
+    before = weights(made)
+    made.evaluate(Epochs(20, BATCH, partial=True))
+    assert_same(before, weights(made))
+
+
+def test_nothing_to_evaluate():
+    with pytest.raises(ValueError, match="no image"):
+        trainer().evaluate(Epochs(0, BATCH))
+
+
+# -- epochs -------------------------------------------------------------------------
+
+
+def test_it_learns_what_there_is_to_learn():
+    reports = fit(
+        trainer(), Epochs(64, BATCH), Epochs(30, BATCH, partial=True), epochs=6
+    )
+    assert [r.epoch for r in reports] == list(range(6))
+    assert reports[-1].loss < 0.3 * reports[0].loss
+    assert reports[-1].test_accuracy > 0.9
+    assert all(r.images_per_s > 0 for r in reports)
+
+
+def test_progress_is_told_of_every_step_and_epoch():
+    seen = []
+    fit(trainer(), Epochs(24, BATCH), epochs=2, progress=lambda *at: seen.append(at))
+    steps = [(at.epoch, at.batch, at.steps) for at, report in seen if report is None]
+    assert steps == [(0, 1, 1), (0, 2, 2), (0, 3, 3), (1, 1, 4), (1, 2, 5), (1, 3, 6)]
+    assert [report.epoch for _, report in seen if report is not None] == [0, 1]
+
+
+@pytest.mark.parametrize("most", [1, 3, 4, 5, 6])
+def test_steps_can_be_limited(most):
+    made = trainer()
+    reports = fit(made, Epochs(24, BATCH), epochs=2, max_steps=most)
+    assert made.steps == most
+    assert len(reports) == (1 if most <= 3 else 2)
+
+
+class SwitchedOffError(Exception):
+    """Stands for the machine's end."""
+
+
+def training(folder, *, epochs=3, stop_at=None, resume=False, every=None, **more):
+    """Train with checkpoints; switched off after a step."""
+    checkpoints = Checkpoints(folder)
+    last = checkpoints.load() if resume else None
+    made = trainer(options={"dropout": 0.2}, **more)
+
+    def progress(at, report):
+        if at.steps == stop_at and report is None:
+            raise SwitchedOffError
+
+    reports = fit(
+        made,
+        Epochs(40, BATCH),
+        Epochs(10, BATCH, partial=True),
+        epochs=epochs,
+        checkpoints=checkpoints,
+        checkpoint_every=every,
+        words={"model": "small"},
+        resume=last,
+        progress=progress,
+    )
+    figures = [
+        (r.epoch, r.loss, r.accuracy, r.test_loss, r.test_accuracy) for r in reports
+    ]
+    return made, figures
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 5, 7, 10, 14])
+@pytest.mark.parametrize("every", [1, 2, None])
+def test_going_on_is_the_same_as_never_having_stopped(tmp_path, stop_at, every):
+    expected, figures = training(tmp_path / "whole")
+    with pytest.raises(SwitchedOffError):
+        training(tmp_path / "parts", stop_at=stop_at, every=every)
+    made, found = training(tmp_path / "parts", resume=True, every=every)
+    assert found == figures
+    assert made.steps == expected.steps == 15
+    assert_same(weights(made), weights(expected))
+
+
+def test_a_finished_training_can_be_continued(tmp_path):
+    expected, figures = training(tmp_path / "whole")
+    training(tmp_path / "parts", epochs=2)
+    made, found = training(tmp_path / "parts", resume=True)
+    assert found == figures
+    assert_same(weights(made), weights(expected))
+    again, same = training(tmp_path / "parts", resume=True)
+    assert same == figures
+    assert_same(weights(again), weights(expected))
+
+
+def test_ctrl_c_leaves_after_the_step_with_a_checkpoint(tmp_path):
+    expected, figures = training(tmp_path / "whole")
+    made = trainer(options={"dropout": 0.2})
+    checkpoints = Checkpoints(tmp_path / "parts")
+
+    def interrupt(at, report):
+        if at.steps == 7:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(
+            made,
+            Epochs(40, BATCH),
+            Epochs(10, BATCH, partial=True),
+            epochs=3,
+            checkpoints=checkpoints,
+            words={"model": "small"},
+            progress=interrupt,
+        )
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert checkpoints.load().step == 7
+    resumed, found = training(tmp_path / "parts", resume=True)
+    assert found == figures
+    assert_same(weights(resumed), weights(expected))
+
+
+def test_a_second_ctrl_c_leaves_at_once():
+    seen = []
+
+    def interrupt(at, report):
+        seen.append(at.steps)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer(), Epochs(40, BATCH), epochs=3, progress=interrupt)
+    assert seen == [1]
+
+
+def test_ctrl_c_in_an_evaluation_leaves_after_it(tmp_path):
+    class Tests(Epochs):
+        def epoch(self, epoch, start=0):
+            signal.raise_signal(signal.SIGINT)
+            return super().epoch(epoch, start)
+
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer(), Epochs(16, 8), Tests(8, 8), epochs=1, checkpoints=checkpoints)
+    found = checkpoints.load()
+    assert [report["epoch"] for report in found.progress["epochs"]] == [0]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_loss_that_is_no_number_is_an_error_and_keeps_the_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    made = trainer(
+        options={"norm": False}, learning_rate=lambda step: 0.01 if step < 7 else 1e30
+    )
+    with pytest.raises(TrainingError, match=r"of epoch 2 .*learning rate 1e\+30") as e:
+        fit(made, Epochs(40, BATCH), epochs=3, checkpoints=checkpoints)
+    assert (e.value.epoch, e.value.step) == (1, made.steps - 1)
+    found = checkpoints.load()
+    assert found.step == 5
+    assert all(np.isfinite(array).all() for array in found.arrays.values())
+
+
+def test_plans_are_kept_for_the_same_device_only(tmp_path, null):
+    made, _ = training(tmp_path)
+    found = Checkpoints(tmp_path).load()
+    assert plans_of(found, made.backend) == dict(made.plans)
+    assert plans_of(found, null) == {}
+
+
+def test_a_checkpoint_of_other_tensors_changes_nothing(tmp_path):
+    training(tmp_path)
+    made = trainer(options={"norm": False})
+    before = weights(made)
+    with pytest.raises(ValueError, match="another model"):
+        fit(made, Epochs(8, 8), epochs=1, resume=Checkpoints(tmp_path).load())
+    assert_same(before, weights(made))
+
+
+@pytest.mark.parametrize("options", [{"epochs": 0}, {"epochs": 1, "max_steps": 0}])
+def test_numbers_out_of_range(options):
+    with pytest.raises(ValueError, match="at least 1"):
+        fit(trainer(), Epochs(8, 8), **options)
+
+
+def test_no_batch_at_all():
+    with pytest.raises(ValueError, match="no batch"):
+        fit(trainer(), Epochs(4, 8), epochs=1)

@@ -1,0 +1,128 @@
+"""Every schedule of every scheduler keeps its budget, and the rules of instructions."""
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.errors import PlanningError, ScheduleError
+from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
+from mucudnn.passes.occupancy import GRANULARITY, Occupancy
+from mucudnn.passes.schedulers import SCHEDULERS
+from mucudnn.passes.stays import least_occupancy, split
+from mucudnn.passes.step_plan import first_plans, plan_residency, prepare
+from mucudnn.passes.verify import verify
+from mucudnn.passes.window import timed
+from tests.random_graphs import profiles, residencies, training_graphs
+from tests.test_simulate import layers
+
+
+def test_the_table():
+    assert set(SCHEDULERS.table) == {"on_demand", "timed", "adaptive_window"}
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), scheduler=st.sampled_from(sorted(SCHEDULERS.table)))
+def test_schedules_keep_every_rule_and_the_budget(data, scheduler):
+    graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
+    profile = data.draw(profiles(graph))
+    residency = data.draw(residencies(graph))
+    least = prepare(graph, profile, residency).least_peak()
+    budget = least + data.draw(st.sampled_from([0, 1, 512, 3000, 20_000, 10**9]))
+    plan = plan_residency(graph, profile, residency, budget=budget, scheduler=scheduler)
+    assert verify(plan.schedule, budget, granularity=GRANULARITY) == plan.peak_bytes
+    fronts = profile.fronts
+    for name, chosen in plan.plans.items():
+        assert chosen in fronts[name.partition("~")[0]]
+        assert plan.schedule.workspaces.get(name, 0) >= chosen.workspace
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), scheduler=st.sampled_from(["on_demand", "timed"]))
+def test_a_byte_less_than_the_least_is_refused(data, scheduler):
+    graph = data.draw(training_graphs())
+    profile = data.draw(profiles(graph))
+    residency = data.draw(residencies(graph))
+    least = prepare(graph, profile, residency).least_peak()
+    with pytest.raises(PlanningError, match=r"1 B \(1 bytes\) short: node '"):
+        plan_residency(graph, profile, residency, budget=least - 1, scheduler=scheduler)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), scheduler=st.sampled_from(["timed", "adaptive_window"]))
+def test_nothing_moves_that_has_room(data, scheduler):
+    graph = data.draw(training_graphs())
+    profile = data.draw(profiles(graph))
+    residency = data.draw(residencies(graph))
+    plan = plan_residency(graph, profile, residency, budget=10**12, scheduler=scheduler)
+    moved = [i for i in plan.schedule.instructions if isinstance(i, SwapOut | SwapIn)]
+    assert moved == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_ledger_of_stays_is_their_sum(data):
+    graph = data.draw(training_graphs())
+    profile = data.draw(profiles(graph))
+    ready = prepare(graph, profile, data.draw(residencies(graph)))
+    n = len(ready.graph.nodes)
+    stays = [
+        stay
+        for use in ready.uses.values()
+        for stay in split(use, ready.swaps.get(use.storage, ()), n)
+    ]
+    ledger = least_occupancy(stays, [7] * n, 100, 0.0)
+    for i in range(n):
+        there = sum(s.nbytes for s in stays if s.start <= i <= s.stop)
+        assert ledger[i] == 107 + there
+
+
+def test_occupancy_counts_by_position():
+    ledger = Occupancy([0, 10, 20], 30)
+    ledger.add(-1, 1, 5)
+    ledger.add(2, 9, 1)
+    assert [ledger[i] for i in range(len(ledger))] == [5, 15, 21]
+    assert ledger.peak() == (21, 2)
+    assert ledger.fits(2, 9)
+    assert not ledger.fits(2, 10)
+    assert ledger.fits_over(0, 1, 15)
+    assert not ledger.fits_over(0, 2, 15)
+    assert ledger.fits_over(2, 1, 10**9)
+
+
+@pytest.fixture(scope="module")
+def moving():
+    """A schedule that moves tensors both ways."""
+    graph, profile, residency = layers()
+    least = prepare(graph, profile, residency).least_peak()
+    return plan_residency(graph, profile, residency, budget=least).schedule
+
+
+@pytest.mark.parametrize("kind", [Alloc, SwapOut, SwapIn, Wait, Compute, Free])
+def test_verify_misses_no_instruction(moving, kind):
+    """The oracle can fail: a schedule without any one of them is wrong."""
+    program = moving.instructions
+    assert verify(moving, granularity=GRANULARITY)
+    places = [
+        i for i, instruction in enumerate(program) if isinstance(instruction, kind)
+    ]
+    assert places
+    for i in places:
+        shorter = program[:i] + program[i + 1 :]
+        changed = Schedule(moving.graph, shorter, moving.workspaces, moving.peak_bytes)
+        with pytest.raises(ScheduleError):
+            verify(changed, granularity=GRANULARITY)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_stays_of_a_storage_do_not_meet(data):
+    graph = data.draw(training_graphs())
+    profile = data.draw(profiles(graph))
+    ready = prepare(graph, profile, data.draw(residencies(graph)))
+    plans = first_plans(ready.profile, "least", None)
+    problem = ready.problem(plans, ready.least_peak() + 512)
+    last = {}
+    for stay in timed(problem)[0]:
+        before = last.get(stay.storage)
+        assert stay.copied_in == (before is not None)
+        assert before is None or before.stop < stay.start <= stay.needed
+        last[stay.storage] = stay
