@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.machine import describe
 from bench.papers import one_row
 
-NAMES = ("overhead", "planner", "pruning", "peers", "papers", "step")
+NAMES = ("overhead", "planner", "pruning", "peers", "papers", "step", "memory")
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from mucudnn.cli import main
 from mucudnn.models import MODELS
 from mucudnn.runtime.checkpoint import Checkpoints
 
-QUICK = ("digits", "--data", "synthetic:length=96,classes=10", "--policy", "undivided")
+QUICK = ("digits", "--data", "synthetic:length=96,classes=10", "--batch-policy", "undivided")
 NULL = ("--backend", "null", "--cache", "none")
 
 
@@ -91,7 +91,7 @@ def test_every_option_is_taken(run):
         *("--data", "synthetic", "--augment", "--dtype", "float64", "--epochs", 2),
         *("--steps", 5, "--optimizer", "nesterov", "--lr", 0.1, "--momentum", 0.8),
         *("--lr-schedule", "step:1", "--warmup", 2, "--weight-decay", 1e-4),
-        *("--workspace-limit", "1MiB", "--policy", "all", "--seed", 7),
+        *("--workspace-limit", "1MiB", "--batch-policy", "all", "--seed", 7),
         *("--order", "least_peak", "--update-when", "late", "--accumulate", 3),
         *("--json", "-"),
     )
@@ -147,7 +147,7 @@ def test_the_networks_are_listed(run):
         (("digits", "--weight-decay", "x"), "from 0"),
         (("digits", "--lr-schedule", "linear"), "no learning-rate schedule"),
         (("digits", "--order", "random"), "unknown order 'random'"),
-        (("digits", "--policy", "odd"), "odd"),
+        (("digits", "--batch-policy", "odd"), "odd"),
         (("digits", "--backend", "abacus"), "abacus"),
         (("digits", "--workspace-limit", "some"), "some"),
         (("digits", "--resume"), "--resume needs --checkpoint"),

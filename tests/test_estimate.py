@@ -1,5 +1,6 @@
 """Estimates from published figures: rooflines, fronts, and where figures are from."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -51,7 +52,7 @@ def test_less_workspace_is_always_there_and_more_of_it_faster(problem):
     assert all(0 < p.time_ms < math.inf and p.workspace >= 0 for p in table.perfs)
     front = pareto_plans(table, 1 << 62)
     assert front[0].workspace == 0
-    for small, large in zip(front, front[1:], strict=False):
+    for small, large in itertools.pairwise(front):
         assert small.workspace < large.workspace
         assert small.time_ms > large.time_ms
 
@@ -155,7 +156,7 @@ def test_every_figure_says_where_it_is_from(name):
 
 
 def test_what_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="unknown device 'abacus'.*h200"):
+    with pytest.raises(ValueError, match=r"unknown device 'abacus'.*h200"):
         get_device("abacus")
     problem = ConvProblem(
         direction=Direction.FORWARD,
@@ -163,5 +164,5 @@ def test_what_is_not_known_is_refused():
         w_shape=(1, 1, 3, 3),
         dtype="float64",
     )
-    with pytest.raises(ValueError, match="float64.*float32"):
+    with pytest.raises(ValueError, match=r"float64.*float32"):
         conv_table(problem, P100)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,6 +22,8 @@ from mucudnn.ir.optimizers import Momentum, Optimizer, parse_optimizer
 
 if TYPE_CHECKING:
     from mucudnn.cli.train_data import Work
+    from mucudnn.passes.placed import PlacedStep
+    from mucudnn.runtime.budgeted import MemoryBudget
     from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
     from mucudnn.runtime.history import EpochReport, Position
     from mucudnn.runtime.sweep import Progress as Measured
@@ -130,7 +133,8 @@ class _Training:
             ],
             "step_ms": trainer.step_ms,
             "peak_bytes": trainer.peak_bytes,
-            "budget_bytes": None,
+            "budget_bytes": self._settings["budget"],
+            "memory": _memory_to_json(trainer.placed),
             "steps": trainer.steps,
             "interrupted": interrupted,
             "parameters": self._work.training.parameter_count,
@@ -193,7 +197,37 @@ class _Training:
                 gradient_accumulation=settings["accumulate"],
                 seed=settings["seed"],
                 plans=known,
+                budget=_budget(settings),
             )
+
+
+def _budget(settings: Mapping[str, Any]) -> "MemoryBudget | None":
+    from mucudnn.runtime.budgeted import MemoryBudget
+
+    if settings["budget"] is None:
+        return None
+    return MemoryBudget(
+        nbytes=settings["budget"],
+        policy=settings["policy"],
+        scheduler=settings["scheduler"],
+        convolutions=settings["convolutions"],
+        disk=None if settings["disk"] is None else Path(settings["disk"]),
+    )
+
+
+def _memory_to_json(placed: "PlacedStep | None") -> dict[str, Any] | None:
+    """How a step keeps its budget, in figures; None without one."""
+    if placed is None:
+        return None
+    plan = placed.plan
+    return {
+        "policy": plan.policy,
+        "scheduler": plan.scheduler,
+        "nbytes": placed.nbytes,
+        "predicted_ms": plan.prediction.step_ms,
+        "offloaded_bytes": plan.prediction.out_bytes,
+        "recomputed_nodes": plan.recomputed,
+    }
 
 
 def _optimizer(settings: Mapping[str, Any]) -> Optimizer:

@@ -172,10 +172,43 @@ run_options = _options(
         help=f"Bytes a convolution may use; by default {format_bytes(64 << 20)}.",
     ),
     click.option(
-        "--policy",
-        "batch_policy",
+        "--batch-policy",
         metavar="NAME",
         help="Micro-batch sizes: powers_of_two (default), undivided or all.",
+    ),
+    click.option(
+        "--budget",
+        type=byte_size,
+        metavar="SIZE",
+        help="Device memory for everything; what has no room leaves or is computed "
+        "again.",
+    ),
+    click.option(
+        "--policy",
+        metavar="NAME",
+        default="planned",
+        show_default=True,
+        help="With --budget: what leaves and what is computed again; see `mucudnn "
+        "memory`.",
+    ),
+    click.option(
+        "--scheduler",
+        metavar="NAME",
+        help="With --budget: when copies run: timed, adaptive_window or on_demand.",
+    ),
+    click.option(
+        "--convolutions",
+        type=click.Choice(["dynamic", "fixed", "fastest", "least"]),
+        default="dynamic",
+        show_default=True,
+        help="With --budget: workspace is what is free, as without a budget (same "
+        "bits), …",
+    ),
+    click.option(
+        "--disk",
+        type=click.Path(exists=True, file_okay=False, writable=True),
+        metavar="DIR",
+        help="With --budget: what leaves goes to a file here, not to host memory.",
     ),
     click.option(
         "--order",

@@ -36,7 +36,8 @@ class Windows:
 
     Attributes:
         stays: Of every storage that does not outlive the step.
-        in_bytes: Of the swap-in window while each node runs, and in the end.
+        in_bytes: Of the swap-in window as each node was planned, with prefetches that
+            were given back later, and in the end.
         out_bytes: Of the swap-out window likewise.
         prefetch_bytes: Of the swap-in window with what is yet to be written, likewise.
     """

@@ -63,7 +63,7 @@ def plan_step(
         budget: Bytes for everything, parameters and state included.
         policy: One of `policy_names`.
         scheduler: Times the copies; if not given, `on_demand` for vDNN's dynamic
-            policy, else `timed`.
+            policy, any for the search, else `timed`.
         convolutions: How convolutions get their workspace.
         plans: Convolution node -> plan, if they are fixed.
 
@@ -72,14 +72,14 @@ def plan_step(
             least budget that works.
         ValueError: A name is not known.
     """
-    if scheduler is None:
-        scheduler = "on_demand" if policy == VDNN_DYN else "timed"
+    default = "on_demand" if policy == VDNN_DYN else "timed"
     step = Step(graph, profile, budget)
     trial = Trial(
         step=step,
         preparer=Preparer(graph, profile),
         policy=policy,
-        scheduler=scheduler,
+        scheduler=default if scheduler is None else scheduler,
+        any_scheduler=scheduler is None,
         convolutions=convolutions,
         plans=plans,
     )

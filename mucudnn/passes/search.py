@@ -10,14 +10,15 @@ workspaces decide, and the simulator weighs it.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.chains import chain, is_checkpoint
 from mucudnn.passes.exact_residency import MOST_SAVED, exact
-from mucudnn.passes.policies import keep_all
+from mucudnn.passes.policies import keep_all, lru, paging
 from mucudnn.passes.residency import (
     EVERYTHING,
     POLICIES,
@@ -27,6 +28,7 @@ from mucudnn.passes.residency import (
     Step,
     saved_tensors,
 )
+from mucudnn.passes.schedulers import SCHEDULERS
 from mucudnn.passes.step_plan import Preparer, StepPlan
 from mucudnn.passes.trial import Trial
 from mucudnn.passes.vdnn_dyn import vdnn_dyn
@@ -67,6 +69,8 @@ def search(trial: Trial) -> StepPlan:
     for residency in _family(candidates, best):
         best.consider(residency)
     _improve(candidates, best)
+    if trial.any_scheduler:
+        _offer_other_schedulers(trial, best)
     return best.plan
 
 
@@ -83,10 +87,18 @@ def minimum_budget(graph: Graph, profile: Profile) -> int:
 
 
 def _offer_vdnn_dyn(trial: Trial, best: "_Best") -> None:
-    try:
-        best.offer(vdnn_dyn(trial))
-    except PlanningError:
-        return
+    others = ("on_demand",) if trial.any_scheduler else ()
+    for scheduler in (trial.scheduler, *others):
+        with suppress(PlanningError):
+            best.offer(vdnn_dyn(replace(trial, scheduler=scheduler)))
+
+
+def _offer_other_schedulers(trial: Trial, best: "_Best") -> None:
+    """What is best so far, and what has most to move, timed in other ways."""
+    for name in SCHEDULERS.table:
+        for residency in (best.plan.residency, paging(trial.step), lru(trial.step)):
+            with suppress(PlanningError):
+                best.offer(replace(trial, scheduler=name)(residency))
 
 
 class _Best:

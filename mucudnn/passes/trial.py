@@ -20,6 +20,7 @@ class Trial:
         preparer: Of its graph.
         policy: What to call the decision.
         scheduler: Times the copies.
+        any_scheduler: Whether another one may take its place.
         convolutions: How convolutions get their workspace.
         plans: Convolution node -> plan, if they are fixed.
     """
@@ -28,6 +29,7 @@ class Trial:
     preparer: Preparer
     policy: str
     scheduler: str | Scheduler = "timed"
+    any_scheduler: bool = False
     convolutions: str = "dynamic"
     plans: Mapping[str, ConvPlan] | None = None
 

@@ -70,14 +70,20 @@ class Frame:
 
 
 def linear_scale(
-    high: float, start: float, stop: float, *, per_unit: float = 1.0
+    high: float,
+    start: float,
+    stop: float,
+    *,
+    per_unit: float = 1.0,
+    most_ticks: int | None = None,
 ) -> Scale:
     """From 0, with ticks at 1, 2 or 5 times a power of ten of the unit.
 
     Along there may be more of them than upwards.
     """
     most = (high or per_unit) / per_unit
-    spaces = (_MOST_ALONG if stop > start else _MOST_TICKS) - 1
+    usual = _MOST_ALONG if stop > start else _MOST_TICKS
+    spaces = (most_ticks or usual) - 1
     power = 10.0 ** math.floor(math.log10(most / spaces))
     step = next(
         power * factor for factor in (1, 2, 5, 10) if most / (power * factor) <= spaces
@@ -94,10 +100,13 @@ def unit_of(nbytes: float) -> tuple[str, int]:
     )
 
 
-def bytes_axis(high: float, start: float, stop: float) -> tuple[Scale, str, int]:
+def bytes_axis(
+    high: float, start: float, stop: float, *, most_ticks: int | None = None
+) -> tuple[Scale, str, int]:
     """A scale of bytes up to a little above `high`, its unit, and bytes in one."""
     unit, size = unit_of(high)
-    return linear_scale(high * 1.06, start, stop, per_unit=size), unit, size
+    scale = linear_scale(high * 1.06, start, stop, per_unit=size, most_ticks=most_ticks)
+    return scale, unit, size
 
 
 def columns(

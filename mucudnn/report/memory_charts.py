@@ -217,12 +217,21 @@ def speed_chart(
     *,
     width: float = WIDTH,
     height: float = 300.0,
-    most: float | None = None,
+    ticks: int | None = None,
 ) -> Markup:
-    """Speed against budget, as shares of the speed without one."""
+    """Speed against budget, as shares of the speed without one.
+
+    Args:
+        series: What to draw.
+        width: Of the picture.
+        height: Of the picture.
+        ticks: How many along at most.
+    """
     frame = Frame(56.0, width - 14, 26.0, height - 44)
     budgets = [budget for one in series for budget, _ in one.points]
-    x, unit, size = bytes_axis(most or max(budgets, default=1), frame.left, frame.right)
+    x, unit, size = bytes_axis(
+        max(budgets, default=1), frame.left, frame.right, most_ticks=ticks
+    )
     y = linear_scale(1.0, frame.bottom, frame.top, per_unit=0.01)
     parts = "; ".join(
         f"{one.name} {speed:.0%} within {bytes_text(budget)}"

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.schedule import Schedule
+from mucudnn.passes.layout import Layout
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.order import ORDERS, Order
 from mucudnn.passes.placement import ALIGNMENT, Placement, place
@@ -36,7 +37,7 @@ class Prepared:
     """
 
     schedule: Schedule
-    placement: Placement
+    placement: Placement | Layout
     plans: Mapping[str, ConvPlan] = field(default_factory=lambda: MappingProxyType({}))
 
 

@@ -25,6 +25,8 @@ from mucudnn.passes.optimizers import (
     with_updates,
 )
 from mucudnn.passes.order import Order
+from mucudnn.passes.placed import PlacedStep
+from mucudnn.runtime.budgeted import MemoryBudget, prepare_within, tiers_for
 from mucudnn.runtime.evaluation import (
     IMAGE,
     LABEL,
@@ -35,7 +37,7 @@ from mucudnn.runtime.evaluation import (
     read,
 )
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.prepare import Plans, plan_convolutions, prepare
+from mucudnn.runtime.prepare import Plans, Prepared, plan_convolutions, prepare
 from mucudnn.runtime.state import StateStore
 from mucudnn.runtime.tuner import Tuner
 
@@ -83,6 +85,10 @@ class Trainer:
         gradient_accumulation: How many batches of the graph make one step.
         seed: Of the weights.
         plans: Convolution plans made before; what is missing is planned.
+        budget: Device memory that training and evaluation may take; without one
+            everything stays on the device.
+        progress: Called while a step is measured for its budget, with a node's name,
+            how many are done, and of how many.
 
     Attributes:
         backend: Where it computes.
@@ -92,6 +98,7 @@ class Trainer:
         state: Parameters, running statistics and optimizer state.
         steps: Steps taken so far.
         peak_bytes: Device memory: the arena and the state.
+        placed: How the step keeps its budget; None without one.
 
     Raises:
         ValueError: The graphs do not belong together, or a name is unknown.
@@ -112,28 +119,54 @@ class Trainer:
         gradient_accumulation: int = 1,
         seed: int = 0,
         plans: Plans | None = None,
+        budget: MemoryBudget | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         _check_inputs(training)
         steps = step_graphs(
             training, optimizer, when=update_when, parts=gradient_accumulation
         )
-        others = () if evaluation is None else (in_place(evaluation),)
+        others = () if evaluation is None else (evaluation,)
         for graph in others:
             _check_same_network(graph, steps[0])
         self.backend = tuner.backend
         self.batch = training.tensors[IMAGE].shape[0] * gradient_accumulation
         self.graph = steps[-1]
-        self.plans = plan_convolutions(tuner, (*steps, *others), plans)
+        self.placed: PlacedStep | None = None
+        self.plans: Plans = plans or {}
+        if budget is None or budget.convolutions == "fixed":
+            self.plans = plan_convolutions(tuner, (*steps, *others), plans)
+        graphs = (*steps, *others)
+        if budget is None:
+            prepared = [
+                prepare(tuner, in_place(g), order=order, plans=self.plans)
+                for g in graphs
+            ]
+        else:
+            prepared = []
+            for graph in graphs:
+                ready, placed = prepare_within(
+                    tuner,
+                    graph,
+                    budget,
+                    order=order,
+                    plans=self.plans,
+                    progress=progress,
+                )
+                prepared.append(ready)
+                if graph is self.graph:
+                    self.placed = placed
         self.state = StateStore(self.backend.device, *steps, seed=seed)
         self.steps = 0
         self._parts = gradient_accumulation
         self._rate = learning_rate or (lambda step: optimizer.learning_rate)
         self._dtype = training.tensors[training.outputs[0]].dtype
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
-        bound = self._bound(tuner, (*steps, *others), order)
+        bound = self._bound(prepared, budget)
         self._last = bound[len(steps) - 1]
         self._micro = bound[0]
         self._evaluator = Evaluator(others[0], bound[-1]) if others else None
+        self._executors = bound
 
     @property
     def step_ms(self) -> float:
@@ -214,24 +247,43 @@ class Trainer:
             }
             yield (self._last if last else self._micro), feeds
 
+    def close(self) -> None:
+        """End what copies, and give back what was copied to."""
+        for executor in self._executors:
+            executor.close()
+        for tiers in self._tiers:
+            tiers.close()
+
     def _bound(
-        self, tuner: Tuner, graphs: Sequence[Graph], order: str | Order
+        self, prepared: Sequence[Prepared], budget: MemoryBudget | None
     ) -> list[Executor]:
         """Executors that take turns in one arena."""
-        prepared = [prepare(tuner, g, order=order, plans=self.plans) for g in graphs]
+        device = self.backend.device
+        hosts = [
+            None if budget is None else tiers_for(device, p, budget) for p in prepared
+        ]
+        self._tiers = [tiers for tiers in hosts if tiers is not None]
         nbytes = max(p.placement.nbytes for p in prepared)
         arena = self.backend.device.allocate(nbytes)
         self.peak_bytes = nbytes + self.state.nbytes
         return [
-            Executor(self.backend, p.schedule, p.placement, p.plans, self.state, arena)
-            for p in prepared
+            Executor(
+                self.backend,
+                p.schedule,
+                p.placement,
+                p.plans,
+                self.state,
+                arena,
+                host=host,
+            )
+            for p, host in zip(prepared, hosts, strict=True)
         ]
 
 
 def step_graphs(
     forward: Graph, optimizer: Optimizer, *, when: When = "early", parts: int = 1
 ) -> tuple[Graph, ...]:
-    """The graph of a training step.
+    """The graph of a training step, with nothing in place yet.
 
     Args:
         forward: A network with its loss.
@@ -247,9 +299,9 @@ def step_graphs(
         raise ValueError(f"a step has at least one part, got {parts}")
     graph = training_graph(forward)
     if parts == 1:
-        return (in_place(with_updates(graph, optimizer, when=when)),)
+        return (with_updates(graph, optimizer, when=when),)
     both = accumulating(graph, optimizer, parts, when=when)
-    return in_place(both.micro_step), in_place(both.last_step)
+    return both.micro_step, both.last_step
 
 
 def _check_inputs(graph: Graph) -> None:

@@ -5,7 +5,7 @@ anything touches a copy stream: "the current stream" inside a copy stream's cont
 would be the copy stream itself, and the wait would do nothing.
 
 Events are taken from a pool, to which `finish` returns them. Until then the copier
-holds sources and targets: CuPy keeps neither alive (cupy #8068, #8789).
+holds sources and targets: CuPy keeps neither alive for a copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,0 +1,110 @@
+"""`python -m bench.memory_picture memory.json DIR`: one picture a device."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mucudnn.passes.planned import PLANNED
+from mucudnn.report.markup import Markup, tag
+from mucudnn.report.memory_charts import Series, speed_chart
+from mucudnn.report.svg import marker
+
+__all__ = ["picture"]
+
+_ACROSS = 3
+_WIDTH, _HEIGHT, _GAP = 330.0, 236.0, 14.0
+_HEAD, _FOOT = 24.0, 40.0
+_LEGEND_STEP = 118.0
+
+
+def main() -> int:
+    """Draw the results of `python -m bench memory`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    steps = json.loads(options.results.read_text())["steps"]
+    for device in dict.fromkeys(step["device"] for step in steps):
+        mine = [step for step in steps if step["device"] == device]
+        path = options.folder / f"memory_{device}.svg"
+        path.write_text(picture(mine))
+        print(path)
+    return 0
+
+
+def picture(steps: Sequence[Mapping[str, Any]]) -> str:
+    """A panel a network, and the policies' marks below."""
+    rows = -(-len(steps) // _ACROSS)
+    width = _ACROSS * _WIDTH + (_ACROSS - 1) * _GAP
+    panels_end = rows * (_HEAD + _HEIGHT + _GAP)
+    names = list(steps[0]["budgets"][0]["speed"])
+    panels = (_panel(step, *divmod(i, _ACROSS)) for i, step in enumerate(steps))
+    height = panels_end + _FOOT
+    return tag(
+        "svg",
+        tag("title", "Speed of a training step against its memory budget"),
+        tag("style", Markup(_style())),
+        tag("rect", class_="page", x=0, y=0, width=width, height=height, rx=10),
+        panels,
+        _legend(names, panels_end + 10),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"-10 -10 {width + 20:g} {height + 20:g}",
+        width=width,
+        height=height,
+    )
+
+
+def _style() -> str:
+    sheets = (
+        files("mucudnn.report").joinpath(name).read_text(encoding="utf-8")
+        for name in ("style.css", "memory.css")
+    )
+    font = 'svg { font-family: system-ui, "Segoe UI", Roboto, sans-serif; }'
+    page = "svg .page { fill: var(--card); }"
+    return "".join(sheets) + font + page
+
+
+def _panel(step: Mapping[str, Any], row: int, column: int) -> Markup:
+    x = column * (_WIDTH + _GAP)
+    y = row * (_HEAD + _HEIGHT + _GAP)
+    series = [
+        Series(name, _points(step, name), name == PLANNED)
+        for name in step["budgets"][0]["speed"]
+    ]
+    chart = speed_chart(series, width=_WIDTH, height=_HEIGHT, ticks=6)
+    placed = chart.replace(
+        "<svg ", f'<svg x="0" y="{_HEAD:g}" width="{_WIDTH:g}" height="{_HEIGHT:g}" ', 1
+    )
+    name = f"{step['model']}, batch {step['batch']}"
+    return tag(
+        "g",
+        tag("text", name, class_="row-name", x=8, y=14),
+        Markup(placed),
+        transform=f"translate({x:g} {y:g})",
+    )
+
+
+def _points(step: Mapping[str, Any], policy: str) -> tuple[tuple[int, float], ...]:
+    return tuple(
+        (point["budget_bytes"], point["speed"][policy])
+        for point in step["budgets"]
+        if point["speed"].get(policy) is not None
+    )
+
+
+def _legend(names: Sequence[str], top: float) -> list[Markup]:
+    across = 8
+    found = []
+    for i, name in enumerate(names):
+        x, y = 14 + (i % across) * _LEGEND_STEP, top + (i // across) * 18
+        found.append(marker(i, x, y, filled=name == PLANNED))
+        found.append(tag("text", name, x=x + 9, y=y + 3.5))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

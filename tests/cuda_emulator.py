@@ -1,0 +1,95 @@
+"""A launcher that runs CUDA kernels on the host: their source, compiled as C++.
+
+Arrays are NumPy's. Arguments are checked against the kernel's parameters, which CUDA
+would take unseen, and barriers against each other.
+"""
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+from mucudnn.backends.cuda.kernels.program import compiler_options
+
+__all__ = ["COMPILER", "Emulator"]
+
+COMPILER = shutil.which("g++")
+_HEADER = Path(__file__).with_name("cuda_emulator.h")
+_ELEMENTS = {"F": "float32", "D": "float64", "L": "int64", "B": "uint8"}
+_SCALARS = {
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+    "i": ctypes.c_int32,
+    "l": ctypes.c_int64,
+    "u": ctypes.c_uint64,
+}
+
+
+class Emulator:
+    """Kernels on NumPy arrays.
+
+    Args:
+        folder: For compiled sources.
+        wide: Whether indices have 64 bits.
+    """
+
+    def __init__(self, folder, wide=False):
+        self._folder = folder
+        self._wide = wide
+        self.launched = set()
+
+    def launch(self, program, kernel, blocks, *arguments, dtype=None):
+        if 0 in blocks:
+            return
+        name = (arguments[0].dtype if dtype is None else dtype).name
+        library = self._library(program, name)
+        describe = library[f"kinds_{kernel}"]
+        describe.restype = ctypes.c_char_p
+        kinds = describe().decode()
+        assert len(kinds) == len(arguments), (kernel, kinds)
+        passed = [
+            self._passed(kernel, kind, argument)
+            for kind, argument in zip(kinds, arguments, strict=True)
+        ]
+        addresses = (ctypes.c_void_p * len(passed))(*map(ctypes.addressof, passed))
+        fibers = "lane_sum" in program.source or "__syncthreads" in program.source
+        x, y = (*blocks, 1)[:2]
+        met = library[f"run_{kernel}"](x, y, addresses, fibers)
+        assert met, f"{kernel}: some threads ended while others waited for them"
+        self.launched.add((program, kernel))
+
+    def matmul(self, a, b, out):
+        np.matmul(a, b, out=out)
+
+    def copy(self, source, target):
+        target[...] = source
+
+    def _passed(self, kernel, kind, argument):
+        if isinstance(argument, np.ndarray):
+            workspace = argument.dtype == np.uint8 and kind in "FD"
+            assert workspace or argument.dtype == _ELEMENTS[kind], (kernel, kind)
+            assert argument.flags.c_contiguous
+            return ctypes.c_void_p(argument.ctypes.data)
+        if isinstance(argument, int):
+            assert kind == ("l" if self._wide else "i"), (kernel, kind, argument)
+        elif isinstance(argument, float):
+            assert kind == "d", (kernel, kind, argument)
+        else:
+            assert isinstance(argument, np.uint64), (kernel, argument)
+            assert kind == "u", (kernel, kind, argument)
+        return _SCALARS[kind](argument)
+
+    def _library(self, program, dtype):
+        options = [*compiler_options(dtype, wide=self._wide), "-O1", "-w"]
+        text = f'#include "{_HEADER}"\n{program.source}\n' + "".join(
+            f"ENTRY({name})\n" for name in program.kernels
+        )
+        digest = hashlib.sha256(f"{options}{text}".encode()).hexdigest()[:16]
+        built = self._folder / f"{digest}.so"
+        if not built.exists():
+            command = [COMPILER, "-shared", "-fPIC", *options, "-x", "c++", "-"]
+            subprocess.run([*command, "-o", built], input=text, text=True, check=True)
+        return ctypes.CDLL(str(built))

@@ -1,0 +1,267 @@
+"""Small cases of every operation, on which backends should agree."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mucudnn.ir.tensor import TensorSpec
+from tests.kernel_cases import ADAM, DECAYED, PLAIN, normal
+
+__all__ = ["Case", "cases", "compute"]
+
+GUARD = 64  # elements around an array that nobody should touch
+
+
+@dataclass
+class Case:
+    op: str
+    inputs: list[Any]
+    outputs: list[Any]  # (shape, dtype)
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+
+def compute(kernel, case, to=lambda a: a, back=lambda a: a, place=None):
+    """What a kernel leaves in outputs and inputs.
+
+    Args:
+        kernel: Of any backend.
+        case: What to compute.
+        to: Takes an array to the backend.
+        back: And from it.
+        place: Which input the first output overwrites.
+    """
+    rooms = [_room(a.shape, a.dtype) for a in case.inputs]
+    rooms += [_room(*output) for output in case.outputs]
+    rooms = [to(room) for room in rooms]
+    untouched = [back(room).copy() for room in rooms]
+    arrays = [
+        _inside(room, shape)
+        for room, shape in zip(
+            rooms,
+            [a.shape for a in case.inputs] + [shape for shape, _ in case.outputs],
+            strict=True,
+        )
+    ]
+    count = len(case.inputs)
+    inputs, outputs = arrays[:count], arrays[count:]
+    for array, values in zip(inputs, case.inputs, strict=True):
+        array[...] = to(values)
+    if place is not None:
+        outputs[0] = inputs[place]
+    nbytes = kernel.workspace(_specs(inputs), _specs(outputs), case.attrs)
+    scratch = to(np.full(nbytes + GUARD, 0xFF, np.uint8))
+    kernel.run(inputs, outputs, case.attrs, scratch[:nbytes] if nbytes else None)
+    assert (back(scratch[nbytes:]) == 0xFF).all(), f"{case.op}: workspace overrun"
+    for room, before in zip(rooms, untouched, strict=True):
+        for edge in (slice(None, GUARD), slice(-GUARD, None)):
+            assert back(room[edge]).tobytes() == before[edge].tobytes(), case.op
+    changed = [a for i, a in enumerate(inputs) if i != place]
+    return [back(a).copy() for a in (*outputs, *changed)]
+
+
+def _room(shape, dtype):
+    """Bits that are NaN in any float, with margins."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape)) + 2 * GUARD
+    return np.full(size * dtype.itemsize, 0xFF, np.uint8).view(dtype)
+
+
+def _inside(room, shape):
+    return room[GUARD : room.size - GUARD].reshape(shape)
+
+
+def _specs(arrays):
+    return [TensorSpec(f"t{i}", a.shape, a.dtype.name) for i, a in enumerate(arrays)]
+
+
+def cases(dtype):
+    """All of them, in one precision."""
+    yield from _activations(dtype)
+    yield from _copies(dtype)
+    yield from _norms(dtype)
+    yield from _pools(dtype)
+    yield from _losses(dtype)
+    yield from _updates(dtype)
+
+
+def _activations(dtype):
+    x, dy = normal(3, 7, 41, dtype=dtype) * 2, normal(3, 7, 41, seed=1, dtype=dtype)
+    x[0, 0, :3] = 0, -0.0, 100
+    same = [(x.shape, dtype)]
+    slope = {"slope": 0.1}
+    for op in ("relu", "gelu", "sigmoid", "tanh"):
+        yield Case(op, [x], same)
+        yield Case(f"{op}_grad", [x, dy], same)
+    yield Case("leaky_relu", [x], same, slope)
+    yield Case("leaky_relu_grad", [x, dy], same, slope)
+    yield Case("add", [x, dy], same)
+    yield Case("multiply", [x, dy], same)
+    yield Case("scale", [x], same, {"factor": -1.5})
+    for shape in ((5, 3), (2, 5, 7, 3), (9, 70, 2), (3000, 40)):
+        x = normal(*shape, dtype=dtype)
+        yield Case("bias", [x, normal(shape[1], dtype=dtype)], [(shape, dtype)])
+        yield Case("bias_grad", [x], [(shape[1:2], dtype)])
+    for turn_a, turn_b in np.ndindex(2, 2):
+        a = normal(*((5, 4) if turn_a else (4, 5)), dtype=dtype)
+        b = normal(*((3, 5) if turn_b else (5, 3)), dtype=dtype)
+        attrs = {"transpose_a": bool(turn_a), "transpose_b": bool(turn_b)}
+        yield Case("matmul", [a, b], [((4, 3), dtype)], attrs)
+    for size, p, seed, step in (
+        (100, 0.5, 7, 2),
+        (5000, 0.1, -3, 0),
+        (131072 + 4099, 0.3, 1 << 63, 1 << 40),
+        (70, 0.0, 0, 0),
+        (70, 1.0, 0, 0),
+        (70, 0.999999, 0, 5),
+    ):
+        x = normal(size, dtype=dtype)
+        attrs = {"p": p, "seed": seed}
+        yield Case("dropout", [x, np.array(step)], [(x.shape, dtype)], attrs)
+
+
+def _copies(dtype):
+    x = normal(2, 3, 5, 4, dtype=dtype)
+    yield Case("identity", [x], [(x.shape, dtype)])
+    for other in ("f4", "f8"):
+        yield Case("cast", [x], [(x.shape, other)])
+    yield Case("fill", [], [((3, 4), dtype)], {"value": 2.5})
+    yield Case("fill", [], [((), dtype)], {"value": 1})
+    for axis in range(4):
+        shape = np.concatenate([x, x], axis).shape
+        yield Case("concat", [x, x * 2], [(shape, dtype)], {"axis": axis})
+    corner = {"starts": (0, 1, 2, 0), "stops": (2, 3, 4, 4)}
+    yield Case("slice", [x], [((2, 2, 2, 4), dtype)], corner)
+    margins = {"before": (0, 1, 2, 0), "after": (1, 0, 2, 3)}
+    yield Case("pad", [x], [((3, 4, 9, 7), dtype)], margins)
+    for spatial, scale in (
+        ((5,), (2,)),
+        ((1,), (3,)),
+        ((4, 3), (2, 3)),
+        ((1, 6), (4, 1)),
+        ((2, 3, 2), (2, 2, 3)),
+    ):
+        x = normal(2, 3, *spatial, dtype=dtype)
+        large = (2, 3, *(n * s for n, s in zip(spatial, scale, strict=True)))
+        for kind in ("nearest", "bilinear"):
+            attrs = {"scale": scale}
+            yield Case(f"upsample_{kind}", [x], [(large, dtype)], attrs)
+            dy = normal(*large, seed=1, dtype=dtype)
+            yield Case(f"upsample_{kind}_grad", [dy], [(x.shape, dtype)], attrs)
+
+
+def _norms(dtype):
+    for shape in ((6, 40), (4, 3, 7), (3, 19, 5, 4), (2, 4, 3, 2, 5), (9, 2, 40, 30)):
+        x, dy = normal(*shape, dtype=dtype) * 3 + 2, normal(*shape, seed=1, dtype=dtype)
+        C = shape[1:2]
+        gamma, beta, mean, var = (
+            normal(*C, seed=i, dtype=dtype) ** 2 + 0.5 for i in range(4)
+        )
+        inputs, outputs = [x, gamma, beta, mean, var], [(shape, dtype)]
+        both = [*outputs, (C, dtype), (C, dtype)]
+        for update in (False, True):
+            attrs = {"eps": 1e-3, "momentum": 0.2, "update": update}
+            yield Case("batch_norm", inputs, both, attrs)
+        yield Case("batch_norm_eval", inputs, outputs, {"eps": 1e-3})
+        yield Case("batch_norm_grad", [x, dy, gamma, mean, var], both)
+    yield from _group_norms(dtype)
+    for shape in ((3, 6, 5, 4), (2, 9), (2, 3, 7)):
+        x, y, dy = (normal(*shape, seed=i, dtype=dtype) for i in range(3))
+        for size, beta in ((5, 0.75), (4, 0.5), (3, 0.6), (1, 1.0), (9, 0.75)):
+            attrs = {"size": size, "alpha": 0.2, "beta": beta, "k": 1.5}
+            yield Case("lrn", [x], [(shape, dtype)], attrs)
+            yield Case("lrn_grad", [x, y, dy], [(shape, dtype)], attrs)
+
+
+def _group_norms(dtype):
+    for shape, groups, per_element in (
+        ((3, 8), 4, False),
+        ((3, 8, 5, 7), 2, False),
+        ((2, 6, 3), 6, False),
+        ((5, 30), 1, True),
+        ((2, 3, 20, 11), 1, True),
+        ((600, 20, 4, 4), 5, False),
+    ):
+        x, dy = normal(*shape, dtype=dtype) + 3, normal(*shape, seed=1, dtype=dtype)
+        wide = shape[1:] if per_element else shape[1:2]
+        gamma, beta = (normal(*wide, seed=i, dtype=dtype) for i in (2, 3))
+        attrs = {"groups": groups, "eps": 1e-4, "per_element": per_element}
+        small = (shape[0], groups)
+        outputs = [(shape, dtype), (small, dtype), (small, dtype)]
+        if shape[0] < 100:  # of many, only the gradients of gamma are another way
+            yield Case("group_norm", [x, gamma, beta], outputs, attrs)
+            mean, inv = normal(*small, dtype=dtype), normal(*small, dtype=dtype) ** 2
+            outputs = [(shape, dtype), (wide, dtype), (wide, dtype)]
+            inputs = [x, dy, gamma, mean, inv]
+            yield Case("group_norm_grad", inputs, outputs, attrs)
+
+
+def _pools(dtype):
+    for spatial, kernel, stride, padding, extra in (
+        ((9,), (3,), (2,), (1,), (0,)),
+        ((7, 8), (3, 2), (2, 2), (1, 0), (0, 0)),
+        ((8, 8), (3, 3), (2, 2), (0, 0), (1, 1)),
+        ((5, 6), (2, 2), (3, 4), (0, 0), (0, 0)),
+        ((3, 5, 4), (2, 3, 2), (1, 2, 2), (1, 1, 0), (0, 0, 0)),
+        ((6, 5), (6, 5), (1, 1), (0, 0), (0, 0)),
+        ((20, 30), (20, 30), (20, 30), (0, 0), (0, 0)),
+    ):
+        sizes = zip(spatial, kernel, stride, padding, extra, strict=True)
+        out = tuple((n + 2 * p + e - k) // s + 1 for n, k, s, p, e in sizes)
+        x = normal(2, 5, *spatial, dtype=dtype)
+        dy = normal(2, 5, *out, seed=1, dtype=dtype)
+        attrs = {
+            "kernel": kernel,
+            "stride": stride,
+            "padding": padding,
+            "extra": extra,
+        }
+        image, result = (x.shape, dtype), (dy.shape, dtype)
+        if np.prod(kernel) < 256:
+            outputs = [result, (dy.shape, "u1")]
+            for values in (x, np.sign(x), np.where(x > 1, np.nan, x)):
+                yield Case("max_pool", [values.astype(dtype)], outputs, attrs)
+            chosen = np.random.default_rng(0).integers(0, np.prod(kernel), dy.shape)
+            yield Case("max_pool_grad", [dy, chosen.astype("u1")], [image], attrs)
+        for padded in (False, True):
+            counted = attrs | {"count_include_pad": padded}
+            yield Case("avg_pool", [x], [result], counted)
+            yield Case("avg_pool_grad", [dy], [image], counted)
+
+
+def _losses(dtype):
+    rng = np.random.default_rng(0)
+    scalar = ((), dtype)
+    for shape in ((7, 5), (3, 300), (3, 4, 6), (2, 3, 9, 11), (700, 3)):
+        x = normal(*shape, dtype=dtype) * 5 + 100
+        labels = rng.integers(0, shape[1], (shape[0], *shape[2:]))
+        p = np.abs(normal(*shape, dtype=dtype))
+        like = (shape, dtype)
+        yield Case("softmax_cross_entropy", [x, labels], [scalar, like])
+        inputs = [p, labels, np.array(3, dtype)]
+        yield Case("softmax_cross_entropy_grad", inputs, [like])
+        coarse = np.round(x / 4)
+        coarse[0, 0] = np.nan
+        for k in (1, 3):
+            yield Case("accuracy", [coarse, labels], [((), "i8")], {"k": k})
+        yield Case("mean_squared_error", [x, p], [scalar])
+        inputs = [x, p, np.array(0.5, dtype)]
+        yield Case("mean_squared_error_grad", inputs, [like])
+
+
+def _updates(dtype):
+    w, dw = normal(70, 11, dtype=dtype), normal(70, 11, seed=1, dtype=dtype)
+    lr, step = np.array(0.1, dtype), np.array(3)
+    m, v = normal(70, 11, seed=2, dtype=dtype), normal(70, 11, seed=3, dtype=dtype) ** 2
+    for common in (PLAIN, DECAYED):
+        yield Case("sgd", [w, dw, lr], [], common)
+        for nesterov in (False, True):
+            attrs = common | {"momentum": 0.9, "nesterov": nesterov}
+            yield Case("momentum", [w, dw, lr, m], [], attrs)
+        for decoupled in (False, True):
+            attrs = ADAM | common | {"decoupled": decoupled}
+            yield Case("adam", [w, dw, lr, step, m, v], [], attrs)
+        yield Case("adagrad", [w, dw, lr, v], [], common | {"eps": 1e-3})
+        attrs = common | {"eps": 1e-3, "alpha": 0.9}
+        yield Case("rmsprop", [w, dw, lr, v], [], attrs)
+    yield Case("accumulate", [w, dw], [], {"factor": 0.25})

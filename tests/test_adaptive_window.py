@@ -1,0 +1,105 @@
+"""The two windows keep to one budget, and are empty in the end."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.profile import Profile
+from mucudnn.passes.adaptive_window import PREFETCH_FACTOR, windows
+from mucudnn.passes.occupancy import GRANULARITY
+from mucudnn.passes.residency import EVERYTHING, Residency
+from mucudnn.passes.step_plan import first_plans, plan_residency, prepare
+from mucudnn.passes.verify import verify
+from tests.random_graphs import profiles, residencies, training_graphs
+from tests.test_simulate import layers
+
+PAGED = {EVERYTHING: Residency.PAGE}
+
+
+def problem_of(graph, profile, residency, budget):
+    ready = prepare(graph, profile, residency)
+    plans = first_plans(ready.profile, "least", None)
+    return ready.problem(plans, budget)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_both_windows_share_the_budget_and_end_empty(data):
+    graph = data.draw(training_graphs(most=14, updates=data.draw(st.booleans())))
+    profile = data.draw(profiles(graph))
+    residency = data.draw(st.one_of(residencies(graph), st.just(PAGED)))
+    least = prepare(graph, profile, residency).least_peak()
+    budget = least + data.draw(st.sampled_from([0, 1, 512, 2048, 10_000, 50_000]))
+    problem = problem_of(graph, profile, residency, budget)
+    found = windows(problem)
+    for i, node in enumerate(problem.graph.nodes):
+        scratch = problem.workspaces.get(node.name, 0)
+        room = budget - problem.resident - scratch
+        assert found.in_bytes[i] + found.out_bytes[i] <= room, node.name
+        assert found.prefetch_bytes[i] <= PREFETCH_FACTOR * (budget - problem.resident)
+        assert found.in_bytes[i] <= found.prefetch_bytes[i]
+        there = sum(s.nbytes for s in found.stays if s.start <= i <= s.stop)
+        assert there <= found.in_bytes[i] + found.out_bytes[i], node.name
+    assert found.in_bytes[-1] == found.out_bytes[-1] == found.prefetch_bytes[-1] == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_without_gaps_of_its_own_everything_may_leave(data):
+    graph = data.draw(training_graphs())
+    profile = data.draw(profiles(graph))
+    least = prepare(graph, profile, PAGED).least_peak()
+    for residency in ({}, PAGED):
+        plan = plan_residency(
+            graph, profile, residency, budget=least, scheduler="adaptive_window"
+        )
+        assert verify(plan.schedule, least, granularity=GRANULARITY) <= least
+    with pytest.raises(PlanningError, match="short"):
+        plan_residency(
+            graph, profile, {}, budget=least - 1, scheduler="adaptive_window"
+        )
+
+
+def test_what_is_met_again_in_time_never_leaves():
+    graph, profile, _ = layers()
+    peak = plan_residency(graph, profile, {}, budget=math.inf).peak_bytes
+    found = windows(problem_of(graph, profile, {}, peak))
+    assert not any(stay.copied_in for stay in found.stays)
+    tight = windows(problem_of(graph, profile, {}, peak - GRANULARITY))
+    assert any(stay.copied_in for stay in tight.stays)
+
+
+def test_a_clean_copy_is_not_made_twice():
+    """Paged away time and again, what nobody writes leaves the device once."""
+    graph, profile, _ = layers()
+    least = prepare(graph, profile, PAGED).least_peak()
+    found = windows(problem_of(graph, profile, PAGED, least))
+    written = {}
+    for stay in found.stays:
+        if stay.copied_out:
+            written.setdefault(stay.storage, []).append(stay)
+        assert stay.kept_on_host or not stay.copied_out
+    uses = problem_of(graph, profile, PAGED, least).uses
+    for storage, stays in written.items():
+        for one, two in pairwise(stays):
+            assert any(one.last < w <= two.last for w in uses[storage].writes)
+
+
+def test_time_does_not_matter_to_it():
+    graph, profile, _ = layers()
+    least = prepare(graph, profile, PAGED).least_peak()
+    slow = Profile(
+        node_ms=dict.fromkeys(profile.node_ms, 100.0),
+        workspaces={},
+        fronts={},
+        out_bytes_per_ms=1.0,
+        in_bytes_per_ms=7.0,
+    )
+    stays = [
+        windows(problem_of(graph, p, PAGED, least + 4096)).stays
+        for p in (profile, slow)
+    ]
+    assert stays[0] == stays[1]

@@ -1,0 +1,274 @@
+"""Whole steps under a budget: named policies, the search, and the least budget."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.conv import AlgoPerf, ConvPlan
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.sizes import format_bytes
+from mucudnn.models import get_model
+from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.exact_residency import exact
+from mucudnn.passes.occupancy import GRANULARITY
+from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
+from mucudnn.passes.policies import vdnn_all, vdnn_conv
+from mucudnn.passes.residency import (
+    POLICIES,
+    RECOMPUTED,
+    Residency,
+    Step,
+    saved_tensors,
+)
+from mucudnn.passes.step_plan import Preparer, plan_residency, prepare
+from mucudnn.passes.verify import verify
+from tests.random_graphs import profiles, training_graphs
+
+MODELS = ("alexnet", "resnet18", "resnet20", "densenet40", "unet2d_bn", "googlenet")
+CHOICES = (Residency.KEEP, Residency.OFFLOAD, *RECOMPUTED)
+
+
+def model_profile(graph, rate=2e6):
+    """Times by bytes and operations, workspaces that buy time."""
+    node_ms, fronts = {}, {}
+    for node in graph.nodes:
+        nbytes = sum(graph.tensors[name].nbytes for name in node.tensors)
+        node_ms[node.name] = 0.002 + nbytes / 5e7
+        if node.op == "conv":
+            problem = node.attrs["problem"]
+            fronts[node.name] = tuple(
+                ConvPlan(
+                    problem,
+                    (
+                        AlgoPerf(
+                            algo=name,
+                            batch=problem.batch,
+                            time_ms=0.005 + factor * problem.flops / 1e9,
+                            workspace=int(share * nbytes),
+                        ),
+                    ),
+                )
+                for name, factor, share in (("a", 2, 0), ("b", 1.4, 0.2), ("c", 1, 1))
+            )
+            node_ms[node.name] = fronts[node.name][-1].time_ms
+    return Profile(
+        node_ms=node_ms,
+        workspaces={},
+        fronts=fronts,
+        out_bytes_per_ms=rate,
+        in_bytes_per_ms=rate,
+    )
+
+
+def budgets(graph, profile, *shares):
+    """Between the least and what nothing has to move in."""
+    least = minimum_budget(graph, profile)
+    most = plan_step(graph, profile, budget=math.inf, policy="keep_all").peak_bytes
+    return [least + int(share * (most - least)) for share in shares]
+
+
+def names():
+    return [name for name in policy_names() if name != "planned"]
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_planned_is_never_slower_than_a_named_policy(data):
+    graph = data.draw(training_graphs(most=5))
+    profile = data.draw(profiles(graph))
+    share = data.draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+    (budget,) = budgets(graph, profile, share)
+    ours = plan_step(graph, profile, budget=budget)
+    assert verify(ours.schedule, budget, granularity=GRANULARITY) <= budget
+    assert ours.policy == "planned"
+    for name, scheduler in itertools.product(names(), ["timed", None]):
+        try:
+            other = plan_step(
+                graph, profile, budget=budget, policy=name, scheduler=scheduler
+            )
+        except PlanningError:
+            continue
+        assert ours.prediction.step_ms <= other.prediction.step_ms
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_planned_is_as_good_as_every_combination(data):
+    graph = data.draw(training_graphs(most=2))
+    saved = saved_tensors(graph)
+    profile = data.draw(profiles(graph))
+    share = data.draw(st.sampled_from([0.1, 0.4, 0.7]))
+    (budget,) = budgets(graph, profile, share)
+    preparer = Preparer(graph, profile)
+    best = math.inf
+    largest = sorted(saved, key=lambda s: -s.nbytes)[:4]
+    for choices in itertools.product(CHOICES, repeat=len(largest)):
+        residency = dict(zip((s.name for s in largest), choices, strict=True))
+        try:
+            plan = plan_residency(
+                graph, profile, residency, budget=budget, preparer=preparer
+            )
+        except PlanningError:
+            continue
+        best = min(best, plan.prediction.step_ms)
+    ours = plan_step(graph, profile, budget=budget)
+    assert ours.prediction.step_ms <= 1.03 * best
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_the_least_budget_works_and_a_byte_less_does_not(data):
+    graph = data.draw(training_graphs(most=5, updates=data.draw(st.booleans())))
+    profile = data.draw(profiles(graph))
+    least = minimum_budget(graph, profile)
+    plan = plan_step(graph, profile, budget=least)
+    assert verify(plan.schedule, least, granularity=GRANULARITY) <= least
+    with pytest.raises(PlanningError) as caught:
+        plan_step(graph, profile, budget=least - 1)
+    message = str(caught.value)
+    assert "bytes) short: node '" in message
+    assert f"the least budget that works is {plan_text(least)}" in message
+    named = message.split("node '")[1].split("'")[0]
+    assert named.partition("~")[0] in graph.by_name
+
+
+def plan_text(nbytes):
+    return f"{format_bytes(nbytes)} ({nbytes} bytes)"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_planned_needs_less_than_superneurons(name):
+    graph = training_graph(get_model(name)(2))
+    profile = model_profile(graph)
+    step = Step(graph, profile, 0.0)
+    ours = minimum_budget(graph, profile)
+    for policy in ("superneurons", "superneurons_speed", "superneurons_memory"):
+        other = prepare(graph, profile, POLICIES.resolve(policy)(step)).least_peak()
+        assert ours < other
+    plan = plan_step(graph, profile, budget=ours, policy="paging")
+    assert plan.peak_bytes <= ours
+
+
+@pytest.mark.parametrize("name", ["lenet", "resnet20"])
+def test_more_memory_is_never_slower_on_models(name):
+    graph = training_graph(get_model(name)(16))
+    profile = model_profile(graph)
+    times = [
+        plan_step(graph, profile, budget=budget).prediction.step_ms
+        for budget in budgets(graph, profile, 0.0, 1.0)
+    ]
+    unbounded = plan_step(graph, profile, budget=math.inf).prediction.step_ms
+    assert times[0] >= times[1] >= unbounded
+
+
+@pytest.fixture(scope="module")
+def vgg():
+    graph = training_graph(get_model("vgg16")(4, image=64))
+    return graph, model_profile(graph)
+
+
+def fits(graph, profile, residency, convolutions, budget):
+    try:
+        return plan_residency(
+            graph,
+            profile,
+            residency,
+            budget=budget,
+            scheduler="on_demand",
+            convolutions=convolutions,
+        )
+    except PlanningError:
+        return None
+
+
+def test_vdnn_dyn_takes_the_first_that_fits(vgg):
+    graph, profile = vgg
+    step = Step(graph, profile, math.inf)
+    conv, every = vdnn_conv(step), vdnn_all(step)
+    row = [({}, "fastest"), (conv, "fastest"), (every, "fastest")]
+    ready = prepare(graph, profile, every).least_peak()
+    most = fits(graph, profile, {}, "fastest", math.inf).peak_bytes
+    seen = set()
+    for part in range(21):
+        budget = ready + (most - ready) * part // 20
+        plan = plan_step(graph, profile, budget=budget, policy="vdnn_dyn")
+        assert plan.peak_bytes <= budget
+        assert plan.scheduler == "on_demand"
+        expected = next(
+            (r for r, c in row if fits(graph, profile, r, c, budget) is not None), None
+        )
+        if expected is None:
+            least = prepare(graph, profile, conv).least_peak()
+            expected = conv if least <= budget else every
+        assert plan.residency == expected
+        seen.add(len(plan.residency))
+    assert len(seen) > 1
+    with pytest.raises(PlanningError, match="short"):
+        plan_step(graph, profile, budget=ready - 1, policy="vdnn_dyn")
+
+
+def test_vdnn_dyn_spends_what_is_left_on_algorithms(vgg):
+    graph, profile = vgg
+    least = prepare(graph, profile, vdnn_all(Step(graph, profile, 0.0))).least_peak()
+    plan = plan_step(graph, profile, budget=least + (1 << 19), policy="vdnn_dyn")
+    smallest = fits(graph, profile, vdnn_all(Step(graph, profile, 0.0)), "least", least)
+    assert {p.steps[0].algo for p in plan.plans.values()} > {"a"}
+    assert plan.prediction.compute_ms < smallest.prediction.compute_ms
+
+
+def test_fixed_convolutions_stay_fixed(vgg):
+    graph, profile = vgg
+    plans = {name: front[1] for name, front in profile.fronts.items()}
+    for policy in ("planned", "vdnn_dyn", "superneurons"):
+        plan = plan_step(
+            graph,
+            profile,
+            budget=10**10,
+            policy=policy,
+            convolutions="fixed",
+            plans=plans,
+        )
+        assert all(plan.plans[n] == plans[n.partition("~")[0]] for n in plan.plans)
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_exact_residencies_fit(data):
+    graph = data.draw(training_graphs(most=5))
+    profile = data.draw(profiles(graph))
+    share = data.draw(st.sampled_from([0.1, 0.5, 1.0]))
+    (budget,) = budgets(graph, profile, share)
+    preparer = Preparer(graph, profile)
+    found = exact(Step(graph, profile, budget), preparer)
+    if found is None:
+        return
+    assert preparer(found.residency).least_peak() <= budget
+    assert found.gap >= 0.0
+    assert set(found.residency) <= {s.name for s in saved_tensors(graph)}
+
+
+def test_exact_keeps_everything_where_it_fits():
+    graph = training_graph(get_model("lenet")(8))
+    profile = model_profile(graph)
+    step = Step(graph, profile, 1e12)
+    found = exact(step, Preparer(graph, profile))
+    assert found is not None
+    assert found.residency == {}
+    unbounded = plan_step(graph, profile, budget=1e12)
+    assert found.step_ms == pytest.approx(unbounded.prediction.step_ms)
+
+
+def test_unknown_names_are_refused():
+    graph = training_graph(get_model("lenet")(2))
+    profile = model_profile(graph)
+    with pytest.raises(ValueError, match=r"unknown policy 'x'; choose one of: .*vdnn"):
+        plan_step(graph, profile, budget=1e9, policy="x")
+    with pytest.raises(ValueError, match="unknown scheduler 'x'"):
+        plan_step(graph, profile, budget=1e9, scheduler="x")
+    with pytest.raises(ValueError, match="unknown choice 'x' of plans"):
+        plan_step(graph, profile, budget=1e9, convolutions="x")
+    with pytest.raises(ValueError, match="fixed convolutions need their plans"):
+        plan_step(graph, profile, budget=1e9, convolutions="fixed")

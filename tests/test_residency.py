@@ -1,0 +1,188 @@
+"""What is saved, what it takes to have it again, and what each policy decides."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.ir.graph import Phase
+from mucudnn.ir.profile import Profile
+from mucudnn.models import MODELS
+from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.chains import EXPENSIVE, chain, is_checkpoint
+from mucudnn.passes.planned import policy_names
+from mucudnn.passes.residency import (
+    EVERYTHING,
+    POLICIES,
+    Residency,
+    Step,
+    saved_tensors,
+)
+from tests.random_graphs import profiles, training_graphs
+
+NAMES = {
+    "cost_based",
+    "keep_all",
+    "lru",
+    "paging",
+    "superneurons",
+    "superneurons_memory",
+    "superneurons_speed",
+    "vdnn_all",
+    "vdnn_conv",
+}
+
+
+def flat_profile(graph, ms=1.0, rate=1e6):
+    return Profile(
+        node_ms={node.name: ms for node in graph.nodes},
+        workspaces={},
+        fronts={},
+        out_bytes_per_ms=rate,
+        in_bytes_per_ms=rate,
+    )
+
+
+def step_of(graph, budget=math.inf):
+    return Step(graph, flat_profile(graph), budget)
+
+
+def alexnet():
+    return training_graph(MODELS["alexnet"](2))
+
+
+def test_the_table():
+    assert set(POLICIES.table) == NAMES
+    assert set(policy_names()) == NAMES | {"planned", "vdnn_dyn"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_saved_tensors_are_those_that_both_passes_use(data):
+    graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
+    found = {saved.name: saved for saved in saved_tensors(graph)}
+    for name, spec in graph.tensors.items():
+        if spec.alias is not None:
+            continue
+        writer = graph.producers.get(name)
+        uses = [
+            i
+            for i, node in enumerate(graph.nodes)
+            if any(graph.storages[t] == name for t in node.inputs)
+        ]
+        backward = [i for i in uses if graph.nodes[i].phase is not Phase.FORWARD]
+        forward = writer is not None and writer.phase is Phase.FORWARD
+        assert (name in found) == bool(forward and backward)
+        if name in found:
+            saved = found[name]
+            assert saved.again == backward[0]
+            assert saved.first <= saved.last < saved.again
+            assert graph.nodes[saved.first] is saved.producer is writer
+            assert saved.nbytes == spec.nbytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_chain_needs_nothing_that_is_not_there(data):
+    graph = data.draw(training_graphs())
+    saved = saved_tensors(graph)
+    names = {s.name for s in saved}
+    for one in saved:
+        there = {*graph.inputs, *(names - {one.name})}
+        for node in chain(graph, one.name, names.__contains__):
+            assert all(t in there or graph.storages[t] in there for t in node.inputs)
+            there.update(node.outputs)
+        assert one.name in there
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), name=st.sampled_from(sorted(NAMES)))
+def test_policies_speak_of_saved_tensors_only(data, name):
+    graph = data.draw(training_graphs())
+    step = Step(graph, data.draw(profiles(graph)), data.draw(st.floats(0, 1e6)))
+    found = POLICIES.resolve(name)(step)
+    assert set(found) <= {s.name for s in saved_tensors(graph)} | {EVERYTHING}
+    assert all(isinstance(choice, Residency) for choice in found.values())
+
+
+def offloaded(policy, graph):
+    found = POLICIES.resolve(policy)(step_of(graph))
+    return {name for name, choice in found.items() if choice is Residency.OFFLOAD}
+
+
+def test_vdnn_conv_offloads_inputs_of_convolutions():
+    graph = alexnet()
+    read = {
+        graph.storages[node.inputs[0]]
+        for node in graph.nodes
+        if node.op == "conv" and node.phase is Phase.FORWARD
+    }
+    assert offloaded("vdnn_conv", graph) == read - set(graph.inputs)
+    assert offloaded("vdnn_conv", graph) < offloaded("vdnn_all", graph)
+
+
+def test_vdnn_leaves_the_classifier_alone():
+    graph = alexnet()
+    first = next(i for i, node in enumerate(graph.nodes) if node.op == "matmul")
+    behind = {s.name for s in saved_tensors(graph) if s.first >= first}
+    assert behind
+    assert not behind & offloaded("vdnn_all", graph)
+
+
+def test_superneurons_offloads_checkpoints_and_computes_the_rest_again():
+    graph = training_graph(MODELS["resnet18"](2))
+    names = {s.name for s in saved_tensors(graph)}
+    for policy, modes in (
+        ("superneurons_speed", {Residency.RECOMPUTE}),
+        ("superneurons_memory", {Residency.RECOMPUTE_EACH}),
+        ("superneurons", {Residency.RECOMPUTE, Residency.RECOMPUTE_EACH}),
+    ):
+        found = POLICIES.resolve(policy)(step_of(graph))
+        assert found.keys() == names
+        for name, choice in found.items():
+            moved = is_checkpoint(graph, name, names.__contains__)
+            assert (choice is Residency.OFFLOAD) == moved
+            assert moved or choice in modes
+    producers = {graph.producers[name].op for name in names}
+    assert producers & EXPENSIVE
+
+
+def test_cost_based_moves_nothing_where_everything_fits():
+    graph = alexnet()
+    assert POLICIES.resolve("cost_based")(step_of(graph)) == {}
+    everything = POLICIES.resolve("cost_based")(step_of(graph, 0.0))
+    assert everything.keys() == {s.name for s in saved_tensors(graph)}
+
+
+def test_cost_based_takes_more_as_the_budget_shrinks():
+    graph = alexnet()
+    policy = POLICIES.resolve("cost_based")
+    total = sum(s.nbytes for s in graph.tensors.values())
+    sizes = [len(policy(step_of(graph, total * part / 8))) for part in range(9)]
+    assert all(one >= two for one, two in itertools.pairwise(sizes))
+    assert sizes[0] > sizes[-1]
+
+
+def test_a_slow_link_has_more_computed_again():
+    graph = alexnet()
+    policy = POLICIES.resolve("cost_based")
+
+    def again(rate):
+        found = policy(Step(graph, flat_profile(graph, rate=rate), 0.0))
+        return sum(choice is Residency.RECOMPUTE for choice in found.values())
+
+    assert again(1e12) == 0
+    assert again(1.0) > 0
+
+
+@pytest.mark.parametrize("name", ["relu", "bias"])
+def test_what_overwrites_a_convolution_counts_for_it(name):
+    g = GraphBuilder()
+    x = g.conv(g.input("image", (2, 3, 4, 4)), 3, 3, padding=1)
+    x = g.relu(x)
+    graph = g.build(x)
+    (node,) = (n for n in graph.nodes if n.op == name)
+    assert is_checkpoint(graph, node.outputs[0], lambda _: False)
+    assert not is_checkpoint(graph, node.outputs[0], lambda _: True)
