@@ -17,8 +17,8 @@ __all__ = ["picture"]
 
 _ACROSS = 3
 _WIDTH, _HEIGHT, _GAP = 330.0, 236.0, 14.0
-_HEAD, _FOOT = 24.0, 40.0
-_LEGEND_STEP = 118.0
+_HEAD, _FOOT, _MARGIN = 24.0, 40.0, 12.0
+_LEGEND_STEP = 200.0
 
 
 def main() -> int:
@@ -44,17 +44,19 @@ def picture(steps: Sequence[Mapping[str, Any]]) -> str:
     names = list(steps[0]["budgets"][0]["speed"])
     panels = (_panel(step, *divmod(i, _ACROSS)) for i, step in enumerate(steps))
     height = panels_end + _FOOT
+    m = _MARGIN
+    full = (width + 2 * m, height + 2 * m)
     return tag(
         "svg",
         tag("title", "Speed of a training step against its memory budget"),
         tag("style", Markup(_style())),
-        tag("rect", class_="page", x=0, y=0, width=width, height=height, rx=10),
+        tag("rect", class_="page", x=-m, y=-m, width=full[0], height=full[1], rx=10),
         panels,
         _legend(names, panels_end + 10),
         xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"-10 -10 {width + 20:g} {height + 20:g}",
-        width=width,
-        height=height,
+        viewBox=f"{-m:g} {-m:g} {full[0]:g} {full[1]:g}",
+        width=full[0],
+        height=full[1],
     )
 
 
@@ -97,7 +99,7 @@ def _points(step: Mapping[str, Any], policy: str) -> tuple[tuple[int, float], ..
 
 
 def _legend(names: Sequence[str], top: float) -> list[Markup]:
-    across = 8
+    across = 5
     found = []
     for i, name in enumerate(names):
         x, y = 14 + (i % across) * _LEGEND_STEP, top + (i // across) * 18

@@ -34,11 +34,14 @@ class Emulator:
     Args:
         folder: For compiled sources.
         wide: Whether indices have 64 bits.
+        backwards: Whether the last thread of a block comes first: what lacks a barrier
+            may be right in one order.
     """
 
-    def __init__(self, folder, wide=False):
+    def __init__(self, folder, wide=False, backwards=False):
         self._folder = folder
         self._wide = wide
+        self._backwards = backwards
         self.launched = set()
 
     def launch(self, program, kernel, blocks, *arguments, dtype=None):
@@ -55,7 +58,7 @@ class Emulator:
             for kind, argument in zip(kinds, arguments, strict=True)
         ]
         addresses = (ctypes.c_void_p * len(passed))(*map(ctypes.addressof, passed))
-        fibers = "lane_sum" in program.source or "__syncthreads" in program.source
+        fibers = "__syncthreads" in program.source
         x, y = (*blocks, 1)[:2]
         met = library[f"run_{kernel}"](x, y, addresses, fibers)
         assert met, f"{kernel}: some threads ended while others waited for them"
@@ -84,6 +87,7 @@ class Emulator:
 
     def _library(self, program, dtype):
         options = [*compiler_options(dtype, wide=self._wide), "-O1", "-w"]
+        options.append(f"-DBACKWARDS={int(self._backwards)}")
         text = f'#include "{_HEADER}"\n{program.source}\n' + "".join(
             f"ENTRY({name})\n" for name in program.kernels
         )

@@ -19,6 +19,7 @@ NULL = ("--backend", "null", "--cache", "none")
 COMMANDS = [
     [],
     ["tune"],
+    ["memory"],
     ["explain"],
     ["info"],
     ["cache"],

@@ -15,7 +15,13 @@ from mucudnn.cli import main
 from mucudnn.models import MODELS
 from mucudnn.runtime.checkpoint import Checkpoints
 
-QUICK = ("digits", "--data", "synthetic:length=96,classes=10", "--batch-policy", "undivided")
+QUICK = (
+    "digits",
+    "--data",
+    "synthetic:length=96,classes=10",
+    "--batch-policy",
+    "undivided",
+)
 NULL = ("--backend", "null", "--cache", "none")
 
 

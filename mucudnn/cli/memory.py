@@ -1,7 +1,7 @@
 """`mucudnn memory`: what a training step needs, and what it costs to need less."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -158,7 +158,7 @@ def memory(
 
 def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
     from mucudnn.cli.work_progress import WorkDisplay
-    from mucudnn.passes.planned import policy_names
+    from mucudnn.passes.planned import PLANNED, policy_names
     from mucudnn.passes.window import SCHEDULERS
     from mucudnn.runtime.memory_study import StepSpec, study_memory
 
@@ -172,8 +172,10 @@ def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
         order=settings["order"],
         device=device,
     )
+    # The search takes longest: what Ctrl-C keeps comes before it.
+    names = sorted(policy_names(), key=lambda name: name == PLANNED)
     with bad_input():
-        policies = _chosen("policy", settings["policies"], policy_names())
+        policies = _chosen("policy", settings["policies"], names)
         schedulers = _chosen("scheduler", settings["schedulers"], SCHEDULERS.table)
     with WorkDisplay() as display, bad_input():
         return study_memory(
@@ -189,19 +191,18 @@ def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
         )
 
 
-def _chosen(
-    kind: str, asked: tuple[str, ...], known: "Sequence[str] | Any"
-) -> tuple[str, ...]:
+def _chosen(kind: str, asked: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
     """The names that were asked for, all of them for `all`.
 
     Raises:
         ValueError: One of them is not known.
     """
+    known = tuple(known)
     for name in asked:
         if name != _ALL and name not in known:
             valid = ", ".join((_ALL, *known))
             raise ValueError(f"unknown {kind} {name!r}; choose of: {valid}")
-    return tuple(known) if _ALL in asked else asked
+    return known if _ALL in asked else asked
 
 
 def _measured(

@@ -149,7 +149,9 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
             tflops=15.7,
             gb_per_s=900,
             memory=16 * _GIB,
-            link=_nominal(75, "NVLink 2.0 to the host with four GPUs, IBM REDP-5472"),
+            link=_nominal(
+                75, "half of the 150 GB/s both ways of IBM's four-GPU server"
+            ),
         ),
         "k40c": _device(
             "NVIDIA Tesla K40c",
@@ -157,11 +159,11 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
             tflops=4.29,
             gb_per_s=288,
             memory=12 * _GIB,
-            link=Figure(10.0e9, "PCIe 3.0 x16, measured by Microway on a K40m (2013)"),
+            link=Figure(10.0e9, "PCIe 3.0 x16, measured by Microway on a K40m"),
         ),
         "titan_x": _device(
             "NVIDIA Titan X (Maxwell)",
-            "vDNN (MICRO 2016), section 4",
+            "vDNN (MICRO 2016)",
             tflops=7,
             gb_per_s=336,
             memory=12 * _GIB,

@@ -14,6 +14,7 @@ on the phases, and to leave and return in no time; a scheduler has the last word
 """
 
 import logging
+import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
@@ -25,14 +26,14 @@ from mucudnn.passes.chains import chain
 from mucudnn.passes.ilp import solver_errors
 from mucudnn.passes.occupancy import rounded
 from mucudnn.passes.residency import Residency, Saved, Step, saved_tensors
-from mucudnn.passes.step_plan import Preparer, first_plans
+from mucudnn.passes.step_plan import Prepared, Preparer, first_plans
 
 __all__ = ["MOST_SAVED", "Exact", "exact"]
 
 MOST_SAVED = 80
 """Saved tensors of graphs that are small enough."""
 
-_ROUNDS = 3
+_ROUNDS = 6
 _SCALE = 1e4
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def exact(step: Step, preparer: Preparer, *, time_limit_s: float = 2.0) -> Exact
     """The best residencies by the program, which fit.
 
     Where rewriting takes more bytes than the program knew of, it is solved again with
-    as many bytes less.
+    as many bytes less at those nodes.
 
     Args:
         step: What to plan.
@@ -68,22 +69,38 @@ def exact(step: Step, preparer: Preparer, *, time_limit_s: float = 2.0) -> Exact
         The solution, or None (and the reason in the log) if there is none, none was
         found in time, or no solver can be run.
     """
-    budget = step.budget
+    extra: dict[str, float] = {}
     try:
         with warnings.catch_warnings():
             # PuLP 3.3 announces 4.0, which pyproject.toml excludes.
             warnings.simplefilter("ignore", DeprecationWarning)
             for _ in range(_ROUNDS):
-                found = _Program(step, preparer, budget).solve(time_limit_s)
+                found = _Program(step, preparer, extra).solve(time_limit_s)
                 if found is None:
                     return None
-                excess = preparer(found.residency).least_peak() - step.budget
-                if excess <= 0:
+                excess = _excess(step, preparer(found.residency))
+                if not excess:
                     return found
-                budget -= excess
+                for name, nbytes in excess.items():
+                    extra[name] = extra.get(name, 0.0) + nbytes
     except solver_errors() as error:
         _log.warning("the solver cannot be run: %s", error)
     return None
+
+
+def _excess(step: Step, ready: Prepared) -> dict[str, float]:
+    """Bytes beyond the budget, at nodes of the step as it was before rewriting."""
+    plans = first_plans(ready.profile, "least", None)
+    _, occupancy = ready.problem(plans, math.inf).least()
+    found: dict[str, float] = {}
+    most = 0.0
+    for position, node in enumerate(ready.graph.nodes):
+        most = max(most, occupancy[position] - step.budget)
+        if node.name in step.graph.positions:  # what came before it, came for it
+            if most > 0:
+                found[node.name] = most
+            most = 0.0
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +114,17 @@ class _Source:
 
 
 class _Program:
-    def __init__(self, step: Step, preparer: Preparer, budget: float) -> None:
+    def __init__(
+        self, step: Step, preparer: Preparer, extra: Mapping[str, float]
+    ) -> None:
         # Imported here: it takes longer than planning does, and few plans need it.
         import pulp
 
         self._pulp = pulp
         self._step = step
         self._ready = preparer({})
-        self._budget = budget
+        self._budget = step.budget
+        self._extra = extra
         self._model = pulp.LpProblem("residency", pulp.LpMinimize)
         self._sources = _sources(step)
         self._offload = self._binaries("o")
@@ -223,7 +243,7 @@ class _Program:
         fixed, absences = self._fixed(), self._absences()
         for position, node in enumerate(self._step.graph.nodes):
             terms = absences[position]
-            fixed_here = fixed[position]
+            fixed_here = fixed[position] + self._extra.get(node.name, 0.0)
             key = tuple(variable.name for variable, _ in terms)
             plans = self._plans.get(node.name, ())
             if len(plans) > 1:
@@ -249,7 +269,7 @@ class _Program:
     def _fixed(self) -> list[float]:
         """Bytes at every node whatever is decided."""
         problem = self._ready.problem(
-            first_plans(self._ready.profile, "least", None), float("inf")
+            first_plans(self._ready.profile, "least", None), math.inf
         )
         _, occupancy = problem.least()
         for source in self._sources.values():

@@ -8,8 +8,9 @@ bytes, residency of others or faster convolutions, the scheduler and the dynamic
 workspaces decide, and the simulator weighs it.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.chains import chain, is_checkpoint
 from mucudnn.passes.exact_residency import MOST_SAVED, exact
-from mucudnn.passes.policies import keep_all, lru, paging
+from mucudnn.passes.policies import keep_all
 from mucudnn.passes.residency import (
     EVERYTHING,
     POLICIES,
@@ -56,7 +57,7 @@ def search(trial: Trial) -> StepPlan:
     candidates = _by_cost(step)
     seeds = _seeds(step, candidates)
     best = _Best(trial, max(_WORK, _LEAST_TRIALS * len(step.graph.nodes)))
-    if best.consider(keep_all(step)):
+    if best.consider(keep_all(step)) and best.step_ms <= _unbounded_ms(trial):
         return best.plan
     for residency in seeds:
         best.consider(residency, free=True)
@@ -72,6 +73,12 @@ def search(trial: Trial) -> StepPlan:
     if trial.any_scheduler:
         _offer_other_schedulers(trial, best)
     return best.plan
+
+
+def _unbounded_ms(trial: Trial) -> float:
+    """What a step takes with all the memory it wants; a little more for rounding."""
+    unbounded = replace(trial, step=replace(trial.step, budget=math.inf))
+    return unbounded(keep_all(trial.step)).prediction.step_ms * (1 + 1e-9)
 
 
 def minimum_budget(graph: Graph, profile: Profile) -> int:
@@ -94,11 +101,14 @@ def _offer_vdnn_dyn(trial: Trial, best: "_Best") -> None:
 
 
 def _offer_other_schedulers(trial: Trial, best: "_Best") -> None:
-    """What is best so far, and what has most to move, timed in other ways."""
+    """What is best so far, and what policies decide, timed in other ways."""
+    policies = (policy(trial.step) for policy in POLICIES.table.values())
+    residencies = (best.plan.residency, *policies)
     for name in SCHEDULERS.table:
-        for residency in (best.plan.residency, paging(trial.step), lru(trial.step)):
-            with suppress(PlanningError):
-                best.offer(replace(trial, scheduler=name)(residency))
+        if name != trial.scheduler:
+            for residency in residencies:
+                with suppress(PlanningError):
+                    best.offer(replace(trial, scheduler=name)(residency))
 
 
 class _Best:
@@ -235,16 +245,22 @@ def _family(
 
 
 def _improve(candidates: list[_Candidate], best: _Best) -> None:
-    """Change one tensor's residency at a time, the largest first, while it helps."""
+    """Change one tensor's residency at a time, then two, the largest first."""
     largest = sorted(candidates, key=lambda c: -c.saved.nbytes)
-    improved = True
-    while improved and not best.exhausted():
-        improved = False
-        for candidate in largest:
-            name = candidate.saved.name
-            current = best.plan.residency
-            for choice in Residency:
-                if choice is not current.get(name, Residency.KEEP):
-                    improved |= best.consider({**current, name: choice})
-                if best.exhausted():
-                    return
+    names = [*(candidate.saved.name for candidate in largest), EVERYTHING]
+    while _improved(itertools.combinations(names, 1), best) or _improved(
+        itertools.combinations(names, 2), best
+    ):
+        continue
+
+
+def _improved(groups: Iterable[tuple[str, ...]], best: _Best) -> bool:
+    """Change the residencies of each group; whether any change helped."""
+    improved = False
+    for group in groups:
+        for choices in itertools.product(Residency, repeat=len(group)):
+            if best.exhausted():
+                return False
+            change = zip(group, choices, strict=True)
+            improved |= best.consider({**best.plan.residency, **dict(change)})
+    return improved

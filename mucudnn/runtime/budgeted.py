@@ -18,17 +18,18 @@ from mucudnn.passes.order import ORDERS, Order
 from mucudnn.passes.packing import pack
 from mucudnn.passes.placed import PlacedStep, place_step
 from mucudnn.passes.planned import PLANNED
+from mucudnn.passes.step_plan import state_bytes
 from mucudnn.runtime.plan_texts import restore_plans
 from mucudnn.runtime.prepare import Plans, Prepared, plan_convolutions
-from mucudnn.runtime.profiler import profile
+from mucudnn.runtime.profiler import profile, refine
 from mucudnn.runtime.tiers import DiskTier, HostTier, Tiers
 from mucudnn.runtime.tuner import Tuner
 
 __all__ = ["MemoryBudget", "prepare_within", "tiers_for"]
 
 
-_SLACK = 512
-"""Bytes that the state's own layout may need beyond the sum of its tensors."""
+_ROUNDS = 4
+"""How often a step is planned, each time with the plans it chose before measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ def prepare_within(
     graph: Graph,
     budget: MemoryBudget,
     *,
+    arena_bytes: int,
     order: str | Order = "builder",
     plans: Plans | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -67,7 +69,8 @@ def prepare_within(
     Args:
         tuner: Measures and plans convolutions; its memory limit holds meanwhile.
         graph: What is run; nothing has made it in-place yet.
-        budget: What it may take.
+        budget: How.
+        arena_bytes: What it may take beside parameters and state.
         order: In which order.
         plans: Convolution plans made before, for `fixed`.
         progress: Called while nodes are measured.
@@ -86,15 +89,21 @@ def prepare_within(
             if node.op == "conv"
         }
     trains = any(node.phase is Phase.BACKWARD for node in ordered.nodes)
-    placed = place_step(
-        ordered,
-        measured,
-        budget=budget.nbytes - _SLACK,
-        policy=budget.policy if trains else "paging",
-        scheduler=budget.scheduler if trains else None,
-        convolutions=budget.convolutions,
-        plans=fixed,
-    )
+    times: dict[ConvPlan, float] = {}
+    for _ in range(_ROUNDS):
+        placed = place_step(
+            ordered,
+            measured,
+            budget=arena_bytes + state_bytes(ordered),
+            policy=budget.policy if trains else "paging",
+            scheduler=budget.scheduler if trains else None,
+            convolutions=budget.convolutions,
+            plans=fixed,
+        )
+        chosen = placed.plan.plans.values()
+        if fixed is not None or all(plan in times for plan in chosen):
+            break
+        measured = refine(tuner, measured, chosen, times)
     for plan in dict.fromkeys(placed.plan.plans.values()):
         restore_plans(tuner.backend, tuner.cache, plan)
     prepared = Prepared(

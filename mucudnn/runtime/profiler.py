@@ -1,23 +1,32 @@
 """Time every node of a graph on a backend, each distinct one once."""
 
-from collections.abc import Callable, Hashable
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from mucudnn.backends.base import Backend, Kernel
-from mucudnn.errors import UnsupportedError
+from mucudnn.errors import OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
 from mucudnn.passes.dependencies import VIEWS
 from mucudnn.passes.microbatch import pareto_plans
+from mucudnn.runtime.bench_kernels import operands
+from mucudnn.runtime.execution import compile_plan
 from mucudnn.runtime.timing import StoppingRule, measure
 from mucudnn.runtime.tuner import Tuner
 
-__all__ = ["kernel_of", "kernel_workspaces", "measure_link", "profile"]
+__all__ = ["kernel_of", "kernel_workspaces", "measure_link", "profile", "refine"]
 
 _LINK_BYTES = 64 << 20
+_RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
 _NO_LIMIT = 1 << 62
+_CACHE_BYTES = 64 << 20
+"""More than the caches of a processor hold, and of a GPU."""
 
 
 def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:
@@ -68,8 +77,9 @@ def profile(
         progress: Called with a node's name, how many are done, and of how many.
     """
     backend = tuner.backend
-    rule = rule or StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
+    rule = rule or _RULE
     workspaces = kernel_workspaces(backend, graph)
+    cold = _Cold(backend, rule)
     times: dict[Hashable, float] = {}
     fronts_of: dict[ConvProblem, tuple[ConvPlan, ...]] = {}
     node_ms, fronts = {}, {}
@@ -78,14 +88,15 @@ def profile(
             problem = node.attrs["problem"]
             if problem not in fronts_of:
                 table = tuner.measure(problem)
-                fronts_of[problem] = tuple(pareto_plans(table, _NO_LIMIT))
+                front = pareto_plans(table, _NO_LIMIT)
+                fronts_of[problem] = _in_step(tuner, front, cold)
             fronts[node.name] = fronts_of[problem]
             node_ms[node.name] = min(p.time_ms for p in fronts_of[problem])
         else:
             key = _signature(graph, node)
             if key not in times:
                 nbytes = workspaces.get(node.name, 0)
-                times[key] = _kernel_ms(backend, graph, node, nbytes, rule)
+                times[key] = _kernel_ms(backend, graph, node, nbytes, cold)
             node_ms[node.name] = times[key]
         if progress is not None:
             progress(node.name, i + 1, len(graph.nodes))
@@ -97,6 +108,100 @@ def profile(
         out_bytes_per_ms=out_rate,
         in_bytes_per_ms=in_rate,
     )
+
+
+class _Cold:
+    """Times kernels as a step finds them: with their operands out of the caches."""
+
+    def __init__(self, backend: Backend, rule: StoppingRule) -> None:
+        self._device = backend.device
+        self._rule = rule
+        spec = TensorSpec("evicting", (_CACHE_BYTES,), "uint8")
+        self._zeros = np.zeros(spec.shape, spec.dtype)
+        self._buffer = self._device.view(self._device.allocate(spec.nbytes), 0, spec)
+
+    def ms(self, run: Callable[[], None]) -> float:
+        """Median time of a kernel; its first run does not count."""
+        device = self._device
+        run()
+        samples: list[float] = []
+        while not self._rule.enough(samples):
+            device.upload(self._zeros, self._buffer)
+            start = device.begin()
+            run()
+            samples.append(device.elapsed_ms(start, device.record()))
+        return statistics.median(samples)
+
+
+def _in_step(
+    tuner: Tuner, front: Sequence[ConvPlan], cold: _Cold
+) -> tuple[ConvPlan, ...]:
+    """Plans with the times that they take within a step.
+
+    The tuner's own times are of kernels that repeat, with their operands in the caches.
+    The fastest plan is timed cold, and the others are taken to slow down as much.
+    """
+    fastest = min(front, key=lambda plan: plan.time_ms)
+    measured = _plan_ms(tuner, fastest, cold)
+    if measured is None or not fastest.time_ms:
+        return tuple(front)
+    ratio = measured / fastest.time_ms
+    return tuple(_taking(plan, plan.time_ms * ratio) for plan in front)
+
+
+def refine(
+    tuner: Tuner,
+    known: Profile,
+    plans: Iterable[ConvPlan],
+    times: dict[ConvPlan, float],
+    *,
+    rule: StoppingRule | None = None,
+) -> Profile:
+    """A profile in which some plans have the time that they take themselves.
+
+    Args:
+        tuner: Whose backend runs them.
+        known: The profile so far.
+        plans: Of its fronts; those that a step was planned with.
+        times: What was measured so far, by plan; grows. A plan in it is not measured
+            again.
+        rule: When a plan has been timed enough.
+    """
+    cold = _Cold(tuner.backend, rule or _RULE)
+    better: dict[ConvPlan, ConvPlan] = {}
+    for plan in dict.fromkeys(plans):
+        if plan in times:
+            continue
+        measured = _plan_ms(tuner, plan, cold)
+        if measured is not None:
+            better[plan] = _taking(plan, measured)
+            times[better[plan]] = measured
+    fronts = {
+        name: tuple(better.get(plan, plan) for plan in front)
+        for name, front in known.fronts.items()
+    }
+    node_ms = dict(known.node_ms)
+    node_ms.update((n, min(p.time_ms for p in front)) for n, front in fronts.items())
+    return replace(known, fronts=fronts, node_ms=node_ms)
+
+
+def _plan_ms(tuner: Tuner, plan: ConvPlan, cold: _Cold) -> float | None:
+    """Time of a plan with cold operands; None where memory is short for that."""
+    backend = tuner.backend
+    try:
+        a, b, out = operands(backend, plan.problem, plan.workspace, tuner.memory_limit)
+        scratch = backend.device.allocate(plan.workspace)
+    except OutOfMemoryError:
+        return None
+    runner = compile_plan(backend, plan)
+    return cold.ms(lambda: runner.run(a, b, out, scratch, False))
+
+
+def _taking(plan: ConvPlan, ms: float) -> ConvPlan:
+    """The plan, its parts taking `ms` together."""
+    ratio = ms / plan.time_ms if plan.time_ms else 1.0
+    steps = (replace(step, time_ms=step.time_ms * ratio) for step in plan.steps)
+    return replace(plan, steps=tuple(steps))
 
 
 def measure_link(backend: Backend, nbytes: int = _LINK_BYTES) -> tuple[float, float]:
@@ -117,7 +222,7 @@ def measure_link(backend: Backend, nbytes: int = _LINK_BYTES) -> tuple[float, fl
 
 
 def _kernel_ms(
-    backend: Backend, graph: Graph, node: Node, nbytes: int, rule: StoppingRule
+    backend: Backend, graph: Graph, node: Node, nbytes: int, cold: _Cold
 ) -> float:
     if node.op in VIEWS:
         return 0.0
@@ -142,12 +247,10 @@ def _kernel_ms(
     def run() -> None:
         kernel.run(inputs, outputs, node.attrs, workspace)
 
-    return measure(run, device, rule).time_ms
+    return cold.ms(run)
 
 
 def _zero(device: Any, view: Any, spec: TensorSpec) -> None:
-    import numpy as np
-
     device.upload(np.zeros(spec.shape, spec.dtype), view)
 
 

@@ -136,6 +136,7 @@ class Trainer:
         self.plans: Plans = plans or {}
         if budget is None or budget.convolutions == "fixed":
             self.plans = plan_convolutions(tuner, (*steps, *others), plans)
+        self.state = StateStore(self.backend.device, *steps, seed=seed)
         graphs = (*steps, *others)
         if budget is None:
             prepared = [
@@ -149,6 +150,7 @@ class Trainer:
                     tuner,
                     graph,
                     budget,
+                    arena_bytes=budget.nbytes - self.state.nbytes,
                     order=order,
                     plans=self.plans,
                     progress=progress,
@@ -156,7 +158,6 @@ class Trainer:
                 prepared.append(ready)
                 if graph is self.graph:
                     self.placed = placed
-        self.state = StateStore(self.backend.device, *steps, seed=seed)
         self.steps = 0
         self._parts = gradient_accumulation
         self._rate = learning_rate or (lambda step: optimizer.learning_rate)

@@ -13,13 +13,14 @@ from mucudnn.backends.cuda.kernels.program import (
     as_ncs,
     flat,
 )
-from mucudnn.backends.cuda.kernels.sums import CHANNELS, Channels
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH, Channels
 from mucudnn.ir.tensor import TensorSpec
 
 __all__ = ["OPERATIONS", "PROGRAM", "bias", "bias_grad"]
 
 PROGRAM = Program(
     CHANNELS
+    + FINISH
     + r"""
 KERNEL bias(const T* x, const T* b, T* y, I count, I C, I S) {
     EACH(i, count) y[i] = (T)((A)x[i] + (A)b[i / S % C]);

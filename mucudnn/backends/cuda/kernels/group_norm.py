@@ -20,13 +20,14 @@ from mucudnn.backends.cuda.kernels.program import (
     as_ncs,
     flat,
 )
-from mucudnn.backends.cuda.kernels.sums import CHANNELS, Channels
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH, Channels
 from mucudnn.ir.tensor import TensorSpec
 
 __all__ = ["OPERATIONS", "PROGRAM", "group_norm", "group_norm_grad"]
 
 PROGRAM = Program(
     CHANNELS
+    + FINISH
     + r"""
 #define EACH_OF_ROW(j) for (I j = threadIdx.x; j < length; j += THREADS)
 

@@ -22,27 +22,26 @@ __all__ = ["OPERATIONS", "PROGRAM", "max_pool", "max_pool_grad"]
 PROGRAM = Program(
     WINDOWS
     + r"""
-// Padding is -infinity. If one value is NaN, so is the maximum, and none equals it.
+// Padding is never chosen. NaN is above all numbers.
 KERNEL max_pool(const T* x, T* y, unsigned char* index, I count, AXES) {
     MAKE_AXES
     EACH(i, count) {
         I ow = i % W.out, oh = i / W.out % H.out, od = i / W.out / H.out % D.out;
         const T* image = x + i / W.out / H.out / D.out * D.size * H.size * W.size;
         A best = -(A)INFINITY;
-        int chosen = 0;
-        bool nan = false;
+        int chosen = -1;
         for (I d = D.first(od); d < D.end(od); ++d)
             for (I h = H.first(oh); h < H.end(oh); ++h)
                 for (I w = W.first(ow); w < W.end(ow); ++w) {
                     A value = (A)image[(d * H.size + h) * W.size + w];
-                    nan = nan || value != value;
-                    if (!(value > best)) continue;
+                    bool above = value > best || (value != value && best == best);
+                    if (chosen >= 0 && !above) continue;
                     best = value;
                     chosen = ((d - D.origin(od)) * H.kernel + h - H.origin(oh)) *
                                  W.kernel + w - W.origin(ow);
                 }
-        y[i] = (T)(nan ? (A)NAN : best);
-        index[i] = nan ? D.kernel * H.kernel * W.kernel - 1 : chosen;
+        y[i] = (T)best;
+        index[i] = chosen;
     }
 }
 

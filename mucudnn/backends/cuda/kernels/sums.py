@@ -13,7 +13,7 @@ from typing import Any
 
 from mucudnn.backends.cuda.kernels.program import THREADS, as_ncs
 
-__all__ = ["CHANNELS", "PARTIALS", "REDUCE", "Channels", "partials"]
+__all__ = ["CHANNELS", "FINISH", "PARTIALS", "REDUCE", "Channels", "partials"]
 
 _BLOCKS = 1024
 _MOST_PARTS = 64
@@ -69,12 +69,14 @@ __device__ double total(const double* parts, I count, I C, I c) {
     for (I part = 0; part < count; ++part) sum += parts[part * C + c];
     return sum;
 }
+"""
+)
 
+FINISH = r"""
 KERNEL finish_channels(T* out, const double* parts, I count, I C) {
     EACH(c, C) out[c] = (T)total(parts, count, C, c);
 }
 """
-)
 
 
 @dataclass(frozen=True)
