@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mucudnn.backends.cpu.pages import let_go_of_pages
 from mucudnn.errors import BackendError
 
 __all__ = ["CHUNK", "CpuCopier", "CpuTicket"]
@@ -162,6 +163,8 @@ def _carry(source: Any, target: Any, fate: _Fate, copy: Copy) -> bool:
 
 def _copy(source: Any, target: Any) -> None:
     np.copyto(target, source)
+    for side in (source, target):
+        let_go_of_pages(side)
 
 
 def _bytes(array: Any) -> Any:
