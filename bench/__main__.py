@@ -9,7 +9,10 @@ from pathlib import Path
 from bench.machine import describe
 from bench.papers import one_row
 
-NAMES = ("overhead", "planner", "pruning", "peers", "papers", "step", "memory")
+NAMES = (
+    *("overhead", "planner", "pruning", "peers", "papers", "step", "memory"),
+    "budget",
+)
 
 
 def main() -> int:

@@ -5,13 +5,14 @@ goes to host memory, or to a file where a folder is named.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from mucudnn.backends.base import Device
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Phase
+from mucudnn.ir.profile import Profile
 from mucudnn.passes.inplace import in_place
 from mucudnn.passes.layout import host_blocks
 from mucudnn.passes.order import ORDERS, Order
@@ -45,6 +46,7 @@ class MemoryBudget:
             each), `fixed` (as planned under the workspace limit: then results are bit
             for bit those of a step without a budget), `fastest` or `least`.
         disk: Folder for what leaves; host memory if None.
+        measured: A profile of the step, if there is one already.
     """
 
     nbytes: int
@@ -52,6 +54,7 @@ class MemoryBudget:
     scheduler: str | None = None
     convolutions: str = "dynamic"
     disk: Path | None = None
+    measured: Profile | None = field(default=None, repr=False)
 
 
 def prepare_within(
@@ -79,7 +82,9 @@ def prepare_within(
         PlanningError: It cannot fit; says how many bytes short.
     """
     ordered = ORDERS.resolve(order)(graph, {})
-    measured = profile(tuner, in_place(ordered), progress=progress)
+    measured = budget.measured
+    if measured is None or not {n.name for n in ordered.nodes} <= set(measured.node_ms):
+        measured = profile(tuner, in_place(ordered), progress=progress)
     fixed: dict[str, ConvPlan] | None = None
     if budget.convolutions == "fixed":
         known = plan_convolutions(tuner, (ordered,), plans)

@@ -1,0 +1,59 @@
+"""Training follows PyTorch: ten steps from the same weights on the same batches."""
+
+import numpy as np
+import pytest
+
+from mucudnn import Tuner
+from mucudnn.ir.graph import Role
+from mucudnn.ir.optimizers import Momentum
+from mucudnn.models import get_model
+from mucudnn.runtime.training import Trainer
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional  # noqa: E402  (where there is PyTorch)
+
+from tests import torch_models  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+STEPS = 10
+RATE = 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "image", "classes"),
+    [
+        ("resnet18", torch_models.ResNet18, 64, 7),
+        ("densenet121", torch_models.DenseNet121, 64, 7),
+        ("unet2d_bn", torch_models.UNet2d, 32, 3),
+    ],
+)
+def test_ten_steps_follow_pytorch(name, module, image, classes):
+    graph = get_model(name)(4, image=image, classes=classes, dtype="float64")
+    trainer = Trainer(
+        graph,
+        tuner=Tuner(batch_policy="undivided", validate=False),
+        optimizer=Momentum(learning_rate=RATE, weight_decay=0.0),
+    )
+    net = module(classes).double()
+    with torch.no_grad():
+        names = [spec.name for spec in graph.with_role(Role.PARAMETER)]
+        parameters = list(net.parameters())
+        assert len(names) == len(parameters)
+        for ours, theirs in zip(names, parameters, strict=True):
+            theirs.copy_(torch.from_numpy(np.array(trainer.state[ours])))
+    descent = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)
+    rng = np.random.default_rng(0)
+    shape = graph.tensors["label"].shape
+    for step in range(STEPS):
+        images = rng.standard_normal(graph.tensors["image"].shape)
+        labels = rng.integers(0, classes, shape)
+        found = trainer.step(images, labels)
+        descent.zero_grad()
+        loss = functional.cross_entropy(
+            net(torch.from_numpy(images)), torch.from_numpy(labels)
+        )
+        loss.backward()
+        descent.step()
+        assert found.loss == pytest.approx(loss.item(), rel=1e-4), step
