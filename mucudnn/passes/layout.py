@@ -25,7 +25,7 @@ from mucudnn.passes.liveness import rounded
 from mucudnn.passes.packing import live_peak, pack
 from mucudnn.passes.placement import ALIGNMENT, Placement
 
-__all__ = ["Layout", "host_blocks", "in_tiers", "lay_out"]
+__all__ = ["Layout", "host_blocks", "in_tiers", "lay_out", "lives_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Layout:
             MappingProxyType(
                 {
                     name: (placement.offsets[name],) * len(lives)
-                    for name, lives in _lives(schedule).items()
+                    for name, lives in lives_of(schedule).items()
                 }
             ),
             placement.workspace_offsets,
@@ -74,7 +74,7 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
         schedule: What runs.
         alignment: Of every offset, in bytes.
     """
-    lives = _lives(schedule)
+    lives = lives_of(schedule)
     blocks = []
     for name, spans in lives.items():
         nbytes = rounded(schedule.graph.tensors[name].nbytes, alignment)
@@ -149,7 +149,7 @@ def in_tiers(
     return found, left
 
 
-def _lives(schedule: Schedule) -> dict[str, list[tuple[int, int]]]:
+def lives_of(schedule: Schedule) -> dict[str, list[tuple[int, int]]]:
     """Storage -> the first and last instruction of each of its stays.
 
     An input is there before the first instruction, a result until after the last. What

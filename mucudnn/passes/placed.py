@@ -4,6 +4,7 @@ Static offsets may need a little more than the most bytes in use at once. Then t
 is made again for that much less, so that state and arena together keep the budget.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,8 +12,9 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
+from mucudnn.passes.holes import grow_into_holes
 from mucudnn.passes.layout import Layout, lay_out
-from mucudnn.passes.planned import PLANNED, plan_step
+from mucudnn.passes.planned import PLANNED, VDNN_DYN, plan_step
 from mucudnn.passes.step_plan import StepPlan, plan_residency, state_bytes
 
 __all__ = ["PlacedStep", "place_step"]
@@ -77,13 +79,14 @@ def place_step(
             plans=plans,
         )
 
-    plan = search(budget)
+    target = budget
+    plan = search(target)
     for _ in range(_ATTEMPTS):
-        placed = PlacedStep(plan, lay_out(plan.schedule), state)
+        placed = _placed(plan, profile, convolutions, budget, state)
         over = placed.nbytes - budget
         if over <= 0:
             return placed
-        target = plan.peak_bytes - over
+        target = min(target, plan.peak_bytes) - over
         try:
             plan = plan_residency(
                 graph,
@@ -101,3 +104,16 @@ def place_step(
         f"places for {plan.peak_bytes} bytes could not be found within "
         f"{int(budget)} bytes; {placed.nbytes} would do"
     )
+
+
+def _placed(
+    plan: StepPlan, profile: Profile, convolutions: str, budget: float, state: int
+) -> PlacedStep:
+    """Places for a step, workspaces in the holes between its tensors if they may."""
+    unlimited = math.isinf(budget)
+    if convolutions != "dynamic" or plan.policy == VDNN_DYN or unlimited:
+        return PlacedStep(plan, lay_out(plan.schedule), state)
+    found, layout = grow_into_holes(
+        plan, profile, arena_bytes=int(budget) - state, resident=state
+    )
+    return PlacedStep(found, layout, state)

@@ -28,6 +28,7 @@ __all__ = [
     "Prepared",
     "Preparer",
     "StepPlan",
+    "fastest_of",
     "first_plans",
     "grown",
     "origin",
@@ -35,6 +36,8 @@ __all__ = [
     "prepare",
     "profile_of",
     "state_bytes",
+    "timed_by",
+    "workspaces_of",
 ]
 
 CONVOLUTIONS = ("dynamic", "fastest", "least", "fixed")
@@ -68,8 +71,8 @@ class Prepared:
             self.graph,
             self.uses,
             self.swaps,
-            _timed(self.profile, plans),
-            _workspaces(self.profile, plans),
+            timed_by(self.profile, plans),
+            workspaces_of(self.profile, plans),
             self.resident,
             budget,
         )
@@ -232,13 +235,13 @@ def plan_residency(
     stays, occupancy = SCHEDULERS.resolve(scheduler)(problem)
     if convolutions == "dynamic":
         chosen = grown(final, known, chosen, occupancy)
-    workspaces = _workspaces(known, chosen)
+    workspaces = workspaces_of(known, chosen)
     schedule = emit(final, stays, workspaces, occupancy.peak()[0])
     return StepPlan(
         schedule=schedule,
         plans=chosen,
         residency=residency,
-        prediction=simulate(schedule, _timed(known, chosen)),
+        prediction=simulate(schedule, timed_by(known, chosen)),
         policy=policy,
         scheduler=scheduler if isinstance(scheduler, str) else repr(scheduler),
         budget=budget,
@@ -255,14 +258,15 @@ def first_plans(
                 raise ValueError("fixed convolutions need their plans")
             return {name: plans[origin(name)] for name in profile.fronts}
         case "fastest":
-            return {name: _fastest(front) for name, front in profile.fronts.items()}
+            return {name: fastest_of(front) for name, front in profile.fronts.items()}
         case "dynamic" | "least":
             return {name: front[0] for name, front in profile.fronts.items()}
     valid = ", ".join(CONVOLUTIONS)
     raise ValueError(f"unknown choice {convolutions!r} of plans; choose of: {valid}")
 
 
-def _fastest(front: Sequence[ConvPlan]) -> ConvPlan:
+def fastest_of(front: Sequence[ConvPlan]) -> ConvPlan:
+    """The plan that takes least time, of those the one with least workspace."""
     return min(front, key=lambda plan: (plan.time_ms, plan.workspace))
 
 
@@ -280,19 +284,20 @@ def grown(
             continue
         before = rounded(plans[node.name].workspace)
         free = occupancy.budget - occupancy[position] + before
-        plan = _fastest([p for p in front if rounded(p.workspace) <= free])
+        plan = fastest_of([p for p in front if rounded(p.workspace) <= free])
         occupancy.add(position, position, rounded(plan.workspace) - before)
         found[node.name] = plan
     return found
 
 
-def _workspaces(profile: Profile, plans: Mapping[str, ConvPlan]) -> dict[str, int]:
+def workspaces_of(profile: Profile, plans: Mapping[str, ConvPlan]) -> dict[str, int]:
+    """Node -> bytes of scratch memory, those of convolutions by their plans."""
     sizes = {name: rounded(nbytes) for name, nbytes in profile.workspaces.items()}
     sizes.update((name, rounded(plan.workspace)) for name, plan in plans.items())
     return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
 
-def _timed(profile: Profile, plans: Mapping[str, ConvPlan]) -> Profile:
+def timed_by(profile: Profile, plans: Mapping[str, ConvPlan]) -> Profile:
     """A profile whose convolutions take what their plans take."""
     times = dict(profile.node_ms)
     times.update((name, plan.time_ms) for name, plan in plans.items())

@@ -1,0 +1,114 @@
+"""Workspaces in the holes that a layout leaves.
+
+The bytes that are free at a convolution are not always in one piece. So tensors are
+placed first, with convolutions that ask for least, and then each convolution gets the
+fastest of its plans that fits the largest hole at its time.
+"""
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.schedule import Compute, Schedule
+from mucudnn.passes.layout import Layout, lay_out, lives_of
+from mucudnn.passes.occupancy import rounded
+from mucudnn.passes.simulate import simulate
+from mucudnn.passes.step_plan import (
+    StepPlan,
+    fastest_of,
+    first_plans,
+    profile_of,
+    timed_by,
+    workspaces_of,
+)
+
+__all__ = ["grow_into_holes"]
+
+Span = tuple[int, int]
+
+
+def grow_into_holes(
+    plan: StepPlan, profile: Profile, *, arena_bytes: int, resident: int
+) -> tuple[StepPlan, Layout]:
+    """Place a step's tensors, then give its convolutions what is left in one piece.
+
+    Args:
+        plan: Of a step; its convolutions are planned anew.
+        profile: Of the graph that the step was made of.
+        arena_bytes: Size that the arena may have.
+        resident: Bytes of what outlives the step, beside the arena.
+
+    Returns:
+        The step with these convolutions, and its layout. Where not even the tensors
+        fit, the layout is larger than the arena may be.
+    """
+    graph = plan.schedule.graph
+    known = profile_of(graph, profile)
+    least = first_plans(known, "least", None)
+    bare = replace(plan.schedule, workspaces=workspaces_of(known, least))
+    layout = lay_out(bare)
+    if layout.nbytes > arena_bytes:
+        return replace(plan, schedule=bare, plans=least), layout
+    chosen, offsets = dict(least), dict(layout.workspace_offsets)
+    most = 0
+    for name, taken in _at_nodes(bare, layout):
+        workspace = bare.workspaces.get(name, 0)
+        live = sum(stop - start for start, stop in taken)
+        if name in known.fronts:
+            start, size = _largest_hole(taken, arena_bytes)
+            fits = [p for p in known.fronts[name] if rounded(p.workspace) <= size]
+            if fits:
+                chosen[name] = best = fastest_of(fits)
+                workspace = rounded(best.workspace)
+                offsets[name] = start
+        most = max(most, live + workspace)
+    workspaces = workspaces_of(known, chosen)
+    offsets = {name: offset for name, offset in offsets.items() if name in workspaces}
+    ends = (offset + workspaces[name] for name, offset in offsets.items())
+    schedule = replace(bare, workspaces=workspaces, peak_bytes=resident + most)
+    return (
+        replace(
+            plan,
+            schedule=schedule,
+            plans=chosen,
+            prediction=simulate(schedule, timed_by(known, chosen)),
+        ),
+        Layout(
+            layout.stays,
+            MappingProxyType(offsets),
+            max(layout.nbytes, *ends, 0),
+            most,
+        ),
+    )
+
+
+def _at_nodes(schedule: Schedule, layout: Layout) -> Iterator[tuple[str, list[Span]]]:
+    """Every node, and the bytes of the arena that tensors take while it runs."""
+    begins: dict[int, list[Span]] = {}
+    ends: dict[int, list[Span]] = {}
+    for name, lives in lives_of(schedule).items():
+        nbytes = rounded(schedule.graph.tensors[name].nbytes)
+        for offset, (first, last) in zip(layout.stays[name], lives, strict=True):
+            begins.setdefault(first, []).append((offset, offset + nbytes))
+            ends.setdefault(last + 1, []).append((offset, offset + nbytes))
+    taken: list[Span] = []
+    for at in range(-1, len(schedule.instructions)):
+        for span in ends.get(at, ()):
+            taken.pop(bisect.bisect_left(taken, span))
+        for span in begins.get(at, ()):
+            bisect.insort(taken, span)
+        instruction = schedule.instructions[at] if at >= 0 else None
+        if isinstance(instruction, Compute):
+            yield instruction.node, taken
+
+
+def _largest_hole(taken: Sequence[Span], end: int) -> Span:
+    """Offset and size of the longest run of bytes below `end` that nothing takes."""
+    best, free_from = (0, 0), 0
+    for start, stop in (*taken, (end, end)):
+        if start - free_from > best[1]:
+            best = free_from, start - free_from
+        free_from = max(free_from, stop)
+    return best

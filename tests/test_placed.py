@@ -1,0 +1,75 @@
+"""Steps with places: state and arena together keep the budget."""
+
+import pytest
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.devices import DEVICES
+from mucudnn.ir.optimizers import Momentum
+from mucudnn.ir.schedule import Compute
+from mucudnn.models import get_model
+from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.layout import lives_of
+from mucudnn.passes.occupancy import rounded
+from mucudnn.passes.optimizers import with_updates
+from mucudnn.passes.placed import place_step
+from mucudnn.passes.planned import minimum_budget
+from mucudnn.passes.step_plan import plan_residency
+
+MODELS = {"resnet18": 4, "googlenet": 2, "densenet40": 4, "alexnet": 4}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def step(request):
+    forward = get_model(request.param)(MODELS[request.param])
+    graph = with_updates(training_graph(forward), Momentum(learning_rate=0.1))
+    profile = estimate(graph, DEVICES["p100"])
+    whole = plan_residency(
+        graph, profile, {}, budget=float("inf"), convolutions="fastest"
+    )
+    return graph, profile, minimum_budget(graph, profile), whole.peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("policy", ["planned", "lru"])
+def test_the_arena_keeps_the_budget_and_nothing_overlaps(step, share, policy):
+    graph, profile, least, most = step
+    budget = int(1.1 * least + share * (most - least))
+    try:
+        placed = place_step(graph, profile, budget=budget, policy=policy)
+    except PlanningError:
+        assert policy != "planned"
+        return
+    assert placed.nbytes <= budget
+    schedule, layout = placed.plan.schedule, placed.layout
+    lives = lives_of(schedule)
+    size = {name: rounded(graph_bytes(schedule, name)) for name in lives}
+    for at, instruction in enumerate(schedule.instructions):
+        if not isinstance(instruction, Compute):
+            continue
+        taken = [
+            (offset, offset + size[name])
+            for name, spans in lives.items()
+            for offset, (first, last) in zip(layout.stays[name], spans, strict=True)
+            if first <= at <= last
+        ]
+        name = instruction.node
+        if name in layout.workspace_offsets:
+            start = layout.workspace_offsets[name]
+            taken.append((start, start + schedule.workspaces[name]))
+        taken.sort()
+        for (_, stop), (start, _) in zip(taken, taken[1:], strict=False):
+            assert stop <= start
+        assert taken[-1][1] <= layout.nbytes
+    for name, plan in placed.plan.plans.items():
+        assert plan.workspace <= schedule.workspaces.get(name, 0)
+
+
+def graph_bytes(schedule, name):
+    return schedule.graph.tensors[name].nbytes
+
+
+def test_a_budget_below_everything_says_what_would_do(step):
+    graph, profile, least, _ = step
+    with pytest.raises(PlanningError, match="the least budget that works is"):
+        place_step(graph, profile, budget=least - 1)
