@@ -25,7 +25,7 @@ from mucudnn.runtime.tuner import Tuner
 
 __all__ = ["run", "table"]
 
-_CASES = (
+_CASES: tuple[tuple[str, int, int, BatchPolicy, tuple[float, ...]], ...] = (
     ("alexnet_owt", 16, 224, "powers_of_two", (0.9, 0.75)),
     ("resnet18", 16, 112, "powers_of_two", (0.5, 0.25)),
     ("resnet50", 8, 224, "undivided", (0.5, 1 / 7.5)),

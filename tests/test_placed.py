@@ -1,5 +1,7 @@
 """Steps with places: state and arena together keep the budget."""
 
+from itertools import pairwise
+
 import pytest
 
 from mucudnn.errors import PlanningError
@@ -58,7 +60,7 @@ def test_the_arena_keeps_the_budget_and_nothing_overlaps(step, share, policy):
             start = layout.workspace_offsets[name]
             taken.append((start, start + schedule.workspaces[name]))
         taken.sort()
-        for (_, stop), (start, _) in zip(taken, taken[1:], strict=False):
+        for (_, stop), (start, _) in pairwise(taken):
             assert stop <= start
         assert taken[-1][1] <= layout.nbytes
     for name, plan in placed.plan.plans.items():
