@@ -197,6 +197,8 @@ class _Training:
                 gradient_accumulation=settings["accumulate"],
                 seed=settings["seed"],
                 plans=known,
+                precision=settings["precision"],
+                loss_scale=settings["loss_scale"],
                 budget=_budget(settings),
             )
 

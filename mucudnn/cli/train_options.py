@@ -177,6 +177,17 @@ run_options = _options(
         help="Micro-batch sizes: powers_of_two (default), undivided or all.",
     ),
     click.option(
+        "--precision",
+        type=click.Choice(["float16", "bfloat16"]),
+        help="Of convolutions and products, where the backend has it.",
+    ),
+    click.option(
+        "--loss-scale",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="FACTOR",
+        help="Of the loss while its gradients are computed; 1024 for float16.",
+    ),
+    click.option(
         "--budget",
         type=byte_size,
         metavar="SIZE",

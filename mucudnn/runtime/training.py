@@ -26,6 +26,7 @@ from mucudnn.passes.optimizers import (
 )
 from mucudnn.passes.order import Order
 from mucudnn.passes.placed import PlacedStep
+from mucudnn.passes.precision import LOSS_SCALES, lowered
 from mucudnn.runtime.budgeted import MemoryBudget, prepare_within, tiers_for
 from mucudnn.runtime.evaluation import (
     IMAGE,
@@ -85,6 +86,10 @@ class Trainer:
         gradient_accumulation: How many batches of the graph make one step.
         seed: Of the weights.
         plans: Convolution plans made before; what is missing is planned.
+        precision: Narrow type (`float16`, `bfloat16`) that convolutions and matrix
+            products compute in, where the backend can; the network's own if None.
+        loss_scale: What the loss is multiplied by before its gradients are computed;
+            the narrow type's usual scale if None.
         budget: Device memory that training and evaluation may take; without one
             everything stays on the device.
         progress: Called while a step is measured for its budget, with a node's name,
@@ -119,12 +124,23 @@ class Trainer:
         gradient_accumulation: int = 1,
         seed: int = 0,
         plans: Plans | None = None,
+        precision: str | None = None,
+        loss_scale: float | None = None,
         budget: MemoryBudget | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         _check_inputs(training)
+        if precision is not None:
+            training = lowered(training, precision)
+            evaluation = None if evaluation is None else lowered(evaluation, precision)
+        if loss_scale is None:
+            loss_scale = 1.0 if precision is None else LOSS_SCALES[precision]
         steps = step_graphs(
-            training, optimizer, when=update_when, parts=gradient_accumulation
+            training,
+            optimizer,
+            when=update_when,
+            parts=gradient_accumulation,
+            loss_scale=loss_scale,
         )
         others = () if evaluation is None else (evaluation,)
         for graph in others:
@@ -282,7 +298,12 @@ class Trainer:
 
 
 def step_graphs(
-    forward: Graph, optimizer: Optimizer, *, when: When = "early", parts: int = 1
+    forward: Graph,
+    optimizer: Optimizer,
+    *,
+    when: When = "early",
+    parts: int = 1,
+    loss_scale: float = 1.0,
 ) -> tuple[Graph, ...]:
     """The graph of a training step, with nothing in place yet.
 
@@ -292,16 +313,21 @@ def step_graphs(
         when: Whether updates come "early" or "late".
         parts: How many batches of the network make one step. For several there is
             another graph, which runs for all of them but the last.
+        loss_scale: Factor of the loss's gradient, taken out again by the updates.
 
     Raises:
-        ValueError: A name is unknown, or there is not one part.
+        ValueError: A name is unknown, there is not one part, or the scale is not
+            positive.
     """
     if parts < 1:
         raise ValueError(f"a step has at least one part, got {parts}")
-    graph = training_graph(forward)
+    if not loss_scale > 0:
+        raise ValueError(f"the loss scale must be positive, got {loss_scale}")
+    graph = training_graph(forward, loss_scale=loss_scale)
+    back = 1 / loss_scale
     if parts == 1:
-        return (with_updates(graph, optimizer, when=when),)
-    both = accumulating(graph, optimizer, parts, when=when)
+        return (with_updates(graph, optimizer, when=when, gradient_scale=back),)
+    both = accumulating(graph, optimizer, parts, when=when, gradient_scale=back)
     return both.micro_step, both.last_step
 
 

@@ -1,0 +1,98 @@
+"""Mixed precision: what is narrow, and that training is still the same training."""
+
+import numpy as np
+import pytest
+
+from mucudnn import Tuner
+from mucudnn.backends import get_backend
+from mucudnn.errors import PlanningError
+from mucudnn.ir.graph import Role
+from mucudnn.ir.optimizers import Momentum
+from mucudnn.models import get_model
+from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.precision import lowered
+from mucudnn.runtime.training import Trainer
+from tests.model_cases import random_feeds
+
+NARROW = ("float16", "bfloat16")
+
+
+def network(**options):
+    return get_model("resnet20")(4, **options)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_convolutions_and_products_are_narrow_and_nothing_else(dtype):
+    graph = training_graph(lowered(network(), dtype), loss_scale=256.0)
+    for node in graph.nodes:
+        types = {graph.tensors[t].dtype for t in node.tensors}
+        if node.op in ("conv", "matmul"):
+            assert types == {dtype}
+        elif node.op != "cast":
+            assert dtype not in types, node.name
+    for spec in graph.with_role(Role.PARAMETER):
+        assert spec.dtype == "float32"
+        assert graph.tensors[graph.gradients[spec.name]].dtype == "float32"
+
+
+def test_other_types_are_refused():
+    with pytest.raises(ValueError, match="float16, bfloat16"):
+        lowered(network(), "float64")
+
+
+def test_the_loss_scale_changes_no_step():
+    labels = np.arange(4)
+    images = np.random.default_rng(0).standard_normal((4, 3, 32, 32))
+    weights = []
+    for scale in (1.0, 1024.0):
+        trainer = Trainer(
+            network(dtype="float64"),
+            tuner=Tuner(batch_policy="undivided", validate=False),
+            optimizer=Momentum(learning_rate=0.1),
+            loss_scale=scale,
+        )
+        for _ in range(2):
+            trainer.step(images, labels)
+        weights.append(trainer.state.save())
+    for name, value in weights[0].items():
+        np.testing.assert_allclose(weights[1][name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_backend_without_the_type_says_so():
+    with pytest.raises(PlanningError, match="float16"):
+        Trainer(
+            network(),
+            tuner=Tuner(batch_policy="undivided"),
+            optimizer=Momentum(learning_rate=0.1),
+            precision="float16",
+        )
+
+
+def test_a_backend_with_it_runs():
+    trainer = Trainer(
+        network(),
+        tuner=Tuner(backend=get_backend("null")),
+        optimizer=Momentum(learning_rate=0.1),
+        precision="float16",
+    )
+    images = np.zeros((4, 3, 32, 32), "f4")
+    assert trainer.step(images, np.zeros(4, "i8")).images == 4
+
+
+@pytest.mark.torch
+def test_narrow_gradients_are_near_the_wide_ones():
+    torch = pytest.importorskip("torch")
+    from tests import torch_ops
+
+    wide = network()
+    feeds = random_feeds(wide)
+    found = []
+    for forward in (wide, lowered(wide, "bfloat16")):
+        graph = training_graph(forward)
+        values = {name: torch.from_numpy(np.array(v)) for name, v in feeds.items()}
+        with torch.no_grad():
+            done = torch_ops.execute(graph, values)
+        found.append({n: done[g].double() for n, g in graph.gradients.items()})
+    for name, expected in found[0].items():
+        error = (found[1][name] - expected).norm() / expected.norm()
+        assert error < 0.25, name
