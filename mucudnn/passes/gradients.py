@@ -1,0 +1,199 @@
+"""How each operation passes its gradient on: one rule an operation.
+
+A rule appends nodes to a tape. It reads what the forward pass still has: the result
+rather than the input where the input may have been overwritten.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.graph import Node
+from mucudnn.passes.tape import Tape
+
+__all__ = ["RULES", "Rule"]
+
+Rule = Callable[[Tape, Node], None]
+
+
+def _conv(tape: Tape, node: Node) -> None:
+    """Each of the three kernels is linear in both operands: the other two follow."""
+    (a, w), dy = node.inputs, tape.of(node)
+    problem: ConvProblem = node.attrs["problem"]
+
+    def turned(direction: Direction) -> ConvProblem:
+        return replace(problem, direction=direction)
+
+    to_filter = turned(Direction.BACKWARD_FILTER)
+    if problem.direction is Direction.FORWARD:
+        tape.emit("conv", (a, dy), w, problem=to_filter)
+        tape.emit("conv", (dy, w), a, problem=turned(Direction.BACKWARD_DATA))
+    else:  # a transposed convolution: what it takes is the other's output gradient
+        tape.emit("conv", (dy, a), w, problem=to_filter)
+        tape.emit("conv", (dy, w), a, problem=turned(Direction.FORWARD))
+
+
+def _bias(tape: Tape, node: Node) -> None:
+    x, b = node.inputs
+    tape.emit("bias_grad", (tape.of(node),), b)
+    tape.pass_on(x, tape.of(node))
+
+
+def _matmul(tape: Tape, node: Node) -> None:
+    (a, b), dy = node.inputs, tape.of(node)
+    ta, tb = node.attrs["transpose_a"], node.attrs["transpose_b"]
+    if tb:
+        tape.emit("matmul", (dy, a), b, transpose_a=True, transpose_b=ta)
+    else:
+        tape.emit("matmul", (a, dy), b, transpose_a=not ta, transpose_b=False)
+    if ta:
+        tape.emit("matmul", (b, dy), a, transpose_a=tb, transpose_b=True)
+    else:
+        tape.emit("matmul", (dy, b), a, transpose_a=False, transpose_b=not tb)
+
+
+def _from_saved(op: str, *outputs: int) -> Rule:
+    """Gradient from dy and saved outputs of the forward node."""
+
+    def rule(tape: Tape, node: Node) -> None:
+        saved = tuple(node.outputs[i] for i in outputs)
+        tape.emit(op, (tape.of(node), *saved), node.inputs[0], **node.attrs)
+
+    return rule
+
+
+def _from_output(op: str) -> Rule:
+    """Gradient from y and dy: the input may have been overwritten by y."""
+
+    def rule(tape: Tape, node: Node) -> None:
+        inputs = (node.outputs[0], tape.of(node))
+        tape.emit(op, inputs, node.inputs[0], **node.attrs)
+
+    return rule
+
+
+def _gelu(tape: Tape, node: Node) -> None:
+    tape.emit("gelu_grad", (node.inputs[0], tape.of(node)), node.inputs[0])
+
+
+def _normalised(op: str) -> Rule:
+    def rule(tape: Tape, node: Node) -> None:
+        x, gamma, beta = node.inputs[:3]
+        _, mean, inv_std = node.outputs
+        inputs = (x, tape.of(node), gamma, mean, inv_std)
+        kept = ("groups", "eps", "per_element")
+        attrs = {k: v for k, v in node.attrs.items() if k in kept and "group" in op}
+        tape.emit(op, inputs, (x, gamma, beta), **attrs)
+
+    return rule
+
+
+def _lrn(tape: Tape, node: Node) -> None:
+    (x,), (y,) = node.inputs, node.outputs
+    tape.emit("lrn_grad", (x, y, tape.of(node)), x, **node.attrs)
+
+
+def _dropout(tape: Tape, node: Node) -> None:
+    x, step = node.inputs
+    tape.emit("dropout", (tape.of(node), step), x, **node.attrs)
+
+
+def _add(tape: Tape, node: Node) -> None:
+    for term in node.inputs:
+        tape.pass_on(term, tape.of(node))
+
+
+def _multiply(tape: Tape, node: Node) -> None:
+    a, b = node.inputs
+    dy = tape.of(node)
+    tape.emit("multiply", (dy, b), a)
+    tape.emit("multiply", (dy, a), b)
+
+
+def _scale(tape: Tape, node: Node) -> None:
+    tape.emit("scale", (tape.of(node),), node.inputs[0], **node.attrs)
+
+
+def _cast(tape: Tape, node: Node) -> None:
+    tape.emit("cast", (tape.of(node),), node.inputs[0])
+
+
+def _concat(tape: Tape, node: Node) -> None:
+    dy = tape.of(node)
+    shape = tape.tensors[dy].shape
+    start = 0
+    for part in node.inputs:
+        stop = start + tape.tensors[part].shape[1]
+        tape.emit(
+            "slice",
+            (dy,),
+            part,
+            starts=(0, start, *(0 for _ in shape[2:])),
+            stops=(shape[0], stop, *shape[2:]),
+        )
+        start = stop
+
+
+def _slice(tape: Tape, node: Node) -> None:
+    starts, stops = node.attrs["starts"], node.attrs["stops"]
+    shape = tape.tensors[node.inputs[0]].shape
+    after = tuple(n - stop for n, stop in zip(shape, stops, strict=True))
+    tape.emit("pad", (tape.of(node),), node.inputs[0], before=starts, after=after)
+
+
+def _pad(tape: Tape, node: Node) -> None:
+    before = node.attrs["before"]
+    shape = tape.tensors[node.inputs[0]].shape
+    stops = tuple(a + n for a, n in zip(before, shape, strict=True))
+    tape.emit("slice", (tape.of(node),), node.inputs[0], starts=before, stops=stops)
+
+
+def _reshape(tape: Tape, node: Node) -> None:
+    tape.reshape(node.inputs[0], tape.of(node))
+
+
+def _softmax_cross_entropy(tape: Tape, node: Node) -> None:
+    logits, labels = node.inputs
+    inputs = (node.outputs[1], labels, tape.of(node))
+    tape.emit("softmax_cross_entropy_grad", inputs, logits)
+
+
+def _mean_squared_error(tape: Tape, node: Node) -> None:
+    prediction, target = node.inputs
+    inputs = (prediction, target, tape.of(node))
+    tape.emit("mean_squared_error_grad", inputs, prediction)
+    tape.emit("mean_squared_error_grad", (target, prediction, tape.of(node)), target)
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "add": _add,
+        "avg_pool": _from_saved("avg_pool_grad"),
+        "batch_norm": _normalised("batch_norm_grad"),
+        "bias": _bias,
+        "cast": _cast,
+        "concat": _concat,
+        "conv": _conv,
+        "dropout": _dropout,
+        "gelu": _gelu,
+        "group_norm": _normalised("group_norm_grad"),
+        "leaky_relu": _from_output("leaky_relu_grad"),
+        "lrn": _lrn,
+        "matmul": _matmul,
+        "max_pool": _from_saved("max_pool_grad", 1),
+        "mean_squared_error": _mean_squared_error,
+        "multiply": _multiply,
+        "pad": _pad,
+        "relu": _from_output("relu_grad"),
+        "reshape": _reshape,
+        "scale": _scale,
+        "sigmoid": _from_output("sigmoid_grad"),
+        "slice": _slice,
+        "softmax_cross_entropy": _softmax_cross_entropy,
+        "tanh": _from_output("tanh_grad"),
+        "upsample_bilinear": _from_saved("upsample_bilinear_grad"),
+        "upsample_nearest": _from_saved("upsample_nearest_grad"),
+    }
+)
+"""Operation -> what appends its gradient; operations without one end the way back."""

@@ -1,0 +1,133 @@
+"""The backward pass while it is written: nodes so far, and the gradients known.
+
+The gradients of a fork are summed, in place where the first of them belongs to nobody
+else. Nothing is computed for tensors that no parameter feeds.
+"""
+
+from types import MappingProxyType
+from typing import Any
+
+from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+
+__all__ = ["LOSS_SCALE", "Tape"]
+
+LOSS_SCALE = "loss_scale"
+"""Name of the scalar input that the loss's own gradient is."""
+
+
+class Tape:
+    """The graph under construction, and the gradients known so far.
+
+    Attributes:
+        tensors: Of the graph.
+        nodes: Of the graph.
+        gradients: Tensor -> its gradient.
+    """
+
+    def __init__(self, forward: Graph) -> None:
+        self.tensors: dict[str, TensorSpec] = dict(forward.tensors)
+        self.nodes: list[Node] = list(forward.nodes)
+        self.gradients: dict[str, str] = {}
+        self._wanted = _fed_by_parameters(forward)
+        self._shared: set[str] = set()
+        self._taken = {*self.tensors, *(node.name for node in self.nodes)}
+        self._counts: dict[str, int] = {}
+
+    def seed(self, loss: str, scale: float | None) -> None:
+        """Begin with the gradient of the loss."""
+        if scale is None:
+            spec = TensorSpec(LOSS_SCALE, (), self.tensors[loss].dtype, Role.INPUT)
+            self.tensors[LOSS_SCALE] = spec
+            self.gradients[loss] = LOSS_SCALE
+            self._shared.add(LOSS_SCALE)
+            return
+        self.emit("fill", (), loss, value=scale)
+
+    def wants(self, tensor: str) -> bool:
+        """Whether anything needs the gradient of a tensor."""
+        return tensor in self._wanted
+
+    def of(self, node: Node) -> str:
+        """The gradient of a node's result."""
+        return self.gradients[node.outputs[0]]
+
+    def emit(
+        self, op: str, inputs: tuple[str, ...], of: str | tuple[str, ...], **attrs: Any
+    ) -> None:
+        """Append a node that computes contributions to gradients.
+
+        Args:
+            op: The operation.
+            inputs: Its inputs.
+            of: Tensors whose gradients it contributes to, one an output. What nothing
+                needs is computed along only beside something that is needed.
+            attrs: Of the node.
+        """
+        targets = (of,) if isinstance(of, str) else of
+        if not any(self.wants(target) for target in targets):
+            return
+        outputs = tuple(self._declare(target) for target in targets)
+        name = self._unique(f"{op}.grad")
+        attributes = MappingProxyType(attrs)
+        self.nodes.append(Node(name, op, inputs, outputs, attributes, Phase.BACKWARD))
+        for target, contribution in zip(targets, outputs, strict=True):
+            self._contribute(target, contribution)
+
+    def pass_on(self, of: str, gradient: str) -> None:
+        """Let a tensor's gradient be that of another, or contribute to it."""
+        if self.wants(of):
+            self._shared.add(gradient)
+            self._contribute(of, gradient)
+
+    def reshape(self, of: str, gradient: str) -> None:
+        """Contribute the same bytes in the tensor's own shape."""
+        if not self.wants(of):
+            return
+        view = self._declare(of, alias=gradient)
+        name = self._unique("reshape.grad")
+        self.nodes.append(
+            Node(name, "reshape", (gradient,), (view,), phase=Phase.BACKWARD)
+        )
+        self._shared |= {gradient, view}
+        self._contribute(of, view)
+
+    def _contribute(self, of: str, contribution: str) -> None:
+        known = self.gradients.get(of)
+        if known is None:
+            self.gradients[of] = contribution
+            return
+        both = (known, contribution)
+        mine = next((g for g in both if g not in self._shared), None)
+        total = self._declare(of, alias=mine)
+        ordered = both if mine != contribution else (contribution, known)
+        self.nodes.append(
+            Node(
+                self._unique("add.grad"), "add", ordered, (total,), phase=Phase.BACKWARD
+            )
+        )
+        self.gradients[of] = total
+
+    def _declare(self, of: str, alias: str | None = None) -> str:
+        spec = self.tensors[of]
+        name = self._unique(f"d:{of}")
+        self.tensors[name] = TensorSpec(
+            name, spec.shape, spec.dtype, Role.GRADIENT, alias
+        )
+        return name
+
+    def _unique(self, name: str) -> str:
+        unique = name
+        while unique in self._taken:
+            self._counts[name] = self._counts.get(name, 0) + 1
+            unique = f"{name}.{self._counts[name]}"
+        self._taken.add(unique)
+        return unique
+
+
+def _fed_by_parameters(graph: Graph) -> set[str]:
+    """Tensors that some parameter has an influence on, parameters included."""
+    fed = {spec.name for spec in graph.with_role(Role.PARAMETER)}
+    for node in graph.nodes:
+        if any(name in fed for name in node.inputs):
+            fed.update(node.outputs)
+    return fed
