@@ -153,27 +153,10 @@ class Trainer:
         if budget is None or budget.convolutions == "fixed":
             self.plans = plan_convolutions(tuner, (*steps, *others), plans)
         self.state = StateStore(self.backend.device, *steps, seed=seed)
-        graphs = (*steps, *others)
-        if budget is None:
-            prepared = [
-                prepare(tuner, in_place(g), order=order, plans=self.plans)
-                for g in graphs
-            ]
-        else:
-            prepared = []
-            for graph in graphs:
-                ready, placed = prepare_within(
-                    tuner,
-                    graph,
-                    budget,
-                    arena_bytes=budget.nbytes - self.state.nbytes,
-                    order=order,
-                    plans=self.plans,
-                    progress=progress,
-                )
-                prepared.append(ready)
-                if graph is self.graph:
-                    self.placed = placed
+        prepared = [
+            self._prepared(tuner, graph, order, budget, progress)
+            for graph in (*steps, *others)
+        ]
         self.steps = 0
         self._parts = gradient_accumulation
         self._rate = learning_rate or (lambda step: optimizer.learning_rate)
@@ -270,6 +253,30 @@ class Trainer:
             executor.close()
         for tiers in self._tiers:
             tiers.close()
+
+    def _prepared(
+        self,
+        tuner: Tuner,
+        graph: Graph,
+        order: str | Order,
+        budget: MemoryBudget | None,
+        progress: Callable[[str, int, int], None] | None,
+    ) -> Prepared:
+        """A graph planned and placed, within the budget if there is one."""
+        if budget is None:
+            return prepare(tuner, in_place(graph), order=order, plans=self.plans)
+        ready, placed = prepare_within(
+            tuner,
+            graph,
+            budget,
+            arena_bytes=budget.nbytes - self.state.nbytes,
+            order=order,
+            plans=self.plans,
+            progress=progress,
+        )
+        if graph is self.graph:
+            self.placed = placed
+        return ready
 
     def _bound(
         self, prepared: Sequence[Prepared], budget: MemoryBudget | None
