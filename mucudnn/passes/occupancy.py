@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
+from mucudnn.passes import liveness
 from mucudnn.passes.dependencies import written
 from mucudnn.passes.liveness import kept
 
@@ -41,7 +42,7 @@ class Use:
 
 def rounded(nbytes: int) -> int:
     """Bytes that an allocation of `nbytes` takes."""
-    return -(-nbytes // GRANULARITY) * GRANULARITY
+    return liveness.rounded(nbytes, GRANULARITY)
 
 
 def uses_of(graph: Graph) -> Mapping[str, Use]:
