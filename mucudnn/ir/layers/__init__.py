@@ -1,0 +1,1 @@
+"""Layers: a function each, from names of tensors to the name of its result."""

@@ -1,0 +1,40 @@
+"""A bias a channel, and the dense layer."""
+
+from mucudnn.ir.initializers import Constant, HeNormal, Initializer
+from mucudnn.ir.layers.draft import Draft
+
+__all__ = ["bias", "biased", "linear"]
+
+
+def bias(g: Draft, x: str, initializer: Initializer | None = None) -> str:
+    """Add one number a channel (axis 1)."""
+    channels = g.shape(x)[1]
+    b = g.parameter("bias", (channels,), initializer or Constant(0.0))
+    return g.append("bias", (x, b), g.shape(x))
+
+
+def biased(g: Draft, x: str, how: bool | Initializer) -> str:
+    """With a bias or without one, as a layer's argument `bias` says."""
+    if isinstance(how, bool):
+        return bias(g, x) if how else x
+    return bias(g, x, how)
+
+
+def linear(
+    g: Draft,
+    x: str,
+    features: int,
+    *,
+    bias: bool | Initializer = True,
+    initializer: Initializer | None = None,
+    name: str = "linear",
+) -> str:
+    """A dense layer from (N, F) to (N, features)."""
+    shape = g.shape(x)
+    if len(shape) != 2:
+        raise ValueError(f"linear takes (N, F), got {shape}; flatten it first")
+    with g.scope(name):
+        w = g.parameter("weight", (features, shape[1]), initializer or HeNormal())
+        out = (shape[0], features)
+        y = g.append("matmul", (x, w), out, transpose_a=False, transpose_b=True)
+        return biased(g, y, bias)

@@ -1,0 +1,107 @@
+"""Convolutions and their adjoints."""
+
+from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.initializers import HeNormal, Initializer
+from mucudnn.ir.layers.affine import biased
+from mucudnn.ir.layers.draft import Draft
+from mucudnn.ir.shapes import Ints, per_axis
+
+__all__ = ["conv", "conv_transpose"]
+
+
+def conv(
+    g: Draft,
+    x: str,
+    channels: int,
+    kernel: Ints,
+    *,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    bias: bool | Initializer = True,
+    initializer: Initializer | None = None,
+    name: str = "conv",
+) -> str:
+    """A convolution to `channels` channels, in 1, 2 or 3 dimensions.
+
+    `bias` says whether there is one, or how it starts.
+    """
+    shape = g.shape(x)
+    kernels = per_axis("kernel", kernel, len(shape) - 2, 1)
+    problem = ConvProblem(
+        direction=Direction.FORWARD,
+        x_shape=shape,
+        w_shape=(channels, shape[1] // groups, *kernels),
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        dtype=g.spec(x).dtype,
+    )
+    with g.scope(name):
+        return biased(g, _product(g, x, problem, initializer), bias)
+
+
+def conv_transpose(
+    g: Draft,
+    x: str,
+    channels: int,
+    kernel: Ints,
+    *,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    bias: bool | Initializer = True,
+    initializer: Initializer | None = None,
+    name: str = "conv_transpose",
+) -> str:
+    """The adjoint of a convolution: up-samples by `stride`.
+
+    Its weight has shape (C, channels // groups, *kernel), as in PyTorch.
+    """
+    shape = g.shape(x)
+    kernels, steps, pads, dilations, extra = (
+        per_axis(label, value, len(shape) - 2, least)
+        for label, value, least in (
+            ("kernel", kernel, 1),
+            ("stride", stride, 1),
+            ("padding", padding, 0),
+            ("dilation", dilation, 1),
+            ("output_padding", output_padding, 0),
+        )
+    )
+    spatial = map(_spread, shape[2:], kernels, steps, pads, dilations, extra)
+    problem = ConvProblem(
+        direction=Direction.BACKWARD_DATA,
+        x_shape=(shape[0], channels, *spatial),
+        w_shape=(shape[1], channels // groups, *kernels),
+        stride=steps,
+        padding=pads,
+        dilation=dilations,
+        groups=groups,
+        dtype=g.spec(x).dtype,
+    )
+    if problem.y_shape != shape:
+        raise ValueError(f"output_padding {extra} must be below stride {steps}")
+    with g.scope(name):
+        return biased(g, _product(g, x, problem, initializer), bias)
+
+
+def _spread(
+    size: int, kernel: int, step: int, pad: int, dilation: int, more: int
+) -> int:
+    """The size that a convolution takes to `size`; `more` where several are."""
+    return (size - 1) * step - 2 * pad + dilation * (kernel - 1) + 1 + more
+
+
+def _product(
+    g: Draft, x: str, problem: ConvProblem, initializer: Initializer | None
+) -> str:
+    """The convolution itself, with a weight of its own."""
+    forward = problem.direction is Direction.FORWARD
+    out = problem.y_shape if forward else problem.x_shape
+    w = g.parameter("weight", problem.w_shape, initializer or HeNormal())
+    return g.append("conv", (x, w), out, problem=problem)

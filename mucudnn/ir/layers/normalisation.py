@@ -1,0 +1,93 @@
+"""Layers that bring numbers to a common scale."""
+
+from mucudnn.ir.initializers import Constant, Initializer
+from mucudnn.ir.layers.draft import Draft
+
+__all__ = ["batch_norm", "group_norm", "layer_norm", "lrn"]
+
+
+def batch_norm(
+    g: Draft,
+    x: str,
+    *,
+    eps: float = 1e-5,
+    momentum: float = 0.1,
+    scale: Initializer | None = None,
+    name: str = "batch_norm",
+) -> str:
+    """Normalise each channel over the batch, or by running statistics."""
+    shape, channels = g.shape(x), (g.shape(x)[1],)
+    with g.scope(name):
+        inputs = (
+            x,
+            g.parameter("weight", channels, scale or Constant(1.0)),
+            g.parameter("bias", channels, Constant(0.0)),
+            g.state("running_mean", channels, Constant(0.0)),
+            g.state("running_var", channels, Constant(1.0)),
+        )
+        if not g.training:
+            return g.append("batch_norm_eval", inputs, shape, eps=eps)
+        dtype = g.spec(x).dtype
+        return g.append(
+            "batch_norm",
+            inputs,
+            shape,
+            (("mean", channels, dtype), ("inv_std", channels, dtype)),
+            mutates=inputs[3:],
+            eps=eps,
+            momentum=momentum,
+            update=True,
+        )
+
+
+def group_norm(
+    g: Draft, x: str, groups: int, *, eps: float = 1e-5, name: str = "group_norm"
+) -> str:
+    """Normalise each sample over groups of channels; scale each channel."""
+    shape = g.shape(x)
+    if shape[1] % groups:
+        raise ValueError(f"{shape[1]} channels do not divide into {groups} groups")
+    with g.scope(name):
+        return _normed(g, x, (shape[1],), groups, eps, per_element=False)
+
+
+def layer_norm(g: Draft, x: str, *, eps: float = 1e-5, name: str = "layer_norm") -> str:
+    """Normalise each sample over everything; scale each element."""
+    with g.scope(name):
+        return _normed(g, x, g.shape(x)[1:], 1, eps, per_element=True)
+
+
+def lrn(
+    g: Draft,
+    x: str,
+    size: int = 5,
+    alpha: float = 1e-4,
+    beta: float = 0.75,
+    k: float = 1.0,
+) -> str:
+    """Local response normalisation across `size` channels (AlexNet, sec. 3.3)."""
+    return g.append("lrn", (x,), g.shape(x), size=size, alpha=alpha, beta=beta, k=k)
+
+
+def _normed(
+    g: Draft,
+    x: str,
+    affine: tuple[int, ...],
+    groups: int,
+    eps: float,
+    *,
+    per_element: bool,
+) -> str:
+    shape, dtype = g.shape(x), g.spec(x).dtype
+    weight = g.parameter("weight", affine, Constant(1.0))
+    bias = g.parameter("bias", affine, Constant(0.0))
+    saved = (shape[0], groups)
+    return g.append(
+        "group_norm",
+        (x, weight, bias),
+        shape,
+        (("mean", saved, dtype), ("inv_std", saved, dtype)),
+        groups=groups,
+        eps=eps,
+        per_element=per_element,
+    )

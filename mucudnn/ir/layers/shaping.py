@@ -1,0 +1,78 @@
+"""The same numbers in other places: joined, cut, padded, repeated."""
+
+import math
+from collections.abc import Sequence
+
+from mucudnn.ir.layers.draft import Draft
+from mucudnn.ir.shapes import Ints, per_axis
+
+__all__ = [
+    "concat",
+    "flatten",
+    "pad",
+    "reshape",
+    "slice",
+    "upsample_bilinear",
+    "upsample_nearest",
+]
+
+
+def concat(g: Draft, tensors: Sequence[str]) -> str:
+    """Put channels side by side."""
+    shapes = [g.shape(t) for t in tensors]
+    for shape in shapes[1:]:
+        if (shape[0], *shape[2:]) != (shapes[0][0], *shapes[0][2:]):
+            raise ValueError(f"cannot concatenate {shapes} along channels")
+    channels = sum(shape[1] for shape in shapes)
+    out = (shapes[0][0], channels, *shapes[0][2:])
+    return g.append("concat", tuple(tensors), out, axis=1)
+
+
+def slice(g: Draft, x: str, starts: Sequence[int], stops: Sequence[int]) -> str:
+    """The box from `starts` up to `stops`, over all axes."""
+    shape = g.shape(x)
+    if not len(starts) == len(stops) == len(shape) or any(
+        not 0 <= a < b <= n for a, b, n in zip(starts, stops, shape, strict=True)
+    ):
+        raise ValueError(f"no box from {starts} to {stops} in shape {shape}")
+    out = tuple(b - a for a, b in zip(starts, stops, strict=True))
+    return g.append("slice", (x,), out, starts=tuple(starts), stops=tuple(stops))
+
+
+def pad(g: Draft, x: str, before: Sequence[int], after: Sequence[int]) -> str:
+    """Zeros around, over all axes."""
+    shape = g.shape(x)
+    if not len(before) == len(after) == len(shape) or min(*before, *after) < 0:
+        raise ValueError(f"cannot pad {shape} by {before} and {after}")
+    out = tuple(a + n + b for a, n, b in zip(before, shape, after, strict=True))
+    return g.append("pad", (x,), out, before=tuple(before), after=tuple(after))
+
+
+def reshape(g: Draft, x: str, shape: Sequence[int]) -> str:
+    """The same bytes under another shape."""
+    if math.prod(shape) != math.prod(g.shape(x)):
+        raise ValueError(f"{g.shape(x)} cannot be seen as {tuple(shape)}")
+    return g.append("reshape", (x,), tuple(shape), alias=x)
+
+
+def flatten(g: Draft, x: str) -> str:
+    """(N, …) as (N, F)."""
+    shape = g.shape(x)
+    return reshape(g, x, (shape[0], math.prod(shape[1:])))
+
+
+def upsample_nearest(g: Draft, x: str, scale: Ints = 2) -> str:
+    """Repeat every pixel."""
+    return _upsampled(g, "upsample_nearest", x, scale)
+
+
+def upsample_bilinear(g: Draft, x: str, scale: Ints = 2) -> str:
+    """Interpolate linearly along every axis; corners are not aligned."""
+    return _upsampled(g, "upsample_bilinear", x, scale)
+
+
+def _upsampled(g: Draft, op: str, x: str, scale: Ints) -> str:
+    shape = g.shape(x)
+    scales = per_axis("scale", scale, len(shape) - 2, 1)
+    spatial = (n * s for n, s in zip(shape[2:], scales, strict=True))
+    return g.append(op, (x,), (*shape[:2], *spatial), scale=scales)
