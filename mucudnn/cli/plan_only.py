@@ -43,11 +43,12 @@ def take_census(
     verbose: bool,
 ) -> None:
     """Ask for all algorithms and show them; Ctrl-C shows what is done."""
-    from mucudnn.cli.progress import Display
+    from mucudnn.cli.layer_progress import LayerProgress
+    from mucudnn.cli.progress import progress_display
     from mucudnn.runtime.census import CensusInterrupted, census
 
     interrupted = False
-    with Display(verbose=verbose) as display:
+    with progress_display(len(layers), lines=verbose) as show:
         try:
             found = census(
                 tuner.backend,
@@ -55,7 +56,7 @@ def take_census(
                 tuner.batch_policy,
                 limits or (tuner.workspace_limit,),
                 numerics=tuner.numerics,
-                progress=display.surveyed,
+                progress=LayerProgress(show).surveyed,
             )
         except CensusInterrupted as e:
             found, interrupted = e.census, True

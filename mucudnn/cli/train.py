@@ -91,11 +91,14 @@ class _Training:
 
     def run(self, *, quiet: bool) -> bool:
         """Train; whether Ctrl-C ended it."""
-        from mucudnn.cli.train_progress import TrainDisplay
+        from mucudnn.cli.progress import progress_display
+        from mucudnn.cli.train_progress import TrainProgress
         from mucudnn.runtime.fit import fit
 
         settings, work = self._settings, self._work
-        with TrainDisplay(settings["epochs"], len(work.batches), quiet=quiet) as shown:
+        epochs, batches = settings["epochs"], len(work.batches)
+        with progress_display(batches, titled=True) as show:
+            shown = TrainProgress(show, epochs, batches, quiet=quiet)
             self._trainer = self._made(shown.measured)
 
             def progress(at: "Position", report: "EpochReport | None") -> None:
@@ -108,7 +111,7 @@ class _Training:
                     self._trainer,
                     work.batches,
                     work.test,
-                    epochs=settings["epochs"],
+                    epochs=epochs,
                     max_steps=settings["steps"],
                     checkpoints=self._checkpoints,
                     checkpoint_every=settings["checkpoint_every"],

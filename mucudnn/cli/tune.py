@@ -207,11 +207,13 @@ def _compare(
     verbose: bool,
 ) -> tuple["Comparison", Record]:
     """Measure with progress; Ctrl-C ends with what is done."""
-    from mucudnn.cli.progress import Display
+    from mucudnn.cli.layer_progress import LayerProgress
+    from mucudnn.cli.progress import progress_display
     from mucudnn.runtime.comparison import ComparisonInterrupted, compare
 
-    with Display(verbose=verbose) as display:
-        tuner = make_tuner(settings, progress=display.measured)
+    with progress_display(len(layers), lines=verbose) as show:
+        shown = LayerProgress(show)
+        tuner = make_tuner(settings, progress=shown.measured)
         with tuner.cache, recording(tuner, layers, record_file) as record:
             try:
                 comparison = compare(
@@ -221,7 +223,7 @@ def _compare(
                     planner=settings["planner"] or "workspace_reuse",
                     total_workspace=total_workspace or tuner.total_workspace,
                     time_limit_s=time_limit,
-                    progress=display.advance,
+                    progress=shown.advance,
                 )
             except ComparisonInterrupted as e:
                 comparison = e.comparison
