@@ -251,6 +251,23 @@ def test_import_keeps_what_is_newer(cache, tmp_path):
     assert [p.time_ms for p in cache.get(GPU, PROBLEM)] == [2.0, 1.0]
 
 
+def test_verdicts_go_along_and_do_not_replace_what_is_known(cache, tmp_path):
+    cache.put(GPU, PROBLEM, [perf()])
+    cache.put_verdict(GPU, PROBLEM, "a / b", 0.5)
+    cache.put_verdict(GPU, PROBLEM.with_batch(9), "c / d", 1.0)
+    cache.put_verdict("other", PROBLEM, "a / b", 0.75)
+    assert [v.ratio for v in cache.verdicts(GPU)] == [0.5, 1.0]
+    out = tmp_path / "out.json.gz"
+    assert cache.export_json(out) == 1
+    with BenchmarkCache() as fresh:
+        fresh.put_verdict("other", PROBLEM, "a / b", 0.25)
+        assert fresh.import_json(out) == 1
+        assert fresh.get_verdict(GPU, PROBLEM, "a / b") == 0.5
+        assert fresh.get_verdict(GPU, PROBLEM.with_batch(9), "c / d") == 1.0
+        assert fresh.get_verdict("other", PROBLEM, "a / b") == 0.25
+        assert len(fresh.verdicts()) == len(cache.verdicts()) == 3
+
+
 def test_a_bad_import_imports_nothing(cache, tmp_path):
     with BenchmarkCache() as other:
         other.put(GPU, PROBLEM, [perf(), perf("FFT")])

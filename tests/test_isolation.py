@@ -14,7 +14,7 @@ import pytest
 
 from mucudnn.backends import get_backend
 from mucudnn.errors import BackendUnavailableError
-from mucudnn.runtime.bench_kernels import KernelBench, limited
+from mucudnn.runtime.bench_kernels import BenchTask, KernelBench, limited
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.isolation import IsolatedBench, Isolation
 from mucudnn.runtime.measuring_process import MeasuringProcess
@@ -89,9 +89,13 @@ def rows_of(bench, algorithms, batch=4, **options):
     return rows
 
 
-def isolated(backend, **options):
+def task_of(backend, batch=8, rule=QUICK, **limits):
+    return BenchTask(backend=backend, problem=problem(batch), rule=rule, **limits)
+
+
+def isolated(backend, hang_s=60.0, **limits):
     process = MeasuringProcess(backend.name, backend.index)
-    return process, IsolatedBench(backend, problem(), QUICK, process=process, **options)
+    return process, IsolatedBench(task_of(backend, **limits), process, hang_s=hang_s)
 
 
 # --- the same rows -----------------------------------------------------------------
@@ -104,10 +108,9 @@ def test_rows_are_those_of_a_bench_in_this_process():
     pids = set()
     for options in ({}, {"memory_limit": 9000}, {"memory_limit": 10**9}):
         for rule in (StoppingRule(), StoppingRule(budget_ms=math.inf, max_samples=4)):
-            here = KernelBench(backend, problem(), rule, **options)
-            there = IsolatedBench(
-                backend, problem(), rule, process=process, deadline=1e9, **options
-            )
+            here = KernelBench(task_of(backend, rule=rule, **options))
+            ends = task_of(backend, rule=rule, deadline=1e9, **options)
+            there = IsolatedBench(ends, process)
             for batch in (8, 2):
                 algorithms = backend.conv.algorithms(problem(batch))
                 extra = [*algorithms, ("MISSING", 0)]
@@ -128,7 +131,7 @@ def test_threads_may_share_a_child():
     process = MeasuringProcess("null")
 
     def table(batch):
-        bench = IsolatedBench(backend, problem(batch), QUICK, process=process)
+        bench = IsolatedBench(task_of(backend, batch), process)
         micros = [micro for micro in range(1, batch + 1) for _ in range(3)]
         return [row for n in micros for row in rows_of(bench, [("SLOW", 0)], n)]
 

@@ -1,16 +1,18 @@
 """A recording answers as the machine would."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends import device_count, get_backend
-from mucudnn.backends.recorded import RecordedConv
+from mucudnn.backends.recorded import RecordedConv, recording_of
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
-from mucudnn.ir.recording import Measurement, format_recording
+from mucudnn.ir.measurement import Measurement, Verdict
+from mucudnn.ir.recording import format_recording
 from mucudnn.runtime.timing import StoppingRule, measure
 
 PROBLEM = ConvProblem(
@@ -118,9 +120,41 @@ def test_measuring_finds_the_recorded_medians_exactly(times):
 
 
 def test_math_modes_are_algorithms_of_their_own():
-    rows = [row("GEMM", 8, 2.0), row("GEMM", 8, 1.0, math_mode="tf32")]
+    rows = [row("GEMM", 8, 2.0), row("GEMM", 8, 1.0, math_mode="tf32", noise_ms=0.5)]
     conv = RecordedConv(VirtualDevice("gpu"), rows)
     assert {name for name, _ in conv.algorithms(PROBLEM)} == {"GEMM", "GEMM[tf32]"}
+    found = conv.row(PROBLEM, "GEMM[tf32]")
+    assert found == replace(rows[1].perf, algo="GEMM[tf32]")
+
+
+def test_a_layer_was_measured_at_some_sizes(recording):
+    conv = get_backend(recording).conv
+    assert conv.sizes(PROBLEM.with_batch(5)) == [2, 8]
+    assert conv.sizes(PROBLEM.with_direction(Direction.BACKWARD_DATA)) == []
+
+
+def test_only_a_recording_is_one(recording):
+    backend = get_backend(recording)
+    assert recording_of(backend) is backend.conv
+    assert recording_of(get_backend("null")) is None
+    assert recording_of(get_backend("cpu")) is None
+
+
+def test_devices_have_their_own_verdicts_and_alignments(tmp_path):
+    file = tmp_path / "r.json"
+    known = [
+        Verdict(fingerprint=name, problem=PROBLEM, signature="a / b", ratio=ratio)
+        for name, ratio in (("gpu", 0.5), ("gpu", 0.25), ("other gpu", 1.0))
+    ]
+    rows = [row("GEMM", 8, fingerprint=name) for name in ("gpu", "other gpu")]
+    data = format_recording(rows, alignments={"other gpu": 16}, verdicts=known)
+    file.write_bytes(data)
+    for device, ratio, alignment in ((0, 0.25, 1), (1, 1.0, 16)):
+        backend = get_backend(f"recorded:{file}", device)
+        assert backend.conv.verdict(PROBLEM, "a / b") == ratio
+        assert backend.conv.verdict(PROBLEM, "b / a") is None
+        assert backend.conv.verdict(PROBLEM.with_batch(4), "a / b") is None
+        assert backend.split_alignment == alignment
 
 
 def test_the_newer_row_counts():

@@ -8,10 +8,11 @@ from hypothesis import given, strategies as st
 from mucudnn.backends import get_backend
 from mucudnn.errors import CacheError
 from mucudnn.ir.conv import AlgoPerf
+from mucudnn.ir.measurement import Measurement, Verdict, signature
 from mucudnn.ir.recording import (
-    Measurement,
     format_recording,
     parse_recording,
+    read_recording,
     recorded_environments,
     recorded_fingerprints,
 )
@@ -19,10 +20,19 @@ from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.export import write_recording
 from mucudnn.runtime.record import record_run, run_measurements
 from mucudnn.runtime.tuner import Tuner
-from tests.doubles import problem
+from tests.doubles import plan_of, problem
 
 texts = st.text(st.characters(codec="utf-8"), max_size=8)
 environments = st.dictionaries(texts, texts, max_size=4)
+
+
+verdicts = st.builds(
+    Verdict,
+    fingerprint=st.sampled_from(["gpu", "other"]),
+    problem=st.sampled_from([problem(4), problem(5), problem(4, stride=2)]),
+    signature=texts,
+    ratio=st.floats(0, 2),
+)
 
 
 def row(fingerprint="gpu", batch=2, algo="GEMM"):
@@ -42,6 +52,78 @@ def test_environments_survive(known, compress):
     assert recorded_environments(data) == known
     assert recorded_fingerprints(data) == tuple(known)
     assert parse_recording(data) == tuple(rows)
+
+
+@given(
+    st.lists(verdicts, max_size=5),
+    st.dictionaries(st.just("gpu"), st.integers(1, 1 << 20)),
+    st.booleans(),
+)
+def test_verdicts_and_alignments_survive(found, aligned, compress):
+    rows = [row(fingerprint) for fingerprint in ("gpu", "other")]
+    data = format_recording(rows, alignments=aligned, verdicts=found, compress=compress)
+    recording = read_recording(data)
+    assert recording.measurements == tuple(rows)
+    assert recording.alignments == aligned
+    assert sorted(map(repr, recording.verdicts)) == sorted(map(repr, found))
+
+
+def test_a_file_without_verdicts_and_noise_is_as_good_as_ever():
+    """As files were written before there were any."""
+    rows = [row("a"), row("b", batch=3)]
+    data = format_recording(rows)
+    assert b"verdicts" not in data
+    assert b"split_alignment" not in data
+    recording = read_recording(data)
+    assert recording.measurements == tuple(rows)
+    assert (recording.verdicts, recording.alignments) == ((), {})
+
+
+def test_a_signature_tells_plans_apart():
+    null, one = get_backend("null"), problem(8)
+    plans = [
+        plan_of(null, one, *steps)
+        for steps in (
+            [("FAST", 8)],
+            [("SLOW", 8)],
+            [("FAST", 4), ("FAST", 4)],
+            [("FAST", 4), ("SLOW", 4)],
+            [("SLOW", 4), ("FAST", 4)],
+            [("FAST", 6), ("FAST", 2)],
+        )
+    ]
+    signatures = {signature(plan, rival) for plan in plans for rival in plans}
+    assert len(signatures) == len(plans) ** 2
+
+
+@pytest.mark.parametrize(
+    ("place", "bad", "message"),
+    [
+        ("batch", 0, r"verdicts\[1\].batch: 0 is below 1"),
+        ("batch", "4", r"verdicts\[1\].batch: '4' is not of type int"),
+        ("ratio", -0.5, r"verdicts\[1\].ratio: -0.5 is below 0"),
+        ("ratio", None, r"verdicts\[1\].ratio: None"),
+        ("signature", 5, r"verdicts\[1\].signature: 5"),
+        ("more", 5, r"verdicts\[1\].more: unknown"),
+    ],
+)
+def test_a_bad_verdict_is_located(place, bad, message):
+    one = Verdict(fingerprint="gpu", problem=problem(4), signature="a / b", ratio=0.5)
+    document = json.loads(format_recording([row()], verdicts=[one, one]))
+    (entry,) = document["devices"][0]["problems"]
+    entry["verdicts"][1][place] = bad
+    with pytest.raises(ValueError, match=rf"devices\[0\].problems\[0\].{message}"):
+        parse_recording(json.dumps(document).encode())
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"), [(0, "0 is below 1"), ("16", "is not of type int")]
+)
+def test_a_bad_alignment_is_located(bad, message):
+    document = json.loads(format_recording([row()], alignments={"gpu": 16}))
+    document["devices"][0]["split_alignment"] = bad
+    with pytest.raises(ValueError, match=rf"devices\[0\].split_alignment: .*{message}"):
+        parse_recording(json.dumps(document).encode())
 
 
 def test_what_is_not_known_is_empty():

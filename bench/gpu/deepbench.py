@@ -58,7 +58,11 @@ def record(job: Job, cache: BenchmarkCache) -> None:
     rows = cache.rows(device.fingerprint)
     if rows:
         write_recording(
-            job.out / RECORDING, rows, {device.fingerprint: device.description()}
+            job.out / RECORDING,
+            rows,
+            {device.fingerprint: device.description()},
+            alignments={device.fingerprint: job.backend.split_alignment},
+            verdicts=cache.verdicts(device.fingerprint),
         )
 
 

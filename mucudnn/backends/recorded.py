@@ -1,11 +1,14 @@
 """A measured table of another machine answers as if that machine were here.
 
-`recorded:FILE` reads a recording (see `mucudnn.ir.recording`). Nothing is computed;
-each kernel takes exactly the recorded median on a virtual clock, so the ordinary tuner,
-measuring through it, finds what the machine found, and can plan for it anywhere.
+`recorded:FILE` reads a recording (see `mucudnn.ir.recording`). Nothing is computed, and
+each kernel takes exactly the recorded median on a virtual clock. What such a clock
+cannot tell is asked for instead: how uncertain a median is (`row`), and whether a plan
+kept its word when it was run whole (`verdict`). So the ordinary tuner, measuring
+through it, finds what the machine found and plans what the machine planned, anywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,11 @@ from mucudnn.backends.base import Backend
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
+from mucudnn.ir.measurement import Measurement, Recording, Verdict
 from mucudnn.ir.numerics import NATIVE, Traits
-from mucudnn.ir.recording import (
-    Measurement,
-    parse_recording,
-    recorded_environments,
-    recorded_fingerprints,
-)
+from mucudnn.ir.recording import read_recording, recorded_fingerprints
 
-__all__ = ["RecordedConv", "device_count", "load"]
+__all__ = ["RecordedConv", "device_count", "load", "read_file", "recording_of"]
 
 _ANYTHING = "*"
 """Stands for every algorithm where nothing at all was recorded."""
@@ -37,10 +36,14 @@ class RecordedConv:
     Args:
         device: Whose clock to move.
         measurements: Of one machine.
+        verdicts: Of the same machine; of two on the same plans the later one counts.
     """
 
     def __init__(
-        self, device: VirtualDevice, measurements: Sequence[Measurement]
+        self,
+        device: VirtualDevice,
+        measurements: Sequence[Measurement],
+        verdicts: Iterable[Verdict] = (),
     ) -> None:
         self._device = device
         self._rows: dict[ConvProblem, dict[str, AlgoPerf]] = {}
@@ -51,6 +54,7 @@ class RecordedConv:
             self._rows.setdefault(m.problem, {})[name] = m.perf
             layer = m.problem.with_batch(1)
             self._batches.setdefault(layer, set()).add(m.problem.batch)
+        self._verdicts = {(v.problem, v.signature): v.ratio for v in verdicts}
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
         """(name, workspace bytes) of every algorithm measured on `problem`."""
@@ -68,6 +72,18 @@ class RecordedConv:
         """What was recorded of it."""
         perf = self._rows[problem][algo]
         return Traits(perf.deterministic, perf.math_mode, perf.notes)
+
+    def sizes(self, problem: ConvProblem) -> Sequence[int]:
+        """Micro-batch sizes at which `problem` was measured, ascending."""
+        return sorted(self._batches.get(problem.with_batch(1), ()))
+
+    def row(self, problem: ConvProblem, algo: str) -> AlgoPerf:
+        """What was measured of an algorithm that `algorithms` lists, noise included."""
+        return replace(self._rows[problem][algo], algo=algo)
+
+    def verdict(self, problem: ConvProblem, signature: str) -> float | None:
+        """See `Verdict.ratio`; None where the plans were not run whole."""
+        return self._verdicts.get((problem, signature))
 
     def run(
         self,
@@ -101,11 +117,15 @@ class RecordedConv:
         self._device.advance(perf.time_ms)
 
     def _missing(self, problem: ConvProblem) -> str:
-        batches = self._batches.get(problem.with_batch(1))
-        if batches is None:
+        sizes = ", ".join(map(str, self.sizes(problem)))
+        if not sizes:
             return f"not recorded on {self._device.fingerprint} at any micro-batch"
-        sizes = ", ".join(map(str, sorted(batches)))
         return f"not recorded at micro-batch {problem.batch}; recorded: {sizes}"
+
+
+def recording_of(backend: Backend) -> RecordedConv | None:
+    """What a backend replays; None for one that measures."""
+    return backend.conv if isinstance(backend.conv, RecordedConv) else None
 
 
 def device_count(argument: str) -> int:
@@ -120,19 +140,36 @@ def device_count(argument: str) -> int:
     return count
 
 
-def load(argument: str, device: int) -> Backend:
-    """One machine of a recording, with a clock of its own."""
+def read_file(argument: str) -> Recording:
+    """A whole recording.
+
+    Raises:
+        BackendUnavailableError: The file is missing, or is something else.
+    """
     file = _file(argument)
-    data = _contents(file)
     try:
-        fingerprint, known = list(recorded_environments(data).items())[device]
-        measurements = parse_recording(data)
+        return read_recording(_contents(file))
     except ValueError as e:
         raise _unreadable(file, e) from e
+
+
+def load(argument: str, device: int) -> Backend:
+    """One machine of a recording, with a clock of its own."""
+    recording = read_file(argument)
+    fingerprint, known = list(recording.environments.items())[device]
     clock = VirtualDevice(fingerprint, known)
-    mine = [m for m in measurements if m.fingerprint == fingerprint]
-    conv = RecordedConv(clock, mine)
-    return Backend(f"recorded:{argument}", clock, conv, index=device)
+    conv = RecordedConv(
+        clock,
+        [m for m in recording.measurements if m.fingerprint == fingerprint],
+        [v for v in recording.verdicts if v.fingerprint == fingerprint],
+    )
+    return Backend(
+        f"recorded:{argument}",
+        clock,
+        conv,
+        index=device,
+        split_alignment=recording.alignments.get(fingerprint, 1),
+    )
 
 
 def _modes(

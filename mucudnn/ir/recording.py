@@ -5,23 +5,31 @@ once. `environment` says in free words what else is known of the device (version
 driver, clocks); it is no part of the fingerprint, and may be empty::
 
     {"kind": "mucudnn-recording", "schema": 2, "devices": [
-      {"fingerprint": "…", "environment": {"driver": "580.65", …}, "problems": [
+      {"fingerprint": "…", "environment": {"driver": "580.65", …},
+       "split_alignment": 16, "problems": [
         {"problem": {"direction": "forward", "x_shape": ["N", 3, 32, 32], …},
-         "rows": [{"algo": "GEMM", "batch": 8, "time_ms": 0.5, …,
-                   "measured_at": 1700000000.0, "version": "0.1.0"}]}]}]}
+         "rows": [{"algo": "GEMM", "batch": 8, "time_ms": 0.5, "noise_ms": 0.01, …,
+                   "measured_at": 1700000000.0, "version": "0.1.0"}],
+         "verdicts": [{"batch": 32, "ratio": 0.8,
+                       "signature": "GEMM@16+GEMM@16 / DIRECT@32"}]}]}]}
+
+What else decides a plan stands only where there is any: `split_alignment`, the bytes
+that micro-batches must be aligned to, and `verdicts`, what became of plans when they
+were run whole.
 
 It may be compressed with gzip. A cache imports it, a backend answers from it; nothing
 here touches a file.
 """
 
+import functools
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
-from mucudnn.ir.conv import AlgoPerf, ConvProblem
+from mucudnn.ir.conv import ConvProblem
+from mucudnn.ir.measurement import Measurement, Recording, Verdict
 from mucudnn.ir.serial import (
     decode,
     decode_layer,
@@ -40,6 +48,7 @@ __all__ = [
     "Measurement",
     "format_recording",
     "parse_recording",
+    "read_recording",
     "recorded_environments",
     "recorded_fingerprints",
 ]
@@ -48,31 +57,15 @@ KIND = "mucudnn-recording"
 SCHEMA = 2
 _GZIP_MAGIC = b"\x1f\x8b"
 _EXTRA = {"measured_at": float, "version": str}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """One row of a recording: what was measured, where and when.
-
-    Attributes:
-        fingerprint: The device and its libraries.
-        problem: The convolution, at the micro-batch size of `perf`.
-        perf: The outcome.
-        measured_at: Seconds since 1970.
-        version: Version of mucudnn that measured.
-    """
-
-    fingerprint: str
-    problem: ConvProblem
-    perf: AlgoPerf
-    measured_at: float
-    version: str
+_DEVICE = ("fingerprint", "environment", "problems")
 
 
 def format_recording(
     measurements: Iterable[Measurement],
     environments: Mapping[str, Mapping[str, str]] | None = None,
     *,
+    alignments: Mapping[str, int] | None = None,
+    verdicts: Iterable[Verdict] = (),
     compress: bool = False,
 ) -> bytes:
     """A recording as bytes; the same measurements always give the same bytes.
@@ -80,60 +73,94 @@ def format_recording(
     Args:
         measurements: Any number, of any number of devices.
         environments: By fingerprint, what else is known of a device.
+        alignments: By fingerprint, bytes that micro-batches are aligned to.
+        verdicts: On plans for what was measured.
         compress: With gzip.
     """
-    known = environments or {}
-    keys: dict[ConvProblem, str] = {}
-    devices: dict[str, dict[str, list[str]]] = {}
+    known, aligned = environments or {}, alignments or {}
+    devices: dict[str, dict[str, _Lines]] = {}
+    key_of = functools.cache(problem_key)
+
+    def lines(of: Measurement | Verdict) -> _Lines:
+        problems = devices.setdefault(of.fingerprint, {})
+        return problems.setdefault(key_of(of.problem), _Lines([], []))
+
     for m in measurements:
-        if m.problem not in keys:
-            keys[m.problem] = problem_key(m.problem)
         row = perf_to_dict(m.perf)
         row |= {"measured_at": m.measured_at, "version": m.version}
-        problems = devices.setdefault(m.fingerprint, {})
-        problems.setdefault(keys[m.problem], []).append(_dumps(row))
+        lines(m).rows.append(_dumps(row))
+    for v in verdicts:
+        members = {"batch": v.problem.batch, "signature": v.signature, "ratio": v.ratio}
+        lines(v).verdicts.append(_dumps(members))
     text = f'{{"kind": "{KIND}", "schema": {SCHEMA}, "devices": [' + ",".join(
-        f'\n{{"fingerprint": {_dumps(fingerprint)}, '
-        f'"environment": {_dumps(dict(known.get(fingerprint, {})))}, "problems": ['
-        + ",".join(
-            f'\n{{"problem": {key}, "rows": [\n' + ",\n".join(rows) + "]}"
-            for key, rows in problems.items()
-        )
+        f'\n{{"fingerprint": {_dumps(name)}, '
+        f'"environment": {_dumps(dict(known.get(name, {})))}, '
+        + (f'"split_alignment": {aligned[name]}, ' if name in aligned else "")
+        + '"problems": ['
+        + ",".join(_problem_text(key, lines) for key, lines in problems.items())
         + "]}"
-        for fingerprint, problems in devices.items()
+        for name, problems in devices.items()
     )
     data = f"{text}]}}\n".encode()
     return gzip.compress(data, compresslevel=6, mtime=0) if compress else data
 
 
+class _Lines(NamedTuple):
+    """What is written of one convolution."""
+
+    rows: list[str]
+    verdicts: list[str]
+
+
+def _problem_text(key: str, lines: _Lines) -> str:
+    judged = ',\n"verdicts": [\n' + ",\n".join(lines.verdicts) + "]"
+    return (
+        f'\n{{"problem": {key}, "rows": [\n'
+        + ",\n".join(lines.rows)
+        + ("]" + judged if lines.verdicts else "]")
+        + "}"
+    )
+
+
 def parse_recording(data: bytes) -> tuple[Measurement, ...]:
+    """The measurements of a whole recording; see `read_recording`."""
+    return read_recording(data).measurements
+
+
+def read_recording(data: bytes) -> Recording:
     """Read and check a whole recording, compressed or not.
 
     Raises:
         ValueError: It is truncated, no recording, or wrong in some field; the message
             says where.
     """
+    devices = _devices(data)
     measurements: list[Measurement] = []
-    for where, fingerprint, _, problems in _devices(data):
-        for i, entry in enumerate(list_of(f"{where}.problems", problems)):
-            there = f"{where}.problems[{i}]"
-            layer, rows = members_of(there, entry, ("problem", "rows"))
-            base = decode_layer(f"{there}.problem", layer, 1)
-            at_batch: dict[int, ConvProblem] = {}
+    verdicts: list[Verdict] = []
+    for device in devices:
+        where = f"{device.where}.problems"
+        for i, entry in enumerate(list_of(where, device.problems)):
+            there, name = f"{where}[{i}]", device.fingerprint
+            layer, rows, judged = members_of(
+                there, entry, ("problem", "rows"), {"verdicts": []}
+            )
+            layer_at = _sizes_of(f"{there}.problem", layer)
             for j, row in enumerate(list_of(f"{there}.rows", rows)):
-                perf, measured_at, version = _decode_row(f"{there}.rows[{j}]", row)
-                if perf.batch not in at_batch:
-                    at_batch[perf.batch] = base.with_batch(perf.batch)
-                measurements.append(
-                    Measurement(
-                        fingerprint=fingerprint,
-                        problem=at_batch[perf.batch],
-                        perf=perf,
-                        measured_at=measured_at,
-                        version=version,
-                    )
-                )
-    return tuple(measurements)
+                found = _decode_row(f"{there}.rows[{j}]", name, layer_at, row)
+                measurements.append(found)
+            for j, row in enumerate(list_of(f"{there}.verdicts", judged)):
+                verdict = _decode_verdict(f"{there}.verdicts[{j}]", name, layer_at, row)
+                verdicts.append(verdict)
+    return Recording(
+        environments={device.fingerprint: device.environment for device in devices},
+        alignments={
+            device.fingerprint: device.split_alignment
+            for device in devices
+            if device.split_alignment is not None
+        },
+        measurements=tuple(measurements),
+        verdicts=tuple(verdicts),
+    )
 
 
 def recorded_fingerprints(data: bytes) -> tuple[str, ...]:
@@ -151,11 +178,20 @@ def recorded_environments(data: bytes) -> dict[str, dict[str, str]]:
     Raises:
         ValueError: It is truncated or no recording.
     """
-    return {name: environment for _, name, environment, _ in _devices(data)}
+    return {device.fingerprint: device.environment for device in _devices(data)}
 
 
-def _devices(data: bytes) -> list[tuple[str, str, dict[str, str], Any]]:
-    """Where each device is, its fingerprint, environment and problems."""
+class _Device(NamedTuple):
+    """One device, and where it is in the file; its problems are not checked yet."""
+
+    where: str
+    fingerprint: str
+    environment: dict[str, str]
+    split_alignment: int | None
+    problems: Any
+
+
+def _devices(data: bytes) -> list[_Device]:
     document = load_json(_text(data))
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise ValueError(f'no recording: it lacks "kind": "{KIND}"')
@@ -163,21 +199,31 @@ def _devices(data: bytes) -> list[tuple[str, str, dict[str, str], Any]]:
         raise ValueError(
             f"its schema is {document.get('schema')!r}, this version reads {SCHEMA}"
         )
-    _, _, devices = members_of("recording", document, ("kind", "schema", "devices"))
-    found = []
-    for i, device in enumerate(list_of("devices", devices)):
-        where = f"devices[{i}]"
-        name, environment, problems = members_of(
-            where, device, ("fingerprint", "environment", "problems")
-        )
-        fingerprint = decode(f"{where}.fingerprint", str, name)
-        facts = _decode_environment(f"{where}.environment", environment)
-        found.append((where, fingerprint, facts, problems))
-    names = [fingerprint for _, fingerprint, *_ in found]
+    _, _, entries = members_of("recording", document, ("kind", "schema", "devices"))
+    found = [
+        _decode_device(f"devices[{i}]", entry)
+        for i, entry in enumerate(list_of("devices", entries))
+    ]
+    names = [device.fingerprint for device in found]
     for i, name in enumerate(names):
         if name in names[:i]:
             raise ValueError(f"devices[{i}].fingerprint: {name!r} occurs twice")
     return found
+
+
+def _decode_device(where: str, data: object) -> _Device:
+    name, environment, problems, alignment = members_of(
+        where, data, _DEVICE, {"split_alignment": None}
+    )
+    if alignment is not None:
+        alignment = _count(f"{where}.split_alignment", alignment)
+    return _Device(
+        where,
+        decode(f"{where}.fingerprint", str, name),
+        _decode_environment(f"{where}.environment", environment),
+        alignment,
+        problems,
+    )
 
 
 def _decode_environment(where: str, data: object) -> dict[str, str]:
@@ -196,7 +242,14 @@ def _text(data: bytes) -> str:
     return data.decode()
 
 
-def _decode_row(where: str, data: object) -> tuple[AlgoPerf, float, str]:
+def _sizes_of(where: str, data: object) -> Callable[[int], ConvProblem]:
+    """A convolution by its batch size, each made once: files have many rows."""
+    return functools.cache(decode_layer(where, data, 1).with_batch)
+
+
+def _decode_row(
+    where: str, fingerprint: str, layer_at: Callable[[int], ConvProblem], data: object
+) -> Measurement:
     members = object_of(where, data)
     extra = {name: members[name] for name in _EXTRA if name in members}
     measured_at, version = (
@@ -205,8 +258,38 @@ def _decode_row(where: str, data: object) -> tuple[AlgoPerf, float, str]:
             _EXTRA.items(), members_of(where, extra, tuple(_EXTRA)), strict=True
         )
     )
-    perf = {name: value for name, value in members.items() if name not in _EXTRA}
-    return decode_perf(where, perf), measured_at, version
+    rest = {name: value for name, value in members.items() if name not in _EXTRA}
+    perf = decode_perf(where, rest)
+    return Measurement(
+        fingerprint=fingerprint,
+        problem=layer_at(perf.batch),
+        perf=perf,
+        measured_at=measured_at,
+        version=version,
+    )
+
+
+def _decode_verdict(
+    where: str, fingerprint: str, layer_at: Callable[[int], ConvProblem], data: object
+) -> Verdict:
+    batch, plans, ratio = members_of(where, data, ("batch", "signature", "ratio"))
+    found = Verdict(
+        fingerprint=fingerprint,
+        problem=layer_at(_count(f"{where}.batch", batch)),
+        signature=decode(f"{where}.signature", str, plans),
+        ratio=decode(f"{where}.ratio", float, ratio),
+    )
+    if found.ratio < 0:
+        raise ValueError(f"{where}.ratio: {found.ratio} is below 0")
+    return found
+
+
+def _count(where: str, data: object) -> int:
+    """A whole number of 1 or more."""
+    number: int = decode(where, int, data)
+    if number < 1:
+        raise ValueError(f"{where}: {number} is below 1")
+    return number
 
 
 def _dumps(value: object) -> str:

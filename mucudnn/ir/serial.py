@@ -260,18 +260,33 @@ def _decode_plain(where: str, hint: Any, value: Any) -> Any:
     return value
 
 
-def members_of(where: str, data: object, names: tuple[str, ...]) -> tuple[Any, ...]:
-    """The values of an object that has exactly these members."""
+def members_of(
+    where: str,
+    data: object,
+    names: tuple[str, ...],
+    optional: Mapping[str, Any] | None = None,
+) -> tuple[Any, ...]:
+    """The values of an object that has exactly these members.
+
+    Args:
+        where: Named by errors.
+        data: The object.
+        names: Members that it must have.
+        optional: Members that it may have, with their values where they are missing;
+            returned after the others.
+    """
     members = object_of(where, data)
+    others = optional or {}
     if tuple(members) == names:
-        return tuple(members.values())
+        return (*members.values(), *others.values())
     for name in names:
         if name not in members:
             raise ValueError(f"{where}.{name}: missing")
     for name in members:
-        if name not in names:
+        if name not in names and name not in others:
             raise ValueError(f"{where}.{name}: unknown")
-    return tuple(members[name] for name in names)
+    found = {**others, **members}
+    return tuple(found[name] for name in (*names, *others))
 
 
 def object_of(where: str, data: Any) -> dict[str, Any]:

@@ -8,17 +8,19 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.backends.base import Backend, Buffer
+from mucudnn.backends.recorded import recording_of
 from mucudnn.errors import MucudnnError, OutOfMemoryError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.numerics import Traits
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.runtime.timing import StoppingRule, measure
+from mucudnn.runtime.timing import StoppingRule, Timing, measure
 
-__all__ = ["KernelBench", "failed_perf", "limited", "operands", "time_in_turn"]
+__all__ = ["BenchTask", "KernelBench", "failed_perf", "limited", "operands"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,31 +65,64 @@ def check_memory(
         )
 
 
-class KernelBench:
-    """Operands and workspace for one convolution at up to `problem.batch` samples.
+_TimeOne = Callable[[ConvProblem, str, int, float, float], AlgoPerf]
+"""Times one algorithm: problem, its name, bytes, best rival's and expected ms."""
 
-    Args:
-        backend: Runs the kernels.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchTask:
+    """What a bench times, and within which limits.
+
+    Attributes:
+        backend: Whose kernels.
         problem: The convolution at its largest batch size.
         rule: When a kernel has been timed enough.
         memory_limit: Bytes that operands and workspace may take together.
         deadline: `time.monotonic()` after which nothing more is started.
     """
 
-    def __init__(
+    backend: Backend
+    problem: ConvProblem
+    rule: StoppingRule
+    memory_limit: float = math.inf
+    deadline: float = math.inf
+
+    def in_turn(
         self,
-        backend: Backend,
-        problem: ConvProblem,
-        rule: StoppingRule,
-        *,
-        memory_limit: float = math.inf,
-        deadline: float = math.inf,
+        one: _TimeOne,
+        batch: int,
+        workspaces: Mapping[str, int],
+        on_done: Callable[[AlgoPerf], None],
+        best_ms: float,
+        expected_ms: Mapping[str, float] | None,
     ) -> None:
-        self._backend = backend
-        self._problem = problem
-        self._rule = rule
-        self._memory_limit = memory_limit
-        self._deadline = deadline
+        """What every bench does at one size: begin what can end before the deadline."""
+        problem = self.problem.with_batch(batch)
+        for algo, nbytes in workspaces.items():
+            expected = (expected_ms or {}).get(algo, 0.0)
+            left_s = self.deadline - time.monotonic()
+            if left_s <= expected / 1e3:
+                reason = (
+                    f"would take about {expected / 1e3:.2g} s, "
+                    f"the time limit leaves {left_s:.2g} s"
+                    if left_s > 0
+                    else "the time limit was reached"
+                )
+                traits = self.backend.conv.traits(problem, algo)
+                error = f"{_LIMITED}{reason}"
+                on_done(failed_perf(problem, algo, nbytes, error, traits))
+                continue
+            perf = one(problem, algo, nbytes, best_ms, expected)
+            if perf.error is None:
+                best_ms = min(best_ms, perf.time_ms)
+            on_done(perf)
+
+
+class KernelBench:
+    """Operands and workspace for one convolution at up to `problem.batch` samples."""
+
+    def __init__(self, task: BenchTask) -> None:
+        self._task = task
         self._operands: tuple[Buffer, ...] = ()
         self._batch = 0
         self._scratch: Buffer = None
@@ -111,22 +146,13 @@ class KernelBench:
             expected_ms: Algorithm -> about how long one run takes, where it is known;
                 what would not end before the deadline is not begun.
         """
-        time_in_turn(
-            self._one,
-            self._backend,
-            self._problem.with_batch(batch),
-            workspaces,
-            on_done,
-            deadline=self._deadline,
-            best_ms=best_ms,
-            expected_ms=expected_ms or {},
-        )
+        self._task.in_turn(self._one, batch, workspaces, on_done, best_ms, expected_ms)
 
     def release(self) -> None:
         """Give the buffers back; the next run makes them anew."""
         self._operands, self._batch = (), 0
         self._scratch, self._scratch_bytes = None, -1
-        self._backend.device.trim()
+        self._task.backend.device.trim()
 
     def _one(
         self,
@@ -136,26 +162,20 @@ class KernelBench:
         best_ms: float,
         expected_ms: float,
     ) -> AlgoPerf:
-        traits = self._backend.conv.traits(problem, algo)
+        backend = self._task.backend
+        traits = backend.conv.traits(problem, algo)
 
         def failed(error: str) -> AlgoPerf:
             return failed_perf(problem, algo, nbytes, error, traits)
 
         try:
-            a, b, out = self._buffers(problem, nbytes)
+            arrays = self._buffers(problem, nbytes)
         except OutOfMemoryError as e:
             return failed(f"{_LIMITED}{e}")
-        conv, scratch = self._backend.conv, self._scratch
+        if (recording := recording_of(backend)) is not None:
+            return recording.row(problem, algo)
         try:
-            if self._backend.compile is not None:  # the first run builds the plan
-                conv.run(problem, algo, a, b, out, scratch)
-            timing = measure(
-                lambda: conv.run(problem, algo, a, b, out, scratch),
-                self._backend.device,
-                self._rule,
-                deadline=self._deadline,
-                best_ms=best_ms,
-            )
+            timing = self._timed(problem, algo, arrays, best_ms)
         except MemoryError as e:
             return failed(f"{_LIMITED}out of memory: {e}")
         except MucudnnError as e:
@@ -176,6 +196,28 @@ class KernelBench:
             notes=traits.notes,
         )
 
+    def _timed(
+        self,
+        problem: ConvProblem,
+        algo: str,
+        arrays: tuple[Any, Any, Any],
+        best_ms: float,
+    ) -> Timing:
+        backend, scratch = self._task.backend, self._scratch
+
+        def run() -> None:
+            backend.conv.run(problem, algo, *arrays, scratch)
+
+        if backend.compile is not None:  # the first run builds the plan
+            run()
+        return measure(
+            run,
+            backend.device,
+            self._task.rule,
+            deadline=self._task.deadline,
+            best_ms=best_ms,
+        )
+
     def _buffers(self, problem: ConvProblem, nbytes: int) -> tuple[Any, Any, Any]:
         """Operands at this batch size; afterwards `_scratch` holds `nbytes` at least.
 
@@ -183,7 +225,7 @@ class KernelBench:
             OutOfMemoryError: This kernel alone exceeds the limit, or the device.
         """
         specs = problem.operands()
-        check_memory(specs, nbytes, self._memory_limit)
+        check_memory(specs, nbytes, self._task.memory_limit)
         try:
             self._hold(
                 max(problem.batch, self._batch), max(nbytes, self._scratch_bytes)
@@ -191,7 +233,7 @@ class KernelBench:
         except OutOfMemoryError:  # what earlier kernels needed is in the way
             self.release()
             self._hold(problem.batch, nbytes)
-        device = self._backend.device
+        device = self._task.backend.device
         a, b, out = (
             device.view(buffer, 0, spec)
             for buffer, spec in zip(self._operands, specs, strict=True)
@@ -200,9 +242,9 @@ class KernelBench:
 
     def _hold(self, batch: int, nbytes: int) -> None:
         """Have buffers for `batch` samples and `nbytes` of workspace, all at once."""
-        device = self._backend.device
-        specs = self._problem.with_batch(batch).operands()
-        check_memory(specs, nbytes, self._memory_limit)
+        device = self._task.backend.device
+        specs = self._task.problem.with_batch(batch).operands()
+        check_memory(specs, nbytes, self._task.memory_limit)
         if batch > self._batch:
             self._operands, self._batch = (), 0
             buffers = tuple(device.allocate(spec.nbytes) for spec in specs)
@@ -213,48 +255,6 @@ class KernelBench:
             self._scratch, self._scratch_bytes = None, -1
             self._scratch = device.allocate(nbytes)
             self._scratch_bytes = nbytes
-
-
-def time_in_turn(
-    one: Callable[[ConvProblem, str, int, float, float], AlgoPerf],
-    backend: Backend,
-    problem: ConvProblem,
-    workspaces: Mapping[str, int],
-    on_done: Callable[[AlgoPerf], None],
-    *,
-    deadline: float,
-    best_ms: float,
-    expected_ms: Mapping[str, float],
-) -> None:
-    """What every bench does at one size: begin what can end before the deadline.
-
-    Args:
-        one: Times one algorithm: problem, algorithm, bytes, best rival and expected ms.
-        backend: Says how an algorithm that is not begun computes.
-        problem: At the micro-batch size.
-        workspaces: Algorithm -> bytes; timed in this order.
-        on_done: Receives one row an algorithm.
-        deadline: `time.monotonic()` after which nothing more is started.
-        best_ms: Fastest rival known at this size.
-        expected_ms: Algorithm -> about how long one run takes, where it is known.
-    """
-    for algo, nbytes in workspaces.items():
-        expected = expected_ms.get(algo, 0.0)
-        left_s = deadline - time.monotonic()
-        if left_s <= expected / 1e3:
-            reason = (
-                f"would take about {expected / 1e3:.2g} s, "
-                f"the time limit leaves {left_s:.2g} s"
-                if left_s > 0
-                else "the time limit was reached"
-            )
-            traits = backend.conv.traits(problem, algo)
-            on_done(failed_perf(problem, algo, nbytes, f"{_LIMITED}{reason}", traits))
-            continue
-        perf = one(problem, algo, nbytes, best_ms, expected)
-        if perf.error is None:
-            best_ms = min(best_ms, perf.time_ms)
-        on_done(perf)
 
 
 def failed_perf(

@@ -19,7 +19,8 @@ import platformdirs
 
 from mucudnn.errors import CacheError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.recording import Measurement, parse_recording
+from mucudnn.ir.measurement import Measurement, Verdict
+from mucudnn.ir.recording import read_recording
 from mucudnn.ir.serial import perf_to_dict, problem_from_key, problem_key
 from mucudnn.runtime.export import write_recording
 from mucudnn.runtime.storage import CacheWarning, RecordFile, transaction
@@ -80,6 +81,7 @@ _PUT_PERF = (
     + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)
 )
 _MERGE_PERF = f"{_PUT_PERF} WHERE excluded.measured_at > perf.measured_at"
+_MERGE_VERDICT = f"INSERT OR IGNORE INTO verdict VALUES ({_LAYER}, ?, ?, ?, ?)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,12 @@ class BenchmarkCache:
         key = problem_key(problem)
         stamp = (time.time(), self._version)
         rows = [(fingerprint, key, *_values(perf), *stamp) for perf in perfs]
-        self._file.do(lambda db: _write(db, _PUT_PERF, rows))
+
+        def write(db: sqlite3.Connection) -> None:
+            with transaction(db):
+                _write(db, _PUT_PERF, rows)
+
+        self._file.do(write)
 
     def get_verdict(
         self, fingerprint: str, problem: ConvProblem, signature: str
@@ -251,6 +258,25 @@ class BenchmarkCache:
             )
         return tuple(measurements)
 
+    def verdicts(self, fingerprint: str | None = None) -> tuple[Verdict, ...]:
+        """What became of plans that were run whole, on one device or on all."""
+        query = (
+            "SELECT fingerprint, problem, batch, signature, time_ms "
+            "FROM layer JOIN verdict ON verdict.layer = layer.id "
+            "WHERE ?1 IS NULL OR fingerprint = ?1 "
+            "ORDER BY fingerprint, problem, batch, signature"
+        )
+        rows = self._file.do(lambda db: db.execute(query, (fingerprint,)).fetchall())
+        return tuple(
+            Verdict(
+                fingerprint=device,
+                problem=problem_from_key(layer, batch),
+                signature=plans,
+                ratio=ratio,
+            )
+            for device, layer, batch, plans, ratio in rows
+        )
+
     def clear(self, fingerprint: str | None = None) -> int:
         """Forget one device or everything; returns how many measurements went."""
 
@@ -274,26 +300,28 @@ class BenchmarkCache:
     def export_json(self, file: Path | str) -> int:
         """Write all measurements to a recording; a name in `.gz` is compressed.
 
-        The file appears complete or not at all. A cache does not know the environments
-        of its devices, so they are empty. Returns how many rows it has.
+        What became of plans that were run whole goes along. The file appears complete
+        or not at all. A cache does not know the environments of its devices, so they
+        are empty. Returns how many rows it has.
 
         Raises:
             CacheError: The file cannot be written.
         """
         rows = self.rows()
-        write_recording(file, rows)
+        write_recording(file, rows, verdicts=self.verdicts())
         return len(rows)
 
     def import_json(self, file: Path | str) -> int:
         """Merge a recording, all of it or nothing; the newest measurement wins.
 
-        Returns how many rows were new.
+        Of two verdicts on the same plans the one that is here stays. Returns how many
+        rows were new.
 
         Raises:
             CacheError: The file cannot be read, or is not a recording; says where.
         """
         try:
-            measurements = parse_recording(Path(file).read_bytes())
+            recording = read_recording(Path(file).read_bytes())
         except (OSError, ValueError) as e:
             raise CacheError(f"cannot import {file}: {e}") from e
         rows = [
@@ -304,9 +332,28 @@ class BenchmarkCache:
                 m.measured_at,
                 m.version,
             )
-            for m in measurements
+            for m in recording.measurements
         ]
-        return self._file.do(lambda db: _write(db, _MERGE_PERF, rows))
+        now = time.time()
+        verdicts = [
+            (
+                v.fingerprint,
+                problem_key(v.problem),
+                v.problem.batch,
+                v.signature,
+                v.ratio,
+                now,
+            )
+            for v in recording.verdicts
+        ]
+
+        def merge(db: sqlite3.Connection) -> int:
+            with transaction(db):
+                count = _write(db, _MERGE_PERF, rows)
+                _write(db, _MERGE_VERDICT, verdicts)
+            return count
+
+        return self._file.do(merge)
 
     def close(self) -> None:
         """Close the file; nothing else may be asked after it."""
@@ -335,9 +382,9 @@ class BenchmarkCache:
 def _write(
     db: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]
 ) -> int:
-    with transaction(db):
-        db.executemany(_PUT_LAYER, dict.fromkeys(row[:2] for row in rows))
-        return db.executemany(statement, rows).rowcount if rows else 0
+    """Rows that begin with a fingerprint and a problem, within a transaction."""
+    db.executemany(_PUT_LAYER, dict.fromkeys(row[:2] for row in rows))
+    return db.executemany(statement, rows).rowcount if rows else 0
 
 
 def _values(perf: AlgoPerf) -> tuple[Any, ...]:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mucudnn.errors import CacheError
-from mucudnn.ir.recording import Measurement, format_recording
+from mucudnn.ir.measurement import Measurement, Verdict
+from mucudnn.ir.recording import format_recording
 
 __all__ = ["write_recording"]
 
@@ -19,6 +20,9 @@ def write_recording(
     file: Path | str,
     measurements: Iterable[Measurement],
     environments: Mapping[str, Mapping[str, str]] | None = None,
+    *,
+    alignments: Mapping[str, int] | None = None,
+    verdicts: Iterable[Verdict] = (),
 ) -> None:
     """Write a recording; a name in `.gz` is compressed.
 
@@ -28,13 +32,21 @@ def write_recording(
         file: Where; what is there is replaced.
         measurements: Of any number of devices.
         environments: By fingerprint, what else is known of a device.
+        alignments: By fingerprint, bytes that micro-batches are aligned to.
+        verdicts: On plans for what was measured.
 
     Raises:
         CacheError: The file cannot be written.
     """
     target = Path(file)
     zipped = target.suffix == ".gz"
-    data = format_recording(measurements, environments, compress=zipped)
+    data = format_recording(
+        measurements,
+        environments,
+        alignments=alignments,
+        verdicts=verdicts,
+        compress=zipped,
+    )
     try:
         _write_whole(target, data)
     except OSError as e:

@@ -14,7 +14,7 @@ from typing import Any
 from mucudnn.backends.base import Backend
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.serial import problem_to_dict
-from mucudnn.runtime.bench_kernels import KernelBench, failed_perf, time_in_turn
+from mucudnn.runtime.bench_kernels import BenchTask, KernelBench, failed_perf
 from mucudnn.runtime.measuring_process import MeasuringProcess
 from mucudnn.runtime.timing import StoppingRule
 
@@ -25,33 +25,17 @@ class IsolatedBench:
     """A `KernelBench` whose kernels run in a child process.
 
     Args:
-        backend: Loaded by its name and index in the child.
-        problem: The convolution at its largest batch size.
-        rule: When a kernel has been timed enough.
-        memory_limit: Bytes that operands and workspace may take together.
-        deadline: `time.monotonic()` after which nothing more is started.
-        process: Where to measure; one of its own if none is given.
+        task: The child loads its backend by name and index.
+        process: Where to measure.
         hang_s: Seconds that a kernel may take beyond what the rule lets it take; then
             its process is ended.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        problem: ConvProblem,
-        rule: StoppingRule,
-        *,
-        memory_limit: float = math.inf,
-        deadline: float = math.inf,
-        process: MeasuringProcess | None = None,
-        hang_s: float = 60.0,
+        self, task: BenchTask, process: MeasuringProcess, *, hang_s: float = 60.0
     ) -> None:
-        self._backend = backend
-        self._problem = problem
-        self._rule = rule
-        self._memory_limit = memory_limit
-        self._deadline = deadline
-        self._process = process or MeasuringProcess(backend.name, backend.index)
+        self._task = task
+        self._process = process
         self._hang_s = hang_s
 
     def run(
@@ -67,16 +51,7 @@ class IsolatedBench:
         Raises:
             BackendUnavailableError: The child cannot be started.
         """
-        time_in_turn(
-            self._one,
-            self._backend,
-            self._problem.with_batch(batch),
-            workspaces,
-            on_done,
-            deadline=self._deadline,
-            best_ms=best_ms,
-            expected_ms=expected_ms or {},
-        )
+        self._task.in_turn(self._one, batch, workspaces, on_done, best_ms, expected_ms)
 
     def release(self) -> None:
         """Have the child give the buffers back; the next run makes them anew."""
@@ -97,22 +72,22 @@ class IsolatedBench:
             "best_ms": best_ms,
             "expected_ms": expected_ms,
         }
-        ordinary_s = (self._rule.budget_ms + 2 * expected_ms) / 1e3
+        ordinary_s = (self._task.rule.budget_ms + 2 * expected_ms) / 1e3
         outcome = self._process.time_kernel(
             self, self._settings, kernel, self._hang_s + ordinary_s
         )
         if isinstance(outcome, AlgoPerf):
             return outcome
-        traits = self._backend.conv.traits(problem, algo)
+        traits = self._task.backend.conv.traits(problem, algo)
         return failed_perf(problem, algo, nbytes, outcome, traits)
 
     def _settings(self) -> Mapping[str, Any]:
         """What opens a child for this bench; clocks differ, so time is what is left."""
         return {
-            "problem": problem_to_dict(self._problem),
-            "rule": dataclasses.asdict(self._rule),
-            "memory_limit": self._memory_limit,
-            "left_s": self._deadline - time.monotonic(),
+            "problem": problem_to_dict(self._task.problem),
+            "rule": dataclasses.asdict(self._task.rule),
+            "memory_limit": self._task.memory_limit,
+            "left_s": self._task.deadline - time.monotonic(),
         }
 
 
@@ -138,14 +113,19 @@ class Isolation:
     ) -> KernelBench | IsolatedBench:
         """A bench for one convolution on one device."""
         wanted = backend.fragile if self._wanted is None else self._wanted
-        limits = {"memory_limit": memory_limit, "deadline": deadline}
+        task = BenchTask(
+            backend=backend,
+            problem=problem,
+            rule=rule,
+            memory_limit=memory_limit,
+            deadline=deadline,
+        )
         if not wanted:
-            return KernelBench(backend, problem, rule, **limits)
+            return KernelBench(task)
         device = backend.name, backend.index
         if device not in self._processes:
             self._processes[device] = MeasuringProcess(*device)
-        process = self._processes[device]
-        return IsolatedBench(backend, problem, rule, **limits, process=process)
+        return IsolatedBench(task, self._processes[device])
 
     def close(self) -> None:
         """End all children; what measures afterwards starts new ones."""

@@ -29,7 +29,7 @@ from mucudnn.backends import Backend, get_backend
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.serial import perf_to_dict, problem_from_dict
-from mucudnn.runtime.bench_kernels import KernelBench, failed_perf
+from mucudnn.runtime.bench_kernels import BenchTask, KernelBench, failed_perf
 from mucudnn.runtime.timing import StoppingRule
 
 __all__ = ["main"]
@@ -95,13 +95,14 @@ def _serve(
             case {"open": opened}:
                 bench = None  # its buffers first
                 problem = problem_from_dict(opened["problem"])
-                bench = KernelBench(
-                    backend,
-                    problem,
-                    StoppingRule(**opened["rule"]),
+                task = BenchTask(
+                    backend=backend,
+                    problem=problem,
+                    rule=StoppingRule(**opened["rule"]),
                     memory_limit=opened["memory_limit"],
                     deadline=time.monotonic() + opened["left_s"],
                 )
+                bench = KernelBench(task)
             case {"run": kernel} if bench is not None and problem is not None:
                 reply({"begins": kernel["algo"]})
                 micro = problem.with_batch(kernel["batch"])

@@ -2,7 +2,9 @@
 
 The rows come from the cache, which holds every measurement with its time: those that
 the run made, and older ones that it used instead of measuring again. What a limit kept
-from being measured, or cut short, is no measurement and not recorded.
+from being measured, or cut short, is no measurement and not recorded. What decides a
+plan beside them goes along: what became of plans that were run whole, and how
+micro-batches are aligned.
 """
 
 from collections.abc import Iterable
@@ -10,7 +12,7 @@ from pathlib import Path
 
 from mucudnn.errors import CacheError
 from mucudnn.ir.conv import ConvProblem, PerfTable
-from mucudnn.ir.recording import Measurement
+from mucudnn.ir.measurement import Measurement
 from mucudnn.runtime.export import write_recording
 from mucudnn.runtime.tuner import Tuner
 
@@ -57,6 +59,12 @@ def record_run(
     rows = run_measurements(tuner, problems, tables, since)
     if not rows:
         raise CacheError(f"nothing was measured, so {file} was not written")
-    device = tuner.backend.device
-    write_recording(file, rows, {device.fingerprint: device.description()})
+    device, layers = tuner.backend.device, {m.problem.with_batch(1) for m in rows}
+    write_recording(
+        file,
+        rows,
+        {device.fingerprint: device.description()},
+        alignments={device.fingerprint: tuner.backend.split_alignment},
+        verdicts=[v for v in tuner.verdicts if v.problem.with_batch(1) in layers],
+    )
     return len(rows)

@@ -6,12 +6,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.backends import Backend, get_backend
+from mucudnn.backends.recorded import recording_of
 from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.measurement import Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.explain import explain
@@ -31,6 +32,7 @@ from mucudnn.runtime.plan_texts import restore_plans
 from mucudnn.runtime.recovery import Arena, ResilientPlan
 from mucudnn.runtime.sweep import Progress, Sweep
 from mucudnn.runtime.timing import StoppingRule, Timing, measure_together
+from mucudnn.runtime.verdicts import REJECTED, Choice, Verdicts, decided
 
 __all__ = ["Choice", "Progress", "Tuner"]
 
@@ -41,36 +43,6 @@ DEFAULT_WORKSPACE_LIMIT = 64 << 20
 
 LAUNCH_OVERHEAD_MS = 0.005
 """What one more micro-batch costs the host, beyond the kernel's own time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A plan and its rival, both measured in one run.
-
-    Attributes:
-        plan: What to use: the planner's plan, or `undivided` if that was not beaten.
-        undivided: The fastest single call under the same limit; None if none fits.
-        planned_ms: Measured time of `plan`.
-        undivided_ms: Measured time of `undivided`.
-        predicted_ms: What the planner expected of its own plan.
-        rejected: Whether the planner's plan did not win by more than the noise.
-    """
-
-    plan: ConvPlan
-    undivided: ConvPlan | None
-    planned_ms: float
-    undivided_ms: float | None
-    predicted_ms: float
-    rejected: bool
-
-    @property
-    def speedup(self) -> float | None:
-        """Undivided over planned; None where there is no undivided plan."""
-        if self.undivided_ms is None:
-            return None
-        if self.planned_ms == self.undivided_ms:
-            return 1.0
-        return self.undivided_ms / self.planned_ms if self.planned_ms else math.inf
 
 
 class Tuner:
@@ -159,6 +131,7 @@ class Tuner:
                     f"{other.device.fingerprint!r}; use devices of one model"
                 )
         self.ready: dict[object, Any] = {}  # call signature -> what runs it
+        self._verdicts = Verdicts(self.backend, self.cache)
         self._isolation = Isolation(isolate)
         self._arena = Arena(self.backend.device)
         self._tables: dict[ConvProblem, PerfTable] = {}
@@ -218,8 +191,10 @@ class Tuner:
             progress=self.progress,
             isolation=self._isolation,
         )
+        # What was recorded takes no time to ask for, and all of it was planned with.
+        prune = self.prune and recording_of(self.backend) is None
         table = sweep.table(
-            problem, self.batch_policy, prune=self.prune, overhead=LAUNCH_OVERHEAD_MS
+            problem, self.batch_policy, prune=prune, overhead=LAUNCH_OVERHEAD_MS
         )
         if not any(limited(perf) for perf in table.perfs):
             self._tables[problem] = table
@@ -256,23 +231,30 @@ class Tuner:
     ) -> Choice:
         """Measure a plan and its undivided rival in one run; keep the faster.
 
+        A recording answers with what its machine found, where that ran both.
+
         Raises:
             OutOfMemoryError: The operands do not fit the memory limit.
             StepFailedError: A kernel failed.
         """
-        rivals = [plan]
-        if undivided is not None and undivided.steps != plan.steps:
-            rivals.append(undivided)
-        timings = self.time_plans(rivals, time_limit_s=time_limit_s)
-        planned = timings[0].time_ms
-        predicted = plan.time_ms
-        if undivided is None:
-            return Choice(plan, None, planned, None, predicted, rejected=False)
-        rival = timings[-1].time_ms
-        noise = max(timings[0].noise_ms, timings[-1].noise_ms)
-        if len(rivals) == 2 and planned >= rival - noise:
-            return Choice(undivided, undivided, rival, rival, predicted, rejected=True)
-        return Choice(plan, undivided, planned, rival, predicted, rejected=False)
+        if undivided is None or undivided.steps == plan.steps:
+            (timing,) = self.time_plans([plan], time_limit_s=time_limit_s)
+            rival_ms = None if undivided is None else timing.time_ms
+            return decided(plan, undivided, timing.time_ms, rival_ms)
+        if (ratio := self._verdicts.recorded(plan, undivided)) is not None:
+            rival_ms, won = undivided.time_ms, ratio < REJECTED
+            return decided(plan, undivided, ratio * rival_ms, rival_ms, won=won)
+        ours, theirs = self.time_plans([plan, undivided], time_limit_s=time_limit_s)
+        noise_ms = max(ours.noise_ms, theirs.noise_ms)
+        won = ours.time_ms < theirs.time_ms - noise_ms
+        ratio = ours.time_ms / theirs.time_ms if won else REJECTED
+        self._verdicts.keep(plan, undivided, ratio, remember=ours.samples > 0)
+        return decided(plan, undivided, ours.time_ms, theirs.time_ms, won=won)
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """What became of divided plans when they were run whole."""
+        return self._verdicts.used
 
     def compiled(self, problem: ConvProblem) -> ResilientPlan:
         """The plan of a problem, ready to run; planned on first use."""
@@ -323,18 +305,14 @@ class Tuner:
         undivided = self.undivided(table, limit)
         if undivided is None or not plan.divided:
             return plan
-        device = self.backend.device.fingerprint
-        signature = f"{_signature(plan)} / {_signature(undivided)}"
-        ratio = self.cache.get_verdict(device, plan.problem, signature)
-        if ratio is None:
-            try:
-                choice = self.validate(plan, undivided)
-            except MucudnnError as e:
-                logger.warning("%s is not divided, for want of proof: %s", signature, e)
-                return undivided
-            ratio = 1.0 if choice.rejected else 1 / (choice.speedup or 1.0)
-            self.cache.put_verdict(device, plan.problem, signature, ratio)
-        return plan if ratio < 1.0 else undivided
+        ratio = self._verdicts.known(plan, undivided)
+        if ratio is not None:
+            return plan if ratio < REJECTED else undivided
+        try:
+            return self.validate(plan, undivided).plan
+        except MucudnnError as e:
+            logger.warning("%s is not divided, for want of proof: %s", plan.problem, e)
+            return undivided
 
     def time_plans(
         self, plans: Sequence[ConvPlan], *, time_limit_s: float = math.inf
@@ -359,7 +337,3 @@ class Tuner:
             self.rule,
             deadline=time.monotonic() + time_limit_s,
         )
-
-
-def _signature(plan: ConvPlan) -> str:
-    return "+".join(f"{step.algo}@{step.batch}" for step in plan.steps)

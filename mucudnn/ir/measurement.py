@@ -1,0 +1,78 @@
+"""What one machine learnt and others may use: rows, verdicts, and all of a file.
+
+A row is of one kernel. A verdict is of a whole plan: kernels that run one after another
+are not always as fast as each by itself, so a division is run before it is trusted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem
+
+__all__ = ["Measurement", "Recording", "Verdict", "signature"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One row of a recording: what was measured, where and when.
+
+    Attributes:
+        fingerprint: The device and its libraries.
+        problem: The convolution, at the micro-batch size of `perf`.
+        perf: The outcome.
+        measured_at: Seconds since 1970.
+        version: Version of mucudnn that measured.
+    """
+
+    fingerprint: str
+    problem: ConvProblem
+    perf: AlgoPerf
+    measured_at: float
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of a plan that was run whole, in turn with its undivided rival.
+
+    Attributes:
+        fingerprint: The device and its libraries.
+        problem: The convolution, at its whole mini-batch.
+        signature: Of the plan and its rival.
+        ratio: The plan's time over its rival's; 1 where the plan was rejected, as it
+            did not win by more than the noise.
+    """
+
+    fingerprint: str
+    problem: ConvProblem
+    signature: str
+    ratio: float
+
+
+def signature(plan: ConvPlan, rival: ConvPlan) -> str:
+    """Two plans of one problem as a key: algorithms and sizes of both, in order."""
+    return " / ".join(
+        "+".join(f"{step.algo}@{step.batch}" for step in one.steps)
+        for one in (plan, rival)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A whole file.
+
+    Attributes:
+        environments: By fingerprint, in order, what else is known of a device.
+        alignments: By fingerprint, bytes that operands of micro-batches are aligned
+            to, where that is known.
+        measurements: Of all devices.
+        verdicts: Of all devices; of two of the same plans the later one counts.
+    """
+
+    environments: Mapping[str, Mapping[str, str]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    alignments: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    measurements: tuple[Measurement, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
