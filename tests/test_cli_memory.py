@@ -94,6 +94,65 @@ def test_files(tmp_path):
     assert pickle.loads(snap.read_bytes())["segments"]
 
 
+@pytest.fixture
+def recording(tmp_path):
+    """Of the first of LeNet's two layers, in all directions, at batch 8."""
+    file = tmp_path / "r.json.gz"
+    layer = "n=8,c=1,h=28,w=28,k=20,r=5,s=5"
+    options = ("--backend", "null", "--cache", "none", "--record", str(file))
+    arguments = ["tune", "--problem", layer, *options]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    return str(file)
+
+
+def test_recorded_convolutions_are_not_estimated(recording):
+    options = ("lenet", *NULL, "--policy", "keep_all", "--budget", "1GiB")
+    before, after = data_of(*options), data_of(*options, "--recording", recording)
+    assert before["convolutions"] == {"measured": 0, "estimated": 5, "device": None}
+    assert after["convolutions"] == {"measured": 2, "estimated": 3, "device": "null"}
+    assert (before["costs"], after["costs"]) == ("estimated", "partly measured")
+    assert "convolutions" not in before["figures"]
+    assert after["figures"]["convolutions"].startswith("2 of 5 measured on null")
+    gained = after["rows"][0]["unbounded_ms"] - before["rows"][0]["unbounded_ms"]
+    assert gained == pytest.approx(2 * (8 * 0.4 + 0.1), abs=0.1)
+    text = done(*options, "--recording", recording)
+    assert "2 of 5 convolutions measured" in text.splitlines()[0]
+    assert "convolutions: 2 of 5 measured on null" in text
+
+
+def test_the_largest_batch_is_made_up_of_what_was_recorded(recording):
+    options = ("lenet", *NULL, "--policy", "keep_all", "--budget", "16MiB")
+    data = data_of(*options, "--max-batch", "--recording", recording)
+    assert data["max_batch"]["keep_all"] > 8
+
+
+def test_the_report_says_what_is_recorded(recording, tmp_path):
+    page = tmp_path / "a.html"
+    options = ("--recording", recording, "--recording", recording)
+    done("lenet", *NULL, "--policy", "keep_all", *options, "--report", str(page))
+    assert "2 of 5 convolutions measured" in page.read_text()
+    assert "convolutions: 2 of 5 measured on null" in page.read_text()
+
+
+def test_a_recording_that_is_no_use_is_one_line(recording, tmp_path):
+    garbage = tmp_path / "garbage.json"
+    garbage.write_text("{}")
+    for args, words in (
+        (("lenet", *NULL, "--recording", str(garbage)), "not a usable recording"),
+        (("lenet", *NULL, "--recording", "/nowhere/r.json"), "cannot be read: No such"),
+        (("lenet", *NULL, "--recording", ""), "needs a file"),
+        (("alexnet", *NULL, "--recording", recording), "none of this step's 14"),
+        (
+            ("lenet", "--device", "cpu", "--recording", recording),
+            "is for a device that is estimated, and --device cpu is measured",
+        ),
+    ):
+        result = run(*args)
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
 def test_the_cpu_is_measured(tmp_path):
     data = data_of(
         *("digits", "--device", "cpu", "--batch", "2", "--policy", "keep_all,lru"),

@@ -78,6 +78,14 @@ def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
     help="cpu is measured; all others are estimated from published figures.",
 )
 @click.option(
+    "--recording",
+    "recordings",
+    multiple=True,
+    metavar="FILE",
+    help="Measurements of that device, as `tune --record` writes them: convolutions "
+    "that they know are not estimated. Repeatable.",
+)
+@click.option(
     "--optimizer",
     default="momentum",
     show_default=True,
@@ -157,12 +165,17 @@ def memory(
 
 
 def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
-    from mucudnn.cli.work_progress import WorkDisplay
+    from mucudnn.cli.progress import progress_display
     from mucudnn.passes.planned import PLANNED, policy_names
-    from mucudnn.passes.window import SCHEDULERS
+    from mucudnn.passes.schedulers import SCHEDULERS
     from mucudnn.runtime.memory_study import StepSpec, study_memory
 
     device, budget, image = (settings[n] for n in ("device", "budget", "image"))
+    if device == _CPU and settings["recordings"]:
+        raise BadInputError(
+            f"--recording {settings['recordings'][0]} is for a device that is "
+            f"estimated, and --device {_CPU} is measured"
+        )
     asked_more = settings["max_batch"] or settings["min_budget"]
     spec = StepSpec(
         model=model,
@@ -177,7 +190,7 @@ def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
     with bad_input():
         policies = _chosen("policy", settings["policies"], names)
         schedulers = _chosen("scheduler", settings["schedulers"], SCHEDULERS.table)
-    with WorkDisplay() as display, bad_input():
+    with progress_display(1) as show, bad_input():
         return study_memory(
             spec,
             policies=policies,
@@ -186,8 +199,9 @@ def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
             curve=settings["curve"] or (budget is None and not asked_more),
             max_batch=settings["max_batch"],
             min_budget=settings["min_budget"],
-            profile=_measured(spec, settings["cache_path"], display.show),
-            progress=display.show,
+            profile=_measured(spec, settings["cache_path"], show),
+            recordings=settings["recordings"],
+            progress=show,
         )
 
 

@@ -63,10 +63,15 @@ def _header(study: MemoryStudy, title: str) -> Markup:
     )
     notes: list[Markup] = []
     if not study.measured:
+        which = (
+            "Times other than those of recorded convolutions"
+            if study.convolutions.measured
+            else "All times"
+        )
         notes.append(
             tag(
                 "p",
-                "All times are estimates from published figures of the device: they "
+                f"{which} are estimates from published figures of the device: they "
                 "compare techniques, they do not promise a speed.",
                 class_="warn",
             )

@@ -1,9 +1,11 @@
 """One network's training step under a budget, by every policy asked for.
 
 Costs are measured on the CPU, and estimated from published figures for everything
-else. Ctrl-C ends a study with what is done.
+else, but for convolutions that recordings of the device know. Ctrl-C ends a study with
+what is done.
 """
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,6 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.shapes import Ints
 from mucudnn.models import get_model
 from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.estimate import estimate
 from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.order import ORDERS
 from mucudnn.passes.planned import PLANNED
@@ -32,11 +33,9 @@ from mucudnn.passes.techniques import (
     try_technique,
     unbounded,
 )
+from mucudnn.runtime.step_costs import CPU, Coverage, StepCosts
 
 __all__ = ["CPU", "SHARES", "MemoryStudy", "Progress", "StepSpec", "study_memory"]
-
-CPU = "cpu"
-"""The device that is measured."""
 
 SHARES = (1.0, 0.7, 0.5, 0.3)
 """Budgets of the curve, as shares of what the unbounded step takes; then the least."""
@@ -89,6 +88,7 @@ class MemoryStudy:
         unbounded: The step with all the memory it could use.
         minimum: The least budget that any policy can run it in.
         figures: What costs are based on, in words.
+        convolutions: How many of them are measured.
         techniques: One for every policy and scheduler.
         curve: The same under several budgets, with the first of the schedulers.
         max_batch: Policy -> the largest mini-batch within the budget, if asked for.
@@ -103,6 +103,7 @@ class MemoryStudy:
     unbounded: StepPlan
     minimum: int | None
     figures: Mapping[str, str]
+    convolutions: Coverage
     techniques: tuple[Technique, ...]
     curve: tuple[Technique, ...] = ()
     max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -111,7 +112,7 @@ class MemoryStudy:
 
     @property
     def measured(self) -> bool:
-        """Whether times are measurements, not estimates."""
+        """Whether all times are measurements, none estimates."""
         return self.spec.device == CPU
 
     @property
@@ -119,7 +120,17 @@ class MemoryStudy:
         """The device in words."""
         if self.measured:
             return "measured on the CPU"
-        return f"estimated for {get_device(self.spec.device).title}"
+        estimated = f"estimated for {get_device(self.spec.device).title}"
+        if not self.convolutions.measured:
+            return estimated
+        return f"{estimated}, {self.convolutions.words} convolutions measured"
+
+    @property
+    def costs(self) -> str:
+        """In a word or two, what times are."""
+        if self.measured:
+            return "measured"
+        return "partly measured" if self.convolutions.measured else "estimated"
 
     @property
     def unbounded_ms(self) -> float:
@@ -147,8 +158,9 @@ class MemoryStudy:
             "optimizer": self.spec.optimizer,
             "order": self.spec.order,
             "device": self.spec.device,
-            "costs": "measured" if self.measured else "estimated",
+            "costs": self.costs,
             "figures": dict(self.figures),
+            "convolutions": dataclasses.asdict(self.convolutions),
             "budget_bytes": self.budget,
             "unbounded_bytes": self.unbounded.peak_bytes,
             "minimum_bytes": self.minimum,
@@ -189,6 +201,7 @@ def study_memory(
     max_batch: bool = False,
     min_budget: bool = False,
     profile: Profile | None = None,
+    recordings: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> MemoryStudy:
     """Plan a step by every policy and scheduler.
@@ -202,12 +215,20 @@ def study_memory(
         max_batch: Whether to look for the largest mini-batch of every policy.
         min_budget: Whether to look for the least budget of every policy.
         profile: Of the step, if it was measured; necessary for the CPU.
+        recordings: Files with measurements of the device: convolutions that they know
+            are not estimated.
         progress: Told about every piece of work.
 
     Raises:
-        ValueError: A name is not known, a size out of range, or the profile missing.
+        ValueError: A name is not known, a size out of range, the profile missing, or
+            the recordings know nothing of the step.
+        BackendUnavailableError: A recording is missing, or is something else.
     """
-    return _Study(spec, policies, schedulers, budget, profile, progress).run(
+    say = progress or (lambda what, done, total: None)
+    say("building the step", 0, 1)
+    graph = spec.graph()
+    costs = StepCosts(graph, spec.device, profile, recordings)
+    return _Study(spec, graph, costs, policies, schedulers, budget, say).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget
     )
 
@@ -216,19 +237,17 @@ class _Study:
     def __init__(
         self,
         spec: StepSpec,
+        graph: Graph,
+        costs: StepCosts,
         policies: Sequence[str],
         schedulers: Sequence[str],
         budget: int | None,
-        profile: Profile | None,
-        progress: Progress | None,
+        say: Progress,
     ) -> None:
-        if spec.device == CPU and profile is None:
-            raise ValueError("the CPU is measured: pass a profile of the step")
-        self._spec, self._policies, self._schedulers = spec, policies, schedulers
-        self._progress = progress or (lambda what, done, total: None)
-        self._say("building the step", 0, 1)
-        self._graph = spec.graph()
-        self._profile = profile or estimate(self._graph, spec.device)
+        self._spec, self._graph, self._costs = spec, graph, costs
+        self._policies, self._schedulers = policies, schedulers
+        self._say = say
+        self._profile = costs.profile
         self._unbounded = unbounded(self._graph, self._profile)
         self._budget = _memory_of(spec.device) if budget is None else budget
         self._minimum: int | None = None
@@ -257,7 +276,8 @@ class _Study:
             budget=self._budget,
             unbounded=self._unbounded,
             minimum=self._minimum,
-            figures=_figures(self._spec.device),
+            figures=self._costs.figures,
+            convolutions=self._costs.coverage,
             techniques=tuple(self._techniques),
             curve=tuple(self._curve),
             max_batch=self._max_batch,
@@ -299,13 +319,10 @@ class _Study:
             )
 
     def _find_max_batches(self) -> None:
-        """Sizes alone decide what fits; of the CPU they are known unmeasured, too."""
-        device = "null" if self._spec.device == CPU else self._spec.device
-
         @functools.cache
         def step(batch: int) -> tuple[Graph, Profile]:
             graph = self._spec.graph(batch)
-            return graph, estimate(graph, device, batch_policy="undivided")
+            return graph, self._costs.at_another_batch(graph)
 
         @functools.cache
         def least(batch: int, policy: str) -> int:
@@ -323,17 +340,8 @@ class _Study:
             guess = 1 + (self._budget - one) // max(1, two - one)
             self._max_batch[policy] = largest_batch(fits, guess=guess, progress=say)
 
-    def _say(self, what: str, done: int, total: int) -> None:
-        self._progress(what, done, total)
-
 
 def _memory_of(device: str) -> int:
     if device != CPU:
         return int(get_device(device).memory.value)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _figures(device: str) -> Mapping[str, str]:
-    if device == CPU:
-        return {"times": "measured on this machine's CPU, every node"}
-    return get_device(device).sources()
