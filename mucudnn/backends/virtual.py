@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from mucudnn.backends.virtual_copies import Clock, VirtualCopier
-from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
+from mucudnn.ir.tensor import TensorSpec, itemsize
 
 __all__ = ["LINK_BYTES_PER_MS", "VirtualArray", "VirtualDevice"]
 
@@ -29,7 +29,7 @@ class VirtualArray:
     @property
     def nbytes(self) -> int:
         """Bytes it would take."""
-        return math.prod(self.shape) * ITEMSIZE.get(self.dtype, 1)
+        return math.prod(self.shape) * itemsize(self.dtype)
 
     def __getitem__(self, window: slice) -> "VirtualArray":
         start, stop, step = window.indices(self.shape[0])

@@ -1,32 +1,36 @@
-"""Time every node of a graph on a backend, each distinct one once."""
+"""Time every node of a graph on a backend, each distinct one once.
 
-import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
+Convolutions come first: the tuner takes and returns its own memory. Then a pool is
+opened, in which everything else is timed; so the two never hold memory at once.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
 
 from mucudnn.backends.base import Backend, Kernel
-from mucudnn.errors import OutOfMemoryError, UnsupportedError
+from mucudnn.errors import OutOfMemoryError, PlanningError, UnsupportedError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
+from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.dependencies import VIEWS
 from mucudnn.passes.microbatch import pareto_plans
-from mucudnn.runtime.bench_kernels import operands
-from mucudnn.runtime.execution import compile_plan
-from mucudnn.runtime.timing import StoppingRule, measure
+from mucudnn.passes.reasons import counted
+from mucudnn.runtime.cold import LINK_BYTES, ColdBench, cold_bench
+from mucudnn.runtime.pool import Pool
+from mucudnn.runtime.timing import StoppingRule
 from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.working_set import WorkingSet
 
 __all__ = ["kernel_of", "kernel_workspaces", "measure_link", "profile", "refine"]
 
-_LINK_BYTES = 64 << 20
 _RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
 _NO_LIMIT = 1 << 62
-_CACHE_BYTES = 64 << 20
-"""More than the caches of a processor hold, and of a GPU."""
+
+Progress = Callable[[str, int, int], None]
+"""Is told a node's name, how many are done, and of how many."""
 
 
 def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:
@@ -66,87 +70,55 @@ def profile(
     graph: Graph,
     *,
     rule: StoppingRule | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
 ) -> Profile:
     """Measure a graph: kernels by running them, convolutions by their Pareto fronts.
+
+    Where `memory` holds the largest node and 64 MiB more, it changes nothing. Below
+    that the buffer that evicts the caches before a kernel runs is what the node leaves,
+    so that operands may be found in a cache and the kernel timed as faster than it is
+    in a step; but a step in so little memory finds more in the caches, too. The link is
+    measured in copies that are at most as large as `memory`: where that is little, the
+    device's side of them may be in a cache, and starting them takes more of the time.
+    A plan of a convolution that does not fit keeps the tuner's time.
 
     Args:
         tuner: Measures the convolutions; its backend runs the kernels.
         graph: Of a step.
         rule: When a kernel has been timed enough.
-        progress: Called with a node's name, how many are done, and of how many.
+        memory: Bytes that all of it may take on the device; the tuner's own limit holds
+            for convolutions as well. Any if not given.
+        progress: Told of every node, convolutions first.
+
+    Raises:
+        OutOfMemoryError: A node does not fit `memory`; it and its tensors are named.
+        PlanningError: A convolution has no algorithm, or none within the limits.
     """
     backend = tuner.backend
-    rule = rule or _RULE
     workspaces = kernel_workspaces(backend, graph)
-    cold = _Cold(backend, rule)
-    times: dict[Hashable, float] = {}
-    fronts_of: dict[ConvProblem, tuple[ConvPlan, ...]] = {}
-    node_ms, fronts = {}, {}
-    for i, node in enumerate(graph.nodes):
-        if node.op == "conv":
-            problem = node.attrs["problem"]
-            if problem not in fronts_of:
-                table = tuner.measure(problem)
-                front = pareto_plans(table, _NO_LIMIT)
-                fronts_of[problem] = _in_step(tuner, front, cold)
-            fronts[node.name] = fronts_of[problem]
-            node_ms[node.name] = min(p.time_ms for p in fronts_of[problem])
-        else:
-            key = _signature(graph, node)
-            if key not in times:
-                nbytes = workspaces.get(node.name, 0)
-                times[key] = _kernel_ms(backend, graph, node, nbytes, cold)
-            node_ms[node.name] = times[key]
-        if progress is not None:
-            progress(node.name, i + 1, len(graph.nodes))
-    out_rate, in_rate = measure_link(backend)
+    _check_room(graph, workspaces, memory)
+    tell = _Teller(progress, len(graph.nodes))
+    with _limited(tuner, memory):
+        fronts = _fronts(tuner, graph, tell)
+        limit = tuner.memory_limit
+    plans = _within(limit, (_fastest(front) for front in fronts.values()))
+    sizes = [_least_bytes(graph, workspaces)]
+    sizes += [WorkingSet.of_plan(plan).pool_bytes for plan in plans]
+    with cold_bench(backend, sizes, memory, rule or _RULE) as bench:
+        cold_ms = {plan.problem: bench.plan_ms(plan) for plan in plans}
+        fronts = {p: _in_step(front, cold_ms.get(p)) for p, front in fronts.items()}
+        kernels_ms = _kernel_times(graph, workspaces, bench, tell)
+        out_rate, in_rate = bench.link()
+    fronts_of = {n.name: fronts[n.attrs["problem"]] for n in _convolutions(graph)}
+    node_ms = {name: _fastest(front).time_ms for name, front in fronts_of.items()}
     return Profile(
-        node_ms=node_ms,
+        node_ms=node_ms | kernels_ms,
         workspaces=workspaces,
-        fronts=fronts,
+        fronts=fronts_of,
         out_bytes_per_ms=out_rate,
         in_bytes_per_ms=in_rate,
     )
-
-
-class _Cold:
-    """Times kernels as a step finds them: with their operands out of the caches."""
-
-    def __init__(self, backend: Backend, rule: StoppingRule) -> None:
-        self._device = backend.device
-        self._rule = rule
-        spec = TensorSpec("evicting", (_CACHE_BYTES,), "uint8")
-        self._zeros = np.zeros(spec.shape, spec.dtype)
-        self._buffer = self._device.view(self._device.allocate(spec.nbytes), 0, spec)
-
-    def ms(self, run: Callable[[], None]) -> float:
-        """Median time of a kernel; its first run does not count."""
-        device = self._device
-        run()
-        samples: list[float] = []
-        while not self._rule.enough(samples):
-            device.upload(self._zeros, self._buffer)
-            start = device.begin()
-            run()
-            samples.append(device.elapsed_ms(start, device.record()))
-        return statistics.median(samples)
-
-
-def _in_step(
-    tuner: Tuner, front: Sequence[ConvPlan], cold: _Cold
-) -> tuple[ConvPlan, ...]:
-    """Plans with the times that they take within a step.
-
-    The tuner's own times are of kernels that repeat, with their operands in the caches.
-    The fastest plan is timed cold, and the others are taken to slow down as much.
-    """
-    fastest = min(front, key=lambda plan: plan.time_ms)
-    measured = _plan_ms(tuner, fastest, cold)
-    if measured is None or not fastest.time_ms:
-        return tuple(front)
-    ratio = measured / fastest.time_ms
-    return tuple(_taking(plan, plan.time_ms * ratio) for plan in front)
 
 
 def refine(
@@ -156,8 +128,11 @@ def refine(
     times: dict[ConvPlan, float],
     *,
     rule: StoppingRule | None = None,
+    memory: int | None = None,
 ) -> Profile:
     """A profile in which some plans have the time that they take themselves.
+
+    A plan that memory is too short for keeps the time that it had.
 
     Args:
         tuner: Whose backend runs them.
@@ -166,35 +141,135 @@ def refine(
         times: What was measured so far, by plan; grows. A plan in it is not measured
             again.
         rule: When a plan has been timed enough.
+        memory: Bytes that all of it may take on the device; any if not given.
     """
-    cold = _Cold(tuner.backend, rule or _RULE)
+    new = _within(tuner.memory_limit, (p for p in plans if p not in times))
     better: dict[ConvPlan, ConvPlan] = {}
-    for plan in dict.fromkeys(plans):
-        if plan in times:
-            continue
-        measured = _plan_ms(tuner, plan, cold)
-        if measured is not None:
-            better[plan] = _taking(plan, measured)
-            times[better[plan]] = measured
+    if new:
+        sizes = [0, *(WorkingSet.of_plan(plan).pool_bytes for plan in new)]
+        with cold_bench(tuner.backend, sizes, memory, rule or _RULE) as bench:
+            for plan in new:
+                measured = bench.plan_ms(plan)
+                if measured is not None:
+                    better[plan] = _taking(plan, measured)
+                    times[better[plan]] = measured
     fronts = {
         name: tuple(better.get(plan, plan) for plan in front)
         for name, front in known.fronts.items()
     }
     node_ms = dict(known.node_ms)
-    node_ms.update((n, min(p.time_ms for p in front)) for n, front in fronts.items())
+    node_ms.update((name, _fastest(front).time_ms) for name, front in fronts.items())
     return replace(known, fronts=fronts, node_ms=node_ms)
 
 
-def _plan_ms(tuner: Tuner, plan: ConvPlan, cold: _Cold) -> float | None:
-    """Time of a plan with cold operands; None where memory is short for that."""
-    backend = tuner.backend
+def measure_link(backend: Backend, nbytes: int = LINK_BYTES) -> tuple[float, float]:
+    """Bytes a millisecond to the host and from it, in copies of `nbytes`."""
+    with closing(Pool(backend.device, nbytes)) as pool:
+        return ColdBench(backend, pool, _RULE).link(nbytes)
+
+
+class _Teller:
+    """Tells of progress, if anyone wants to know."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+
+    def done(self, node: Node) -> None:
+        """Another node is done."""
+        self._done += 1
+        if self._progress is not None:
+            self._progress(node.name, self._done, self._total)
+
+
+def _convolutions(graph: Graph) -> Iterator[Node]:
+    return (node for node in graph.nodes if node.op == "conv")
+
+
+def _fastest(front: Iterable[ConvPlan]) -> ConvPlan:
+    return min(front, key=lambda plan: plan.time_ms)
+
+
+def _within(limit: float, plans: Iterable[ConvPlan]) -> list[ConvPlan]:
+    """Distinct plans whose operands and workspace are within a limit."""
+    return [
+        plan
+        for plan in dict.fromkeys(plans)
+        if sum(spec.nbytes for spec in WorkingSet.of_plan(plan).tensors) <= limit
+    ]
+
+
+def _check_room(
+    graph: Graph, workspaces: Mapping[str, int], memory: int | None
+) -> None:
+    """Raise `OutOfMemoryError` where a node does not fit, before hours are spent."""
+    if memory is None:
+        return
+    for node in graph.nodes:
+        needed = WorkingSet.of_node(graph, node, workspaces.get(node.name, 0))
+        if node.op not in VIEWS and needed.pool_bytes > memory:
+            raise OutOfMemoryError(
+                f"node {node.name!r} ({node.op}) cannot be timed within "
+                f"{format_bytes(memory)} ({memory} bytes): it uses {needed} at once; "
+                f"{needed.pool_bytes} bytes are the least"
+            )
+
+
+@contextmanager
+def _limited(tuner: Tuner, memory: int | None) -> Iterator[None]:
+    """Have a tuner take no more than some memory during a `with`."""
+    own = tuner.memory_limit
+    if memory is not None:
+        tuner.memory_limit = min(own, memory)
     try:
-        a, b, out = operands(backend, plan.problem, plan.workspace, tuner.memory_limit)
-        scratch = backend.device.allocate(plan.workspace)
-    except OutOfMemoryError:
-        return None
-    runner = compile_plan(backend, plan)
-    return cold.ms(lambda: runner.run(a, b, out, scratch, False))
+        yield
+    finally:
+        tuner.memory_limit = own
+
+
+def _fronts(
+    tuner: Tuner, graph: Graph, tell: _Teller
+) -> dict[ConvProblem, tuple[ConvPlan, ...]]:
+    """What the tuner measures of every convolution."""
+    fronts: dict[ConvProblem, tuple[ConvPlan, ...]] = {}
+    for node in _convolutions(graph):
+        problem = node.attrs["problem"]
+        if problem not in fronts:
+            table = tuner.measure(problem)
+            fronts[problem] = pareto_plans(table, _NO_LIMIT)
+            if not fronts[problem]:
+                reasons = counted((p.algo, p.error) for p in table.perfs if p.error)
+                raise PlanningError(
+                    f"node {node.name!r} ({node.op}) has no algorithm: it uses "
+                    f"{WorkingSet.of_node(graph, node)}; {reasons or 'none is known'}"
+                )
+        tell.done(node)
+    return fronts
+
+
+def _least_bytes(graph: Graph, workspaces: Mapping[str, int]) -> int:
+    """Bytes of a pool that holds the largest node that has a kernel."""
+    kernels = (n for n in graph.nodes if n.op != "conv" and n.op not in VIEWS)
+    return max(
+        (
+            WorkingSet.of_node(graph, node, workspaces.get(node.name, 0)).pool_bytes
+            for node in kernels
+        ),
+        default=0,
+    )
+
+
+def _in_step(front: Sequence[ConvPlan], measured: float | None) -> tuple[ConvPlan, ...]:
+    """Plans with the times that they take within a step.
+
+    The tuner's own times are of kernels that repeat, with their operands in the caches.
+    The fastest plan was timed cold, and the others are taken to slow down as much.
+    """
+    known = _fastest(front).time_ms
+    if measured is None or not known:
+        return tuple(front)
+    return tuple(_taking(plan, plan.time_ms * measured / known) for plan in front)
 
 
 def _taking(plan: ConvPlan, ms: float) -> ConvPlan:
@@ -204,54 +279,23 @@ def _taking(plan: ConvPlan, ms: float) -> ConvPlan:
     return replace(plan, steps=tuple(steps))
 
 
-def measure_link(backend: Backend, nbytes: int = _LINK_BYTES) -> tuple[float, float]:
-    """Bytes a millisecond to the host and from it, in copies of `nbytes`."""
-    device = backend.device
-    spec = TensorSpec("link", (nbytes,), "uint8")
-    buffer, host = device.view(device.allocate(nbytes), 0, spec), device.host(nbytes)
-    _zero(device, buffer, spec)
-    rule = StoppingRule(min_samples=3, max_samples=5)
-    copier = device.copier()
-    try:
-        out = measure(lambda: copier.wait(copier.out(buffer, host)), device, rule)
-        back = measure(lambda: copier.wait(copier.back(host, buffer)), device, rule)
-    finally:
-        copier.close()
-    least = 1e-9
-    return nbytes / max(out.time_ms, least), nbytes / max(back.time_ms, least)
-
-
-def _kernel_ms(
-    backend: Backend, graph: Graph, node: Node, nbytes: int, cold: _Cold
-) -> float:
-    if node.op in VIEWS:
-        return 0.0
-    kernel = kernel_of(backend, node)
-    device = backend.device
-    buffers: dict[str, Any] = {}
-    arrays: dict[str, Any] = {}
-    for name in node.tensors:
-        spec, storage = graph.tensors[name], graph.storages[name]
-        fresh = storage not in buffers
-        if fresh:
-            buffers[storage] = device.allocate(spec.nbytes)
-        arrays[name] = device.view(buffers[storage], 0, spec)
-        if fresh and spec.dtype in ITEMSIZE:
-            device.randomize(arrays[name])
-        elif fresh:
-            _zero(device, arrays[name], spec)
-    inputs = [arrays[name] for name in node.inputs]
-    outputs = [arrays[name] for name in node.outputs]
-    workspace = device.allocate(nbytes) if nbytes else None
-
-    def run() -> None:
-        kernel.run(inputs, outputs, node.attrs, workspace)
-
-    return cold.ms(run)
-
-
-def _zero(device: Any, view: Any, spec: TensorSpec) -> None:
-    device.upload(np.zeros(spec.shape, spec.dtype), view)
+def _kernel_times(
+    graph: Graph, workspaces: Mapping[str, int], bench: ColdBench, tell: _Teller
+) -> dict[str, float]:
+    """Node -> ms of all that are no convolution, each distinct one timed once."""
+    times: dict[Hashable, float] = {}
+    found = {}
+    for node in graph.nodes:
+        if node.op == "conv":
+            continue
+        key = _signature(graph, node)
+        if node.op in VIEWS:
+            times[key] = 0.0
+        elif key not in times:
+            times[key] = bench.node_ms(graph, node, workspaces.get(node.name, 0))
+        found[node.name] = times[key]
+        tell.done(node)
+    return found
 
 
 def _specs(graph: Graph, node: Node) -> tuple[list[TensorSpec], list[TensorSpec]]:

@@ -14,6 +14,7 @@ from mucudnn.version import installed_version
 
 __all__ = ["CudaDevice", "DescribedDevice", "Queue"]
 
+_RANDOM_SLICE = 1 << 20
 _SPIN_NS = 40_000
 """How long a timed kernel is held back, so that the host has launched all of it."""
 
@@ -107,8 +108,8 @@ class CudaDevice:
         flat = array.reshape(-1)
         with self._room_for("random numbers"):
             rng = self._cupy.random.default_rng(0)
-            for start in range(0, flat.size, 1 << 24):
-                part = flat[start : start + (1 << 24)]
+            for start in range(0, flat.size, _RANDOM_SLICE):
+                part = flat[start : start + _RANDOM_SLICE]
                 values = rng.random(part.size, dtype="float32") * 2 - 1
                 if part.dtype == "uint16":  # bfloat16: the upper half of a float32
                     part[...] = values.view("uint32") >> 16

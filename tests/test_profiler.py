@@ -1,0 +1,303 @@
+"""Profiles: of every node, within a size, and the same where there is room."""
+
+import math
+import weakref
+from dataclasses import replace
+
+import pytest
+
+from mucudnn.backends import Backend, get_backend
+from mucudnn.backends.cpu.conv import CpuConv
+from mucudnn.backends.cpu.device import CpuDevice
+from mucudnn.backends.cpu.kernels import bind
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.null import NullArray, NullConv, NullDevice, NullKernels
+from mucudnn.errors import OutOfMemoryError, PlanningError
+from mucudnn.ir.optimizers import Momentum
+from mucudnn.models import get_model
+from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.dependencies import VIEWS
+from mucudnn.passes.inplace import in_place
+from mucudnn.passes.optimizers import with_updates
+from mucudnn.runtime.cold import EVICTING_BYTES, ColdBench, cold_bench
+from mucudnn.runtime.pool import Pool
+from mucudnn.runtime.profiler import kernel_workspaces, measure_link, profile, refine
+from mucudnn.runtime.timing import StoppingRule
+from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.working_set import WorkingSet
+from tests.doubles import QUICK
+
+MIB = 1 << 20
+
+
+class Counted(CpuDevice):
+    """The CPU; counts the bytes that are allocated and not given back.
+
+    Args:
+        room: It has no more.
+    """
+
+    def __init__(self, room=math.inf):
+        self.held = self.most = 0
+        self.room = room
+
+    def allocate(self, nbytes):
+        if self.held + nbytes > self.room:
+            raise OutOfMemoryError(f"no room for {nbytes} bytes")
+        buffer = super().allocate(nbytes)
+        self.held += nbytes
+        self.most = max(self.most, self.held)
+        weakref.finalize(buffer.base, self._freed, nbytes)
+        return buffer
+
+    def host(self, nbytes):
+        return super().allocate(nbytes)
+
+    def _freed(self, nbytes):
+        self.held -= nbytes
+
+
+def step(name="lenet", batch=4, image=16):
+    forward = get_model(name)(batch, image=image, classes=3, training=True)
+    return in_place(with_updates(training_graph(forward), Momentum()))
+
+
+def tuner_of(backend, **options):
+    options.setdefault("batch_policy", "undivided")
+    return Tuner(backend=backend, rule=QUICK, validate=False, **options)
+
+
+def counted(room=math.inf):
+    """One thread: idle ones may hold on to operands until they have other work."""
+    workers = Workers(1)
+    device = Counted(room)
+    return Backend("cpu", device, CpuConv(workers), kernels=bind(workers))
+
+
+def nodes_that_run(graph):
+    return [node for node in graph.nodes if node.op not in VIEWS]
+
+
+def largest(backend, graph):
+    """The node that needs most, and how much."""
+    workspaces = kernel_workspaces(backend, graph)
+    needs = {
+        node.name: WorkingSet.of_node(graph, node, workspaces.get(node.name, 0))
+        for node in nodes_that_run(graph)
+    }
+    name = max(needs, key=lambda name: needs[name].pool_bytes)
+    return graph.by_name[name], needs[name].pool_bytes
+
+
+GRAPH = step()
+
+
+@pytest.mark.parametrize("more", [0, 1, 4096, 100_000, 8 * MIB, 200 * MIB])
+def test_profiling_takes_no_more_than_it_was_given(more):
+    backend = counted()
+    memory = largest(backend, GRAPH)[1] + more
+    found = profile(tuner_of(backend), GRAPH, rule=QUICK, memory=memory)
+    assert backend.device.most <= memory
+    assert backend.device.held == 0
+    assert set(found.node_ms) == {node.name for node in GRAPH.nodes}
+    assert all(found.node_ms[node.name] > 0 for node in nodes_that_run(GRAPH))
+    assert set(found.fronts) == {n.name for n in GRAPH.nodes if n.op == "conv"}
+    assert found.out_bytes_per_ms > 0
+    assert found.in_bytes_per_ms > 0
+    for front in found.fronts.values():
+        for plan in front:
+            assert WorkingSet.of_plan(plan).pool_bytes <= memory + 4 * 512
+
+
+def test_without_a_size_there_is_room_for_the_caches():
+    backend = counted()
+    profile(tuner_of(backend), GRAPH, rule=QUICK)
+    assert backend.device.most > EVICTING_BYTES
+    assert backend.device.held == 0
+
+
+def test_a_node_that_does_not_fit_is_named_with_its_tensors():
+    backend = counted()
+    node, least = largest(backend, GRAPH)
+    with pytest.raises(OutOfMemoryError) as error:
+        profile(tuner_of(backend), GRAPH, rule=QUICK, memory=least - 1)
+    text = str(error.value)
+    assert f"node '{node.name}' ({node.op}) cannot be timed within" in text
+    assert f"({least - 1} bytes)" in text
+    assert text.endswith(f"{least} bytes are the least")
+    for name in node.tensors:
+        assert f"'{GRAPH.storages[name]}' (" in text
+    assert backend.device.most == 0
+
+
+def test_the_tuner_keeps_its_limit_and_gets_it_back():
+    backend = counted()
+    tuner = tuner_of(backend, memory_limit=50 * MIB)
+    profile(tuner, GRAPH, rule=QUICK, memory=2 * MIB)
+    assert tuner.memory_limit == 50 * MIB
+    assert backend.device.most <= 2 * MIB
+    with pytest.raises(OutOfMemoryError):
+        profile(tuner, GRAPH, rule=QUICK, memory=100)
+    assert tuner.memory_limit == 50 * MIB
+
+
+def test_a_convolution_that_the_tuner_has_no_memory_for_is_named():
+    tuner = tuner_of("null", memory_limit=1000)
+    with pytest.raises(PlanningError) as error:
+        profile(tuner, GRAPH, rule=QUICK)
+    text = str(error.value)
+    first = next(node for node in GRAPH.nodes if node.op == "conv")
+    assert text.startswith(f"node '{first.name}' (conv) has no algorithm: it uses ")
+    for name in first.tensors:
+        assert f"'{name}' (" in text
+    assert "the memory limit is 1000 B" in text
+
+
+@pytest.mark.parametrize("memory", [None, 2 * MIB, 300 * MIB])
+def test_where_times_are_known_any_size_gives_the_same(memory):
+    """The null backend's clock says exactly what everything takes."""
+    found = profile(tuner_of("null"), GRAPH, rule=QUICK, memory=memory)
+    assert found == profile(tuner_of("null"), GRAPH, rule=QUICK)
+    assert found.out_bytes_per_ms == found.in_bytes_per_ms == 1 << 24
+
+
+class Observed(NullDevice):
+    """A device that remembers how many bytes each upload wrote."""
+
+    def __init__(self):
+        super().__init__()
+        self.uploads = []
+
+    def upload(self, source, target):
+        assert source.shape == target.shape
+        self.uploads.append(target.nbytes)
+
+
+def observed():
+    device = Observed()
+    backend = Backend("null", device, NullConv(device), kernels=NullKernels(device))
+    return backend, device
+
+
+@pytest.mark.parametrize(("beside", "evicted"), [(0, 0), (700, 700), (MIB, MIB)])
+def test_caches_are_evicted_with_what_is_left(beside, evicted):
+    backend, device = observed()
+    node = next(n for n in GRAPH.nodes if n.op == "max_pool")
+    needed = WorkingSet.of_node(GRAPH, node)
+    pool = Pool(device, needed.pool_bytes + beside)
+    ColdBench(backend, pool, QUICK).node_ms(GRAPH, node, 0)
+    assert [n for n in device.uploads if n == evicted] == [evicted] * (evicted > 0)
+    assert pool.statistics.blocks == 0
+
+
+def test_a_pool_that_is_too_small_is_empty_after_the_error():
+    backend, device = observed()
+    node = next(n for n in GRAPH.nodes if n.op == "max_pool")
+    pool = Pool(device, WorkingSet.of_node(GRAPH, node).pool_bytes - 512)
+    bench = ColdBench(backend, pool, QUICK)
+    with pytest.raises(OutOfMemoryError, match="no room for"):
+        bench.node_ms(GRAPH, node, 0)
+    assert pool.statistics.blocks == 0
+
+
+def test_a_device_with_less_room_times_what_fits():
+    """Plans that the device has no room for beside 64 MiB keep the tuner's times."""
+    least = 1000
+    for room, expected in (
+        (200 * MIB, 100 * MIB + EVICTING_BYTES),
+        (150 * MIB, 50 * MIB + EVICTING_BYTES),
+        (MIB, least),
+    ):
+        backend = counted(room)
+        sizes = [least, 100 * MIB, 50 * MIB, 10]
+        with cold_bench(backend, sizes, None, QUICK) as bench:
+            assert backend.device.held == expected
+            assert isinstance(bench, ColdBench)
+        assert backend.device.held == 0
+    with (
+        pytest.raises(OutOfMemoryError, match="no room for 1000 bytes"),
+        cold_bench(counted(999), [least, MIB], None, QUICK),
+    ):
+        pass
+
+
+def test_the_link_is_measured_in_any_pool():
+    assert measure_link(get_backend("null"), 1000) == (1 << 24, 1 << 24)
+    for nbytes in (1, 1000, 65 * MIB):
+        with cold_bench(get_backend("null"), [0], nbytes, QUICK) as bench:
+            assert bench.link() == (1 << 24, 1 << 24)
+    with (
+        pytest.raises(OutOfMemoryError, match="no bytes"),
+        cold_bench(get_backend("null"), [0], 0, QUICK) as bench,
+    ):
+        bench.link()
+
+
+def test_every_node_is_told_of_once_convolutions_first():
+    told = []
+    profile(tuner_of("null"), GRAPH, progress=lambda *one: told.append(one))
+    names = [name for name, _, _ in told]
+    assert sorted(names) == sorted(node.name for node in GRAPH.nodes)
+    assert [done for _, done, _ in told] == list(range(1, len(names) + 1))
+    assert {total for _, _, total in told} == {len(names)}
+    convolutions = [GRAPH.by_name[name].op == "conv" for name in names]
+    assert convolutions == sorted(convolutions, reverse=True)
+
+
+def test_nodes_that_are_alike_are_timed_once():
+    backend, _ = observed()
+    runs = []
+    kernel = backend.kernels["any"]
+
+    def run(inputs, outputs, attrs, workspace):
+        runs.append(1)
+        kernel.run(inputs, outputs, attrs, workspace)
+
+    graph = step("resnet20", 2, 8)
+    kernels = {n.op: replace(kernel, run=run) for n in graph.nodes}
+    once = StoppingRule(min_samples=1, max_samples=1)
+    found = profile(tuner_of(replace(backend, kernels=kernels)), graph, rule=once)
+    plain = [n for n in nodes_that_run(graph) if n.op != "conv"]
+    assert len(runs) % 2 == 0  # a warm-up and a sample each
+    assert len(runs) / 2 < len(plain) / 3
+
+    for node in plain:
+        specs = [graph.tensors[name] for name in node.tensors]
+        nbytes = sum(NullArray(spec.shape, spec.dtype).nbytes for spec in specs)
+        assert found.node_ms[node.name] == pytest.approx(nbytes / 1e8 + 0.1)
+
+
+@pytest.mark.parametrize("more", [0, 5000, 100 * MIB])
+def test_refining_takes_no_more_than_it_was_given(more):
+    backend = counted()
+    tuner = tuner_of(backend)
+    known = profile(tuner, GRAPH, rule=QUICK)
+    chosen = [front[-1] for front in known.fronts.values()]
+    needs = [WorkingSet.of_plan(plan).pool_bytes for plan in chosen]
+    backend.device.most = 0
+    times = {}
+    found = refine(tuner, known, chosen, times, rule=QUICK, memory=max(needs) + more)
+    assert 0 < backend.device.most <= max(needs) + more
+    assert backend.device.held == 0
+    assert len(times) == len(set(chosen))
+    for plan, ms in times.items():
+        assert plan.time_ms == pytest.approx(ms)
+        assert any(plan in front for front in found.fronts.values())
+    again = refine(tuner, found, times, times, rule=QUICK, memory=1)
+    assert again == found
+
+
+def test_refining_leaves_what_does_not_fit_as_it_was():
+    backend = counted()
+    tuner = tuner_of(backend)
+    known = profile(tuner, GRAPH, rule=QUICK)
+    chosen = [front[-1] for front in known.fronts.values()]
+    needs = {plan: WorkingSet.of_plan(plan).pool_bytes for plan in chosen}
+    memory = max(needs.values()) - 1
+    times = {}
+    found = refine(tuner, known, chosen, times, rule=QUICK, memory=memory)
+    assert len(times) == sum(n <= memory for n in needs.values())
+    for name, front in known.fronts.items():
+        if needs[front[-1]] > memory:
+            assert found.fronts[name] == front
+            assert found.node_ms[name] == known.node_ms[name]
