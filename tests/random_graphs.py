@@ -8,11 +8,17 @@ from hypothesis import strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
+from mucudnn.ir.graph import PERSISTENT
 from mucudnn.ir.optimizers import Sgd
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.optimizers import with_updates
-from mucudnn.passes.residency import EVERYTHING, Residency, saved_tensors
+from mucudnn.passes.residency import (
+    EVERYTHING,
+    PERSISTENTS,
+    Residency,
+    saved_tensors,
+)
 
 CHANNELS, SIDE = 4, 4
 
@@ -116,12 +122,18 @@ def _front(draw, problem):
 
 @st.composite
 def residencies(draw, graph):
-    """Any residency for any saved tensor, and for everything else."""
+    """Any residency for any saved tensor, for state, and for everything else."""
     found = {
         saved.name: draw(st.sampled_from(Residency)) for saved in saved_tensors(graph)
     }
     if draw(st.booleans()):
         found[EVERYTHING] = draw(st.sampled_from([Residency.KEEP, Residency.PAGE]))
+    moves = st.sampled_from([Residency.KEEP, Residency.OFFLOAD, Residency.PAGE])
+    if draw(st.booleans()):
+        found[PERSISTENTS] = draw(moves)
+    for spec in graph.with_role(*PERSISTENT):
+        if draw(st.booleans()):
+            found[spec.name] = draw(moves)
     return MappingProxyType(found)
 
 

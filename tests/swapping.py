@@ -7,7 +7,7 @@ import numpy as np
 from mucudnn.backends import Backend, get_backend
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
-from mucudnn.ir.graph import Graph, Role
+from mucudnn.ir.graph import PERSISTENT, Graph, Role
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.profile import Profile
 from mucudnn.models import get_model
@@ -15,7 +15,7 @@ from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.inplace import in_place
 from mucudnn.passes.layout import lay_out
 from mucudnn.passes.optimizers import with_updates
-from mucudnn.passes.residency import Residency, saved_tensors
+from mucudnn.passes.residency import PERSISTENTS, Residency, saved_tensors
 from mucudnn.passes.schedule import keep_all
 from mucudnn.passes.step_plan import Preparer, plan_residency, state_bytes
 from mucudnn.runtime.executor import Executor
@@ -66,7 +66,14 @@ class Bench:
         rng = np.random.default_rng(seed)
         choices = list(Residency)
         odds = ([0.1, 0.7, 0.1, 0.1], [0.4, 0.6, 0, 0], [0.25] * 4)[seed % 3]
-        return {name: choices[rng.choice(4, p=odds)] for name in self.saved()}
+        found = {name: choices[rng.choice(4, p=odds)] for name in self.saved()}
+        if seed % 2:  # parameters and state visit the device
+            moves = (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE)
+            found[PERSISTENTS] = moves[rng.choice(3)]
+            for spec in self.graph.with_role(*PERSISTENT):
+                if rng.random() < 0.5:
+                    found[spec.name] = moves[rng.choice(3)]
+        return found
 
     def plan(self, residency, *, part=0.0, scheduler="timed"):
         """A step within a budget: `part` of the way from the least to all it wants."""
@@ -99,13 +106,16 @@ class Bench:
         }
 
     def executor(self, schedule, *, layout=None, **options):
-        state = StateStore(self.backend.device, schedule.graph, seed=1)
+        state = StateStore(
+            self.backend.device, schedule.graph, seed=1, hosted=schedule.hosted
+        )
         return Executor(
             self.backend,
             schedule,
             layout or lay_out(schedule),
             self.plans_of(schedule.graph),
             state,
+            homes=state.homes,
             **options,
         ), state
 
@@ -121,6 +131,7 @@ class Bench:
         executor, state = self.executor(schedule, **options)
         try:
             found = [executor.run(self.feeds(step)) for step in range(steps)]
+            executor.park()
             return found, state.save()
         finally:
             executor.close()
@@ -139,8 +150,8 @@ class Bench:
                 found[spec.name] = rng.standard_normal(spec.shape).astype(spec.dtype)
         return found
 
-    def state_bytes(self):
-        return state_bytes(self.graph)
+    def state_bytes(self, schedule=None):
+        return state_bytes(self.graph, schedule and schedule.resident)
 
 
 def plan_of(backend, problem):

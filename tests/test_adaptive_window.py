@@ -35,11 +35,12 @@ def test_both_windows_share_the_budget_and_end_empty(data):
     budget = least + data.draw(st.sampled_from([0, 1, 512, 2048, 10_000, 50_000]))
     problem = problem_of(graph, profile, residency, budget)
     found = windows(problem)
+    resident = problem.resident()
     for i, node in enumerate(problem.graph.nodes):
         scratch = problem.workspaces.get(node.name, 0)
-        room = budget - problem.resident - scratch
+        room = budget - resident - scratch
         assert found.in_bytes[i] + found.out_bytes[i] <= room, node.name
-        assert found.prefetch_bytes[i] <= PREFETCH_FACTOR * (budget - problem.resident)
+        assert found.prefetch_bytes[i] <= PREFETCH_FACTOR * (budget - resident)
         assert found.in_bytes[i] <= found.prefetch_bytes[i]
         there = sum(s.nbytes for s in found.stays if s.start <= i <= s.stop)
         assert there <= found.in_bytes[i] + found.out_bytes[i], node.name

@@ -92,9 +92,16 @@ class Step:
         )
         assert placed.nbytes <= budget
         plan = placed.plan
-        state = StateStore(self.backend.device, plan.schedule.graph, seed=1)
+        graph, hosted = plan.schedule.graph, plan.schedule.hosted
+        state = StateStore(self.backend.device, graph, seed=1, hosted=hosted)
         executor = Executor(
-            self.backend, plan.schedule, placed.layout, plan.plans, state, check=True
+            self.backend,
+            plan.schedule,
+            placed.layout,
+            plan.plans,
+            state,
+            homes=state.homes,
+            check=True,
         )
         rng = np.random.default_rng(0)
         feeds = {"lr": np.array(0.05, "f4")}
@@ -106,6 +113,7 @@ class Step:
             feeds["label"] = rng.integers(0, self.classes, label)
             feeds["step"] = np.array(step)
             losses.append(executor.run(feeds)[self.graph.outputs[0]].tobytes())
+        executor.park()
         executor.close()
         return losses, {n: v.tobytes() for n, v in state.save().items()}
 

@@ -95,8 +95,10 @@ def test_an_offloaded_tensor_is_there_twice_and_never_at_the_same_time():
         by_name.setdefault(interval.name, []).append(interval)
     returned = {lane.name for lane in found.prediction.lanes if lane.engine == "in"}
     assert returned
+    at_home = set(found.schedule.hosted)
+    assert at_home <= returned
     for name, stays in by_name.items():
-        assert (len(stays) > 1) == (name in returned)
+        assert (len(stays) > 1) == (name in returned) or name in at_home
         for before, after in itertools.pairwise(stays):
             assert before.last < after.first
             assert before.stop_ms <= after.start_ms
@@ -214,9 +216,11 @@ def test_a_trace_has_three_lanes_and_the_memory(policy):
     counters = [e for e in events if e["ph"] == "C"]
     assert max(e["args"]["bytes"] for e in counters) == found.peak_bytes
     assert [e["ts"] for e in counters] == sorted(e["ts"] for e in counters)
-    assert max(e["ts"] + e["dur"] for e in boxes) / 1e3 == pytest.approx(
-        found.prediction.step_ms
-    )
+    end = max(e["ts"] + e["dur"] for e in boxes) / 1e3
+    if found.schedule.carried:  # copies go on in the next step
+        assert end >= 0.999 * found.prediction.step_ms
+    else:
+        assert end == pytest.approx(found.prediction.step_ms)
 
 
 @pytest.mark.parametrize("policy", ["paging", PLANNED])

@@ -15,6 +15,7 @@ from mucudnn.passes.chains import EXPENSIVE, chain, is_checkpoint
 from mucudnn.passes.planned import policy_names
 from mucudnn.passes.residency import (
     EVERYTHING,
+    PERSISTENTS,
     POLICIES,
     Residency,
     Step,
@@ -103,7 +104,8 @@ def test_policies_speak_of_saved_tensors_only(data, name):
     graph = data.draw(training_graphs())
     step = Step(graph, data.draw(profiles(graph)), data.draw(st.floats(0, 1e6)))
     found = POLICIES.resolve(name)(step)
-    assert set(found) <= {s.name for s in saved_tensors(graph)} | {EVERYTHING}
+    groups = {EVERYTHING, PERSISTENTS}
+    assert set(found) <= {s.name for s in saved_tensors(graph)} | groups
     assert all(isinstance(choice, Residency) for choice in found.values())
 
 

@@ -3,12 +3,16 @@
 Instructions name storages (see `Graph.storage`): views and results in place have no
 memory of their own. Offloading is a `SwapOut` and, later, a `SwapIn`. Recomputation
 needs no instruction: it is a second node that computes the same values.
+
+A program is run again for every step, and steps join without a seam: what it has on the
+device at its end, and the copies that run then, it begins with the next time.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from mucudnn.ir.graph import Graph
+from mucudnn.ir.graph import PERSISTENT, Graph
 
 __all__ = [
     "Alloc",
@@ -67,7 +71,7 @@ class Wait:
 Instruction = Alloc | Free | Compute | SwapOut | SwapIn | Wait
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """A graph, the order to run it in, and where every tensor is meanwhile.
 
@@ -76,9 +80,22 @@ class Schedule:
         instructions: In program order.
         workspaces: Node -> bytes of scratch memory while it runs.
         peak_bytes: The most device memory in use at once, workspaces included.
+        hosted: Parameters and state that are at home on the host and on the device only
+            where instructions say so. All others are on the device all the time.
+        carried: Those of them that are on the device as one step ends and the next
+            begins.
     """
 
     graph: Graph
     instructions: tuple[Instruction, ...]
     workspaces: Mapping[str, int]
     peak_bytes: int
+    hosted: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+
+    @cached_property
+    def resident(self) -> tuple[str, ...]:
+        """Parameters and state that are on the device all the time."""
+        hosted = set(self.hosted)
+        persistent = (spec.name for spec in self.graph.with_role(*PERSISTENT))
+        return tuple(name for name in persistent if name not in hosted)

@@ -13,6 +13,8 @@ if the swap-in window meets it again before its copy was waited for, it stays.
 Two things differ from the published algorithm. Workspaces are within the budget, so
 that it may shrink from node to node. And where a node's results find no room, the
 farthest prefetches are given back in place, instead of planning anew from the start.
+As published, the windows do not reach across the end of a step: parameters and state
+that may leave are on the host as it begins and as it ends.
 """
 
 import enum
@@ -20,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mucudnn.passes.occupancy import Occupancy, Use
-from mucudnn.passes.stays import Stay, Swaps, least_occupancy
+from mucudnn.passes.stays import Stay, Swaps
 from mucudnn.passes.window import SCHEDULERS, Problem
 
 __all__ = ["PREFETCH_FACTOR", "Windows", "adaptive_window", "windows"]
@@ -35,7 +37,7 @@ class Windows:
     """How full the two windows were, and what came of it.
 
     Attributes:
-        stays: Of every storage that does not outlive the step.
+        stays: Of every storage that is not on the device all the time.
         in_bytes: Of the swap-in window as each node was planned, with prefetches that
             were given back later, and in the end.
         out_bytes: Of the swap-out window likewise.
@@ -56,9 +58,7 @@ def adaptive_window(problem: Problem) -> tuple[list[Stay], Occupancy]:
     all of them.
     """
     stays = windows(problem).stays
-    scratch = _scratch(problem)
-    occupancy = least_occupancy(stays, scratch, problem.resident, problem.budget)
-    return list(stays), occupancy
+    return list(stays), problem.ledger(stays)
 
 
 def windows(problem: Problem) -> Windows:
@@ -81,11 +81,6 @@ def _every_gap(problem: Problem) -> Swaps:
     }
 
 
-def _scratch(problem: Problem) -> list[int]:
-    nodes = problem.graph.nodes
-    return [problem.workspaces.get(node.name, 0) for node in nodes]
-
-
 class _State(enum.Enum):
     UNMET = enum.auto()
     AWAITED = enum.auto()
@@ -103,13 +98,15 @@ class _Item:
         self.use = use
         self.nbytes = use.nbytes
         self.leaves_after = {i for i, _ in gaps}
-        self.state = _State.UNMET
+        self.visits = use.persistent
+        self.state = _State.HOST if self.visits else _State.UNMET
         self.count = 0
         self.held = False
-        self.start = self.needed = self.last = 0
+        self.start = self.needed = 0
+        self.last = -1
         self.came_back = False
         self.released_by = -1
-        self._host_since: int | None = None
+        self._host_since: int | None = -1 if self.visits else None
 
     def enter(self, position: int, needed: int, *, came_back: bool) -> None:
         """Begin a stay."""
@@ -135,6 +132,7 @@ class _Item:
             self.came_back,
             dirty,
             kept,
+            self.visits,
         )
 
 
@@ -143,14 +141,11 @@ class _Planner:
 
     def __init__(self, problem: Problem) -> None:
         self._count = len(problem.graph.nodes)
-        self._room = [
-            problem.budget - problem.resident - nbytes for nbytes in _scratch(problem)
-        ]
-        self._most = PREFETCH_FACTOR * (problem.budget - problem.resident)
+        room = problem.budget - problem.resident()
+        self._room = [room - nbytes for nbytes in problem.scratch()]
+        self._most = PREFETCH_FACTOR * room
         self._items = [
-            _Item(use, problem.swaps.get(use.storage, ()))
-            for use in problem.uses.values()
-            if not use.persistent
+            _Item(use, problem.swaps.get(use.storage, ())) for use in problem.moving()
         ]
         self._accesses, self._bounds = _accesses(self._items, self._count)
         self._transfers: set[int] = set()
@@ -171,6 +166,9 @@ class _Planner:
                 item.last = self._count
                 self._gone(item)
                 self._stays.append(item.leave(self._count, kept=False))
+            elif item.state is _State.OUT:  # its home is the host
+                self._out -= item.nbytes
+                self._stays.append(item.leave(self._count - 1, kept=True))
         levels.append((self._in, self._out, self._prefetch))
         inside, outside, ahead = zip(*levels, strict=True)
         return Windows(tuple(self._stays), inside, outside, ahead)
@@ -265,10 +263,10 @@ class _Planner:
             item.last = node
             if item.count > 1:
                 item.count -= 1
-            elif node == item.use.positions[-1]:
+            elif node == item.use.positions[-1] and not item.visits:
                 self._gone(item)
                 self._stays.append(item.leave(node, kept=False))
-            elif node in item.leaves_after:
+            elif node in item.leaves_after or node == item.use.positions[-1]:
                 self._gone(item)
                 self._out += item.nbytes
                 item.state = _State.OUT

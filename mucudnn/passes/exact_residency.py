@@ -26,7 +26,7 @@ from mucudnn.passes.chains import chain
 from mucudnn.passes.ilp import solver_errors
 from mucudnn.passes.occupancy import rounded
 from mucudnn.passes.residency import Residency, Saved, Step, saved_tensors
-from mucudnn.passes.step_plan import Prepared, Preparer, first_plans
+from mucudnn.passes.step_plan import Preparer, Rewritten, first_plans
 
 __all__ = ["MOST_SAVED", "Exact", "exact"]
 
@@ -88,7 +88,7 @@ def exact(step: Step, preparer: Preparer, *, time_limit_s: float = 2.0) -> Exact
     return None
 
 
-def _excess(step: Step, ready: Prepared) -> dict[str, float]:
+def _excess(step: Step, ready: Rewritten) -> dict[str, float]:
     """Bytes beyond the budget, at nodes of the step as it was before rewriting."""
     plans = first_plans(ready.profile, "least", None)
     _, occupancy = ready.problem(plans, math.inf).least()

@@ -6,10 +6,13 @@ Each returns an offset a block, in the order of the blocks given; no rule looks 
 import bisect
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-__all__ = ["Block", "by_time", "in_gaps", "on_top"]
+__all__ = ["Block", "by_time", "clash", "in_gaps", "on_top"]
+
+_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +73,28 @@ def _release(holes: list[tuple[int, int]], offset: int, nbytes: int, top: int) -
     return top
 
 
-def on_top(blocks: Sequence[Block], order: Sequence[int]) -> list[int]:
+def on_top(
+    blocks: Sequence[Block],
+    order: Sequence[int],
+    fixed: Mapping[int, int] = _NOTHING,
+) -> list[int]:
     """Each above all that were placed before and live at the same time.
 
     Gaps below are lost, but with a tree over moments a block costs logarithmic time.
+
+    Args:
+        blocks: To be placed.
+        order: Positions of those that are placed here.
+        fixed: Position -> offset of those that are placed already.
     """
     moments = sorted({b.first for b in blocks} | {b.last for b in blocks})
     index = {moment: i for i, moment in enumerate(moments)}
     heights = _Heights(len(moments))
-    offsets = [0] * len(blocks)
-    for i in order:
+    offsets = [fixed.get(i, 0) for i in range(len(blocks))]
+    for i in (*fixed, *order):
         first, last = index[blocks[i].first], index[blocks[i].last]
-        offsets[i] = heights.highest(first, last)
+        if i not in fixed:
+            offsets[i] = heights.highest(first, last)
         heights.raise_to(first, last, offsets[i] + blocks[i].nbytes)
     return offsets
 
@@ -132,14 +145,26 @@ class _Heights:
 
 
 def in_gaps(
-    blocks: Sequence[Block], order: Sequence[int], limit: float = math.inf
+    blocks: Sequence[Block],
+    order: Sequence[int],
+    limit: float = math.inf,
+    fixed: Mapping[int, int] = _NOTHING,
 ) -> list[int]:
     """Each at the lowest offset free during its whole life.
 
     Those that would end beyond the limit are left out: their offset is -1.
+
+    Args:
+        blocks: To be placed.
+        order: Positions of those that are placed here.
+        limit: Where every block has to end.
+        fixed: Position -> offset of those that are placed already.
     """
-    offsets = [-1] * len(blocks)
-    placed: list[tuple[int, int, int, int]] = []
+    offsets = [fixed.get(i, -1) for i in range(len(blocks))]
+    placed = sorted(
+        (offset, offset + blocks[i].nbytes, blocks[i].first, blocks[i].last)
+        for i, offset in fixed.items()
+    )
     for i in order:
         block = blocks[i]
         first, last, nbytes = block.first, block.last, block.nbytes
@@ -154,3 +179,28 @@ def in_gaps(
             offsets[i] = end
             bisect.insort(placed, (end, end + nbytes, first, last))
     return offsets
+
+
+def clash(
+    blocks: Sequence[Block], offsets: Sequence[int]
+) -> tuple[Block, Block] | None:
+    """Two blocks that share a byte at some moment, if there are any.
+
+    Blocks alive lie in order of their offsets, so that only neighbours can meet.
+    """
+    living: list[tuple[int, int]] = []
+    ends: list[tuple[int, int, int]] = []
+    for i in sorted(range(len(blocks)), key=lambda i: blocks[i].first):
+        while ends and ends[0][0] < blocks[i].first:
+            _, *gone = heapq.heappop(ends)
+            living.pop(bisect.bisect_left(living, tuple(gone)))
+        at = bisect.bisect(living, (offsets[i], i))
+        for low, j in living[max(0, at - 1) : at + 1]:
+            if (
+                low < offsets[i] + blocks[i].nbytes
+                and offsets[i] < low + blocks[j].nbytes
+            ):
+                return blocks[j], blocks[i]
+        living.insert(at, (offsets[i], i))
+        heapq.heappush(ends, (blocks[i].last, offsets[i], i))
+    return None

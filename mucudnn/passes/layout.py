@@ -1,5 +1,8 @@
 """Places for a schedule: a storage may come back to another place than it left.
 
+What is carried from one step into the next has one place on both sides of the seam;
+these places come first, at the bottom, and everything else around them.
+
 Time is counted in instructions. A stay lasts from `Alloc` to `Free` and has one offset;
 a workspace lasts as long as its `Compute`. On the host a storage has bytes from its
 first `SwapOut` until the copy back that is its last has been waited for: then whoever
@@ -10,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mucudnn.ir.graph import PERSISTENT, Graph, Role
+from mucudnn.ir.graph import PERSISTENT, Role
 from mucudnn.ir.schedule import (
     Alloc,
     Compute,
@@ -30,7 +33,7 @@ __all__ = ["Layout", "host_blocks", "in_tiers", "lay_out", "lives_of"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything that does not outlive a step lies in one arena.
+    """Where everything that is not on the device all the time lies in one arena.
 
     Attributes:
         stays: Storage -> the offsets of its stays, in order.
@@ -68,7 +71,7 @@ class Layout:
 def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
     """Offsets such that what is needed at the same time does not overlap.
 
-    Persistent tensors are not part of it.
+    Persistent tensors are not part of it unless they are at home on the host.
 
     Args:
         schedule: What runs.
@@ -76,6 +79,11 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
     """
     lives = lives_of(schedule)
     blocks = []
+    fixed: dict[str, int] = {}
+    bottom = 0
+    for name in schedule.carried:
+        fixed[_stay(name, 0)] = fixed[_stay(name, len(lives[name]) - 1)] = bottom
+        bottom += rounded(schedule.graph.tensors[name].nbytes, alignment)
     for name, spans in lives.items():
         nbytes = rounded(schedule.graph.tensors[name].nbytes, alignment)
         blocks += [
@@ -90,7 +98,7 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
                 name = f"\0{instruction.node}"
                 scratch[instruction.node] = name
                 blocks.append(Block(name, rounded(nbytes, alignment), at, at))
-    packing = pack(blocks)
+    packing = pack(blocks, fixed=fixed)
     return Layout(
         MappingProxyType(
             {
@@ -105,13 +113,17 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
 
 
 def host_blocks(schedule: Schedule, *, alignment: int = ALIGNMENT) -> tuple[Block, ...]:
-    """What the host holds and when, in order of first use."""
+    """What the host holds and when, in order of first use.
+
+    But for what is at home there: that has bytes of its own.
+    """
+    hosted = set(schedule.hosted)
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     end = len(schedule.instructions)
     for at, instruction in enumerate(schedule.instructions):
         match instruction:
-            case SwapOut(name) | SwapIn(name):
+            case SwapOut(name) | SwapIn(name) if name not in hosted:
                 first.setdefault(name, at)
                 last[name] = end
             case Wait(name):
@@ -152,18 +164,18 @@ def in_tiers(
 def lives_of(schedule: Schedule) -> dict[str, list[tuple[int, int]]]:
     """Storage -> the first and last instruction of each of its stays.
 
-    An input is there before the first instruction, a result until after the last. What
-    is touched and never allocated is there all the time.
+    An input is there before the first instruction, a result until after the last, and
+    what is carried both. What is touched and never allocated is there all the time.
     """
     graph, end = schedule.graph, len(schedule.instructions)
-    found: dict[str, list[tuple[int, int]]] = {}
+    found = {name: [(-1, end)] for name in schedule.carried}
     for at, instruction in enumerate(schedule.instructions):
         match instruction:
             case Alloc(name):
                 found.setdefault(name, []).append((at, end))
             case Free(name):
                 found[name][-1] = (found[name][-1][0], at)
-    for name in _touched(graph):
+    for name in _touched(schedule):
         found.setdefault(name, [(-1, end)])
     for spec in graph.with_role(Role.INPUT):
         found[spec.name][0] = (-1, found[spec.name][0][1])
@@ -173,13 +185,14 @@ def lives_of(schedule: Schedule) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def _touched(graph: Graph) -> list[str]:
-    """Storages that a step reads, writes or returns, persistent ones left out."""
+def _touched(schedule: Schedule) -> list[str]:
+    """Storages that a step reads, writes or returns, but for parameters and state."""
+    graph = schedule.graph
     inputs = (spec.name for spec in graph.with_role(Role.INPUT))
     used = (name for node in graph.nodes for name in node.tensors)
     storages = (graph.storages[name] for name in (*inputs, *used, *graph.outputs))
-    persistent = {spec.name for spec in graph.with_role(*PERSISTENT)}
-    return [name for name in dict.fromkeys(storages) if name not in persistent]
+    elsewhere = {spec.name for spec in graph.with_role(*PERSISTENT)}
+    return [name for name in dict.fromkeys(storages) if name not in elsewhere]
 
 
 def _stay(storage: str, number: int) -> str:

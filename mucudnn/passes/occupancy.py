@@ -1,6 +1,7 @@
 """Bytes in use at every node, and what still fits beside them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
@@ -22,22 +23,34 @@ class Use:
         storage: Its name.
         nbytes: Its size, rounded up.
         positions: Nodes that read or write it, ascending; for an input also the first
-            node, before which it arrives, and for what outlives the last node the end.
+            node, before which it arrives, and for a result the end.
         writes: Those of them that write it.
-        persistent: Whether it outlives the step.
+        period: Nodes of a step, if it outlives the step: after its last use comes, that
+            many nodes later than in this step, its first use in the next. Else 0.
     """
 
     storage: str
     nbytes: int
     positions: tuple[int, ...]
     writes: tuple[int, ...]
-    persistent: bool
+    period: int = 0
+
+    @property
+    def persistent(self) -> bool:
+        """Whether it outlives the step: a parameter, or state."""
+        return self.period > 0
 
     def gaps(self) -> Iterable[tuple[int, int]]:
-        """Pairs of uses with nodes in between."""
-        for i, j in zip(self.positions, self.positions[1:], strict=False):
+        """Pairs of uses with nodes in between.
+
+        Of what outlives the step also the last use and the first of the next step, with
+        the latter's position counted on.
+        """
+        for i, j in itertools.pairwise(self.positions):
             if j - i > 1:
                 yield i, j
+        if self.persistent and self.positions:
+            yield self.positions[-1], self.positions[0] + self.period
 
 
 def rounded(nbytes: int) -> int:
@@ -46,7 +59,8 @@ def rounded(nbytes: int) -> int:
 
 
 def uses_of(graph: Graph) -> Mapping[str, Use]:
-    """The uses of every storage, in order of first use."""
+    """The uses of every storage, in order of first use; those of none come last."""
+    count = len(graph.nodes)
     positions: dict[str, list[int]] = {}
     writes: dict[str, list[int]] = {}
 
@@ -66,14 +80,17 @@ def uses_of(graph: Graph) -> Mapping[str, Use]:
             if writes.setdefault(storage, [])[-1:] != [i]:
                 writes[storage].append(i)
     for storage in kept(graph):
-        touch(storage, len(graph.nodes))
+        if graph.tensors[storage].role in PERSISTENT:
+            positions.setdefault(storage, [])
+        else:
+            touch(storage, count)
     return {
         storage: Use(
             storage,
             rounded(graph.tensors[storage].nbytes),
             tuple(found),
             tuple(writes.get(storage, ())),
-            graph.tensors[storage].role in PERSISTENT,
+            max(1, count) if graph.tensors[storage].role in PERSISTENT else 0,
         )
         for storage, found in positions.items()
     }
@@ -81,6 +98,9 @@ def uses_of(graph: Graph) -> Mapping[str, Use]:
 
 class Occupancy:
     """A ledger of bytes at every node position.
+
+    Positions beyond the last are those of the next step, negative ones of the step
+    before: all steps are alike.
 
     Args:
         workspaces: Scratch memory at each position.
@@ -95,21 +115,23 @@ class Occupancy:
         return len(self._bytes)
 
     def __getitem__(self, position: int) -> int:
-        return self._bytes[position]
+        return self._bytes[position % len(self._bytes)]
 
     def add(self, start: int, stop: int, nbytes: int) -> None:
         """Take `nbytes` at every position from `start` up to and including `stop`."""
-        span = slice(max(start, 0), max(stop + 1, 0))
-        self._bytes[span] = [used + nbytes for used in self._bytes[span]]
+        for span in self._spans(start, stop):
+            self._bytes[span] = [used + nbytes for used in self._bytes[span]]
 
     def fits(self, position: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit at one position."""
-        return self._bytes[position] + nbytes <= self.budget
+        return self[position] + nbytes <= self.budget
 
     def fits_over(self, start: int, stop: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit at every position from `start` to `stop`."""
-        span = self._bytes[start : stop + 1]
-        return not span or max(span) + nbytes <= self.budget
+        return all(
+            max(self._bytes[span]) + nbytes <= self.budget
+            for span in self._spans(start, stop)
+        )
 
     def peak(self) -> tuple[int, int]:
         """The largest sum and the first position that has it; (0, 0) if empty."""
@@ -117,3 +139,14 @@ class Occupancy:
             return 0, 0
         most = max(self._bytes)
         return most, self._bytes.index(most)
+
+    def _spans(self, start: int, stop: int) -> Iterator[slice]:
+        """Positions of this step that those from `start` to `stop` are like."""
+        n = len(self._bytes)
+        if start > stop:
+            return
+        first = start % n
+        last = first + stop - start
+        yield slice(first, min(last + 1, n))
+        if last >= n:
+            yield slice(0, last - n + 1)

@@ -5,18 +5,23 @@ mostly met by one of a few greedy rules. They differ in the order of blocks and 
 gap that a block takes; the best result counts. Where none meets the bound, the blocks
 at the top of the arena are placed earlier and the rest again (squeaky wheel
 optimisation, Joslin & Clements 1999), as long as the work allowed lasts.
+
+Some blocks may have their place already: what two programs share has to lie at the same
+place in both. Then only rules that can work around them are used.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mucudnn.passes.fitting import Block, by_time, in_gaps, on_top
+from mucudnn.passes.fitting import Block, by_time, clash, in_gaps, on_top
 
 __all__ = ["Block", "Packing", "live_peak", "pack"]
 
 _WORK = 20_000_000
+_ROUNDS = 5000
 _RETURN = 0.1
 
 
@@ -28,28 +33,72 @@ class Packing:
     nbytes: int
 
 
-def pack(blocks: Sequence[Block], *, work: int = _WORK) -> Packing:
+def pack(
+    blocks: Sequence[Block],
+    *,
+    fixed: Mapping[str, int] | None = None,
+    work: int = _WORK,
+) -> Packing:
     """Offsets for blocks such that those alive together do not overlap.
 
     Args:
         blocks: With distinct names; their sizes decide the offsets' alignment.
+        fixed: Block -> offset of those that must lie there; all others are placed
+            around them.
         work: Bound on the pairs of blocks looked at; beyond it only rules that take
             near-linear time are tried.
-    """
-    empty = {block.name: 0 for block in blocks if not block.nbytes}
-    solid = [block for block in blocks if block.nbytes]
-    bound = live_peak(solid)
-    best: list[int] = [0] * len(solid)
-    height = sum(block.nbytes for block in solid) + 1
 
-    for offsets in _attempts(solid, bound, work):
-        top = _height(solid, offsets)
+    Raises:
+        ValueError: A fixed block is unknown, below the arena's start, or overlaps
+            another fixed one.
+    """
+    pinned = _checked(blocks, fixed or {})
+    solid = [block for block in blocks if block.nbytes]
+    offsets = {block.name: 0 for block in blocks} | pinned
+    offsets |= _pack_solid(solid, pinned, work)
+    top = max((offsets[block.name] + block.nbytes for block in solid), default=0)
+    return Packing(MappingProxyType(offsets), top)
+
+
+def _checked(blocks: Sequence[Block], fixed: Mapping[str, int]) -> dict[str, int]:
+    held = [block for block in blocks if block.name in fixed]
+    if unknown := fixed.keys() - {block.name for block in held}:
+        raise ValueError(f"no block is called {min(unknown)!r}, which is to be fixed")
+    for block in held:
+        if fixed[block.name] < 0:
+            raise ValueError(
+                f"block {block.name!r} is fixed at {fixed[block.name]}; "
+                "an arena starts at 0"
+            )
+    solid = [block for block in held if block.nbytes]
+    if pair := clash(solid, [fixed[block.name] for block in solid]):
+        one, other = (
+            f"{b.name!r} ({b.nbytes} bytes at {fixed[b.name]}, from {b.first} to "
+            f"{b.last})"
+            for b in pair
+        )
+        raise ValueError(f"fixed blocks overlap: {one} and {other}; move one of them")
+    return dict(fixed)
+
+
+def _pack_solid(
+    blocks: Sequence[Block], pinned: Mapping[str, int], work: int
+) -> dict[str, int]:
+    """The best of all attempts, until one reaches the bound."""
+    fixed = {i: pinned[b.name] for i, b in enumerate(blocks) if b.name in pinned}
+    bound = max(
+        live_peak(blocks),
+        max((offset + blocks[i].nbytes for i, offset in fixed.items()), default=0),
+    )
+    best: list[int] = [0] * len(blocks)
+    height = math.inf
+    for offsets in _attempts(blocks, fixed, bound, work):
+        top = _height(blocks, offsets)
         if top < height:
             best, height = offsets, top
         if height <= bound:
             break
-    placed = {block.name: o for block, o in zip(solid, best, strict=True)}
-    return Packing(MappingProxyType(empty | placed), height if solid else 0)
+    return {block.name: o for block, o in zip(blocks, best, strict=True)}
 
 
 def live_peak(blocks: Sequence[Block]) -> int:
@@ -69,24 +118,29 @@ def _height(blocks: Sequence[Block], offsets: Sequence[int]) -> int:
     return max((o + b.nbytes for o, b in zip(offsets, blocks, strict=True)), default=0)
 
 
-def _attempts(blocks: Sequence[Block], bound: int, work: int) -> Iterator[list[int]]:
+def _attempts(
+    blocks: Sequence[Block], fixed: Mapping[int, int], bound: int, work: int
+) -> Iterator[list[int]]:
     """Offsets by one rule after the other, the quick ones first."""
-    mirrored = [Block(b.name, b.nbytes, -b.last, -b.first) for b in blocks]
-    for best_fit in (False, True):
-        yield by_time(blocks, best_fit=best_fit)
-        yield by_time(mirrored, best_fit=best_fit)
-    orders = [sorted(range(len(blocks)), key=key) for key in _keys(blocks)]
+    if not fixed:
+        mirrored = [Block(b.name, b.nbytes, -b.last, -b.first) for b in blocks]
+        for best_fit in (False, True):
+            yield by_time(blocks, best_fit=best_fit)
+            yield by_time(mirrored, best_fit=best_fit)
+    free = [i for i in range(len(blocks)) if i not in fixed]
+    orders = [sorted(free, key=key) for key in _keys(blocks)]
     for order in orders[:2]:
-        yield on_top(blocks, order)
-    rounds = 2 * work // (len(blocks) ** 2 + 1)
+        yield on_top(blocks, order, fixed)
+    rounds = min(_ROUNDS, 2 * work // (len(blocks) ** 2 + 1))
     found = []
     for order in orders[:rounds]:
-        offsets = in_gaps(blocks, order)
+        offsets = in_gaps(blocks, order, fixed=fixed)
         found.append((_height(blocks, offsets), order, offsets))
         yield offsets
     if len(found) == len(orders):
         _, order, offsets = min(found)
-        yield from _squeaky(blocks, bound, order, offsets, rounds - len(orders))
+        left = rounds - len(orders)
+        yield from _squeaky(blocks, fixed, bound, order, offsets, left)
 
 
 def _keys(blocks: Sequence[Block]) -> tuple[Callable[[int], tuple[int, ...]], ...]:
@@ -106,6 +160,7 @@ def _keys(blocks: Sequence[Block]) -> tuple[Callable[[int], tuple[int, ...]], ..
 
 def _squeaky(
     blocks: Sequence[Block],
+    fixed: Mapping[int, int],
     bound: int,
     order: list[int],
     offsets: list[int],
@@ -124,7 +179,7 @@ def _squeaky(
             if offsets[i] + blocks[i].nbytes > bound:
                 rank[i] *= chance.random()
         order = sorted(order, key=rank.__getitem__)
-        offsets = in_gaps(blocks, order)
+        offsets = in_gaps(blocks, order, fixed=fixed)
         yield offsets
         height = _height(blocks, offsets)
         if height <= best:

@@ -2,20 +2,25 @@
 
 Static offsets may need a little more than the most bytes in use at once. Then the plan
 is made again for that much less, so that state and arena together keep the budget.
+What is carried from step to step is hardest to place: at both ends of the step it must
+lie beside all else that is. So the last resort is to carry less.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import Graph
+from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.holes import grow_into_holes
 from mucudnn.passes.layout import Layout, lay_out
 from mucudnn.passes.planned import PLANNED, VDNN_DYN, plan_step
-from mucudnn.passes.step_plan import StepPlan, plan_residency, state_bytes
+from mucudnn.passes.schedulers import SCHEDULERS
+from mucudnn.passes.step_plan import Preparer, StepPlan, plan_residency, state_bytes
 
 __all__ = ["PlacedStep", "place_step"]
 
@@ -29,7 +34,7 @@ class PlacedStep:
     Attributes:
         plan: What is run.
         layout: Offsets in an arena.
-        state_bytes: What outlives the step, beside the arena.
+        state_bytes: Parameters and state that never leave, beside the arena.
     """
 
     plan: StepPlan
@@ -51,6 +56,7 @@ def place_step(
     scheduler: str | None = None,
     convolutions: str = "dynamic",
     plans: Mapping[str, ConvPlan] | None = None,
+    hosted: frozenset[str] | None = None,
 ) -> PlacedStep:
     """Plan a step such that its arena and its state fit a budget.
 
@@ -62,11 +68,11 @@ def place_step(
         scheduler: Times the copies.
         convolutions: How convolutions get their workspace.
         plans: Convolution node -> plan, if they are fixed.
+        hosted: Parameters and state whose home is the host, if that is decided.
 
     Raises:
         PlanningError: It cannot fit; says how many bytes short.
     """
-    state = state_bytes(graph)
 
     def search(target: float) -> StepPlan:
         return plan_step(
@@ -77,12 +83,14 @@ def place_step(
             scheduler=scheduler,
             convolutions=convolutions,
             plans=plans,
+            hosted=hosted,
         )
 
     target = budget
     plan = search(target)
+    preparer = Preparer(graph, profile, hosted)
     for _ in range(_ATTEMPTS):
-        placed = _placed(plan, profile, convolutions, budget, state)
+        placed = _placed(plan, profile, convolutions, budget)
         over = placed.nbytes - budget
         if over <= 0:
             return placed
@@ -97,19 +105,65 @@ def place_step(
                 convolutions="fixed" if plans is not None else convolutions,
                 plans=plans,
                 policy=plan.policy,
+                preparer=preparer,
             )
         except PlanningError:  # these residencies cannot give way any further
-            plan = search(target)
+            try:
+                plan = search(target)
+            except PlanningError:
+                break
+    others = (
+        ()
+        if scheduler is not None
+        else _carrying_less(graph, profile, plan, budget, convolutions, plans, hosted)
+    )
+    found = [_placed(other, profile, convolutions, budget) for other in others]
+    fitting = [other for other in found if other.nbytes <= budget]
+    if fitting:
+        return min(fitting, key=lambda other: other.plan.prediction.step_ms)
     raise PlanningError(
         f"places for {plan.peak_bytes} bytes could not be found within "
         f"{int(budget)} bytes; {placed.nbytes} would do"
     )
 
 
+def _carrying_less(
+    graph: Graph,
+    profile: Profile,
+    plan: StepPlan,
+    budget: float,
+    convolutions: str,
+    plans: Mapping[str, ConvPlan] | None,
+    hosted: frozenset[str] | None,
+) -> Iterator[StepPlan]:
+    """A plan's residencies with parameters and state that leave in every step.
+
+    Only those that do already, or all of them.
+    """
+    everything = frozenset(spec.name for spec in graph.with_role(*PERSISTENT))
+    homes = (
+        (frozenset(plan.schedule.hosted), everything) if hosted is None else (hosted,)
+    )
+    for home, name in itertools.product(homes, SCHEDULERS.table):
+        with suppress(PlanningError):
+            yield plan_residency(
+                graph,
+                profile,
+                plan.residency,
+                budget=budget,
+                scheduler=name,
+                convolutions="fixed" if plans is not None else convolutions,
+                plans=plans,
+                policy=plan.policy,
+                preparer=Preparer(graph, profile, home),
+            )
+
+
 def _placed(
-    plan: StepPlan, profile: Profile, convolutions: str, budget: float, state: int
+    plan: StepPlan, profile: Profile, convolutions: str, budget: float
 ) -> PlacedStep:
     """Places for a step, workspaces in the holes between its tensors if they may."""
+    state = state_bytes(plan.schedule.graph, plan.schedule.resident)
     unlimited = math.isinf(budget)
     if convolutions != "dynamic" or plan.policy == VDNN_DYN or unlimited:
         return PlacedStep(plan, lay_out(plan.schedule), state)

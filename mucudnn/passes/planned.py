@@ -54,6 +54,7 @@ def plan_step(
     scheduler: str | Scheduler | None = None,
     convolutions: str = "dynamic",
     plans: Mapping[str, ConvPlan] | None = None,
+    hosted: frozenset[str] | None = None,
 ) -> StepPlan:
     """A training step under a budget, by a policy.
 
@@ -66,6 +67,8 @@ def plan_step(
             policy, any for the search, else `timed`.
         convolutions: How convolutions get their workspace.
         plans: Convolution node -> plan, if they are fixed.
+        hosted: Parameters and state whose home is the host, and no others, if that is
+            decided: by another step that shares them.
 
     Raises:
         PlanningError: It cannot fit; says how many bytes short, at which node, and the
@@ -73,10 +76,10 @@ def plan_step(
         ValueError: A name is not known.
     """
     default = "on_demand" if policy == VDNN_DYN else "timed"
-    step = Step(graph, profile, budget)
+    step = Step(graph, profile, budget, hosted)
     trial = Trial(
         step=step,
-        preparer=Preparer(graph, profile),
+        preparer=Preparer(graph, profile, hosted),
         policy=policy,
         scheduler=default if scheduler is None else scheduler,
         any_scheduler=scheduler is None,
@@ -91,7 +94,7 @@ def plan_step(
             return STEP_PLANNERS[policy](trial)
         return trial(POLICIES.resolve(policy)(step))
     except PlanningError as e:
-        least = minimum_budget(graph, profile)
+        least = minimum_budget(graph, profile, hosted=hosted)
         raise PlanningError(
             f"{e}; the least budget that works is {format_bytes(least)} ({least} bytes)"
         ) from None

@@ -7,10 +7,11 @@ and computes the rest again; Capuchin ranks tensors by what moving them would co
 import itertools
 from collections.abc import Callable, Mapping
 
-from mucudnn.ir.graph import Graph, Phase
+from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.passes.chains import EXPENSIVE, chain, is_checkpoint
 from mucudnn.passes.residency import (
     EVERYTHING,
+    PERSISTENTS,
     POLICIES,
     Residency,
     Saved,
@@ -142,12 +143,12 @@ def lru(step: Step) -> Mapping[str, Residency]:
 
 @POLICIES.register
 def paging(step: Step) -> Mapping[str, Residency]:
-    """Everything that the node that runs does not use may be away.
+    """Everything that the node that runs does not use may be away, weights included.
 
     No other policy fits into less, and few are slower.
     """
     del step
-    return {EVERYTHING: Residency.PAGE}
+    return {EVERYTHING: Residency.PAGE, PERSISTENTS: Residency.PAGE}
 
 
 @POLICIES.register
@@ -190,16 +191,14 @@ def cost_based(step: Step) -> Mapping[str, Residency]:
 def _kept_bytes(step: Step) -> float:
     """What the budget leaves for saved tensors beside the largest working set."""
     graph = step.graph
-    resident = sum(
-        spec.nbytes
-        for spec in graph.tensors.values()
-        if spec.alias is None and spec.role.value in ("parameter", "state")
-    )
+    persistent = {spec.name: spec.nbytes for spec in graph.with_role(*PERSISTENT)}
+    hosted = step.hosted or frozenset()
+    resident = sum(n for name, n in persistent.items() if name not in hosted)
     most = max(
         sum(
             graph.tensors[s].nbytes
             for s in {graph.storages[t] for t in node.tensors}
-            if graph.tensors[s].role.value not in ("parameter", "state")
+            if s not in persistent or s in hosted
         )
         for node in graph.nodes
     )

@@ -1,8 +1,12 @@
-"""What may become of an activation between its forward and its backward uses.
+"""Where a tensor is while nobody uses it.
 
-A policy is a function of a training graph and its profile; it says for some of the
-saved tensors that they are offloaded or computed again. What it does not name is kept.
-Whether that fits a budget is the scheduler's business.
+A policy is a function of a training graph and its profile; it says for some tensors
+that they are offloaded or computed again. What it does not name is kept. Whether that
+fits a budget is the scheduler's business.
+
+Activations are saved for the backward pass, and the gap before it is theirs. Parameters
+and optimizer state outlive the step: their gaps go round, from the last use in one step
+to the first in the next.
 """
 
 import enum
@@ -16,6 +20,7 @@ from mucudnn.passes.strategies import Strategies
 
 __all__ = [
     "EVERYTHING",
+    "PERSISTENTS",
     "POLICIES",
     "RECOMPUTED",
     "Residency",
@@ -27,10 +32,12 @@ __all__ = [
 
 
 class Residency(enum.Enum):
-    """Where a saved tensor is between forward and backward."""
+    """Where a tensor is between its uses."""
 
     KEEP = "keep"
     OFFLOAD = "offload"
+    """On the host before its backward uses; parameters and state in their longest gap.
+    """
     RECOMPUTE = "recompute"
     """Computed once more and kept until its last use (speed-centric)."""
     RECOMPUTE_EACH = "recompute_each"
@@ -43,7 +50,10 @@ RECOMPUTED = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
 """What has the producers of a tensor run again."""
 
 EVERYTHING = "*"
-"""Stands for every storage of a step that a policy does not name."""
+"""Stands for every storage that a policy does not name and that a step makes."""
+
+PERSISTENTS = "*persistent"
+"""Stands for every parameter and all state that a policy does not name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +85,20 @@ class Step:
         graph: A training graph that nothing has made in-place yet.
         profile: Of it.
         budget: Bytes for everything.
+        hosted: Parameters and state whose home is the host, if that is decided.
     """
 
     graph: Graph
     profile: Profile
     budget: float
+    hosted: frozenset[str] | None = None
 
 
 class ResidencyPolicy(Protocol):
     """A way to choose residencies."""
 
     def __call__(self, step: Step) -> Mapping[str, Residency]:
-        """Residencies of saved tensors; those left out are kept."""
+        """Residencies of tensors; those left out are kept."""
         ...
 
 

@@ -5,7 +5,8 @@ them. Between "offload everything" and "compute everything again" lies a family 
 parameter: how many of the tensors that are cheapest to compute, per byte, are computed
 again. The best member is then improved tensor by tensor. What a residency buys with its
 bytes, residency of others or faster convolutions, the scheduler and the dynamic
-workspaces decide, and the simulator weighs it.
+workspaces decide, and the simulator weighs it. Parameters and optimizer state leave
+where that is faster, or where nothing else fits.
 """
 
 import itertools
@@ -22,6 +23,7 @@ from mucudnn.passes.exact_residency import MOST_SAVED, exact
 from mucudnn.passes.policies import keep_all
 from mucudnn.passes.residency import (
     EVERYTHING,
+    PERSISTENTS,
     POLICIES,
     RECOMPUTED,
     Residency,
@@ -41,6 +43,13 @@ _WORK = 100_000
 
 _LEAST_TRIALS = 12
 """How many trials of the largest graphs may follow the first ones."""
+
+
+_OF_GROUPS = {
+    EVERYTHING: (Residency.KEEP, Residency.PAGE),
+    PERSISTENTS: (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE),
+}
+"""What may become of tensors that nothing can compute again."""
 
 
 def search(trial: Trial) -> StepPlan:
@@ -67,6 +76,10 @@ def search(trial: Trial) -> StepPlan:
         solution = exact(step, trial.preparer)
         if solution is not None:
             best.consider(solution.residency, free=True)
+    if step.hosted is None:
+        for residency in [best.residency] if best.found else seeds:
+            for choice in (Residency.OFFLOAD, Residency.PAGE):
+                best.consider({**residency, PERSISTENTS: choice}, free=True)
     for residency in _family(candidates, best):
         best.consider(residency)
     _improve(candidates, best)
@@ -81,16 +94,21 @@ def _unbounded_ms(trial: Trial) -> float:
     return unbounded(keep_all(trial.step)).prediction.step_ms * (1 + 1e-9)
 
 
-def minimum_budget(graph: Graph, profile: Profile) -> int:
+def minimum_budget(
+    graph: Graph, profile: Profile, *, hosted: frozenset[str] | None = None
+) -> int:
     """The least bytes, parameters and state included, that the step can run in.
 
     Args:
         graph: A training graph that nothing has made in-place yet.
         profile: Of it.
+        hosted: Parameters and state whose home is the host, if that is decided.
     """
-    step = Step(graph, profile, 0.0)
-    prepare = Preparer(graph, profile)
-    return min(prepare(r).least_peak() for r in _seeds(step, _by_cost(step)))
+    step = Step(graph, profile, 0.0, hosted)
+    prepare = Preparer(graph, profile, hosted)
+    paged = {PERSISTENTS: Residency.PAGE}
+    seeds = _seeds(step, _by_cost(step))
+    return min(prepare({**seed, **paged}).least_peak() for seed in seeds)
 
 
 def _offer_vdnn_dyn(trial: Trial, best: "_Best") -> None:
@@ -128,6 +146,16 @@ class _Best:
     @property
     def step_ms(self) -> float:
         return math.inf if self._plan is None else self._plan.prediction.step_ms
+
+    @property
+    def found(self) -> bool:
+        """Whether anything fits."""
+        return self._plan is not None
+
+    @property
+    def residency(self) -> Mapping[str, Residency]:
+        """Of the best plan; empty without one."""
+        return {} if self._plan is None else self._plan.residency
 
     @property
     def plan(self) -> StepPlan:
@@ -231,7 +259,8 @@ def _family(
                 if count in scores:
                     continue
                 before = best.step_ms
-                yield _mixed(candidates, count, mode)
+                persistents = best.residency.get(PERSISTENTS, Residency.KEEP)
+                yield {**_mixed(candidates, count, mode), PERSISTENTS: persistents}
                 scores[count] = best.step_ms if best.step_ms < before else math.inf
             if stride == 1 or best.exhausted():
                 break
@@ -247,7 +276,7 @@ def _family(
 def _improve(candidates: list[_Candidate], best: _Best) -> None:
     """Change one tensor's residency at a time, then two, the largest first."""
     largest = sorted(candidates, key=lambda c: -c.saved.nbytes)
-    names = [*(candidate.saved.name for candidate in largest), EVERYTHING]
+    names = [*(candidate.saved.name for candidate in largest), EVERYTHING, PERSISTENTS]
     while _improved(itertools.combinations(names, 1), best) or _improved(
         itertools.combinations(names, 2), best
     ):
@@ -258,7 +287,8 @@ def _improved(groups: Iterable[tuple[str, ...]], best: _Best) -> bool:
     """Change the residencies of each group; whether any change helped."""
     improved = False
     for group in groups:
-        for choices in itertools.product(Residency, repeat=len(group)):
+        of_each = (_OF_GROUPS.get(name, Residency) for name in group)
+        for choices in itertools.product(*of_each):
             if best.exhausted():
                 return False
             change = zip(group, choices, strict=True)

@@ -2,6 +2,7 @@
 
 Each engine works through its own queue. A copy begins when its engine is free and the
 compute before it in the program is done; compute waits where the program says `Wait`.
+Where something is carried from step to step, the third step in a row is what counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Compute, Instruction, Schedule, SwapIn, SwapOut, Wait
 
 __all__ = ["Lane", "Prediction", "bound_ms", "simulate"]
+
+_STEPS_BEFORE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +33,18 @@ class Lane:
     start_ms: float
     stop_ms: float
 
+    def earlier(self, ms: float) -> "Lane":
+        """The same, by a clock that started that much later."""
+        return Lane(self.engine, self.name, self.start_ms - ms, self.stop_ms - ms)
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """A simulated step.
 
     Attributes:
-        step_ms: Until compute and copies are done.
+        step_ms: Until compute and copies are done; where copies reach into the next
+            step, from the end of one step's compute to the end of the next one's.
         compute_ms: Sum of the nodes.
         bound_ms: No schedule that moves these bytes is faster.
         stalls_ms: Time that compute waits, by cause: `operand` for what has not come
@@ -62,53 +70,75 @@ def simulate(schedule: Schedule, profile: Profile) -> Prediction:
         schedule: What runs.
         profile: Node times of its graph (`rematerialize`d copies included) and links.
     """
-    graph = schedule.graph
-    now, out_free, in_free = 0.0, 0.0, 0.0
-    left: dict[str, float] = {}  # when a storage's copy on the host is complete
-    back: dict[str, float] = {}  # when a storage has come back
-    moving: dict[str, str] = {}
-    stalls = {"operand": 0.0, "memory": 0.0}
-    lanes: list[Lane] = []
-    moved = {"out": 0, "in": 0}
-    for instruction in schedule.instructions:
-        match instruction:
-            case Compute(name):
-                ms = profile.node_ms[name]
-                lanes.append(Lane("compute", name, now, now + ms))
-                now += ms
-            case SwapOut(storage):
-                nbytes = graph.tensors[storage].nbytes
-                start = max(now, out_free)
-                out_free = start + nbytes / profile.out_bytes_per_ms
-                left[storage] = out_free
-                moving[storage] = "memory"
-                moved["out"] += nbytes
-                lanes.append(Lane("out", storage, start, out_free))
-            case SwapIn(storage):
-                nbytes = graph.tensors[storage].nbytes
-                start = max(now, in_free, left.get(storage, 0.0))
-                in_free = start + nbytes / profile.in_bytes_per_ms
-                back[storage] = in_free
-                moving[storage] = "operand"
-                moved["in"] += nbytes
-                lanes.append(Lane("in", storage, start, in_free))
-            case Wait(storage):
-                cause = moving[storage]
-                done = left[storage] if cause == "memory" else back[storage]
-                stalls[cause] += max(0.0, done - now)
-                now = max(now, done)
-    compute = sum(
-        lane.stop_ms - lane.start_ms for lane in lanes if lane.engine == "compute"
-    )
+    engines = _Engines(schedule, profile)
+    for _ in range(_STEPS_BEFORE if schedule.carried else 0):
+        engines.run()
+    begin = engines.now
+    lanes = engines.run()
+    end = engines.now if schedule.carried else engines.settled
     return Prediction(
-        step_ms=max(now, out_free, in_free),
-        compute_ms=compute,
+        step_ms=end - begin,
+        compute_ms=sum(x.stop_ms - x.start_ms for x in lanes if x.engine == "compute"),
         bound_ms=bound_ms(schedule, profile),
-        stalls_ms=stalls,
-        out_bytes=moved["out"],
-        in_bytes=moved["in"],
-        lanes=tuple(lanes),
+        stalls_ms=engines.stalls,
+        out_bytes=engines.moved["out"],
+        in_bytes=engines.moved["in"],
+        lanes=tuple(lane.earlier(begin) for lane in lanes),
     )
+
+
+class _Engines:
+    """The clocks of compute and of both links, from step to step."""
+
+    def __init__(self, schedule: Schedule, profile: Profile) -> None:
+        self.now = 0.0
+        self.stalls: dict[str, float] = {}
+        self.moved: dict[str, int] = {}
+        self._program = schedule.instructions
+        self._tensors = schedule.graph.tensors
+        self._profile = profile
+        self._free = {"out": 0.0, "in": 0.0}
+        self._left: dict[str, float] = {}  # when the copy on the host is complete
+        self._done: dict[str, tuple[str, float]] = {}  # last copy: what waits, until
+
+    @property
+    def settled(self) -> float:
+        """When compute and all copies are done."""
+        return max(self.now, *self._free.values())
+
+    def run(self) -> list[Lane]:
+        """One step; what it did."""
+        self.stalls = {"operand": 0.0, "memory": 0.0}
+        self.moved = {"out": 0, "in": 0}
+        lanes = []
+        for instruction in self._program:
+            match instruction:
+                case Compute(name):
+                    ms = self._profile.node_ms[name]
+                    lanes.append(Lane("compute", name, self.now, self.now + ms))
+                    self.now += ms
+                case SwapOut(name):
+                    lane = self._copy("out", name, self._profile.out_bytes_per_ms, 0.0)
+                    self._left[name] = lane.stop_ms
+                    self._done[name] = "memory", lane.stop_ms
+                    lanes.append(lane)
+                case SwapIn(name):
+                    left = self._left.get(name, 0.0)
+                    lane = self._copy("in", name, self._profile.in_bytes_per_ms, left)
+                    self._done[name] = "operand", lane.stop_ms
+                    lanes.append(lane)
+                case Wait(name) if name in self._done:
+                    cause, done = self._done[name]
+                    self.stalls[cause] += max(0.0, done - self.now)
+                    self.now = max(self.now, done)
+        return lanes
+
+    def _copy(self, engine: str, name: str, bytes_per_ms: float, after: float) -> Lane:
+        nbytes = self._tensors[name].nbytes
+        start = max(self.now, self._free[engine], after)
+        stop = self._free[engine] = start + nbytes / bytes_per_ms
+        self.moved[engine] += nbytes
+        return Lane(engine, name, start, stop)
 
 
 def bound_ms(schedule: Schedule, profile: Profile) -> float:
@@ -119,14 +149,17 @@ def bound_ms(schedule: Schedule, profile: Profile) -> float:
     backward nodes run and the copies in begun since then are made. What leaves in the
     forward pass and returns in the backward pass thus takes at least
     max(C_f, D / B_out) + max(C_b, D / B_in). Copies that straddle the moment count only
-    towards what each link moves in all.
+    towards what each link moves in all; so do all of them where copies may straddle the
+    end of the step as well.
     """
     program = schedule.instructions
+    whole = max(_busy(schedule, profile, program, awaited=False))
+    if schedule.carried:
+        return whole
     turn = _turn(schedule)
     before = _busy(schedule, profile, program[:turn], awaited=True)
     after = _busy(schedule, profile, program[turn:], awaited=False)
-    whole = _busy(schedule, profile, program, awaited=False)
-    return max(max(before) + max(after), *whole)
+    return max(max(before) + max(after), whole)
 
 
 def _turn(schedule: Schedule) -> int:

@@ -1,14 +1,16 @@
 """Stays: the times that a storage is in device memory, and how they become a program.
 
 A storage that is never moved has one stay, from its first use to its last. One that is
-offloaded has several, with copies between them. All positions are those of nodes; sums
-over them are what a budget limits, so a schedule keeps its promise whatever the copies
-take: a copy that is late is waited for.
+offloaded has several, with copies between them. Parameters and state that may leave are
+at home on the host and visit the device in every step anew; a visit may begin in one
+step and end in the next. All positions are those of nodes; sums over them are what a
+budget limits, so a schedule keeps its promise whatever the copies take: a copy that is
+late is waited for.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
@@ -25,7 +27,16 @@ from mucudnn.ir.schedule import (
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.occupancy import Occupancy, Use
 
-__all__ = ["Stay", "Swaps", "check", "emit", "least_occupancy", "split"]
+__all__ = [
+    "Stay",
+    "Swaps",
+    "check",
+    "emit",
+    "join",
+    "least_occupancy",
+    "shifted",
+    "split",
+]
 
 Swaps = Mapping[str, Sequence[tuple[int, int]]]
 """Storage -> gaps between two uses over which it leaves the device."""
@@ -34,6 +45,8 @@ Swaps = Mapping[str, Sequence[tuple[int, int]]]
 @dataclass(frozen=True, slots=True)
 class Stay:
     """One stay of a storage in device memory.
+
+    Positions of a visit that ends in the next step are counted on from this one's.
 
     Attributes:
         storage: Its name.
@@ -45,6 +58,7 @@ class Stay:
         copied_in: Whether it comes back from the host.
         copied_out: Whether it is copied to the host after `last`.
         kept_on_host: Whether it leaves with a copy on the host, made now or earlier.
+        visit: Whether the storage outlives the step and is at home on the host.
     """
 
     storage: str
@@ -56,33 +70,87 @@ class Stay:
     copied_in: bool = False
     copied_out: bool = False
     kept_on_host: bool = False
+    visit: bool = False
 
 
 def split(use: Use, gaps: Sequence[tuple[int, int]], end: int) -> list[Stay]:
-    """The shortest stays of a storage that leaves over some gaps.
+    """The shortest stays of a storage that leaves over some gaps, in order.
 
     A copy out is left out where the host's copy is still good: nothing wrote the
     storage since it was made.
 
     Args:
-        use: Of the storage; not persistent.
-        gaps: Pairs of consecutive uses, ascending.
+        use: Of the storage.
+        gaps: Pairs of consecutive uses, ascending; at least one for what outlives the
+            step.
         end: Number of nodes.
     """
-    stays = []
-    start, came_back = use.positions[0], False
-    host_since: int | None = None
-    for i, j in gaps:
-        dirty = host_since is None or any(host_since < w <= i for w in use.writes)
-        stays.append(
-            Stay(use.storage, use.nbytes, start, i, start, i, came_back, dirty, True)
+    if use.persistent:
+        return sorted(_visits(use, gaps), key=lambda stay: stay.start)
+    first, last = use.positions[0], min(use.positions[-1], end)
+    begins = (first, *(j for _, j in gaps))
+    ends = (*(i for i, _ in gaps), last)
+    return [
+        Stay(
+            use.storage,
+            use.nbytes,
+            start,
+            stop,
+            start,
+            stop,
+            copied_in=start != first,
+            copied_out=leaves and _written(use, start, stop),
+            kept_on_host=leaves,
         )
-        if dirty:
-            host_since = i
-        start, came_back = j, True
-    last = min(use.positions[-1], end)
-    stays.append(Stay(use.storage, use.nbytes, start, last, start, last, came_back))
-    return stays
+        for start, stop in zip(begins, ends, strict=True)
+        for leaves in [stop != last]
+    ]
+
+
+def _visits(use: Use, gaps: Sequence[tuple[int, int]]) -> Iterator[Stay]:
+    """From each gap to the next, the last to the first of the next step."""
+    following = (*(i for i, _ in gaps[1:]), gaps[0][0] + use.period)
+    for (_, start), stop in zip(gaps, following, strict=True):
+        stay = Stay(
+            use.storage,
+            use.nbytes,
+            start,
+            stop,
+            start,
+            stop,
+            copied_in=True,
+            copied_out=_written(use, start, stop),
+            kept_on_host=True,
+            visit=True,
+        )
+        yield shifted(stay, -use.period) if start >= use.period else stay
+
+
+def _written(use: Use, start: int, stop: int) -> bool:
+    """Whether any use from one position to another writes."""
+    return any(start <= at <= stop for w in use.writes for at in {w, w + use.period})
+
+
+def shifted(stay: Stay, nodes: int) -> Stay:
+    """The same stay, counted from another step."""
+    return replace(
+        stay,
+        start=stay.start + nodes,
+        stop=stay.stop + nodes,
+        needed=stay.needed + nodes,
+        last=stay.last + nodes,
+    )
+
+
+def join(before: Stay, after: Stay) -> Stay:
+    """One stay out of two of a storage with nothing between them: no copies there."""
+    return replace(
+        before,
+        stop=after.stop,
+        last=after.last,
+        copied_out=after.copied_out or (before.copied_out and after.kept_on_host),
+        kept_on_host=after.kept_on_host,
+    )
 
 
 def least_occupancy(
@@ -94,7 +162,11 @@ def least_occupancy(
     change[0] = resident
     for stay in stays:
         change[min(stay.start, n)] += stay.nbytes
-        change[min(stay.stop + 1, n)] -= stay.nbytes
+        if stay.visit and stay.stop >= n:
+            change[0] += stay.nbytes
+            change[stay.stop - n + 1] -= stay.nbytes
+        else:
+            change[min(stay.stop + 1, n)] -= stay.nbytes
     used = itertools.accumulate(change)
     return Occupancy(
         [nbytes + rest for nbytes, rest in zip(workspaces, used, strict=False)], budget
@@ -122,12 +194,14 @@ def emit(
     stays: Sequence[Stay],
     workspaces: Mapping[str, int],
     peak_bytes: int,
+    away: Iterable[str] = (),
 ) -> Schedule:
     """Write stays down as a program.
 
     At each node: what arrives is allocated and its copy begun; what the node needs is
     waited for; after it, copies out begin, and what leaves is waited for and freed.
-    What is there at the end stays: the caller takes it out.
+    Results that are there at the end stay: the caller takes them out. What is `away` is
+    at home on the host, also if no node uses it.
     """
     n = len(graph.nodes)
     begins: list[list[Stay]] = [[] for _ in range(n + 1)]
@@ -137,10 +211,10 @@ def emit(
     for stay in stays:
         begins[stay.start].append(stay)
         if stay.copied_in:
-            needs[stay.needed].append(stay)
+            needs[stay.needed % n].append(stay)
         if stay.copied_out:
-            leaves[stay.last].append(stay)
-        ends[min(stay.stop, n)].append(stay)
+            leaves[stay.last % n].append(stay)
+        ends[stay.stop % n if stay.visit else min(stay.stop, n)].append(stay)
     program: list[Instruction] = []
     for i, node in enumerate(graph.nodes):
         for stay in begins[i]:
@@ -154,4 +228,12 @@ def emit(
             if stay.copied_out:
                 program.append(Wait(stay.storage))
             program.append(Free(stay.storage))
-    return Schedule(graph, tuple(program), workspaces, peak_bytes)
+    visits = [stay for stay in stays if stay.visit]
+    return Schedule(
+        graph,
+        tuple(program),
+        workspaces,
+        peak_bytes,
+        hosted=tuple(dict.fromkeys([*(stay.storage for stay in visits), *away])),
+        carried=tuple(stay.storage for stay in visits if stay.stop >= n),
+    )

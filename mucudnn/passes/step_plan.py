@@ -7,7 +7,7 @@ on tensors buys faster algorithms.
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mucudnn.ir.conv import ConvPlan
@@ -17,7 +17,12 @@ from mucudnn.ir.schedule import Schedule
 from mucudnn.passes.inplace import in_place
 from mucudnn.passes.occupancy import Occupancy, Use, rounded, uses_of
 from mucudnn.passes.rematerialize import rematerialize
-from mucudnn.passes.residency import EVERYTHING, RECOMPUTED, Residency
+from mucudnn.passes.residency import (
+    EVERYTHING,
+    PERSISTENTS,
+    RECOMPUTED,
+    Residency,
+)
 from mucudnn.passes.schedulers import SCHEDULERS
 from mucudnn.passes.simulate import Prediction, simulate
 from mucudnn.passes.stays import emit
@@ -25,8 +30,8 @@ from mucudnn.passes.window import Problem, Scheduler
 
 __all__ = [
     "CONVOLUTIONS",
-    "Prepared",
     "Preparer",
+    "Rewritten",
     "StepPlan",
     "fastest_of",
     "first_plans",
@@ -48,7 +53,7 @@ _REMEMBERED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Rewritten:
     """A step whose residencies are decided, before its copies are timed.
 
     Attributes:
@@ -56,14 +61,14 @@ class Prepared:
         profile: Of that graph.
         uses: Of its storages.
         swaps: Gaps over which storages may leave.
-        resident: Bytes of what never leaves.
+        away: Parameters and state that must leave in every step.
     """
 
     graph: Graph
     profile: Profile
     uses: Mapping[str, Use]
     swaps: Mapping[str, Sequence[tuple[int, int]]]
-    resident: int
+    away: frozenset[str] = frozenset()
 
     def problem(self, plans: Mapping[str, ConvPlan], budget: float) -> Problem:
         """What a scheduler decides about, with convolutions planned."""
@@ -73,8 +78,8 @@ class Prepared:
             self.swaps,
             timed_by(self.profile, plans),
             workspaces_of(self.profile, plans),
-            self.resident,
             budget,
+            self.away,
         )
 
     def least_peak(self) -> int:
@@ -92,16 +97,21 @@ class Preparer:
     Args:
         graph: A training graph that nothing has made in-place yet.
         profile: Of it.
+        hosted: Parameters and state whose home is the host: they leave, and no others
+            do, whatever residencies say. If not given, residencies decide.
     """
 
-    def __init__(self, graph: Graph, profile: Profile) -> None:
+    def __init__(
+        self, graph: Graph, profile: Profile, hosted: frozenset[str] | None = None
+    ) -> None:
         self._graph = graph
         self._profile = profile
-        self._known: OrderedDict[frozenset[tuple[str, Residency]], Prepared] = (
+        self._hosted = hosted
+        self._known: OrderedDict[frozenset[tuple[str, Residency]], Rewritten] = (
             OrderedDict()
         )
 
-    def __call__(self, residency: Mapping[str, Residency]) -> Prepared:
+    def __call__(self, residency: Mapping[str, Residency]) -> Rewritten:
         """A rewritten step.
 
         Args:
@@ -116,23 +126,25 @@ class Preparer:
                 self._known.popitem(last=False)
         self._known.move_to_end(again)
         ready = self._known[again]
-        return replace(ready, swaps=_swaps(ready.graph, ready.uses, residency))
+        hosted = self._hosted
+        choices = _Choices(ready.graph, residency, hosted)
+        swaps = {name: g for name, u in ready.uses.items() if (g := choices.gaps(u))}
+        return replace(ready, swaps=swaps, away=hosted or frozenset())
 
-    def _rewritten(self, again: Mapping[str, Residency]) -> Prepared:
+    def _rewritten(self, again: Mapping[str, Residency]) -> Rewritten:
         final = in_place(rematerialize(self._graph, again))
         uses = uses_of(final)
-        return Prepared(
+        return Rewritten(
             graph=final,
             profile=profile_of(final, self._profile),
             uses=uses,
             swaps={},
-            resident=sum(use.nbytes for use in uses.values() if use.persistent),
         )
 
 
 def prepare(
     graph: Graph, profile: Profile, residency: Mapping[str, Residency]
-) -> Prepared:
+) -> Rewritten:
     """Rewrite a training graph by residencies, once; see `Preparer`."""
     return Preparer(graph, profile)(residency)
 
@@ -144,7 +156,7 @@ class StepPlan:
     Attributes:
         schedule: What to run.
         plans: Convolution node -> how to run it.
-        residency: What was decided about saved tensors.
+        residency: What was decided about tensors.
         prediction: What it will cost.
         policy: Who decided.
         scheduler: Who timed the copies.
@@ -195,9 +207,14 @@ def profile_of(graph: Graph, profile: Profile) -> Profile:
     )
 
 
-def state_bytes(graph: Graph) -> int:
-    """Bytes of what outlives a step."""
-    return sum(use.nbytes for use in uses_of(graph).values() if use.persistent)
+def state_bytes(graph: Graph, names: Iterable[str] | None = None) -> int:
+    """Bytes of what outlives a step: of some of it, or of all."""
+    chosen = None if names is None else set(names)
+    return sum(
+        use.nbytes
+        for use in uses_of(graph).values()
+        if use.persistent and (chosen is None or use.storage in chosen)
+    )
 
 
 def plan_residency(
@@ -217,13 +234,14 @@ def plan_residency(
     Args:
         graph: A training graph that nothing has made in-place yet.
         profile: Of it.
-        residency: Of saved tensors; what is left out is kept.
+        residency: Of tensors; what is left out is kept.
         budget: Bytes for everything, parameters and state included.
         scheduler: Times the copies.
         convolutions: One of `CONVOLUTIONS`.
         plans: Convolution node -> plan, for `fixed`.
         policy: What to call the decision.
-        preparer: Of this graph, if it is planned more than once.
+        preparer: Of this graph, if it is planned more than once, or if it is decided
+            what of its parameters and state is at home on the host.
 
     Raises:
         PlanningError: It cannot fit; says how many bytes short, and at which node.
@@ -236,7 +254,7 @@ def plan_residency(
     if convolutions == "dynamic":
         chosen = grown(final, known, chosen, occupancy)
     workspaces = workspaces_of(known, chosen)
-    schedule = emit(final, stays, workspaces, occupancy.peak()[0])
+    schedule = emit(final, stays, workspaces, occupancy.peak()[0], ready.away)
     return StepPlan(
         schedule=schedule,
         plans=chosen,
@@ -304,31 +322,52 @@ def timed_by(profile: Profile, plans: Mapping[str, ConvPlan]) -> Profile:
     return replace(profile, node_ms=times)
 
 
-def _swaps(
-    graph: Graph, uses: Mapping[str, Use], residency: Mapping[str, Residency]
-) -> dict[str, list[tuple[int, int]]]:
-    """The gaps over which storages leave: of offloaded ones that before backward."""
-    n = len(graph.nodes)
-    turn = next(
-        (i for i, node in enumerate(graph.nodes) if node.phase is not Phase.FORWARD), n
-    )
-    others = residency.get(EVERYTHING, Residency.KEEP)
-    of_storage = {
-        graph.storages[name]: choice
-        for name, choice in residency.items()
-        if name != EVERYTHING
-    }
-    swaps = {}
-    for use in uses.values():
-        choice = of_storage.get(use.storage, others)
+class _Choices:
+    """The gaps over which storages leave, by residencies.
+
+    Args:
+        graph: In its final order.
+        residency: Of tensors, and of what is not named.
+        hosted: Parameters and state that leave, if that is decided.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        residency: Mapping[str, Residency],
+        hosted: frozenset[str] | None,
+    ) -> None:
+        phases = enumerate(node.phase for node in graph.nodes)
+        self._count = len(graph.nodes)
+        self._turn = next((i for i, p in phases if p is not Phase.FORWARD), self._count)
+        self._others = residency.get(EVERYTHING, Residency.KEEP)
+        self._persistents = residency.get(PERSISTENTS, Residency.KEEP)
+        self._hosted = hosted
+        self._of_storage = {
+            graph.storages[name]: choice
+            for name, choice in residency.items()
+            if name not in (EVERYTHING, PERSISTENTS)
+        }
+
+    def gaps(self, use: Use) -> list[tuple[int, int]]:
+        """Of one storage, ascending."""
+        choice = self._choice(use)
+        if choice not in (Residency.OFFLOAD, Residency.PAGE):
+            return []
+        gaps, page = list(use.gaps()), choice is Residency.PAGE
         if use.persistent:
-            continue
-        if choice is Residency.OFFLOAD:
-            gaps = [(i, j) for i, j in use.gaps() if i < turn <= j < n]
-        elif choice is Residency.PAGE:
-            gaps = [(i, j) for i, j in use.gaps() if j < n]
-        else:
-            continue
-        if gaps:
-            swaps[use.storage] = gaps
-    return swaps
+            return gaps if page else sorted(gaps, key=_length)[-1:]
+        inside = [(i, j) for i, j in gaps if j < self._count]
+        turn = self._turn
+        return inside if page else [(i, j) for i, j in inside if i < turn <= j]
+
+    def _choice(self, use: Use) -> Residency:
+        if not use.persistent:
+            return self._of_storage.get(use.storage, self._others)
+        if self._hosted is None:
+            return self._of_storage.get(use.storage, self._persistents)
+        return Residency.PAGE if use.storage in self._hosted else Residency.KEEP
+
+
+def _length(gap: tuple[int, int]) -> int:
+    return gap[1] - gap[0]

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.schedule import Alloc, Compute, Free, SwapIn, SwapOut, Wait
 from mucudnn.passes.occupancy import rounded, uses_of
 from mucudnn.passes.simulate import Lane
@@ -32,7 +31,7 @@ class Interval:
         stop_ms: When they are given back.
         first: Position among all changes of memory, ascending.
         last: Position of giving back; later than of everything that overlaps.
-        persistent: Whether they are parameters or state.
+        persistent: Whether they are parameters or state that never leave.
         stays: Whether they are still there when the step is over.
     """
 
@@ -56,8 +55,13 @@ class _Open:
 
 def memory_intervals(plan: StepPlan) -> tuple[Interval, ...]:
     """Everything that is ever in device memory, in order of arrival."""
-    graph = plan.schedule.graph
-    replay = _Replay(_persistent(graph))
+    replay = _Replay()
+    sizes = {use.storage: use.nbytes for use in uses_of(plan.schedule.graph).values()}
+    for name in plan.schedule.resident:
+        if name in sizes:
+            replay.open(name, sizes[name], 0.0, persistent=True)
+    for name in plan.schedule.carried:
+        replay.open(name, sizes[name], 0.0)
     for change, now in _changes(plan):
         match change:
             case (name, None):
@@ -68,12 +72,10 @@ def memory_intervals(plan: StepPlan) -> tuple[Interval, ...]:
 
 
 class _Replay:
-    def __init__(self, persistent: Sequence[tuple[str, int]]) -> None:
+    def __init__(self) -> None:
         self._count = 0
         self._open: dict[str, _Open] = {}
         self._found: list[Interval] = []
-        for name, nbytes in persistent:
-            self.open(name, nbytes, 0.0, persistent=True)
 
     def open(
         self, name: str, nbytes: int, now: float, *, persistent: bool = False
@@ -103,25 +105,19 @@ class _Replay:
         return tuple(sorted(self._found, key=lambda interval: interval.first))
 
 
-def _persistent(graph: Graph) -> list[tuple[str, int]]:
-    return [
-        (use.storage, use.nbytes) for use in uses_of(graph).values() if use.persistent
-    ]
-
-
 def _changes(plan: StepPlan) -> Iterator[tuple[tuple[str, int | None], float]]:
     """Memory taken (name, bytes) or given back (name, None), and when."""
     graph, lanes = plan.schedule.graph, iter(plan.prediction.lanes)
-    workspaces = plan.schedule.workspaces
+    workspaces, resident = plan.schedule.workspaces, set(plan.schedule.resident)
     now = 0.0
     copied: dict[str, float] = {}
     for instruction in plan.schedule.instructions:
         match instruction:
             case Alloc(name):
-                if graph.tensors[name].role not in PERSISTENT:
+                if name not in resident:
                     yield (name, rounded(graph.tensors[name].nbytes)), now
             case Free(name):
-                if graph.tensors[name].role not in PERSISTENT:
+                if name not in resident:
                     yield (name, None), now
             case Compute(name):
                 scratch = rounded(workspaces.get(name, 0))
@@ -133,7 +129,7 @@ def _changes(plan: StepPlan) -> Iterator[tuple[tuple[str, int | None], float]]:
             case SwapOut(name) | SwapIn(name):
                 copied[name] = next(lanes).stop_ms
             case Wait(name):
-                now = max(now, copied[name])
+                now = max(now, copied.get(name, now))
 
 
 def memory_points(intervals: Sequence[Interval]) -> tuple[tuple[float, int], ...]:

@@ -3,11 +3,12 @@
 Of every storage it is known which tensors' values its bytes are at the moment. A view
 adds a name, a result in place replaces what was there. A node that reads a tensor whose
 value is gone, whatever the reason, is an error: an order, an alias or a copy at the
-wrong time is found without computing anything.
+wrong time is found without computing anything. What is carried into the next step must
+be found there as this step found it.
 """
 
 from mucudnn.errors import ScheduleError
-from mucudnn.ir.graph import PERSISTENT, Node
+from mucudnn.ir.graph import PERSISTENT, Node, Role
 from mucudnn.ir.schedule import (
     Alloc,
     Compute,
@@ -41,13 +42,15 @@ def verify(
     Raises:
         ScheduleError: A read of what is not there, a write to what is not allocated,
             a double allocation or free, a free or write under a copy, a node that runs
-            twice or never, a leak, a result that is lost, a peak that is not the one
-            stated or over the budget.
+            twice or never, a leak, a result or new weights that are lost, a step that
+            ends otherwise than it began, a peak that is not the one stated or over the
+            budget.
     """
     replay = _Replay(schedule, granularity)
-    for instruction in schedule.instructions:
-        replay.step(instruction)
-    replay.finish()
+    replay.run()
+    if schedule.carried:  # the next step finds on the host what this one leaves there
+        replay = _Replay(schedule, granularity, replay.outdated)
+        replay.run()
     if replay.peak != schedule.peak_bytes:
         raise ScheduleError(
             f"the schedule states a peak of {schedule.peak_bytes} bytes, "
@@ -61,7 +64,13 @@ def verify(
 class _Replay:
     """What memory and host hold after the instructions so far."""
 
-    def __init__(self, schedule: Schedule, granularity: int) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        granularity: int,
+        outdated: frozenset[str] = frozenset(),
+    ) -> None:
+        self._schedule = schedule
         self._graph = graph = schedule.graph
         self._granularity = granularity
         self._workspaces = schedule.workspaces
@@ -69,19 +78,33 @@ class _Replay:
         self._nodes = {node.name: node for node in graph.nodes}
         self._ran: set[str] = set()
         self._persistent = {spec.name for spec in graph.with_role(*PERSISTENT)}
+        self._resident = set(schedule.resident)
+        self._carried = set(schedule.carried)
         self._content = {
             name: {name}
             for name in self._persistent
             if graph.tensors[name].alias is None
+            and (name in self._resident or name in self._carried)
         }
-        self._fed = {name: {name} for name in graph.inputs}
-        self._hosted: dict[str, set[str]] = {}
-        self._moving: dict[str, type[SwapIn] | type[SwapOut]] = {}
+        self._fed = {spec.name: {spec.name} for spec in graph.with_role(Role.INPUT)}
+        self._hosted = {n: {n} for n in schedule.hosted if n not in outdated}
+        self._moving = _moving_at_the_end(schedule)
+        self._at_first = dict(self._moving)
         self._used = sum(self._size(name) for name in self._content)
         self.peak = self._used
 
-    def step(self, instruction: Instruction) -> None:
-        """Carry out one instruction."""
+    @property
+    def outdated(self) -> frozenset[str]:
+        """What is at home on the host, but has new values on the device only."""
+        return frozenset(self._schedule.hosted) - set(self._hosted)
+
+    def run(self) -> None:
+        """Carry out a step."""
+        for instruction in self._schedule.instructions:
+            self._step(instruction)
+        self._finish()
+
+    def _step(self, instruction: Instruction) -> None:
         match instruction:
             case Compute(name):
                 self._need(name in self._nodes, instruction, "there is no such node")
@@ -97,6 +120,8 @@ class _Replay:
                 self._owner(tensor, instruction)
                 self._settled(tensor, instruction)
                 self._need(tensor in self._content, instruction, "it is not allocated")
+                safe = tensor not in self._persistent or tensor in self._hosted
+                self._need(safe, instruction, "its new values are nowhere else")
                 del self._content[tensor]
                 self._used -= self._size(tensor)
             case SwapOut(tensor):
@@ -119,14 +144,18 @@ class _Replay:
                 self._owner(tensor, instruction)
                 self._moving.pop(tensor, None)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Check that everything has run, and what is left."""
         missing = [name for name in self._nodes if name not in self._ran]
         if missing:
             raise ScheduleError(f"nodes {missing} never run")
-        if self._moving:
+        if self._moving != self._at_first:
             raise ScheduleError(f"nothing waits for the copies of {list(self._moving)}")
         results = kept(self._graph)
+        visiting = self._persistent & set(self._content) - self._resident
+        if visiting != self._carried:
+            odd = sorted(visiting ^ self._carried)
+            raise ScheduleError(f"the next step does not find {odd} as this one did")
         left = set(self._content) - results - self._persistent
         if leaked := sorted(left - self._unread()):
             raise ScheduleError(f"{leaked} are never freed")
@@ -163,6 +192,7 @@ class _Replay:
             storage = self._storages[name]
             persistent = storage in self._persistent
             self._content[storage] = {storage} if persistent else {name}
+            self._outdate(storage)
         for name in node.outputs:
             storage = self._storages[name]
             if node.op in VIEWS:
@@ -171,7 +201,14 @@ class _Replay:
                     self._hosted[storage].add(name)
             else:
                 self._content[storage] = {name}
+                self._outdate(storage)
         self.peak = max(self.peak, self._used + self._workspaces.get(node.name, 0))
+
+    def _outdate(self, storage: str) -> None:
+        """The host's copy of a parameter or of state is no longer good."""
+        if storage in self._persistent:
+            self._hosted.pop(storage, None)
+            self._content[storage].add(storage)
 
     def _size(self, storage: str) -> int:
         return rounded(self._graph.tensors[storage].nbytes, self._granularity)
@@ -180,7 +217,7 @@ class _Replay:
         owner = self._storages.get(tensor)
         own = owner == tensor
         self._need(own, instruction, "it has no memory of its own in this graph")
-        fixed = tensor in self._persistent
+        fixed = tensor in self._resident
         self._need(not fixed, instruction, "it is persistent and never moves")
 
     def _settled(self, storage: str, instruction: Instruction) -> None:
@@ -191,3 +228,15 @@ class _Replay:
     def _need(holds: bool, instruction: Instruction, problem: str) -> None:
         if not holds:
             raise ScheduleError(f"{instruction}: {problem}")
+
+
+def _moving_at_the_end(schedule: Schedule) -> dict[str, type[SwapIn] | type[SwapOut]]:
+    """Copies of what is carried that no instruction after them waits for."""
+    found: dict[str, type[SwapIn] | type[SwapOut]] = {}
+    for instruction in schedule.instructions:
+        match instruction:
+            case SwapOut(name) | SwapIn(name) if name in schedule.carried:
+                found[name] = type(instruction)
+            case Wait(name):
+                found.pop(name, None)
+    return found

@@ -4,9 +4,7 @@ Each turns gaps into stays within a budget. What is resident at a node never exc
 the budget in any of them; they differ in how much compute has to wait for copies.
 """
 
-import bisect
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,7 +15,7 @@ from mucudnn.passes.occupancy import Occupancy, Use, uses_of
 from mucudnn.passes.stays import Stay, Swaps, check, emit, least_occupancy, split
 from mucudnn.passes.strategies import Strategies
 
-__all__ = ["SCHEDULERS", "Problem", "Scheduler", "on_demand", "schedule", "timed"]
+__all__ = ["SCHEDULERS", "Problem", "Scheduler", "on_demand", "schedule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +28,8 @@ class Problem:
         swaps: Gaps over which storages may leave.
         profile: Times and links.
         workspaces: Node -> bytes of scratch memory.
-        resident: Bytes of what never leaves: parameters and state.
         budget: Bytes for everything.
+        away: Those that outlive the step and must leave the device in every step.
     """
 
     graph: Graph
@@ -39,8 +37,8 @@ class Problem:
     swaps: Swaps
     profile: Profile
     workspaces: Mapping[str, int]
-    resident: int
     budget: float
+    away: frozenset[str] = frozenset()
 
     def least(self) -> tuple[list[Stay], Occupancy]:
         """The shortest stays, and their ledger.
@@ -51,14 +49,36 @@ class Problem:
         n = len(self.graph.nodes)
         stays = [
             stay
-            for use in self.uses.values()
-            if not use.persistent
+            for use in self.moving()
             for stay in split(use, self.swaps.get(use.storage, ()), n)
         ]
-        scratch = [self.workspaces.get(node.name, 0) for node in self.graph.nodes]
-        occupancy = least_occupancy(stays, scratch, self.resident, self.budget)
+        occupancy = self.ledger(stays)
         check(self.graph, occupancy)
         return stays, occupancy
+
+    def moving(self) -> Iterator[Use]:
+        """Uses of what is not on the device all the time."""
+        for use in self.uses.values():
+            if not use.persistent or use.storage in self.swaps:
+                yield use
+
+    def resident(self) -> int:
+        """Bytes of what never leaves: parameters and state."""
+        return sum(
+            use.nbytes
+            for use in self.uses.values()
+            if use.persistent
+            and use.storage not in self.swaps
+            and use.storage not in self.away
+        )
+
+    def scratch(self) -> list[int]:
+        """Bytes of scratch memory at every node."""
+        return [self.workspaces.get(node.name, 0) for node in self.graph.nodes]
+
+    def ledger(self, stays: Sequence[Stay]) -> Occupancy:
+        """Bytes in use at every node with stays of all that moves."""
+        return least_occupancy(stays, self.scratch(), self.resident(), self.budget)
 
 
 class Scheduler(Protocol):
@@ -98,9 +118,7 @@ def schedule(
     Raises:
         PlanningError: It cannot fit; says how many bytes short, and at which node.
     """
-    uses = uses_of(graph)
-    resident = sum(use.nbytes for use in uses.values() if use.persistent)
-    problem = Problem(graph, uses, swaps, profile, workspaces, resident, budget)
+    problem = Problem(graph, uses_of(graph), swaps, profile, workspaces, budget)
     stays, occupancy = SCHEDULERS.resolve(scheduler)(problem)
     return emit(graph, stays, workspaces, occupancy.peak()[0])
 
@@ -122,134 +140,3 @@ def on_demand(problem: Problem) -> tuple[list[Stay], Occupancy]:
             occupancy.add(start, start, stay.nbytes)
         found.append(stay if start == stay.start else replace(stay, start=start))
     return found, occupancy
-
-
-@SCHEDULERS.register
-def timed(problem: Problem) -> tuple[list[Stay], Occupancy]:
-    """Leave and return as the links' time demands, as far as the budget admits.
-
-    What fits over a whole gap stays. A copy out may take until its link has done it;
-    a copy back begins just early enough for the link to finish it and those after it
-    in time. Where the budget does not admit that, it leaves sooner or returns later,
-    and compute waits.
-    """
-    stays, occupancy = problem.least()
-    starts = _start_times(problem)
-    stays = _keep_what_fits(stays, occupancy, starts)
-    stays = _linger(stays, occupancy, starts, problem.profile)
-    stays = _return_early(stays, occupancy, starts, problem.profile)
-    return _joined(stays), occupancy
-
-
-def _start_times(problem: Problem) -> list[float]:
-    """When every node would start if nothing had to be waited for, and the end."""
-    ms = (problem.profile.node_ms[node.name] for node in problem.graph.nodes)
-    return list(itertools.accumulate(ms, initial=0.0))
-
-
-def _pairs(stays: Sequence[Stay]) -> list[tuple[int, int]]:
-    """Indices of stays that one storage leaves from and comes back to."""
-    return [
-        (i, i + 1)
-        for i in range(len(stays) - 1)
-        if stays[i + 1].copied_in and stays[i].storage == stays[i + 1].storage
-    ]
-
-
-def _keep_what_fits(
-    stays: list[Stay], occupancy: Occupancy, starts: Sequence[float]
-) -> list[Stay]:
-    """Do not move what has room over its whole gap; the shortest gaps first."""
-    found = list(stays)
-
-    def absence(pair: tuple[int, int]) -> float:
-        gone, back = found[pair[0]], found[pair[1]]
-        return starts[back.start] - starts[gone.stop + 1]
-
-    for i, j in sorted(_pairs(found), key=absence):
-        gone, back = found[i], found[j]
-        nbytes = gone.nbytes
-        if occupancy.fits_over(gone.stop + 1, back.start - 1, nbytes):
-            occupancy.add(gone.stop + 1, back.start - 1, nbytes)
-            found[i] = replace(gone, stop=back.start - 1)
-    return _joined(found)
-
-
-def _linger(
-    stays: list[Stay],
-    occupancy: Occupancy,
-    starts: Sequence[float],
-    profile: Profile,
-) -> list[Stay]:
-    """Give copies out the time that their link needs, where there is room."""
-    found = list(stays)
-    returns = {i: found[j].start for i, j in _pairs(found)}
-    link_free = delay = 0.0
-    leaving = [i for i, stay in enumerate(found) if stay.copied_out]
-    for i in sorted(leaving, key=lambda i: found[i].last):
-        stay = found[i]
-        begin = max(link_free, starts[stay.last + 1] + delay)
-        link_free = begin + stay.nbytes / profile.out_bytes_per_ms
-        done = bisect.bisect_left(starts, link_free - delay)
-        stop = stay.stop
-        while stop + 1 < min(done, returns[i], len(occupancy)) and occupancy.fits(
-            stop + 1, stay.nbytes
-        ):
-            stop += 1
-        occupancy.add(stay.stop + 1, stop, stay.nbytes)
-        delay += max(0.0, link_free - starts[stop + 1] - delay)
-        if stop > stay.stop:
-            found[i] = replace(stay, stop=stop)
-    return found
-
-
-def _return_early(
-    stays: list[Stay],
-    occupancy: Occupancy,
-    starts: Sequence[float],
-    profile: Profile,
-) -> list[Stay]:
-    """Begin copies back early enough for their link, where there is room."""
-    found = list(stays)
-    earliest = {j: found[i].stop + 1 for i, j in _pairs(found)}
-    coming = sorted(earliest, key=lambda j: found[j].needed)
-    wanted: dict[int, int] = {}
-    link_busy = float("inf")
-    for j in reversed(coming):
-        stay = found[j]
-        finish = min(starts[stay.needed], link_busy)
-        link_busy = finish - stay.nbytes / profile.in_bytes_per_ms
-        wanted[j] = max(0, bisect.bisect_right(starts, link_busy) - 1)
-    for j in coming:
-        stay, start = found[j], found[j].start
-        while start > max(wanted[j], earliest[j]) and occupancy.fits(
-            start - 1, stay.nbytes
-        ):
-            start -= 1
-        if start < stay.start:
-            occupancy.add(start, stay.start - 1, stay.nbytes)
-            found[j] = replace(stay, start=start)
-    return found
-
-
-def _joined(stays: Sequence[Stay]) -> list[Stay]:
-    """Make one of stays with nothing between them: the copies are cancelled."""
-    found: list[Stay] = []
-    for stay in stays:
-        before = found[-1] if found else None
-        if (
-            before is not None
-            and stay.copied_in
-            and before.storage == stay.storage
-            and before.stop + 1 >= stay.start
-        ):
-            found[-1] = replace(
-                before,
-                stop=stay.stop,
-                last=stay.last,
-                copied_out=stay.copied_out or (before.copied_out and stay.kept_on_host),
-                kept_on_host=stay.kept_on_host,
-            )
-        else:
-            found.append(stay)
-    return found

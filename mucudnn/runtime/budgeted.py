@@ -1,32 +1,33 @@
 """Training steps under a budget in bytes: measured, planned, placed, bound to tiers.
 
 The budget is of device memory: parameters, state, activations, workspaces. What leaves
-goes to host memory, or to a file where a folder is named.
+goes to host memory, or to a file where a folder is named. Graphs that share parameters
+and state must agree about which of them never leave: the first to be planned decides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from mucudnn.backends.base import Device
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import Graph, Phase
+from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.inplace import in_place
 from mucudnn.passes.layout import host_blocks
+from mucudnn.passes.occupancy import rounded
 from mucudnn.passes.order import ORDERS, Order
 from mucudnn.passes.packing import pack
 from mucudnn.passes.placed import PlacedStep, place_step
 from mucudnn.passes.planned import PLANNED
-from mucudnn.passes.step_plan import state_bytes
 from mucudnn.runtime.plan_texts import restore_plans
 from mucudnn.runtime.prepare import Plans, Prepared, plan_convolutions
 from mucudnn.runtime.profiler import profile, refine
 from mucudnn.runtime.tiers import DiskTier, HostTier, Tiers
 from mucudnn.runtime.tuner import Tuner
 
-__all__ = ["MemoryBudget", "prepare_within", "tiers_for"]
+__all__ = ["MemoryBudget", "prepare_together", "prepare_within", "tiers_for"]
 
 
 _ROUNDS = 4
@@ -62,7 +63,8 @@ def prepare_within(
     graph: Graph,
     budget: MemoryBudget,
     *,
-    arena_bytes: int,
+    beside: int = 0,
+    hosted: frozenset[str] | None = None,
     order: str | Order = "builder",
     plans: Plans | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -73,7 +75,8 @@ def prepare_within(
         tuner: Measures and plans convolutions; its memory limit holds meanwhile.
         graph: What is run; nothing has made it in-place yet.
         budget: How.
-        arena_bytes: What it may take beside parameters and state.
+        beside: Bytes of the budget that others take meanwhile.
+        hosted: Parameters and state that are at home on the host, if that is decided.
         order: In which order.
         plans: Convolution plans made before, for `fixed`.
         progress: Called while nodes are measured.
@@ -82,9 +85,10 @@ def prepare_within(
         PlanningError: It cannot fit; says how many bytes short.
     """
     ordered = ORDERS.resolve(order)(graph, {})
+    nbytes = budget.nbytes - beside
     measured = budget.measured
     if measured is None or not {n.name for n in ordered.nodes} <= set(measured.node_ms):
-        measured = profile(tuner, in_place(ordered), progress=progress)
+        measured = profile(tuner, in_place(ordered), memory=nbytes, progress=progress)
     fixed: dict[str, ConvPlan] | None = None
     if budget.convolutions == "fixed":
         known = plan_convolutions(tuner, (ordered,), plans)
@@ -99,22 +103,74 @@ def prepare_within(
         placed = place_step(
             ordered,
             measured,
-            budget=arena_bytes + state_bytes(ordered),
+            budget=nbytes,
             policy=budget.policy if trains else "paging",
             scheduler=budget.scheduler if trains else None,
             convolutions=budget.convolutions,
             plans=fixed,
+            hosted=hosted,
         )
         chosen = placed.plan.plans.values()
         if fixed is not None or all(plan in times for plan in chosen):
             break
-        measured = refine(tuner, measured, chosen, times)
+        measured = refine(tuner, measured, chosen, times, memory=nbytes)
     for plan in dict.fromkeys(placed.plan.plans.values()):
         restore_plans(tuner.backend, tuner.cache, plan)
     prepared = Prepared(
         placed.plan.schedule, placed.layout, MappingProxyType(dict(placed.plan.plans))
     )
     return prepared, placed
+
+
+def prepare_together(
+    tuner: Tuner,
+    graphs: Sequence[Graph],
+    budget: MemoryBudget,
+    *,
+    first: Graph,
+    order: str | Order = "builder",
+    plans: Plans | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> tuple[list[Prepared], PlacedStep]:
+    """Measure, plan and place graphs that share a budget, parameters and state.
+
+    Args:
+        tuner: See `prepare_within`.
+        graphs: They take turns.
+        budget: How.
+        first: One of them, which decides what of the state is at home on the host.
+        order: See `prepare_within`.
+        plans: See `prepare_within`.
+        progress: See `prepare_within`.
+
+    Returns:
+        The graphs in their order, and how the first one is placed.
+
+    Raises:
+        PlanningError: One cannot fit; says how many bytes short.
+    """
+    sizes = {
+        s.name: rounded(s.nbytes) for g in graphs for s in g.with_role(*PERSISTENT)
+    }
+
+    def within(
+        graph: Graph, hosted: frozenset[str] | None
+    ) -> tuple[Prepared, PlacedStep]:
+        mine = {spec.name for spec in graph.with_role(*PERSISTENT)} | (hosted or set())
+        return prepare_within(
+            tuner,
+            graph,
+            budget,
+            beside=sum(n for name, n in sizes.items() if name not in mine),
+            hosted=hosted,
+            order=order,
+            plans=plans,
+            progress=progress,
+        )
+
+    ready, placed = within(first, None)
+    hosted = frozenset(placed.plan.schedule.hosted)
+    return [ready if g is first else within(g, hosted)[0] for g in graphs], placed
 
 
 def tiers_for(device: Device, prepared: Prepared, budget: MemoryBudget) -> Tiers | None:

@@ -3,21 +3,27 @@
 A schedule is bound once: every tensor becomes a view at its place in one arena, every
 node a call without arguments. Running it is then a loop over calls; nothing is
 allocated, and what a node costs beside its kernel is a function call. Copies run
-beside it; at the end of a step all of them are finished.
+beside it.
+
+Parameters and state that are at home on the host visit the arena. What is there from
+step to step is fetched before the first one, and may have newer values there than at
+home: `park` brings them home.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 from mucudnn.backends.base import Array, Backend, Buffer
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import Schedule
-from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.ir.tensor import Role
 from mucudnn.passes.layout import Layout, host_blocks
 from mucudnn.passes.packing import pack
 from mucudnn.passes.placement import Placement
 from mucudnn.runtime.copying import Copies
+from mucudnn.runtime.feeds import fed
 from mucudnn.runtime.order_check import OrderCheck
 from mucudnn.runtime.program import Memory, bind
 from mucudnn.runtime.tiers import HostTier, Place, Tiers
@@ -39,6 +45,8 @@ class Executor:
             at once may share; its own if not given.
         host: Where storages go that leave the device; host memory of its own if not
             given. Not shared with executors that run at the same time.
+        homes: Bytes on the host of those persistent tensors that are at home there;
+            shared with other executors, for which `park` brings them up to date.
         check: Watch every step: memory is overwritten when it is allocated and when it
             is freed, and what touches memory too early is an error. Slow.
 
@@ -58,6 +66,7 @@ class Executor:
         arena: Buffer | None = None,
         *,
         host: Tiers | None = None,
+        homes: Mapping[str, Buffer] | None = None,
         check: bool = False,
     ) -> None:
         layout = (
@@ -73,16 +82,20 @@ class Executor:
             arena = backend.device.allocate(layout.nbytes)
         self._memory = Memory(backend, self._graph, layout, arena, state)
         self._copies = Copies(backend.device)
-        places = self._places(schedule, host)
-        self._steps = bind(
+        self._carried = schedule.carried
+        self._away = True
+        self._homes = {n: Place(-1, 0, (homes or {})[n]) for n in schedule.hosted}
+        places = self._places(schedule, host) | self._homes
+        self._program = bind(
             backend, schedule, self._memory, plans, self._copies, places, poison=check
         )
         self._check = check
-        self._program = [step.call for step in self._steps]
-        self._feeds = [
-            (spec, self._memory.array(spec.name, 0))
-            for spec in self._graph.with_role(Role.INPUT)
-        ]
+        self._calls = [step.call for step in self._program.steps]
+        inputs = list(self._graph.with_role(Role.INPUT))
+        self._feeds = [(spec, self._memory.array(spec.name, 0)) for spec in inputs]
+        self._before_feeding = self._program.touching(
+            self._memory.span(spec.name, 0) for spec in inputs
+        )
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run one step.
@@ -97,12 +110,11 @@ class Executor:
             ValueError: An input is missing, or of another shape or type.
             BackendError: A kernel or a copy failed.
         """
-        self._feed(feeds)
-        with self._copies.of_a_step():
+        with self._step(feeds):
             if self._check:
                 self._run_checked()
             else:
-                for call in self._program:
+                for call in self._calls:
                     call()
         return self._results()
 
@@ -116,31 +128,75 @@ class Executor:
             copies is nobody's.
         """
         device = self._backend.device
-        self._feed(feeds)
-        with self._copies.of_a_step():
+        with self._step(feeds):
             marks = [device.record()]
-            for call in self._program:
+            for call in self._calls:
                 call()
                 marks.append(device.record())
         results = self._results()
+        spans = zip(self._program.steps, pairwise(marks), strict=True)
         times = {
             step.node: device.elapsed_ms(start, stop)
-            for step, (start, stop) in zip(self._steps, pairwise(marks), strict=True)
+            for step, (start, stop) in spans
             if step.node is not None
         }
         return results, times
 
+    def park(self) -> None:
+        """Bring home what is carried from step to step; the next step fetches it.
+
+        Afterwards the state is all there, and the arena may be used otherwise.
+
+        Raises:
+            BackendError: A copy failed.
+        """
+        if self._away:
+            return
+        with self._copies.of_a_step():
+            self._copies.finish()
+            for number, name in enumerate(self._carried):
+                here = self._memory.bytes_of(self._memory.span(name, 0))
+                self._copies.out(number, here, self._homes[name].buffer, ())
+        self._away = True
+
+    def _fetch(self) -> None:
+        """Bring what is carried where a step finds it."""
+        for number, name in enumerate(self._carried):
+            here = self._memory.bytes_of(self._memory.span(name, 0))
+            self._copies.back(number, self._homes[name].buffer, here, ())
+        self._copies.finish()
+        self._away = not self._carried
+
     def close(self) -> None:
         """End the threads or streams of copies; a later run starts new ones.
 
-        Memory is freed with the executor.
+        What is carried from step to step is lost unless it was parked. Memory is freed
+        with the executor.
         """
         self._copies.close()
+        self._away = True
+
+    @contextmanager
+    def _step(self, feeds: Mapping[str, Any]) -> Iterator[None]:
+        """Before a step and after it."""
+        self._feed(feeds)
+        try:
+            with self._copies.of_a_step(carries=bool(self._carried)):
+                if self._away:
+                    self._fetch()
+                yield
+        except BaseException:
+            self._away = True
+            raise
 
     def _run_checked(self) -> None:
-        inputs = (spec.name for spec in self._graph.with_role(Role.INPUT))
-        order = OrderCheck(tuple(self._memory.span(name, 0) for name in inputs))
-        for step in self._steps:
+        inputs = [spec.name for spec in self._graph.with_role(Role.INPUT)]
+        there = [self._memory.span(name, 0) for name in (*inputs, *self._carried)]
+        tensors = self._graph.tensors
+        homes = [p.span(n, tensors[n].nbytes) for n, p in self._homes.items()]
+        program = self._program
+        order = OrderCheck((*there, *homes), program.before, program.copies)
+        for step in program.steps:
             order.before(step)
             step.call()
 
@@ -157,8 +213,10 @@ class Executor:
 
     def _feed(self, feeds: Mapping[str, Any]) -> None:
         upload = self._backend.device.upload
+        for number in self._before_feeding:
+            self._copies.wait(number)
         for spec, target in self._feeds:
-            upload(_checked(spec, feeds), target)
+            upload(fed(spec, feeds), target)
 
     def _results(self) -> dict[str, Any]:
         download = self._backend.device.download
@@ -167,16 +225,3 @@ class Executor:
     def __getitem__(self, tensor: str) -> Array:
         """A tensor's array at the end of a step; it means something while alive."""
         return self._memory.array(tensor, -1)
-
-
-def _checked(spec: TensorSpec, feeds: Mapping[str, Any]) -> Any:
-    try:
-        value = feeds[spec.name]
-    except KeyError:
-        raise ValueError(f"input {spec.name!r} was not given") from None
-    if value.shape != spec.shape or value.dtype != spec.dtype:
-        raise ValueError(
-            f"input {spec.name!r} must be {spec.dtype} {spec.shape}, got "
-            f"{value.dtype} {value.shape}"
-        )
-    return value

@@ -5,7 +5,7 @@ were launched before it. What is left are copies that a later toucher of the sam
 has to wait for: those still running, as far as the program knows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 __all__ = ["DEVICE", "Pending", "PendingCopy", "Span"]
@@ -44,7 +44,7 @@ class PendingCopy:
     """A copy that was started and not waited for.
 
     Attributes:
-        number: Ascending in program order.
+        number: Ascending in program order; negative if of the step before.
         lane: Its direction, `out` or `in`.
         label: Its instruction, for messages.
         source: What it reads.
@@ -61,8 +61,11 @@ class PendingCopy:
 class Pending:
     """Copies in flight at one point of a program."""
 
-    def __init__(self) -> None:
-        self._copies: list[PendingCopy] = []
+    def __init__(self, copies: Iterable[PendingCopy] = ()) -> None:
+        self._copies = list(copies)
+
+    def __iter__(self) -> Iterator[PendingCopy]:
+        return iter(self._copies)
 
     def add(self, copy: PendingCopy) -> None:
         """A copy was started."""

@@ -30,14 +30,24 @@ class OrderCheck:
 
     Args:
         fed: Bytes that were written before it.
+        before: Copies of the step before that may be running.
+        copies: How many copies a step starts.
     """
 
-    def __init__(self, fed: tuple[Span, ...]) -> None:
+    def __init__(
+        self,
+        fed: tuple[Span, ...],
+        before: tuple[PendingCopy, ...] = (),
+        copies: int = 0,
+    ) -> None:
         self._written = [_Written(span, "the feed") for span in fed]
         self._copies: list[PendingCopy] = []
+        self._first = -copies
         self._known = 0
         self._knows: dict[int, int] = {}
         self._lane: dict[str, int] = {}
+        for copy in before:
+            self._started(copy, self._lane.get(copy.lane, 0))
 
     def before(self, step: Step) -> None:
         """A step is about to be called.
@@ -61,14 +71,18 @@ class OrderCheck:
             self._ordered(step, span, known, writes=True)
             self._note(step, span)
         if step.copy is not None:
-            known |= 1 << step.copy.number
-            self._knows[step.copy.number] = self._lane[step.copy.lane] = known
-            self._copies.append(step.copy)
+            self._started(step.copy, known)
+
+    def _started(self, copy: PendingCopy, known: int) -> None:
+        """What a copy knows is done when it is: what it knew, and itself."""
+        known |= 1 << copy.number - self._first
+        self._knows[copy.number] = self._lane[copy.lane] = known
+        self._copies.append(copy)
 
     def _ordered(self, step: Step, span: Span, known: int, *, writes: bool) -> None:
         for copy in self._copies:
             touches = copy.target.meets(span) or (writes and copy.source.meets(span))
-            if touches and not known >> copy.number & 1:
+            if touches and not known >> (copy.number - self._first) & 1:
                 doing = "writes" if writes else "reads"
                 raise ExecutionOrderError(
                     f"{step.label} {doing} {_place(span)}, "

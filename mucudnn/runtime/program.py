@@ -4,17 +4,20 @@ A storage has an offset a stay, so a tensor may be at another place after it cam
 and its view is another. What has to be waited for is found here, once: a step that
 writes waits for copies that still use the bytes, a copy back for the copy out whose
 result it reads. A program without copies has nothing of all that.
+
+Where copies may still run as the next step begins, a program is bound twice: the second
+time it knows of those that the first time left running.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mucudnn.backends.base import Array, Backend, Buffer
 from mucudnn.errors import ScheduleError, UnsupportedError
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import PERSISTENT, Graph, Node
+from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.schedule import (
     Alloc,
     Compute,
@@ -25,7 +28,7 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
-from mucudnn.ir.tensor import TensorSpec
+from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.dependencies import VIEWS
 from mucudnn.passes.layout import Layout
 from mucudnn.runtime.copying import Copies
@@ -33,7 +36,7 @@ from mucudnn.runtime.execution import compile_plan
 from mucudnn.runtime.hazards import DEVICE, Pending, PendingCopy, Span
 from mucudnn.runtime.tiers import Place
 
-__all__ = ["Call", "Memory", "Step", "bind"]
+__all__ = ["Call", "Memory", "Program", "Step", "bind"]
 
 Call = Callable[[], None]
 
@@ -72,7 +75,7 @@ class Memory:
     Args:
         backend: Makes views.
         graph: Whose tensors.
-        layout: Offsets in the arena.
+        layout: Offsets in the arena, also of parameters and state that visit it.
         arena: At least `layout.nbytes`.
         state: Arrays of the persistent tensors.
     """
@@ -92,15 +95,15 @@ class Memory:
         self._state = state
         self._views: dict[tuple[str, int], Array] = {}
 
-    def persistent(self, storage: str) -> bool:
-        """Whether a storage outlives the step: it has no place in the arena."""
-        return self._graph.tensors[storage].role in PERSISTENT
+    def in_arena(self, storage: str) -> bool:
+        """Whether a storage has places in the arena: all but state that never moves."""
+        return storage in self._layout.stays
 
     def array(self, name: str, stay: int) -> Array:
         """A tensor's view during a stay of its storage; -1 for the last."""
         spec = self._graph.tensors[name]
         storage = self._graph.storages[name]
-        if self.persistent(storage):
+        if not self.in_arena(storage):
             array = self._state[storage]
             same = spec.shape == self._graph.tensors[storage].shape
             return array if same else array.reshape(spec.shape)
@@ -128,6 +131,28 @@ class Memory:
         return self._device.view(self._arena, span.start, spec)
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A schedule as calls.
+
+    Attributes:
+        steps: In order.
+        before: Copies of the step before that may be running when it begins.
+        copies: How many it starts.
+    """
+
+    steps: tuple[Step, ...]
+    before: tuple[PendingCopy, ...]
+    copies: int
+
+    def touching(self, spans: Iterable[Span]) -> tuple[int, ...]:
+        """What to wait for to write some bytes before a step: copies by their calls."""
+        known = Pending(self.before)
+        found = (copy for span in spans for copy in known.touching(span))
+        last = Pending.last_of_each_lane(found)
+        return tuple(copy.number + self.copies for copy in last)
+
+
 def bind(
     backend: Backend,
     schedule: Schedule,
@@ -137,7 +162,7 @@ def bind(
     places: Mapping[str, Place],
     *,
     poison: bool = False,
-) -> list[Step]:
+) -> Program:
     """The program of a schedule.
 
     Args:
@@ -154,10 +179,16 @@ def bind(
         UnsupportedError: The backend has no kernel for an operation.
         ScheduleError: A node reads what is still being copied back.
     """
-    binder = _Binder(backend, schedule, memory, plans, copies, places, poison)
-    for instruction in schedule.instructions:
-        binder.visit(instruction)
-    return binder.steps
+    before: tuple[PendingCopy, ...] = ()
+    total = 0
+    for _ in range(2 if schedule.carried else 1):
+        binder = _Binder(
+            backend, schedule, memory, plans, copies, places, poison, before, total
+        )
+        for instruction in schedule.instructions:
+            binder.visit(instruction)
+        known, before, total = before, binder.left(), binder.count
+    return Program(tuple(binder.steps), known, total)
 
 
 class _Binder:
@@ -170,8 +201,12 @@ class _Binder:
         copies: Copies,
         places: Mapping[str, Place],
         poison: bool,
+        before: tuple[PendingCopy, ...],
+        total: int,
     ) -> None:
         self.steps: list[Step] = []
+        self.count = 0
+        self._total = total
         self._backend = backend
         self._graph = schedule.graph
         self._workspaces = schedule.workspaces
@@ -180,12 +215,16 @@ class _Binder:
         self._copies = copies
         self._places = places
         self._poison = poison
-        self._fed = set(self._graph.inputs)
+        self._fed = {spec.name for spec in self._graph.with_role(Role.INPUT)}
         self._results = {self._graph.storages[name] for name in self._graph.outputs}
-        self._stay: dict[str, int] = {}
-        self._last: dict[str, PendingCopy] = {}
-        self._pending = Pending()
-        self._count = 0
+        self._carried = set(schedule.carried)
+        self._stay = dict.fromkeys(schedule.carried, 0)
+        self._last = {copy.source.storage: copy for copy in before}
+        self._pending = Pending(before)
+
+    def left(self) -> tuple[PendingCopy, ...]:
+        """Copies that may be running at the end, numbered as the next step's past."""
+        return tuple(replace(c, number=c.number - self.count) for c in self._pending)
 
     def visit(self, instruction: Instruction) -> None:
         match instruction:
@@ -205,9 +244,10 @@ class _Binder:
                 source, target = self._host(name), self._span(name)
                 self._copy("in", f"SwapIn({name})", source, target)
             case Wait(name):
-                if name not in self._last:
+                if name in self._last:
+                    self._wait([self._last[name]], f"Wait({name})")
+                elif name not in self._carried:
                     raise ScheduleError(f"{instruction}: nothing is being copied")
-                self._wait([self._last[name]], f"Wait({name})")
 
     def _compute(self, node: Node) -> None:
         label = f"Compute({node.name})"
@@ -251,20 +291,21 @@ class _Binder:
 
     def _copy(self, lane: str, label: str, source: Span, target: Span) -> None:
         """Start a copy once those of the other lane that it collides with are done."""
-        number, copies = self._count, self._copies
-        self._count += 1
+        number, copies = self.count, self._copies
+        self.count += 1
         copy = PendingCopy(number, lane, label, source, target)
         known = [*self._pending.writing(source), *self._pending.touching(target)]
         earlier = Pending.last_of_each_lane(c for c in known if c.lane != lane)
         after = tuple(c.number for c in earlier)
+        tickets = tuple(map(self._ticket, after))
         storage = source.storage
         there, here = self._places[storage].buffer, self._span(storage)
         array = self._memory.bytes_of(here)
         call: Call
         if lane == "out":
-            call = lambda: copies.out(number, array, there, after)  # noqa: E731
+            call = lambda: copies.out(number, array, there, tickets)  # noqa: E731
         else:
-            call = lambda: copies.back(number, there, array, after)  # noqa: E731
+            call = lambda: copies.back(number, there, array, tickets)  # noqa: E731
         self.steps.append(
             Step(label, call, None, (source,), (target,), copy=copy, after=after)
         )
@@ -276,9 +317,13 @@ class _Binder:
         for copy in Pending.last_of_each_lane(for_copies):
             if not self._pending.has(copy.number):
                 continue
-            number, copies = copy.number, self._copies
-            self.steps.append(Step(label, _waiting(copies, number), waits_for=number))
+            call = _waiting(self._copies, self._ticket(copy.number))
+            self.steps.append(Step(label, call, waits_for=copy.number))
             self._pending.waited(copy)
+
+    def _ticket(self, number: int) -> int:
+        """What a copy is called as it runs: every step numbers them alike."""
+        return number if number >= 0 else number + self._total
 
     def _spoil(self, label: str, span: Span) -> None:
         """Poison memory, unless a copy of what was in it may be running."""
@@ -299,12 +344,11 @@ class _Binder:
     def _spans(self, names: Iterable[str]) -> list[Span]:
         """Bytes in the arena of some tensors."""
         storages = dict.fromkeys(self._graph.storages[name] for name in names)
-        return [self._span(s) for s in storages if not self._memory.persistent(s)]
+        return [self._span(s) for s in storages if self._memory.in_arena(s)]
 
     def _host(self, storage: str) -> Span:
-        place = self._places[storage]
         nbytes = self._graph.tensors[storage].nbytes
-        return Span(f"tier {place.tier}", place.offset, place.offset + nbytes, storage)
+        return self._places[storage].span(storage, nbytes)
 
 
 def _waiting(copies: Copies, number: int) -> Call:

@@ -1,17 +1,19 @@
 """What outlives a step: parameters, running statistics, optimizer state.
 
-One buffer, laid out in the order of declaration. Every tensor starts from a stream of
-random numbers of its own, seeded by the run's seed and the tensor's name: adding a
-layer does not change how the others start.
+One buffer on the device, laid out in the order of declaration, and one on the host for
+those that are at home there. Every tensor starts from a stream of random numbers of its
+own, seeded by the run's seed and the tensor's name: adding a layer does not change how
+the others start.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.base import Array, Device
+from mucudnn.backends.base import Array, Buffer, Device
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.initializers import (
@@ -23,6 +25,7 @@ from mucudnn.ir.initializers import (
     XavierUniform,
 )
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.runtime.tiers import DiskTier, HostTier
 
 __all__ = ["StateStore"]
 
@@ -36,31 +39,49 @@ class StateStore(Mapping[str, Array]):
         device: Where they are.
         graphs: Whose they are; what has one name in several is one tensor.
         seed: Of the random numbers they start from.
+        hosted: Those that are at home on the host; where they are elsewhere meanwhile,
+            whoever took them brings them back before they are read here.
+        disk: Folder for a file that they are at home in; host memory if None.
+
+    Attributes:
+        nbytes: On the device.
+        homes: Bytes of those that are at home on the host.
 
     Raises:
-        ValueError: One name means two things.
+        ValueError: One name means two things, or there can be no file in that folder.
+        OutOfMemoryError: There is no room.
     """
 
-    def __init__(self, device: Device, *graphs: Graph, seed: int = 0) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *graphs: Graph,
+        seed: int = 0,
+        hosted: Collection[str] = (),
+        disk: Path | None = None,
+    ) -> None:
         self._device = device
         self._specs: dict[str, TensorSpec] = {}
         initializers: dict[str, Initializer] = {}
         for graph in graphs:
             self._declare(graph)
             initializers |= graph.initializers
-        offsets, self.nbytes = _layout(self._specs.values())
+        self._hosted = frozenset(hosted).intersection(self._specs)
+        here = [s for s in self._specs.values() if s.name not in self._hosted]
+        offsets, self.nbytes = _layout(here)
         self._buffer = device.allocate(self.nbytes)
         self._arrays = {
-            name: device.view(self._buffer, offsets[name], spec)
-            for name, spec in self._specs.items()
+            s.name: device.view(self._buffer, offsets[s.name], s) for s in here
         }
+        self.homes = self._at_home(disk)
+        self._arrays |= {name: self._typed(name) for name in self.homes}
         if isinstance(device, VirtualDevice):  # has no memory to fill
             return
         for name, spec in self._specs.items():
-            start = initializers.get(name, Constant(0.0))
-            device.upload(_drawn(spec, start, seed), self._arrays[name])
+            self._write(name, _drawn(spec, initializers.get(name, Constant(0.0)), seed))
 
     def __getitem__(self, name: str) -> Array:
+        """On the device, or on the host if the tensor is at home there."""
         return self._arrays[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -78,9 +99,35 @@ class StateStore(Mapping[str, Array]):
                     f"one graph, {spec.role.value} {spec.dtype} {spec.shape} in another"
                 )
 
+    def _at_home(self, disk: Path | None) -> dict[str, Buffer]:
+        specs = [spec for spec in self._specs.values() if spec.name in self._hosted]
+        if not specs:
+            return {}
+        offsets, nbytes = _layout(specs)
+        tier = (
+            HostTier(self._device, nbytes) if disk is None else DiskTier(nbytes, disk)
+        )
+        return {spec.name: tier.view(offsets[spec.name], spec.nbytes) for spec in specs}
+
+    def _typed(self, name: str) -> Any:
+        """The bytes at home as an array; virtual ones have nothing to be seen."""
+        home, spec = self.homes[name], self._specs[name]
+        if isinstance(self._device, VirtualDevice):
+            return home
+        return home.view(spec.dtype).reshape(spec.shape)
+
+    def _write(self, name: str, value: Any) -> None:
+        if name in self._hosted:
+            np.copyto(self._arrays[name], value)
+        else:
+            self._device.upload(value, self._arrays[name])
+
     def save(self) -> dict[str, Any]:
-        """Every tensor as a NumPy array."""
-        return {name: self._device.download(a) for name, a in self._arrays.items()}
+        """Every tensor as a NumPy array of its own."""
+        return {
+            name: np.array(a) if name in self._hosted else self._device.download(a)
+            for name, a in self._arrays.items()
+        }
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Overwrite every tensor.
@@ -104,8 +151,8 @@ class StateStore(Mapping[str, Array]):
                     f"{name} must be {spec.dtype} {spec.shape}, got {value.dtype} "
                     f"{value.shape}"
                 )
-        for name, array in self._arrays.items():
-            self._device.upload(values[name], array)
+        for name in self._arrays:
+            self._write(name, values[name])
 
 
 def _layout(specs: Any) -> tuple[dict[str, int], int]:

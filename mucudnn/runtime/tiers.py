@@ -22,6 +22,7 @@ from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.layout import in_tiers
 from mucudnn.passes.packing import Block, pack
+from mucudnn.runtime.hazards import Span
 
 __all__ = ["DiskTier", "HostTier", "Place", "Tier", "Tiers"]
 
@@ -114,7 +115,7 @@ class Place:
     """Where a tensor is while it is not on the device.
 
     Attributes:
-        tier: Number of the tier.
+        tier: Number of the tier; negative for bytes that are a tensor's own.
         offset: First byte there.
         buffer: The bytes.
     """
@@ -122,6 +123,11 @@ class Place:
     tier: int
     offset: int
     buffer: Buffer
+
+    def span(self, storage: str, nbytes: int) -> Span:
+        """The bytes of a tensor here."""
+        space = f"tier {self.tier}" if self.tier >= 0 else f"home of {storage}"
+        return Span(space, self.offset, self.offset + nbytes, storage)
 
 
 class Tiers:

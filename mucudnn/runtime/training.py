@@ -27,7 +27,7 @@ from mucudnn.passes.optimizers import (
 from mucudnn.passes.order import Order
 from mucudnn.passes.placed import PlacedStep
 from mucudnn.passes.precision import LOSS_SCALES, lowered
-from mucudnn.runtime.budgeted import MemoryBudget, prepare_within, tiers_for
+from mucudnn.runtime.budgeted import MemoryBudget, prepare_together, tiers_for
 from mucudnn.runtime.evaluation import (
     IMAGE,
     LABEL,
@@ -100,7 +100,8 @@ class Trainer:
         batch: Images in a step.
         graph: Of the (last part of the) step, with updates.
         plans: Of all convolutions.
-        state: Parameters, running statistics and optimizer state.
+        state: Parameters, running statistics and optimizer state; brought home first
+            from wherever they are.
         steps: Steps taken so far.
         peak_bytes: Device memory: the arena and the state.
         placed: How the step keeps its budget; None without one.
@@ -152,11 +153,14 @@ class Trainer:
         self.plans: Plans = plans or {}
         if budget is None or budget.convolutions == "fixed":
             self.plans = plan_convolutions(tuner, (*steps, *others), plans)
-        self.state = StateStore(self.backend.device, *steps, seed=seed)
-        prepared = [
-            self._prepared(tuner, graph, order, budget, progress)
-            for graph in (*steps, *others)
-        ]
+        prepared = self._prepared((*steps, *others), tuner, order, budget, progress)
+        self._state = StateStore(
+            self.backend.device,
+            *steps,
+            seed=seed,
+            hosted=prepared[len(steps) - 1].schedule.hosted,
+            disk=None if budget is None else budget.disk,
+        )
         self.steps = 0
         self._parts = gradient_accumulation
         self._rate = learning_rate or (lambda step: optimizer.learning_rate)
@@ -167,6 +171,13 @@ class Trainer:
         self._micro = bound[0]
         self._evaluator = Evaluator(others[0], bound[-1]) if others else None
         self._executors = bound
+        self._current: Executor | None = None
+
+    @property
+    def state(self) -> StateStore:
+        """Parameters, running statistics and optimizer state."""
+        self._use(None)
+        return self._state
 
     @property
     def step_ms(self) -> float:
@@ -193,6 +204,7 @@ class Trainer:
         loss, correct = 0.0, 0
         start = device.record()
         for executor, feeds in self._runs(images, labels, rate):
+            self._use(executor)
             part = read(self.graph, executor.run(feeds))
             loss += part[0] / self._parts
             correct += part[1]
@@ -210,6 +222,7 @@ class Trainer:
         rate = float(self._rate(self.steps))
         start = device.record()
         for executor, feeds in self._runs(images, labels, rate):
+            self._use(executor)
             _, nodes = executor.run_timed(feeds)
         whole = device.elapsed_ms(start, device.record())
         self.steps += 1
@@ -223,7 +236,14 @@ class Trainer:
         """
         if self._evaluator is None:
             raise ValueError("this trainer was given no graph for evaluation")
+        self._use(self._executors[-1])
         return self._evaluator.evaluate(batches)
+
+    def _use(self, executor: Executor | None) -> None:
+        """Before an executor runs, or the state is read: others bring it home."""
+        if self._current is not None and self._current is not executor:
+            self._current.park()
+        self._current = executor
 
     def _runs(
         self, images: Any, labels: Any, rate: float
@@ -248,7 +268,8 @@ class Trainer:
             yield (self._last if last else self._micro), feeds
 
     def close(self) -> None:
-        """End what copies, and give back what was copied to."""
+        """End what copies, and give back what was copied to. The state stays."""
+        self._use(None)
         for executor in self._executors:
             executor.close()
         for tiers in self._tiers:
@@ -256,27 +277,28 @@ class Trainer:
 
     def _prepared(
         self,
+        graphs: Sequence[Graph],
         tuner: Tuner,
-        graph: Graph,
         order: str | Order,
         budget: MemoryBudget | None,
         progress: Callable[[str, int, int], None] | None,
-    ) -> Prepared:
-        """A graph planned and placed, within the budget if there is one."""
+    ) -> list[Prepared]:
+        """Graphs planned and placed, within the budget if there is one."""
         if budget is None:
-            return prepare(tuner, in_place(graph), order=order, plans=self.plans)
-        ready, placed = prepare_within(
+            return [
+                prepare(tuner, in_place(graph), order=order, plans=self.plans)
+                for graph in graphs
+            ]
+        found, self.placed = prepare_together(
             tuner,
-            graph,
+            graphs,
             budget,
-            arena_bytes=budget.nbytes - self.state.nbytes,
+            first=self.graph,
             order=order,
             plans=self.plans,
             progress=progress,
         )
-        if graph is self.graph:
-            self.placed = placed
-        return ready
+        return found
 
     def _bound(
         self, prepared: Sequence[Prepared], budget: MemoryBudget | None
@@ -289,16 +311,17 @@ class Trainer:
         self._tiers = [tiers for tiers in hosts if tiers is not None]
         nbytes = max(p.placement.nbytes for p in prepared)
         arena = self.backend.device.allocate(nbytes)
-        self.peak_bytes = nbytes + self.state.nbytes
+        self.peak_bytes = nbytes + self._state.nbytes
         return [
             Executor(
                 self.backend,
                 p.schedule,
                 p.placement,
                 p.plans,
-                self.state,
+                self._state,
                 arena,
                 host=host,
+                homes=self._state.homes,
             )
             for p, host in zip(prepared, hosts, strict=True)
         ]

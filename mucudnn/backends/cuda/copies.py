@@ -5,16 +5,31 @@ anything touches a copy stream: "the current stream" inside a copy stream's cont
 would be the copy stream itself, and the wait would do nothing.
 
 Events are taken from a pool, to which `finish` returns them. Until then the copier
-holds sources and targets: CuPy keeps neither alive for a copy.
+holds sources and targets: CuPy keeps neither alive for a copy. Where nothing is ever
+finished, since copies reach from step to step, it lets go of the oldest that are done.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.errors import BackendError, OutOfMemoryError
 
 __all__ = ["CudaCopier", "pinned"]
+
+
+_MOST_HELD = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a copy needs until it is done: two events, and its source and target."""
+
+    computed: Any
+    done: Any
+    ends: tuple[Any, Any]
 
 
 class CudaCopier:
@@ -35,8 +50,7 @@ class CudaCopier:
             self._out = cupy.cuda.Stream(non_blocking=True)
             self._in = cupy.cuda.Stream(non_blocking=True)
         self._free: list[Any] = []
-        self._used: list[Any] = []
-        self._held: list[Any] = []
+        self._held: deque[_Held] = deque()
         self._closed = False
 
     def out(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
@@ -61,8 +75,8 @@ class CudaCopier:
         with self._told("a copy"):
             self._out.synchronize()
             self._in.synchronize()
-        self._free += self._used
-        self._used.clear()
+        for held in self._held:
+            self._free += (held.computed, held.done)
         self._held.clear()
 
     def close(self) -> None:
@@ -74,7 +88,6 @@ class CudaCopier:
             except self._runtime.CUDARuntimeError:
                 continue  # the device is lost, and with it every copy
         self._free.clear()
-        self._used.clear()
         self._held.clear()
 
     def _copy(
@@ -93,23 +106,26 @@ class CudaCopier:
                 f"a copy of {source.nbytes} bytes was given {target.nbytes}"
             )
         with self._told(f"a copy of {source.nbytes} bytes"):
-            computed = self._event()
+            self._let_go()
+            computed, done = self._event(), self._event()
             self._runtime.eventRecord(computed.ptr, self._compute())
             stream.wait_event(computed)
             for ticket in after:
                 stream.wait_event(ticket)
-            self._held.append(ends)
+            self._held.append(_Held(computed, done, ends))
             self._runtime.memcpyAsync(*addresses, source.nbytes, kind, stream.ptr)
-            done = self._event()
             self._runtime.eventRecord(done.ptr, stream.ptr)
         return done
 
     def _event(self) -> Any:
         if not self._free:
             self._free.append(self._cupy.cuda.Event(disable_timing=True))
-        event = self._free.pop()
-        self._used.append(event)
-        return event
+        return self._free.pop()
+
+    def _let_go(self) -> None:
+        """Forget old copies that are done; their tickets stay good."""
+        while len(self._held) > _MOST_HELD and self._held[0].done.done:
+            self._free.append(self._held.popleft().computed)
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
