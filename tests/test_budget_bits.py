@@ -16,9 +16,10 @@ from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.inplace import in_place
 from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.placed import place_step
-from mucudnn.passes.planned import minimum_budget, policy_names
+from mucudnn.passes.planned import policy_names
 from mucudnn.passes.schedulers import SCHEDULERS
 from mucudnn.passes.step_plan import plan_residency
+from mucudnn.passes.techniques import least_budget
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.profiler import kernel_workspaces
 from mucudnn.runtime.state import StateStore
@@ -33,6 +34,9 @@ MODELS = {
 STEPS = int(os.environ.get("BUDGET_STEPS", "2"))
 EVERYTHING = bool(os.environ.get("BUDGET_GRID"))
 SHARES = (0.75, 0.4, 0.0)
+"""Of the way from the least that a policy needs to all that a step could use."""
+
+RATE = 1e-3
 
 
 class Step:
@@ -41,7 +45,7 @@ class Step:
     def __init__(self, backend, name):
         self.backend = backend
         forward = get_model(name)(2, **MODELS[name])
-        self.graph = with_updates(training_graph(forward), Momentum(learning_rate=0.05))
+        self.graph = with_updates(training_graph(forward), Momentum(learning_rate=RATE))
         self.classes = MODELS[name]["classes"]
         self.plans = {
             node.name: self.plan(node.attrs["problem"])
@@ -69,7 +73,10 @@ class Step:
             plans=self.plans,
         )
         self.most = whole.peak_bytes
-        self.least = minimum_budget(self.graph, self.profile)
+        self.least = {
+            policy: least_budget(self.graph, self.profile, policy)
+            for policy in policy_names()
+        }
         self.expected = self.run(float("inf"), "keep_all", "timed")
 
     def plan(self, problem):
@@ -104,7 +111,7 @@ class Step:
             check=True,
         )
         rng = np.random.default_rng(0)
-        feeds = {"lr": np.array(0.05, "f4")}
+        feeds = {"lr": np.array(RATE, "f4")}
         losses = []
         for step in range(STEPS):
             image = self.graph.tensors["image"].shape
@@ -136,7 +143,8 @@ def cases():
 def test_every_policy_computes_the_same_bits(step):
     fitted = 0
     for policy, scheduler, share in cases():
-        budget = step.least + share * (step.most - step.least)
+        least = step.least[policy]
+        budget = least + share * (step.most - least)
         try:
             found = step.run(1.05 * budget, policy, scheduler)
         except PlanningError:

@@ -7,22 +7,11 @@ it in its own direction. Two touches of the same bytes, one of them a write, mus
 of each other. And what a step reads must be what was last written there.
 """
 
-from dataclasses import dataclass
-
 from mucudnn.errors import ExecutionOrderError
 from mucudnn.runtime.hazards import PendingCopy, Span
 from mucudnn.runtime.program import Step
 
 __all__ = ["OrderCheck"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """Who wrote some bytes, and what spoilt a part of them since."""
-
-    span: Span
-    label: str
-    spoilt_by: str | None = None
 
 
 class OrderCheck:
@@ -40,7 +29,10 @@ class OrderCheck:
         before: tuple[PendingCopy, ...] = (),
         copies: int = 0,
     ) -> None:
-        self._written = [_Written(span, "the feed") for span in fed]
+        self._writers: dict[str, dict[Span, str]] = {}
+        self._spoilt: dict[Span, tuple[str, str]] = {}
+        for span in fed:
+            self._of(span)[span] = "the feed"
         self._copies: list[PendingCopy] = []
         self._first = -copies
         self._known = 0
@@ -58,6 +50,7 @@ class OrderCheck:
         """
         if step.waits_for is not None:
             self._known |= self._knows[step.waits_for]
+            self._copies = [c for c in self._copies if not self._done(c, self._known)]
             return
         known = self._known
         if step.copy is not None:
@@ -79,10 +72,18 @@ class OrderCheck:
         self._knows[copy.number] = self._lane[copy.lane] = known
         self._copies.append(copy)
 
+    def _done(self, copy: PendingCopy, known: int) -> bool:
+        """Whether a copy is among those known to be done."""
+        return bool(known >> (copy.number - self._first) & 1)
+
+    def _of(self, span: Span) -> dict[Span, str]:
+        """Bytes of the same memory that are as they were written, and by whom."""
+        return self._writers.setdefault(span.space, {})
+
     def _ordered(self, step: Step, span: Span, known: int, *, writes: bool) -> None:
         for copy in self._copies:
             touches = copy.target.meets(span) or (writes and copy.source.meets(span))
-            if touches and not known >> (copy.number - self._first) & 1:
+            if touches and not self._done(copy, known):
                 doing = "writes" if writes else "reads"
                 raise ExecutionOrderError(
                     f"{step.label} {doing} {_place(span)}, "
@@ -91,29 +92,25 @@ class OrderCheck:
 
     def _intact(self, step: Step, span: Span) -> None:
         """What is read was written whole, for the same storage, and is still there."""
-        for known in self._written:
-            if known.span == span:
-                if known.spoilt_by is None:
-                    return
-                raise ExecutionOrderError(
-                    f"{step.label} reads {_place(span)}, which {known.label} wrote "
-                    f"and {known.spoilt_by} has overwritten since"
-                )
+        if span in self._of(span):
+            return
+        if span in self._spoilt:
+            writer, spoiler = self._spoilt[span]
+            raise ExecutionOrderError(
+                f"{step.label} reads {_place(span)}, which {writer} wrote "
+                f"and {spoiler} has overwritten since"
+            )
         raise ExecutionOrderError(
             f"{step.label} reads {_place(span)}: nothing wrote it"
         )
 
     def _note(self, step: Step, span: Span) -> None:
-        kept = []
-        for known in self._written:
-            if known.span == span:
-                continue
-            if known.span.meets(span) and known.spoilt_by is None:
-                known = _Written(known.span, known.label, step.label)
-            kept.append(known)
+        here = self._of(span)
+        for other in [other for other in here if other.meets(span)]:
+            self._spoilt[other] = here.pop(other), step.label
         if span.storage:
-            kept.append(_Written(span, step.label))
-        self._written = kept
+            self._spoilt.pop(span, None)
+            here[span] = step.label
 
 
 def _place(span: Span) -> str:
