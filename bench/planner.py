@@ -1,7 +1,8 @@
 """How long planning takes: the decisions alone, on synthetic measurements.
 
 Workspace division is timed on as many kernels as a training step of ResNet-50 has
-convolutions (53 layers, three directions), each with a Pareto front of 60 points.
+convolutions (53 layers, three directions), each with a Pareto front of 60 points. Whole
+steps are planned by `step_planner`.
 """
 
 import random
@@ -11,6 +12,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any, TypeVar
 
+from bench import step_planner
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction, PerfTable
 from mucudnn.passes.division import divide
 from mucudnn.passes.microbatch import pareto_plans, workspace_reuse
@@ -48,6 +50,7 @@ def run() -> dict[str, Any]:
         "pareto_plans_s": _summary([case["pareto_plans_s"] for case in kernels]),
         "workspace_reuse_s": _summary([case["workspace_reuse_s"] for case in kernels]),
         "front_points": [case["front_points"] for case in kernels],
+        "steps": step_planner.run(),
     }
 
 
@@ -65,7 +68,7 @@ def table(result: dict[str, Any]) -> str:
     for name, seconds in rows:
         low, high = 1e3 * seconds["median"], 1e3 * seconds["max"]
         lines.append(f"{name:<66} {low:>6.1f} ms {high:>6.1f} ms")
-    return "\n".join(lines)
+    return "\n".join([*lines, *step_planner.rows(result["steps"])])
 
 
 def _divisions(seed: int, limit: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ __all__ = [
     "PERSISTENTS",
     "POLICIES",
     "RECOMPUTED",
+    "SMALL",
     "Residency",
     "ResidencyPolicy",
     "Saved",
@@ -53,7 +54,11 @@ EVERYTHING = "*"
 """Stands for every storage that a policy does not name and that a step makes."""
 
 PERSISTENTS = "*persistent"
-"""Stands for every parameter and all state that a policy does not name."""
+"""Stands for parameters and state that a policy does not name, but for those that are
+`SMALL`. Their copies would be many, and what they free next to nothing."""
+
+SMALL = 64 << 10
+"""Bytes; in a small model, less than a 1/1024 of all parameters and state."""
 
 
 @dataclass(frozen=True, slots=True)

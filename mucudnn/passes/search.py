@@ -39,7 +39,8 @@ from mucudnn.passes.vdnn_dyn import vdnn_dyn
 __all__ = ["minimum_budget", "search"]
 
 _WORK = 100_000
-"""Nodes that all trials of a search may schedule together, beyond the first ones."""
+"""Nodes and moving tensors that all trials of a search may schedule together, beyond
+the first ones."""
 
 _LEAST_TRIALS = 12
 """How many trials of the largest graphs may follow the first ones."""
@@ -176,8 +177,8 @@ class _Best:
         if key in self._tried or (self.exhausted() and not free):
             return False
         self._tried.add(key)
-        nodes = len(self._trial.preparer(residency).graph.nodes)
-        self._left -= 0 if free else nodes
+        ready = self._trial.preparer(residency)
+        self._left -= 0 if free else len(ready.graph.nodes) + len(ready.swaps)
         try:
             plan = self._trial(residency)
         except PlanningError as e:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import Graph, Phase
+from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Schedule
 from mucudnn.passes.inplace import in_place
@@ -21,6 +21,7 @@ from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
     RECOMPUTED,
+    SMALL,
     Residency,
 )
 from mucudnn.passes.schedulers import SCHEDULERS
@@ -342,6 +343,8 @@ class _Choices:
         self._turn = next((i for i, p in phases if p is not Phase.FORWARD), self._count)
         self._others = residency.get(EVERYTHING, Residency.KEEP)
         self._persistents = residency.get(PERSISTENTS, Residency.KEEP)
+        everything = sum(spec.nbytes for spec in graph.with_role(*PERSISTENT))
+        self._small = min(SMALL, everything / 1024)
         self._hosted = hosted
         self._of_storage = {
             graph.storages[name]: choice
@@ -365,7 +368,9 @@ class _Choices:
         if not use.persistent:
             return self._of_storage.get(use.storage, self._others)
         if self._hosted is None:
-            return self._of_storage.get(use.storage, self._persistents)
+            small = use.nbytes < self._small
+            others = Residency.KEEP if small else self._persistents
+            return self._of_storage.get(use.storage, others)
         return Residency.PAGE if use.storage in self._hosted else Residency.KEEP
 
 

@@ -23,7 +23,7 @@ from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.order import ORDERS
 from mucudnn.passes.planned import PLANNED
-from mucudnn.passes.step_plan import StepPlan
+from mucudnn.passes.step_plan import StepPlan, state_bytes
 from mucudnn.passes.techniques import (
     Technique,
     best_technique,
@@ -181,6 +181,7 @@ class MemoryStudy:
             "fits": technique.fits,
             "short_bytes": technique.short_bytes,
             "offloaded_bytes": prediction and prediction.out_bytes,
+            "hosted_bytes": plan and _hosted_bytes(plan),
             "recomputed_nodes": plan and plan.recomputed,
             "predicted_ms": technique.step_ms,
             "unbounded_ms": self.unbounded_ms,
@@ -189,6 +190,11 @@ class MemoryStudy:
             "stalls_ms": dict(prediction.stalls_ms) if prediction else None,
             "best": technique is self.best,
         }
+
+
+def _hosted_bytes(plan: StepPlan) -> int:
+    """Bytes of parameters and state that are at home on the host."""
+    return state_bytes(plan.schedule.graph, plan.schedule.hosted)
 
 
 def study_memory(
