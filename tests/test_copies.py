@@ -2,6 +2,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -264,6 +265,7 @@ class FakeCupyStreams:
         self.made = {"stream": 0, "event": 0}
         self.pinned = []
         self.room = 1 << 20
+        self.idle = True
         self.cuda = SimpleNamespace(
             runtime=self.runtime,
             Device=self._device,
@@ -293,7 +295,7 @@ class FakeCupyStreams:
     def _event(self, disable_timing):
         assert disable_timing
         self.made["event"] += 1
-        return SimpleNamespace(ptr=1000 + self.made["event"])
+        return SimpleNamespace(ptr=1000 + self.made["event"], done=self.idle)
 
     def _pinned_memory(self, nbytes):
         if nbytes > self.room:
@@ -352,6 +354,25 @@ def test_cuda_events_are_used_again_in_the_next_step(fake):
             copier.wait(copier.out(device_array(0, 4), host))
         copier.finish()
     assert fake.made == {"stream": 2, "event": 10}
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_cuda_copies_that_never_finish_together_are_forgotten_once_done(fake, idle):
+    """As where copies reach from step to step; nothing is forgotten before."""
+    fake.idle = idle
+    copier = CudaCopier(fake, 0, lambda: 0)
+    host = np.empty(4, np.uint8)
+    held = []
+    for _ in range(1000):
+        array = device_array(0, 4)
+        held.append(weakref.ref(array))
+        ticket = copier.out(array, host)
+    del array
+    alive = sum(ref() is not None for ref in held)
+    assert alive == (513 if idle else 1000)
+    copier.wait(ticket)
+    copier.finish()
+    assert not any(ref() for ref in held)
 
 
 def test_cuda_failures_are_told_in_our_words(fake):
