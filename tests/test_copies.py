@@ -304,8 +304,12 @@ class FakeCupyStreams:
         return bytearray(nbytes)
 
 
-def device_array(address, nbytes):
-    return SimpleNamespace(data=SimpleNamespace(ptr=address), nbytes=nbytes)
+class DeviceArray:
+    """The part of a CuPy array that copies use."""
+
+    def __init__(self, address, nbytes):
+        self.data = SimpleNamespace(ptr=address)
+        self.nbytes = nbytes
 
 
 @pytest.fixture
@@ -318,9 +322,9 @@ def test_cuda_copies_follow_the_compute_stream_and_are_followed_by_it(fake):
     copier = CudaCopier(fake, 0, lambda: stream)
     host = np.empty(64, np.uint8)
     runtime.launch(stream, "kernel 0")
-    out = copier.out(device_array(4096, 64), host)
+    out = copier.out(DeviceArray(4096, 64), host)
     runtime.launch(stream, "kernel 1")
-    back = copier.back(host, device_array(8192, 64), [out])
+    back = copier.back(host, DeviceArray(8192, 64), [out])
     first, second = runtime.calls
     assert first[:4] == (host.ctypes.data, 4096, 64, FakeRuntime.memcpyDeviceToHost)
     assert second[:4] == (8192, host.ctypes.data, 64, FakeRuntime.memcpyHostToDevice)
@@ -339,7 +343,7 @@ def test_cuda_copies_follow_whichever_stream_is_current(fake):
     copier = CudaCopier(fake, 0, lambda: current[0])
     fake.runtime.launch(8, "elsewhere")
     current[0] = 8
-    ticket = copier.out(device_array(0, 4), np.empty(4, np.uint8))
+    ticket = copier.out(DeviceArray(0, 4), np.empty(4, np.uint8))
     assert fake.runtime.calls[0][5] == {"elsewhere"}
     current[0] = 9
     copier.wait(ticket)
@@ -351,7 +355,7 @@ def test_cuda_events_are_used_again_in_the_next_step(fake):
     host = np.empty(4, np.uint8)
     for _ in range(3):
         for _ in range(5):
-            copier.wait(copier.out(device_array(0, 4), host))
+            copier.wait(copier.out(DeviceArray(0, 4), host))
         copier.finish()
     assert fake.made == {"stream": 2, "event": 10}
 
@@ -364,7 +368,7 @@ def test_cuda_copies_that_never_finish_together_are_forgotten_once_done(fake, id
     host = np.empty(4, np.uint8)
     held = []
     for _ in range(1000):
-        array = device_array(0, 4)
+        array = DeviceArray(0, 4)
         held.append(weakref.ref(array))
         ticket = copier.out(array, host)
     del array
@@ -380,12 +384,12 @@ def test_cuda_failures_are_told_in_our_words(fake):
     host = np.empty(4, np.uint8)
     fake.runtime.broken = True
     with pytest.raises(BackendError, match="copy of 4 bytes failed: cudaErrorIllegal"):
-        copier.out(device_array(0, 4), host)
+        copier.out(DeviceArray(0, 4), host)
     with pytest.raises(BackendError, match="a copy failed"):
         copier.finish()
     copier.close()
     with pytest.raises(BackendError, match="closed"):
-        copier.back(host, device_array(0, 4))
+        copier.back(host, DeviceArray(0, 4))
 
 
 def test_cuda_host_memory_is_pinned_exactly(fake):
@@ -411,9 +415,9 @@ def test_a_cuda_device_copies_after_its_current_stream(fake, monkeypatch):
     assert fake.pinned == [5000]
     copier = device.copier()
     fake.runtime.launch(55, "kernel")
-    copier.out(device_array(0, 5000), host)
+    copier.out(DeviceArray(0, 5000), host)
     streams[0] = 56
-    copier.out(device_array(0, 5000), host)
+    copier.out(DeviceArray(0, 5000), host)
     assert fake.runtime.calls[0][5] == {"kernel"}
     assert fake.runtime.calls[1][5] == {"kernel", "copy 0"}
 
