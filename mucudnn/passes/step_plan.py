@@ -108,6 +108,7 @@ class Preparer:
         self._graph = graph
         self._profile = profile
         self._hosted = hosted
+        self._last: tuple[dict[str, Residency], Rewritten] | None = None
         self._known: OrderedDict[frozenset[tuple[str, Residency]], Rewritten] = (
             OrderedDict()
         )
@@ -118,6 +119,8 @@ class Preparer:
         Args:
             residency: Of saved tensors; what is left out is kept.
         """
+        if self._last is not None and self._last[0] == residency:
+            return self._last[1]
         again = frozenset(
             (name, choice) for name, choice in residency.items() if choice in RECOMPUTED
         )
@@ -130,7 +133,9 @@ class Preparer:
         hosted = self._hosted
         choices = _Choices(ready.graph, residency, hosted)
         swaps = {name: g for name, u in ready.uses.items() if (g := choices.gaps(u))}
-        return replace(ready, swaps=swaps, away=hosted or frozenset())
+        found = replace(ready, swaps=swaps, away=hosted or frozenset())
+        self._last = dict(residency), found
+        return found
 
     def _rewritten(self, again: Mapping[str, Residency]) -> Rewritten:
         final = in_place(rematerialize(self._graph, again))

@@ -27,15 +27,14 @@ def timed(problem: Problem) -> tuple[list[Stay], Occupancy]:
     in time. Where the budget does not admit that, it leaves sooner or returns later,
     and compute waits.
     """
-    _, occupancy = problem.least()
+    least, occupancy = problem.least()
     clock = _Clock(problem)
     swaps = _not_kept(problem, occupancy, clock)
-    stays = [
-        stay
-        for use in problem.moving()
-        if not use.persistent or use.storage in swaps
-        for stay in split(use, swaps.get(use.storage, ()), len(occupancy))
-    ]
+    kept = {name for name, gaps in problem.swaps.items() if swaps.get(name) != gaps}
+    stays = [stay for stay in least if stay.storage not in kept]
+    for use in (problem.uses[name] for name in problem.swaps if name in kept):
+        if not use.persistent or use.storage in swaps:
+            stays += split(use, swaps.get(use.storage, ()), len(occupancy))
     stays = _linger(stays, occupancy, clock)
     stays = _return_early(stays, occupancy, clock)
     return list(_joined(stays, problem.away, len(occupancy))), occupancy
