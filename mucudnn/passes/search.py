@@ -39,8 +39,11 @@ from mucudnn.passes.vdnn_dyn import vdnn_dyn
 __all__ = ["minimum_budget", "search"]
 
 _WORK = 100_000
-"""Nodes and moving tensors that all trials of a search may schedule together, beyond
-the first ones."""
+"""Nodes, and parameters and state that leave, that all trials of a search may schedule
+together, beyond the first ones."""
+
+_SLOW = 1.5
+"""Times the unbounded step, from which on more is tried."""
 
 _LEAST_TRIALS = 12
 """How many trials of the largest graphs may follow the first ones."""
@@ -85,7 +88,7 @@ def search(trial: Trial) -> StepPlan:
         best.consider(residency)
     _improve(candidates, best)
     if trial.any_scheduler:
-        _offer_other_schedulers(trial, best)
+        _offer_other_schedulers(trial, candidates, best)
     return best.plan
 
 
@@ -119,15 +122,33 @@ def _offer_vdnn_dyn(trial: Trial, best: "_Best") -> None:
             best.offer(vdnn_dyn(replace(trial, scheduler=scheduler)))
 
 
-def _offer_other_schedulers(trial: Trial, best: "_Best") -> None:
-    """What is best so far, and what policies decide, timed in other ways."""
-    policies = (policy(trial.step) for policy in POLICIES.table.values())
-    residencies = (best.plan.residency, *policies)
+def _offer_other_schedulers(
+    trial: Trial, candidates: list["_Candidate"], best: "_Best"
+) -> None:
+    """What is best so far, and what policies decide, timed in other ways.
+
+    Where a step is slow all the same, it is worth a search of its own under the best of
+    these schedulers.
+    """
+    work = max(_WORK, _LEAST_TRIALS * len(trial.step.graph.nodes))
+    found = best.residency
+    rivals = []
     for name in SCHEDULERS.table:
         if name != trial.scheduler:
-            for residency in residencies:
-                with suppress(PlanningError):
-                    best.offer(replace(trial, scheduler=name)(residency))
+            other = replace(trial, scheduler=name)
+            with suppress(PlanningError):
+                best.offer(other(found))
+            rival = _Best(other, work)
+            for policy in POLICIES.table.values():
+                rival.consider(policy(trial.step), free=True)
+            rivals.append(rival)
+    rival = min(rivals, key=lambda r: r.step_ms)
+    if min(best.step_ms, rival.step_ms) > _SLOW * _unbounded_ms(trial):
+        for residency in _family(candidates, rival):
+            rival.consider(residency)
+        _improve(candidates, rival)
+    if rival.found:
+        best.offer(rival.plan)
 
 
 class _Best:
@@ -178,7 +199,8 @@ class _Best:
             return False
         self._tried.add(key)
         ready = self._trial.preparer(residency)
-        self._left -= 0 if free else len(ready.graph.nodes) + len(ready.swaps)
+        visitors = sum(ready.uses[name].persistent for name in ready.swaps)
+        self._left -= 0 if free else len(ready.graph.nodes) + visitors
         try:
             plan = self._trial(residency)
         except PlanningError as e:
