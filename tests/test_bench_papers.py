@@ -7,13 +7,21 @@ from hypothesis import given, settings, strategies as st
 from bench import papers
 from bench.papers import one_row
 from bench.papers.capacity import GIB, bytes_an_image, largest_batch, needed
+from bench.papers.cases import cases
+from bench.papers.inception import inception_v4
 from bench.papers.layers import Kind, LayerBuilder
-from bench.papers.models import MODELS
+from bench.papers.models import MODELS, network as network_of, of_library
 from bench.papers.networks import alexnet, resnet, vgg16
+from bench.papers.out_of_core import THEIRS, windows_on
+from bench.papers.planner import plan
+from bench.papers.planner_report import out_of_core_table, planner_table
 from bench.papers.published import Figure, figures
+from bench.papers.published_speeds import speeds
+from bench.papers.reach import batch_within, least_bytes, planned_depth
 from bench.papers.recompute import Mode, moments
 from bench.papers.route import route
 from bench.papers.superneurons import MIB, TECHNIQUES, peaks, row
+from bench.papers.translate import translate
 from bench.papers.vdnn import account
 from bench.papers.vdnn_networks import (
     alexnet_one_tower,
@@ -22,6 +30,8 @@ from bench.papers.vdnn_networks import (
     overfeat,
     vgg,
 )
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.models import MODELS as LIBRARY, get_model
 
 ROWS = """
 alexnet 227 128 1401.240 953.188 724.516 647.891 635.531 567.188 567.188 567.188 317.422
@@ -65,6 +75,38 @@ VDNN = [
     (60, 32, "48.96 1.87 53.53  5.39 4.76 48.18  5.39 4.25 48.96", 92, 99),
     (80, 32, "64.63 2.31 70.08  6.27 5.64 63.85  6.27 5.14 64.63", 93, 99),
 ]
+
+LAYERS = {
+    "alexnet": """conv 96 55, act 96 55, lrn 96 55, pool 96 27,
+        conv 256 27, act 256 27, lrn 256 27, pool 256 13, conv 384 13, act 384 13,
+        conv 384 13, act 384 13, conv 256 13, act 256 13, pool 256 6,
+        fc 4096 1, act 4096 1, dropout 4096 1, fc 4096 1, act 4096 1, dropout 4096 1,
+        fc 1000 1, softmax 1000 1""",
+    "vgg16": """conv 64 227, act 64 227, conv 64 227, act 64 227, pool 64 113,
+        conv 128 113, act 128 113, conv 128 113, act 128 113, pool 128 56,
+        conv 256 56, act 256 56, conv 256 56, act 256 56, conv 256 56, act 256 56,
+        pool 256 28, conv 512 28, act 512 28, conv 512 28, act 512 28, conv 512 28,
+        act 512 28, pool 512 14, conv 512 14, act 512 14, conv 512 14, act 512 14,
+        conv 512 14, act 512 14, pool 512 7,
+        fc 4096 1, act 4096 1, dropout 4096 1, fc 4096 1, act 4096 1, dropout 4096 1,
+        fc 1000 1, softmax 1000 1""",
+}
+
+BACKWARD = {
+    "conv": "x dy dx",
+    "fc": "x dy dx",
+    "pool": "x y dy dx",
+    "act": "x y dy",
+    "lrn": "x y dy",
+    "bn": "x dy dx",
+    "dropout": "dy dx",
+    "padding": "dy dx",
+    "softmax": "x y",
+    "fork": "dy dy",
+    "join": "dy dx",
+    "concat": "dy dx dx",
+}
+"""What a layer's backward pass must have; a gradient made in place is dy alone."""
 
 CAPACITY = {
     "alexnet": ("10.947 7.447 4.431 4.431", "1003 1440 2305 2305"),
@@ -115,6 +157,70 @@ def test_alexnet_outputs():
     expected = {name: mib for names, mib in OUTPUTS.items() for name in names.split()}
     ours = {name: 200 * 4 * values / MIB for name, values in numel.items()}
     assert ours == pytest.approx(expected, abs=6e-4)
+    assert 200 * 4 * alexnet().numel("data") / MIB == pytest.approx(117.941, abs=6e-4)
+    made = {step.layer.name: step for step in route(alexnet()).steps if step.backward}
+    way = route(alexnet())
+    assert made["conv1"].others[-1] == "d data"
+    assert way.sizes["d data"] == 4 * alexnet().numel("data")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_lists(name):
+    expected = [text.split() for text in LAYERS[name].split(",")]
+    ours = [
+        [layer.kind.value, str(layer.shape[0]), str(layer.shape[1])]
+        for layer in MODELS[name]().layers
+    ]
+    assert ours == expected
+
+
+def test_the_stages_of_the_branching_networks():
+    fifty = resnet((3, 4, 6, 3))
+    assert [layer.shape for layer in fifty.layers[:4]] == [(64, 114, 114)] * 3 + [
+        (64, 56, 56)
+    ]
+    joined = [layer.shape for layer in fifty.layers if layer.kind is Kind.JOIN]
+    stages = ((3, 256, 56), (4, 512, 28), (6, 1024, 14), (3, 2048, 7))
+    assert joined == [(C, size, size) for n, C, size in stages for _ in range(n)]
+    made = [s.shape for s in inception_v4().layers if s.kind is Kind.CONCAT]
+    modules = ((1, 160, 73), (1, 192, 71), (5, 384, 35), (8, 1024, 17), (4, 1536, 8))
+    assert made == [(C, size, size) for n, C, size in modules for _ in range(n)]
+    normalised = [s for s in inception_v4().layers if s.kind is Kind.BN]
+    assert len(normalised) == 1
+
+
+def test_what_a_backward_pass_must_have():
+    pad = (0, 0, 1, 1)
+    graph = GraphBuilder()
+    x = graph.conv(graph.input("image", (1, 3, 16, 16)), 4, 3)
+    x = graph.dropout(graph.pad(graph.batch_norm(graph.lrn(x)), pad, pad))
+    x = graph.max_pool(graph.relu(graph.conv(x, 4, 3)), 2)
+    y = graph.relu(graph.conv(x, 4, 1))
+    z = graph.concat([graph.relu(graph.conv(x, 4, 1)), graph.conv(y, 4, 1)])
+    z = graph.add(z, graph.relu(graph.conv(z, 8, 1)))
+    z = graph.linear(graph.flatten(z), 10)
+    made = graph.build(
+        graph.softmax_cross_entropy(z, graph.input("label", (1,), "int64"))
+    )
+    network = translate(made, "all kinds")
+    seen = set()
+    for step in route(network).steps:
+        if not step.backward:
+            continue
+        layer = step.layer
+        known = {layer.inputs[0]: "x", layer.outputs[0]: "y"}
+        if layer.kind is Kind.SOFTMAX:
+            gradients = []
+        else:
+            arriving = len(layer.outputs)
+            gradients = ["dy"] * arriving + ["dx"] * (len(step.others) - arriving)
+        ours = [*(known[t] for t in step.reads), *gradients]
+        expected = BACKWARD[layer.kind.value].split()
+        if layer.inputs[0] == LayerBuilder.DATA:
+            expected.remove("x")
+        assert ours == expected, layer
+        seen.add(layer.kind)
+    assert seen == set(Kind)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +267,8 @@ def test_largest_batches(name):
 
 
 @pytest.mark.parametrize(
-    ("technique", "batch", "depth"), [("liveness", 16, 332), ("cost_aware", 16, 2867)]
+    ("technique", "batch", "depth"),
+    [("liveness", 16, 332), ("cost_aware", 16, 2867), ("cost_aware", 1, 2912)],
 )
 def test_depths(technique, batch, depth):
     n = (depth - 134) // 3
@@ -170,6 +277,23 @@ def test_depths(technique, batch, depth):
         for more in (0, 1)
     ]
     assert fits == [True, False]
+
+
+def test_eager_prefetching_costs_a_third_of_the_peak_of_resnet50():
+    ours = row(MODELS["resnet50"](), 32)
+    peaks = [ours[f"cost_aware{more}"]["peak_mib"] for more in ("", "_prefetch")]
+    assert peaks == pytest.approx([406, 539], abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "millions", "gib"), [(595, 703.1, 7.86), (788, 918.1, 10.26)]
+)
+def test_parameters_of_the_deepest_networks(blocks, millions, gib):
+    network = resnet((6, 32, blocks, 6))
+    assert network.parameters / 1e6 == pytest.approx(millions, abs=0.051)
+    assert 12 * network.parameters / GIB == pytest.approx(gib, abs=5.1e-3)
+    if blocks == 788:
+        assert (network.name, len(network.layers)) == ("ResNet2498", 9167)
 
 
 def test_no_depth_fits_without_liveness():
@@ -209,6 +333,11 @@ def test_a_figure_that_must_agree_can_fail(monkeypatch, capsys):
     monkeypatch.setattr(papers, "figures", lambda: [replace(good, ours=200.0)])
     monkeypatch.setattr(papers, "BATCHES", ())
     monkeypatch.setattr(papers, "DEPTHS", ())
+    monkeypatch.setattr(papers, "PLANNED_DEPTHS", ())
+    fits = {"batch": 1, "superneurons_batch": 1, "slowdown": None}
+    monkeypatch.setattr(papers, "planned_batch", lambda name, nbytes: fits)
+    monkeypatch.setattr(papers, "DEVICES", ())
+    monkeypatch.setattr(papers, "plan_all", list)
     monkeypatch.setattr("sys.argv", ["bench", "papers"])
     assert command.main() == 1
     assert "WRONG" in capsys.readouterr().out
@@ -226,14 +355,146 @@ def test_one_row(tmp_path, monkeypatch, capsys):
     ours = json.loads(out.read_text())
     assert ours["tensors"] == 36
     assert ours["speed"] == {"peak_mib": pytest.approx(993.018, abs=6e-4), "extra": 14}
-    for wrong in (
-        "--model nothing",
-        "--model vgg16 --image 8",
-        "--model vgg16 --batch 0",
+    for wrong, why in (
+        ("--model nothing", "choose one of"),
+        ("--model vgg16 --image 8", "leaves"),
+        ("--model resnet18 --image 0", "from 1 up"),
+        ("--model vgg16 --batch 0", "from 1 up"),
+        ("--model googlenet", "3 losses"),
     ):
         with pytest.raises(SystemExit, match="2"):
             one_row.main(wrong.split())
-        assert "Traceback" not in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert why in shown
+        assert "Traceback" not in shown
+
+
+def test_one_row_of_any_network(capsys):
+    name = "densenet121"
+    assert one_row.main(f"--model {name} --batch 3 --image 64".split()) == 0
+    ours = json.loads(capsys.readouterr().out)
+    assert (ours["model"], ours["image"], ours["batch"]) == (name, 64, 3)
+    assert ours["offload_on_demand_mib"] <= ours["offload_prefetch_mib"]
+    assert ours["cost_aware"]["peak_mib"] < ours["liveness_mib"] < ours["baseline_mib"]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "2500" not in name])
+def test_the_librarys_networks_are_the_papers(name):
+    """Described twice, by hand and by the library, they give the same row."""
+    by_hand = MODELS[name]()
+    side = by_hand.data[1]
+    graph = get_model(of_library(name))(1, image=side)
+    translated = translate(graph, by_hand.name)
+    ours, theirs = row(translated, 32), row(by_hand, 32)
+    if name == "inception_v4":  # the library's has batch norm throughout
+        assert ours["conv_output_mib"] == theirs["conv_output_mib"]
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_the_planner_plans_the_papers_networks(case):
+    graph = get_model(case.model)(1, image=case.network.data[1])
+    ours = translate(graph, case.network.name)
+
+    def of_convolutions(network):
+        kinds = (Kind.CONV, Kind.FC)
+        there = [layer for layer in network.layers if layer.kind in kinds]
+        return [(layer.numel, layer.weights) for layer in there]
+
+    assert sorted(of_convolutions(ours)) == sorted(of_convolutions(case.network))
+
+
+@pytest.mark.parametrize("name", sorted(LIBRARY.keys() - {"googlenet"}))
+def test_every_network_with_one_loss_has_a_row(name):
+    ours = row(network_of(name), 1)
+    assert 0 < ours["cost_aware"]["peak_mib"] <= ours["liveness_mib"]
+    assert ours["liveness_mib"] < ours["baseline_mib"]
+
+
+def test_what_the_account_does_not_know_is_refused():
+    def built(make):
+        graph = GraphBuilder()
+        image = graph.input("image", (1, 3, 8, 8))
+        z = graph.linear(graph.flatten(make(graph, image)), 5)
+        loss = graph.softmax_cross_entropy(z, graph.input("label", (1,), "int64"))
+        return graph.build(loss)
+
+    with pytest.raises(ValueError, match="does not know 'scale'"):
+        translate(built(lambda g, x: g.scale(g.conv(x, 4, 3), 2.0)), "one")
+    twice = built(lambda g, x: g.add(g.conv(x, 4, 3), g.conv(x, 4, 3)))
+    with pytest.raises(ValueError, match="several layers read the image"):
+        translate(twice, "two")
+
+
+def _case(part):
+    (found,) = (case for case in cases() if part in case.name)
+    return found
+
+
+def test_our_planner_at_a_papers_peak():
+    """Parameters and batch in it, the paper's peak is more than our planner needs."""
+    ours = plan(_case("AlexNet (200), cost_aware"))
+    counted = row(alexnet(), 200)["cost_aware"]["peak_mib"]
+    assert ours["budget_mib"] > counted
+    assert ours["least_mib"] < ours["budget_mib"] < ours["unbounded_mib"]
+    for key in ("planned", "theirs"):
+        one = ours[key]
+        assert one["fits"] is (one["slowdown"] is not None)
+        if one["fits"]:
+            assert ours["least_mib"] <= one["peak_mib"] <= ours["budget_mib"]
+            assert one["slowdown"] > 0.999
+    assert ours["planned"]["fits"]
+    if ours["theirs"]["fits"]:
+        assert ours["planned"]["slowdown"] <= ours["theirs"]["slowdown"] + 1e-9
+    assert "AlexNet" in planner_table({"planner": [ours]})
+
+
+def test_a_policy_that_does_not_fit_says_what_it_needs():
+    case = replace(_case("AlexNet (200), cost_aware"), budget=1 << 20)
+    ours = plan(case)
+    for key in ("planned", "theirs"):
+        assert not ours[key]["fits"]
+        assert ours[key]["peak_mib"] >= ours["least_mib"] > ours["budget_mib"]
+    assert "needs" in planner_table({"planner": [ours]})
+
+
+def test_out_of_core_by_two_windows():
+    """The step that is 7.5 times too large is scheduled by windows alone."""
+    made = windows_on("v100_pcie", (("planned", "timed"), THEIRS))
+    assert made["least_mib"] < made["budget_mib"] < made["unbounded_mib"]
+    assert made["times_in_core"] == 1440 / made["in_core_batch"] > 2
+    for one in made["techniques"]:
+        assert one["fits"]
+        assert one["peak_mib"] <= made["budget_mib"]
+        assert 0 < one["speed"] < 1
+    assert made["planned"]["policy"] == "planned"
+    assert "v100_pcie" in out_of_core_table({"out_of_core": [made]})
+    shown = speeds([], [made])
+    assert [one.published for one in shown] == [7.5, 55]
+    assert all(one.mark == "F" and one.reason for one in shown)
+    assert made["name"] == shown[0].at
+
+
+def test_the_largest_batch_is_the_largest():
+    model, side, nbytes = of_library("resnet50"), 227, 2 * GIB
+    for policy in ("planned", "superneurons", "keep_all"):
+        most = batch_within(model, side, policy, nbytes)
+        least = [least_bytes(model, side, most + more, policy) for more in (0, 1)]
+        assert least[0] <= nbytes < least[1]
+
+
+def test_the_deepest_network_is_the_deepest_that_is_tried():
+    made = planned_depth(1, 12 * GIB, most=3)
+    assert made == {"technique": "planned", "batch": 1, "depth": 143, "at_least": True}
+    made = planned_depth(1, 1 << 20, most=3)
+    assert (made["depth"], made["at_least"]) == (0, False)
+
+
+def test_figures_with_a_plan_name_a_case_that_there_is():
+    names = [case.name for case in cases()]
+    assert len(set(names)) == len(names)
+    assert {one.at for one in figures()} - {""} <= set(names)
 
 
 @st.composite

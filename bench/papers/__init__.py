@@ -1,15 +1,20 @@
-"""SuperNeurons' and vDNN's published memory figures, and ours by their own rules.
+"""Published figures of SuperNeurons, vDNN and the out-of-core scheduler, and ours.
 
-What is computed is arithmetic over the papers' networks; nothing is measured.
+Nothing is measured. Memory by the papers' own rules is arithmetic over their networks.
+Beside it stands what our planner does with the same networks, batches and devices:
+there every byte is counted, and times are estimated from data sheets.
 """
 
 from dataclasses import asdict
 from typing import Any
 
 from bench.papers.capacity import GIB, bytes_an_image, deepest, largest_batch
-from bench.papers.layers import Network
 from bench.papers.models import MODELS
-from bench.papers.published import figures
+from bench.papers.out_of_core import DEVICES, windows_on
+from bench.papers.planner import plan_all
+from bench.papers.published import Figure, figures
+from bench.papers.published_speeds import speeds
+from bench.papers.reach import planned_batch, planned_depth
 from bench.papers.report import table
 from bench.papers.superneurons import MIB, row
 from bench.papers.vdnn import Usage, account
@@ -35,24 +40,24 @@ BATCHES = (
     ("resnet152", 227, (32,)),
     ("inception_v4", 299, (32,)),
 )
+NETWORKS = tuple(name for name in MODELS if "2500" not in name)
+"""Whose largest batches are looked for."""
+
 DEPTHS = (("baseline", 16), ("liveness", 16), ("cost_aware", 16), ("cost_aware", 1))
+PLANNED_DEPTHS = (16,)
+"""Batches at which our planner looks for the deepest network."""
+
 TECHNIQUES = ("baseline", "liveness", "cost_aware", "cost_aware_prefetch")
 
 
 def run() -> dict[str, Any]:
-    """Reproduce both papers. Ready for JSON; `failures` are figures that must agree."""
-    published = figures()
+    """Reproduce the papers. Ready for JSON; `failures` are figures that must agree."""
+    planner = plan_all()
+    windows = [windows_on(device) for device in DEVICES]
+    planned = {row["name"]: _summary(row) for row in (*planner, *windows)}
+    published = [*figures(), *speeds(planner, windows)]
     return {
-        "figures": [
-            {
-                **asdict(one),
-                "difference": one.difference,
-                "near": one.near,
-                "agrees": one.agrees,
-                "wrong": one.wrong,
-            }
-            for one in published
-        ],
+        "figures": [_figure(one, planned.get(one.at)) for one in published],
         "failures": [one.what for one in published if one.wrong],
         "superneurons": [
             row(MODELS[name](image), batch)
@@ -60,26 +65,51 @@ def run() -> dict[str, Any]:
             for batch in batches
         ],
         "vdnn": _vdnn(),
-        "capacity": [
-            _capacity(MODELS[name]()) for name in MODELS if "2500" not in name
-        ],
+        "capacity": [_capacity(name) for name in NETWORKS],
         "depths": [
-            {"technique": name, "batch": batch, "depth": deepest(name, batch, MEMORY)}
+            {
+                "technique": name,
+                "batch": batch,
+                "depth": deepest(name, batch, MEMORY),
+                "at_least": False,
+            }
             for name, batch in DEPTHS
-        ],
+        ]
+        + [planned_depth(batch, MEMORY) for batch in PLANNED_DEPTHS],
+        "planner": planner,
+        "out_of_core": windows,
     }
 
 
-def _capacity(network: Network) -> dict[str, Any]:
+def _figure(one: Figure, planned: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        **asdict(one),
+        "difference": one.difference,
+        "near": one.near,
+        "agrees": one.agrees,
+        "wrong": one.wrong,
+        "planned": planned,
+    }
+
+
+def _summary(row: dict[str, Any]) -> dict[str, Any]:
+    """What stands beside a figure, of a step that our planner made."""
+    sizes = {key: row[key] for key in ("budget_mib", "least_mib")}
+    return {**sizes, "slowdown": row["planned"]["slowdown"]}
+
+
+def _capacity(name: str) -> dict[str, Any]:
+    network = MODELS[name]()
     return {
         "model": network.name,
         "techniques": {
-            name: {
-                "mib_an_image": bytes_an_image(network, name) / MIB,
-                "batch": largest_batch(network, name, MEMORY),
+            technique: {
+                "mib_an_image": bytes_an_image(network, technique) / MIB,
+                "batch": largest_batch(network, technique, MEMORY),
             }
-            for name in TECHNIQUES
+            for technique in TECHNIQUES
         },
+        "planned": planned_batch(name, MEMORY),
     }
 
 

@@ -17,8 +17,8 @@ __all__ = ["FLOAT", "Kind", "Layer", "LayerBuilder", "Network", "Shape"]
 FLOAT = 4
 """Bytes of a value: both papers train in single precision."""
 
-Shape = tuple[int, int, int]
-"""Channels, height, width."""
+Shape = tuple[int, ...]
+"""Channels, height, width; three sides of a volume, or none behind a classifier."""
 
 
 class Kind(enum.Enum):
@@ -31,6 +31,7 @@ class Kind(enum.Enum):
     BN = "bn"
     LRN = "lrn"
     DROPOUT = "dropout"
+    PADDING = "padding"
     SOFTMAX = "softmax"
     FORK = "fork"
     JOIN = "join"

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.papers.models import MODELS
+from bench.papers.models import network
 from bench.papers.superneurons import row
 
 __all__ = ["main"]
@@ -14,17 +14,21 @@ __all__ = ["main"]
 def main(arguments: Sequence[str]) -> int:
     """Print the row as JSON, or write it to a file."""
     parser = argparse.ArgumentParser(prog="python -m bench papers superneurons")
-    parser.add_argument("--model", required=True, choices=list(MODELS))
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="alexnet, vgg16, resnet50, resnet101, resnet152, resnet2500, inception_v4 "
+        "as SuperNeurons has them, or another network of `mucudnn memory --list`",
+    )
     parser.add_argument("--batch", type=_positive, default=1)
     parser.add_argument("--image", type=_positive, help="default: the paper's")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: stdout")
     options = parser.parse_args(arguments)
-    make = MODELS[options.model]
     try:
-        network = make() if options.image is None else make(options.image)
+        made = network(options.model, options.image)
     except ValueError as error:
-        parser.error(f"image {options.image} is too small for {options.model}: {error}")
-    text = json.dumps(row(network, options.batch), indent=1)
+        parser.error(str(error))
+    text = json.dumps(row(made, options.batch), indent=1)
     if options.json is None:
         print(text)
         return 0
