@@ -21,7 +21,7 @@ logits = g.linear(x, CLASSES)
 network = g.build(g.softmax_cross_entropy(logits, label), g.accuracy(logits, label))
 
 
-def train(budget=None):
+def train(budget: MemoryBudget | None = None) -> tuple[list[float], Trainer]:
     """Losses of a few steps on one batch, and the trainer."""
     adam = Adam(learning_rate=1e-3)
     trainer = Trainer(network, tuner=Tuner(), optimizer=adam, budget=budget)
