@@ -114,15 +114,17 @@ def test_uneven_divisions_into_out(layer, layout, direction, accumulate):
 
 
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA])
-def test_dividing_changes_no_bit_where_samples_are_independent(direction):
+def test_dividing_changes_rounding_at_most_where_samples_are_independent(direction):
+    """A BLAS may round otherwise where a product has fewer columns, and some do."""
     problem = forward(13, padding=1).with_direction(direction)
     a, b = operands(problem)
     results = []
     for parts in ((13,), (5, 4, 4), (1,) * 13):
         tuner = cpu_tuner()
         tuner.adopt(plan_of(CPU, problem, *(("GEMM", part) for part in parts)))
-        results.append(call(problem, a, b, tuner).tobytes())
-    assert len(set(results)) == 1
+        results.append(call(problem, a, b, tuner))
+    for result in results[1:]:
+        assert relative_error(result, results[0]) < 1e-6
 
 
 @given(
