@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Compute, Schedule
-from mucudnn.passes.layout import Layout, lay_out, lives_of
+from mucudnn.passes.layout import Layout, lives_of
 from mucudnn.passes.occupancy import rounded
 from mucudnn.passes.simulate import simulate
 from mucudnn.passes.step_plan import (
@@ -24,34 +24,47 @@ from mucudnn.passes.step_plan import (
     workspaces_of,
 )
 
-__all__ = ["grow_into_holes"]
+__all__ = ["grow_into_holes", "with_least_workspaces"]
 
 Span = tuple[int, int]
 
 
-def grow_into_holes(
-    plan: StepPlan, profile: Profile, *, arena_bytes: int, resident: int
-) -> tuple[StepPlan, Layout]:
-    """Place a step's tensors, then give its convolutions what is left in one piece.
+def with_least_workspaces(plan: StepPlan, profile: Profile) -> StepPlan:
+    """A step whose convolutions ask for least; its prediction is not renewed.
 
     Args:
-        plan: Of a step; its convolutions are planned anew.
+        plan: Of a step.
+        profile: Of the graph that the step was made of.
+    """
+    known = profile_of(plan.schedule.graph, profile)
+    least = first_plans(known, "least", None)
+    bare = replace(plan.schedule, workspaces=workspaces_of(known, least))
+    return replace(plan, schedule=bare, plans=least)
+
+
+def grow_into_holes(
+    plan: StepPlan,
+    layout: Layout,
+    profile: Profile,
+    *,
+    arena_bytes: int,
+    resident: int,
+) -> tuple[StepPlan, Layout]:
+    """Give convolutions what a layout leaves in one piece.
+
+    Args:
+        plan: Of a step whose convolutions ask for least.
+        layout: Of it, within the arena.
         profile: Of the graph that the step was made of.
         arena_bytes: Size that the arena may have.
         resident: Bytes of what outlives the step, beside the arena.
 
     Returns:
-        The step with these convolutions, and its layout. Where not even the tensors
-        fit, the layout is larger than the arena may be.
+        The step with these convolutions, and its layout.
     """
-    graph = plan.schedule.graph
-    known = profile_of(graph, profile)
-    least = first_plans(known, "least", None)
-    bare = replace(plan.schedule, workspaces=workspaces_of(known, least))
-    layout = lay_out(bare)
-    if layout.nbytes > arena_bytes:
-        return replace(plan, schedule=bare, plans=least), layout
-    chosen, offsets = dict(least), dict(layout.workspace_offsets)
+    bare = plan.schedule
+    known = profile_of(bare.graph, profile)
+    chosen, offsets = dict(plan.plans), dict(layout.workspace_offsets)
     most = 0
     for name, taken in _at_nodes(bare, layout):
         workspace = bare.workspaces.get(name, 0)

@@ -1,14 +1,15 @@
 """A step plan with places: what is promised is the size of the arena, not a sum.
 
-Static offsets may need a little more than the most bytes in use at once. Then the plan
-is made again for that much less, so that state and arena together keep the budget.
-What is carried from step to step is hardest to place: at both ends of the step it must
-lie beside all else that is. So the last resort is to carry less.
+Static offsets may need a little more than the most bytes in use at once. Then copies
+give way; where that is not enough, the step is scheduled for a little less, so that
+state and arena together keep the budget. What is carried from step to step is hardest
+to place: at both ends of the step it must lie beside all else that is. So the last
+resort is to carry less.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,15 +17,29 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.holes import grow_into_holes
+from mucudnn.passes.holes import grow_into_holes, with_least_workspaces
 from mucudnn.passes.layout import Layout, lay_out
 from mucudnn.passes.planned import PLANNED, VDNN_DYN, plan_step
 from mucudnn.passes.schedulers import SCHEDULERS
+from mucudnn.passes.settle import settle
 from mucudnn.passes.step_plan import Preparer, StepPlan, plan_residency, state_bytes
 
 __all__ = ["PlacedStep", "place_step"]
 
-_ATTEMPTS = 8
+_SEARCHES = 4
+_CUTS = (0.0, 0.01, 0.02, 0.04, 0.08)
+"""Shares of the budget that a step may be scheduled below it, to find places."""
+
+_FAR = 0.02
+"""The share below which the first places that are found are good enough."""
+
+_FRAGMENTED = 0.03
+_UNUSED = 0.75
+"""Share of the bytes that are left over, that a schedule may count on beside all."""
+
+_HARDLY = 0.005
+_TOLERATED = 0.02
+"""What places may cost of a step's time before others are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,101 +88,185 @@ def place_step(
     Raises:
         PlanningError: It cannot fit; says how many bytes short.
     """
-
-    def search(target: float) -> StepPlan:
-        return plan_step(
-            graph,
-            profile,
-            budget=target,
-            policy=policy,
-            scheduler=scheduler,
-            convolutions=convolutions,
-            plans=plans,
-            hosted=hosted,
-        )
-
-    target = budget
-    plan = search(target)
-    preparer = Preparer(graph, profile, hosted)
-    for _ in range(_ATTEMPTS):
-        placed = _placed(plan, profile, convolutions, budget)
-        over = placed.nbytes - budget
-        if over <= 0:
-            return placed
-        target = min(target, plan.peak_bytes) - over
-        try:
-            plan = plan_residency(
-                graph,
-                profile,
-                plan.residency,
-                budget=target,
-                scheduler=plan.scheduler,
-                convolutions="fixed" if plans is not None else convolutions,
-                plans=plans,
-                policy=plan.policy,
-                preparer=preparer,
-            )
-        except PlanningError:  # these residencies cannot give way any further
-            try:
-                plan = search(target)
-            except PlanningError:
-                break
-    others = (
-        ()
-        if scheduler is not None
-        else _carrying_less(graph, profile, plan, budget, convolutions, plans, hosted)
+    asked = _Asked(
+        graph, profile, budget, policy, scheduler, convolutions, plans, hosted
     )
-    found = [_placed(other, profile, convolutions, budget) for other in others]
-    fitting = [other for other in found if other.nbytes <= budget]
+    plan = asked.search(budget)
+    if math.isinf(budget):
+        return PlacedStep(plan, lay_out(plan.schedule), asked.resident(plan))
+    target = budget
+    for _ in range(_SEARCHES):
+        found = asked.settled(plan) or asked.packed(plan)
+        if found.nbytes <= budget:
+            return found
+        target = min(target, plan.peak_bytes) - (found.nbytes - budget)
+        try:
+            plan = asked.search(target)
+        except PlanningError:
+            break
+    others = (asked.place(other) for other in asked.carrying_less(plan))
+    fitting = [other for other in others if other is not None]
     if fitting:
-        return min(fitting, key=lambda other: other.plan.prediction.step_ms)
+        return min(fitting, key=_step_ms)
     raise PlanningError(
         f"places for {plan.peak_bytes} bytes could not be found within "
-        f"{int(budget)} bytes; {placed.nbytes} would do"
+        f"{int(budget)} bytes; {found.nbytes} would do"
     )
 
 
-def _carrying_less(
-    graph: Graph,
-    profile: Profile,
-    plan: StepPlan,
-    budget: float,
-    convolutions: str,
-    plans: Mapping[str, ConvPlan] | None,
-    hosted: frozenset[str] | None,
-) -> Iterator[StepPlan]:
-    """A plan's residencies with parameters and state that leave in every step.
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What was asked for, and the ways to it; the fields are those of `place_step`."""
 
-    Only those that do already, or all of them.
-    """
-    everything = frozenset(spec.name for spec in graph.with_role(*PERSISTENT))
-    homes = (
-        (frozenset(plan.schedule.hosted), everything) if hosted is None else (hosted,)
-    )
-    for home, name in itertools.product(homes, SCHEDULERS.table):
-        with suppress(PlanningError):
-            yield plan_residency(
-                graph,
-                profile,
-                plan.residency,
-                budget=budget,
-                scheduler=name,
-                convolutions="fixed" if plans is not None else convolutions,
-                plans=plans,
-                policy=plan.policy,
-                preparer=Preparer(graph, profile, home),
+    graph: Graph
+    profile: Profile
+    budget: float
+    policy: str
+    scheduler: str | None
+    convolutions: str
+    plans: Mapping[str, ConvPlan] | None
+    hosted: frozenset[str] | None
+
+    def search(self, target: float) -> StepPlan:
+        """Plan for a budget, without places.
+
+        Raises:
+            PlanningError: It cannot fit.
+        """
+        return plan_step(
+            self.graph,
+            self.profile,
+            budget=target,
+            policy=self.policy,
+            scheduler=self.scheduler,
+            convolutions=self.convolutions,
+            plans=self.plans,
+            hosted=self.hosted,
+        )
+
+    def settled(self, plan: StepPlan) -> PlacedStep | None:
+        """The fastest step with a plan's residencies that finds places, if any does.
+
+        It is scheduled for a little less, time and again, until what the places cost is
+        little; and for a little more, where stays gave way so much that bytes are left
+        over.
+        """
+        tolerable = (1 + _TOLERATED) * plan.prediction.step_ms
+        fitting: list[PlacedStep] = []
+        for cut in _CUTS:
+            tried = [plan] if cut == 0.0 else list(self.replanned(plan, cut))
+            fitting += (p for p in map(self.place, tried) if p is not None)
+            enough = any(_step_ms(placed) <= tolerable for placed in fitting)
+            if enough or not tried or (fitting and cut >= _FAR):
+                break
+        if not fitting:
+            return None
+        best = _preferred(fitting)
+        if best.layout.fragmentation > _FRAGMENTED:
+            more = self.replanned(plan, -_UNUSED * best.layout.fragmentation)
+            fitting += (p for p in map(self.place, more) if p is not None)
+        return _preferred(fitting)
+
+    def replanned(self, plan: StepPlan, cut: float) -> Iterator[StepPlan]:
+        """A plan's residencies scheduled for a share less than the budget."""
+        free = self.scheduler is None and self.policy == PLANNED
+        for name in dict.fromkeys(
+            (plan.scheduler, "timed") if free else (plan.scheduler,)
+        ):
+            if self.policy != VDNN_DYN:
+                with suppress(PlanningError):
+                    yield self.schedule(
+                        plan, (1 - cut) * self.budget, name, self.hosted
+                    )
+
+    def carrying_less(self, plan: StepPlan) -> Iterator[StepPlan]:
+        """A plan's residencies with parameters and state that leave in every step.
+
+        Only those that do already, or all of them.
+        """
+        if self.scheduler is not None:
+            return
+        everything = frozenset(s.name for s in self.graph.with_role(*PERSISTENT))
+        these = frozenset(plan.schedule.hosted)
+        homes = (these, everything) if self.hosted is None else (self.hosted,)
+        for home, name in itertools.product(homes, SCHEDULERS.table):
+            with suppress(PlanningError):
+                yield self.schedule(plan, self.budget, name, home)
+
+    def schedule(
+        self,
+        plan: StepPlan,
+        target: float,
+        scheduler: str,
+        hosted: frozenset[str] | None,
+    ) -> StepPlan:
+        """A plan's residencies scheduled anew.
+
+        Raises:
+            PlanningError: They cannot fit.
+        """
+        return plan_residency(
+            self.graph,
+            self.profile,
+            plan.residency,
+            budget=target,
+            scheduler=scheduler,
+            convolutions="fixed" if self.plans is not None else self.convolutions,
+            plans=self.plans,
+            policy=plan.policy,
+            preparer=Preparer(self.graph, self.profile, hosted),
+        )
+
+    def place(self, plan: StepPlan) -> PlacedStep | None:
+        """Places within the budget, workspaces in the holes if they may be."""
+        resident = self.resident(plan)
+        arena = int(self.budget) - resident
+        found = settle(
+            self.bare(plan), self.profile, arena_bytes=arena, resident=resident
+        )
+        return None if found is None else self.grown(*found)
+
+    def packed(self, plan: StepPlan) -> PlacedStep:
+        """Places as low as they are found with nothing giving way."""
+        bare = self.bare(plan)
+        layout = lay_out(bare.schedule)
+        placed = PlacedStep(bare, layout, self.resident(plan))
+        return placed if placed.nbytes > self.budget else self.grown(bare, layout)
+
+    def bare(self, plan: StepPlan) -> StepPlan:
+        """The step with as little workspace as may be chosen."""
+        return with_least_workspaces(plan, self.profile) if self.grows else plan
+
+    def grown(self, plan: StepPlan, layout: Layout) -> PlacedStep:
+        """A step that has places, with workspaces in the holes if they may be."""
+        resident = self.resident(plan)
+        if self.grows:
+            plan, layout = grow_into_holes(
+                plan,
+                layout,
+                self.profile,
+                arena_bytes=int(self.budget) - resident,
+                resident=resident,
             )
+        return PlacedStep(plan, layout, resident)
+
+    @property
+    def grows(self) -> bool:
+        """Whether workspaces take what is free."""
+        return self.convolutions == "dynamic" and self.policy != VDNN_DYN
+
+    @staticmethod
+    def resident(plan: StepPlan) -> int:
+        """Bytes of parameters and state that never leave."""
+        return state_bytes(plan.schedule.graph, plan.schedule.resident)
 
 
-def _placed(
-    plan: StepPlan, profile: Profile, convolutions: str, budget: float
-) -> PlacedStep:
-    """Places for a step, workspaces in the holes between its tensors if they may."""
-    state = state_bytes(plan.schedule.graph, plan.schedule.resident)
-    unlimited = math.isinf(budget)
-    if convolutions != "dynamic" or plan.policy == VDNN_DYN or unlimited:
-        return PlacedStep(plan, lay_out(plan.schedule), state)
-    found, layout = grow_into_holes(
-        plan, profile, arena_bytes=int(budget) - state, resident=state
-    )
-    return PlacedStep(found, layout, state)
+def _preferred(placed: Sequence[PlacedStep]) -> PlacedStep:
+    """The fastest, or one that is hardly slower and wastes less."""
+    fastest = min(map(_step_ms, placed))
+    good = [p for p in placed if _step_ms(p) <= (1 + _HARDLY) * fastest]
+    return min(good, key=lambda p: p.layout.fragmentation)
+
+
+def _step_ms(placed: PlacedStep) -> float:
+    return placed.plan.prediction.step_ms

@@ -26,7 +26,7 @@ from mucudnn.passes.residency import (
 )
 from mucudnn.passes.schedulers import SCHEDULERS
 from mucudnn.passes.simulate import Prediction, simulate
-from mucudnn.passes.stays import emit
+from mucudnn.passes.stays import Stay, emit
 from mucudnn.passes.window import Problem, Scheduler
 
 __all__ = [
@@ -161,6 +161,7 @@ class StepPlan:
 
     Attributes:
         schedule: What to run.
+        stays: What the schedule was made of.
         plans: Convolution node -> how to run it.
         residency: What was decided about tensors.
         prediction: What it will cost.
@@ -170,6 +171,7 @@ class StepPlan:
     """
 
     schedule: Schedule
+    stays: Sequence[Stay]
     plans: Mapping[str, ConvPlan]
     residency: Mapping[str, Residency]
     prediction: Prediction
@@ -263,6 +265,7 @@ def plan_residency(
     schedule = emit(final, stays, workspaces, occupancy.peak()[0], ready.away)
     return StepPlan(
         schedule=schedule,
+        stays=tuple(stays),
         plans=chosen,
         residency=residency,
         prediction=simulate(schedule, timed_by(known, chosen)),

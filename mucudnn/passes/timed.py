@@ -5,12 +5,12 @@ comes back in the next, and what is being copied as a step ends is waited for wh
 bytes are needed, not before.
 """
 
-import bisect
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from mucudnn.passes.clock import Clock
+from mucudnn.passes.links import latest_starts
 from mucudnn.passes.occupancy import Occupancy
 from mucudnn.passes.stays import Stay, Swaps, join, shifted, split
 from mucudnn.passes.window import SCHEDULERS, Problem
@@ -28,52 +28,20 @@ def timed(problem: Problem) -> tuple[list[Stay], Occupancy]:
     and compute waits.
     """
     least, occupancy = problem.least()
-    clock = _Clock(problem)
+    links = problem.profile
+    clock = Clock([links.node_ms[node.name] for node in problem.graph.nodes])
     swaps = _not_kept(problem, occupancy, clock)
     kept = {name for name, gaps in problem.swaps.items() if swaps.get(name) != gaps}
     stays = [stay for stay in least if stay.storage not in kept]
     for use in (problem.uses[name] for name in problem.swaps if name in kept):
         if not use.persistent or use.storage in swaps:
             stays += split(use, swaps.get(use.storage, ()), len(occupancy))
-    stays = _linger(stays, occupancy, clock)
-    stays = _return_early(stays, occupancy, clock)
+    stays = _linger(stays, occupancy, clock, links.out_bytes_per_ms)
+    stays = _return_early(stays, occupancy, clock, links.in_bytes_per_ms)
     return list(_joined(stays, problem.away, len(occupancy))), occupancy
 
 
-class _Clock:
-    """When nodes start if nothing has to be waited for; every step takes as long."""
-
-    def __init__(self, problem: Problem) -> None:
-        ms = (problem.profile.node_ms[node.name] for node in problem.graph.nodes)
-        self._starts = list(itertools.accumulate(ms, initial=0.0))
-        self._count = len(problem.graph.nodes)
-        self.out_bytes_per_ms = problem.profile.out_bytes_per_ms
-        self.in_bytes_per_ms = problem.profile.in_bytes_per_ms
-
-    def start(self, position: int) -> float:
-        """When a node starts; the one behind the last with the step's end."""
-        step, at = divmod(position, max(1, self._count))
-        return step * self._starts[-1] + self._starts[at]
-
-    def after(self, ms: float) -> int:
-        """The first node that starts at a moment or later."""
-        step, rest = self._step(ms)
-        return step * self._count + bisect.bisect_left(self._starts, rest)
-
-    def before(self, ms: float) -> int:
-        """The last node that starts at a moment or earlier."""
-        step, rest = self._step(ms)
-        return step * self._count + bisect.bisect_right(self._starts, rest) - 1
-
-    def _step(self, ms: float) -> tuple[int, float]:
-        whole = self._starts[-1]
-        if 0 <= ms <= whole or not whole:
-            return 0, ms
-        step = math.floor(ms / whole)
-        return step, ms - step * whole
-
-
-def _not_kept(problem: Problem, occupancy: Occupancy, clock: _Clock) -> Swaps:
+def _not_kept(problem: Problem, occupancy: Occupancy, clock: Clock) -> Swaps:
     """Gaps that remain once what has room over a whole gap is kept over it.
 
     The shortest gaps first.
@@ -109,7 +77,9 @@ def _pairs(stays: Sequence[Stay], count: int) -> Iterator[tuple[int, int, int]]:
             yield indices[-1], indices[0], count
 
 
-def _linger(stays: list[Stay], occupancy: Occupancy, clock: _Clock) -> list[Stay]:
+def _linger(
+    stays: list[Stay], occupancy: Occupancy, clock: Clock, bytes_per_ms: float
+) -> list[Stay]:
     """Give copies out the time that their link needs, where there is room."""
     found, n = list(stays), len(occupancy)
     returns = {i: found[j].start + later for i, j, later in _pairs(found, n)}
@@ -119,7 +89,7 @@ def _linger(stays: list[Stay], occupancy: Occupancy, clock: _Clock) -> list[Stay
         stay = found[i]
         shift = stay.last - stay.last % n
         begin = max(link_free, clock.start(stay.last - shift + 1) + delay)
-        link_free = begin + stay.nbytes / clock.out_bytes_per_ms
+        link_free = begin + stay.nbytes / bytes_per_ms
         done = clock.after(link_free - delay) + shift
         stop = stay.stop
         limit = min(done, returns[i])
@@ -134,12 +104,14 @@ def _linger(stays: list[Stay], occupancy: Occupancy, clock: _Clock) -> list[Stay
     return found
 
 
-def _return_early(stays: list[Stay], occupancy: Occupancy, clock: _Clock) -> list[Stay]:
+def _return_early(
+    stays: list[Stay], occupancy: Occupancy, clock: Clock, bytes_per_ms: float
+) -> list[Stay]:
     """Begin copies back early enough for their link, where there is room."""
     found, n = list(stays), len(occupancy)
     earliest = {j: found[i].stop + 1 - later for i, j, later in _pairs(found, n)}
     coming = sorted(earliest, key=lambda j: found[j].needed)
-    wanted = _wanted([found[j] for j in coming], clock)
+    wanted = latest_starts([found[j] for j in coming], clock, bytes_per_ms)
     for j, want in zip(coming, wanted, strict=True):
         stay, start = found[j], found[j].start
         if not stay.visit:
@@ -149,17 +121,6 @@ def _return_early(stays: list[Stay], occupancy: Occupancy, clock: _Clock) -> lis
         occupancy.add(start, stay.start - 1, stay.nbytes)
         found[j] = replace(stay, start=start)
     return found
-
-
-def _wanted(coming: Sequence[Stay], clock: _Clock) -> list[int]:
-    """Nodes with which copies back should begin, negative ones in the step before."""
-    wanted = []
-    link_busy = math.inf
-    for stay in reversed(coming):
-        finish = min(clock.start(stay.needed), link_busy)
-        link_busy = finish - stay.nbytes / clock.in_bytes_per_ms
-        wanted.append(clock.before(link_busy))
-    return wanted[::-1]
 
 
 def _joined(stays: Sequence[Stay], away: frozenset[str], count: int) -> Iterator[Stay]:

@@ -1,0 +1,152 @@
+"""A step's places in an arena of a given size: where places are short, stays give way.
+
+The bytes of a schedule fit its budget at every node, but not always in whole pieces. A
+copy back that begins a few nodes later, or a copy out that is waited for a few nodes
+sooner, makes room for the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from mucudnn.ir.profile import Profile
+from mucudnn.passes.clock import Clock
+from mucudnn.passes.elastic import Elastic, Place, place_elastic
+from mucudnn.passes.layout import Layout
+from mucudnn.passes.links import first_ends, latest_starts
+from mucudnn.passes.occupancy import rounded
+from mucudnn.passes.simulate import simulate
+from mucudnn.passes.stays import Stay, emit, least_occupancy, shifted
+from mucudnn.passes.step_plan import StepPlan, profile_of, timed_by
+
+__all__ = ["settle"]
+
+_TOLERATED = 0.005
+"""What places may cost of a step's time before others are looked for."""
+
+_HASTE = 0.5
+"""Share of its rate that a link is thought to have, where stays last no longer than
+their copies take."""
+
+
+def settle(
+    plan: StepPlan, profile: Profile, *, arena_bytes: int, resident: int
+) -> tuple[StepPlan, Layout] | None:
+    """The fastest of the places that are found, and the step that has them.
+
+    Args:
+        plan: Of a step.
+        profile: Of the graph that the step was made of.
+        arena_bytes: Size of the arena.
+        resident: Bytes of what never leaves, beside the arena.
+
+    Returns:
+        Nothing, where no places were found.
+    """
+    graph, n = plan.schedule.graph, len(plan.schedule.graph.nodes)
+    known = timed_by(profile_of(graph, profile), plan.plans)
+    clock = Clock([known.node_ms[node.name] for node in graph.nodes])
+    wanted = _trimmed(plan.stays, known, clock, n)
+    scratch = [plan.schedule.workspaces.get(node.name, 0) for node in graph.nodes]
+    blocks = [_elastic(stay, n) for stay in wanted]
+    blocks += [
+        Elastic(rounded(nbytes), at, at, at, at)
+        for at, nbytes in enumerate(scratch)
+        if nbytes
+    ]
+    good_enough = (1 + _TOLERATED) * simulate(plan.schedule, known).step_ms
+    best: tuple[StepPlan, Layout] | None = None
+    for places in place_elastic(blocks, arena_bytes, clock, n):
+        stays = [
+            _cut(stay, block, place, n)
+            for stay, block, place in zip(wanted, blocks, places, strict=False)
+        ]
+        most, _ = least_occupancy(stays, scratch, resident, 0).peak()
+        new = emit(graph, stays, plan.schedule.workspaces, most, plan.schedule.hosted)
+        prediction = simulate(new, known)
+        if best is None or prediction.step_ms < best[0].prediction.step_ms:
+            found = replace(plan, schedule=new, stays=stays, prediction=prediction)
+            best = found, _layout(found, blocks, places, most - resident)
+        if prediction.step_ms <= good_enough:
+            break
+    return best
+
+
+def _trimmed(
+    stays: Sequence[Stay], profile: Profile, clock: Clock, count: int
+) -> list[Stay]:
+    """Stays that last no longer than their copies take, with much to spare."""
+    found = list(stays)
+    coming = sorted(
+        (i for i, stay in enumerate(stays) if stay.copied_in),
+        key=lambda i: stays[i].needed,
+    )
+    starts = latest_starts(
+        [stays[i] for i in coming], clock, _HASTE * profile.in_bytes_per_ms
+    )
+    for i, start in zip(coming, starts, strict=True):
+        found[i] = replace(found[i], start=max(found[i].start, start))
+    leaving = sorted(
+        (i for i, stay in enumerate(stays) if stay.copied_out),
+        key=lambda i: stays[i].last % count,
+    )
+    ends = first_ends(
+        [stays[i] for i in leaving], clock, _HASTE * profile.out_bytes_per_ms, count
+    )
+    for i, end in zip(leaving, ends, strict=True):
+        found[i] = replace(found[i], stop=min(found[i].stop, end))
+    return found
+
+
+def _elastic(stay: Stay, count: int) -> Elastic:
+    """What a stay needs and what it wants."""
+    end = stay.stop if stay.visit else min(stay.stop, count - 1)
+    return Elastic(
+        stay.nbytes,
+        stay.start,
+        stay.needed if stay.copied_in else stay.start,
+        min(end, stay.last) if stay.copied_out else end,
+        end,
+    )
+
+
+def _cut(stay: Stay, block: Elastic, place: Place, count: int) -> Stay:
+    """A stay that lasts as long as its place."""
+    stop = stay.stop if place.stop == block.stop else place.stop
+    cut = replace(stay, start=place.start, stop=stop)
+    return shifted(cut, -count) if place.start >= count else cut
+
+
+def _layout(
+    plan: StepPlan,
+    blocks: Sequence[Elastic],
+    places: Sequence[Place],
+    live_peak: int,
+) -> Layout:
+    """Offsets of stays in order; what is carried is at both ends of the step."""
+    of_storage: dict[str, list[tuple[int, int]]] = {}
+    for stay, place in zip(plan.stays, places, strict=False):
+        of_storage.setdefault(stay.storage, []).append((stay.start, place.offset))
+    carried = set(plan.schedule.carried)
+    stays = {}
+    for name, found in of_storage.items():
+        offsets = tuple(offset for _, offset in sorted(found))
+        stays[name] = (offsets[-1:] if name in carried else ()) + offsets
+    with_scratch = (
+        node.name
+        for node in plan.schedule.graph.nodes
+        if plan.schedule.workspaces.get(node.name, 0)
+    )
+    of_workspaces = places[len(plan.stays) :]
+    ends = (p.offset + b.nbytes for b, p in zip(blocks, places, strict=True))
+    return Layout(
+        MappingProxyType(stays),
+        MappingProxyType(
+            {
+                name: place.offset
+                for name, place in zip(with_scratch, of_workspaces, strict=True)
+            }
+        ),
+        max(ends, default=0),
+        live_peak,
+    )
