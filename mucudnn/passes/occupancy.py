@@ -14,6 +14,9 @@ __all__ = ["GRANULARITY", "Occupancy", "Use", "rounded", "uses_of"]
 GRANULARITY = 512
 """Bytes that every allocation is rounded up to."""
 
+_WIDTH = 32
+"""Positions of a block of a ledger."""
+
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -100,7 +103,8 @@ class Occupancy:
     """A ledger of bytes at every node position.
 
     Positions beyond the last are those of the next step, negative ones of the step
-    before: all steps are alike.
+    before: all steps are alike. Positions are kept in blocks, each with the most that
+    any of them has, so that long spans cost little.
 
     Args:
         workspaces: Scratch memory at each position.
@@ -110,17 +114,35 @@ class Occupancy:
     def __init__(self, workspaces: Sequence[int], budget: float) -> None:
         self._bytes = list(workspaces)
         self.budget = budget
+        blocks = range(0, len(self._bytes), _WIDTH)
+        self._most = [max(self._bytes[at : at + _WIDTH]) for at in blocks]
+        self._everywhere = [0] * len(blocks)
 
     def __len__(self) -> int:
         return len(self._bytes)
 
     def __getitem__(self, position: int) -> int:
-        return self._bytes[position % len(self._bytes)]
+        at = position % len(self._bytes)
+        return self._bytes[at] + self._everywhere[at // _WIDTH]
 
     def add(self, start: int, stop: int, nbytes: int) -> None:
         """Take `nbytes` at every position from `start` up to and including `stop`."""
-        for span in self._spans(start, stop):
-            self._bytes[span] = [used + nbytes for used in self._bytes[span]]
+        for first, last in self._spans(start, stop):
+            low, high = first // _WIDTH, last // _WIDTH
+            if low == high:
+                self._add_within(low, first, last, nbytes)
+                continue
+            self._add_within(low, first, (low + 1) * _WIDTH - 1, nbytes)
+            whole = slice(low + 1, high)
+            self._most[whole] = [used + nbytes for used in self._most[whole]]
+            self._everywhere[whole] = [n + nbytes for n in self._everywhere[whole]]
+            self._add_within(high, high * _WIDTH, last, nbytes)
+
+    def _add_within(self, block: int, first: int, last: int, nbytes: int) -> None:
+        within = slice(first, last + 1)
+        self._bytes[within] = [used + nbytes for used in self._bytes[within]]
+        most = max(self._bytes[block * _WIDTH : (block + 1) * _WIDTH])
+        self._most[block] = most + self._everywhere[block]
 
     def fits(self, position: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit at one position."""
@@ -128,25 +150,68 @@ class Occupancy:
 
     def fits_over(self, start: int, stop: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit at every position from `start` to `stop`."""
-        return all(
-            max(self._bytes[span]) + nbytes <= self.budget
-            for span in self._spans(start, stop)
-        )
+        return self.room_after(start - 1, stop, nbytes) >= stop
+
+    def room_before(self, position: int, floor: int, nbytes: int) -> int:
+        """From where on `nbytes` more fit, up to before a position; not below a floor.
+
+        It is the position itself, if they do not fit at the one before.
+        """
+        room, count = self.budget - nbytes, len(self._bytes)
+        while position > floor:
+            at = (position - 1) % count
+            block = at // _WIDTH
+            end = max(floor, position - 1 - (at - block * _WIDTH))
+            if self._most[block] <= room:
+                position = end
+                continue
+            rest = room - self._everywhere[block]
+            while position > end:
+                if self._bytes[at] > rest:
+                    return position
+                at -= 1
+                position -= 1
+        return position
+
+    def room_after(self, position: int, ceiling: int, nbytes: int) -> int:
+        """Up to where `nbytes` more fit, from after a position; not above a ceiling.
+
+        It is the position itself, if they do not fit at the next one.
+        """
+        room, count = self.budget - nbytes, len(self._bytes)
+        while position < ceiling:
+            at = (position + 1) % count
+            block = at // _WIDTH
+            last = min((block + 1) * _WIDTH, count) - 1
+            end = min(ceiling, position + 1 + last - at)
+            if self._most[block] <= room:
+                position = end
+                continue
+            rest = room - self._everywhere[block]
+            while position < end:
+                if self._bytes[at] > rest:
+                    return position
+                at += 1
+                position += 1
+        return position
 
     def peak(self) -> tuple[int, int]:
         """The largest sum and the first position that has it; (0, 0) if empty."""
         if not self._bytes:
             return 0, 0
-        most = max(self._bytes)
-        return most, self._bytes.index(most)
+        most = max(self._most)
+        block = self._most.index(most)
+        start = block * _WIDTH
+        within = self._bytes[start : start + _WIDTH]
+        return most, start + within.index(most - self._everywhere[block])
 
-    def _spans(self, start: int, stop: int) -> Iterator[slice]:
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Positions of this step that those from `start` to `stop` are like."""
         n = len(self._bytes)
         if start > stop:
             return
         first = start % n
         last = first + stop - start
-        yield slice(first, min(last + 1, n))
+        yield first, min(last, n - 1)
         if last >= n:
-            yield slice(0, last - n + 1)
+            yield 0, last - n

@@ -88,6 +88,8 @@ def split(use: Use, gaps: Sequence[tuple[int, int]], end: int) -> list[Stay]:
     if use.persistent:
         return sorted(_visits(use, gaps), key=lambda stay: stay.start)
     first, last = use.positions[0], min(use.positions[-1], end)
+    if not gaps:
+        return [Stay(use.storage, use.nbytes, first, last, first, last)]
     begins = (first, *(j for _, j in gaps))
     ends = (*(i for i, _ in gaps), last)
     return [

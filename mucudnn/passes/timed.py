@@ -95,8 +95,7 @@ def _linger(
         limit = min(done, returns[i])
         if not stay.visit:
             limit = min(limit, n)
-        while stop + 1 < limit and occupancy.fits(stop + 1, stay.nbytes):
-            stop += 1
+        stop = occupancy.room_after(stop, limit - 1, stay.nbytes)
         occupancy.add(stay.stop + 1, stop, stay.nbytes)
         delay += max(0.0, link_free - clock.start(stop + 1 - shift) - delay)
         if stop > stay.stop:
@@ -116,8 +115,7 @@ def _return_early(
         stay, start = found[j], found[j].start
         if not stay.visit:
             want = max(0, want)
-        while start > max(want, earliest[j]) and occupancy.fits(start - 1, stay.nbytes):
-            start -= 1
+        start = occupancy.room_before(start, max(want, earliest[j]), stay.nbytes)
         occupancy.add(start, stay.start - 1, stay.nbytes)
         found[j] = replace(stay, start=start)
     return found
