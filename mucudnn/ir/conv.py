@@ -9,7 +9,7 @@ import enum
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mucudnn.ir.numerics import NATIVE
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
@@ -312,21 +312,18 @@ class ConvPlan:
 
     problem: ConvProblem
     steps: tuple[AlgoPerf, ...]
+    time_ms: float = field(init=False, repr=False, compare=False)
+    """Predicted time: the micro-batches run one after another."""
+    workspace: int = field(init=False, repr=False, compare=False)
+    """Bytes of workspace: the micro-batches reuse the same buffer."""
 
     def __post_init__(self) -> None:
         covered = sum(step.batch for step in self.steps)
         if covered != self.problem.batch:
             raise ValueError(f"plan covers {covered} of {self.problem.batch} samples")
-
-    @property
-    def time_ms(self) -> float:
-        """Predicted time: the micro-batches run one after another."""
-        return sum(step.time_ms for step in self.steps)
-
-    @property
-    def workspace(self) -> int:
-        """Bytes of workspace: the micro-batches reuse the same buffer."""
-        return max(step.workspace for step in self.steps)
+        times, sizes = zip(*((s.time_ms, s.workspace) for s in self.steps), strict=True)
+        object.__setattr__(self, "time_ms", sum(times))
+        object.__setattr__(self, "workspace", max(sizes))
 
     @property
     def divided(self) -> bool:

@@ -171,8 +171,8 @@ def _encode(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_encode(item) for item in value]
     if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        return {f.name: _encode(getattr(value, f.name)) for f in fields}
+        names = (f.name for f in dataclasses.fields(value) if f.init)
+        return {name: _encode(getattr(value, name)) for name in names}
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} cannot be written as JSON")
     if value is not None and not isinstance(value, bool | int | float | str):
@@ -198,7 +198,7 @@ def _decode_fields(where: str, kind: type, data: object) -> Any:
 @functools.cache
 def _hints(kind: type) -> Mapping[str, Any]:
     types_of = typing.get_type_hints(kind)
-    return {f.name: types_of[f.name] for f in dataclasses.fields(kind)}
+    return {f.name: types_of[f.name] for f in dataclasses.fields(kind) if f.init}
 
 
 def decode(where: str, hint: Any, value: Any) -> Any:

@@ -78,7 +78,13 @@ def in_place(graph: Graph) -> Graph:
         for index in candidates:
             if usable(node, index, position, result):
                 taken = root(node.inputs[index])
-                tensors[result.name] = replace(result, alias=node.inputs[index])
+                tensors[result.name] = TensorSpec(
+                    result.name,
+                    result.shape,
+                    result.dtype,
+                    result.role,
+                    node.inputs[index],
+                )
                 storage[result.name] = taken
                 last[taken] = last[result.name]
                 break

@@ -68,8 +68,10 @@ def uses_of(graph: Graph) -> Mapping[str, Use]:
     writes: dict[str, list[int]] = {}
 
     def touch(storage: str, at: int) -> None:
-        known = positions.setdefault(storage, [])
-        if not known or known[-1] != at:
+        known = positions.get(storage)
+        if known is None:
+            positions[storage] = [at]
+        elif known[-1] != at:
             known.append(at)
 
     storages = graph.storages
@@ -80,8 +82,7 @@ def uses_of(graph: Graph) -> Mapping[str, Use]:
         for name in node.tensors:
             touch(storages[name], i)
         for storage in written(graph, node):
-            if writes.setdefault(storage, [])[-1:] != [i]:
-                writes[storage].append(i)
+            writes.setdefault(storage, []).append(i)
     for storage in kept(graph):
         if graph.tensors[storage].role in PERSISTENT:
             positions.setdefault(storage, [])

@@ -5,7 +5,7 @@ lengthens the lives of its inputs. A copied batch norm leaves the running statis
 alone; a copied dropout draws the same mask, because its mask follows from the step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -15,7 +15,11 @@ from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
 __all__ = ["rematerialize"]
 
 
-def rematerialize(graph: Graph, residency: Mapping[str, Residency]) -> Graph:
+def rematerialize(
+    graph: Graph,
+    residency: Mapping[str, Residency],
+    saved: Collection[str] | None = None,
+) -> Graph:
     """Copy the producers of recomputed tensors to just before their backward uses.
 
     With `RECOMPUTE` the copy serves all later uses; with `RECOMPUTE_EACH` every
@@ -24,10 +28,13 @@ def rematerialize(graph: Graph, residency: Mapping[str, Residency]) -> Graph:
     Args:
         graph: A training graph that nothing has made in-place yet.
         residency: Of saved tensors.
+        saved: Names of the graph's saved tensors, if they are known.
     """
     if not any(choice in RECOMPUTED for choice in residency.values()):
         return graph
-    rewriter = _Rewriter(graph, residency)
+    if saved is None:
+        saved = {tensor.name for tensor in saved_tensors(graph)}
+    rewriter = _Rewriter(graph, residency, saved)
     for node in graph.nodes:
         rewriter.visit(node)
     return Graph(
@@ -40,12 +47,17 @@ def rematerialize(graph: Graph, residency: Mapping[str, Residency]) -> Graph:
 
 
 class _Rewriter:
-    def __init__(self, graph: Graph, residency: Mapping[str, Residency]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        residency: Mapping[str, Residency],
+        saved: Collection[str],
+    ) -> None:
         self.tensors: dict[str, TensorSpec] = dict(graph.tensors)
         self.nodes: list[Node] = []
         self._graph = graph
         self._residency = residency
-        self._saved = {saved.name for saved in saved_tensors(graph)}
+        self._saved = saved
         self._changed: set[str] = set()
         self._copies: dict[str, str] = {}
         self._count = 0
@@ -114,22 +126,21 @@ class _Rewriter:
             alias = None
             if spec.alias is not None:  # a view: of the copy of what it views
                 alias = inputs[node.inputs.index(spec.alias)]
-            self.tensors[name] = replace(
-                spec, name=name, alias=alias, role=Role.ACTIVATION
+            self.tensors[name] = TensorSpec(
+                name, spec.shape, spec.dtype, Role.ACTIVATION, alias
             )
             known[output] = name
         attrs = node.attrs
         if "update" in attrs:
             attrs = MappingProxyType({**attrs, "update": False})
         self.nodes.append(
-            replace(
-                node,
-                name=f"{node.name}~{self._count}",
-                inputs=inputs,
-                outputs=tuple(known[output] for output in node.outputs),
-                attrs=attrs,
-                phase=Phase.BACKWARD,
-                mutates=(),
+            Node(
+                f"{node.name}~{self._count}",
+                node.op,
+                inputs,
+                tuple(known[output] for output in node.outputs),
+                attrs,
+                Phase.BACKWARD,
             )
         )
 

@@ -11,7 +11,7 @@ where that is faster, or where nothing else fits.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -38,7 +38,7 @@ from mucudnn.passes.vdnn_dyn import vdnn_dyn
 
 __all__ = ["minimum_budget", "search"]
 
-_WORK = 100_000
+_WORK = 60_000
 """Nodes, and parameters and state that leave, that all trials of a search may schedule
 together, beyond the first ones."""
 
@@ -54,6 +54,16 @@ _OF_GROUPS = {
     PERSISTENTS: (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE),
 }
 """What may become of tensors that nothing can compute again."""
+
+
+_WINNING = (
+    Residency.RECOMPUTE,
+    Residency.RECOMPUTE_EACH,
+    Residency.KEEP,
+    Residency.OFFLOAD,
+    Residency.PAGE,
+)
+"""Residencies, those first to which a change most often helps."""
 
 
 def search(trial: Trial) -> StepPlan:
@@ -136,16 +146,12 @@ def _offer_other_schedulers(
     for name in SCHEDULERS.table:
         if name != trial.scheduler:
             other = replace(trial, scheduler=name)
-            with suppress(PlanningError):
-                best.offer(other(found))
-            rival = _Best(other, work)
-            for policy in POLICIES.table.values():
-                rival.consider(policy(trial.step), free=True)
+            rival = _Best(other, work // 2)
+            for residency in (found, *(p(trial.step) for p in POLICIES.table.values())):
+                rival.consider(residency, free=True)
             rivals.append(rival)
     rival = min(rivals, key=lambda r: r.step_ms)
     if min(best.step_ms, rival.step_ms) > _SLOW * _unbounded_ms(trial):
-        for residency in _family(candidates, rival):
-            rival.consider(residency)
         _improve(candidates, rival)
     if rival.found:
         best.offer(rival.plan)
@@ -297,23 +303,36 @@ def _family(
 
 
 def _improve(candidates: list[_Candidate], best: _Best) -> None:
-    """Change one tensor's residency at a time, then two, the largest first."""
+    """Change one tensor's residency at a time, then two, the largest first.
+
+    One kind of change goes through all tensors before the next: what is computed again
+    instead of copied wins most, and most often.
+    """
     largest = sorted(candidates, key=lambda c: -c.saved.nbytes)
     names = [*(candidate.saved.name for candidate in largest), EVERYTHING, PERSISTENTS]
-    while _improved(itertools.combinations(names, 1), best) or _improved(
-        itertools.combinations(names, 2), best
-    ):
+    while _improved(_single_changes(names), best) or _improved(_pairs(names), best):
         continue
 
 
-def _improved(groups: Iterable[tuple[str, ...]], best: _Best) -> bool:
-    """Change the residencies of each group; whether any change helped."""
+def _single_changes(names: Sequence[str]) -> Iterator[list[tuple[str, Residency]]]:
+    for choice in _WINNING:
+        for name in names:
+            if choice in _OF_GROUPS.get(name, _WINNING):
+                yield [(name, choice)]
+
+
+def _pairs(names: Sequence[str]) -> Iterator[list[tuple[str, Residency]]]:
+    for one, other in itertools.combinations(names, 2):
+        for first in _OF_GROUPS.get(one, _WINNING):
+            for second in _OF_GROUPS.get(other, _WINNING):
+                yield [(one, first), (other, second)]
+
+
+def _improved(changes: Iterable[Sequence[tuple[str, Residency]]], best: _Best) -> bool:
+    """Try changes one after the other; whether any of them helped."""
     improved = False
-    for group in groups:
-        of_each = (_OF_GROUPS.get(name, Residency) for name in group)
-        for choices in itertools.product(*of_each):
-            if best.exhausted():
-                return False
-            change = zip(group, choices, strict=True)
-            improved |= best.consider({**best.plan.residency, **dict(change)})
+    for change in changes:
+        if best.exhausted():
+            return False
+        improved |= best.consider({**best.plan.residency, **dict(change)})
     return improved

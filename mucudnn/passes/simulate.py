@@ -46,21 +46,28 @@ class Prediction:
         step_ms: Until compute and copies are done; where copies reach into the next
             step, from the end of one step's compute to the end of the next one's.
         compute_ms: Sum of the nodes.
-        bound_ms: No schedule that moves these bytes is faster.
         stalls_ms: Time that compute waits, by cause: `operand` for what has not come
             back yet, `memory` for what has not left yet.
         out_bytes: Copied to the host.
         in_bytes: Copied back.
         lanes: Everything that happens, in program order.
+        schedule: What was simulated.
+        profile: With which times.
     """
 
     step_ms: float
     compute_ms: float
-    bound_ms: float
     stalls_ms: Mapping[str, float]
     out_bytes: int
     in_bytes: int
     lanes: tuple[Lane, ...] = field(repr=False)
+    schedule: Schedule = field(repr=False)
+    profile: Profile = field(repr=False)
+
+    @property
+    def bound_ms(self) -> float:
+        """No schedule that moves these bytes is faster; see the function."""
+        return bound_ms(self.schedule, self.profile)
 
 
 def simulate(schedule: Schedule, profile: Profile) -> Prediction:
@@ -79,11 +86,12 @@ def simulate(schedule: Schedule, profile: Profile) -> Prediction:
     return Prediction(
         step_ms=end - begin,
         compute_ms=sum(x.stop_ms - x.start_ms for x in lanes if x.engine == "compute"),
-        bound_ms=bound_ms(schedule, profile),
         stalls_ms=engines.stalls,
         out_bytes=engines.moved["out"],
         in_bytes=engines.moved["in"],
-        lanes=tuple(lane.earlier(begin) for lane in lanes),
+        lanes=tuple(lane.earlier(begin) for lane in lanes) if begin else tuple(lanes),
+        schedule=schedule,
+        profile=profile,
     )
 
 

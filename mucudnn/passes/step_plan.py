@@ -15,7 +15,7 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Schedule
 from mucudnn.passes.inplace import in_place
-from mucudnn.passes.occupancy import Occupancy, Use, rounded, uses_of
+from mucudnn.passes.occupancy import GRANULARITY, Occupancy, Use, rounded, uses_of
 from mucudnn.passes.rematerialize import rematerialize
 from mucudnn.passes.residency import (
     EVERYTHING,
@@ -23,6 +23,7 @@ from mucudnn.passes.residency import (
     RECOMPUTED,
     SMALL,
     Residency,
+    saved_tensors,
 )
 from mucudnn.passes.schedulers import SCHEDULERS
 from mucudnn.passes.simulate import Prediction, simulate
@@ -61,6 +62,7 @@ class Rewritten:
         graph: Rematerialized and in-place.
         profile: Of that graph.
         uses: Of its storages.
+        idle: Those of them with nodes between two uses.
         swaps: Gaps over which storages may leave.
         away: Parameters and state that must leave in every step.
     """
@@ -68,6 +70,7 @@ class Rewritten:
     graph: Graph
     profile: Profile
     uses: Mapping[str, Use]
+    idle: Sequence[Use]
     swaps: Mapping[str, Sequence[tuple[int, int]]]
     away: frozenset[str] = frozenset()
 
@@ -112,6 +115,7 @@ class Preparer:
         self._known: OrderedDict[frozenset[tuple[str, Residency]], Rewritten] = (
             OrderedDict()
         )
+        self._saved = {saved.name for saved in saved_tensors(graph)}
 
     def __call__(self, residency: Mapping[str, Residency]) -> Rewritten:
         """A rewritten step.
@@ -132,18 +136,19 @@ class Preparer:
         ready = self._known[again]
         hosted = self._hosted
         choices = _Choices(ready.graph, residency, hosted)
-        swaps = {name: g for name, u in ready.uses.items() if (g := choices.gaps(u))}
+        swaps = {u.storage: g for u in ready.idle if (g := choices.gaps(u))}
         found = replace(ready, swaps=swaps, away=hosted or frozenset())
         self._last = dict(residency), found
         return found
 
     def _rewritten(self, again: Mapping[str, Residency]) -> Rewritten:
-        final = in_place(rematerialize(self._graph, again))
+        final = in_place(rematerialize(self._graph, again, self._saved))
         uses = uses_of(final)
         return Rewritten(
             graph=final,
             profile=profile_of(final, self._profile),
             uses=uses,
+            idle=[use for use in uses.values() if any(use.gaps())],
             swaps={},
         )
 
@@ -311,7 +316,9 @@ def grown(
             continue
         before = rounded(plans[node.name].workspace)
         free = occupancy.budget - occupancy[position] + before
-        plan = fastest_of([p for p in front if rounded(p.workspace) <= free])
+        if free < math.inf:
+            free -= free % GRANULARITY
+        plan = fastest_of([p for p in front if p.workspace <= free])
         occupancy.add(position, position, rounded(plan.workspace) - before)
         found[node.name] = plan
     return found
