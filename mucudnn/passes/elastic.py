@@ -76,12 +76,15 @@ class Place:
 
 
 _KEYS: tuple[Callable[[Elastic], tuple[float, ...]], ...] = (
-    lambda b: (-b.life, -b.nbytes),
-    lambda b: (-b.life * b.nbytes,),
     lambda b: (-(b.life**0.5) * b.nbytes,),
+    lambda b: (-b.life * b.nbytes,),
+    lambda b: (-b.life, -b.nbytes),
     lambda b: (-b.nbytes, b.needed - b.last),
 )
-"""Which block is placed first: the long-lived, those of large area, the large."""
+"""Which block is placed first: those of large area, the long-lived, the large."""
+
+_LARGE = 5000
+"""Blocks from which on only the first of these orders is tried."""
 
 
 def place_elastic(
@@ -95,10 +98,11 @@ def place_elastic(
         clock: When positions are.
         period: Positions after which everything begins again.
     """
-    rounds = min(_MOST_ROUNDS, 2 + _WORK // max(1, len(blocks)))
+    rounds = min(_MOST_ROUNDS, 1 + _WORK // max(1, len(blocks)))
     batch = max(1, rounds // _BATCHES)
     attempt = _Attempt(blocks, limit, clock, period)
-    ranks = ([key(block) for block in blocks] for key in _KEYS)
+    keys = _KEYS[:1] if len(blocks) > _LARGE else _KEYS
+    ranks = ([key(block) for block in blocks] for key in keys)
     wheels = [
         _Wheel(attempt, sorted(range(len(blocks)), key=rank.__getitem__))
         for rank in ranks

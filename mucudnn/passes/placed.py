@@ -30,6 +30,9 @@ _SEARCHES = 4
 _CUTS = (0.0, 0.01, 0.02, 0.04, 0.08)
 """Shares of the budget that a step may be scheduled below it, to find places."""
 
+_MANY = 5000
+"""Stays from which on the first places that are found are good enough."""
+
 _FAR = 0.02
 """The share below which the first places that are found are good enough."""
 
@@ -157,14 +160,16 @@ class _Asked:
             tried = [plan] if cut == 0.0 else list(self.replanned(plan, cut))
             fitting += (p for p in map(self.place, tried) if p is not None)
             enough = any(_step_ms(placed) <= tolerable for placed in fitting)
-            if enough or not tried or (fitting and cut >= _FAR):
+            hurried = cut >= _FAR or len(plan.stays) > _MANY
+            if enough or not tried or (fitting and hurried):
                 break
         if not fitting:
             return None
         best = _preferred(fitting)
         if best.layout.fragmentation > _FRAGMENTED:
             more = self.replanned(plan, -_UNUSED * best.layout.fragmentation)
-            fitting += (p for p in map(self.place, more) if p is not None)
+            others = (*map(self.place, more), self.tightened(best))
+            fitting += (p for p in others if p is not None)
         return _preferred(fitting)
 
     def replanned(self, plan: StepPlan, cut: float) -> Iterator[StepPlan]:
@@ -225,6 +230,13 @@ class _Asked:
             self.bare(plan), self.profile, arena_bytes=arena, resident=resident
         )
         return None if found is None else self.grown(*found)
+
+    def tightened(self, placed: PlacedStep) -> PlacedStep | None:
+        """The same step in an arena that is hardly larger than what is in use."""
+        resident = placed.state_bytes
+        arena = int((1 + _FRAGMENTED) * placed.layout.live_peak)
+        found = settle(placed.plan, self.profile, arena_bytes=arena, resident=resident)
+        return None if found is None else PlacedStep(*found, resident)
 
     def packed(self, plan: StepPlan) -> PlacedStep:
         """Places as low as they are found with nothing giving way."""

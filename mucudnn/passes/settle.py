@@ -24,9 +24,9 @@ __all__ = ["settle"]
 _TOLERATED = 0.005
 """What places may cost of a step's time before others are looked for."""
 
-_HASTE = 0.5
-"""Share of its rate that a link is thought to have, where stays last no longer than
-their copies take."""
+_HASTES = (0.5, 1.0)
+"""Shares of its rate that a link is thought to have, where stays last no longer than
+their copies take: with less of it they are wanted for longer."""
 
 
 def settle(
@@ -43,10 +43,27 @@ def settle(
     Returns:
         Nothing, where no places were found.
     """
-    graph, n = plan.schedule.graph, len(plan.schedule.graph.nodes)
+    graph = plan.schedule.graph
     known = timed_by(profile_of(graph, profile), plan.plans)
     clock = Clock([known.node_ms[node.name] for node in graph.nodes])
-    wanted = _trimmed(plan.stays, known, clock, n)
+    for haste in _HASTES:
+        wanted = _trimmed(plan.stays, known, clock, haste, len(graph.nodes))
+        found = _settled(plan, known, clock, wanted, arena_bytes, resident)
+        if found is not None:
+            return found
+    return None
+
+
+def _settled(
+    plan: StepPlan,
+    profile: Profile,
+    clock: Clock,
+    wanted: Sequence[Stay],
+    arena_bytes: int,
+    resident: int,
+) -> tuple[StepPlan, Layout] | None:
+    """The fastest of the places that are found for stays as they are wanted."""
+    graph, n = plan.schedule.graph, len(plan.schedule.graph.nodes)
     scratch = [plan.schedule.workspaces.get(node.name, 0) for node in graph.nodes]
     blocks = [_elastic(stay, n) for stay in wanted]
     blocks += [
@@ -54,7 +71,7 @@ def settle(
         for at, nbytes in enumerate(scratch)
         if nbytes
     ]
-    good_enough = (1 + _TOLERATED) * simulate(plan.schedule, known).step_ms
+    good_enough = (1 + _TOLERATED) * simulate(plan.schedule, profile).step_ms
     best: tuple[StepPlan, Layout] | None = None
     for places in place_elastic(blocks, arena_bytes, clock, n):
         stays = [
@@ -63,7 +80,7 @@ def settle(
         ]
         most, _ = least_occupancy(stays, scratch, resident, 0).peak()
         new = emit(graph, stays, plan.schedule.workspaces, most, plan.schedule.hosted)
-        prediction = simulate(new, known)
+        prediction = simulate(new, profile)
         if best is None or prediction.step_ms < best[0].prediction.step_ms:
             found = replace(plan, schedule=new, stays=stays, prediction=prediction)
             best = found, _layout(found, blocks, places, most - resident)
@@ -73,16 +90,16 @@ def settle(
 
 
 def _trimmed(
-    stays: Sequence[Stay], profile: Profile, clock: Clock, count: int
+    stays: Sequence[Stay], profile: Profile, clock: Clock, haste: float, count: int
 ) -> list[Stay]:
-    """Stays that last no longer than their copies take, with much to spare."""
+    """Stays that last no longer than their copies take on links of some haste."""
     found = list(stays)
     coming = sorted(
         (i for i, stay in enumerate(stays) if stay.copied_in),
         key=lambda i: stays[i].needed,
     )
     starts = latest_starts(
-        [stays[i] for i in coming], clock, _HASTE * profile.in_bytes_per_ms
+        [stays[i] for i in coming], clock, haste * profile.in_bytes_per_ms
     )
     for i, start in zip(coming, starts, strict=True):
         found[i] = replace(found[i], start=max(found[i].start, start))
@@ -91,7 +108,7 @@ def _trimmed(
         key=lambda i: stays[i].last % count,
     )
     ends = first_ends(
-        [stays[i] for i in leaving], clock, _HASTE * profile.out_bytes_per_ms, count
+        [stays[i] for i in leaving], clock, haste * profile.out_bytes_per_ms, count
     )
     for i, end in zip(leaving, ends, strict=True):
         found[i] = replace(found[i], stop=min(found[i].stop, end))

@@ -1,0 +1,128 @@
+"""Places for lives that may be shortened: nothing overlaps, and cores are kept."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from mucudnn.ir.devices import DEVICES
+from mucudnn.ir.optimizers import Momentum
+from mucudnn.models import get_model
+from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.clock import Clock
+from mucudnn.passes.elastic import Elastic, place_elastic
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.layout import lay_out, lives_of
+from mucudnn.passes.links import first_ends, latest_starts
+from mucudnn.passes.occupancy import GRANULARITY, rounded
+from mucudnn.passes.optimizers import with_updates
+from mucudnn.passes.planned import minimum_budget, plan_step
+from mucudnn.passes.settle import settle
+from mucudnn.passes.stays import Stay
+from mucudnn.passes.step_plan import plan_residency, state_bytes
+from mucudnn.passes.verify import verify
+
+PERIOD = 12
+
+
+@st.composite
+def elastics(draw):
+    needed = draw(st.integers(0, PERIOD - 1))
+    last = needed + draw(st.integers(0, PERIOD - 2))
+    room = PERIOD - 1 - (last - needed)
+    before = draw(st.integers(0, room))
+    after = draw(st.integers(0, room - before))
+    return Elastic(draw(st.integers(1, 9)), needed - before, needed, last, last + after)
+
+
+def moments(first, last):
+    return {at % PERIOD for at in range(first, last + 1)}
+
+
+def check(blocks, places, limit):
+    for i, (block, place) in enumerate(zip(blocks, places, strict=True)):
+        assert block.start <= place.start <= block.needed
+        assert block.last <= place.stop <= block.stop
+        assert 0 <= place.offset <= limit - block.nbytes
+        for other, its in zip(blocks[:i], places[:i], strict=True):
+            if moments(place.start, place.stop) & moments(its.start, its.stop):
+                assert (
+                    place.offset + block.nbytes <= its.offset
+                    or its.offset + other.nbytes <= place.offset
+                )
+
+
+@given(st.lists(elastics(), min_size=1, max_size=14), st.floats(0.3, 1.0))
+@settings(max_examples=150, deadline=None)
+def test_places_never_overlap_and_last_at_least_as_long_as_needed(blocks, share):
+    everything = sum(block.nbytes for block in blocks)
+    limit = int(share * everything)
+    clock = Clock([1.0 + at for at in range(PERIOD)])
+    found = list(place_elastic(blocks, limit, clock, PERIOD))
+    for places in found:
+        check(blocks, places, limit)
+    if limit == everything:
+        assert found
+        for block, place in zip(blocks, found[0], strict=True):
+            assert (place.start, place.stop) == (block.start, block.stop)
+
+
+def test_what_is_wanted_gives_way_and_what_is_needed_does_not():
+    clock = Clock([1.0] * 6)
+    stays, comes_back = Elastic(4, 0, 0, 3, 3), Elastic(4, 1, 4, 5, 5)
+    for places in place_elastic([stays, comes_back], 4, clock, 6):
+        assert [(p.offset, p.start, p.stop) for p in places] == [(0, 0, 3), (0, 4, 5)]
+    needed = Elastic(4, 3, 3, 5, 5)
+    assert not list(place_elastic([stays, needed], 4, clock, 6))
+
+
+def test_copies_back_begin_as_late_as_their_link_admits():
+    clock = Clock([1.0] * 10)
+    stays = [
+        Stay("a", 20, 0, 9, 6, 9, copied_in=True),
+        Stay("b", 10, 0, 9, 7, 9, copied_in=True),
+    ]
+    assert latest_starts(stays, clock, 10.0) == [4, 6]
+    out = [
+        Stay("a", 20, 0, 9, 0, 2, copied_out=True),
+        Stay("b", 10, 0, 9, 0, 3, copied_out=True),
+    ]
+    assert first_ends(out, clock, 10.0, 10) == [5, 6]
+
+
+@pytest.mark.parametrize("scheduler", ["timed", "adaptive_window", "on_demand"])
+@pytest.mark.parametrize(("model", "share"), [("resnet18", 0.2), ("googlenet", 0.1)])
+def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(model, share, scheduler):
+    forward = get_model(model)(8)
+    graph = with_updates(training_graph(forward), Momentum(learning_rate=0.1))
+    profile = estimate(graph, DEVICES["p100"])
+    least = minimum_budget(graph, profile)
+    whole = plan_residency(graph, profile, {}, budget=float("inf"))
+    budget = least + int(share * (whole.peak_bytes - least))
+    plan = plan_step(
+        graph, profile, budget=int(0.97 * budget), policy="planned", scheduler=scheduler
+    )
+    resident = state_bytes(plan.schedule.graph, plan.schedule.resident)
+    found = settle(plan, profile, arena_bytes=budget - resident, resident=resident)
+    if found is None:
+        assert lay_out(plan.schedule).nbytes > 0.9 * (budget - resident)
+        return
+    settled, layout = found
+    verify(settled.schedule, granularity=GRANULARITY)
+    assert layout.nbytes <= budget - resident
+    assert settled.schedule.peak_bytes <= plan.schedule.peak_bytes
+    assert {s.storage for s in settled.stays} == {s.storage for s in plan.stays}
+    overlap_free(settled.schedule, layout)
+
+
+def overlap_free(schedule, layout):
+    taken = [
+        (offset, offset + rounded(schedule.graph.tensors[name].nbytes), first, last)
+        for name, lives in lives_of(schedule).items()
+        for offset, (first, last) in zip(layout.stays[name], lives, strict=True)
+    ]
+    taken.sort()
+    for i, (low, high, first, last) in enumerate(taken):
+        for other_low, _, begin, end in taken[i + 1 :]:
+            if other_low >= high:
+                break
+            assert last < begin or end < first, (low, other_low)
