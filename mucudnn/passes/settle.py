@@ -102,7 +102,8 @@ def _trimmed(
         [stays[i] for i in coming], clock, haste * profile.in_bytes_per_ms
     )
     for i, start in zip(coming, starts, strict=True):
-        found[i] = replace(found[i], start=max(found[i].start, start))
+        begin = min(max(found[i].start, start), found[i].needed)
+        found[i] = replace(found[i], start=begin)
     leaving = sorted(
         (i for i, stay in enumerate(stays) if stay.copied_out),
         key=lambda i: stays[i].last % count,
@@ -111,7 +112,8 @@ def _trimmed(
         [stays[i] for i in leaving], clock, haste * profile.out_bytes_per_ms, count
     )
     for i, end in zip(leaving, ends, strict=True):
-        found[i] = replace(found[i], stop=min(found[i].stop, end))
+        done = max(min(found[i].stop, end), found[i].last)
+        found[i] = replace(found[i], stop=done)
     return found
 
 
