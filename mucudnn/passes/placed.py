@@ -75,6 +75,7 @@ def place_step(
     convolutions: str = "dynamic",
     plans: Mapping[str, ConvPlan] | None = None,
     hosted: frozenset[str] | None = None,
+    plan: StepPlan | None = None,
 ) -> PlacedStep:
     """Plan a step such that its arena and its state fit a budget.
 
@@ -87,6 +88,7 @@ def place_step(
         convolutions: How convolutions get their workspace.
         plans: Convolution node -> plan, if they are fixed.
         hosted: Parameters and state whose home is the host, if that is decided.
+        plan: Of this step within this budget, if it is planned already.
 
     Raises:
         PlanningError: It cannot fit; says how many bytes short.
@@ -94,7 +96,8 @@ def place_step(
     asked = _Asked(
         graph, profile, budget, policy, scheduler, convolutions, plans, hosted
     )
-    plan = asked.search(budget)
+    if plan is None:
+        plan = asked.search(budget)
     if math.isinf(budget):
         return PlacedStep(plan, lay_out(plan.schedule), asked.resident(plan))
     target = budget

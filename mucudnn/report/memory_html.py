@@ -13,7 +13,7 @@ from mucudnn.report.memory_charts import (
     speed_chart,
 )
 from mucudnn.report.memory_stack import KINDS, stack_chart
-from mucudnn.report.memory_text import COLUMNS, technique_cells
+from mucudnn.report.memory_text import COLUMNS, placed_words, technique_cells
 from mucudnn.report.svg import drawing, marker
 from mucudnn.report.words import bytes_text, ms_text, speedup_text
 from mucudnn.runtime.memory_study import MemoryStudy
@@ -261,6 +261,7 @@ def _table(study: MemoryStudy) -> Markup:
         "it needs at the least. Bound: no order of the same computations and copies "
         "takes less.",
         tag("div", table, class_="scroll"),
+        tag("p", placed_words(study), class_="soft"),
     )
 
 

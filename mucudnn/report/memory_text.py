@@ -7,7 +7,7 @@ from mucudnn.report.text import Table
 from mucudnn.report.words import NOTHING, bytes_text, ms_text, speedup_text
 from mucudnn.runtime.memory_study import MemoryStudy
 
-__all__ = ["COLUMNS", "heading", "memory_tables", "technique_cells"]
+__all__ = ["COLUMNS", "heading", "memory_tables", "placed_words", "technique_cells"]
 
 COLUMNS = (
     *("policy", "scheduler", "fits", ">peak", ">offloaded", ">extra nodes"),
@@ -56,6 +56,21 @@ def technique_cells(study: MemoryStudy, technique: Technique) -> tuple[str, ...]
     )
 
 
+def placed_words(study: MemoryStudy) -> str:
+    """The best technique with fixed offsets in a sentence; empty without one."""
+    if study.placed is None:
+        return ""
+    layout, plan = study.placed.layout, study.placed.plan
+    beside = ""
+    if study.placed.state_bytes:
+        beside = f" beside {bytes_text(study.placed.state_bytes)} that never leave"
+    return (
+        f"{plan.policy} with fixed offsets: an arena of {bytes_text(layout.nbytes)}"
+        f"{beside}, {layout.fragmentation:.1%} above what is in use at once; "
+        f"{ms_text(plan.prediction.step_ms)} ms a step"
+    )
+
+
 def _techniques(study: MemoryStudy) -> Table:
     rows = tuple(technique_cells(study, t) for t in study.techniques)
     strong = {i for i, t in enumerate(study.techniques) if t is study.best}
@@ -63,7 +78,7 @@ def _techniques(study: MemoryStudy) -> Table:
         f"with all the memory it could use: {bytes_text(study.unbounded.peak_bytes)}, "
         f"{ms_text(study.unbounded_ms)} ms a step"
     )
-    notes = [unbounded]
+    notes = [unbounded, *filter(None, [placed_words(study)])]
     if study.minimum is not None:
         least = f"{bytes_text(study.minimum)} ({study.minimum} bytes)"
         notes.append(f"the least budget that works: {least}")

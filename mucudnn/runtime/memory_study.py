@@ -9,10 +9,12 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.optimizers import parse_optimizer
@@ -22,6 +24,7 @@ from mucudnn.models import get_model
 from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.order import ORDERS
+from mucudnn.passes.placed import PlacedStep, place_step
 from mucudnn.passes.planned import PLANNED
 from mucudnn.passes.step_plan import StepPlan, state_bytes
 from mucudnn.passes.techniques import (
@@ -90,6 +93,7 @@ class MemoryStudy:
         figures: What costs are based on, in words.
         convolutions: How many of them are measured.
         techniques: One for every policy and scheduler.
+        placed: The best of them with fixed offsets in one arena, if places were found.
         curve: The same under several budgets, with the first of the schedulers.
         max_batch: Policy -> the largest mini-batch within the budget, if asked for.
         min_budget: Policy -> the least budget, if asked for.
@@ -105,6 +109,7 @@ class MemoryStudy:
     figures: Mapping[str, str]
     convolutions: Coverage
     techniques: tuple[Technique, ...]
+    placed: PlacedStep | None = None
     curve: tuple[Technique, ...] = ()
     max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -165,6 +170,7 @@ class MemoryStudy:
             "unbounded_bytes": self.unbounded.peak_bytes,
             "minimum_bytes": self.minimum,
             "rows": [self._row(technique) for technique in self.techniques],
+            "placed": self.placed and _placed(self.placed),
             "curve": [{"budget_bytes": t.budget, **self._row(t)} for t in self.curve],
             "max_batch": dict(self.max_batch),
             "min_budget_bytes": dict(self.min_budget),
@@ -190,6 +196,18 @@ class MemoryStudy:
             "stalls_ms": dict(prediction.stalls_ms) if prediction else None,
             "best": technique is self.best,
         }
+
+
+def _placed(placed: PlacedStep) -> dict[str, Any]:
+    return {
+        "policy": placed.plan.policy,
+        "scheduler": placed.plan.scheduler,
+        "arena_bytes": placed.layout.nbytes,
+        "resident_bytes": placed.state_bytes,
+        "live_peak_bytes": placed.layout.live_peak,
+        "fragmentation": placed.layout.fragmentation,
+        "predicted_ms": placed.plan.prediction.step_ms,
+    }
 
 
 def _hosted_bytes(plan: StepPlan) -> int:
@@ -258,6 +276,7 @@ class _Study:
         self._budget = _memory_of(spec.device) if budget is None else budget
         self._minimum: int | None = None
         self._techniques: list[Technique] = []
+        self._placed: PlacedStep | None = None
         self._curve: list[Technique] = []
         self._max_batch: dict[str, int] = {}
         self._min_budget: dict[str, int] = {}
@@ -266,6 +285,7 @@ class _Study:
         interrupted = False
         try:
             self._try_techniques()
+            self._place_best()
             self._minimum = least_budget(self._graph, self._profile)
             if min_budget:
                 self._find_min_budgets()
@@ -285,6 +305,7 @@ class _Study:
             figures=self._costs.figures,
             convolutions=self._costs.coverage,
             techniques=tuple(self._techniques),
+            placed=self._placed,
             curve=tuple(self._curve),
             max_batch=self._max_batch,
             min_budget=self._min_budget,
@@ -302,6 +323,20 @@ class _Study:
         for i, (policy, scheduler) in enumerate(pairs):
             self._say(f"{policy}, {scheduler}", i, len(pairs))
             self._techniques.append(self._try(policy, scheduler, self._budget))
+
+    def _place_best(self) -> None:
+        best = best_technique(self._techniques)
+        if best is not None:
+            self._say("places in the arena", 0, 1)
+            with suppress(PlanningError):
+                self._placed = place_step(
+                    self._graph,
+                    self._profile,
+                    budget=self._budget,
+                    policy=best.policy,
+                    scheduler=best.scheduler,
+                    plan=best.plan,
+                )
 
     def _try_budgets(self) -> None:
         most = self._unbounded.peak_bytes
