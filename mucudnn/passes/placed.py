@@ -37,10 +37,14 @@ _FAR = 0.02
 """The share below which the first places that are found are good enough."""
 
 _FRAGMENTED = 0.03
+"""Share of what is in use at once that an arena may be larger, before less is tried."""
+
 _UNUSED = 0.75
 """Share of the bytes that are left over, that a schedule may count on beside all."""
 
 _HARDLY = 0.005
+"""Share of a step's time for which less waste is worth having."""
+
 _TOLERATED = 0.02
 """What places may cost of a step's time before others are looked for."""
 
