@@ -3,6 +3,9 @@ import pytest
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.cuda.loading import LoadedLibrary, load_library
 from mucudnn.errors import BackendUnavailableError
+from tests.examples import register_profiles
+
+register_profiles()
 
 
 @pytest.fixture(params=["cpu", "null", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import Profile
@@ -13,6 +13,7 @@ from mucudnn.passes.occupancy import GRANULARITY
 from mucudnn.passes.residency import EVERYTHING, Residency
 from mucudnn.passes.step_plan import first_plans, plan_residency, prepare
 from mucudnn.passes.verify import verify
+from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
 from tests.test_simulate import layers
 
@@ -25,7 +26,7 @@ def problem_of(graph, profile, residency, budget):
     return ready.problem(plans, budget)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_both_windows_share_the_budget_and_end_empty(data):
     graph = data.draw(training_graphs(most=14, updates=data.draw(st.booleans())))
@@ -47,7 +48,7 @@ def test_both_windows_share_the_budget_and_end_empty(data):
     assert found.in_bytes[-1] == found.out_bytes[-1] == found.prefetch_bytes[-1] == 0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_without_gaps_of_its_own_everything_may_leave(data):
     graph = data.draw(training_graphs())

@@ -2,7 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from bench import papers
 from bench.papers import one_row
@@ -32,6 +32,7 @@ from bench.papers.vdnn_networks import (
 )
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.models import MODELS as LIBRARY, get_model
+from tests.examples import examples
 
 ROWS = """
 alexnet 227 128 1401.240 953.188 724.516 647.891 635.531 567.188 567.188 567.188 317.422
@@ -524,7 +525,7 @@ def networks(draw):
 
 
 @given(networks())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_techniques_on_any_network(network):
     way = route(network)
     curves = peaks(network)
@@ -552,7 +553,7 @@ def test_techniques_on_any_network(network):
 
 
 @given(networks(), st.sampled_from(list(Mode)))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_every_read_was_written(network, mode):
     """Nothing is read that was dropped in the forward pass and not made again."""
     way = route(network)

@@ -16,11 +16,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.errors import CacheError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
 from mucudnn.runtime.cache import BenchmarkCache, CacheWarning, default_path
+from tests.examples import examples
 
 PROBLEM = ConvProblem(
     direction=Direction.FORWARD, x_shape=(8, 3, 9, 9), w_shape=(4, 3, 3, 3)
@@ -200,7 +201,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(operations)
 def test_it_is_a_dictionary(steps):
     model = {}

@@ -1,19 +1,18 @@
 import errno
 import json
 import os
-import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from mucudnn.errors import CheckpointError
 from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
 from tests.checkpointing import WORDS, arrays_at, at
+from tests.examples import examples
 
 SCRIPT = Path(__file__).with_name("checkpointing.py")
 ROOT = SCRIPT.parent.parent
@@ -33,9 +32,10 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def child(*arguments):
+def child(*arguments, stdin=None):
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), *map(str, arguments)],
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -72,9 +72,8 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert checkpoints.load(WORDS).progress == {"epoch": 9}
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
+@examples(
+    60,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
@@ -212,19 +211,27 @@ def test_a_newer_schema_is_said_to_be_one(tmp_path):
 
 
 def test_killed_at_any_moment_it_can_go_on(tmp_path):
-    """Twenty times; each run begins where the one before it had got to."""
-    pause, last = random.Random(0), 0
-    checkpoints = Checkpoints(tmp_path)
-    for _ in range(20):
-        with child(tmp_path) as process:
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(pause.uniform(0, 0.06))
-            process.kill()
-        found = checkpoints.load(WORDS)
-        if found is None:
-            assert last == 0
-            continue
-        assert found.step >= last
-        same(found, found.step)
-        last = found.step
-    assert last > 20
+    """At each of the moments that three checkpoints consist of, and while writing.
+
+    Each process begins where the one before it had got to; it is killed before the next
+    thing that it does to the folder, and where a file has so many bytes.
+    """
+    touches = [f"touch {moment}" for moment in range(1, 46)]
+    writes = [f"write {nbytes}" for nbytes in (1, 100, 4096, 100_000, 190_000)]
+    checkpoints, last = Checkpoints(tmp_path), 0
+    with child(tmp_path, "--dying", stdin=subprocess.PIPE) as process:
+        for i, death in enumerate([*touches, *writes, *touches[:14]]):
+            print(death, file=process.stdin, flush=True)
+            died_of = "SIGXFSZ" if death.startswith("write") else "SIGKILL"
+            assert process.stdout.readline() == f"{died_of}\n"
+            found = checkpoints.load(WORDS)
+            if found is None:
+                assert last == 0
+                continue
+            assert found.step >= last
+            same(found, found.step)
+            last = found.step
+            if i == len(touches) - 1:
+                assert last > len(touches)  # many of them saved three times
+        process.stdin.close()
+    assert process.returncode == 0

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn import (
     Tuner,
@@ -19,6 +19,7 @@ from mucudnn.backends import get_backend
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.passes.microbatch import undivided
 from tests.doubles import QUICK, plan_of, watched
+from tests.examples import examples
 from tests.reference import operands, reference, relative_error
 
 CONVS = {1: conv1d, 2: conv2d, 3: conv3d}
@@ -135,7 +136,7 @@ def test_dividing_changes_rounding_at_most_where_samples_are_independent(directi
     groups=st.sampled_from([1, 2]),
     layout=st.sampled_from(["NCHW", "NHWC"]),
 )
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_the_three_directions_are_adjoint(
     batch, stride, padding, dilation, groups, layout
 ):

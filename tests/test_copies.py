@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.backends.cpu.copies import CHUNK, CpuCopier
 from mucudnn.backends.cuda.copies import CudaCopier, pinned
@@ -16,6 +16,7 @@ from mucudnn.backends.cuda.device import CudaDevice, DescribedDevice
 from mucudnn.backends.null import NullDevice
 from mucudnn.backends.virtual import VirtualArray
 from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError
+from tests.examples import examples
 
 
 def copying_threads():
@@ -36,7 +37,7 @@ OPERATION = st.tuples(st.sampled_from(["out", "back"]), *[st.integers(0, 3)] * 2
 
 
 @given(st.lists(OPERATION, max_size=12), st.booleans())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_copies_that_wait_for_conflicting_ones_equal_a_sequence(operations, large):
     size = CHUNK + 5 if large and len(operations) < 4 else 7
     rng = np.random.default_rng(0)

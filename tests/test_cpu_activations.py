@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.backends.cpu.kernels.erf import erf
+from tests.examples import examples
 from tests.kernel_cases import close, distinct, normal, numeric_gradient, run, stale
 
 
@@ -110,7 +111,7 @@ def test_bias(N, C, spatial, in_place):
     st.booleans(),
     st.booleans(),
 )
-@settings(max_examples=40)
+@examples(40)
 def test_matmul(M, N, K, turn_a, turn_b):
     a, b = normal(M, K), normal(K, N, seed=1)
     given_a = np.ascontiguousarray(a.T) if turn_a else a

@@ -2,18 +2,20 @@
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from mucudnn.backends.cpu.conv import fft, fft_tiling
 from mucudnn.backends.cpu.conv.fourier.dft import Window, fill_table, frequencies
 from mucudnn.backends.cpu.conv.fourier.separable import Chunk, Separable
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
+from tests.examples import examples
 from tests.reference import operands, reference, relative_error
 
 BOTH = pytest.mark.parametrize(
     "algorithm", [fft.ALGORITHM, fft_tiling.ALGORITHM], ids=lambda a: a.name
 )
+
 WORKERS = {count: Workers(count) for count in (1, 2, 3)}
 
 
@@ -61,7 +63,7 @@ def problems(draw):
 
 
 @BOTH
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(problem=problems(), count=st.sampled_from(sorted(WORKERS)))
 def test_any_geometry(algorithm, problem, count):
     assume(algorithm.excluded(problem) is None)

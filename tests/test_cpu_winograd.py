@@ -5,7 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.backends.cpu.conv import winograd_nonfused
 from mucudnn.backends.cpu.conv.winograd import plan as winograd_plan
@@ -17,6 +17,7 @@ from mucudnn.backends.cpu.conv.winograd.transforms import (
 )
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
+from tests.examples import examples
 from tests.reference import operands, reference, relative_error
 
 ALGORITHM = winograd_nonfused.ALGORITHM
@@ -134,7 +135,7 @@ def test_a_kernel_matrix_is_the_separable_transform(m):
 
 @pytest.mark.usefixtures("only")
 def test_agrees_with_the_reference_however_it_is_cut():
-    @settings(max_examples=150, deadline=None)
+    @examples(150)
     @given(problems(), st.booleans(), st.integers(1, 3))
     def agrees(problem, accumulate, count):
         a, b = operands(problem)
@@ -153,7 +154,7 @@ def test_agrees_with_the_reference_however_it_is_cut():
 
 @pytest.mark.usefixtures("only")
 def test_the_three_directions_are_adjoint():
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(problems(directions=(Direction.FORWARD,)))
     def adjoint(problem):
         x, w = operands(problem)

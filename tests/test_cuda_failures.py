@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn import Tuner
 from mucudnn.backends.cuda._cudnn import PROTOTYPES, Cudnn
@@ -30,6 +30,7 @@ from tests.cuda_work import (
 )
 from tests.cudnn_fake import FakeCudnn
 from tests.doubles import QUICK, plan_of
+from tests.examples import examples
 
 
 @pytest.fixture
@@ -209,7 +210,7 @@ def test_misaligned_operands_are_planned_as_they_are(
     policy=st.sampled_from(["powers_of_two", "all"]),
     data=st.data(),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_parts_of_aligned_sizes_begin_at_aligned_addresses(sample, dtype, policy, data):
     batch = data.draw(st.integers(1, 64))
     problem = ConvProblem(

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn import conv2d, conv_backward_data, conv_backward_filter
 from mucudnn.backends.cuda._enums import DescriptorType, Status
@@ -35,6 +35,7 @@ from tests.cuda_work import (
 )
 from tests.cudnn_fake import ENGINES, FakeCudnn
 from tests.doubles import plan_of
+from tests.examples import examples
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_each_micro_batch_is_one_call_on_its_own_slice(
     layout=st.sampled_from(["NCHW", "NHWC"]),
     dtype=st.sampled_from(["float16", "float32", "float64"]),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_addresses_are_those_of_slices(parts, direction, layout, dtype):
     problem = layer(sum(parts), direction, layout=layout, dtype=dtype)
     steps = [AlgoPerf(algo="a", batch=n, time_ms=1.0, workspace=0) for n in parts]

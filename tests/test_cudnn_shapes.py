@@ -4,12 +4,13 @@ import ctypes
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.backends.cuda._cudnn import Cudnn
 from mucudnn.backends.cuda._enums import ConvolutionMode, DataType, TensorFormat
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import ConvProblem, Direction
+from tests.examples import examples
 
 pytestmark = pytest.mark.cudnn
 
@@ -102,7 +103,7 @@ def ours(arguments):
     return (*y[:2], 1, *y[2:]) if len(y) == 3 else y
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(arguments=convolutions())
 def test_the_library_gives_the_same_output(calls, arguments):
     expected = ours(arguments)
@@ -113,7 +114,7 @@ def test_the_library_gives_the_same_output(calls, arguments):
             library_says(calls, **arguments)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(arguments=convolutions(), more=st.integers(1, 5))
 def test_both_refuse_channels_that_do_not_fit(calls, arguments, more):
     n, c, *spatial = arguments["x_shape"]

@@ -1,15 +1,15 @@
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from mucudnn.data import ArrayDataset, Subset, open_arrays, open_dataset
 from mucudnn.data.dataset import split_indices
 from mucudnn.errors import DataError
 from tests.data_files import labelled_images, read_all
+from tests.examples import examples
 
-tmp_settings = settings(
-    max_examples=60,
-    deadline=None,
+tmp_settings = examples(
+    60,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

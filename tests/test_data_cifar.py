@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from mucudnn.data import open_cifar10, open_cifar100
 from mucudnn.data.pickles import read_pickled_dict
@@ -17,12 +17,13 @@ from tests.data_files import (
     write_cifar10_pickles,
     write_cifar100,
 )
+from tests.examples import examples
 
-truncations = settings(
-    max_examples=60,
-    deadline=None,
+truncations = examples(
+    60,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+
 ROWS = 4
 WRITERS = {
     "binary": write_cifar10_binary,

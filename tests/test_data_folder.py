@@ -2,11 +2,12 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from mucudnn.data import open_dataset, open_folder
 from mucudnn.errors import DataError
 from tests.data_files import read_all
+from tests.examples import examples
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 
@@ -81,9 +82,8 @@ def test_16_bits_are_scaled(tmp_path):
     np.testing.assert_array_equal(images[0, 0], np.arange(256).reshape(16, 16))
 
 
-@settings(
-    max_examples=40,
-    deadline=None,
+@examples(
+    40,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.sampled_from([".png", ".jpg"]), st.floats(0, 0.9))

@@ -3,7 +3,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.data import (
     FORMATS,
@@ -15,6 +15,7 @@ from mucudnn.data import (
 )
 from mucudnn.errors import DataError
 from tests.data_files import labelled_images, read_all, write_mnist
+from tests.examples import examples
 
 
 def accuracy(train, test):
@@ -50,7 +51,7 @@ def test_another_seed_is_another_problem():
 
 
 @given(st.lists(st.integers(0, 10**12 - 1), min_size=1, max_size=6), st.integers(0, 9))
-@settings(deadline=None, max_examples=30)
+@examples(30)
 def test_synthetic_images_follow_from_seed_and_index(indices, seed):
     dataset = SyntheticDataset(10**12, 7, (2, 5, 6), seed=seed)
     images, labels = dataset.read(indices)

@@ -9,7 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.data import (
     ArrayDataset,
@@ -20,6 +20,7 @@ from mucudnn.data import (
     SyntheticDataset,
 )
 from mucudnn.data.prefetch import in_order
+from tests.examples import examples
 
 N = 53
 AUGMENT = Compose((RandomCrop(2), RandomFlip()))
@@ -65,7 +66,7 @@ def bits_of(batches):
     st.integers(1, 5),
     st.integers(0, 3),
 )
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_an_epoch_is_a_permutation(batch, shuffle, workers, depth, epoch):
     loader = Loader(
         Numbered(), batch, shuffle=shuffle, workers=workers, depth=depth, seed=batch
@@ -79,7 +80,7 @@ def test_an_epoch_is_a_permutation(batch, shuffle, workers, depth, epoch):
 
 
 @given(st.integers(0, 4), st.integers(1, 5), st.integers(0, 9), st.integers(0, 3))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_resuming_is_bit_exact_whatever_the_threads(workers, depth, start, epoch):
     dataset = SyntheticDataset(N, 3, (2, 6, 6))
     plain = Loader(dataset, 6, seed=5, transform=AUGMENT, workers=0)

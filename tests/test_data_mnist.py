@@ -2,15 +2,15 @@ import gzip
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from mucudnn.data import open_dataset, open_mnist
 from mucudnn.errors import DataError
 from tests.data_files import idx, read_all, write_mnist
+from tests.examples import examples
 
-truncations = settings(
-    max_examples=60,
-    deadline=None,
+truncations = examples(
+    60,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.data import (
     ArrayDataset,
@@ -11,10 +11,11 @@ from mucudnn.data import (
     channel_statistics,
 )
 from tests.data_files import labelled_images
+from tests.examples import examples
 
 
 @given(st.integers(0, 4), st.integers(0, 99), st.sampled_from([np.uint8, np.float32]))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_every_crop_is_a_window_of_the_padded_image(padding, seed, dtype):
     images = labelled_images(5, (2, 6, 7), seed=seed)[0].astype(dtype)
     before = images.copy()
@@ -52,7 +53,7 @@ def test_flips(probability):
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(0, 1e6))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_streaming_statistics_equal_those_of_the_whole(n, batch, offset):
     images = labelled_images(n, (3, 4, 5), seed=n)[0].astype(np.float32)
     images += np.float32(offset)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pulp
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import PerfTable
@@ -18,6 +18,7 @@ from mucudnn.passes.microbatch import (
     workspace_division,
     workspace_division_exact,
 )
+from tests.examples import examples
 from tests.tables import divisions, perf, perf_tables, problem
 
 
@@ -60,7 +61,7 @@ def test_merging_fronts_equals_exhaustive_search(tables, limit):
     assert total_cost(plans, tables) == cheapest(tables, limit)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(tables_of_any_kind, st.integers(0, 20))
 def test_ilp_equals_exhaustive_search(tables, limit):
     plans = workspace_division(tables, limit)
@@ -118,7 +119,7 @@ def test_the_core_keeps_an_optimum_and_the_bound_holds(seed, capacity):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(0, 10**6), st.integers(0, 300))
 def test_ilp_solves_what_was_not_reduced(seed, capacity):
     groups = fronts(seed, 4, 4, nbytes=100)

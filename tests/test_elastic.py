@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from mucudnn.ir.devices import DEVICES
 from mucudnn.ir.optimizers import Momentum
@@ -20,6 +20,7 @@ from mucudnn.passes.settle import settle
 from mucudnn.passes.stays import Stay
 from mucudnn.passes.step_plan import plan_residency, state_bytes
 from mucudnn.passes.verify import verify
+from tests.examples import examples
 
 PERIOD = 12
 
@@ -52,7 +53,7 @@ def check(blocks, places, limit):
 
 
 @given(st.lists(elastics(), min_size=1, max_size=14), st.floats(0.3, 1.0))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_places_never_overlap_and_last_at_least_as_long_as_needed(blocks, share):
     everything = sum(block.nbytes for block in blocks)
     limit = int(share * everything)

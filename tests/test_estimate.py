@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.devices import ASSUMED, DEVICES, Figure, get_device
@@ -16,6 +16,7 @@ from mucudnn.passes.dependencies import VIEWS
 from mucudnn.passes.estimate import conv_table, estimate
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.passes.optimizers import with_updates
+from tests.examples import examples
 
 P100 = get_device("p100")
 
@@ -146,7 +147,7 @@ def test_workspaces_of_other_kernels_are_passed_through():
     assert estimate(graph, "null", workspaces=workspaces).workspaces == workspaces
 
 
-@settings(max_examples=5)
+@examples(5)
 @given(st.sampled_from(sorted(DEVICES)))
 def test_every_figure_says_where_it_is_from(name):
     device = DEVICES[name]

@@ -4,11 +4,12 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
 from mucudnn.models import IMAGE, LABEL, MODELS, get_model, resnet_superneurons
 from mucudnn.passes.autodiff import training_graph
+from tests.examples import examples
 from tests.model_cases import CASES, Case
 
 COUNTS = {
@@ -101,7 +102,7 @@ def test_inception_v4_is_76_layers_deep():
 
 
 @given(*(st.integers(1, 5) for _ in range(4)))
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_the_family_of_any_depth(n1, n2, n3, n4):
     model = resnet_superneurons(n3, n1=n1, n2=n2, n4=n4)
     assert depth(model(1, image=71)) == 3 * (n1 + n2 + n3 + n4) + 2

@@ -2,7 +2,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
@@ -15,6 +15,7 @@ from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.order import ORDERS, depth_first, least_peak
 from mucudnn.passes.schedule import keep_all
 from mucudnn.passes.verify import verify
+from tests.examples import examples
 from tests.graphs import NETWORKS, Symbols, graphs, scratch
 
 
@@ -72,7 +73,7 @@ def test_the_footprint_of_an_order_is_that_of_its_graph(data):
     assert footprint.curve(order) == list(memory_curve(other, workspaces))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_least_peak_equals_exhaustive_search(data):
     graph = data.draw(graphs(least=2, most=6, phases=True))
@@ -83,7 +84,7 @@ def test_least_peak_equals_exhaustive_search(data):
     assert peak_bytes(least_peak(graph, workspaces), workspaces) == best
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.data())
 def test_every_order_is_valid_and_the_search_never_worse(data):
     graph = data.draw(graphs(most=25, phases=data.draw(st.booleans())))

@@ -1,12 +1,17 @@
 import itertools
 
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, example, given, strategies as st
 
 from mucudnn.passes.fitting import Block, clash, in_gaps
 from mucudnn.passes.packing import live_peak, pack
 
 MOMENTS = 12
+EMPTY_ONES_BELOW = (
+    [Block("0", 0, 0, 0), Block("1", 0, 0, 0), Block("2", 2, 0, 0)],
+    {"0": 0, "1": 1},
+)
+"""An empty block fixed in the midst of a free one is in nobody's way."""
 
 
 @st.composite
@@ -54,22 +59,22 @@ def overlapping(some, offsets):
 
 
 def smallest_arena(some, fixed):
-    """Exhaustive search.
+    """Exhaustive search over blocks that take bytes; empty ones lie anywhere.
 
     Take the blocks of the best arena in order of their offsets: placed as low as
     possible one after the other, none comes to lie higher than there. So one of all
     orders gives the best arena.
     """
+    some = [b for b in some if b.nbytes]
     places = {i: fixed[b.name] for i, b in enumerate(some) if b.name in fixed}
     free = [i for i in range(len(some)) if i not in places]
     return min(
-        max(o + b.nbytes for o, b in zip(offsets, some, strict=True) if b.nbytes)
+        max(o + b.nbytes for o, b in zip(offsets, some, strict=True))
         for order in itertools.permutations(free)
         for offsets in [in_gaps(some, order, fixed=places)]
     )
 
 
-@settings(deadline=None)
 @given(case=partly_fixed(), work=st.sampled_from([0, 3_000, 100_000]))
 def test_fixed_blocks_stay_and_the_others_lie_around_them(case, work):
     some, fixed = case
@@ -82,8 +87,8 @@ def test_fixed_blocks_stay_and_the_others_lie_around_them(case, work):
     assert packing.nbytes == max(tops, default=0) >= live_peak(some)
 
 
-@settings(deadline=None)
 @given(case=partly_fixed(most=6))
+@example(case=EMPTY_ONES_BELOW)
 def test_a_few_blocks_around_fixed_ones_are_near_the_optimum(case):
     some, fixed = case
     assume(any(b.nbytes for b in some))
@@ -91,7 +96,6 @@ def test_a_few_blocks_around_fixed_ones_are_near_the_optimum(case):
     assert best <= pack(some, fixed=fixed, work=50_000).nbytes <= 1.2 * best
 
 
-@settings(deadline=None)
 @given(some=blocks(), work=st.sampled_from([0, 3_000, 100_000]))
 def test_fixing_all_blocks_where_they_were_put_changes_nothing(some, work):
     packing = pack(some, work=work)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from mucudnn.backends import get_backend
 from mucudnn.backends.base import Kernel
@@ -19,6 +19,7 @@ from mucudnn.runtime.paged import PagedExecutor, least_pool_bytes
 from mucudnn.runtime.pool import Pool
 from mucudnn.runtime.state import StateStore
 from mucudnn.runtime.tiers import DiskTier, HostTier
+from tests.examples import examples
 from tests.random_graphs import training_graphs
 from tests.swapping import Bench, random_network, same
 from tests.training_cases import network
@@ -120,7 +121,7 @@ def test_one_byte_less_than_the_least_does_not_do(case):
 
 
 @given(st.integers(0, 1 << 16), st.floats(0, 1))
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 def test_random_networks_compute_the_same_bits(seed, part):
     case = Case(Bench.of(random_network(seed)))
     expected = case.bench.run(case.bench.kept())
@@ -129,7 +130,7 @@ def test_random_networks_compute_the_same_bits(seed, part):
 
 
 @given(training_graphs(), st.floats(0, 0.5))
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 def test_random_graphs_compute_the_same_bits(graph, part):
     case = Case(Bench.of(graph))
     expected = case.bench.run(case.bench.kept(), steps=1)

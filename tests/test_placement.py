@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.ir.graph import PERSISTENT
 from mucudnn.ir.optimizers import Momentum
@@ -62,7 +62,6 @@ def test_no_rule_overlaps(rule, some):
     assert_disjoint(spans_of(some, offsets))
 
 
-@settings(deadline=None)
 @given(some=blocks(), work=st.sampled_from([0, 20_000]))
 def test_packing_is_valid_and_near_the_bound(some, work):
     packing = pack(some, work=work)
@@ -110,7 +109,6 @@ def check(graph, workspaces, alignment):
     return placement
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_placement_never_overlaps(data):
     graph = data.draw(graphs(most=20))

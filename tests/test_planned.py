@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
@@ -26,6 +26,7 @@ from mucudnn.passes.residency import (
 from mucudnn.passes.schedulers import SCHEDULERS
 from mucudnn.passes.step_plan import Preparer, plan_residency, prepare
 from mucudnn.passes.verify import verify
+from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs
 
 MODELS = ("alexnet", "resnet18", "resnet20", "densenet40", "unet2d_bn", "googlenet")
@@ -75,7 +76,7 @@ def names():
     return [name for name in policy_names() if name != "planned"]
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(data=st.data())
 def test_planned_is_never_slower_than_a_named_policy(data):
     graph = data.draw(training_graphs(most=5))
@@ -95,7 +96,7 @@ def test_planned_is_never_slower_than_a_named_policy(data):
         assert ours.prediction.step_ms <= other.prediction.step_ms
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@examples(12)
 @given(data=st.data())
 def test_planned_is_as_good_as_every_combination(data):
     graph = data.draw(training_graphs(most=2))
@@ -119,7 +120,7 @@ def test_planned_is_as_good_as_every_combination(data):
     assert ours.prediction.step_ms <= 1.03 * best
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(data=st.data())
 def test_the_least_budget_works_and_a_byte_less_does_not(data):
     graph = data.draw(training_graphs(most=5, updates=data.draw(st.booleans())))
@@ -235,7 +236,7 @@ def test_fixed_convolutions_stay_fixed(vgg):
         assert all(plan.plans[n] == plans[n.partition("~")[0]] for n in plan.plans)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(data=st.data())
 def test_exact_residencies_fit(data):
     graph = data.draw(training_graphs(most=5))

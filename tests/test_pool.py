@@ -5,7 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mucudnn.backends import get_backend
@@ -14,6 +14,7 @@ from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.best_fit import BestFit
 from mucudnn.runtime.pool import Pool
+from tests.examples import examples
 
 GRAIN = 512
 SIZES = st.one_of(
@@ -133,13 +134,13 @@ class OddAllocator(Allocator):
 
 
 TestAllocator = Allocator.TestCase
-TestAllocator.settings = settings(max_examples=60, deadline=None)
+TestAllocator.settings = examples(60)
 TestOddAllocator = OddAllocator.TestCase
-TestOddAllocator.settings = settings(max_examples=60, deadline=None)
+TestOddAllocator.settings = examples(60)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_freed_in_any_order_it_is_one_hole_again(sizes, data):
     pool = BestFit(sum(-(-n // GRAIN) * GRAIN for n in sizes))
     for i, nbytes in enumerate(sizes):
@@ -214,7 +215,7 @@ def test_the_report_of_an_empty_pool():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4000)), max_size=40))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_what_the_report_says_makes_room_does(steps):
     pool, alive = BestFit(12 * GRAIN), []
     for i, (give_back, nbytes) in enumerate(steps):

@@ -1,7 +1,7 @@
 """Fronts of a step's convolutions out of recordings, the rest out of estimates."""
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
 from mucudnn.errors import BackendUnavailableError
@@ -16,6 +16,7 @@ from mucudnn.runtime.recorded_fronts import RecordedFronts, read_fronts
 from mucudnn.runtime.step_costs import Coverage, StepCosts
 from mucudnn.runtime.tuner import Tuner
 from tests.doubles import problem
+from tests.examples import examples
 from tests.shaky import shaky
 from tests.test_recorded import row
 
@@ -35,7 +36,7 @@ def recorded(file, problems, seed=0, **options):
     batch=st.integers(1, 14),
     seed=st.integers(0, 3),
 )
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_a_front_is_that_of_a_tuner_that_replays_everything(
     tmp_path_factory, measured, batch, seed
 ):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
@@ -11,6 +11,7 @@ from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.inplace import in_place
 from mucudnn.passes.rematerialize import rematerialize
 from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
+from tests.examples import examples
 from tests.numpy_runner import execute
 from tests.random_graphs import feeds, residencies, training_graphs
 
@@ -28,7 +29,7 @@ def results(backend, graph, seed):
     return {name: values[name] for name in (*graph.outputs, *gradients, *kept)}
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_values_are_identical(backend, data):
     graph = data.draw(training_graphs(updates=data.draw(st.booleans())))

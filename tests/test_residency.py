@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Phase
@@ -21,6 +21,7 @@ from mucudnn.passes.residency import (
     Step,
     saved_tensors,
 )
+from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs
 
 NAMES = {
@@ -59,7 +60,7 @@ def test_the_table():
     assert set(policy_names()) == NAMES | {"planned", "vdnn_dyn"}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_saved_tensors_are_those_that_both_passes_use(data):
     graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
@@ -84,7 +85,7 @@ def test_saved_tensors_are_those_that_both_passes_use(data):
             assert saved.nbytes == spec.nbytes
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_a_chain_needs_nothing_that_is_not_there(data):
     graph = data.draw(training_graphs())
@@ -98,7 +99,7 @@ def test_a_chain_needs_nothing_that_is_not_there(data):
         assert one.name in there
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), name=st.sampled_from(sorted(NAMES)))
 def test_policies_speak_of_saved_tensors_only(data, name):
     graph = data.draw(training_graphs())

@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
@@ -17,6 +17,7 @@ from mucudnn.passes.residency import Residency, saved_tensors
 from mucudnn.passes.schedulers import SCHEDULERS
 from mucudnn.passes.simulate import simulate
 from mucudnn.passes.step_plan import plan_residency, prepare
+from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
 
 
@@ -93,7 +94,7 @@ def test_a_step_by_hand():
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data(), scheduler=st.sampled_from(sorted(SCHEDULERS.table)))
 def test_no_step_is_faster_than_its_bound(data, scheduler):
     graph = data.draw(training_graphs())
@@ -114,7 +115,7 @@ def test_no_step_is_faster_than_its_bound(data, scheduler):
             assert one.stop_ms <= two.start_ms + slack
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_a_step_without_copies_is_the_sum_of_its_nodes(data):
     graph = data.draw(training_graphs())

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.base import Kernel
@@ -30,6 +30,7 @@ from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.hazards import Pending
 from mucudnn.runtime.profiler import measure_link
 from mucudnn.runtime.tiers import DiskTier, HostTier, Tiers
+from tests.examples import examples
 from tests.graphs import NETWORKS
 from tests.swapping import Bench, random_network, same
 
@@ -565,7 +566,7 @@ def test_memory_is_free_when_the_executor_is_gone(lenet, tmp_path):
 
 
 @given(st.integers(0, 1 << 16), st.floats(0, 1), st.sampled_from(SCHEDULERS))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_random_networks_compute_the_same_bits_in_any_budget(seed, part, scheduler):
     bench = Bench.of(random_network(seed))
     plan = bench.plan(bench.random_residency(seed), part=part, scheduler=scheduler)

@@ -7,7 +7,7 @@ import time
 import weakref
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.null import NullArray
@@ -19,6 +19,7 @@ from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.tuner import Tuner
 from tests.doubles import QUICK, problem, tight, watched
+from tests.examples import examples
 
 KIB = 1 << 10
 POLICIES = ("undivided", "powers_of_two", "all")
@@ -211,7 +212,7 @@ class Held(NullArray):
     batch=st.integers(1, 16),
     policy=st.sampled_from(POLICIES),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_memory_limit_is_hard_and_no_harder(limit, batch, policy):
     null = get_backend("null")
     device = Accountant(null.device)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mucudnn.backends import get_backend
@@ -13,6 +13,7 @@ from mucudnn.runtime.copying import Copies
 from mucudnn.runtime.pool import Pool
 from mucudnn.runtime.tensor_cache import CacheStatistics, TensorCache
 from mucudnn.runtime.tiers import DiskTier, HostTier
+from tests.examples import examples
 
 GRAIN = 512
 
@@ -164,7 +165,7 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=80, deadline=None)
+TestModel.settings = examples(80)
 
 
 class Recency(RuleBasedStateMachine):
@@ -211,7 +212,7 @@ class Recency(RuleBasedStateMachine):
 
 
 TestRecency = Recency.TestCase
-TestRecency.settings = settings(max_examples=60, deadline=None)
+TestRecency.settings = examples(60)
 
 
 def test_while_there_is_room_nothing_moves():

@@ -8,10 +8,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from threadpoolctl import threadpool_info
 
 from mucudnn.backends.cpu.threads import Workers, short_buffers
+from tests.examples import examples
 
 
 def blas_threads():
@@ -30,7 +31,7 @@ def blas_is_left_alone():
     items=st.lists(st.integers(), max_size=50),
     at_most=st.none() | st.integers(1, 6),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_every_item_once_and_a_worker_is_one_thread_at_a_time(count, items, at_most):
     seen, busy, wrong = [], set(), []
 
@@ -47,7 +48,7 @@ def test_every_item_once_and_a_worker_is_one_thread_at_a_time(count, items, at_m
 
 
 @given(total=st.integers(0, 100), count=st.integers(1, 5))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_ranges_cover_the_total_in_equal_shares(total, count):
     shares = []
     Workers(count).ranges(total, lambda *share: shares.append(share))

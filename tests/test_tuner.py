@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
 from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError
@@ -12,6 +12,7 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.runtime.timing import StoppingRule
 from mucudnn.runtime.tuner import Tuner
 from tests.doubles import QUICK, plan_of, problem, watched
+from tests.examples import examples
 
 KIB = 1 << 10
 POLICIES = ("undivided", "powers_of_two", "all")
@@ -26,7 +27,7 @@ def tuner(**options):
     limit=st.integers(0, 24 * KIB),
     policy=st.sampled_from(POLICIES),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_plan_fits_and_is_no_slower_than_undivided(batch, limit, policy):
     one = tuner(workspace_limit=limit, batch_policy=policy)
     (plan,) = one.plan([problem(batch)])
@@ -149,7 +150,7 @@ def test_choice_tells_both_times():
     total=st.integers(0, 40 * KIB),
     batches=st.lists(st.integers(1, 12), min_size=1, max_size=4),
 )
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_a_total_is_a_sum(total, batches):
     plans = tuner(total_workspace=total).plan([problem(b) for b in batches])
     assert sum(plan.workspace for plan in plans) <= total

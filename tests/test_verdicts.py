@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.recorded import RecordedConv
@@ -19,6 +19,7 @@ from mucudnn.runtime.timing import StoppingRule
 from mucudnn.runtime.tuner import LAUNCH_OVERHEAD_MS, Tuner
 from mucudnn.suites import Layer
 from tests.doubles import problem
+from tests.examples import examples
 from tests.shaky import shaky
 from tests.tables import perf, perf_tables
 
@@ -44,7 +45,7 @@ def replayed(table, verdicts=()):
 
 
 @given(perf_tables(max_batch=6, noisy=True, integers=False))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_plan_of_a_table_is_the_plan_of_its_replay(table):
     """Noise counts, and nothing that was measured is left out, pruning or not."""
     rows = sorted(table.perfs, key=lambda row: (-row.batch, row.algo))

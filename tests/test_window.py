@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError, ScheduleError
 from mucudnn.ir.schedule import Alloc, Compute, Free, SwapIn, SwapOut, Wait
@@ -15,6 +15,7 @@ from mucudnn.passes.stays import least_occupancy, split
 from mucudnn.passes.step_plan import first_plans, plan_residency, prepare
 from mucudnn.passes.timed import timed
 from mucudnn.passes.verify import verify
+from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
 from tests.test_simulate import layers
 
@@ -23,7 +24,7 @@ def test_the_table():
     assert set(SCHEDULERS.table) == {"on_demand", "timed", "adaptive_window"}
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data(), scheduler=st.sampled_from(sorted(SCHEDULERS.table)))
 def test_schedules_keep_every_rule_and_the_budget(data, scheduler):
     graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
@@ -39,7 +40,7 @@ def test_schedules_keep_every_rule_and_the_budget(data, scheduler):
         assert plan.schedule.workspaces.get(name, 0) >= chosen.workspace
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data(), scheduler=st.sampled_from(["on_demand", "timed"]))
 def test_a_byte_less_than_the_least_is_refused(data, scheduler):
     graph = data.draw(training_graphs())
@@ -50,7 +51,7 @@ def test_a_byte_less_than_the_least_is_refused(data, scheduler):
         plan_residency(graph, profile, residency, budget=least - 1, scheduler=scheduler)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data(), scheduler=st.sampled_from(["timed", "adaptive_window"]))
 def test_nothing_moves_that_has_room(data, scheduler):
     graph = data.draw(training_graphs())
@@ -67,7 +68,7 @@ def test_nothing_moves_that_has_room(data, scheduler):
     assert moved == []
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_the_ledger_of_stays_is_their_sum(data):
     graph = data.draw(training_graphs())
@@ -146,7 +147,7 @@ def test_verify_misses_no_instruction(moving, kind):
             verify(changed, granularity=GRANULARITY)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_stays_of_a_storage_do_not_meet(data):
     graph = data.draw(training_graphs())
