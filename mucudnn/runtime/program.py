@@ -330,10 +330,13 @@ class _Binder:
         if not self._poison or span.start == span.stop or self._pending.touching(span):
             return
         target = self._memory.bytes_of(span)
-        bad = np.full(span.stop - span.start, _POISON, np.uint8)
-        upload = self._backend.device.upload
+        upload, nbytes = self._backend.device.upload, span.stop - span.start
+
+        def spoil() -> None:
+            upload(np.full(nbytes, _POISON, np.uint8), target)
+
         spoilt = Span(span.space, span.start, span.stop, "")
-        self.steps.append(Step(label, lambda: upload(bad, target), writes=(spoilt,)))
+        self.steps.append(Step(label, spoil, writes=(spoilt,)))
 
     def _array(self, name: str) -> Array:
         return self._memory.array(name, self._stay.get(self._graph.storages[name], 0))
