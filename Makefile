@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out
+JOBS ?= auto
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 DEMO := --batch 64 --policy powers_of_two --workspace-limit 8MiB,32MiB,64MiB \
 	--memory-limit 4GiB --time-limit 240
 DEMO_TRAIN := --data digits --epochs 15 --lr 0.05 --seed 0
@@ -13,12 +15,14 @@ CUDNN := nvidia-cudnn-cu12==9.19.0.56 cuda-pathfinder
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
 	print(load_library(without_driver=True).path)"
 
-.PHONY: help demo demo-train test test-torch test-cudnn install-cudnn check format bench clean
+.PHONY: help demo demo-train test fuzz test-torch test-cudnn install-cudnn check format \
+	bench clean
 
 help:
 	@echo "make demo    tune AlexNet on this machine's CPU; prints a table, writes a report"
 	@echo "make demo-train   train a network on handwritten digits, in a minute"
 	@echo "make test    format, lint, types, import contracts and all tests"
+	@echo "make fuzz    the properties, on twenty times as many examples, at random"
 	@echo "make test-torch   the tests that compare with PyTorch"
 	@echo "make test-cudnn   the tests of the real cuDNN, no GPU needed (a 1.5 GB download)"
 	@echo "make check   the same as test, without the tests"
@@ -68,16 +72,19 @@ demo-train: $(VENV)/digits.stamp
 	@echo "data: $(OUT)/demo-train.json"
 
 test: check
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+fuzz: $(VENV)/dev.stamp
+	$(PYTEST) -m hypothesis --hypothesis-profile=fuzz $(FUZZ)
 
 test-torch: $(VENV)/dev.stamp $(VENV)/peers.stamp
-	$(BIN)/python -m pytest -m torch || test $$? -eq 5  # 5: there are no such tests
+	$(PYTEST) -m torch || test $$? -eq 5  # 5: there are no such tests
 
 install-cudnn: $(VENV)/cudnn.stamp
 
 test-cudnn: $(VENV)/dev.stamp install-cudnn
 	@$(LOAD_CUDNN)
-	$(BIN)/python -m pytest -m cudnn
+	$(PYTEST) -m cudnn
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .

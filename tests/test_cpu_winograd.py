@@ -133,6 +133,7 @@ def test_a_kernel_matrix_is_the_separable_transform(m):
     )
 
 
+@pytest.mark.hypothesis
 @pytest.mark.usefixtures("only")
 def test_agrees_with_the_reference_however_it_is_cut():
     @examples(150)
@@ -152,6 +153,7 @@ def test_agrees_with_the_reference_however_it_is_cut():
     agrees()
 
 
+@pytest.mark.hypothesis
 @pytest.mark.usefixtures("only")
 def test_the_three_directions_are_adjoint():
     @examples(60)
