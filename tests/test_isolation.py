@@ -43,7 +43,7 @@ def running(pid):
     return state != "Z" or int(parent) == os.getpid()
 
 
-def gone(pids, within_s=20.0):
+def gone(pids, within_s=60.0):
     """Whether processes that somebody else reaps end in time."""
     until = time.monotonic() + within_s
     while any(map(running, pids)) and time.monotonic() < until:
