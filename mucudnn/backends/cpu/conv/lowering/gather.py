@@ -206,8 +206,8 @@ def as_matrix(array: Any, rows: int, columns: int) -> Any:
     if n == 1:  # strides of single elements are free: choose what BLAS accepts
         column_stride = item
         row_stride = row_stride if m > 1 else item
-    elif m == 1:
-        row_stride = n * column_stride
+    elif m == 1:  # columns that are not contiguous are a column-major matrix's
+        row_stride = n * item if column_stride == item else item
     by_row = column_stride == item and row_stride >= n * item
     by_column = row_stride == item and column_stride >= m * item
     if not (by_row or by_column) or row_stride % item or column_stride % item:
