@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mucudnn.backends.cpu.conv import (
     fft,
     fft_tiling,
@@ -91,7 +93,7 @@ class CpuConv:
             raise BackendError(
                 f"{algo} needs {needed} bytes of workspace for {problem}, got {given}"
             )
-        scratch = None if needed == 0 else workspace[:needed]
+        scratch = np.empty(0, np.uint8) if workspace is None else workspace[:needed]
         algorithm.run(problem, a, b, out, scratch, self._workers, accumulate)
 
 

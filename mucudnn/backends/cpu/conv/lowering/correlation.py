@@ -64,7 +64,8 @@ class Correlation:
         self._parts = [self._part(problem, g, source, workers) for g in gathers]
         transposed = not self._forward and math.prod(problem.w_shape[2:]) > 1
         weights = math.prod(problem.w_shape) if transposed else 0
-        pixels = max(part.tiling.pixels for part in self._parts)
+        # no part at all where every output sees nothing but padding
+        pixels = max((part.tiling.pixels for part in self._parts), default=0)
         self._crew = workers
         dtype = problem.dtype
         self._own: list[Region] = [
