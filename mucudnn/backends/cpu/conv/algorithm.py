@@ -27,7 +27,8 @@ class RunFn(Protocol):
 
         (N, C, *spatial) and (K, C // groups, *kernel); with `NHWC` their strides are
         channels-last. `workspace` is 64-byte aligned bytes, exactly as many as asked.
-        Apart from it, less than 64 KiB may be allocated, over all workers.
+        Apart from it, two workers may allocate less than 64 KiB together, and each
+        further one 16 KiB: NumPy's buffers are a thread's own.
         """
         ...
 
