@@ -9,8 +9,8 @@ _EXTRA = {1: 30, 2: 9, 3: 4}
 
 _KERNEL = {1: 7, 2: 4, 3: 3}
 
-KINDS = ("any", "pointwise", "depthwise", "unseen", "winograd")
-"""Unseen: all that outputs see of the input is padding."""
+KINDS = ("any", "pointwise", "depthwise", "unseen", "wide", "winograd")
+"""Unseen: all that outputs see of the input is padding. Wide: many input channels."""
 
 
 @st.composite
@@ -18,8 +18,9 @@ def conv_problems(draw, kinds=KINDS):
     """Any convolution of 1, 2 or 3 axes, of one of the kinds."""
     kind = draw(st.sampled_from(kinds))
     rank = draw(st.sampled_from([2, 1, 3]))
-    groups = draw(st.integers(1, 5))
-    channels = 1 if kind == "depthwise" else draw(st.integers(1, 9))
+    groups = 1 if kind == "wide" else draw(st.integers(1, 5))
+    least, most = {"depthwise": (1, 1), "wide": (10, 35)}.get(kind, (1, 9))
+    channels = draw(st.integers(least, most))
     axes = [draw(_axes(kind, rank)) for _ in range(rank)]
     sizes, kernel, stride, padding, dilation = zip(*axes, strict=True)
     return ConvProblem(

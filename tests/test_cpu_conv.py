@@ -115,7 +115,7 @@ CASES = {
         "padding": 2,
     },
     "large": {"x_shape": (2, 17, 40, 37), "w_shape": (33, 17, 3, 3), "padding": 1},
-    "long_reduction": {"x_shape": (2, 300, 7, 7), "w_shape": (70, 300, 3, 3)},
+    "long_reduction": {"x_shape": (2, 301, 7, 7), "w_shape": (70, 301, 3, 3)},
     "large_kernel": {"x_shape": (2, 3, 14, 13), "w_shape": (4, 3, 9, 8), "padding": 3},
     "cube_kernel": {
         "x_shape": (2, 2, 7, 6, 7),

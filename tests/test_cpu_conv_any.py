@@ -1,4 +1,4 @@
-"""Every algorithm that the CPU lists runs, whatever the problem and the crew."""
+"""Every algorithm that the CPU lists runs, whatever the problem, crew and cuts."""
 
 import tempfile
 from pathlib import Path
@@ -16,7 +16,16 @@ from mucudnn import (
     conv_backward_filter,
 )
 from mucudnn.backends import Backend
-from mucudnn.backends.cpu.conv import ALGORITHMS, CpuConv
+from mucudnn.backends.cpu.conv import (
+    ALGORITHMS,
+    CpuConv,
+    gemm,
+    implicit_gemm,
+    implicit_precomp_gemm,
+)
+from mucudnn.backends.cpu.conv.fourier import products, separable
+from mucudnn.backends.cpu.conv.lowering import correlation, filter_gradient, scattering
+from mucudnn.backends.cpu.conv.winograd import plan
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
@@ -29,6 +38,7 @@ from tests.reference import operands, reference
 
 LIBRARIES = {count: CpuConv(Workers(count)) for count in (1, 2, 3, 4)}
 DEVICE = CpuDevice()
+NAMES = frozenset(a.name for a in ALGORITHMS)
 CREWS = st.sampled_from(sorted(LIBRARIES))
 TOLERANCE = {"float32": 1e-4, "float64": 1e-12}
 TILE_POINTS = {1: 32, 2: 32, 3: 16}
@@ -40,7 +50,7 @@ def expected_algorithms(problem):
 
     FFT has no row: the problems here are far below its 512 points an axis.
     """
-    names = {a.name for a in ALGORITHMS}
+    names = set(NAMES)
     axes = list(zip(problem.w_shape[2:], problem.stride, problem.dilation, strict=True))
     if any(axis != (3, 1, 1) for axis in axes):
         names -= {"WINOGRAD_NONFUSED"}
@@ -71,26 +81,59 @@ DEPTHWISE_PIXELS = [
 ]
 
 
-@example(NO_INPUT_SEEN, 2)
-@example(FEWER_SAMPLES_THAN_WORKERS, 3)
-@example(DEPTHWISE_PIXELS[0], 1)
-@example(DEPTHWISE_PIXELS[1], 2)
-@settings(deadline=None)
-@given(conv_problems(), CREWS)
-def test_every_algorithm_listed_is_right_inside_its_workspace(problem, count):
-    library = LIBRARIES[count]
-    listed = [name for name, _ in library.algorithms(problem)]
-    assert set(listed) == expected_algorithms(problem)
-    assert {*listed, *dict(library.excluded(problem))} == {a.name for a in ALGORITHMS}
-    a, b = operands(problem)
-    expected = reference(problem, a, b)
-    rng = np.random.default_rng(9)
-    before = rng.uniform(-1, 1, expected.shape).astype(problem.dtype)
-    for algo in listed:
-        out = run_guarded(library, problem, algo, a, b)
-        agree(out, expected, problem.dtype)
-        out = run_guarded(library, problem, algo, a, b, before)
-        agree(out, before + expected, problem.dtype)
+SMALL_CUTS = {
+    implicit_gemm: {"_PIXEL_BYTES": 72, "_TERMS": 20, "_ROWS": 5, "_PADDED_BYTES": 512},
+    implicit_precomp_gemm: {"_TILE_BYTES": 500},
+    correlation: {"_LEAST_PIXELS": 5},
+    scattering: {"_LEAST_PIXELS": 5},
+    filter_gradient: {"_LEAST_TERMS": 7, "_LARGE_FILTER": 60},
+    separable: {"_CHUNK_BYTES": 20_000, "_CHANNELS": 2},
+    products: {"_BLOCK_BYTES": 20_000, "_LEAST": 3, "_ROWS": 5, "_PIECE": 3},
+    plan: {"_STRETCH": 2, "_BLOCK_BYTES": 4096, "_BLOCK_SAMPLES": 2},
+}
+"""So small that a problem of a few pixels has the many tiles of a large one."""
+
+
+def forget_kernels():
+    for module in (gemm, implicit_precomp_gemm):
+        module._kernel.cache_clear()
+
+
+@pytest.fixture(params=["as it is", "in small cuts"])
+def cut(request, monkeypatch):
+    if request.param == "in small cuts":
+        for module, sizes in SMALL_CUTS.items():
+            for name, size in sizes.items():
+                monkeypatch.setattr(module, name, size)
+    forget_kernels()
+    yield
+    forget_kernels()
+
+
+@pytest.mark.usefixtures("cut")
+def test_every_algorithm_listed_is_right_inside_its_workspace():
+    @example(NO_INPUT_SEEN, 2)
+    @example(FEWER_SAMPLES_THAN_WORKERS, 3)
+    @example(DEPTHWISE_PIXELS[0], 1)
+    @example(DEPTHWISE_PIXELS[1], 2)
+    @settings(deadline=None)
+    @given(conv_problems(), CREWS)
+    def right(problem, count):
+        library = LIBRARIES[count]
+        listed = {name for name, _ in library.algorithms(problem)}
+        assert listed == expected_algorithms(problem)
+        assert listed | {*dict(library.excluded(problem))} == NAMES
+        a, b = operands(problem)
+        expected = reference(problem, a, b)
+        rng = np.random.default_rng(9)
+        before = rng.uniform(-1, 1, expected.shape).astype(problem.dtype)
+        for algo in listed:
+            out = run_guarded(library, problem, algo, a, b)
+            agree(out, expected, problem.dtype)
+            out = run_guarded(library, problem, algo, a, b, before)
+            agree(out, before + expected, problem.dtype)
+
+    right()
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
