@@ -43,7 +43,26 @@ class UnsupportedError(MucudnnError):
 
 
 class PlanningError(MucudnnError):
-    """No plan fits the limit."""
+    """No plan fits the limit.
+
+    Attributes:
+        node: Where bytes are short, of a step; None if it is of none.
+        short_by: How many bytes the limit is below `least_bytes`; None if not known.
+        least_bytes: A limit that will do; None if not known.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        node: str | None = None,
+        short_by: int | None = None,
+        least_bytes: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.node = node
+        self.short_by = short_by
+        self.least_bytes = least_bytes
 
 
 class ScheduleError(MucudnnError):

@@ -8,7 +8,7 @@ import operator
 import re
 from decimal import Decimal
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["exact_bytes", "format_bytes", "parse_bytes"]
 
 _PREFIXES = "kmgtp"
 _UNITS = (
@@ -29,6 +29,11 @@ def format_bytes(nbytes: int) -> str:
         size, unit = size / 1024, larger
     sign = "-" if nbytes < 0 else ""
     return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.1f} {unit}"
+
+
+def exact_bytes(nbytes: int) -> str:
+    """Bytes as they are read, and to the last one: `1.7 MiB (1774592 bytes)`."""
+    return f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
 
 def parse_bytes(size: str | int) -> int:

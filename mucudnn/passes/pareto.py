@@ -16,7 +16,7 @@ bits: of two divisions that cost the same, the one with fewer parts is smaller.
 """
 
 from collections.abc import Sequence
-from math import isfinite
+from math import gcd, isfinite
 from typing import NamedTuple
 
 from mucudnn.errors import PlanningError
@@ -166,11 +166,13 @@ class _Sweep:
     def __init__(
         self, batch: int, rows: Sequence[AlgoPerf], launch_overhead_ms: float
     ) -> None:
-        self._batch = batch
+        # Sizes that are all multiples of one are counted in multiples of it.
+        unit = gcd(batch, *(p.batch for p in rows))
+        self._batch = batch = batch // unit
         launch, *costs = _integers([launch_overhead_ms, *(p.cost_ms for p in rows)])
         self._part_bits = batch.bit_length()
         ordered = sorted(
-            (p.batch, p.workspace, (cost + launch << self._part_bits) + 1, i)
+            (p.batch // unit, p.workspace, (cost + launch << self._part_bits) + 1, i)
             for i, (p, cost) in enumerate(zip(rows, costs, strict=True))
         )
         self._stairs: dict[int, list[_Stair]] = {}

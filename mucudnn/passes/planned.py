@@ -4,6 +4,7 @@ Most policies choose residencies; what else there is to decide follows. Some dec
 convolutions' plans as well: those are functions of a trial.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -11,12 +12,14 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.sizes import exact_bytes
+from mucudnn.passes.least import least_budget_above
 from mucudnn.passes.residency import POLICIES, Step
-from mucudnn.passes.search import minimum_budget, search
+from mucudnn.passes.search import search, smallest
+from mucudnn.passes.stays import short_of
 from mucudnn.passes.step_plan import Preparer, StepPlan
 from mucudnn.passes.trial import Trial
-from mucudnn.passes.vdnn_dyn import vdnn_dyn
+from mucudnn.passes.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
 from mucudnn.passes.window import Scheduler
 
 __all__ = [
@@ -75,16 +78,8 @@ def plan_step(
             least budget that works.
         ValueError: A name is not known.
     """
-    default = "on_demand" if policy == VDNN_DYN else "timed"
-    step = Step(graph, profile, budget, hosted)
-    trial = Trial(
-        step=step,
-        preparer=Preparer(graph, profile, hosted),
-        policy=policy,
-        scheduler=default if scheduler is None else scheduler,
-        any_scheduler=scheduler is None,
-        convolutions=convolutions,
-        plans=plans,
+    trial = _trial(
+        graph, profile, budget, policy, scheduler, convolutions, plans, hosted
     )
     if policy not in (*STEP_PLANNERS, *POLICIES.table):
         valid = ", ".join(sorted(policy_names()))
@@ -92,9 +87,108 @@ def plan_step(
     try:
         if policy in STEP_PLANNERS:
             return STEP_PLANNERS[policy](trial)
-        return trial(POLICIES.resolve(policy)(step))
+        return trial(POLICIES.resolve(policy)(trial.step))
     except PlanningError as e:
-        least = minimum_budget(graph, profile, hosted=hosted)
-        raise PlanningError(
-            f"{e}; the least budget that works is {format_bytes(least)} ({least} bytes)"
-        ) from None
+        if math.isinf(budget):
+            raise
+        raise _advised(e, trial) from None
+
+
+def minimum_budget(
+    graph: Graph,
+    profile: Profile,
+    *,
+    policy: str = PLANNED,
+    scheduler: str | Scheduler | None = None,
+    convolutions: str = "dynamic",
+    plans: Mapping[str, ConvPlan] | None = None,
+    hosted: frozenset[str] | None = None,
+) -> int:
+    """The least bytes, parameters and state included, that a step is planned in.
+
+    A policy that looks at the budget may need more under a larger one; what is found
+    is a budget that works, next to one that does not.
+
+    Args:
+        graph: See `plan_step`; the others as well.
+        profile: Of it.
+        policy: Decides.
+        scheduler: Times the copies.
+        convolutions: How convolutions get their workspace.
+        plans: Convolution node -> plan, if they are fixed.
+        hosted: Parameters and state whose home is the host, if that is decided.
+
+    Raises:
+        PlanningError: No budget works, however large.
+    """
+    trial = _trial(graph, profile, -1, policy, scheduler, convolutions, plans, hosted)
+    try:
+        _check(trial)
+    except PlanningError as e:
+        found = _least(e, trial)
+        if found is None:
+            raise
+        return found[0]
+    return 0
+
+
+def _trial(
+    graph: Graph,
+    profile: Profile,
+    budget: float,
+    policy: str,
+    scheduler: str | Scheduler | None,
+    convolutions: str,
+    plans: Mapping[str, ConvPlan] | None,
+    hosted: frozenset[str] | None,
+) -> Trial:
+    default = "on_demand" if policy == VDNN_DYN else "timed"
+    return Trial(
+        step=Step(graph, profile, budget, hosted),
+        preparer=Preparer(graph, profile, hosted),
+        policy=policy,
+        scheduler=default if scheduler is None else scheduler,
+        any_scheduler=scheduler is None,
+        convolutions=convolutions,
+        plans=plans,
+    )
+
+
+def _check(trial: Trial) -> None:
+    """Refuse what planning would refuse, without a search.
+
+    Raises:
+        PlanningError: It cannot fit.
+    """
+    if trial.policy == PLANNED:
+        smallest(trial)
+    elif trial.policy == VDNN_DYN:
+        check_vdnn_dyn(trial)
+    else:
+        trial.check(POLICIES.resolve(trial.policy)(trial.step))
+
+
+def _least(error: PlanningError, trial: Trial) -> tuple[int, PlanningError] | None:
+    """The least budget above a trial's, which was refused, and what refused less."""
+    return least_budget_above(
+        math.floor(trial.step.budget),
+        error,
+        lambda nbytes: _check(trial.within(nbytes)),
+    )
+
+
+def _advised(error: PlanningError, trial: Trial) -> PlanningError:
+    """The error with the least budget that works, by which the budget is short."""
+    found = _least(error, trial)
+    if found is None:
+        return PlanningError(f"{error}; no budget works, however large")
+    least, closest = found
+    remedy = f"the least budget that works is {exact_bytes(least)}"
+    node = closest.node or error.node
+    if node is None:
+        return PlanningError(
+            f"{error}; {remedy}",
+            short_by=least - math.floor(trial.step.budget),
+            least_bytes=least,
+        )
+    return short_of(node, least, trial.step.budget, remedy)

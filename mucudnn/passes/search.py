@@ -36,7 +36,7 @@ from mucudnn.passes.step_plan import Preparer, StepPlan
 from mucudnn.passes.trial import Trial
 from mucudnn.passes.vdnn_dyn import vdnn_dyn
 
-__all__ = ["minimum_budget", "search"]
+__all__ = ["search", "smallest"]
 
 _WORK = 60_000
 """Nodes, and parameters and state that leave, that all trials of a search may schedule
@@ -73,7 +73,7 @@ def search(trial: Trial) -> StepPlan:
         trial: Schedules residencies.
 
     Raises:
-        PlanningError: Nothing that was tried fits; it is the error of what came
+        PlanningError: Not even what needs least fits; it is the error of what came
             closest.
     """
     step = trial.step
@@ -84,6 +84,9 @@ def search(trial: Trial) -> StepPlan:
         return best.plan
     for residency in seeds:
         best.consider(residency, free=True)
+    fits = best.found
+    if not fits:
+        best.consider(smallest(trial, seeds), free=True)
     if trial.convolutions == "dynamic":
         _offer_vdnn_dyn(trial, best)
     if len(candidates) <= MOST_SAVED:
@@ -91,7 +94,7 @@ def search(trial: Trial) -> StepPlan:
         if solution is not None:
             best.consider(solution.residency, free=True)
     if step.hosted is None:
-        for residency in [best.residency] if best.found else seeds:
+        for residency in [best.residency] if fits else seeds:
             for choice in (Residency.OFFLOAD, Residency.PAGE):
                 best.consider({**residency, PERSISTENTS: choice}, free=True)
     for residency in _family(candidates, best):
@@ -108,21 +111,38 @@ def _unbounded_ms(trial: Trial) -> float:
     return unbounded(keep_all(trial.step)).prediction.step_ms * (1 + 1e-9)
 
 
-def minimum_budget(
-    graph: Graph, profile: Profile, *, hosted: frozenset[str] | None = None
-) -> int:
-    """The least bytes, parameters and state included, that the step can run in.
+def smallest(
+    trial: Trial, seeds: Sequence[Mapping[str, Residency]] | None = None
+) -> Mapping[str, Residency]:
+    """Residencies that fit, of those that need least.
+
+    A search finds a plan where there are any, and refuses to look for one otherwise:
+    so it is known without a search which budget works.
 
     Args:
-        graph: A training graph that nothing has made in-place yet.
-        profile: Of it.
-        hosted: Parameters and state whose home is the host, if that is decided.
+        trial: Under a budget.
+        seeds: Where a search begins, if that is known.
+
+    Raises:
+        PlanningError: None fit; it is the error of what came closest.
     """
-    step = Step(graph, profile, 0.0, hosted)
-    prepare = Preparer(graph, profile, hosted)
-    paged = {PERSISTENTS: Residency.PAGE}
-    seeds = _seeds(step, _by_cost(step))
-    return min(prepare({**seed, **paged}).least_peak() for seed in seeds)
+    if seeds is None:
+        seeds = _seeds(trial.step, _by_cost(trial.step))
+    closest: PlanningError | None = None
+    for paged in ({PERSISTENTS: Residency.PAGE}, {}):
+        for seed in seeds:
+            try:
+                trial.check({**seed, **paged})
+            except PlanningError as e:
+                closest = e if closest is None else _closer(closest, e)
+            else:
+                return {**seed, **paged}
+    raise closest or PlanningError("nothing was tried")
+
+
+def _closer(one: PlanningError, other: PlanningError) -> PlanningError:
+    """The error that says that less would do."""
+    return min(one, other, key=lambda e: e.least_bytes or math.inf)
 
 
 def _offer_vdnn_dyn(trial: Trial, best: "_Best") -> None:
@@ -210,7 +230,7 @@ class _Best:
         try:
             plan = self._trial(residency)
         except PlanningError as e:
-            self._error = e
+            self._error = e if self._error is None else _closer(self._error, e)
             return False
         return self.offer(plan)
 

@@ -24,7 +24,7 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
-from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.occupancy import Occupancy, Use
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "join",
     "least_occupancy",
     "shifted",
+    "short_of",
     "split",
 ]
 
@@ -183,12 +184,26 @@ def check(graph: Graph, occupancy: Occupancy) -> None:
     """
     peak, position = occupancy.peak()
     if peak > occupancy.budget:
-        short = peak - int(occupancy.budget)
-        raise PlanningError(
-            f"{format_bytes(short)} ({short} bytes) short: "
-            f"node {graph.nodes[position].name!r} needs {format_bytes(peak)} "
-            f"({peak} bytes), the budget is {format_bytes(int(occupancy.budget))}"
-        )
+        raise short_of(graph.nodes[position].name, peak, occupancy.budget)
+
+
+def short_of(node: str, nbytes: int, budget: float, remedy: str = "") -> PlanningError:
+    """The error that says what is short.
+
+    Args:
+        node: That runs then.
+        nbytes: In use at it.
+        budget: Fewer bytes.
+        remedy: What would work, in words.
+    """
+    short = nbytes - int(budget)
+    return PlanningError(
+        f"{exact_bytes(short)} short: node {node!r} needs {exact_bytes(nbytes)}, "
+        f"the budget is {exact_bytes(int(budget))}" + (remedy and f"; {remedy}"),
+        node=node,
+        short_by=short,
+        least_bytes=nbytes,
+    )
 
 
 def emit(

@@ -3,7 +3,6 @@
 A policy that does not fit is a row too: it says how many bytes it is short of.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,10 +10,8 @@ from dataclasses import dataclass
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.occupancy import GRANULARITY
 from mucudnn.passes.planned import PLANNED, VDNN_DYN, minimum_budget, plan_step
-from mucudnn.passes.residency import POLICIES, Step
-from mucudnn.passes.step_plan import StepPlan, plan_residency, prepare
+from mucudnn.passes.step_plan import StepPlan, plan_residency
 
 __all__ = [
     "Technique",
@@ -97,9 +94,8 @@ def try_technique(
         plan = plan_step(
             graph, profile, budget=budget, policy=policy, scheduler=scheduler
         )
-    except PlanningError:
-        least = least_budget(graph, profile, policy)
-        return Technique(policy, scheduler, budget, None, least)
+    except PlanningError as e:
+        return Technique(policy, scheduler, budget, None, e.least_bytes)
     return Technique(policy, scheduler, budget, plan)
 
 
@@ -109,37 +105,14 @@ def best_technique(techniques: Iterable[Technique]) -> Technique | None:
     return min(fitting, key=lambda t: (t.step_ms or 0.0, t.peak_bytes), default=None)
 
 
-def least_budget(graph: Graph, profile: Profile, policy: str = PLANNED) -> int:
-    """The least bytes that a policy can run a step in, to the granularity.
-
-    A policy that looks at the budget may need more under a larger one; what is found
-    by bisection is a budget that works, next to one that does not.
-    """
-    if policy == PLANNED:
-        return minimum_budget(graph, profile)
-    if policy == VDNN_DYN:  # the first of its configurations needs least
-        policy = "vdnn_all"
-    needs = functools.partial(_needed, graph, profile, policy)
-    low = needs(0)
-    if needs(low) <= low:
-        return low
-    high = needs(_POLICY_KEEPS)
-    while high - low > GRANULARITY:
-        middle = (low + high) // 2 // GRANULARITY * GRANULARITY
-        if middle <= low:
-            break
-        low, high = (low, middle) if needs(middle) <= middle else (middle, high)
-    return high
-
-
-_POLICY_KEEPS = 1 << 62
-"""A budget under which no policy moves anything that it need not."""
-
-
-def _needed(graph: Graph, profile: Profile, policy: str, budget: int) -> int:
-    """Bytes that the residencies chosen under a budget need at the least."""
-    residency = POLICIES.resolve(policy)(Step(graph, profile, budget))
-    return prepare(graph, profile, residency).least_peak()
+def least_budget(
+    graph: Graph,
+    profile: Profile,
+    policy: str = PLANNED,
+    scheduler: str | None = None,
+) -> int:
+    """The least bytes that a policy can run a step in; see `minimum_budget`."""
+    return minimum_budget(graph, profile, policy=policy, scheduler=scheduler)
 
 
 def largest_batch(

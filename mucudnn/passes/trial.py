@@ -1,14 +1,22 @@
 """One way to schedule a step, to be tried on residencies."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.passes.residency import Residency, Step
-from mucudnn.passes.step_plan import Preparer, StepPlan, plan_residency
+from mucudnn.passes.step_plan import (
+    Preparer,
+    StepPlan,
+    first_plans,
+    plan_residency,
+)
 from mucudnn.passes.window import Scheduler
 
 __all__ = ["Trial"]
+
+_REFUSE_WHAT_IS_LEAST = ("timed", "on_demand")
+"""Schedulers that refuse nothing but what does not fit with the shortest stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +58,20 @@ class Trial:
             policy=self.policy,
             preparer=self.preparer,
         )
+
+    def check(self, residency: Mapping[str, Residency]) -> None:
+        """Refuse what cannot be scheduled; takes less time than scheduling.
+
+        Raises:
+            PlanningError: The residencies do not fit the budget.
+        """
+        if self.scheduler not in _REFUSE_WHAT_IS_LEAST:
+            self(residency)
+            return
+        ready = self.preparer(residency)
+        plans = first_plans(ready.profile, self.convolutions, self.plans)
+        ready.problem(plans, self.step.budget).least()
+
+    def within(self, budget: float) -> "Trial":
+        """The same under another budget."""
+        return replace(self, step=replace(self.step, budget=budget))

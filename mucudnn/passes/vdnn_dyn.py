@@ -13,7 +13,7 @@ from mucudnn.passes.residency import Residency
 from mucudnn.passes.step_plan import StepPlan, first_plans, grown
 from mucudnn.passes.trial import Trial
 
-__all__ = ["vdnn_dyn"]
+__all__ = ["check_vdnn_dyn", "vdnn_dyn"]
 
 
 def vdnn_dyn(trial: Trial) -> StepPlan:
@@ -35,6 +35,15 @@ def vdnn_dyn(trial: Trial) -> StepPlan:
         except PlanningError:
             continue
     return smallest
+
+
+def check_vdnn_dyn(trial: Trial) -> None:
+    """Refuse what the policy would refuse, without planning it.
+
+    Raises:
+        PlanningError: Not even the smallest configuration fits.
+    """
+    _with(trial, "least").check(vdnn_all(trial.step))
 
 
 def _attempts(trial: Trial) -> Iterator[tuple[Trial, Mapping[str, Residency]]]:

@@ -1,0 +1,91 @@
+"""Advice is followed: what a refusal says would work works, and a byte less does not."""
+
+import itertools
+import pickle
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.graph import PERSISTENT
+from mucudnn.ir.sizes import exact_bytes
+from mucudnn.passes.least import least_budget_above
+from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
+from mucudnn.passes.schedulers import SCHEDULERS
+from mucudnn.passes.step_plan import CONVOLUTIONS
+from tests.random_graphs import profiles, training_graphs
+
+WAYS = tuple(itertools.product(policy_names(), (None, *SCHEDULERS.table), CONVOLUTIONS))
+
+
+@st.composite
+def steps(draw, most=5):
+    """A graph, a profile, fixed plans, and what is at home on the host, or nothing."""
+    graph = draw(training_graphs(most=most, updates=draw(st.booleans())))
+    profile = draw(profiles(graph))
+    plans = {
+        name: draw(st.sampled_from(front)) for name, front in profile.fronts.items()
+    }
+    names = [spec.name for spec in graph.with_role(*PERSISTENT)]
+    hosted = draw(st.none() | st.frozensets(st.sampled_from(names)))
+    return graph, profile, plans, hosted
+
+
+def way_of(draw, plans):
+    policy, scheduler, convolutions = draw(st.sampled_from(WAYS))
+    return {
+        "policy": policy,
+        "scheduler": scheduler,
+        "convolutions": convolutions,
+        "plans": plans if convolutions == "fixed" else None,
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_advised_budget_works_and_a_byte_less_does_not(data):
+    graph, profile, plans, hosted = data.draw(steps())
+    way = way_of(data.draw, plans) | {"hosted": hosted}
+    least = minimum_budget(graph, profile, **way)
+    asked = data.draw(st.integers(0, least - 1) | st.just(least - 1))
+    with pytest.raises(PlanningError) as caught:
+        plan_step(graph, profile, budget=asked, **way)
+    error = pickle.loads(pickle.dumps(caught.value))
+    advised = error.least_bytes
+    assert error.short_by == advised - asked
+    assert error.node.partition("~")[0] in graph.by_name
+    message = str(error)
+    assert message.startswith(f"{exact_bytes(advised - asked)} short: node '")
+    assert f"the budget is {exact_bytes(asked)}" in message
+    assert message.endswith(f"the least budget that works is {exact_bytes(advised)}")
+    assert plan_step(graph, profile, budget=advised, **way).peak_bytes <= advised
+    with pytest.raises(PlanningError):
+        plan_step(graph, profile, budget=advised - 1, **way)
+
+
+@given(
+    threshold=st.integers(1, 1 << 40),
+    asked=st.integers(0, 1 << 40),
+    told=st.none() | st.integers(0, 1 << 40),
+)
+def test_a_threshold_is_found_whatever_refusals_say(threshold, asked, told):
+    tried = []
+
+    def attempt(budget):
+        tried.append(budget)
+        if budget < threshold:
+            raise PlanningError("no", least_bytes=told)
+
+    refused = min(asked, threshold - 1)
+    error = PlanningError("no", least_bytes=told)
+    least, last = least_budget_above(refused, error, attempt)
+    assert least == threshold
+    assert isinstance(last, PlanningError)
+    assert len(tried) < 150
+
+
+def test_what_never_works_is_given_up():
+    def attempt(budget):
+        raise PlanningError("never", least_bytes=budget + 1)
+
+    assert least_budget_above(0, PlanningError("never"), attempt) is None
