@@ -1,4 +1,4 @@
-"""Advice is followed: what a refusal says would work works, and a byte less does not."""
+"""Advice works: what a refusal names is enough, and a byte less is not."""
 
 import itertools
 import pickle

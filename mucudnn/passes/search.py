@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mucudnn.errors import PlanningError
-from mucudnn.ir.graph import Graph
-from mucudnn.ir.profile import Profile
 from mucudnn.passes.chains import chain, is_checkpoint
 from mucudnn.passes.exact_residency import MOST_SAVED, exact
 from mucudnn.passes.policies import keep_all
@@ -32,7 +30,7 @@ from mucudnn.passes.residency import (
     saved_tensors,
 )
 from mucudnn.passes.schedulers import SCHEDULERS
-from mucudnn.passes.step_plan import Preparer, StepPlan
+from mucudnn.passes.step_plan import StepPlan
 from mucudnn.passes.trial import Trial
 from mucudnn.passes.vdnn_dyn import vdnn_dyn
 
