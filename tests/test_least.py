@@ -2,17 +2,28 @@
 
 import itertools
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import PERSISTENT
+from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.sizes import exact_bytes
+from mucudnn.models import get_model
+from mucudnn.passes import placed as placed_module
+from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.layout import lay_out
 from mucudnn.passes.least import least_budget_above
+from mucudnn.passes.occupancy import GRANULARITY
+from mucudnn.passes.optimizers import with_updates
+from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
 from mucudnn.passes.schedulers import SCHEDULERS
 from mucudnn.passes.step_plan import CONVOLUTIONS
+from mucudnn.passes.verify import verify
 from tests.random_graphs import profiles, training_graphs
 
 WAYS = tuple(itertools.product(policy_names(), (None, *SCHEDULERS.table), CONVOLUTIONS))
@@ -61,6 +72,75 @@ def test_the_advised_budget_works_and_a_byte_less_does_not(data):
     assert plan_step(graph, profile, budget=advised, **way).peak_bytes <= advised
     with pytest.raises(PlanningError):
         plan_step(graph, profile, budget=advised - 1, **way)
+
+
+CLAIM = "the least budget that works is "
+
+
+def placed_by_advice(graph, profile, asked, way):
+    """Refused, and then placed within what was advised; the error."""
+    with pytest.raises(PlanningError) as caught:
+        place_step(graph, profile, budget=asked, **way)
+    error = caught.value
+    advised = error.least_bytes
+    assert error.short_by == advised - asked > 0
+    assert exact_bytes(advised) in str(error)
+    placed = place_step(graph, profile, budget=advised, **way)
+    assert placed.nbytes <= advised
+    verify(placed.plan.schedule, advised, granularity=GRANULARITY)
+    if CLAIM in str(error):
+        with pytest.raises(PlanningError):
+            place_step(graph, profile, budget=advised - 1, **way)
+    else:
+        assert str(error).endswith(f"{exact_bytes(advised)} will do")
+    return error
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_places_are_found_within_the_advised_budget(data):
+    graph, profile, plans, hosted = data.draw(steps())
+    way = way_of(data.draw, plans) | {"hosted": hosted}
+    least = minimum_budget(graph, profile, **way)
+    asked = data.draw(st.integers(0, least - 1) | st.just(least - 1))
+    placed_by_advice(graph, profile, asked, way)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_advice_holds_where_places_are_hard_to_find(data):
+    """Nothing gives way, and every arena has a hole that nothing fits."""
+
+    def wasteful(schedule, **options):
+        layout = lay_out(schedule, **options)
+        return replace(layout, nbytes=layout.nbytes + 5 * GRANULARITY)
+
+    graph, profile, plans, hosted = data.draw(steps(most=3))
+    way = way_of(data.draw, plans) | {"hosted": hosted}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placed_module, "settle", lambda *args, **options: None)
+        patch.setattr(placed_module, "lay_out", wasteful)
+        least = minimum_budget(graph, profile, **way)
+        short = data.draw(st.sampled_from([1, least // 2, least]))
+        errors = [placed_by_advice(graph, profile, least - short, way)]
+        try:
+            place_step(graph, profile, budget=least, **way)
+        except PlanningError:
+            errors.append(placed_by_advice(graph, profile, least, way))
+        assert all(CLAIM not in str(error) for error in errors[1:])
+
+
+@pytest.mark.parametrize("name", ["resnet18", "densenet40"])
+@pytest.mark.parametrize("policy", ["keep_all", "superneurons", "paging", "vdnn_dyn"])
+@pytest.mark.parametrize("convolutions", ["dynamic", "fixed"])
+def test_networks_are_placed_within_the_advised_budget(name, policy, convolutions):
+    graph = with_updates(training_graph(get_model(name)(2)), Momentum())
+    profile = estimate(graph, "p100")
+    plans = {node: front[-1] for node, front in profile.fronts.items()}
+    way = {"policy": policy, "convolutions": convolutions, "plans": plans}
+    if convolutions == "dynamic":
+        way["plans"] = None
+    placed_by_advice(graph, profile, 4096, way)
 
 
 @given(

@@ -15,11 +15,13 @@ from mucudnn.ir.schedule import Compute, Schedule
 from mucudnn.passes.layout import Layout, lives_of
 from mucudnn.passes.occupancy import rounded
 from mucudnn.passes.simulate import simulate
+from mucudnn.passes.stays import least_occupancy
 from mucudnn.passes.step_plan import (
     StepPlan,
     fastest_of,
     first_plans,
     profile_of,
+    state_bytes,
     timed_by,
     workspaces_of,
 )
@@ -30,16 +32,22 @@ Span = tuple[int, int]
 
 
 def with_least_workspaces(plan: StepPlan, profile: Profile) -> StepPlan:
-    """A step whose convolutions ask for least; its prediction is not renewed.
+    """A step whose convolutions ask for least.
 
     Args:
         plan: Of a step.
         profile: Of the graph that the step was made of.
     """
-    known = profile_of(plan.schedule.graph, profile)
+    graph = plan.schedule.graph
+    known = profile_of(graph, profile)
     least = first_plans(known, "least", None)
-    bare = replace(plan.schedule, workspaces=workspaces_of(known, least))
-    return replace(plan, schedule=bare, plans=least)
+    workspaces = workspaces_of(known, least)
+    scratch = [workspaces.get(node.name, 0) for node in graph.nodes]
+    resident = state_bytes(graph, plan.schedule.resident)
+    most, _ = least_occupancy(plan.stays, scratch, resident, 0).peak()
+    bare = replace(plan.schedule, workspaces=workspaces, peak_bytes=most)
+    prediction = simulate(bare, timed_by(known, least))
+    return replace(plan, schedule=bare, plans=least, prediction=prediction)
 
 
 def grow_into_holes(

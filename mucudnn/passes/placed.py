@@ -3,8 +3,12 @@
 Static offsets may need a little more than the most bytes in use at once. Then copies
 give way; where that is not enough, the step is scheduled for a little less, so that
 state and arena together keep the budget. What is carried from step to step is hardest
-to place: at both ends of the step it must lie beside all else that is. So the last
-resort is to carry less.
+to place: at both ends of the step it must lie beside all else that is. So what is tried
+then is to carry less.
+
+The last resort is one step that does not depend on the budget: the one that is planned
+in the least bytes, in the smallest arena that is found for it. So it is known which
+budget will do where one is refused.
 """
 
 import itertools
@@ -17,11 +21,14 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.profile import Profile
+from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.holes import grow_into_holes, with_least_workspaces
 from mucudnn.passes.layout import Layout, lay_out
-from mucudnn.passes.planned import PLANNED, VDNN_DYN, plan_step
+from mucudnn.passes.occupancy import GRANULARITY
+from mucudnn.passes.planned import PLANNED, VDNN_DYN, plan_of_least, plan_step
 from mucudnn.passes.schedulers import SCHEDULERS
-from mucudnn.passes.settle import settle
+from mucudnn.passes.settle import settle, shortest
+from mucudnn.passes.stays import short_of
 from mucudnn.passes.step_plan import Preparer, StepPlan, plan_residency, state_bytes
 
 __all__ = ["PlacedStep", "place_step"]
@@ -44,6 +51,10 @@ _UNUSED = 0.75
 
 _HARDLY = 0.005
 """Share of a step's time for which less waste is worth having."""
+
+_WIDER = (0.0, 0.0025, 0.01, 0.04)
+"""Shares that the arena of the last resort may be larger than what is in use at once.
+"""
 
 _TOLERATED = 0.02
 """What places may cost of a step's time before others are looked for."""
@@ -95,13 +106,17 @@ def place_step(
         plan: Of this step within this budget, if it is planned already.
 
     Raises:
-        PlanningError: It cannot fit; says how many bytes short.
+        PlanningError: It cannot fit; says how many bytes short, and which budget will
+            do.
     """
     asked = _Asked(
         graph, profile, budget, policy, scheduler, convolutions, plans, hosted
     )
     if plan is None:
-        plan = asked.search(budget)
+        try:
+            plan = asked.search(budget)
+        except PlanningError as e:
+            raise asked.advised(e) from None
     if math.isinf(budget):
         return PlacedStep(plan, lay_out(plan.schedule), asked.resident(plan))
     target = budget
@@ -118,9 +133,14 @@ def place_step(
     fitting = [other for other in others if other is not None]
     if fitting:
         return min(fitting, key=_step_ms)
+    smallest = asked.smallest()
+    if smallest.nbytes <= budget:
+        return asked.grown(smallest.plan, smallest.layout)
     raise PlanningError(
-        f"places for {plan.peak_bytes} bytes could not be found within "
-        f"{int(budget)} bytes; {found.nbytes} would do"
+        f"places for {exact_bytes(plan.peak_bytes)} could not be found within "
+        f"{exact_bytes(int(budget))}; {exact_bytes(smallest.nbytes)} will do",
+        short_by=smallest.nbytes - int(budget),
+        least_bytes=smallest.nbytes,
     )
 
 
@@ -152,6 +172,54 @@ class _Asked:
             convolutions=self.convolutions,
             plans=self.plans,
             hosted=self.hosted,
+        )
+
+    def smallest(self) -> PlacedStep:
+        """The step that is planned in the least bytes, in the least that it is placed.
+
+        It does not depend on the budget.
+
+        Raises:
+            PlanningError: No budget works, however large.
+        """
+        found = plan_of_least(
+            self.graph,
+            self.profile,
+            policy=self.policy,
+            scheduler=self.scheduler,
+            convolutions=self.convolutions,
+            plans=self.plans,
+            hosted=self.hosted,
+        )
+        plan = self.bare(found)
+        resident = self.resident(plan)
+        tried = [shortest(plan, self.profile), plan]
+        packed = [PlacedStep(p, lay_out(p.schedule), resident) for p in tried]
+        best = min(packed, key=lambda placed: placed.nbytes)
+        least = shortest(plan, self.profile).peak_bytes - resident
+        for share in _WIDER:
+            arena = int((1 + share) * least) // GRANULARITY * GRANULARITY
+            if best.layout.nbytes <= arena:
+                break
+            known = settle(plan, self.profile, arena_bytes=arena, resident=resident)
+            if known is not None:
+                return PlacedStep(*known, resident)
+        return best
+
+    def advised(self, error: PlanningError) -> PlanningError:
+        """What planning refused, with a budget that will do for places as well."""
+        if error.least_bytes is None or error.node is None:
+            return error
+        nbytes = self.smallest().nbytes
+        if nbytes <= error.least_bytes:
+            return error
+        remedy = f"with places for all of it {exact_bytes(nbytes)} will do"
+        words = short_of(error.node, error.least_bytes, self.budget, remedy)
+        return PlanningError(
+            str(words),
+            node=error.node,
+            short_by=nbytes - int(self.budget),
+            least_bytes=nbytes,
         )
 
     def settled(self, plan: StepPlan) -> PlacedStep | None:

@@ -27,6 +27,7 @@ __all__ = [
     "STEP_PLANNERS",
     "VDNN_DYN",
     "minimum_budget",
+    "plan_of_least",
     "plan_step",
     "policy_names",
 ]
@@ -130,6 +131,40 @@ def minimum_budget(
             raise
         return found[0]
     return 0
+
+
+def plan_of_least(
+    graph: Graph,
+    profile: Profile,
+    *,
+    policy: str = PLANNED,
+    scheduler: str | Scheduler | None = None,
+    convolutions: str = "dynamic",
+    plans: Mapping[str, ConvPlan] | None = None,
+    hosted: frozenset[str] | None = None,
+) -> StepPlan:
+    """The step in `minimum_budget`; a search does not go beyond finding that it fits.
+
+    Raises:
+        PlanningError: No budget works, however large.
+    """
+    nbytes = minimum_budget(
+        graph,
+        profile,
+        policy=policy,
+        scheduler=scheduler,
+        convolutions=convolutions,
+        plans=plans,
+        hosted=hosted,
+    )
+    trial = _trial(
+        graph, profile, nbytes, policy, scheduler, convolutions, plans, hosted
+    )
+    if policy == VDNN_DYN:
+        return vdnn_dyn(trial)
+    if policy == PLANNED:
+        return trial(smallest(trial))
+    return trial(POLICIES.resolve(policy)(trial.step))
 
 
 def _trial(

@@ -17,9 +17,9 @@ from mucudnn.passes.links import first_ends, latest_starts
 from mucudnn.passes.occupancy import rounded
 from mucudnn.passes.simulate import simulate
 from mucudnn.passes.stays import Stay, emit, least_occupancy, shifted
-from mucudnn.passes.step_plan import StepPlan, profile_of, timed_by
+from mucudnn.passes.step_plan import StepPlan, profile_of, state_bytes, timed_by
 
-__all__ = ["settle"]
+__all__ = ["settle", "shortest"]
 
 _TOLERATED = 0.005
 """What places may cost of a step's time before others are looked for."""
@@ -52,6 +52,33 @@ def settle(
         if found is not None:
             return found
     return None
+
+
+def shortest(plan: StepPlan, profile: Profile) -> StepPlan:
+    """The step with stays that last no longer than they are needed.
+
+    Args:
+        plan: Of a step.
+        profile: Of the graph that the step was made of.
+    """
+    graph, n = plan.schedule.graph, len(plan.schedule.graph.nodes)
+    stays = [_core(stay, n) for stay in plan.stays]
+    scratch = [plan.schedule.workspaces.get(node.name, 0) for node in graph.nodes]
+    resident = state_bytes(graph, plan.schedule.resident)
+    most, _ = least_occupancy(stays, scratch, resident, 0).peak()
+    new = emit(graph, stays, plan.schedule.workspaces, most, plan.schedule.hosted)
+    prediction = simulate(new, timed_by(profile_of(graph, profile), plan.plans))
+    return replace(plan, schedule=new, stays=stays, prediction=prediction)
+
+
+def _core(stay: Stay, count: int) -> Stay:
+    """From the first node that needs a stay to the last; no other was copied."""
+    core = replace(
+        stay,
+        start=stay.needed if stay.copied_in else stay.start,
+        stop=stay.last if stay.copied_out else stay.stop,
+    )
+    return shifted(core, -count) if core.start >= count else core
 
 
 def _settled(
