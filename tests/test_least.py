@@ -52,7 +52,7 @@ def way_of(draw, plans):
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_the_advised_budget_works_and_a_byte_less_does_not(data):
     graph, profile, plans, hosted = data.draw(steps())
@@ -96,7 +96,7 @@ def placed_by_advice(graph, profile, asked, way):
     return error
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_places_are_found_within_the_advised_budget(data):
     graph, profile, plans, hosted = data.draw(steps())
@@ -106,7 +106,7 @@ def test_places_are_found_within_the_advised_budget(data):
     placed_by_advice(graph, profile, asked, way)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_advice_holds_where_places_are_hard_to_find(data):
     """Nothing gives way, and every arena has a hole that nothing fits."""
@@ -130,17 +130,14 @@ def test_advice_holds_where_places_are_hard_to_find(data):
         assert all(CLAIM not in str(error) for error in errors[1:])
 
 
-@pytest.mark.parametrize("name", ["resnet18", "densenet40"])
 @pytest.mark.parametrize("policy", ["keep_all", "superneurons", "paging", "vdnn_dyn"])
 @pytest.mark.parametrize("convolutions", ["dynamic", "fixed"])
-def test_networks_are_placed_within_the_advised_budget(name, policy, convolutions):
-    graph = with_updates(training_graph(get_model(name)(2)), Momentum())
+def test_networks_are_placed_within_the_advised_budget(policy, convolutions):
+    graph = with_updates(training_graph(get_model("resnet20")(4)), Momentum())
     profile = estimate(graph, "p100")
     plans = {node: front[-1] for node, front in profile.fronts.items()}
     way = {"policy": policy, "convolutions": convolutions, "plans": plans}
-    if convolutions == "dynamic":
-        way["plans"] = None
-    placed_by_advice(graph, profile, 4096, way)
+    assert CLAIM in str(placed_by_advice(graph, profile, 4096, way))
 
 
 @given(

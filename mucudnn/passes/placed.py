@@ -177,28 +177,37 @@ class _Asked:
     def smallest(self) -> PlacedStep:
         """The step that is planned in the least bytes, in the least that it is placed.
 
-        It does not depend on the budget.
+        It does not depend on the budget. Of all schedulers the one that lets stays be
+        shortest finds places most easily.
 
         Raises:
             PlanningError: No budget works, however large.
         """
-        found = plan_of_least(
-            self.graph,
-            self.profile,
-            policy=self.policy,
-            scheduler=self.scheduler,
-            convolutions=self.convolutions,
-            plans=self.plans,
-            hosted=self.hosted,
-        )
-        plan = self.bare(found)
+        tried: list[PlacedStep] = []
+        for scheduler in ("on_demand", None) if self.scheduler is None else (None,):
+            found = plan_of_least(
+                self.graph,
+                self.profile,
+                policy=self.policy,
+                scheduler=scheduler or self.scheduler,
+                convolutions=self.convolutions,
+                plans=self.plans,
+                hosted=self.hosted,
+            )
+            tried.append(self.squeezed(self.bare(found)))
+            if tried[-1].nbytes <= found.budget:
+                break
+        return min(tried, key=lambda placed: placed.nbytes)
+
+    def squeezed(self, plan: StepPlan) -> PlacedStep:
+        """A step in the smallest arena that is found for it."""
         resident = self.resident(plan)
-        tried = [shortest(plan, self.profile), plan]
-        packed = [PlacedStep(p, lay_out(p.schedule), resident) for p in tried]
+        short = shortest(plan, self.profile)
+        packed = [PlacedStep(p, lay_out(p.schedule), resident) for p in (short, plan)]
         best = min(packed, key=lambda placed: placed.nbytes)
-        least = shortest(plan, self.profile).peak_bytes - resident
         for share in _WIDER:
-            arena = int((1 + share) * least) // GRANULARITY * GRANULARITY
+            arena = int((1 + share) * (short.peak_bytes - resident))
+            arena -= arena % GRANULARITY
             if best.layout.nbytes <= arena:
                 break
             known = settle(plan, self.profile, arena_bytes=arena, resident=resident)
