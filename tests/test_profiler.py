@@ -1,7 +1,9 @@
 """Profiles: of every node, within a size, and the same where there is room."""
 
 import math
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -139,6 +141,33 @@ def test_the_tuner_keeps_its_limit_and_gets_it_back():
     with pytest.raises(OutOfMemoryError):
         profile(tuner, GRAPH, rule=QUICK, memory=100)
     assert tuner.memory_limit == 50 * MIB
+
+
+def test_threads_that_share_a_tuner_keep_their_own_limits():
+    """One profiles with little memory while another profiles with all of it."""
+    tuner = tuner_of("null")
+    waiting, measured = threading.Event(), threading.Event()
+    little = largest(tuner.backend, GRAPH)[1]
+
+    def first(name, done, total):
+        if done == 1:
+            waiting.set()
+            assert measured.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        small = pool.submit(
+            profile, tuner, GRAPH, rule=QUICK, memory=little, progress=first
+        )
+        assert waiting.wait(60)
+        limits = tuner.memory_limit
+        try:
+            large = profile(tuner, GRAPH, rule=QUICK)
+        finally:
+            measured.set()
+        small = small.result(60)
+    assert limits == tuner.memory_limit == math.inf
+    assert large == profile(tuner_of("null"), GRAPH, rule=QUICK)
+    assert set(small.fronts) == set(large.fronts)
 
 
 def test_a_convolution_that_the_tuner_has_no_memory_for_is_named():

@@ -72,7 +72,7 @@ def prepare_within(
     """Measure, plan and place a graph within a budget.
 
     Args:
-        tuner: Measures and plans convolutions; its memory limit holds meanwhile.
+        tuner: Measures and plans convolutions; its memory limit holds as well.
         graph: What is run; nothing has made it in-place yet.
         budget: How.
         beside: Bytes of the budget that others take meanwhile.

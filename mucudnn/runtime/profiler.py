@@ -4,8 +4,9 @@ Convolutions come first: the tuner takes and returns its own memory. Then a pool
 opened, in which everything else is timed; so the two never hold memory at once.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 
 from mucudnn.backends.base import Backend, Kernel
@@ -99,9 +100,8 @@ def profile(
     workspaces = kernel_workspaces(backend, graph)
     _check_room(graph, workspaces, memory)
     tell = _Teller(progress, len(graph.nodes))
-    with _limited(tuner, memory):
-        fronts = _fronts(tuner, graph, tell)
-        limit = tuner.memory_limit
+    limit = min(tuner.memory_limit, math.inf if memory is None else memory)
+    fronts = _fronts(tuner, graph, limit, tell)
     plans = _within(limit, (_fastest(front) for front in fronts.values()))
     sizes = [_least_bytes(graph, workspaces)]
     sizes += [WorkingSet.of_plan(plan).pool_bytes for plan in plans]
@@ -216,27 +216,15 @@ def _check_room(
             )
 
 
-@contextmanager
-def _limited(tuner: Tuner, memory: int | None) -> Iterator[None]:
-    """Have a tuner take no more than some memory during a `with`."""
-    own = tuner.memory_limit
-    if memory is not None:
-        tuner.memory_limit = min(own, memory)
-    try:
-        yield
-    finally:
-        tuner.memory_limit = own
-
-
 def _fronts(
-    tuner: Tuner, graph: Graph, tell: _Teller
+    tuner: Tuner, graph: Graph, limit: float, tell: _Teller
 ) -> dict[ConvProblem, tuple[ConvPlan, ...]]:
-    """What the tuner measures of every convolution."""
+    """What the tuner measures of every convolution, within so many bytes."""
     fronts: dict[ConvProblem, tuple[ConvPlan, ...]] = {}
     for node in _convolutions(graph):
         problem = node.attrs["problem"]
         if problem not in fronts:
-            table = tuner.measure(problem)
+            table = tuner.measure(problem, memory_limit=limit)
             fronts[problem] = pareto_plans(table, _NO_LIMIT)
             if not fronts[problem]:
                 reasons = counted((p.algo, p.error) for p in table.perfs if p.error)

@@ -165,28 +165,39 @@ class Tuner:
             self._isolation.close()
 
     def measure(
-        self, problem: ConvProblem, *, time_limit_s: float | None = None
+        self,
+        problem: ConvProblem,
+        *,
+        time_limit_s: float | None = None,
+        memory_limit: float = math.inf,
     ) -> PerfTable:
         """Every algorithm at every candidate micro-batch size.
 
         Rows of failed algorithms carry the error. Rows that a limit prevented carry
         the limit; such a table is not remembered.
+
+        Args:
+            problem: What to measure.
+            time_limit_s: Seconds; the tuner's own if not given.
+            memory_limit: Bytes; the tuner's own holds as well.
         """
         if (table := self._tables.get(problem)) is not None:
             return table
         with self._lock:  # two at once would disturb each other
             if (table := self._tables.get(problem)) is None:
-                table = self._sweep(problem, time_limit_s)
+                table = self._sweep(problem, time_limit_s, memory_limit)
             return table
 
-    def _sweep(self, problem: ConvProblem, time_limit_s: float | None) -> PerfTable:
+    def _sweep(
+        self, problem: ConvProblem, time_limit_s: float | None, memory_limit: float
+    ) -> PerfTable:
         limit = self.time_limit_s if time_limit_s is None else time_limit_s
         sweep = Sweep(
             backends=self.benchmark_backends,
             cache=self.cache,
             rule=self.rule,
             numerics=self.numerics,
-            memory_limit=self.memory_limit,
+            memory_limit=min(self.memory_limit, memory_limit),
             deadline=time.monotonic() + limit,
             progress=self.progress,
             isolation=self._isolation,
