@@ -10,12 +10,14 @@ from functools import cache
 import pytest
 from hypothesis import given, strategies as st
 
+from mucudnn.errors import PlanningError
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.occupancy import GRANULARITY
-from mucudnn.passes.planned import PLANNED, policy_names
+from mucudnn.passes.planned import PLANNED, plan_step, policy_names
 from mucudnn.passes.techniques import (
     best_technique,
     largest_batch,
+    largest_batch_within,
     least_budget,
     try_technique,
 )
@@ -142,6 +144,76 @@ def test_the_largest_batch_is_found_from_any_guess(threshold, guess, most, told)
     assert found == min(threshold, most)
     assert all(1 <= batch <= most for batch in tried)
     assert len(tried) == len(set(tried))
+
+
+@given(
+    st.integers(0, 1 << 21),
+    st.integers(0, 1 << 16),
+    st.integers(1, 1 << 20),
+    st.integers(1, 1 << 20),
+    st.integers(0, 3),
+)
+def test_the_largest_batch_within_a_budget_is_found_in_few_trials(
+    budget, rest, start, most, bend
+):
+    tried = []
+
+    def least(batch):
+        return rest + batch + max(0, bend * (batch - 1000))
+
+    found = largest_batch_within(
+        least, budget, start=start, most=most, progress=tried.append
+    )
+    assert found == 0 or least(found) <= budget
+    assert found == most or least(found + 1) > budget
+    assert all(1 <= batch <= most for batch in tried)
+    assert len(tried) == len(set(tried)) < 60
+
+
+@pytest.mark.parametrize("model", ["lenet", "cifar_quick"])
+def test_the_largest_batch_is_that_of_trying_every_one(model):
+    policies = tuple(policy_names())
+    budget = 8 * MIB
+    found = study_memory(
+        spec(model), policies=policies, budget=budget, max_batch=True
+    ).max_batch
+    needs = {policy: [] for policy in policies}
+    for batch in range(1, max(found.values()) + 2):
+        graph = spec(model, batch).graph()
+        profile = estimate(graph, "null", batch_policy="undivided")
+        for policy in policies:
+            needs[policy].append(least_budget(graph, profile, policy))
+    for policy, sizes in needs.items():
+        assert found[policy] == sum(nbytes <= budget for nbytes in sizes) > 0
+        assert sizes[found[policy] - 1] <= budget < sizes[found[policy]]
+
+
+def test_planning_succeeds_at_the_largest_batch_and_fails_beyond():
+    budget = 8 * MIB
+    policies = ("keep_all", "superneurons", "cost_based", PLANNED)
+    found = study_memory(
+        spec("lenet"), policies=policies, budget=budget, max_batch=True
+    ).max_batch
+    for policy, batch in found.items():
+        assert plan_of(policy, batch, budget).peak_bytes <= budget
+        with pytest.raises(PlanningError):
+            plan_of(policy, batch + 1, budget)
+
+
+def plan_of(policy, batch, budget):
+    graph = spec("lenet", batch).graph()
+    return plan_step(graph, estimate(graph, "null"), budget=budget, policy=policy)
+
+
+def test_parameters_that_outweigh_all_samples_mislead_nobody():
+    """From the first two batches the line is flat; it says nothing about later ones."""
+    found = study_memory(
+        spec("alexnet", 1),
+        policies=("paging",),
+        budget=1 << 30,
+        max_batch=True,
+    ).max_batch["paging"]
+    assert 1 < found < 10_000
 
 
 def test_the_best_is_the_fastest_that_fits():

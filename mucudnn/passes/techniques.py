@@ -3,6 +3,7 @@
 A policy that does not fit is a row too: it says how many bytes it is short of.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ __all__ = [
     "Technique",
     "best_technique",
     "largest_batch",
+    "largest_batch_within",
     "least_budget",
     "own_scheduler",
     "try_technique",
@@ -151,4 +153,51 @@ def largest_batch(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if works(middle) else (low, middle)
+    return low
+
+
+def largest_batch_within(
+    least: Callable[[int], int],
+    budget: int,
+    *,
+    start: int = 1,
+    most: int = 1 << 20,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """The largest mini-batch within a budget; 0 if none is.
+
+    What a step needs is nearly a straight line where samples outweigh parameters. So
+    batches double until the budget is exceeded, and the line through the last ones says
+    where that happens; now and then the range is halved, lest a bend in it takes long.
+
+    Args:
+        least: The least budget of a batch; a larger one needs no less.
+        budget: Bytes.
+        start: The first batch that is tried.
+        most: Where to stop looking.
+        progress: Called with every batch before it is tried.
+    """
+
+    def needs(batch: int) -> int:
+        if progress is not None:
+            progress(batch)
+        return least(batch)
+
+    low, known = 0, 0
+    high = min(start, most)
+    while (need := needs(high)) <= budget:
+        low, known = high, need
+        if high == most:
+            return most
+        high = min(2 * high, most)
+    for turn in itertools.count(1):
+        if high - low <= 1:
+            break
+        share = (budget - known) / (need - known) if turn % 3 else 0.5
+        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        found = needs(middle)
+        if found <= budget:
+            low, known = middle, found
+        else:
+            high, need = middle, found
     return low

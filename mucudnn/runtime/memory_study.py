@@ -30,7 +30,7 @@ from mucudnn.passes.step_plan import StepPlan, state_bytes
 from mucudnn.passes.techniques import (
     Technique,
     best_technique,
-    largest_batch,
+    largest_batch_within,
     least_budget,
     own_scheduler,
     try_technique,
@@ -367,19 +367,19 @@ class _Study:
 
         @functools.cache
         def least(batch: int, policy: str) -> int:
-            return least_budget(*step(batch), policy)
+            return least_budget(*step(batch), policy, self._schedulers_of(policy)[0])
 
         for i, policy in enumerate(self._policies):
-
-            def fits(batch: int, policy: str = policy) -> bool:
-                return least(batch, policy) <= self._budget
 
             def say(batch: int, policy: str = policy, i: int = i) -> None:
                 self._say(f"{policy} at batch {batch}", i, len(self._policies))
 
-            one, two = least(1, policy), least(2, policy)
-            guess = 1 + (self._budget - one) // max(1, two - one)
-            self._max_batch[policy] = largest_batch(fits, guess=guess, progress=say)
+            self._max_batch[policy] = largest_batch_within(
+                functools.partial(least, policy=policy),
+                self._budget,
+                start=self._spec.batch,
+                progress=say,
+            )
 
 
 def _memory_of(device: str) -> int:
