@@ -8,9 +8,9 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.adaptive_window import PREFETCH_FACTOR, windows
-from mucudnn.passes.occupancy import GRANULARITY
 from mucudnn.passes.residency import EVERYTHING, Residency
+from mucudnn.passes.scheduling.adaptive_window import PREFETCH_FACTOR, windows
+from mucudnn.passes.scheduling.occupancy import GRANULARITY
 from mucudnn.passes.step_plan import first_plans, plan_residency, prepare
 from mucudnn.passes.verify import verify
 from tests.examples import examples

@@ -18,7 +18,7 @@ from mucudnn.passes.inplace import in_place
 from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import policy_names
-from mucudnn.passes.schedulers import SCHEDULERS
+from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.step_plan import plan_residency
 from mucudnn.passes.techniques import least_budget
 from mucudnn.runtime.executor import Executor

@@ -17,11 +17,11 @@ from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.layout import lay_out
 from mucudnn.passes.least import least_budget_above
-from mucudnn.passes.occupancy import GRANULARITY
 from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
-from mucudnn.passes.schedulers import SCHEDULERS
+from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.occupancy import GRANULARITY
 from mucudnn.passes.step_plan import CONVOLUTIONS
 from mucudnn.passes.verify import verify
 from tests.random_graphs import profiles, training_graphs

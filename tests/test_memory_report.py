@@ -12,8 +12,9 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.occupancy import GRANULARITY
 from mucudnn.passes.planned import PLANNED, plan_step, policy_names
+from mucudnn.passes.scheduling.occupancy import GRANULARITY
+from mucudnn.passes.scheduling.problem import SCHEDULERS
 from mucudnn.passes.techniques import (
     best_technique,
     largest_batch,
@@ -22,7 +23,6 @@ from mucudnn.passes.techniques import (
     try_technique,
 )
 from mucudnn.passes.timeline import memory_intervals, memory_points, stalls
-from mucudnn.passes.window import SCHEDULERS
 from mucudnn.report.axes import columns, linear_scale, unit_of
 from mucudnn.report.memory_html import memory_report, speed_series
 from mucudnn.report.memory_text import memory_tables

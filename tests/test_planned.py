@@ -13,9 +13,7 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
 from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.exact_residency import exact
-from mucudnn.passes.occupancy import GRANULARITY
 from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
-from mucudnn.passes.policies import vdnn_all, vdnn_conv
 from mucudnn.passes.residency import (
     POLICIES,
     RECOMPUTED,
@@ -23,7 +21,9 @@ from mucudnn.passes.residency import (
     Step,
     saved_tensors,
 )
-from mucudnn.passes.schedulers import SCHEDULERS
+from mucudnn.passes.residency.published import vdnn_all, vdnn_conv
+from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.occupancy import GRANULARITY
 from mucudnn.passes.step_plan import Preparer, plan_residency, prepare
 from mucudnn.passes.verify import verify
 from tests.examples import examples

@@ -14,7 +14,7 @@ from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut,
 from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.residency import Residency, saved_tensors
-from mucudnn.passes.schedulers import SCHEDULERS
+from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.simulate import simulate
 from mucudnn.passes.step_plan import plan_residency, prepare
 from tests.examples import examples

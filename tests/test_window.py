@@ -8,12 +8,12 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError, ScheduleError
 from mucudnn.ir.schedule import Alloc, Compute, Free, SwapIn, SwapOut, Wait
-from mucudnn.passes.occupancy import GRANULARITY, Occupancy
 from mucudnn.passes.residency import PERSISTENTS, Residency
-from mucudnn.passes.schedulers import SCHEDULERS
-from mucudnn.passes.stays import least_occupancy, split
+from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.intervals import least_occupancy, split
+from mucudnn.passes.scheduling.occupancy import GRANULARITY, Occupancy
+from mucudnn.passes.scheduling.transfer_aware import timed
 from mucudnn.passes.step_plan import first_plans, plan_residency, prepare
-from mucudnn.passes.timed import timed
 from mucudnn.passes.verify import verify
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs

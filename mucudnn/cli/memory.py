@@ -167,7 +167,7 @@ def memory(
 def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
     from mucudnn.cli.progress import progress_display
     from mucudnn.passes.planned import PLANNED, policy_names
-    from mucudnn.passes.schedulers import SCHEDULERS
+    from mucudnn.passes.scheduling import SCHEDULERS
     from mucudnn.runtime.memory_study import StepSpec, study_memory
 
     device, budget, image = (settings[n] for n in ("device", "budget", "image"))

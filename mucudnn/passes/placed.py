@@ -24,11 +24,11 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.holes import grow_into_holes, with_least_workspaces
 from mucudnn.passes.layout import Layout, lay_out
-from mucudnn.passes.occupancy import GRANULARITY
 from mucudnn.passes.planned import PLANNED, VDNN_DYN, plan_of_least, plan_step
-from mucudnn.passes.schedulers import SCHEDULERS
+from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.intervals import short_of
+from mucudnn.passes.scheduling.occupancy import GRANULARITY
 from mucudnn.passes.settle import settle, shortest
-from mucudnn.passes.stays import short_of
 from mucudnn.passes.step_plan import Preparer, StepPlan, plan_residency, state_bytes
 
 __all__ = ["PlacedStep", "place_step"]

@@ -15,12 +15,12 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.least import least_budget_above
 from mucudnn.passes.residency import POLICIES, Step
+from mucudnn.passes.residency.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
+from mucudnn.passes.scheduling.intervals import short_of
+from mucudnn.passes.scheduling.problem import Scheduler
 from mucudnn.passes.search import search, smallest
-from mucudnn.passes.stays import short_of
 from mucudnn.passes.step_plan import Preparer, StepPlan
 from mucudnn.passes.trial import Trial
-from mucudnn.passes.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
-from mucudnn.passes.window import Scheduler
 
 __all__ = [
     "PLANNED",

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from mucudnn.errors import PlanningError
 from mucudnn.passes.chains import chain, is_checkpoint
 from mucudnn.passes.exact_residency import MOST_SAVED, exact
-from mucudnn.passes.policies import keep_all
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
@@ -29,10 +28,11 @@ from mucudnn.passes.residency import (
     Step,
     saved_tensors,
 )
-from mucudnn.passes.schedulers import SCHEDULERS
+from mucudnn.passes.residency.published import keep_all
+from mucudnn.passes.residency.vdnn_dyn import vdnn_dyn
+from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.step_plan import StepPlan
 from mucudnn.passes.trial import Trial
-from mucudnn.passes.vdnn_dyn import vdnn_dyn
 
 __all__ = ["search", "smallest"]
 

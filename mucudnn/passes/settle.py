@@ -10,13 +10,13 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.clock import Clock
 from mucudnn.passes.elastic import Elastic, Place, place_elastic
 from mucudnn.passes.layout import Layout
-from mucudnn.passes.links import first_ends, latest_starts
-from mucudnn.passes.occupancy import rounded
+from mucudnn.passes.scheduling.clock import Clock
+from mucudnn.passes.scheduling.intervals import Stay, emit, least_occupancy, shifted
+from mucudnn.passes.scheduling.occupancy import rounded
+from mucudnn.passes.scheduling.transfers import first_ends, latest_starts
 from mucudnn.passes.simulate import simulate
-from mucudnn.passes.stays import Stay, emit, least_occupancy, shifted
 from mucudnn.passes.step_plan import StepPlan, profile_of, state_bytes, timed_by
 
 __all__ = ["settle", "shortest"]

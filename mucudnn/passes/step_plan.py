@@ -15,7 +15,6 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Schedule
 from mucudnn.passes.inplace import in_place
-from mucudnn.passes.occupancy import GRANULARITY, Occupancy, Use, rounded, uses_of
 from mucudnn.passes.rematerialize import rematerialize
 from mucudnn.passes.residency import (
     EVERYTHING,
@@ -25,10 +24,17 @@ from mucudnn.passes.residency import (
     Residency,
     saved_tensors,
 )
-from mucudnn.passes.schedulers import SCHEDULERS
+from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.intervals import Stay, emit
+from mucudnn.passes.scheduling.occupancy import (
+    GRANULARITY,
+    Occupancy,
+    Use,
+    rounded,
+    uses_of,
+)
+from mucudnn.passes.scheduling.problem import Problem, Scheduler
 from mucudnn.passes.simulate import Prediction, simulate
-from mucudnn.passes.stays import Stay, emit
-from mucudnn.passes.window import Problem, Scheduler
 
 __all__ = [
     "CONVOLUTIONS",

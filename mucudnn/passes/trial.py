@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.passes.residency import Residency, Step
+from mucudnn.passes.scheduling.problem import Scheduler
 from mucudnn.passes.step_plan import (
     Preparer,
     StepPlan,
     first_plans,
     plan_residency,
 )
-from mucudnn.passes.window import Scheduler
 
 __all__ = ["Trial"]
 

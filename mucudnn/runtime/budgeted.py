@@ -16,11 +16,11 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.inplace import in_place
 from mucudnn.passes.layout import host_blocks
-from mucudnn.passes.occupancy import rounded
 from mucudnn.passes.order import ORDERS, Order
 from mucudnn.passes.packing import pack
 from mucudnn.passes.placed import PlacedStep, place_step
 from mucudnn.passes.planned import PLANNED
+from mucudnn.passes.scheduling.occupancy import rounded
 from mucudnn.runtime.plan_texts import restore_plans
 from mucudnn.runtime.prepare import Plans, Prepared, plan_convolutions
 from mucudnn.runtime.profiler import profile, refine

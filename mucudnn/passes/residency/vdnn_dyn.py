@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.policies import keep_all, vdnn_all, vdnn_conv
-from mucudnn.passes.residency import Residency
+from mucudnn.passes.residency.choice import Residency
+from mucudnn.passes.residency.published import keep_all, vdnn_all, vdnn_conv
 from mucudnn.passes.step_plan import StepPlan, first_plans, grown
 from mucudnn.passes.trial import Trial
 

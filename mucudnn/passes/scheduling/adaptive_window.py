@@ -21,9 +21,9 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mucudnn.passes.occupancy import Occupancy, Use
-from mucudnn.passes.stays import Stay, Swaps
-from mucudnn.passes.window import SCHEDULERS, Problem
+from mucudnn.passes.scheduling.intervals import Stay, Swaps
+from mucudnn.passes.scheduling.occupancy import Occupancy, Use
+from mucudnn.passes.scheduling.problem import SCHEDULERS, Problem
 
 __all__ = ["PREFETCH_FACTOR", "Windows", "adaptive_window", "windows"]
 

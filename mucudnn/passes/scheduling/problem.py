@@ -11,8 +11,15 @@ from typing import Protocol
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Schedule
-from mucudnn.passes.occupancy import Occupancy, Use, uses_of
-from mucudnn.passes.stays import Stay, Swaps, check, emit, least_occupancy, split
+from mucudnn.passes.scheduling.intervals import (
+    Stay,
+    Swaps,
+    check,
+    emit,
+    least_occupancy,
+    split,
+)
+from mucudnn.passes.scheduling.occupancy import Occupancy, Use, uses_of
 from mucudnn.passes.strategies import Strategies
 
 __all__ = ["SCHEDULERS", "Problem", "Scheduler", "on_demand", "schedule"]

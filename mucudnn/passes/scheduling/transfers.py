@@ -7,8 +7,8 @@ schedule would like it; what memory admits is another matter.
 import math
 from collections.abc import Sequence
 
-from mucudnn.passes.clock import Clock
-from mucudnn.passes.stays import Stay
+from mucudnn.passes.scheduling.clock import Clock
+from mucudnn.passes.scheduling.intervals import Stay
 
 __all__ = ["first_ends", "latest_starts"]
 

@@ -25,7 +25,7 @@ from mucudnn.ir.schedule import (
     Wait,
 )
 from mucudnn.ir.sizes import exact_bytes
-from mucudnn.passes.occupancy import Occupancy, Use
+from mucudnn.passes.scheduling.occupancy import Occupancy, Use
 
 __all__ = [
     "Stay",

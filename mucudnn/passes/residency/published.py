@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.passes.chains import EXPENSIVE, chain, is_checkpoint
-from mucudnn.passes.residency import (
+from mucudnn.passes.residency.choice import (
     EVERYTHING,
     PERSISTENTS,
     POLICIES,
