@@ -13,10 +13,9 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.layout import lay_out, lives_of
 from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.planned import minimum_budget, plan_step
-from mucudnn.passes.scheduling.clock import Clock
 from mucudnn.passes.scheduling.intervals import Stay
 from mucudnn.passes.scheduling.occupancy import GRANULARITY, rounded
-from mucudnn.passes.scheduling.transfers import first_ends, latest_starts
+from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
 from mucudnn.passes.settle import settle
 from mucudnn.passes.step_plan import plan_residency, state_bytes
 from mucudnn.passes.verify import verify

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mucudnn.passes.scheduling.clock import Clock
+from mucudnn.passes.scheduling.transfers import Clock
 
 __all__ = ["Elastic", "Place", "place_elastic"]
 

@@ -9,11 +9,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mucudnn.passes.scheduling.clock import Clock
 from mucudnn.passes.scheduling.intervals import Stay, Swaps, join, shifted, split
 from mucudnn.passes.scheduling.occupancy import Occupancy
 from mucudnn.passes.scheduling.problem import SCHEDULERS, Problem
-from mucudnn.passes.scheduling.transfers import latest_starts
+from mucudnn.passes.scheduling.transfers import Clock, latest_starts
 
 __all__ = ["timed"]
 
