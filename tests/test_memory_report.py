@@ -13,8 +13,8 @@ from hypothesis import given, strategies as st
 from mucudnn.errors import PlanningError
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.planned import PLANNED, plan_step, policy_names
+from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.scheduling.occupancy import GRANULARITY
-from mucudnn.passes.scheduling.problem import SCHEDULERS
 from mucudnn.passes.techniques import (
     best_technique,
     largest_batch,

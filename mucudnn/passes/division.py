@@ -30,14 +30,13 @@ Solver = Callable[[Core, float], Selection | None]
 
 _log = logging.getLogger(__name__)
 
-SOLVERS: Strategies[Solver] = Strategies("solver")
-SOLVERS.register(ilp)
 
-
-@SOLVERS.register
 def exact(core: Core, time_limit_s: float) -> Selection:
     """Merge the kernels' fronts. Bounded by a number of states, not by a time."""
     return merge(core)
+
+
+SOLVERS: Strategies[Solver] = Strategies("solver", (ilp, exact))
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,10 +98,6 @@ class Planner(Protocol):
         ...
 
 
-PLANNERS: Strategies[Planner] = Strategies("planner")
-
-
-@PLANNERS.register
 def undivided(
     tables: Sequence[PerfTable], workspace_limit: int
 ) -> tuple[ConvPlan, ...]:
@@ -118,7 +114,6 @@ def undivided(
     return tuple(plans)
 
 
-@PLANNERS.register
 def workspace_reuse(
     tables: Sequence[PerfTable], workspace_limit: int
 ) -> tuple[ConvPlan, ...]:
@@ -126,7 +121,6 @@ def workspace_reuse(
     return tuple(fastest_division(table, workspace_limit) for table in tables)
 
 
-@PLANNERS.register
 def minimum_workspace(
     tables: Sequence[PerfTable], workspace_limit: int, slowdown: float = 0.05
 ) -> tuple[ConvPlan, ...]:
@@ -141,7 +135,6 @@ def minimum_workspace(
     return tuple(plans)
 
 
-@PLANNERS.register
 def workspace_division(
     tables: Sequence[PerfTable], workspace_limit: int
 ) -> tuple[ConvPlan, ...]:
@@ -149,9 +142,22 @@ def workspace_division(
     return divide(tables, workspace_limit, solver="ilp").plans
 
 
-@PLANNERS.register
 def workspace_division_exact(
     tables: Sequence[PerfTable], workspace_limit: int
 ) -> tuple[ConvPlan, ...]:
     """The same as `workspace_division`, by merging Pareto fronts, with no solver."""
     return divide(tables, workspace_limit, solver="exact").plans
+
+
+PLANNERS: Strategies[Planner] = Strategies(
+    "planner",
+    (
+        undivided,
+        workspace_reuse,
+        minimum_workspace,
+        workspace_division,
+        workspace_division_exact,
+    ),
+    group="mucudnn.planners",
+)
+"""How mini-batches are divided; more join by `register` or by an entry point."""

@@ -32,17 +32,12 @@ class Order(Protocol):
         ...
 
 
-ORDERS: Strategies[Order] = Strategies("order")
-
-
-@ORDERS.register
 def builder(graph: Graph, workspaces: Mapping[str, int] | None = None) -> Graph:
     """As built: layer by layer, the way back in reverse."""
     del workspaces
     return graph
 
 
-@ORDERS.register
 def depth_first(graph: Graph, workspaces: Mapping[str, int] | None = None) -> Graph:
     """Finish one branch before the next; a join waits for all of its branches.
 
@@ -55,7 +50,6 @@ def depth_first(graph: Graph, workspaces: Mapping[str, int] | None = None) -> Gr
     return _reordered(graph, _depth_first(graph))
 
 
-@ORDERS.register
 def least_peak(
     graph: Graph,
     workspaces: Mapping[str, int] | None = None,
@@ -115,3 +109,7 @@ def _depth_first(graph: Graph) -> list[int]:
             branches = [n for n in ready if after[n - start]]
             stack += branches[:1] + branches[:0:-1] + leaves[::-1]
     return route
+
+
+ORDERS: Strategies[Order] = Strategies("order", (builder, depth_first, least_peak))
+"""In which order nodes run; more join by `register`."""

@@ -25,7 +25,8 @@ from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.holes import grow_into_holes, with_least_workspaces
 from mucudnn.passes.layout import Layout, lay_out
 from mucudnn.passes.planned import PLANNED, VDNN_DYN, plan_of_least, plan_step
-from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.residency import ResidencyPolicy
+from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import short_of
 from mucudnn.passes.scheduling.occupancy import GRANULARITY
 from mucudnn.passes.settle import settle, shortest
@@ -85,8 +86,8 @@ def place_step(
     profile: Profile,
     *,
     budget: float,
-    policy: str = PLANNED,
-    scheduler: str | None = None,
+    policy: str | ResidencyPolicy = PLANNED,
+    scheduler: str | Scheduler | None = None,
     convolutions: str = "dynamic",
     plans: Mapping[str, ConvPlan] | None = None,
     hosted: frozenset[str] | None = None,
@@ -98,8 +99,8 @@ def place_step(
         graph: A training graph that nothing has made in-place yet.
         profile: Of it.
         budget: Bytes for everything.
-        policy: Decides what leaves, and what is computed again.
-        scheduler: Times the copies.
+        policy: Decides what leaves, and what is computed again; a name or a function.
+        scheduler: Times the copies; likewise.
         convolutions: How convolutions get their workspace.
         plans: Convolution node -> plan, if they are fixed.
         hosted: Parameters and state whose home is the host, if that is decided.
@@ -151,8 +152,8 @@ class _Asked:
     graph: Graph
     profile: Profile
     budget: float
-    policy: str
-    scheduler: str | None
+    policy: str | ResidencyPolicy
+    scheduler: str | Scheduler | None
     convolutions: str
     plans: Mapping[str, ConvPlan] | None
     hosted: frozenset[str] | None
@@ -258,10 +259,10 @@ class _Asked:
 
     def replanned(self, plan: StepPlan, cut: float) -> Iterator[StepPlan]:
         """A plan's residencies scheduled for a share less than the budget."""
-        free = self.scheduler is None and self.policy == PLANNED
-        for name in dict.fromkeys(
-            (plan.scheduler, "timed") if free else (plan.scheduler,)
-        ):
+        schedulers: list[str | Scheduler] = [self.scheduler or plan.scheduler]
+        if self.scheduler is None and self.policy == PLANNED:
+            schedulers = list(dict.fromkeys((plan.scheduler, "timed")))
+        for name in schedulers:
             if self.policy != VDNN_DYN:
                 with suppress(PlanningError):
                     yield self.schedule(
@@ -286,7 +287,7 @@ class _Asked:
         self,
         plan: StepPlan,
         target: float,
-        scheduler: str,
+        scheduler: str | Scheduler,
         hosted: frozenset[str] | None,
     ) -> StepPlan:
         """A plan's residencies scheduled anew.

@@ -14,10 +14,17 @@ from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.least import least_budget_above
-from mucudnn.passes.residency import POLICIES, Step
+from mucudnn.passes.residency import (
+    PLANNED,
+    POLICIES,
+    VDNN_DYN,
+    ResidencyPolicy,
+    Step,
+    decide,
+)
 from mucudnn.passes.residency.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
+from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import short_of
-from mucudnn.passes.scheduling.problem import Scheduler
 from mucudnn.passes.search import search, smallest
 from mucudnn.passes.step_plan import Preparer, StepPlan
 from mucudnn.passes.trial import Trial
@@ -26,17 +33,12 @@ __all__ = [
     "PLANNED",
     "STEP_PLANNERS",
     "VDNN_DYN",
+    "check_policy",
     "minimum_budget",
     "plan_of_least",
     "plan_step",
     "policy_names",
 ]
-
-PLANNED = "planned"
-"""The policy that is a search over the others and beyond."""
-
-VDNN_DYN = "vdnn_dyn"
-"""The policy that takes the first of vDNN's configurations that fits."""
 
 STEP_PLANNERS: Mapping[str, Callable[[Trial], StepPlan]] = MappingProxyType(
     {PLANNED: search, VDNN_DYN: vdnn_dyn}
@@ -45,8 +47,25 @@ STEP_PLANNERS: Mapping[str, Callable[[Trial], StepPlan]] = MappingProxyType(
 
 
 def policy_names() -> tuple[str, ...]:
-    """What `plan_step` takes as a policy."""
-    return (*STEP_PLANNERS, *POLICIES.table)
+    """What `plan_step` takes as a policy, beside functions."""
+    return (*STEP_PLANNERS, *POLICIES.names)
+
+
+def check_policy(policy: str | ResidencyPolicy) -> None:
+    """Refuse what `plan_step` would not take as a policy.
+
+    Raises:
+        ValueError: A name is not known; the message lists those that are.
+        TypeError: It is neither a name nor a function.
+    """
+    if isinstance(policy, str):
+        if policy in STEP_PLANNERS or policy in POLICIES.table:
+            return
+        names = policy_names()
+        if policy not in names:
+            valid = ", ".join(sorted(names))
+            raise ValueError(f"unknown policy {policy!r}; choose one of: {valid}")
+    POLICIES.resolve(policy)
 
 
 def plan_step(
@@ -54,7 +73,7 @@ def plan_step(
     profile: Profile,
     *,
     budget: float,
-    policy: str = PLANNED,
+    policy: str | ResidencyPolicy = PLANNED,
     scheduler: str | Scheduler | None = None,
     convolutions: str = "dynamic",
     plans: Mapping[str, ConvPlan] | None = None,
@@ -66,9 +85,9 @@ def plan_step(
         graph: A training graph that nothing has made in-place yet.
         profile: Of it.
         budget: Bytes for everything, parameters and state included.
-        policy: One of `policy_names`.
-        scheduler: Times the copies; if not given, `on_demand` for vDNN's dynamic
-            policy, any for the search, else `timed`.
+        policy: One of `policy_names`, or a function.
+        scheduler: Times the copies, a name or a function; if not given, `on_demand`
+            for vDNN's dynamic policy, any for the search, else `timed`.
         convolutions: How convolutions get their workspace.
         plans: Convolution node -> plan, if they are fixed.
         hosted: Parameters and state whose home is the host, and no others, if that is
@@ -77,18 +96,17 @@ def plan_step(
     Raises:
         PlanningError: It cannot fit; says how many bytes short, at which node, and the
             least budget that works.
-        ValueError: A name is not known.
+        ValueError: A name is not known, or a policy of one's own decides on tensors
+            that there are not.
+        TypeError: A strategy is neither a name nor a function.
     """
     trial = _trial(
         graph, profile, budget, policy, scheduler, convolutions, plans, hosted
     )
-    if policy not in (*STEP_PLANNERS, *POLICIES.table):
-        valid = ", ".join(sorted(policy_names()))
-        raise ValueError(f"unknown policy {policy!r}; choose one of: {valid}")
     try:
-        if policy in STEP_PLANNERS:
+        if isinstance(policy, str) and policy in STEP_PLANNERS:
             return STEP_PLANNERS[policy](trial)
-        return trial(POLICIES.resolve(policy)(trial.step))
+        return trial(decide(policy, trial.step))
     except PlanningError as e:
         if math.isinf(budget):
             raise
@@ -99,7 +117,7 @@ def minimum_budget(
     graph: Graph,
     profile: Profile,
     *,
-    policy: str = PLANNED,
+    policy: str | ResidencyPolicy = PLANNED,
     scheduler: str | Scheduler | None = None,
     convolutions: str = "dynamic",
     plans: Mapping[str, ConvPlan] | None = None,
@@ -137,7 +155,7 @@ def plan_of_least(
     graph: Graph,
     profile: Profile,
     *,
-    policy: str = PLANNED,
+    policy: str | ResidencyPolicy = PLANNED,
     scheduler: str | Scheduler | None = None,
     convolutions: str = "dynamic",
     plans: Mapping[str, ConvPlan] | None = None,
@@ -164,19 +182,22 @@ def plan_of_least(
         return vdnn_dyn(trial)
     if policy == PLANNED:
         return trial(smallest(trial))
-    return trial(POLICIES.resolve(policy)(trial.step))
+    return trial(decide(policy, trial.step))
 
 
 def _trial(
     graph: Graph,
     profile: Profile,
     budget: float,
-    policy: str,
+    policy: str | ResidencyPolicy,
     scheduler: str | Scheduler | None,
     convolutions: str,
     plans: Mapping[str, ConvPlan] | None,
     hosted: frozenset[str] | None,
 ) -> Trial:
+    check_policy(policy)
+    if scheduler is not None:
+        SCHEDULERS.resolve(scheduler)
     default = "on_demand" if policy == VDNN_DYN else "timed"
     return Trial(
         step=Step(graph, profile, budget, hosted),
@@ -200,7 +221,7 @@ def _check(trial: Trial) -> None:
     elif trial.policy == VDNN_DYN:
         check_vdnn_dyn(trial)
     else:
-        trial.check(POLICIES.resolve(trial.policy)(trial.step))
+        trial.check(decide(trial.policy, trial.step))
 
 
 def _least(error: PlanningError, trial: Trial) -> tuple[int, PlanningError] | None:

@@ -24,7 +24,7 @@ from mucudnn.passes.residency import (
     Residency,
     saved_tensors,
 )
-from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling import stays_of
 from mucudnn.passes.scheduling.intervals import Stay, emit
 from mucudnn.passes.scheduling.occupancy import (
     GRANULARITY,
@@ -35,6 +35,7 @@ from mucudnn.passes.scheduling.occupancy import (
 )
 from mucudnn.passes.scheduling.problem import Problem, Scheduler
 from mucudnn.passes.simulate import Prediction, simulate
+from mucudnn.passes.strategies import name_of
 
 __all__ = [
     "CONVOLUTIONS",
@@ -255,7 +256,7 @@ def plan_residency(
         profile: Of it.
         residency: Of tensors; what is left out is kept.
         budget: Bytes for everything, parameters and state included.
-        scheduler: Times the copies.
+        scheduler: Times the copies; a name or a function.
         convolutions: One of `CONVOLUTIONS`.
         plans: Convolution node -> plan, for `fixed`.
         policy: What to call the decision.
@@ -269,7 +270,7 @@ def plan_residency(
     final, known = ready.graph, ready.profile
     chosen = first_plans(known, convolutions, plans)
     problem = ready.problem(chosen, budget)
-    stays, occupancy = SCHEDULERS.resolve(scheduler)(problem)
+    stays, occupancy = stays_of(scheduler, problem)
     if convolutions == "dynamic":
         chosen = grown(final, known, chosen, occupancy)
     workspaces = workspaces_of(known, chosen)
@@ -281,7 +282,7 @@ def plan_residency(
         residency=residency,
         prediction=simulate(schedule, timed_by(known, chosen)),
         policy=policy,
-        scheduler=scheduler if isinstance(scheduler, str) else repr(scheduler),
+        scheduler=name_of(scheduler),
         budget=budget,
     )
 

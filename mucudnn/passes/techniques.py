@@ -12,7 +12,10 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.planned import PLANNED, VDNN_DYN, minimum_budget, plan_step
+from mucudnn.passes.residency import ResidencyPolicy
+from mucudnn.passes.scheduling import Scheduler
 from mucudnn.passes.step_plan import StepPlan, plan_residency
+from mucudnn.passes.strategies import name_of
 
 __all__ = [
     "Technique",
@@ -72,21 +75,25 @@ def unbounded(graph: Graph, profile: Profile) -> StepPlan:
     return plan_residency(graph, profile, {}, budget=math.inf, policy="keep_all")
 
 
-def own_scheduler(policy: str) -> str:
+def own_scheduler(policy: str | ResidencyPolicy) -> str:
     """The scheduler of a policy for which no other is asked for."""
     return "on_demand" if policy == VDNN_DYN else "timed"
 
 
 def try_technique(
-    graph: Graph, profile: Profile, policy: str, scheduler: str, budget: int
+    graph: Graph,
+    profile: Profile,
+    policy: str | ResidencyPolicy,
+    scheduler: str | Scheduler,
+    budget: int,
 ) -> Technique:
     """Plan a step by one policy and one scheduler.
 
     Args:
         graph: A training graph that nothing has made in-place yet.
         profile: Of it.
-        policy: A name in `policy_names()`.
-        scheduler: A name in `SCHEDULERS`.
+        policy: A name in `policy_names()`, or a function.
+        scheduler: A name in `SCHEDULERS`, or a function.
         budget: Bytes for everything, parameters and state included.
 
     Raises:
@@ -97,8 +104,9 @@ def try_technique(
             graph, profile, budget=budget, policy=policy, scheduler=scheduler
         )
     except PlanningError as e:
-        return Technique(policy, scheduler, budget, None, e.least_bytes)
-    return Technique(policy, scheduler, budget, plan)
+        least = e.least_bytes
+        return Technique(name_of(policy), name_of(scheduler), budget, None, least)
+    return Technique(name_of(policy), name_of(scheduler), budget, plan)
 
 
 def best_technique(techniques: Iterable[Technique]) -> Technique | None:
@@ -110,8 +118,8 @@ def best_technique(techniques: Iterable[Technique]) -> Technique | None:
 def least_budget(
     graph: Graph,
     profile: Profile,
-    policy: str = PLANNED,
-    scheduler: str | None = None,
+    policy: str | ResidencyPolicy = PLANNED,
+    scheduler: str | Scheduler | None = None,
 ) -> int:
     """The least bytes that a policy can run a step in; see `minimum_budget`."""
     return minimum_budget(graph, profile, policy=policy, scheduler=scheduler)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.passes.residency import Residency, Step
+from mucudnn.passes.residency import Residency, ResidencyPolicy, Step
 from mucudnn.passes.scheduling.problem import Scheduler
 from mucudnn.passes.step_plan import (
     Preparer,
@@ -12,6 +12,7 @@ from mucudnn.passes.step_plan import (
     first_plans,
     plan_residency,
 )
+from mucudnn.passes.strategies import name_of
 
 __all__ = ["Trial"]
 
@@ -26,7 +27,7 @@ class Trial:
     Attributes:
         step: What to plan.
         preparer: Of its graph.
-        policy: What to call the decision.
+        policy: Who decides about residencies; a name or a function.
         scheduler: Times the copies.
         any_scheduler: Whether another one may take its place.
         convolutions: How convolutions get their workspace.
@@ -35,7 +36,7 @@ class Trial:
 
     step: Step
     preparer: Preparer
-    policy: str
+    policy: str | ResidencyPolicy
     scheduler: str | Scheduler = "timed"
     any_scheduler: bool = False
     convolutions: str = "dynamic"
@@ -55,7 +56,7 @@ class Trial:
             scheduler=self.scheduler,
             convolutions=self.convolutions,
             plans=self.plans,
-            policy=self.policy,
+            policy=name_of(self.policy),
             preparer=self.preparer,
         )
 

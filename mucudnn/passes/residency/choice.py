@@ -16,12 +16,10 @@ from typing import Protocol
 
 from mucudnn.ir.graph import Graph, Node, Phase, Role
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.strategies import Strategies
 
 __all__ = [
     "EVERYTHING",
     "PERSISTENTS",
-    "POLICIES",
     "RECOMPUTED",
     "SMALL",
     "Residency",
@@ -105,9 +103,6 @@ class ResidencyPolicy(Protocol):
     def __call__(self, step: Step) -> Mapping[str, Residency]:
         """Residencies of tensors; those left out are kept."""
         ...
-
-
-POLICIES: Strategies[ResidencyPolicy] = Strategies("residency policy")
 
 
 def saved_tensors(graph: Graph) -> tuple[Saved, ...]:

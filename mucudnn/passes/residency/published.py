@@ -12,7 +12,6 @@ from mucudnn.passes.chains import EXPENSIVE, chain, is_checkpoint
 from mucudnn.passes.residency.choice import (
     EVERYTHING,
     PERSISTENTS,
-    POLICIES,
     Residency,
     Saved,
     Step,
@@ -34,20 +33,17 @@ __all__ = [
 _CLASSIFIER = "matmul"
 
 
-@POLICIES.register
 def keep_all(step: Step) -> Mapping[str, Residency]:
     """Never move anything: liveness alone."""
     del step
     return {}
 
 
-@POLICIES.register
 def vdnn_all(step: Step) -> Mapping[str, Residency]:
     """Offload the input of every layer before the classifier (vDNN, section 3.1)."""
     return _offload_inputs(step.graph, convolutions_only=False)
 
 
-@POLICIES.register
 def vdnn_conv(step: Step) -> Mapping[str, Residency]:
     """Offload the inputs of convolutions: their time hides the copies best."""
     return _offload_inputs(step.graph, convolutions_only=True)
@@ -79,7 +75,6 @@ def _readers(graph: Graph) -> dict[str, set[str]]:
     return found
 
 
-@POLICIES.register
 def superneurons(step: Step) -> Mapping[str, Residency]:
     """Offload checkpoints, compute the rest again by segments (cost-aware).
 
@@ -89,13 +84,11 @@ def superneurons(step: Step) -> Mapping[str, Residency]:
     return _superneurons(step, lambda segment, most: segment <= most)
 
 
-@POLICIES.register
 def superneurons_speed(step: Step) -> Mapping[str, Residency]:
     """The same, every segment computed once."""
     return _superneurons(step, lambda segment, most: True)
 
 
-@POLICIES.register
 def superneurons_memory(step: Step) -> Mapping[str, Residency]:
     """The same, everything computed again for every use."""
     return _superneurons(step, lambda segment, most: False)
@@ -135,13 +128,11 @@ def _head(graph: Graph, tensor: str) -> str:
     return node.name
 
 
-@POLICIES.register
 def lru(step: Step) -> Mapping[str, Residency]:
     """Everything may leave; what has room stays (the tensor cache)."""
     return {saved.name: Residency.OFFLOAD for saved in saved_tensors(step.graph)}
 
 
-@POLICIES.register
 def paging(step: Step) -> Mapping[str, Residency]:
     """Everything that the node that runs does not use may be away, weights included.
 
@@ -151,7 +142,6 @@ def paging(step: Step) -> Mapping[str, Residency]:
     return {EVERYTHING: Residency.PAGE, PERSISTENTS: Residency.PAGE}
 
 
-@POLICIES.register
 def cost_based(step: Step) -> Mapping[str, Residency]:
     """Move what can be moved for free, then what saves most bytes a millisecond.
 

@@ -1,7 +1,48 @@
 """Every scheduler that ships, in one table."""
 
 from mucudnn.passes.scheduling.adaptive_window import adaptive_window
-from mucudnn.passes.scheduling.problem import SCHEDULERS, on_demand
+from mucudnn.passes.scheduling.intervals import Stay
+from mucudnn.passes.scheduling.occupancy import Occupancy
+from mucudnn.passes.scheduling.on_demand import on_demand
+from mucudnn.passes.scheduling.problem import Problem, Scheduler
 from mucudnn.passes.scheduling.transfer_aware import timed
+from mucudnn.passes.strategies import ALL, Strategies, name_of
 
-__all__ = ["SCHEDULERS", "adaptive_window", "on_demand", "timed"]
+__all__ = [
+    "SCHEDULERS",
+    "Problem",
+    "Scheduler",
+    "adaptive_window",
+    "on_demand",
+    "stays_of",
+    "timed",
+]
+
+SCHEDULERS: Strategies[Scheduler] = Strategies(
+    "scheduler",
+    (on_demand, adaptive_window, timed),
+    group="mucudnn.schedulers",
+    reserved=(ALL,),
+)
+"""When copies run; more join by `register` or by an entry point of the group."""
+
+
+def stays_of(
+    scheduler: str | Scheduler, problem: Problem
+) -> tuple[list[Stay], Occupancy]:
+    """What a scheduler decides, checked: it may be somebody's own.
+
+    Raises:
+        PlanningError: Nothing fits.
+        TypeError: It returned something else than stays and their ledger.
+        ValueError: It is not known.
+    """
+    found: object = SCHEDULERS.resolve(scheduler)(problem)
+    match found:
+        case (list() as stays, Occupancy() as ledger):
+            if all(isinstance(stay, Stay) for stay in stays):
+                return stays, ledger
+    raise TypeError(
+        f"scheduler {name_of(scheduler)!r} returned {type(found).__name__}; a list of "
+        "stays and their ledger are wanted, such as problem.least() has"
+    )

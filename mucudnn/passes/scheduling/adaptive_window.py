@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from mucudnn.passes.scheduling.intervals import Stay, Swaps
 from mucudnn.passes.scheduling.occupancy import Occupancy, Use
-from mucudnn.passes.scheduling.problem import SCHEDULERS, Problem
+from mucudnn.passes.scheduling.problem import Problem
 
 __all__ = ["PREFETCH_FACTOR", "Windows", "adaptive_window", "windows"]
 
@@ -50,7 +50,6 @@ class Windows:
     prefetch_bytes: tuple[int, ...]
 
 
-@SCHEDULERS.register
 def adaptive_window(problem: Problem) -> tuple[list[Stay], Occupancy]:
     """Slide a swap-in and a swap-out window over one budget, blind to time.
 

@@ -1,28 +1,26 @@
-"""Schedulers: when what is offloaded leaves, and when it comes back.
+"""What a scheduler decides about: when what is offloaded leaves, when it comes back.
 
-Each turns gaps into stays within a budget. What is resident at a node never exceeds
-the budget in any of them; they differ in how much compute has to wait for copies.
+Each scheduler turns gaps into stays within a budget. What is resident at a node never
+exceeds the budget in any of them; they differ in how much compute has to wait for
+copies.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.schedule import Schedule
 from mucudnn.passes.scheduling.intervals import (
     Stay,
     Swaps,
     check,
-    emit,
     least_occupancy,
     split,
 )
-from mucudnn.passes.scheduling.occupancy import Occupancy, Use, uses_of
-from mucudnn.passes.strategies import Strategies
+from mucudnn.passes.scheduling.occupancy import Occupancy, Use
 
-__all__ = ["SCHEDULERS", "Problem", "Scheduler", "on_demand", "schedule"]
+__all__ = ["Problem", "Scheduler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,52 +96,3 @@ class Scheduler(Protocol):
             PlanningError: Nothing fits.
         """
         ...
-
-
-SCHEDULERS: Strategies[Scheduler] = Strategies("scheduler")
-
-
-def schedule(
-    graph: Graph,
-    swaps: Swaps,
-    profile: Profile,
-    *,
-    workspaces: Mapping[str, int],
-    budget: float,
-    scheduler: str | Scheduler = "timed",
-) -> Schedule:
-    """Schedule a graph within a budget.
-
-    Args:
-        graph: In its final order, with everything in-place that may be.
-        swaps: Storage -> gaps between its uses over which it may leave.
-        profile: Of this graph.
-        workspaces: Node -> bytes of scratch memory.
-        budget: Bytes for everything, parameters and state included.
-        scheduler: A name or a function.
-
-    Raises:
-        PlanningError: It cannot fit; says how many bytes short, and at which node.
-    """
-    problem = Problem(graph, uses_of(graph), swaps, profile, workspaces, budget)
-    stays, occupancy = SCHEDULERS.resolve(scheduler)(problem)
-    return emit(graph, stays, workspaces, occupancy.peak()[0])
-
-
-@SCHEDULERS.register
-def on_demand(problem: Problem) -> tuple[list[Stay], Occupancy]:
-    """VDNN: leave with the layer that used it last, return one layer ahead.
-
-    Compute waits at the end of a node until what it offloads has left. A copy back is
-    begun with the nearest earlier node of the same phase that has room, and waited for
-    at that node's end (vDNN, section 3.2).
-    """
-    stays, occupancy = problem.least()
-    found = []
-    for stay in stays:
-        start = stay.start
-        if stay.copied_in and start > 0 and occupancy.fits(start - 1, stay.nbytes):
-            start -= 1
-            occupancy.add(start, start, stay.nbytes)
-        found.append(stay if start == stay.start else replace(stay, start=start))
-    return found, occupancy

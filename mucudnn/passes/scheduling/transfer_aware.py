@@ -11,13 +11,12 @@ from dataclasses import replace
 
 from mucudnn.passes.scheduling.intervals import Stay, Swaps, join, shifted, split
 from mucudnn.passes.scheduling.occupancy import Occupancy
-from mucudnn.passes.scheduling.problem import SCHEDULERS, Problem
+from mucudnn.passes.scheduling.problem import Problem
 from mucudnn.passes.scheduling.transfers import Clock, latest_starts
 
 __all__ = ["timed"]
 
 
-@SCHEDULERS.register
 def timed(problem: Problem) -> tuple[list[Stay], Occupancy]:
     """Leave and return as the links' time demands, as far as the budget admits.
 

@@ -1,0 +1,115 @@
+"""What installed distributions add to tables: entry points, loaded when asked for.
+
+Anything can be installed. A distribution that cannot be read costs a warning that names
+it, never the command that looked for another one.
+"""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint, distributions
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "Plugin",
+    "PluginWarning",
+    "find_plugin",
+    "module_files",
+    "plugin_names",
+    "plugins",
+]
+
+
+class PluginWarning(UserWarning):
+    """An installed distribution offers something that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """Something that a distribution offers under a name.
+
+    Attributes:
+        name: In its group.
+        distribution: What has to be installed anew, or removed, if it is broken.
+        entry: Where it is.
+    """
+
+    name: str
+    distribution: str
+    entry: EntryPoint
+
+    def load(self) -> Any:
+        """Import it.
+
+        Raises:
+            ImportError: It cannot be had; the message names the distribution.
+        """
+        try:
+            return self.entry.load()
+        except (Exception, SystemExit) as e:  # somebody else's module raises anything
+            raise ImportError(
+                f"{self.name!r} of the distribution {self.distribution} "
+                f"({self.entry.value}) cannot be loaded: {type(e).__name__}: {e}"
+            ) from e
+
+
+def plugins(group: str) -> tuple[Plugin, ...]:
+    """What all installed distributions offer in a group, in the order of `sys.path`."""
+    found: dict[tuple[str, str], Plugin] = {}
+    for distribution in distributions():
+        try:
+            entries = distribution.entry_points.select(group=group)
+        except Exception as e:  # parsers of a damaged file raise anything
+            warnings.warn(
+                f"the entry points of the distribution {_name(distribution)} cannot be "
+                f"read: {type(e).__name__}: {e}",
+                PluginWarning,
+                stacklevel=2,
+            )
+            continue
+        for entry in entries:
+            plugin = Plugin(entry.name, _name(distribution), entry)
+            found.setdefault((plugin.distribution, plugin.name), plugin)
+    return tuple(found.values())
+
+
+def plugin_names(group: str) -> tuple[str, ...]:
+    """The names in a group, each once."""
+    return tuple(dict.fromkeys(plugin.name for plugin in plugins(group)))
+
+
+def find_plugin(group: str, name: str) -> Plugin | None:
+    """What has a name in a group, if anything has.
+
+    Raises:
+        ValueError: Two distributions offer that name.
+    """
+    found = [plugin for plugin in plugins(group) if plugin.name == name]
+    if len(found) > 1:
+        both = " and ".join(plugin.distribution for plugin in found)
+        raise ValueError(
+            f"{name!r} in the group {group} is offered by the distributions {both}; "
+            "remove all but one"
+        )
+    return found[0] if found else None
+
+
+def module_files(*groups: str) -> Iterator[str]:
+    """Source files of what was imported for entry points of some groups."""
+    for group in groups:
+        for plugin in plugins(group):
+            module = sys.modules.get(plugin.entry.module)
+            if module is not None and module.__file__ is not None:
+                yield module.__file__
+
+
+def _name(distribution: Distribution) -> str:
+    """A distribution's name; that of its folder where its metadata are missing."""
+    with suppress(Exception):
+        if name := distribution.name:
+            return name
+    folder = Path(str(getattr(distribution, "_path", "without a name")))
+    return folder.stem.partition("-")[0]

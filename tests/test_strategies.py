@@ -1,0 +1,171 @@
+"""Tables of strategies: complete whoever imports them first; a name or a function."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mucudnn
+from mucudnn import strategies
+from mucudnn.passes.strategies import Strategies, name_of
+
+ROOT = Path(mucudnn.__file__).parent
+
+TABLES = {
+    ("mucudnn.strategies", "POLICIES", "names"): 9,
+    ("mucudnn.strategies", "SCHEDULERS", "names"): 3,
+    ("mucudnn.strategies", "PLANNERS", "names"): 5,
+    ("mucudnn.strategies", "ORDERS", "names"): 3,
+    ("mucudnn.passes.residency", "POLICIES", "table"): 9,
+    ("mucudnn.passes.scheduling", "SCHEDULERS", "table"): 3,
+    ("mucudnn.passes.microbatch", "PLANNERS", "table"): 5,
+    ("mucudnn.passes.microbatch", "BATCH_POLICIES", ""): 3,
+    ("mucudnn.passes.order", "ORDERS", "table"): 3,
+    ("mucudnn.passes.division", "SOLVERS", "table"): 2,
+    ("mucudnn.passes.planned", "STEP_PLANNERS", ""): 2,
+    ("mucudnn.passes.gradients", "RULES", ""): None,
+    ("mucudnn.passes.inplace", "OVERWRITABLE", ""): None,
+    ("mucudnn.passes.precision", "LOSS_SCALES", ""): 2,
+    ("mucudnn.backends.cpu.kernels", "KERNELS", ""): None,
+    ("mucudnn.ir.optimizers", "OPTIMIZERS", ""): 7,
+    ("mucudnn.ir.devices", "DEVICES", ""): None,
+    ("mucudnn.ir.numerics", "NUMERICS", ""): 5,
+    ("mucudnn.models", "MODELS", ""): 31,
+    ("mucudnn.suites", "SUITES", ""): 7,
+    ("mucudnn.data", "FORMATS", ""): None,
+}
+"""Module, table, attribute that holds the names -> how many ship."""
+
+TABULAR = ("Strategies", "MappingProxyType")
+
+
+def table_literals():
+    """Every module-level table of functions in the package: (module, name)."""
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        module = ".".join(part for part in parts if part != "__init__")
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                targets = [node.target]
+            else:
+                continue
+            made = node.value
+            name = getattr(getattr(made, "func", None), "id", None)
+            if name in TABULAR:
+                yield module, targets[0].id
+
+
+EVERYTHING = """
+import importlib, pkgutil, mucudnn
+for m in pkgutil.walk_packages(mucudnn.__path__, "mucudnn."):
+    if not m.name.startswith(("mucudnn.backends.cuda", "mucudnn.__main__")):
+        importlib.import_module(m.name)
+"""
+
+
+def names_in(keys, before=""):
+    """Names in tables, in a fresh process."""
+    code = before + "import importlib, json\nfound = []\n"
+    for module, table, attribute in keys:
+        code += f"t = importlib.import_module({module!r}).{table}\n"
+        names = f"getattr(t, {attribute!r})" if attribute else "t"
+        code += f"found.append(sorted({names}))\n"
+    code += "print(json.dumps(found))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return dict(zip(TABLES, names_in(TABLES, EVERYTHING), strict=True))
+
+
+@pytest.mark.parametrize("key", TABLES, ids=lambda key: f"{key[0]}.{key[1]}")
+def test_a_table_is_complete_when_its_module_is_the_first_to_be_imported(key, whole):
+    (names,) = names_in([key])
+    assert names == whole[key]
+    assert len(names) == (TABLES[key] or len(names)) > 0
+
+
+def test_every_table_of_strategies_is_looked_at():
+    known = {(module, table) for module, table, _ in TABLES}
+    found = {(m, t) for m, t in table_literals() if not t.startswith("_")}
+    strategies_of_package = {
+        (m, t) for m, t in found if t.isupper() and m.startswith("mucudnn.passes")
+    }
+    assert strategies_of_package <= known
+
+
+def test_nothing_in_the_package_registers_itself():
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for decorator in getattr(node, "decorator_list", ()):
+                assert ".register" not in ast.unparse(decorator), path
+
+
+@pytest.fixture
+def table():
+    def one():
+        return 1
+
+    return Strategies("thing", (one,), reserved=("all",))
+
+
+def test_a_strategy_is_a_name_or_a_function(table):
+    def mine():
+        return 2
+
+    assert table.resolve("one")() == 1
+    assert table.resolve(mine) is mine
+    assert table.register(mine) is mine
+    assert table.resolve("mine") is mine
+    assert table.names == ("one", "mine")
+
+
+@pytest.mark.parametrize("name", ["one", "all"])
+def test_a_name_is_given_once(table, name):
+    with pytest.raises(ValueError, match=f"thing '{name}' is already registered"):
+        table.register(lambda: 2, name=name)
+
+
+@pytest.mark.parametrize("bad", [None, 3, ["one"], 2.5])
+def test_what_is_no_strategy_is_told_which_there_are(table, bad):
+    with pytest.raises(TypeError, match=r"a thing is a name or a function, got .*one"):
+        table.resolve(bad)
+    with pytest.raises(TypeError, match="a thing is a function"):
+        table.register(bad)
+
+
+def test_a_function_without_a_name_needs_one(table):
+    with pytest.raises(ValueError, match="give it another name"):
+        table.register(lambda: 2)
+    table.register(lambda: 2, name="two")
+    assert table.resolve("two")() == 2
+
+
+def test_an_unknown_name_lists_those_that_are_known():
+    for name in strategies.__all__:
+        found = getattr(strategies, name)
+        with pytest.raises(ValueError, match=r"unknown .* 'x'; choose one of: ") as e:
+            found.resolve("x")
+        assert all(known in str(e.value) for known in found.table)
+
+
+def test_what_strategies_are_called():
+    import functools
+
+    class Mine:
+        def __call__(self):
+            return None
+
+    assert name_of("a") == "a"
+    assert name_of(name_of) == "name_of"
+    assert name_of(functools.partial(name_of)) == "name_of"
+    assert name_of(Mine()) == "Mine"
