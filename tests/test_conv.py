@@ -285,7 +285,7 @@ Y = np.zeros((4, 6, 7, 6), np.float32)
         ),
         (lambda t: conv2d(X, W[0], tuner=t), ValueError, "w_shape .* has 3 axes"),
         (lambda t: conv2d(X, W[:, :2], tuner=t), ValueError, "3 channels"),
-        (lambda t: conv2d(X, W, padding="same", tuner=t), TypeError, "padding"),
+        (lambda t: conv2d(X, W, padding="some", tuner=t), ValueError, "padding"),
         (lambda t: conv2d(X, W, stride=(1, 1, 1), tuner=t), ValueError, "stride"),
         (lambda t: conv2d(X, W, layout="CHWN", tuner=t), ValueError, "unknown layout"),
         (

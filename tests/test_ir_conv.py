@@ -155,7 +155,8 @@ def test_unusual_but_valid(options, y_shape):
 @pytest.mark.parametrize(
     ("options", "error", "shown"),
     [
-        ({"direction": "forward"}, TypeError, ["'forward'", "Direction.FORWARD"]),
+        ({"direction": "forth"}, ValueError, ["'forth'", "Direction.FORWARD"]),
+        ({"direction": 1}, TypeError, ["1", "Direction.FORWARD"]),
         ({"dtype": "int8"}, ValueError, ["'int8'", "float32"]),
         ({"layout": "CHWN"}, ValueError, ["'CHWN'", "NHWC"]),
         ({"x_shape": (4, 6)}, ValueError, ["(4, 6)", "2 axes"]),
@@ -174,9 +175,11 @@ def test_unusual_but_valid(options, y_shape):
         ({"stride": (1, 0)}, ValueError, ["stride[1]", "0"]),
         ({"stride": (1, 1, 1)}, ValueError, ["stride", "3 entries", "2 spatial"]),
         ({"stride": 1.5}, TypeError, ["stride", "1.5"]),
-        ({"stride": "ab"}, TypeError, ["stride", "'a'"]),
+        ({"stride": "ab"}, TypeError, ["stride", "'ab'"]),
         ({"padding": -1}, ValueError, ["padding", "-1"]),
-        ({"padding": "same"}, TypeError, ["padding", "'s'"]),
+        ({"padding": "some"}, ValueError, ["padding", "'some'", "same, valid"]),
+        ({"padding": "same", "stride": 2}, ValueError, ["'same'", "stride 1"]),
+        ({"padding": "same", "w_shape": (8, 6, 3, 4)}, ValueError, ["(2, 3)", "odd"]),
         ({"dilation": 0}, ValueError, ["dilation", "0"]),
         ({"dilation": 5}, ValueError, ["axis 0", "11", "9"]),
         ({"w_shape": (8, 6, 3, 9)}, ValueError, ["axis 1", "9", "8"]),

@@ -7,11 +7,12 @@ says how such a tensor is stored. Convolution means cross-correlation, as in cuD
 
 import enum
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from mucudnn.arguments import an_integer, integers, one_of
 from mucudnn.ir.numerics import NATIVE
+from mucudnn.ir.shapes import named_padding, per_axis
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
 
 __all__ = ["LAYOUTS", "AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "PerfTable"]
@@ -57,11 +58,11 @@ class ConvProblem:
     def __init__(
         self,
         *,
-        direction: Direction,
+        direction: Direction | str,
         x_shape: Sequence[int],
         w_shape: Sequence[int],
         stride: int | Sequence[int] = 1,
-        padding: int | Sequence[int] = 0,
+        padding: int | Sequence[int] | str = 0,
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
         dtype: str = "float32",
@@ -69,21 +70,19 @@ class ConvProblem:
     ) -> None:
         """Check every field.
 
+        A direction may be given by its value ("forward"). The padding "valid" is none;
+        "same" is what gives the output the size of the input, as in PyTorch: with
+        stride 1, and an equal number of zeros at both ends.
+
         Raises:
             ValueError: A field is out of range or two fields contradict each other;
                 the message shows both.
             TypeError: A size is not an integer.
         """
-        if dtype not in ITEMSIZE:
-            raise ValueError(
-                f"unknown dtype {dtype!r}; choose one of: {', '.join(ITEMSIZE)}"
-            )
-        if layout not in LAYOUTS:
-            raise ValueError(
-                f"unknown layout {layout!r}; choose one of: {', '.join(LAYOUTS)}"
-            )
-        x = _sizes("x_shape", x_shape, least=1)
-        w = _sizes("w_shape", w_shape, least=1)
+        one_of("dtype", dtype, ITEMSIZE)
+        one_of("layout", layout, LAYOUTS)
+        x = integers("x_shape", x_shape, least=1)
+        w = integers("w_shape", w_shape, least=1)
         if not 3 <= len(x) <= 5:
             raise ValueError(
                 f"x_shape {x} has {len(x)} axes; N, C and 1, 2 or 3 spatial ones "
@@ -91,14 +90,18 @@ class ConvProblem:
             )
         if len(w) != len(x):
             raise ValueError(f"w_shape {w} has {len(w)} axes, x_shape {x} has {len(x)}")
+        strides = per_axis("stride", stride, len(x) - 2, 1)
+        dilations = per_axis("dilation", dilation, len(x) - 2, 1)
+        if isinstance(padding, str):
+            padding = named_padding(padding, w[2:], strides, dilations)
         values: dict[str, object] = {
             "direction": _direction(direction),
             "x_shape": x,
             "w_shape": w,
-            "stride": _per_axis("stride", stride, len(x) - 2, least=1),
-            "padding": _per_axis("padding", padding, len(x) - 2, least=0),
-            "dilation": _per_axis("dilation", dilation, len(x) - 2, least=1),
-            "groups": _size("groups", groups, least=1),
+            "stride": strides,
+            "padding": per_axis("padding", padding, len(x) - 2, 0),
+            "dilation": dilations,
+            "groups": an_integer("groups", groups, least=1),
             "dtype": dtype,
             "layout": layout,
         }
@@ -202,41 +205,13 @@ class ConvProblem:
 
 
 def _direction(value: object) -> Direction:
+    if isinstance(value, str) and value in [d.value for d in Direction]:
+        return Direction(value)
     if not isinstance(value, Direction):
-        valid = ", ".join(f"Direction.{d.name}" for d in Direction)
-        raise TypeError(f"direction is {value!r}; choose one of: {valid}")
+        valid = ", ".join(f"Direction.{d.name} ({d.value!r})" for d in Direction)
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"direction is {value!r}; choose one of: {valid}")
     return value
-
-
-def _size(name: str, value: int, least: int) -> int:
-    try:
-        size = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-    if size < least:
-        raise ValueError(f"{name} must be at least {least}, got {size}")
-    return size
-
-
-def _sizes(name: str, values: Sequence[int], least: int) -> tuple[int, ...]:
-    try:
-        items = tuple(values)
-    except TypeError:
-        raise TypeError(f"{name} must be a sequence, got {values!r}") from None
-    return tuple(_size(f"{name}[{i}]", v, least) for i, v in enumerate(items))
-
-
-def _per_axis(
-    name: str, value: int | Sequence[int], rank: int, least: int
-) -> tuple[int, ...]:
-    if isinstance(value, Sequence):
-        sizes = _sizes(name, value, least)
-        if len(sizes) != rank:
-            raise ValueError(
-                f"{name} {sizes} has {len(sizes)} entries for {rank} spatial axes"
-            )
-        return sizes
-    return (_size(name, value, least),) * rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

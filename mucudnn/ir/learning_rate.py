@@ -6,8 +6,11 @@ section 2.2).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from mucudnn.arguments import a_number, an_integer, integers
 
 __all__ = [
     "ConstantRate",
@@ -15,6 +18,7 @@ __all__ = [
     "LearningRate",
     "StepRate",
     "parse_learning_rate",
+    "rate_of",
 ]
 
 
@@ -32,6 +36,9 @@ class ConstantRate:
 
     base: float
     warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.base, self.warmup_steps)
 
     def at(self, step: int, total_steps: int) -> float:
         """The rate of a step, counted from 0, of a training of `total_steps`."""
@@ -55,6 +62,12 @@ class StepRate:
     gamma: float = 0.1
     warmup_steps: int = 0
 
+    def __post_init__(self) -> None:
+        _check(self.base, self.warmup_steps)
+        a_number("gamma", self.gamma, 0)
+        milestones = integers("milestones", self.milestones, least=0)
+        object.__setattr__(self, "milestones", milestones)
+
     def at(self, step: int, total_steps: int) -> float:
         """The rate of a step, counted from 0, of a training of `total_steps`."""
         del total_steps
@@ -73,6 +86,10 @@ class CosineRate:
     base: float
     final: float = 0.0
     warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.base, self.warmup_steps)
+        a_number("final", self.final, 0)
 
     def at(self, step: int, total_steps: int) -> float:
         """The rate of a step, counted from 0, of a training of `total_steps`."""
@@ -99,10 +116,8 @@ def parse_learning_rate(
     Raises:
         ValueError: The text is no schedule, or a number is out of range.
     """
-    if not 0 <= base < math.inf:
-        raise ValueError(f"the learning rate must be at least 0, got {base}")
-    if warmup_steps < 0:
-        raise ValueError(f"warm-up takes at least 0 steps, got {warmup_steps}")
+    _check(base, warmup_steps)
+    an_integer("milestone_unit", milestone_unit, least=1)
     kind, _, rest = text.partition(":")
     if kind == "constant" and not rest:
         return ConstantRate(base, warmup_steps)
@@ -119,6 +134,49 @@ def parse_learning_rate(
         f"{text!r} is no learning-rate schedule; it is constant, cosine, or step: "
         "and ascending milestones, such as step:30,60,90"
     )
+
+
+def rate_of(choice: Any, base: float) -> Callable[[int], float]:
+    """Step -> learning rate, of a training that does not know when it ends.
+
+    Args:
+        choice: A function of the step, a number, a schedule or its text
+            ("step:30,60" counts steps); None is the base.
+        base: The optimizer's own rate.
+
+    Raises:
+        ValueError: The text is no schedule, the number is out of range, or the
+            schedule depends on where the training ends.
+        TypeError: It is something else.
+    """
+    if choice is None:
+        choice = base
+    if isinstance(choice, str):
+        choice = parse_learning_rate(choice, base)
+    if isinstance(choice, CosineRate):
+        raise ValueError(  # noqa: TRY004
+            f"{choice!r} depends on how many steps there will be; pass a function of "
+            "the step: lambda step: rate.at(step, total_steps)"
+        )
+    if isinstance(choice, ConstantRate | StepRate):
+        schedule = choice
+        return lambda step: schedule.at(step, 0)
+    if callable(choice):
+        return lambda step: a_number(f"learning_rate({step})", choice(step), 0)
+    try:
+        rate = a_number("learning_rate", choice, 0)
+    except TypeError:
+        raise TypeError(
+            "learning_rate must be a number, a function from a step to one, or a "
+            f"schedule such as 'step:300,600', got {choice!r}"
+        ) from None
+    return lambda step: rate
+
+
+def _check(base: float, warmup_steps: int) -> None:
+    a_number("the learning rate", base, 0)
+    if an_integer("warmup_steps", warmup_steps) < 0:
+        raise ValueError(f"warm-up takes at least 0 steps, got {warmup_steps}")
 
 
 def _warm(step: int, warmup_steps: int) -> float:

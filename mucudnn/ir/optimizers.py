@@ -7,8 +7,11 @@ al. 2019, `Bag of Tricks`, section 3.1).
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import Any
+
+from mucudnn.arguments import a_flag, a_number
 
 __all__ = [
     "OPTIMIZERS",
@@ -18,8 +21,21 @@ __all__ = [
     "Optimizer",
     "RmsProp",
     "Sgd",
+    "optimizer_of",
     "parse_optimizer",
 ]
+
+_SHARES = ("momentum", "beta1", "beta2", "alpha")
+
+
+def _check(optimizer: Any) -> None:
+    """Refuse hyperparameters that are no numbers, or out of range."""
+    for field in fields(optimizer):
+        value = getattr(optimizer, field.name)
+        if field.type is bool:
+            a_flag(field.name, value)
+        else:
+            a_number(field.name, value, 0, 1 if field.name in _SHARES else math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +44,9 @@ class Sgd:
 
     learning_rate: float = 0.1
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +60,9 @@ class Momentum:
     momentum: float = 0.9
     nesterov: bool = False
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +79,9 @@ class Adam:
     weight_decay: float = 0.0
     decoupled: bool = False
 
+    def __post_init__(self) -> None:
+        _check(self)
+
 
 @dataclass(frozen=True, slots=True)
 class AdaGrad:
@@ -65,6 +90,9 @@ class AdaGrad:
     learning_rate: float = 1e-2
     eps: float = 1e-10
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +103,9 @@ class RmsProp:
     alpha: float = 0.99
     eps: float = 1e-8
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 Optimizer = Sgd | Momentum | Adam | AdaGrad | RmsProp
@@ -108,12 +139,28 @@ def parse_optimizer(
         valid = ", ".join(sorted(OPTIMIZERS))
         raise ValueError(f"unknown optimizer {word!r}; choose one of: {valid}")
     chosen = OPTIMIZERS[word]
-    given = {"learning_rate": learning_rate, "weight_decay": weight_decay}
-    for name, value in given.items():
-        if value is not None and not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be at least 0, got {value}")
     if learning_rate is not None:
         chosen = replace(chosen, learning_rate=learning_rate)
     if weight_decay is not None:
         chosen = replace(chosen, weight_decay=weight_decay)
     return chosen
+
+
+def optimizer_of(choice: Any) -> Optimizer:
+    """An optimizer, from itself, its name, or a function that makes it (its class).
+
+    Raises:
+        ValueError: There is none of that name.
+        TypeError: It is something else.
+    """
+    if isinstance(choice, str):
+        return parse_optimizer(choice)
+    made = choice() if callable(choice) else choice
+    if not isinstance(made, Optimizer):
+        valid = ", ".join(sorted(OPTIMIZERS))
+        kinds = ", ".join(kind.__name__ for kind in Optimizer.__args__)
+        raise TypeError(
+            f"optimizer is {made!r}; choose one of: {valid}, or pass one of "
+            f"mucudnn.ir.optimizers: {kinds}"
+        )
+    return made

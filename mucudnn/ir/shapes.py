@@ -1,25 +1,63 @@
 """Sizes of what sliding windows leave, checked."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Ints", "Window", "per_axis"]
+from mucudnn.arguments import an_integer, integers
+
+__all__ = ["Ints", "Window", "named_padding", "per_axis"]
 
 Ints = int | Sequence[int]
 
 
-def per_axis(name: str, value: Ints, rank: int, least: int) -> tuple[int, ...]:
+def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
     """One integer for every spatial axis, from one for all or one each.
 
     Raises:
         ValueError: There are too few or too many, or one is too small.
+        TypeError: One is no integer.
     """
-    sizes = (value,) * rank if isinstance(value, int) else tuple(value)
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return (an_integer(name, value, least),) * rank
+    sizes = integers(name, value, least)
     if len(sizes) != rank:
-        raise ValueError(f"{name} {sizes} has {len(sizes)} entries for {rank} axes")
-    if any(size < least for size in sizes):
-        raise ValueError(f"{name} must be at least {least}, got {sizes}")
+        raise ValueError(
+            f"{name} {sizes} has {len(sizes)} entries for {rank} axes; give one for "
+            f"all, or one for each of the {rank} spatial axes"
+        )
     return sizes
+
+
+def named_padding(
+    name: str, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, ...]:
+    """The padding that a word stands for, in PyTorch's sense.
+
+    Raises:
+        ValueError: It is another word, or "same" would need steps of 1, or more zeros
+            at one end than at the other.
+    """
+    if name not in ("same", "valid"):
+        raise ValueError(
+            f"unknown padding {name!r}; choose numbers, or one of: same, valid"
+        )
+    if name == "valid":
+        return (0,) * len(kernel)
+    if any(step != 1 for step in stride):
+        raise ValueError(
+            f"padding 'same' is for stride 1, got stride {tuple(stride)}; give the "
+            "padding in numbers"
+        )
+    spans = tuple(gap * (k - 1) for k, gap in zip(kernel, dilation, strict=True))
+    if any(span % 2 for span in spans):
+        raise ValueError(
+            f"padding 'same' of a filter of {tuple(kernel)} with dilation "
+            f"{tuple(dilation)} takes {spans} zeros along the axes, an odd number "
+            "somewhere: more at one end than at the other; pad the input first, or "
+            "take an odd filter"
+        )
+    return tuple(span // 2 for span in spans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, Protocol
 
+from mucudnn.arguments import integers
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.passes.division import divide
 from mucudnn.passes.pareto import (
@@ -20,7 +21,7 @@ from mucudnn.passes.pareto import (
     pareto_plans,
     plan_cost_ms,
 )
-from mucudnn.passes.strategies import Strategies
+from mucudnn.passes.strategies import Strategies, name_of
 
 __all__ = [
     "BATCH_POLICIES",
@@ -29,6 +30,7 @@ __all__ = [
     "Planner",
     "aligned_batches",
     "candidate_batches",
+    "divided_by",
     "minimum_workspace",
     "pareto_plans",
     "plan_cost_ms",
@@ -38,7 +40,10 @@ __all__ = [
     "workspace_reuse",
 ]
 
-BatchPolicy = Literal["undivided", "powers_of_two", "all"]
+BatchPolicy = (
+    Literal["undivided", "powers_of_two", "all"] | Callable[[int], Sequence[int]]
+)
+"""A name, or a function from a mini-batch to the micro-batch sizes to consider."""
 
 
 def _powers_of_two(batch: int) -> tuple[int, ...]:
@@ -58,15 +63,35 @@ BATCH_POLICIES: Mapping[str, Callable[[int], tuple[int, ...]]] = MappingProxyTyp
 def candidate_batches(batch: int, policy: BatchPolicy) -> tuple[int, ...]:
     """Micro-batch sizes worth measuring for a mini-batch of `batch`.
 
+    The whole mini-batch is always among them.
+
     Raises:
-        ValueError: No policy has that name, or the mini-batch is empty.
+        ValueError: No policy has that name, the mini-batch is empty, or a function
+            names a size that is none.
+        TypeError: The policy is neither a name nor a function.
     """
-    if policy not in BATCH_POLICIES:
-        valid = ", ".join(BATCH_POLICIES)
-        raise ValueError(f"unknown batch policy {policy!r}; choose one of: {valid}")
+    _check_policy(policy)
     if batch < 1:
         raise ValueError(f"a mini-batch has at least one sample, got {batch}")
-    return BATCH_POLICIES[policy](batch)
+    if isinstance(policy, str):
+        return BATCH_POLICIES[policy](batch)
+    label = f"what batch policy {name_of(policy)!r} returned for {batch}"
+    sizes = integers(label, policy(batch), least=1)
+    if sizes and max(sizes) > batch:
+        raise ValueError(f"{label} is beyond the mini-batch: {max(sizes)}")
+    return tuple(sorted({*sizes, batch}))
+
+
+def _check_policy(policy: object) -> None:
+    valid = ", ".join(BATCH_POLICIES)
+    if isinstance(policy, str):
+        if policy not in BATCH_POLICIES:
+            raise ValueError(f"unknown batch policy {policy!r}; choose one of: {valid}")
+    elif not callable(policy):
+        raise TypeError(
+            f"a batch policy is a name or a function, got {policy!r}; names are: "
+            f"{valid}"
+        )
 
 
 def aligned_batches(
@@ -161,3 +186,31 @@ PLANNERS: Strategies[Planner] = Strategies(
     group="mucudnn.planners",
 )
 """How mini-batches are divided; more join by `register` or by an entry point."""
+
+
+def divided_by(
+    planner: str | Planner, tables: Sequence[PerfTable], workspace_limit: int
+) -> tuple[ConvPlan, ...]:
+    """What a planner decides, checked: it may be somebody's own.
+
+    Raises:
+        PlanningError: Nothing fits.
+        TypeError: It returned something else than plans.
+        ValueError: There is not one plan a table, or one is of another problem.
+    """
+    found: object = PLANNERS.resolve(planner)(tables, workspace_limit)
+    name = name_of(planner)
+    plans = tuple(found) if isinstance(found, Sequence) else ()
+    if not isinstance(found, Sequence) or not all(
+        isinstance(plan, ConvPlan) for plan in plans
+    ):
+        raise TypeError(
+            f"planner {name!r} returned {found!r}; a list of ConvPlan is wanted, one a "
+            "table"
+        )
+    if [plan.problem for plan in plans] != [table.problem for table in tables]:
+        raise ValueError(
+            f"planner {name!r} returned {len(plans)} plans for {len(tables)} tables, "
+            "or not in their order; one a table is wanted, of its problem"
+        )
+    return plans

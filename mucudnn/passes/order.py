@@ -12,9 +12,17 @@ from mucudnn.ir.graph import Graph, Phase
 from mucudnn.passes.dependencies import dependencies
 from mucudnn.passes.footprint import Footprint
 from mucudnn.passes.least_peak import STATE_LIMIT, improved
-from mucudnn.passes.strategies import Strategies
+from mucudnn.passes.strategies import Strategies, name_of
 
-__all__ = ["ORDERS", "Order", "builder", "depth_first", "least_peak", "parts"]
+__all__ = [
+    "ORDERS",
+    "Order",
+    "builder",
+    "depth_first",
+    "least_peak",
+    "ordered",
+    "parts",
+]
 
 
 class Order(Protocol):
@@ -113,3 +121,26 @@ def _depth_first(graph: Graph) -> list[int]:
 
 ORDERS: Strategies[Order] = Strategies("order", (builder, depth_first, least_peak))
 """In which order nodes run; more join by `register`."""
+
+
+def ordered(
+    order: str | Order, graph: Graph, workspaces: Mapping[str, int] | None = None
+) -> Graph:
+    """The graph in an order, checked: it may be somebody's own.
+
+    Raises:
+        TypeError: The order returned something else than a graph.
+        ValueError: It is not known, or dropped, added or misplaced nodes.
+    """
+    found: object = ORDERS.resolve(order)(graph, workspaces)
+    if not isinstance(found, Graph):
+        raise TypeError(
+            f"order {name_of(order)!r} returned {found!r}; a graph with the same nodes "
+            "is wanted"
+        )
+    if found is not graph and {n.name for n in found.nodes} != {*graph.positions}:
+        raise ValueError(
+            f"order {name_of(order)!r} returned {len(found.nodes)} nodes that are not "
+            f"the {len(graph.nodes)} it was given"
+        )
+    return found

@@ -20,6 +20,7 @@ from mucudnn.passes.microbatch import (
     aligned_batches,
     candidate_batches,
 )
+from mucudnn.passes.strategies import name_of
 from mucudnn.suites import Layer
 
 __all__ = [
@@ -278,7 +279,7 @@ def census(
         return Census(
             backend=backend.name,
             fingerprint=backend.device.fingerprint,
-            batch_policy=policy,
+            batch_policy=name_of(policy),
             numerics=accepted.words,
             limits=tuple(dict.fromkeys(limits)),
             layers=tuple(done),

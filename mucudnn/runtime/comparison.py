@@ -17,11 +17,13 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.microbatch import (
     PLANNERS,
     Planner,
+    divided_by,
     pareto_plans,
     workspace_division,
 )
 from mucudnn.passes.pareto import least_workspace
 from mucudnn.passes.reasons import counted, left_out
+from mucudnn.passes.strategies import name_of
 from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.outcome import Comparison, LayerResult, Limit, Outcome
 from mucudnn.runtime.tuner import Choice, Tuner
@@ -107,8 +109,8 @@ def compare(
         return Comparison(
             backend=tuner.backend.name,
             fingerprint=tuner.backend.device.fingerprint,
-            batch_policy=tuner.batch_policy,
-            planner=planner if isinstance(planner, str) else _name(planner),
+            batch_policy=name_of(tuner.batch_policy),
+            planner=name_of(planner),
             numerics=tuner.numerics.words,
             limits=per_kernel + (total if divided else ()),
             layers=tuple(results),
@@ -231,7 +233,7 @@ class _Run:
         if (reason := _unusable(table)) is not None:
             return Outcome(limit, None, reason)
         try:
-            (plan,) = self._planner([table], limit.nbytes)
+            (plan,) = divided_by(self._planner, [table], limit.nbytes)
         except PlanningError as e:
             least = least_workspace(table)
             if least is None or least <= limit.nbytes:
@@ -302,7 +304,3 @@ def _remark(problem: ConvProblem, choice: Choice, limit: Limit) -> str | None:
     if choice.rejected:
         return "the planned division did not beat undivided when measured"
     return None
-
-
-def _name(planner: Planner) -> str:
-    return getattr(planner, "__name__", repr(planner))

@@ -8,8 +8,9 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mucudnn.arguments import an_integer, integers, one_of
 from mucudnn.backends import Device
-from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
+from mucudnn.ir.conv import LAYOUTS, ConvPlan, ConvProblem, Direction
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.tuner import Tuner
 
@@ -25,13 +26,16 @@ __all__ = [
 
 Ints = int | Sequence[int]
 
+Padding = Ints | str
+"""Numbers, "same" or "valid"."""
+
 
 def conv1d(
     x: Any,
     w: Any,
     *,
     stride: Ints = 1,
-    padding: Ints = 0,
+    padding: Padding = 0,
     dilation: Ints = 1,
     groups: int = 1,
     layout: str = "NCHW",
@@ -50,7 +54,7 @@ def conv2d(
     w: Any,
     *,
     stride: Ints = 1,
-    padding: Ints = 0,
+    padding: Padding = 0,
     dilation: Ints = 1,
     groups: int = 1,
     layout: str = "NCHW",
@@ -64,7 +68,8 @@ def conv2d(
         x: Input; with layout `NHWC` it is (N, H, W, C) and w is (K, R, S, C // groups).
         w: Filter, of the same data type.
         stride: Step of the filter; an int or one an axis, like the next two.
-        padding: Zeros at both ends of each spatial axis.
+        padding: Zeros at both ends of each spatial axis; "valid" is none, "same" what
+            gives the output the size of the input, with stride 1.
         dilation: Distance between the filter's taps.
         groups: Independent convolutions over slices of the channels.
         layout: `NCHW` (channels first) or `NHWC` (channels last).
@@ -90,7 +95,7 @@ def conv3d(
     w: Any,
     *,
     stride: Ints = 1,
-    padding: Ints = 0,
+    padding: Padding = 0,
     dilation: Ints = 1,
     groups: int = 1,
     layout: str = "NCHW",
@@ -110,7 +115,7 @@ def conv_backward_data(
     x_shape: Sequence[int],
     *,
     stride: Ints = 1,
-    padding: Ints = 0,
+    padding: Padding = 0,
     dilation: Ints = 1,
     groups: int = 1,
     layout: str = "NCHW",
@@ -150,7 +155,7 @@ def conv_backward_filter(
     w_shape: Sequence[int],
     *,
     stride: Ints = 1,
-    padding: Ints = 0,
+    padding: Padding = 0,
     dilation: Ints = 1,
     groups: int = 1,
     layout: str = "NCHW",
@@ -201,7 +206,7 @@ def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
         raise TypeError(f"{name} must be a sequence, got {shape!r}") from None
 
 
-_Options = tuple[Ints, Ints, Ints, int, str]
+_Options = tuple[Any, Any, Any, int, str]
 _Signature = tuple[Direction, int | None, tuple[int, ...] | None, _Options]
 
 
@@ -216,6 +221,11 @@ def _call(
     """Run what is ready for this signature and these operands, or make it ready."""
     if tuner is None:
         tuner = _default_tuner()
+    elif not isinstance(tuner, Tuner):
+        raise TypeError(
+            f"tuner must be a mucudnn.Tuner, got {tuner!r}; leave it out for one that "
+            "is configured by the environment"
+        )
     known = tuner.ready
     try:
         key = (signature, a.shape, b.shape, a.dtype, b.dtype)
@@ -237,11 +247,19 @@ def _call(
 
 def _hashable(options: _Options) -> _Options:
     stride, padding, dilation, groups, layout = options
-    return _frozen(stride), _frozen(padding), _frozen(dilation), groups, layout
+    return (
+        _frozen("stride", stride),
+        _frozen("padding", padding),
+        _frozen("dilation", dilation),
+        an_integer("groups", groups, least=1),
+        one_of("layout", layout, LAYOUTS),
+    )
 
 
-def _frozen(value: Ints) -> Ints:
-    return tuple(value) if isinstance(value, Iterable) else value
+def _frozen(name: str, value: Padding) -> int | str | tuple[int, ...]:
+    if isinstance(value, int | str) or not isinstance(value, Iterable):
+        return value
+    return integers(name, value)
 
 
 class ReadyConv:

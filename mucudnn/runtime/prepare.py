@@ -13,7 +13,7 @@ from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.schedule import Schedule
 from mucudnn.passes.layout import Layout
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.order import ORDERS, Order
+from mucudnn.passes.order import Order, ordered
 from mucudnn.passes.placement import ALIGNMENT, Placement, place
 from mucudnn.passes.schedule import keep_all
 from mucudnn.runtime.plan_texts import restore_plans
@@ -69,9 +69,9 @@ def prepare(
         restore_plans(tuner.backend, tuner.cache, plan)
     workspaces = kernel_workspaces(tuner.backend, graph)
     workspaces |= {n: plan.workspace for n, plan in chosen.items() if plan.workspace}
-    ordered = ORDERS.resolve(order)(graph, workspaces)
-    schedule = keep_all(ordered, workspaces)
-    placement = _without_state(ordered, place(ordered, workspaces))
+    final = ordered(order, graph, workspaces)
+    schedule = keep_all(final, workspaces)
+    placement = _without_state(final, place(final, workspaces))
     return Prepared(schedule, placement, MappingProxyType(chosen))
 
 

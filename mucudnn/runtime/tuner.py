@@ -21,6 +21,7 @@ from mucudnn.passes.microbatch import (
     BatchPolicy,
     Planner,
     candidate_batches,
+    divided_by,
     pareto_plans,
 )
 from mucudnn.runtime.bench_kernels import limited, operands
@@ -55,7 +56,7 @@ class Tuner:
         workspace_limit: Bytes (or "64MiB") that each kernel may use.
         total_workspace: Bytes that all kernels planned together may use; turns
             division on (`workspace_division` instead of `planner`).
-        batch_policy: Which micro-batch sizes to consider.
+        batch_policy: Which micro-batch sizes to consider; a name or a function.
         planner: Name of a registered planner, or a function.
         cache: Where measurements are remembered; in memory if not given.
         memory_limit: Bytes for operands and workspaces while measuring.
@@ -219,9 +220,10 @@ class Tuner:
         """
         tables = [self.measure(problem) for problem in problems]
         total = self.total_workspace
-        plans = self.planner(tables, self.workspace_limit if total is None else total)
+        limit = self.workspace_limit if total is None else total
+        plans = divided_by(self.planner, tables, limit)
         if not self.validates:
-            return tuple(plans)
+            return plans
         return tuple(
             self._kept(table, plan) for table, plan in zip(tables, plans, strict=True)
         )

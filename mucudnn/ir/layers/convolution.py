@@ -16,7 +16,7 @@ def conv(
     kernel: Ints,
     *,
     stride: Ints = 1,
-    padding: Ints = 0,
+    padding: Ints | str = 0,
     dilation: Ints = 1,
     groups: int = 1,
     bias: bool | Initializer = True,

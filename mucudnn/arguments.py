@@ -1,0 +1,164 @@
+"""Arguments as callers give them, checked where they come in.
+
+Every message says which argument it is, what was found, and what would work. A number
+may be of any type that is one (NumPy's too); a text never is.
+"""
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "a_flag",
+    "a_number",
+    "a_path",
+    "a_text",
+    "an_integer",
+    "integers",
+    "of_type",
+    "one_of",
+]
+
+
+def an_integer(
+    name: str, value: Any, least: int | None = None, most: int | None = None
+) -> int:
+    """A whole number.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: It is out of range.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
+    return number
+
+
+def integers(name: str, values: Any, least: int | None = None) -> tuple[int, ...]:
+    """A tuple of whole numbers, from any sequence of them.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: One of them is out of range.
+    """
+    if isinstance(values, str | bytes | Mapping):
+        raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
+    try:
+        items = tuple(values)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence, got {values!r}") from None
+    return tuple(an_integer(f"{name}[{i}]", v, least) for i, v in enumerate(items))
+
+
+def a_number(
+    name: str,
+    value: Any,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    above: bool = False,
+    finite: bool = True,
+) -> float:
+    """A number, of a range that is closed but for `above`, where it is open below.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is out of range, or not finite.
+    """
+    try:
+        number = float(_no_text(value))
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    in_range = number > least if above else number >= least
+    if not (in_range and number <= most) or (finite and math.isinf(number)):
+        wanted = "finite"
+        if least > -math.inf:
+            wanted = f"{'above' if above else 'at least'} {least:g}"
+        if most < math.inf:
+            wanted += f"{' and' if least > -math.inf else ','} at most {most:g}"
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+    return number
+
+
+def _no_text(value: Any) -> Any:
+    """What Python would take for a number, unless nobody means one by it."""
+    if isinstance(value, bool | str | bytes | bytearray):
+        raise TypeError
+    return value
+
+
+def a_flag(name: str, value: Any) -> bool:
+    """True or False, nothing that is merely taken for it.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(value, bool):
+        return value
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy's
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def a_text(name: str, value: Any) -> str:
+    """A string that is not empty.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: It is empty.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}")
+    if not value:
+        raise ValueError(f"{name} must not be empty")
+    return value
+
+
+def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
+    """One of some words.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: It is another word; the message lists those that are known.
+    """
+    valid = ", ".join(choices := tuple(choices))
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}; choose one of: {valid}")
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; choose one of: {valid}")
+    return value
+
+
+def a_path(name: str, value: Any) -> Path:
+    """A path, from a string or anything that stands for one.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: It is empty.
+    """
+    path = fspath(value) if isinstance(value, str | PathLike) else None
+    if not isinstance(path, str):
+        raise TypeError(f"{name} must be a path, got {value!r}")
+    if not path:
+        raise ValueError(f"{name} must not be empty")
+    return Path(path)
+
+
+def of_type(name: str, value: Any, kind: type | Sequence[type], wanted: str) -> None:
+    """Refuse what is of another type; `wanted` says in words how to come by one.
+
+    Raises:
+        TypeError: It is.
+    """
+    kinds = (kind,) if isinstance(kind, type) else tuple(kind)
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {wanted}, got {value!r}")
