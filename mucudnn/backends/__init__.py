@@ -6,11 +6,12 @@ A backend is a module with `load(argument, device) -> Backend` and
 """
 
 import importlib
-from importlib.metadata import entry_points
 from types import ModuleType
 
+from mucudnn.arguments import a_text, an_integer
 from mucudnn.backends.base import Backend, ConvLibrary, Device
 from mucudnn.errors import BackendUnavailableError
+from mucudnn.plugins import find_plugin, plugin_names
 
 __all__ = [
     "Backend",
@@ -32,7 +33,7 @@ _GROUP = "mucudnn.backends"
 
 def backend_names() -> tuple[str, ...]:
     """Names that `get_backend` knows, those of installed plug-ins included."""
-    return tuple(sorted({*_MODULES, *entry_points(group=_GROUP).names}))
+    return tuple(sorted({*_MODULES, *plugin_names(_GROUP)}))
 
 
 def get_backend(name: str, device: int = 0) -> Backend:
@@ -48,6 +49,7 @@ def get_backend(name: str, device: int = 0) -> Backend:
     """
     module, argument = _module(name)
     count = module.device_count(argument)
+    an_integer("device", device)
     if not 0 <= device < count:
         raise ValueError(f"backend {name!r} has devices 0 to {count - 1}, not {device}")
     backend: Backend = module.load(argument, device)
@@ -62,15 +64,31 @@ def device_count(name: str) -> int:
 
 
 def _module(name: str) -> tuple[ModuleType, str]:
+    a_text("the name of a backend", name)
     kind, _, argument = name.partition(":")
-    target = _MODULES.get(kind)
-    if target is None:
-        found = entry_points(group=_GROUP, name=kind)
-        if not found:
-            valid = ", ".join(backend_names())
-            raise ValueError(f"unknown backend {name!r}; choose one of: {valid}")
-        target = next(iter(found)).value
     try:
-        return importlib.import_module(target), argument
+        if kind in _MODULES:
+            return importlib.import_module(_MODULES[kind]), argument
+        return _installed(kind, name), argument
     except ImportError as e:
         raise BackendUnavailableError(f"backend {name!r} is unavailable: {e}") from e
+
+
+def _installed(kind: str, name: str) -> ModuleType:
+    """What an installed distribution offers.
+
+    Raises:
+        ImportError: It cannot be loaded, or is no backend; names the distribution.
+    """
+    plugin = find_plugin(_GROUP, kind)
+    if plugin is None:
+        valid = ", ".join(backend_names())
+        raise ValueError(f"unknown backend {name!r}; choose one of: {valid}")
+    module: ModuleType = plugin.load()
+    missing = [f for f in ("load", "device_count") if not hasattr(module, f)]
+    if missing:
+        raise ImportError(
+            f"{kind!r} of the distribution {plugin.distribution} is no backend: it has "
+            f"no {' and no '.join(missing)}"
+        )
+    return module

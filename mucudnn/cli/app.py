@@ -35,7 +35,9 @@ def bad_input() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError) as e:
-        raise BadInputError(str(e)) from e
+        from mucudnn.cli.own_code import located
+
+        raise BadInputError(located(e)) from e
 
 
 class Commands(click.Group):

@@ -13,6 +13,7 @@ from mucudnn.cli.options import (
     tuner_options,
 )
 from mucudnn.cli.output import emit
+from mucudnn.cli.own_code import import_option
 from mucudnn.cli.tune import make_tuner
 from mucudnn.suites import Layer
 
@@ -20,6 +21,7 @@ __all__ = ["explain"]
 
 
 @click.command()
+@import_option
 @click.argument("source", metavar="[SUITE | FILE.csv]", required=False)
 @click.argument("name", metavar="[LAYER]", required=False)
 @layer_options(default_directions="forward")

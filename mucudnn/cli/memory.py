@@ -1,7 +1,7 @@
 """`mucudnn memory`: what a training step needs, and what it costs to need less."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,8 +9,19 @@ import click
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.options import byte_size, cache_option, json_option, open_cache
 from mucudnn.cli.output import emit, output_file, write_file
+from mucudnn.cli.own_code import import_option, network
+from mucudnn.cli.strategy_options import (
+    StrategyOption,
+    Table,
+    names_of_all,
+    optimizers,
+    orders,
+    policies,
+    schedulers,
+)
 from mucudnn.cli.train_options import image_size, list_models
 from mucudnn.ir.devices import DEVICES
+from mucudnn.models import FunctionModel
 
 if TYPE_CHECKING:
     from mucudnn.ir.profile import Profile
@@ -26,15 +37,9 @@ _CPU_BATCH = 4
 _ALL = "all"
 
 
-def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
-    """`a,b` as words, each once."""
-    if isinstance(text, tuple):
-        return text
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-
-
 @click.command()
-@click.argument("model", metavar="[MODEL]", required=False)
+@import_option
+@click.argument("model", metavar="[MODEL | FILE.py:FUNCTION]", required=False)
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
@@ -56,19 +61,21 @@ def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
 @click.option(
     "--policy",
     "policies",
-    type=_names,
+    cls=StrategyOption,
+    table=policies,
+    several=_ALL,
     default=_ALL,
     show_default=True,
-    metavar="NAME,…",
-    help="What may be kept, offloaded or computed again: planned, keep_all, …",
+    help="What may be kept, offloaded or computed again.",
 )
 @click.option(
     "--scheduler",
     "schedulers",
-    type=_names,
+    cls=StrategyOption,
+    table=schedulers,
+    several=_ALL,
     default=(),
-    metavar="NAME,…",
-    help="When copies run: timed, on_demand, … or all; by default the policy's own.",
+    help="When copies run, or all; by default the policy's own.",
 )
 @click.option(
     "--device",
@@ -87,17 +94,19 @@ def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
 )
 @click.option(
     "--optimizer",
+    cls=StrategyOption,
+    table=optimizers,
     default="momentum",
     show_default=True,
-    metavar="NAME",
-    help="sgd, momentum, nesterov, adam, adamw, adagrad or rmsprop.",
+    help="How weights change.",
 )
 @click.option(
     "--order",
+    cls=StrategyOption,
+    table=orders,
     default="builder",
     show_default=True,
-    metavar="NAME",
-    help="In which order nodes run: builder, depth_first or least_peak.",
+    help="In which order nodes run.",
 )
 @click.option(
     "--curve", is_flag=True, help="Also plan for several budgets, when one is given."
@@ -166,8 +175,7 @@ def memory(
 
 def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
     from mucudnn.cli.progress import progress_display
-    from mucudnn.passes.planned import PLANNED, policy_names
-    from mucudnn.passes.scheduling import SCHEDULERS
+    from mucudnn.passes.planned import PLANNED
     from mucudnn.runtime.memory_study import StepSpec, study_memory
 
     device, budget, image = (settings[n] for n in ("device", "budget", "image"))
@@ -177,8 +185,10 @@ def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
             f"estimated, and --device {_CPU} is measured"
         )
     asked_more = settings["max_batch"] or settings["min_budget"]
+    with bad_input():
+        made = network(model)
     spec = StepSpec(
-        model=model,
+        model=made if isinstance(made, FunctionModel) else model,
         batch=settings["batch"] or (_CPU_BATCH if device == _CPU else _BATCH),
         image=image[0] if image is not None and len(image) == 1 else image,
         optimizer=settings["optimizer"],
@@ -186,15 +196,14 @@ def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
         device=device,
     )
     # The search takes longest: what Ctrl-C keeps comes before it.
-    names = sorted(policy_names(), key=lambda name: name == PLANNED)
-    with bad_input():
-        policies = _chosen("policy", settings["policies"], names)
-        schedulers = _chosen("scheduler", settings["schedulers"], SCHEDULERS.table)
+    names = _chosen(settings["policies"], policies)
+    if _ALL in settings["policies"]:
+        names = tuple(sorted(names, key=lambda name: name == PLANNED))
     with progress_display(1) as show, bad_input():
         return study_memory(
             spec,
-            policies=policies,
-            schedulers=schedulers,
+            policies=names,
+            schedulers=_chosen(settings["schedulers"], schedulers),
             budget=budget,
             curve=settings["curve"] or (budget is None and not asked_more),
             max_batch=settings["max_batch"],
@@ -205,18 +214,9 @@ def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
         )
 
 
-def _chosen(kind: str, asked: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
-    """The names that were asked for, all of them for `all`.
-
-    Raises:
-        ValueError: One of them is not known.
-    """
-    known = tuple(known)
-    for name in asked:
-        if name != _ALL and name not in known:
-            valid = ", ".join((_ALL, *known))
-            raise ValueError(f"unknown {kind} {name!r}; choose of: {valid}")
-    return known if _ALL in asked else asked
+def _chosen(asked: tuple[str, ...], table: Table) -> tuple[str, ...]:
+    """The names that were asked for, all that are of use for `all`."""
+    return names_of_all(table) if _ALL in asked else asked
 
 
 def _measured(

@@ -13,6 +13,7 @@ import click
 
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.output import output_file
+from mucudnn.cli.strategy_options import StrategyOption, batch_policies, planners
 from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
 from mucudnn.ir.numerics import NUMERICS, Numerics
 from mucudnn.ir.sizes import parse_bytes
@@ -191,13 +192,15 @@ def tuner_options(fn: F) -> F:
         click.option(
             "--policy",
             "batch_policy",
-            metavar="NAME",
-            help="Micro-batch sizes: powers_of_two (default), undivided or all.",
+            cls=StrategyOption,
+            table=batch_policies,
+            help="Micro-batch sizes; powers_of_two by default.",
         ),
         click.option(
             "--planner",
-            metavar="NAME",
-            help="What divides: workspace_reuse (default), undivided, …",
+            cls=StrategyOption,
+            table=planners,
+            help="What divides; workspace_reuse by default.",
         ),
         click.option(
             "--numerics",

@@ -10,6 +10,7 @@ import click
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.options import cache_option, json_option
 from mucudnn.cli.output import emit
+from mucudnn.cli.own_code import import_option
 from mucudnn.cli.train_options import (
     data_options,
     learning_options,
@@ -35,7 +36,8 @@ _INTERRUPTED = 130
 
 
 @click.command()
-@click.argument("model", metavar="[MODEL]", required=False)
+@import_option
+@click.argument("model", metavar="[MODEL | FILE.py:FUNCTION]", required=False)
 @data_options
 @learning_options
 @run_options

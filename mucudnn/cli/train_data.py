@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.cli.app import BadInputError, bad_input
+from mucudnn.cli.own_code import network
 from mucudnn.data import (
     Compose,
     Dataset,
@@ -18,7 +19,7 @@ from mucudnn.data import (
     open_dataset,
 )
 from mucudnn.ir.graph import Graph
-from mucudnn.models import LABEL, get_model
+from mucudnn.models import LABEL, FunctionModel
 
 __all__ = ["Work", "work_of"]
 
@@ -62,9 +63,12 @@ def work_of(name: str, settings: Mapping[str, Any]) -> Work:
             f"a batch of {batch} cannot be computed in {parts} equal parts"
         )
     with bad_input():
-        model = get_model(name)
+        model = network(name)
         image = _image(name, model.image, settings["image"])
-        spec = _full(settings["data"], settings, batch)
+        wanted = settings["classes"]
+        if wanted is None and isinstance(model, FunctionModel) and not model.flexible:
+            wanted = model.classes
+        spec = _full(settings["data"], {**settings, "classes": wanted}, batch)
         train, test = (
             open_dataset(spec, split=split, image=image, seed=seed)
             for split in ("train", "test")

@@ -9,6 +9,15 @@ import click
 
 from mucudnn.cli.options import byte_size
 from mucudnn.cli.output import emit
+from mucudnn.cli.strategy_options import (
+    StrategyOption,
+    batch_policies,
+    optimizers,
+    orders,
+    policies,
+    schedulers,
+)
+from mucudnn.ir.learning_rate import parse_learning_rate
 from mucudnn.ir.sizes import format_bytes
 
 __all__ = [
@@ -55,6 +64,15 @@ def _number(
         return value
 
     return parse
+
+
+def _schedule(text: str) -> str:
+    """The text of a learning-rate schedule, once it is known to be one."""
+    try:
+        parse_learning_rate(text, 0.0)
+    except ValueError as e:
+        raise click.BadParameter(str(e)) from e
+    return text
 
 
 def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
@@ -114,10 +132,11 @@ learning_options = _options(
     ),
     click.option(
         "--optimizer",
+        cls=StrategyOption,
+        table=optimizers,
         default="momentum",
         show_default=True,
-        metavar="NAME",
-        help="sgd, momentum, nesterov, adam, adamw, adagrad or rmsprop.",
+        help="How weights change.",
     ),
     click.option(
         "--lr",
@@ -126,6 +145,7 @@ learning_options = _options(
     ),
     click.option(
         "--lr-schedule",
+        type=_schedule,
         default="cosine",
         show_default=True,
         metavar="NAME",
@@ -173,8 +193,9 @@ run_options = _options(
     ),
     click.option(
         "--batch-policy",
-        metavar="NAME",
-        help="Micro-batch sizes: powers_of_two (default), undivided or all.",
+        cls=StrategyOption,
+        table=batch_policies,
+        help="Micro-batch sizes; powers_of_two by default.",
     ),
     click.option(
         "--precision",
@@ -196,7 +217,8 @@ run_options = _options(
     ),
     click.option(
         "--policy",
-        metavar="NAME",
+        cls=StrategyOption,
+        table=policies,
         default="planned",
         show_default=True,
         help="With --budget: what leaves and what is computed again; see `mucudnn "
@@ -204,8 +226,9 @@ run_options = _options(
     ),
     click.option(
         "--scheduler",
-        metavar="NAME",
-        help="With --budget: when copies run: timed, adaptive_window or on_demand.",
+        cls=StrategyOption,
+        table=schedulers,
+        help="With --budget: when copies run.",
     ),
     click.option(
         "--convolutions",
@@ -223,10 +246,11 @@ run_options = _options(
     ),
     click.option(
         "--order",
+        cls=StrategyOption,
+        table=orders,
         default="builder",
         show_default=True,
-        metavar="NAME",
-        help="Order of a step's operations: builder, depth_first or least_peak.",
+        help="Order of a step's operations.",
     ),
     click.option(
         "--update-when",
@@ -261,10 +285,10 @@ run_options = _options(
 
 def list_models(json_file: str | None) -> None:
     """Every network with its size."""
-    from mucudnn.models import MODELS
+    from mucudnn.cli.own_code import networks
 
     rows: list[dict[str, Any]] = []
-    for name, model in MODELS.items():
+    for name, model in networks():
         graph = model(1)
         rows.append(
             {

@@ -18,6 +18,7 @@ from mucudnn.cli.options import (
     tuner_options,
 )
 from mucudnn.cli.output import emit, output_file, recording_file, write_file
+from mucudnn.cli.own_code import import_option
 from mucudnn.cli.plan_only import refuse_measuring, take_census
 from mucudnn.cli.recording import Record, recording
 from mucudnn.suites import SUITES, Layer, load_suite
@@ -33,6 +34,7 @@ _DESCRIBED = "cuda"
 
 
 @click.command()
+@import_option
 @click.argument("sources", metavar="[SUITE | FILE.csv]...", nargs=-1)
 @layer_options(default_directions="all")
 @click.option(

@@ -4,13 +4,16 @@ Each is a `Model`: call it with a batch size, and another image size or number o
 classes, to get its forward graph with the loss.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from mucudnn.ir.graph import Graph
 from mucudnn.models.alexnet import alexnet, alexnet_owt
 from mucudnn.models.cifar import cifar_quick
 from mucudnn.models.densenet import densenet40, densenet121
 from mucudnn.models.digits import digits
+from mucudnn.models.function import FunctionModel
 from mucudnn.models.googlenet import googlenet, googlenet_plain
 from mucudnn.models.inception_v4 import inception_v4
 from mucudnn.models.lenet import lenet
@@ -33,8 +36,21 @@ from mucudnn.models.resnet_cifar import (
 )
 from mucudnn.models.unet import unet2d, unet2d_bn, unet3d, unet3d_plain
 from mucudnn.models.vgg import vgg16, vgg19, vgg116, vgg216, vgg316, vgg416
+from mucudnn.plugins import PluginWarning, find_plugin, plugin_names
 
-__all__ = ["IMAGE", "LABEL", "MODELS", "Model", "get_model", "resnet_superneurons"]
+__all__ = [
+    "IMAGE",
+    "LABEL",
+    "MODELS",
+    "FunctionModel",
+    "Model",
+    "get_model",
+    "model_names",
+    "network_name",
+    "resnet_superneurons",
+]
+
+_GROUP = "mucudnn.models"
 
 MODELS: Mapping[str, Model] = MappingProxyType(
     {
@@ -76,24 +92,66 @@ MODELS: Mapping[str, Model] = MappingProxyType(
 _FAMILY = "resnet:"
 
 
-def get_model(name: str) -> Model:
+def model_names() -> tuple[str, ...]:
+    """Names that `get_model` knows, those of installed plug-ins included."""
+    return tuple(dict.fromkeys([*MODELS, *plugin_names(_GROUP)]))
+
+
+def network_name(model: str | Callable[..., Graph]) -> str:
+    """What to call a network."""
+    if isinstance(model, str):
+        return model
+    if isinstance(model, FunctionModel):
+        return model.name
+    for name, known in MODELS.items():
+        if known is model:
+            return name
+    return str(getattr(model, "__name__", type(model).__name__))
+
+
+def get_model(name: str | Callable[..., Graph]) -> Model | FunctionModel:
     """A network by its name.
 
     Args:
         name: A key of `MODELS`, or `resnet:6,32,48,6` for bottleneck residual networks
-            with that many blocks a stage.
+            with that many blocks a stage, or what an installed distribution offers
+            (entry-point group `mucudnn.models`); or a function of the batch that
+            returns a graph.
 
     Raises:
         ValueError: Nothing has that name; the message lists what there is.
+        TypeError: It is neither a name nor a function.
     """
+    if not isinstance(name, str):
+        return _network(name, network_name(name))
     if name in MODELS:
         return MODELS[name]
     if name.startswith(_FAMILY):
         return _of_family(name)
-    valid = ", ".join(MODELS)
+    if (plugin := find_plugin(_GROUP, name)) is not None:
+        try:
+            return _network(plugin.load(), name)
+        except (ImportError, TypeError) as e:
+            warnings.warn(
+                f"model of the distribution {plugin.distribution}: {e}",
+                PluginWarning,
+                stacklevel=2,
+            )
+    valid = ", ".join(known for known in model_names() if known != name)
     raise ValueError(
         f"unknown model {name!r}; choose one of: {valid}, or {_FAMILY}n1,n2,n3,n4"
     )
+
+
+def _network(made: object, name: str) -> Model | FunctionModel:
+    if isinstance(made, Model | FunctionModel):
+        return made
+    if not callable(made):
+        raise TypeError(
+            f"a model is a name or a function of the batch, got {made!r}; names are: "
+            f"{', '.join(model_names())}"
+        )
+    return FunctionModel(made, name)
 
 
 def _of_family(name: str) -> Model:

@@ -1,0 +1,175 @@
+"""A function of one's own as a network: called with what it takes, its graph checked.
+
+It takes the batch, and of `image`, `classes`, `dtype`, `training` and `seed` what it
+likes; it returns a graph with the inputs `image` and `label`, the loss first among its
+outputs.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mucudnn.arguments import an_integer, integers
+from mucudnn.ir.graph import Graph, Role
+from mucudnn.ir.shapes import Ints
+from mucudnn.models.model import IMAGE, LABEL
+
+__all__ = ["FunctionModel"]
+
+_OPTIONS = ("image", "classes", "dtype", "training", "seed")
+_RANDOM = "dropout"
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionModel:
+    """A network that is a function of its batch.
+
+    Attributes:
+        function: Makes the graph.
+        name: What messages call it.
+
+    Raises:
+        TypeError: It cannot be called with a batch alone.
+    """
+
+    function: Callable[..., Graph]
+    name: str
+
+    def __post_init__(self) -> None:
+        try:
+            signature = inspect.signature(self.function)
+        except ValueError:  # written in C; it will complain itself
+            return
+        try:
+            signature.bind(1)
+        except TypeError as e:
+            raise TypeError(
+                f"{self.name} cannot be called with a batch alone: {e}; a network is a "
+                f"function of (batch) and, if it likes, of {', '.join(_OPTIONS)}"
+            ) from e
+
+    @property
+    def image(self) -> tuple[int, ...]:
+        """Shape of an image if nothing else is asked for: (C, *spatial)."""
+        return self(1).tensors[IMAGE].shape[1:]
+
+    @property
+    def classes(self) -> int:
+        """Number of classes likewise; 2 where the loss does not count them."""
+        return _classes(self(1)) or 2
+
+    @property
+    def flexible(self) -> bool:
+        """Whether it takes another number of classes."""
+        return "classes" in self._taken()
+
+    def __call__(
+        self,
+        batch: int,
+        *,
+        image: Ints | None = None,
+        classes: int | None = None,
+        dtype: str = "float32",
+        training: bool = True,
+        seed: int = 0,
+    ) -> Graph:
+        """The forward graph with its loss.
+
+        Raises:
+            ValueError: The graph is not what was asked for.
+            TypeError: The function returns something else than a graph.
+        """
+        an_integer("batch", batch, least=1)
+        shape = None if image is None else self._full(image)
+        asked = {
+            "image": shape,
+            "classes": classes,
+            "dtype": dtype,
+            "training": training,
+            "seed": seed,
+        }
+        given = {
+            name: value
+            for name, value in asked.items()
+            if name in self._taken() and value is not None
+        }
+        graph = self.function(batch, **given)
+        self._check(graph)
+        self._check_as_asked(graph, batch, shape, classes, dtype)
+        if not training:
+            self._check_evaluates(graph)
+        return graph
+
+    def _taken(self) -> frozenset[str]:
+        try:
+            parameters = inspect.signature(self.function).parameters
+        except ValueError:
+            return frozenset()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return frozenset(_OPTIONS)
+        return frozenset(parameters) & frozenset(_OPTIONS)
+
+    def _full(self, image: Ints) -> tuple[int, ...]:
+        """(C, *spatial), from that, all sides or one side."""
+        channels, *sides = self.image
+        if isinstance(image, int):
+            return (channels, *(image for _ in sides))
+        sizes = integers("image", image, least=1)
+        return sizes if len(sizes) != len(sides) else (channels, *sizes)
+
+    def _check(self, graph: object) -> None:
+        if not isinstance(graph, Graph):
+            raise TypeError(
+                f"{self.name} returned {type(graph).__name__}, not a Graph; end it "
+                "with `return g.build(loss, g.accuracy(logits, label))`"
+            )
+        found = [spec.name for spec in graph.with_role(Role.INPUT)]
+        if not {IMAGE, LABEL} <= set(found):
+            raise ValueError(
+                f"{self.name} returned a graph with the inputs "
+                f"{', '.join(found) or 'none'}; {IMAGE!r} and {LABEL!r} are wanted"
+            )
+        if not graph.outputs or graph.tensors[graph.outputs[0]].shape != ():
+            raise ValueError(
+                f"{self.name} returned a graph whose first output is no loss; give "
+                "build() a scalar first, such as g.softmax_cross_entropy(...) returns"
+            )
+
+    def _check_as_asked(
+        self,
+        graph: Graph,
+        batch: int,
+        image: tuple[int, ...] | None,
+        classes: int | None,
+        dtype: str,
+    ) -> None:
+        spec, count = graph.tensors[IMAGE], _classes(graph)
+        differences: list[tuple[str, Any, Any]] = [("batch", batch, spec.shape[0])]
+        if image is not None:
+            differences.append(("image", image, spec.shape[1:]))
+        if classes is not None and count is not None and count < classes:
+            differences.append(("classes", classes, count))
+        differences.append(("dtype", dtype, spec.dtype))
+        for name, wanted, found in differences:
+            if wanted != found:
+                raise ValueError(
+                    f"{self.name} was asked for {name} {wanted} and returned a graph "
+                    f"with {name} {found}; let the function take `{name}` and use it"
+                )
+
+    def _check_evaluates(self, graph: Graph) -> None:
+        for node in graph.nodes:
+            if node.mutates or node.op == _RANDOM:
+                raise ValueError(
+                    f"{self.name} was asked for a graph for evaluation and returned "
+                    f"one with {node.op}, which is for training; let the function "
+                    "take `training` and hand it to GraphBuilder(training=training)"
+                )
+
+
+def _classes(graph: Graph) -> int | None:
+    for node in graph.nodes:
+        if node.op == "softmax_cross_entropy" and LABEL in node.inputs:
+            return graph.tensors[node.inputs[0]].shape[1]
+    return None
