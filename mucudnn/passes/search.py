@@ -26,6 +26,7 @@ from mucudnn.passes.residency import (
     Residency,
     Saved,
     Step,
+    decide,
     saved_tensors,
 )
 from mucudnn.passes.residency.published import keep_all
@@ -165,7 +166,7 @@ def _offer_other_schedulers(
         if name != trial.scheduler:
             other = replace(trial, scheduler=name)
             rival = _Best(other, work // 2)
-            for residency in (found, *(p(trial.step) for p in POLICIES.table.values())):
+            for residency in (found, *_decided(trial.step)):
                 rival.consider(residency, free=True)
             rivals.append(rival)
     rival = min(rivals, key=lambda r: r.step_ms)
@@ -262,12 +263,17 @@ def _by_cost(step: Step) -> list[_Candidate]:
 
 def _seeds(step: Step, candidates: list[_Candidate]) -> list[Mapping[str, Residency]]:
     """What every policy decides, and what is least of all: where a search begins."""
-    found = [policy(step) for policy in POLICIES.table.values()]
+    found = list(_decided(step))
     for mode in RECOMPUTED:
         for count in (len(candidates) // 2, len(candidates)):
             found.append(_mixed(candidates, count, mode))
         found.append(_mixed(candidates, len(candidates), mode, Residency.PAGE))
     return found
+
+
+def _decided(step: Step) -> Iterator[Mapping[str, Residency]]:
+    """What every policy decides."""
+    return (decide(name, step) for name in POLICIES.table)
 
 
 def _mixed(

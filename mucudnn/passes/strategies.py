@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from mucudnn.plugins import PluginWarning, find_plugin, plugin_names
 
-__all__ = ["ALL", "Strategies", "name_of"]
+__all__ = ["ALL", "Strategies", "by_name", "name_of"]
 
 ALL = "all"
 """What stands for every name of a table on the command line."""
@@ -24,6 +24,20 @@ def name_of(choice: object) -> str:
     while (inner := getattr(choice, "func", None)) is not None:  # functools.partial
         choice = inner
     return str(getattr(choice, "__name__", type(choice).__name__))
+
+
+def by_name(kind: str, choices: Iterable[str | F]) -> Mapping[str, str | F]:
+    """Strategies under what they are called, for tables that show several.
+
+    Raises:
+        ValueError: Two different ones are called the same.
+    """
+    found: dict[str, str | F] = {}
+    for choice in choices:
+        known = found.setdefault(name_of(choice), choice)
+        if known is not choice and known != choice:
+            raise ValueError(f"two of the {kind} are called {name_of(choice)!r}")
+    return found
 
 
 class Strategies(Generic[F]):

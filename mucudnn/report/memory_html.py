@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 
 from mucudnn.passes.step_plan import StepPlan
+from mucudnn.passes.strategies import name_of
 from mucudnn.passes.techniques import Technique
 from mucudnn.report.markup import Child, Markup, tag
 from mucudnn.report.memory_charts import (
@@ -38,7 +39,7 @@ def memory_report(study: MemoryStudy) -> str:
         files("mucudnn.report").joinpath(name).read_text(encoding="utf-8")
         for name in ("style.css", "memory.css")
     )
-    title = f"{study.spec.model} within {bytes_text(study.budget)}"
+    title = f"{study.spec.title} within {bytes_text(study.budget)}"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -58,8 +59,9 @@ def _header(study: MemoryStudy, title: str) -> Markup:
     image = "×".join(map(str, study.image))
     facts = (
         f"Batch {study.spec.batch}, images of {image}, "
-        f"{study.parameters:,} parameters, {study.spec.optimizer}; node order: "
-        f"{study.spec.order}; {study.device}"
+        f"{study.parameters:,} parameters, "
+        f"{name_of(study.spec.optimizer)}; node order: "
+        f"{name_of(study.spec.order)}; {study.device}"
     )
     notes: list[Markup] = []
     if not study.measured:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from mucudnn.passes.strategies import name_of
 from mucudnn.passes.techniques import Technique
 from mucudnn.report.text import Table
 from mucudnn.report.words import NOTHING, bytes_text, ms_text, speedup_text
@@ -20,8 +21,8 @@ def heading(study: MemoryStudy) -> str:
     """The step and the device in a line."""
     image = "×".join(map(str, study.image))
     return (
-        f"{study.spec.model}, batch {study.spec.batch}, {image}, "
-        f"{study.spec.optimizer}; {study.device}"
+        f"{study.spec.title}, batch {study.spec.batch}, {image}, "
+        f"{name_of(study.spec.optimizer)}; {study.device}"
     )
 
 

@@ -10,17 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from mucudnn.arguments import a_path, of_type, one_of
 from mucudnn.backends.base import Device
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
+from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.inplace import in_place
 from mucudnn.passes.layout import host_blocks
-from mucudnn.passes.order import ORDERS, Order
+from mucudnn.passes.order import Order, ordered as reordered
 from mucudnn.passes.packing import pack
 from mucudnn.passes.placed import PlacedStep, place_step
-from mucudnn.passes.planned import PLANNED
+from mucudnn.passes.planned import PLANNED, check_policy
+from mucudnn.passes.residency import ResidencyPolicy
+from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.occupancy import rounded
+from mucudnn.passes.step_plan import CONVOLUTIONS
 from mucudnn.runtime.plan_texts import restore_plans
 from mucudnn.runtime.prepare import Plans, Prepared, plan_convolutions
 from mucudnn.runtime.profiler import profile, refine
@@ -34,15 +39,15 @@ _ROUNDS = 4
 """How often a step is planned, each time with the plans it chose before measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, init=False)
 class MemoryBudget:
     """How much device memory a step may take, and who decides how.
 
     Attributes:
-        nbytes: Bytes for everything.
-        policy: What leaves and what is computed again: `planned`, or another of
-            `policy_names`.
-        scheduler: When copies run; None is the policy's own.
+        nbytes: Bytes for everything; may be given as "1.5GiB".
+        policy: What leaves and what is computed again: `planned`, another of
+            `policy_names`, or a function.
+        scheduler: When copies run, a name or a function; None is the policy's own.
         convolutions: How convolutions get their workspace: `dynamic` (what is free at
             each), `fixed` (as planned under the workspace limit: then results are bit
             for bit those of a step without a budget), `fastest` or `least`.
@@ -51,11 +56,61 @@ class MemoryBudget:
     """
 
     nbytes: int
-    policy: str = PLANNED
-    scheduler: str | None = None
-    convolutions: str = "dynamic"
-    disk: Path | None = None
-    measured: Profile | None = field(default=None, repr=False)
+    policy: str | ResidencyPolicy
+    scheduler: str | Scheduler | None
+    convolutions: str
+    disk: Path | None
+    measured: Profile | None = field(repr=False)
+
+    def __init__(
+        self,
+        *,
+        nbytes: int | str,
+        policy: str | ResidencyPolicy = PLANNED,
+        scheduler: str | Scheduler | None = None,
+        convolutions: str = "dynamic",
+        disk: Path | str | None = None,
+        measured: Profile | None = None,
+    ) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: A size or a name is not valid; the message says what is.
+            TypeError: A field is of another type.
+        """
+        check_policy(policy)
+        if scheduler is not None:
+            SCHEDULERS.resolve(scheduler)
+        if measured is not None:
+            of_type("measured", measured, Profile, "a Profile of the step")
+        values: dict[str, object] = {
+            "nbytes": parse_bytes(nbytes),
+            "policy": policy,
+            "scheduler": scheduler,
+            "convolutions": one_of("convolutions", convolutions, CONVOLUTIONS),
+            "disk": None if disk is None else a_path("disk", disk),
+            "measured": measured,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, budget: "MemoryBudget | int | str") -> "MemoryBudget":
+        """A budget, from itself or from a size such as "1.5GiB".
+
+        Raises:
+            ValueError: The size is none.
+            TypeError: It is something else.
+        """
+        if isinstance(budget, MemoryBudget):
+            return budget
+        try:
+            return cls(nbytes=budget)
+        except TypeError:
+            raise TypeError(
+                "budget must be a MemoryBudget, or a size in bytes or as text such as "
+                f"'1.5GiB', got {budget!r}"
+            ) from None
 
 
 def prepare_within(
@@ -84,7 +139,7 @@ def prepare_within(
     Raises:
         PlanningError: It cannot fit; says how many bytes short.
     """
-    ordered = ORDERS.resolve(order)(graph, {})
+    ordered = reordered(order, graph, {})
     nbytes = budget.nbytes - beside
     measured = budget.measured
     if measured is None or not {n.name for n in ordered.nodes} <= set(measured.node_ms):

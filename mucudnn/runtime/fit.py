@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from mucudnn.arguments import an_integer, of_type
 from mucudnn.backends.base import Backend
 from mucudnn.errors import TrainingError
 from mucudnn.ir.serial import plan_from_dict, plan_to_dict
 from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
+from mucudnn.runtime.evaluation import check_batches, image_and_label
 from mucudnn.runtime.history import EpochReport, Position
 from mucudnn.runtime.prepare import Plans
 from mucudnn.runtime.training import StepResult, Trainer
@@ -79,9 +81,21 @@ def fit(
         CheckpointError: A checkpoint cannot be written.
         KeyboardInterrupt: Ctrl-C, once a checkpoint is written.
     """
-    for name, value in (("epochs", epochs), ("max_steps", max_steps)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    of_type("trainer", trainer, Trainer, "a Trainer")
+    check_batches("batches", batches)
+    if test is not None:
+        check_batches("test", test)
+    an_integer("epochs", epochs, least=1)
+    for name, value in (
+        ("max_steps", max_steps),
+        ("checkpoint_every", checkpoint_every),
+    ):
+        if value is not None:
+            an_integer(name, value, least=1)
+    if checkpoints is not None:
+        of_type("checkpoints", checkpoints, Checkpoints, "Checkpoints(folder)")
+    if resume is not None:
+        of_type("resume", resume, Checkpoint, "a Checkpoint, as Checkpoints.load has")
     if len(batches) == 0:
         raise ValueError("there is no batch to train on")
     run = _Run(trainer, checkpoints, dict(words or {}), progress or _ignored)
@@ -142,8 +156,8 @@ class _Run:
         if self.at.batch == len(batches):
             return True
         start = device.record()
-        for images, labels in batches.epoch(self.at.epoch, self.at.batch):
-            result = self._trainer.step(images, labels)
+        for batch in batches.epoch(self.at.epoch, self.at.batch):
+            result = self._trainer.step(*image_and_label(batch))
             stop = device.record()
             self._check(result)
             self.at = self.at.after(result, device.elapsed_ms(start, stop))

@@ -17,16 +17,20 @@ from typing import Any
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph
-from mucudnn.ir.optimizers import parse_optimizer
+from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.shapes import Ints
-from mucudnn.models import get_model
+from mucudnn.ir.sizes import parse_bytes
+from mucudnn.models import get_model, network_name
 from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.optimizers import with_updates
-from mucudnn.passes.order import ORDERS
+from mucudnn.passes.order import Order, ordered
 from mucudnn.passes.placed import PlacedStep, place_step
-from mucudnn.passes.planned import PLANNED
+from mucudnn.passes.planned import PLANNED, check_policy
+from mucudnn.passes.residency import ResidencyPolicy
+from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.step_plan import StepPlan, state_bytes
+from mucudnn.passes.strategies import by_name, name_of
 from mucudnn.passes.techniques import (
     Technique,
     best_technique,
@@ -52,20 +56,25 @@ class StepSpec:
     """Which training step.
 
     Attributes:
-        model: As `get_model` knows it.
+        model: As `get_model` knows it: a name, or a function of the batch.
         batch: Images in a mini-batch.
         image: Another size of image than the model's.
-        optimizer: A name in `OPTIMIZERS`.
-        order: A name in `ORDERS`.
+        optimizer: A name in `OPTIMIZERS`, or an optimizer.
+        order: A name in `ORDERS`, or a function.
         device: `cpu`, or a name in `DEVICES`.
     """
 
-    model: str
+    model: str | Callable[..., Graph]
     batch: int
     image: Ints | None = None
-    optimizer: str = "momentum"
-    order: str = "builder"
+    optimizer: str | Optimizer = "momentum"
+    order: str | Order = "builder"
     device: str = "h200"
+
+    @property
+    def title(self) -> str:
+        """What the network is called."""
+        return network_name(self.model)
 
     def graph(self, batch: int | None = None) -> Graph:
         """The training step with its updates, in its order.
@@ -74,9 +83,8 @@ class StepSpec:
             ValueError: A name is not known, or a size out of range.
         """
         forward = get_model(self.model)(batch or self.batch, image=self.image)
-        optimizer = parse_optimizer(self.optimizer)
-        step = with_updates(training_graph(forward), optimizer)
-        return ORDERS.resolve(self.order)(step)
+        step = with_updates(training_graph(forward), optimizer_of(self.optimizer))
+        return ordered(self.order, step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,12 +164,12 @@ class MemoryStudy:
         """Ready for JSON."""
         return {
             "schema": 1,
-            "model": self.spec.model,
+            "model": self.spec.title,
             "batch": self.spec.batch,
             "image": list(self.image),
             "parameters": self.parameters,
-            "optimizer": self.spec.optimizer,
-            "order": self.spec.order,
+            "optimizer": name_of(self.spec.optimizer),
+            "order": name_of(self.spec.order),
             "device": self.spec.device,
             "costs": self.costs,
             "figures": dict(self.figures),
@@ -218,9 +226,9 @@ def _hosted_bytes(plan: StepPlan) -> int:
 def study_memory(
     spec: StepSpec,
     *,
-    policies: Sequence[str],
-    schedulers: Sequence[str] = (),
-    budget: int | None = None,
+    policies: Sequence[str | ResidencyPolicy],
+    schedulers: Sequence[str | Scheduler] = (),
+    budget: int | str | None = None,
     curve: bool = False,
     max_batch: bool = False,
     min_budget: bool = False,
@@ -232,9 +240,10 @@ def study_memory(
 
     Args:
         spec: The step.
-        policies: Names in `policy_names()`.
-        schedulers: Names in `SCHEDULERS`; if not given, each policy's own.
-        budget: Bytes; by default what the device has.
+        policies: Names in `policy_names()`, or functions.
+        schedulers: Names in `SCHEDULERS`, or functions; if not given, each policy's
+            own.
+        budget: Bytes, or "1.5GiB"; by default what the device has.
         curve: Whether to plan for several budgets, too.
         max_batch: Whether to look for the largest mini-batch of every policy.
         min_budget: Whether to look for the least budget of every policy.
@@ -248,11 +257,16 @@ def study_memory(
             the recordings know nothing of the step.
         BackendUnavailableError: A recording is missing, or is something else.
     """
+    for policy in policies:
+        check_policy(policy)
+    for scheduler in schedulers:
+        SCHEDULERS.resolve(scheduler)
+    nbytes = None if budget is None else parse_bytes(budget)
     say = progress or (lambda what, done, total: None)
     say("building the step", 0, 1)
     graph = spec.graph()
     costs = StepCosts(graph, spec.device, profile, recordings)
-    return _Study(spec, graph, costs, policies, schedulers, budget, say).run(
+    return _Study(spec, graph, costs, policies, schedulers, nbytes, say).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget
     )
 
@@ -263,13 +277,14 @@ class _Study:
         spec: StepSpec,
         graph: Graph,
         costs: StepCosts,
-        policies: Sequence[str],
-        schedulers: Sequence[str],
+        policies: Sequence[str | ResidencyPolicy],
+        schedulers: Sequence[str | Scheduler],
         budget: int | None,
         say: Progress,
     ) -> None:
         self._spec, self._graph, self._costs = spec, graph, costs
-        self._policies, self._schedulers = policies, schedulers
+        self._policies = by_name("policies", policies)
+        self._schedulers = by_name("schedulers", schedulers)
         self._say = say
         self._profile = costs.profile
         self._unbounded = unbounded(self._graph, self._profile)
@@ -313,10 +328,16 @@ class _Study:
         )
 
     def _schedulers_of(self, policy: str) -> Sequence[str]:
-        return self._schedulers or (own_scheduler(policy),)
+        return tuple(self._schedulers) or (own_scheduler(policy),)
 
     def _try(self, policy: str, scheduler: str, budget: int) -> Technique:
-        return try_technique(self._graph, self._profile, policy, scheduler, budget)
+        return try_technique(
+            self._graph,
+            self._profile,
+            self._policies[policy],
+            self._schedulers.get(scheduler, scheduler),
+            budget,
+        )
 
     def _try_techniques(self) -> None:
         pairs = [(p, s) for p in self._policies for s in self._schedulers_of(p)]
@@ -333,8 +354,8 @@ class _Study:
                     self._graph,
                     self._profile,
                     budget=self._budget,
-                    policy=best.policy,
-                    scheduler=best.scheduler,
+                    policy=self._policies[best.policy],
+                    scheduler=self._schedulers.get(best.scheduler, best.scheduler),
                     plan=best.plan,
                 )
 
@@ -356,7 +377,7 @@ class _Study:
             self._min_budget[policy] = (
                 self._minimum or 0
                 if policy == PLANNED
-                else least_budget(self._graph, self._profile, policy)
+                else least_budget(self._graph, self._profile, self._policies[policy])
             )
 
     def _find_max_batches(self) -> None:
@@ -367,7 +388,10 @@ class _Study:
 
         @functools.cache
         def least(batch: int, policy: str) -> int:
-            return least_budget(*step(batch), policy, self._schedulers_of(policy)[0])
+            chosen = self._policies[policy]
+            name = self._schedulers_of(policy)[0]
+            scheduler = self._schedulers.get(name, name)
+            return least_budget(*step(batch), chosen, scheduler)
 
         for i, policy in enumerate(self._policies):
 

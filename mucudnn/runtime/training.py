@@ -5,6 +5,7 @@ planned under the tuner's workspace limit; all that does not outlive a step lies
 arena, which evaluation uses in turn.
 """
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from mucudnn.arguments import a_number, an_integer, of_type, one_of
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
-from mucudnn.ir.optimizers import Optimizer
+from mucudnn.ir.learning_rate import LearningRate, rate_of
+from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.passes.accumulation import accumulating
 from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.inplace import in_place
@@ -24,7 +27,7 @@ from mucudnn.passes.optimizers import (
     When,
     with_updates,
 )
-from mucudnn.passes.order import Order
+from mucudnn.passes.order import ORDERS, Order
 from mucudnn.passes.placed import PlacedStep
 from mucudnn.passes.precision import LOSS_SCALES, lowered
 from mucudnn.runtime.budgeted import MemoryBudget, prepare_together, tiers_for
@@ -34,7 +37,10 @@ from mucudnn.runtime.evaluation import (
     Epochs,
     Evaluation,
     Evaluator,
+    as_images,
+    as_labels,
     cast,
+    class_count,
     read,
 )
 from mucudnn.runtime.executor import Executor
@@ -78,8 +84,9 @@ class Trainer:
         evaluation: The same network for evaluation, with the same names; None where
             nothing is evaluated.
         tuner: Plans the convolutions; its backend computes.
-        optimizer: How gradients change parameters.
-        learning_rate: Step -> learning rate; the optimizer's own if not given.
+        optimizer: How gradients change parameters; a name works, or its class.
+        learning_rate: Step -> learning rate; a number, or a schedule that does not
+            depend on the end of the training. The optimizer's own if not given.
         order: In which order the step runs; a name in `ORDERS`, or a function.
         update_when: Whether a parameter is updated as soon as its gradient is known
             ("early", which frees the gradient) or at the end ("late").
@@ -90,8 +97,8 @@ class Trainer:
             products compute in, where the backend can; the network's own if None.
         loss_scale: What the loss is multiplied by before its gradients are computed;
             the narrow type's usual scale if None.
-        budget: Device memory that training and evaluation may take; without one
-            everything stays on the device.
+        budget: Device memory that training and evaluation may take, or just its size
+            ("1.5GiB"); without one everything stays on the device.
         progress: Called while a step is measured for its budget, with a node's name,
             how many are done, and of how many.
 
@@ -118,8 +125,12 @@ class Trainer:
         evaluation: Graph | None = None,
         *,
         tuner: Tuner,
-        optimizer: Optimizer,
-        learning_rate: Callable[[int], float] | None = None,
+        optimizer: Optimizer | str | Callable[[], Optimizer],
+        learning_rate: Callable[[int], float]
+        | LearningRate
+        | float
+        | str
+        | None = None,
         order: str | Order = "builder",
         update_when: When = "early",
         gradient_accumulation: int = 1,
@@ -127,10 +138,20 @@ class Trainer:
         plans: Plans | None = None,
         precision: str | None = None,
         loss_scale: float | None = None,
-        budget: MemoryBudget | None = None,
+        budget: MemoryBudget | int | str | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         _check_inputs(training)
+        of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
+        ORDERS.resolve(order)
+        an_integer("seed", seed, least=0)
+        optimizer = optimizer_of(optimizer)
+        self._rate = rate_of(learning_rate, optimizer.learning_rate)
+        budget = None if budget is None else MemoryBudget.of(budget)
+        if evaluation is not None:
+            _check_inputs(evaluation)
+        if precision is not None:
+            one_of("precision", precision, LOSS_SCALES)
         if precision is not None:
             training = lowered(training, precision)
             evaluation = None if evaluation is None else lowered(evaluation, precision)
@@ -163,7 +184,8 @@ class Trainer:
         )
         self.steps = 0
         self._parts = gradient_accumulation
-        self._rate = learning_rate or (lambda step: optimizer.learning_rate)
+        self._label_shape = (self.batch, *training.tensors[LABEL].shape[1:])
+        self._classes = class_count(training)
         self._dtype = training.tensors[training.outputs[0]].dtype
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
         bound = self._bound(prepared, budget)
@@ -192,11 +214,12 @@ class Trainer:
         """Train on one batch.
 
         Args:
-            images: `batch` of them, (N, C, *spatial), of any type that can be cast.
-            labels: Their classes.
+            images: `batch` of them, (N, C, *spatial): an array, or lists of numbers.
+            labels: Their classes, whole numbers from 0.
 
         Raises:
-            ValueError: They have another shape.
+            ValueError: They have another shape, or a label is no class.
+            TypeError: They are no numbers.
             BackendError: A kernel failed; the weights may be half updated.
         """
         device = self.backend.device
@@ -210,7 +233,7 @@ class Trainer:
             correct += part[1]
         self._times.append(device.elapsed_ms(start, device.record()))
         self.steps += 1
-        return StepResult(loss, correct, labels.size, self.batch, rate)
+        return StepResult(loss, correct, math.prod(self._label_shape), self.batch, rate)
 
     def profile(self, images: Any, labels: Any) -> tuple[dict[str, float], float]:
         """Train on one batch and time it.
@@ -251,10 +274,11 @@ class Trainer:
         """What to run for a step, and on what."""
         shape = self.graph.tensors[IMAGE].shape
         wanted = (self.batch, *shape[1:])
-        if images.shape != wanted or len(labels) != self.batch:
+        images, labels = as_images(images), as_labels(labels, self._classes)
+        if images.shape != wanted or labels.shape != self._label_shape:
             raise ValueError(
-                f"a step takes images of shape {wanted} and as many labels, got "
-                f"{images.shape} and {len(labels)}"
+                f"a step takes images of shape {wanted} and labels of shape "
+                f"{self._label_shape}, got {images.shape} and {labels.shape}"
             )
         for part in range(self._parts):
             last = part == self._parts - 1
@@ -349,9 +373,9 @@ def step_graphs(
         ValueError: A name is unknown, there is not one part, or the scale is not
             positive.
     """
-    if parts < 1:
+    if an_integer("the number of parts of a step", parts) < 1:
         raise ValueError(f"a step has at least one part, got {parts}")
-    if not loss_scale > 0:
+    if not a_number("the loss scale", loss_scale, finite=False) > 0:
         raise ValueError(f"the loss scale must be positive, got {loss_scale}")
     graph = training_graph(forward, loss_scale=loss_scale)
     back = 1 / loss_scale
@@ -362,6 +386,12 @@ def step_graphs(
 
 
 def _check_inputs(graph: Graph) -> None:
+    of_type(
+        "a network to train",
+        graph,
+        Graph,
+        "a Graph, such as get_model('lenet')(batch) or GraphBuilder.build() returns",
+    )
     known = (IMAGE, LABEL, STEP)
     found = [spec.name for spec in graph.with_role(Role.INPUT)]
     if not {IMAGE, LABEL} <= set(found) or not set(found) <= set(known):
