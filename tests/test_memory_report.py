@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.passes.estimate import estimate
+from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import PLANNED, plan_step, policy_names
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.scheduling.occupancy import GRANULARITY
@@ -22,7 +23,7 @@ from mucudnn.passes.techniques import (
     least_budget,
     try_technique,
 )
-from mucudnn.passes.timeline import memory_intervals, memory_points, stalls
+from mucudnn.passes.timeline import WORKSPACE, memory_intervals, memory_points, stalls
 from mucudnn.report.axes import columns, linear_scale, unit_of
 from mucudnn.report.memory_html import memory_report, speed_series
 from mucudnn.report.memory_text import memory_tables
@@ -295,10 +296,42 @@ def test_a_trace_has_three_lanes_and_the_memory(policy):
         assert end == pytest.approx(found.prediction.step_ms)
 
 
+@cache
+def placed_step(policy, share=0.3, scheduler=None):
+    return place_step(
+        *step(), budget=budget_of(share), policy=policy, scheduler=scheduler
+    )
+
+
+@pytest.mark.parametrize("scheduler", [None, *SCHEDULERS.table])
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    [("paging", 0.0), ("paging", 0.1), ("paging", 0.6), ("keep_all", 1.0)],
+)
+def test_a_snapshot_has_the_addresses_of_the_step(policy, share, scheduler):
+    placed = placed_step(policy, share, scheduler)
+    (trace,) = snapshot(placed)["device_traces"]
+    arena, *events = trace
+    assert arena["size"] == placed.nbytes <= budget_of(share)
+    bottom, layout = arena["addr"] + placed.state_bytes, placed.layout
+    taken = {}
+    for event in events:
+        if event["action"] == "alloc":
+            taken.setdefault(event["frames"][0]["name"], []).append(event["addr"])
+    for name, offsets in layout.stays.items():
+        assert taken.pop(name) == [bottom + offset for offset in offsets]
+    for node, offset in layout.workspace_offsets.items():
+        assert taken.pop(WORKSPACE + node) == [bottom + offset]
+    assert set(taken) == set(placed.plan.schedule.resident) & set(taken)
+    assert all(len(at) == 1 and at[0] < bottom for at in taken.values())
+
+
 @pytest.mark.parametrize("policy", ["paging", PLANNED])
 def test_a_snapshot_replays_without_overlaps_to_what_its_segment_holds(policy):
-    found = plan(policy)
-    data = pickle.loads(snapshot_bytes(found))
+    placed = placed_step(policy)
+    found = placed.plan
+    data = pickle.loads(snapshot_bytes(placed))
+    assert data["segments"][0]["total_size"] == placed.nbytes <= found.budget
     assert set(data) >= {"segments", "device_traces"}
     (trace,), (segment,) = data["device_traces"], data["segments"]
     arena = trace[0]
@@ -338,7 +371,7 @@ def test_a_snapshot_replays_without_overlaps_to_what_its_segment_holds(policy):
 @pytest.mark.torch
 def test_pytorchs_own_reader_opens_a_snapshot():
     viz = pytest.importorskip("torch.cuda._memory_viz")
-    data = snapshot(plan())
+    data = snapshot(placed_step(PLANNED))
     counts = Counter(event["action"] for event in data["device_traces"][0])
     text = viz.trace(data)
     assert text.count("# free completed") == counts["free_completed"]

@@ -1,6 +1,7 @@
 """The command group, and how a command ends.
 
 0: done. 2: something asked for cannot be had; one line on the error stream says what.
+4: nothing fits the memory that was given; one line says how much would do.
 130: Ctrl-C. A reader that closes the pipe early ends the command in silence.
 """
 
@@ -17,7 +18,10 @@ import click
 
 from mucudnn.errors import MucudnnError
 
-__all__ = ["BadInputError", "Commands", "bad_input", "main"]
+__all__ = ["NOTHING_FITS", "BadInputError", "Commands", "bad_input", "main"]
+
+NOTHING_FITS = 4
+"""How a command ends where no plan fits the memory that was given."""
 
 _INTERRUPTED = 130
 _CLOSED_PIPE = 1

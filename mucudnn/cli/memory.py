@@ -1,12 +1,11 @@
 """`mucudnn memory`: what a training step needs, and what it costs to need less."""
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mucudnn.cli.app import BadInputError, bad_input
+from mucudnn.cli.app import NOTHING_FITS, BadInputError, bad_input
 from mucudnn.cli.options import byte_size, cache_option, json_option, open_cache
 from mucudnn.cli.output import emit, output_file, write_file
 from mucudnn.cli.own_code import import_option, network
@@ -21,10 +20,12 @@ from mucudnn.cli.strategy_options import (
 )
 from mucudnn.cli.train_options import image_size, list_models
 from mucudnn.ir.devices import DEVICES
+from mucudnn.ir.sizes import exact_bytes
 from mucudnn.models import FunctionModel
 
 if TYPE_CHECKING:
     from mucudnn.ir.profile import Profile
+    from mucudnn.passes.placed import PlacedStep
     from mucudnn.passes.step_plan import StepPlan
     from mucudnn.runtime.memory_study import MemoryStudy, Progress, StepSpec
 
@@ -36,8 +37,16 @@ _BATCH = 32
 _CPU_BATCH = 4
 _ALL = "all"
 
+_OF_BEST = ("trace_file", "snapshot_file")
+"""Options that name files for the best step."""
 
-@click.command()
+_CODES = (
+    f"Ends with 0 where a technique fits, {NOTHING_FITS} where none does, 2 where what "
+    f"is asked for cannot be had, {_INTERRUPTED} after Ctrl-C."
+)
+
+
+@click.command(epilog=_CODES)
 @import_option
 @click.argument("model", metavar="[MODEL | FILE.py:FUNCTION]", required=False)
 @click.option(
@@ -171,6 +180,19 @@ def memory(
     _write_files(found, settings)
     if found.interrupted:
         ctx.exit(_INTERRUPTED)
+    asked_for_less = settings["min_budget"] or any(found.max_batch.values())
+    if found.best is None and not asked_for_less:
+        click.echo(f"mucudnn: error: {_refusal(found, settings)}", err=True)
+        ctx.exit(NOTHING_FITS)
+
+
+def _refusal(found: "MemoryStudy", settings: dict[str, Any]) -> str:
+    """That nothing fits, and what would work."""
+    words = f"no policy fits {exact_bytes(found.budget)}"
+    if found.minimum is not None:
+        words += f"; the least budget that works is {exact_bytes(found.minimum)}"
+    names = [settings[option] for option in _OF_BEST if settings[option] is not None]
+    return f"{words}; nothing is written to {', '.join(names)}" if names else words
 
 
 def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
@@ -250,24 +272,22 @@ def _write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:
     """The report, the trace and the snapshot, where asked for.
 
     Raises:
-        BadInputError: Nothing fits, so that there is no step to show.
+        BadInputError: There are no places for the step to show.
     """
     if settings["report_file"] is not None:
         from mucudnn.report.memory_html import memory_report
 
         write_file(settings["report_file"], memory_report(found))
-    writers: dict[str, Callable[[str, StepPlan], None]] = {
-        "trace_file": _write_trace,
-        "snapshot_file": _write_snapshot,
-    }
-    for option, write in writers.items():
-        path = settings[option]
-        if path is None:
-            continue
-        if found.best is None or found.best.plan is None:
-            name = option.removesuffix("_file")
-            raise BadInputError(f"--{name} {path}: no policy fits, nothing to write")
-        write(path, found.best.plan)
+    if found.best is None or found.best.plan is None:
+        return
+    if settings["trace_file"] is not None:
+        _write_trace(settings["trace_file"], found.best.plan)
+    path = settings["snapshot_file"]
+    if path is not None:
+        if found.placed is None:
+            why = found.unplaced or "interrupted before places were looked for"
+            raise BadInputError(f"--snapshot {path}: {why}")
+        _write_snapshot(path, found.placed)
 
 
 def _write_trace(path: str, plan: "StepPlan") -> None:
@@ -276,12 +296,12 @@ def _write_trace(path: str, plan: "StepPlan") -> None:
     write_file(path, trace_json(plan))
 
 
-def _write_snapshot(path: str, plan: "StepPlan") -> None:
+def _write_snapshot(path: str, placed: "PlacedStep") -> None:
     from pathlib import Path
 
     from mucudnn.report.snapshot import snapshot_bytes
 
     try:
-        Path(path).write_bytes(snapshot_bytes(plan))
+        Path(path).write_bytes(snapshot_bytes(placed))
     except OSError as e:
         raise BadInputError(f"cannot write {path}: {e.strerror}") from e

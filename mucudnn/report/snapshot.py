@@ -2,22 +2,21 @@
 
 The format is a pickle of plain dictionaries: segments of device memory with the blocks
 in them, and for every device a trace of what was taken and given back, oldest first.
-Every tensor has an address in one arena, as a best-fit allocator would give it; the
-frame under it is the node that runs when it is taken.
+Every tensor has the address that the step has for it: what never leaves comes first,
+the arena behind it. The frame under it has its name.
 """
 
 import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from mucudnn.passes.fitting import Block, by_time
-from mucudnn.passes.step_plan import StepPlan
-from mucudnn.passes.timeline import Interval, memory_intervals
+from mucudnn.passes.placed import PlacedStep
+from mucudnn.passes.timeline import WORKSPACE, Interval, memory_intervals
 
 __all__ = ["snapshot", "snapshot_bytes"]
 
 _BASE = 0x7F00_0000_0000
-"""Where the arena begins; addresses of devices look like that."""
+"""Where the memory begins; addresses of devices look like that."""
 
 _PROTOCOL = 4
 """Of the pickle: what the page can read."""
@@ -25,19 +24,16 @@ _PROTOCOL = 4
 _US = 1e3
 
 
-def snapshot_bytes(plan: StepPlan) -> bytes:
+def snapshot_bytes(placed: PlacedStep) -> bytes:
     """The file."""
-    return pickle.dumps(snapshot(plan), protocol=_PROTOCOL)
+    return pickle.dumps(snapshot(placed), protocol=_PROTOCOL)
 
 
-def snapshot(plan: StepPlan) -> dict[str, Any]:
-    """The snapshot as dictionaries."""
+def snapshot(placed: PlacedStep) -> dict[str, Any]:
+    """The snapshot as dictionaries; its one segment has all bytes of the step."""
+    plan, size = placed.plan, placed.nbytes
     intervals = memory_intervals(plan)
-    addresses = _addresses(intervals)
-    size = max(
-        (a + i.nbytes for a, i in zip(addresses, intervals, strict=True)), default=_BASE
-    )
-    size -= _BASE
+    addresses = _addresses(placed, intervals)
     end = max((i.stop_ms for i in intervals), default=0.0)
     trace = [
         _event("segment_alloc", _BASE, size, 0.0, "arena"),
@@ -58,9 +54,21 @@ def snapshot(plan: StepPlan) -> dict[str, Any]:
     }
 
 
-def _addresses(intervals: Sequence[Interval]) -> list[int]:
-    blocks = [Block(i.name, i.nbytes, i.first, i.last - 1) for i in intervals]
-    return [_BASE + offset for offset in by_time(blocks, best_fit=True)]
+def _addresses(placed: PlacedStep, intervals: Sequence[Interval]) -> list[int]:
+    """Where the step has each of them: the stays of a storage follow one another."""
+    layout, bottom = placed.layout, _BASE + placed.state_bytes
+    stays = {name: iter(offsets) for name, offsets in layout.stays.items()}
+    found, free = [], _BASE
+    for interval in intervals:
+        if interval.persistent:
+            found.append(free)
+            free += interval.nbytes
+        elif interval.name.startswith(WORKSPACE):
+            node = interval.name.removeprefix(WORKSPACE)
+            found.append(bottom + layout.workspace_offsets[node])
+        else:
+            found.append(bottom + next(stays[interval.name]))
+    return found
 
 
 def _events(

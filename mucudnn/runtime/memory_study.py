@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -97,11 +96,12 @@ class MemoryStudy:
         parameters: Elements of all parameters.
         budget: Bytes.
         unbounded: The step with all the memory it could use.
-        minimum: The least budget that any policy can run it in.
+        minimum: The least budget that any of the techniques can run it in.
         figures: What costs are based on, in words.
         convolutions: How many of them are measured.
         techniques: One for every policy and scheduler.
         placed: The best of them with fixed offsets in one arena, if places were found.
+        unplaced: Why none were, where there is a best one.
         curve: The same under several budgets, with the first of the schedulers.
         max_batch: Policy -> the largest mini-batch within the budget, if asked for.
         min_budget: Policy -> the least budget, if asked for.
@@ -118,6 +118,7 @@ class MemoryStudy:
     convolutions: Coverage
     techniques: tuple[Technique, ...]
     placed: PlacedStep | None = None
+    unplaced: str = ""
     curve: tuple[Technique, ...] = ()
     max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -292,6 +293,7 @@ class _Study:
         self._minimum: int | None = None
         self._techniques: list[Technique] = []
         self._placed: PlacedStep | None = None
+        self._unplaced = ""
         self._curve: list[Technique] = []
         self._max_batch: dict[str, int] = {}
         self._min_budget: dict[str, int] = {}
@@ -301,7 +303,7 @@ class _Study:
         try:
             self._try_techniques()
             self._place_best()
-            self._minimum = least_budget(self._graph, self._profile)
+            self._minimum = self._least_of_all()
             if min_budget:
                 self._find_min_budgets()
             if max_batch:
@@ -321,6 +323,7 @@ class _Study:
             convolutions=self._costs.coverage,
             techniques=tuple(self._techniques),
             placed=self._placed,
+            unplaced=self._unplaced,
             curve=tuple(self._curve),
             max_batch=self._max_batch,
             min_budget=self._min_budget,
@@ -349,7 +352,7 @@ class _Study:
         best = best_technique(self._techniques)
         if best is not None:
             self._say("places in the arena", 0, 1)
-            with suppress(PlanningError):
+            try:
                 self._placed = place_step(
                     self._graph,
                     self._profile,
@@ -358,6 +361,8 @@ class _Study:
                     scheduler=self._schedulers.get(best.scheduler, best.scheduler),
                     plan=best.plan,
                 )
+            except PlanningError as e:
+                self._unplaced = str(e)
 
     def _try_budgets(self) -> None:
         most = self._unbounded.peak_bytes
@@ -371,14 +376,30 @@ class _Study:
                 self._try(policy, self._schedulers_of(policy)[0], budget)
             )
 
+    def _least(self, policy: str) -> int:
+        """The least budget of a policy with any of its schedulers."""
+        return self._least_of(self._graph, self._profile, policy)
+
+    def _least_of(self, graph: Graph, profile: Profile, policy: str) -> int:
+        return min(
+            least_budget(
+                graph,
+                profile,
+                self._policies[policy],
+                self._schedulers.get(scheduler, scheduler),
+            )
+            for scheduler in self._schedulers_of(policy)
+        )
+
+    def _least_of_all(self) -> int:
+        """The least budget of any technique; none needs less than our own search."""
+        ours = (PLANNED,) if PLANNED in self._policies else self._policies
+        return min(map(self._least, ours))
+
     def _find_min_budgets(self) -> None:
         for i, policy in enumerate(self._policies):
             self._say(f"least budget of {policy}", i, len(self._policies))
-            self._min_budget[policy] = (
-                self._minimum or 0
-                if policy == PLANNED
-                else least_budget(self._graph, self._profile, self._policies[policy])
-            )
+            self._min_budget[policy] = self._least(policy)
 
     def _find_max_batches(self) -> None:
         @functools.cache
@@ -388,10 +409,7 @@ class _Study:
 
         @functools.cache
         def least(batch: int, policy: str) -> int:
-            chosen = self._policies[policy]
-            name = self._schedulers_of(policy)[0]
-            scheduler = self._schedulers.get(name, name)
-            return least_budget(*step(batch), chosen, scheduler)
+            return self._least_of(*step(batch), policy)
 
         for i, policy in enumerate(self._policies):
 
