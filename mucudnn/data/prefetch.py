@@ -5,9 +5,11 @@ them in order and thereby lets more jobs be claimed, so at most a fixed number a
 ahead of it. The consumer is a generator: however it ends (exhaustion, `break`, an
 exception, Ctrl-C, garbage collection), its `finally` closes the board and waits for
 the workers. Workers know the board and never the generator, so that it can be
-collected while they live.
+collected while they live. A process that is forked meanwhile has no workers: there the
+consumer makes what is left itself.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,6 +105,7 @@ def in_order(
     if workers == 0:
         yield from map(make, jobs)
         return
+    process = os.getpid()
     board = _Board[T](jobs, max(depth, workers))
     threads = list[threading.Thread]()
     try:
@@ -117,13 +120,18 @@ def in_order(
             thread.start()
             threads.append(thread)
         for job in jobs:
-            yield board.take(job).get()  # no name keeps what the caller drops
+            # no name keeps what the caller drops
+            if os.getpid() == process:
+                yield board.take(job).get()
+            else:
+                yield make(job)
     finally:
-        board.close()
-        # the garbage collector may run this on a worker, which cannot wait for itself
-        if threading.current_thread() not in threads:
-            for thread in threads:
-                thread.join()
+        if os.getpid() == process:  # else a worker may have held the board's lock
+            board.close()
+            # the garbage collector may run this on a worker: it cannot wait for itself
+            if threading.current_thread() not in threads:
+                for thread in threads:
+                    thread.join()
 
 
 def _work(board: _Board[T], make: Callable[[int], T]) -> None:

@@ -125,8 +125,15 @@ class ChildProcess:
         return message
 
     def end(self) -> None:
-        """Kill it, if it still runs, and leave nothing of it behind."""
+        """Kill it, if it still runs, and leave nothing of it behind.
+
+        A fork of the process that started it only closes its own ends: the child is not
+        its to kill, nor has it the threads that listen.
+        """
         process = self._process
+        if self._owner != os.getpid():
+            self._close_pipes()
+            return
         process.kill()
         try:
             process.wait(_END_S)
@@ -135,6 +142,10 @@ class ChildProcess:
         deadline = time.monotonic() + 1.0
         for thread in self._threads:  # one of its own children may hold stderr open
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        process = self._process
         for stream in (process.stdin, process.stdout, process.stderr):
             _pipe(stream).close()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mucudnn.errors import BackendUnavailableError, UnsupportedError
+from mucudnn.forks import Own
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.serial import perf_from_dict
 from mucudnn.runtime.bench_kernels import limited
@@ -37,7 +38,7 @@ class MeasuringProcess:
 
     def __init__(self, name: str, index: int = 0) -> None:
         self._arguments = name, str(index)
-        self._lock = threading.RLock()
+        self._lock = Own(threading.RLock)
         self._child: list[ChildProcess] = []  # none or one, shared with the finalizer
         self._opened: object = None  # what the child was last opened for
         self._false_starts = 0
@@ -69,7 +70,7 @@ class MeasuringProcess:
         Raises:
             BackendUnavailableError: The child cannot be started.
         """
-        with self._lock:
+        with self._lock.mine:
             try:
                 child = self._begin(owner, settings, kernel)
                 perf = perf_from_dict(child.hear(seconds)["row"])
@@ -87,7 +88,7 @@ class MeasuringProcess:
 
     def release(self, owner: object) -> None:
         """Have the child give back the buffers that it holds for `owner`."""
-        with self._lock:
+        with self._lock.mine:
             if self._opened is not owner or not self.pid:
                 return
             try:
@@ -97,7 +98,7 @@ class MeasuringProcess:
 
     def close(self) -> None:
         """End the child; the next kernel starts another."""
-        with self._lock:
+        with self._lock.mine:
             self._opened = None
             _end(self._child)
 

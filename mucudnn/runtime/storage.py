@@ -20,7 +20,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from mucudnn.forks import Own, attend
 
 if sys.platform != "win32":
     import fcntl
@@ -41,6 +43,7 @@ _SIDECARS = ("-wal", "-shm", "-journal")
 _SHARED_LOCK = (510, 0x40000002)  # length and offset that SQLite locks while open
 _ATTEMPTS = 6
 _TURN_S = 5.0
+_FORK_S = 5.0
 
 
 class CacheWarning(UserWarning):
@@ -75,12 +78,17 @@ class RecordFile:
         self._version = version
         self._schema = schema
         self._timeout_s = timeout_s
-        self._lock = threading.RLock()
+        self._lock = Own(threading.RLock)
         self._pid = os.getpid()
         self._inherited: list[sqlite3.Connection] = []
+        self._at_work = False
+        self._at_rest = False  # closed for a fork, to be opened by the next operation
+        self._closed = False
+        self._held: list[Any] = []  # locks, while the process forks
         self._inode = 0
         self._path: Path | None = None
         self._db = self._in_memory()
+        attend(self)
         if path is None:
             return
         try:
@@ -90,7 +98,8 @@ class RecordFile:
             self._path = None
             _warn(f"remembering in memory only, {path} cannot be used: {e}")
         else:
-            self._open(self._path)
+            with self._lock.mine:
+                self._open(self._path)
 
     @property
     def path(self) -> Path | None:
@@ -105,11 +114,14 @@ class RecordFile:
         Raises:
             sqlite3.ProgrammingError: The file was closed.
         """
-        self._notice_fork()
-        with self._lock:
+        with self._lock.mine:
+            self._notice_fork()
+            if self._at_rest and self._path is not None:
+                self._at_rest = False
+                self._open(self._path)
             while True:
                 try:
-                    return operation(self._db)
+                    return self._work(operation)
                 except (sqlite3.ProgrammingError, sqlite3.IntegrityError):
                     raise
                 except sqlite3.DatabaseError as e:
@@ -121,10 +133,39 @@ class RecordFile:
                     else:
                         self._fall_back(self._path, e)
 
+    def _work(self, operation: Callable[[sqlite3.Connection], T]) -> T:
+        self._at_work = True
+        try:
+            return operation(self._db)
+        finally:
+            self._at_work = False
+
     def close(self) -> None:
         """Close the connection; a second time does nothing."""
-        with self._lock:
+        with self._lock.mine:
+            self._notice_fork()
+            self._at_rest, self._closed = False, True
             self._db.close()
+
+    def before_fork(self) -> None:
+        """Close the file: SQLite's locks and its view of them must not be inherited.
+
+        Whoever is at work is waited for, within reason: it may wait itself, for
+        another process.
+        """
+        lock = self._lock.mine
+        if not lock.acquire(timeout=_FORK_S):
+            return
+        self._notice_fork()
+        self._held.append(lock)
+        if self._path is not None and not (self._at_work or self._closed):
+            self._db.close()
+            self._at_rest = True
+
+    def after_fork(self, *, child: bool) -> None:
+        """Let others at it again; a child has a lock of its own."""
+        if self._held and not child:
+            self._held.pop().release()
 
     def __del__(self) -> None:
         if self._pid == os.getpid():
@@ -134,11 +175,13 @@ class RecordFile:
         """Give a forked process a connection of its own, as SQLite demands."""
         if self._pid == os.getpid():
             return
-        self._pid, self._lock = os.getpid(), threading.RLock()
-        if self._path is not None:
-            self._inherited.append(self._db)
-            self._db = self._in_memory()
-            self._open(self._path)
+        rested = bool(self._held)
+        self._pid, self._held, self._at_work = os.getpid(), [], False
+        if self._at_rest or self._closed or (rested and self._path is None):
+            return
+        self._inherited.append(self._db)
+        self._db = self._in_memory()
+        self._at_rest = self._path is not None and not self._closed
 
     def _open(self, file: Path, found: Exception | None = None) -> None:
         """Connect to the file, setting aside what is in its way.

@@ -4,6 +4,7 @@
 return, so a copy that is asked for may begin at once.
 """
 
+import os
 import queue
 import threading
 import weakref
@@ -14,6 +15,7 @@ import numpy as np
 
 from mucudnn.backends.cpu.pages import let_go_of_pages
 from mucudnn.errors import BackendError
+from mucudnn.forks import Own
 
 __all__ = ["CHUNK", "CpuCopier", "CpuTicket"]
 
@@ -26,11 +28,25 @@ Copy = Callable[[Any, Any], None]
 class CpuTicket:
     """One copy: done, failed or dropped once `over` is set."""
 
-    __slots__ = ("failed", "over")
+    __slots__ = ("failed", "over", "process")
 
     def __init__(self) -> None:
+        self.process = os.getpid()
         self.over = threading.Event()
         self.failed = False
+
+    def wait(self) -> None:
+        """Until it is over, which in a fork of its process it may never be.
+
+        Raises:
+            BackendError: It was not over when this process was forked.
+        """
+        if self.process != os.getpid() and not self.over.is_set():
+            raise BackendError(
+                "a copy was under way when this process was forked, and is not made "
+                "here; finish all copies before forking, or begin them afterwards"
+            )
+        self.over.wait()
 
 
 class _Fate:
@@ -40,10 +56,10 @@ class _Fate:
         self.stopped = threading.Event()
         self.error: BackendError | None = None
         self.queues: list[queue.SimpleQueue[Any]] = []
-        self._lock = threading.Lock()
+        self._lock = Own(threading.Lock)
 
     def fail(self, error: Exception, what: str) -> None:
-        with self._lock:
+        with self._lock.mine:
             if self.error is None:
                 self.error = BackendError(f"a copy {what} failed: {error!r}")
                 self.error.__cause__ = error
@@ -64,7 +80,7 @@ class CpuCopier:
     def __init__(self, copy: Copy | None = None) -> None:
         self._copy = copy or _copy
         self._fate = _Fate()
-        self._lanes: dict[str, tuple[threading.Thread, queue.SimpleQueue[Any]]] = {}
+        self._lanes = Own(dict[str, tuple[threading.Thread, queue.SimpleQueue[Any]]])
         self._last: dict[str, CpuTicket] = {}
         weakref.finalize(self, self._fate.stop)
 
@@ -82,7 +98,7 @@ class CpuCopier:
 
     def wait(self, ticket: CpuTicket) -> None:
         """Wait: on the CPU the host is the compute queue."""
-        ticket.over.wait()
+        ticket.wait()
         self._check()
         if ticket.failed:
             raise BackendError("a copy was dropped: its copier was closed")
@@ -90,16 +106,16 @@ class CpuCopier:
     def finish(self) -> None:
         """Wait for the last copy of each queue."""
         for ticket in self._last.values():
-            ticket.over.wait()
+            ticket.wait()
         self._check()
 
     def close(self) -> None:
         """Stop after the chunks that are being copied, and join the threads."""
         self._fate.stop()
-        for thread, _ in self._lanes.values():
+        for thread, _ in self._lanes.mine.values():
             if thread.is_alive():  # Ctrl-C may have come before it began
                 thread.join()
-        self._lanes.clear()
+        self._lanes.mine.clear()
 
     def _start(
         self, what: str, source: Any, target: Any, after: Sequence[CpuTicket]
@@ -118,7 +134,8 @@ class CpuCopier:
         return ticket
 
     def _lane(self, what: str) -> "queue.SimpleQueue[Any]":
-        if what not in self._lanes:
+        lanes = self._lanes.mine
+        if what not in lanes:
             jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_work,
@@ -127,9 +144,9 @@ class CpuCopier:
                 daemon=True,
             )
             self._fate.queues.append(jobs)
-            self._lanes[what] = (thread, jobs)
+            lanes[what] = (thread, jobs)
             thread.start()
-        return self._lanes[what][1]
+        return lanes[what][1]
 
     def _check(self) -> None:
         if (error := self._fate.error) is not None:
@@ -142,7 +159,7 @@ def _work(jobs: "queue.SimpleQueue[Any]", fate: _Fate, copy: Copy, what: str) ->
         source, target, after, ticket = job
         try:
             for earlier in after:
-                earlier.over.wait()
+                earlier.wait()
             ticket.failed = not _carry(source, target, fate, copy)
         except Exception as e:  # whatever it is, the thread that waits has to hear it
             ticket.failed = True

@@ -4,6 +4,7 @@ The kernels split their own work and call single-threaded BLAS from each thread,
 that copies and transforms run in parallel too, not only the matrix products.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
+
+from mucudnn.forks import Own, attend
 
 __all__ = ["Workers", "short_buffers"]
 
@@ -38,25 +41,44 @@ class _SerialBlas:
 
     def __init__(self) -> None:
         self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
-        self._lock = threading.Lock()
+        self._lock = Own(threading.Lock)
         self._users = 0
         self._saved: list[int] = []
         self.num_threads = max((lib.num_threads for lib in self._libraries), default=1)
+        attend(self)
 
-    def __enter__(self) -> None:
-        with self._lock:
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """One thread for as long as this, or another thread's, lasts."""
+        entered = os.getpid()
+        with self._lock.mine:
             if self._users == 0:
                 self._saved = [lib.num_threads for lib in self._libraries]
                 for lib in self._libraries:
                     lib.set_num_threads(1)
             self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock.mine:
+                if entered == os.getpid():  # else a fork has ended it already
+                    self._users -= 1
+                    if self._users == 0:
+                        self._restore()
 
-    def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                for lib, n in zip(self._libraries, self._saved, strict=True):
-                    lib.set_num_threads(n)
+    def _restore(self) -> None:
+        for lib, n in zip(self._libraries, self._saved, strict=False):
+            lib.set_num_threads(n)
+        self._saved = []
+
+    def before_fork(self) -> None:
+        """Nothing: a convolution may take long, and is not waited for."""
+
+    def after_fork(self, *, child: bool) -> None:
+        """Whoever limited BLAS is not there in a child, and will not end it."""
+        if child:
+            self._users = 0
+            self._restore()
 
 
 class _Queue(Iterator[T]):
@@ -82,11 +104,12 @@ class Workers:
     def __init__(self, count: int | None = None) -> None:
         self._blas = _SerialBlas()
         self.count = count or self._blas.num_threads
-        self._pool = (
-            ThreadPoolExecutor(self.count - 1, thread_name_prefix="mucudnn")
-            if self.count > 1
-            else None
-        )
+        self._pool = Own(self._start)
+
+    def _start(self) -> ThreadPoolExecutor | None:
+        if self.count == 1:
+            return None
+        return ThreadPoolExecutor(self.count - 1, thread_name_prefix="mucudnn")
 
     def each(
         self,
@@ -108,12 +131,12 @@ class Workers:
                 for item in queue:
                     fn(worker, item)
 
-        with self._blas:
-            if self._pool is None:
+        with self._blas.limited():
+            if (pool := self._pool.mine) is None:
                 drain(0)
                 return
             crew = min(self.count, at_most or self.count)
-            futures = [self._pool.submit(drain, i) for i in range(1, crew)]
+            futures = [pool.submit(drain, i) for i in range(1, crew)]
             try:
                 drain(0)
             finally:

@@ -5,6 +5,8 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
+from mucudnn.forks import Own
+
 __all__ = ["Recent"]
 
 K = TypeVar("K", bound=Hashable)
@@ -17,14 +19,14 @@ class Recent(Generic[K, V]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._values: OrderedDict[K, V] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = Own(threading.Lock)
 
     def __len__(self) -> int:
         return len(self._values)
 
     def get(self, key: K) -> V | None:
         """What is remembered under a key, if anything."""
-        with self._lock:
+        with self._lock.mine:
             value = self._values.get(key)
             if value is not None:
                 self._values.move_to_end(key)
@@ -32,7 +34,7 @@ class Recent(Generic[K, V]):
 
     def put(self, key: K, value: V) -> None:
         """Remember a value, replacing what the key had."""
-        with self._lock:
+        with self._lock.mine:
             self._values[key] = value
             self._values.move_to_end(key)
             while len(self._values) > self._most:
