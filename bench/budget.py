@@ -79,7 +79,7 @@ def table(result: dict[str, Any]) -> str:
 def _network(
     name: str, batch: int, image: int, sizes: BatchPolicy, shares: tuple[float, ...]
 ) -> list[dict[str, Any]]:
-    tuner = Tuner(batch_policy=sizes, validate=False)
+    tuner = Tuner(batch_policy=sizes, validate=False, cache=None)
     optimizer = Momentum(learning_rate=0.01)
     forward = get_model(name)(batch, image=image)
     measured = profile(tuner, in_place(step_graphs(forward, optimizer)[0]))

@@ -31,7 +31,7 @@ _RULE = StoppingRule(min_samples=3, max_samples=5, budget_ms=20)
 
 def run() -> dict[str, Any]:
     """Measure, prune by replay, compare."""
-    tuner = Tuner(batch_policy="all", prune=False, rule=_RULE)
+    tuner = Tuner(batch_policy="all", prune=False, rule=_RULE, cache=None)
     rows = []
     for name, (image, filters, padding) in _LAYERS.items():
         problem = ConvProblem(

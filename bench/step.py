@@ -121,7 +121,7 @@ def _one(name: str, image: int) -> dict[str, Any]:
     began = time.perf_counter()
     trainer = Trainer(
         graph,
-        tuner=Tuner(backend="cpu", rule=_RULE),
+        tuner=Tuner(backend="cpu", rule=_RULE, cache=None),
         optimizer=Momentum(),
         learning_rate=lambda step: 1e-3,
     )

@@ -1,3 +1,6 @@
+import sys
+from collections.abc import Iterator
+
 import pytest
 
 from mucudnn.backends import Backend, get_backend
@@ -6,6 +9,18 @@ from mucudnn.errors import BackendUnavailableError
 from tests.examples import register_profiles
 
 register_profiles()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test, and no process that one starts, touches the user's own cache."""
+    folder = str(tmp_path_factory.mktemp("users-cache"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        if sys.platform == "darwin":
+            patch.setenv("HOME", folder)
+        patch.delenv("MUCUDNN_DATABASE", raising=False)
+        yield
 
 
 @pytest.fixture(params=["cpu", "null", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -71,4 +71,6 @@ accumulating = pytest.mark.parametrize("accumulate", [False, True])
 
 
 def tuner_of(backend, **options):
-    return Tuner(backend=backend, rule=QUICK, workspace_limit=4096, **options)
+    return Tuner(
+        backend=backend, rule=QUICK, workspace_limit=4096, cache=None, **options
+    )

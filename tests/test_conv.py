@@ -27,7 +27,7 @@ CPU = get_backend("cpu")
 
 
 def cpu_tuner(**options):
-    return Tuner(backend=CPU, rule=QUICK, **options)
+    return Tuner(backend=CPU, rule=QUICK, cache=None, **options)
 
 
 def call(problem, a, b, tuner, **more):
@@ -187,7 +187,7 @@ def test_a_hit_neither_measures_nor_plans():
         return undivided(tables, limit)
 
     backend = watched("cpu")
-    tuner = Tuner(backend=backend, rule=QUICK, planner=counting)
+    tuner = Tuner(backend=backend, rule=QUICK, planner=counting, cache=None)
     x, w = operands(forward())
     first = conv2d(x, w, stride=[1, 1], padding=[1, 0], tuner=tuner)
     calls = len(backend.conv.calls)
@@ -213,7 +213,7 @@ def test_a_new_problem_keeps_the_others_ready():
 def test_an_adopted_plan_takes_over():
     problem = forward()
     backend = watched("cpu")
-    tuner = Tuner(backend=backend, rule=QUICK)
+    tuner = Tuner(backend=backend, rule=QUICK, cache=None)
     x, w = operands(problem)
     conv2d(x, w, tuner=tuner)
     tuner.adopt(plan_of(backend, problem, ("GEMM", 3), ("IMPLICIT_GEMM", 4)))
@@ -327,7 +327,7 @@ Y = np.zeros((4, 6, 7, 6), np.float32)
 def test_misuse_is_one_clear_error_before_anything_is_measured(use, error, message):
     backend = watched("cpu")
     with pytest.raises(error, match=message):
-        use(Tuner(backend=backend, rule=QUICK))
+        use(Tuner(backend=backend, rule=QUICK, cache=None))
     assert backend.conv.calls == []
 
 

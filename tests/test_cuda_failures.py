@@ -114,7 +114,7 @@ def test_a_workspace_one_byte_short_is_refused_before_the_call(algo, backend, li
 def test_memory_that_runs_short_gives_smaller_parts(backend, library, caplog):
     problem = layer()
     work = Work(backend, problem)
-    ready = Tuner(backend=backend, rule=QUICK).compiled(problem)
+    ready = Tuner(backend=backend, rule=QUICK, cache=None).compiled(problem)
     assert ready.plan.workspace == 8192
     backend.device.most = 2048
     ready(work.a, work.b, work.out, False)

@@ -278,7 +278,7 @@ def test_the_public_functions(layer, layout, direction, cuda):
     """The CPU's test bodies, planned by measurement."""
     problem = variant(layer, direction, layout)
     work = Work(problem)
-    tuner = Tuner(backend=cuda, rule=QUICK, isolate=False)
+    tuner = Tuner(backend=cuda, rule=QUICK, cache=None, isolate=False)
     for _ in range(2):
         work.out = call(problem, work.a, work.b, tuner)
         assert work.error() <= 4e-3
@@ -311,7 +311,7 @@ def test_hostile_alignments(layout, direction, cuda):
             assert work.error() <= 5e-2, name
             ran += 1
         assert ran
-        tuner = Tuner(backend=cuda, rule=QUICK, isolate=False)
+        tuner = Tuner(backend=cuda, rule=QUICK, cache=None, isolate=False)
         call(problem, work.a, work.b, tuner, out=work.fresh())
         assert work.error() <= 5e-2
 
@@ -323,7 +323,7 @@ def test_odd_images_are_not_divided_where_it_would_misalign(cuda):
         w_shape=(3, 1, 3, 3),
         dtype="float16",
     )
-    table = Tuner(backend=cuda, rule=QUICK, isolate=False).measure(problem)
+    table = Tuner(backend=cuda, rule=QUICK, cache=None, isolate=False).measure(problem)
     assert table.batches() == (8, 16)
 
 
@@ -370,7 +370,9 @@ def test_a_replayed_half_precision_sum_computes_the_same(cuda):
 def test_streams_have_workspaces_of_their_own(cuda):
     import cupy
 
-    tuner = Tuner(backend=cuda, rule=QUICK, isolate=False, workspace_limit=4 * MIB)
+    tuner = Tuner(
+        backend=cuda, rule=QUICK, cache=None, isolate=False, workspace_limit=4 * MIB
+    )
     problem = ConvProblem(direction=Direction.FORWARD, **CASES["five"]).with_batch(32)
     works = [Work(problem) for _ in range(2)]
     ready = tuner.compiled(problem)
@@ -394,7 +396,7 @@ def test_streams_have_workspaces_of_their_own(cuda):
 def test_threads_share_a_tuner(own_streams, cuda):
     import cupy
 
-    tuner = Tuner(backend=cuda, rule=QUICK, isolate=False)
+    tuner = Tuner(backend=cuda, rule=QUICK, cache=None, isolate=False)
     problem = ConvProblem(direction=Direction.BACKWARD_FILTER, **CASES["padded"])
     works = [Work(problem.with_batch(n)) for n in (5, 7)]
     cupy.cuda.get_current_stream().synchronize()
@@ -454,7 +456,9 @@ def test_tuning_end_to_end(isolate, direction, cuda):
         w_shape=(96, 64, 5, 5),
         padding=2,
     )
-    tuner = Tuner(backend="cuda", rule=QUICK, isolate=isolate, workspace_limit=8 * MIB)
+    tuner = Tuner(
+        backend="cuda", rule=QUICK, cache=None, isolate=isolate, workspace_limit=8 * MIB
+    )
     try:
         table = tuner.measure(problem)
         assert table.batches() == (1, 2, 4, 8, 16, 32)
@@ -484,7 +488,13 @@ def test_no_memory_while_tuning_is_a_failed_row(cuda):
     operands = sum(spec.nbytes for spec in problem.operands())
     pool.set_limit(size=pool.total_bytes() + operands + max(workspaces) // 2)
     try:
-        tuner = Tuner(backend=cuda, rule=QUICK, isolate=False, batch_policy="undivided")
+        tuner = Tuner(
+            backend=cuda,
+            rule=QUICK,
+            cache=None,
+            isolate=False,
+            batch_policy="undivided",
+        )
         table = tuner.measure(problem)
         short = [p for p in table.perfs if p.error and "no room for" in p.error]
         assert short
@@ -504,7 +514,7 @@ def test_memory_that_runs_short_later_gives_a_smaller_plan(cuda, caplog):
     )
     tight = Tight(cuda.device, 1 << 40)
     backend = dataclasses.replace(cuda, device=tight)
-    tuner = Tuner(backend=backend, rule=QUICK, isolate=False)
+    tuner = Tuner(backend=backend, rule=QUICK, cache=None, isolate=False)
     tuner.measure(problem)
     hungry = max(tuner.measure(problem).usable, key=lambda p: (p.batch, p.workspace))
     ready = tuner.adopt(ConvPlan(problem, (hungry,)))

@@ -1,10 +1,18 @@
 """The environment configures a tuner, and arguments win over it."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from mucudnn.runtime import environment
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.cache import BenchmarkCache, CacheWarning
 from mucudnn.runtime.tuner import Tuner
+from mucudnn.suites import parse_problem
+from tests.doubles import QUICK
+from tests.shaky import shaky
 
 
 @pytest.fixture
@@ -90,3 +98,89 @@ def test_a_bad_variable_is_named(home, name, text):
     with pytest.raises(ValueError, match=name) as caught:
         Tuner.from_env({name: text}, backend="null")
     assert repr(text) in str(caught.value)
+
+
+LAYER = parse_problem("n=2,c=3,h=5,w=5,k=2,r=3,s=3")
+
+
+def test_a_tuner_remembers_in_the_users_cache_directory(home):
+    here = Tuner(rule=QUICK)
+    assert here.cache.path == (home / "default.sqlite").resolve()
+    table = here.measure(LAYER)
+    seen = []
+    later = Tuner(rule=QUICK, progress=seen.append)
+    assert later.measure(LAYER) == table
+    assert seen == []
+
+
+TWICE = """
+import mucudnn
+from mucudnn.runtime.timing import StoppingRule
+from mucudnn.suites import parse_problem
+seen = []
+rule = StoppingRule(min_samples=1, max_samples=1)
+tuner = mucudnn.Tuner(rule=rule, progress=seen.append)
+tuner.plan([parse_problem("n=4,c=3,h=5,w=5,k=2,r=3,s=3")])
+print(len(seen))
+"""
+
+
+def test_another_process_need_not_measure_again(tmp_path):
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    first, second = (
+        int(
+            subprocess.run(
+                [sys.executable, "-W", "error", "-c", TWICE],
+                env=env,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            ).stdout
+        )
+        for _ in range(2)
+    )
+    assert first > 0
+    assert second == 0
+    assert list(tmp_path.rglob("*.sqlite"))
+
+
+def test_none_remembers_nothing_on_disk(home):
+    tuner = Tuner(cache=None, rule=QUICK)
+    assert tuner.cache.path is None
+    tuner.measure(LAYER)
+    assert Tuner.from_env({}, cache=None).cache.path is None
+    assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_is_a_file_even_of_made_up_times(home, kind):
+    file = home / "deep" / "mine.sqlite"
+    for backend in ("cpu", "null"):
+        assert Tuner(backend=backend, cache=kind(file)).cache.path == file.resolve()
+
+
+@pytest.mark.parametrize(
+    ("cache", "error"), [(3, TypeError), (True, TypeError), (b"x", TypeError)]
+)
+def test_what_is_no_cache_is_refused(home, cache, error):
+    with pytest.raises(error, match=r"cache is .*; give a path, a BenchmarkCache"):
+        Tuner(cache=cache)
+    with pytest.raises(ValueError, match="empty path"):
+        Tuner(cache="")
+
+
+def test_virtual_devices_of_any_name_are_not_remembered(home):
+    assert Tuner(backend=shaky(0)).cache.path is None
+
+
+def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path, monkeypatch):
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    monkeypatch.setattr(environment, "default_path", lambda: in_the_way / "c.sqlite")
+    with pytest.warns(CacheWarning, match="in memory only") as caught:
+        tuner = Tuner(rule=QUICK)
+    assert len(caught) == 1
+    tuner.plan([LAYER, LAYER.with_batch(3)])  # and no other: warnings are errors
+    assert tuner.cache.path is None
+    assert tuner.cache.rows()

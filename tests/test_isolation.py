@@ -288,7 +288,9 @@ def test_isolated_tables_are_equal():
 
 
 def test_one_child_serves_all_layers_of_a_tuner_and_ends_with_it(installed):
-    tuner = Tuner(backend="misbehaving:GOOD", rule=QUICK, batch_policy="undivided")
+    tuner = Tuner(
+        backend="misbehaving:GOOD", rule=QUICK, batch_policy="undivided", cache=None
+    )
     tables = [tuner.measure(problem(batch)) for batch in (8, 4, 2)]
     (pid,) = installed.children()
     assert {row.notes for table in tables for row in table.perfs} == {(str(pid),)}
@@ -324,7 +326,7 @@ from pathlib import Path
 from mucudnn.runtime.tuner import Tuner
 from mucudnn.ir.conv import ConvProblem, Direction
 
-tuner = Tuner(backend=sys.argv[1], batch_policy="undivided")
+tuner = Tuner(backend=sys.argv[1], batch_policy="undivided", cache=None)
 shapes = {{"x_shape": (2, 3, 9, 9), "w_shape": (4, 3, 3, 3)}}
 tuner.measure(ConvProblem(direction=Direction.FORWARD, **shapes))
 {end}

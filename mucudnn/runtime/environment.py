@@ -1,15 +1,33 @@
-"""The environment variables of µ-cuDNN, read here and nowhere else."""
+"""The environment variables of µ-cuDNN, read here and nowhere else; and the defaults.
 
+Measurements are remembered in the user's cache directory unless something else is said.
+"""
+
+import enum
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from mucudnn.backends import Backend, device_count, get_backend
+from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
 from mucudnn.runtime.cache import BenchmarkCache, default_path
 
-__all__ = ["cache_path", "tuner_options"]
+__all__ = ["USERS", "CacheChoice", "Users", "cache_path", "open_cache", "tuner_options"]
+
+
+class Users(enum.Enum):
+    """Whose cache: there is one choice, which no path can be mistaken for."""
+
+    CACHE = "the user's cache directory"
+
+
+USERS = Users.CACHE
+"""The default of a tuner's `cache`."""
+
+CacheChoice = BenchmarkCache | str | os.PathLike[str] | Users | None
 
 _DEVICES = "MUCUDNN_BENCHMARK_DEVICES"
 
@@ -19,8 +37,7 @@ def tuner_options(
 ) -> dict[str, Any]:
     """Arguments of a `Tuner`: the overrides, and what the environment adds to them.
 
-    An empty variable counts as none. Without a database the measurements go to the
-    user's cache directory, unless they are replayed or made up: those go nowhere.
+    An empty variable counts as none.
 
     Raises:
         ValueError: A variable is not valid; the message names it.
@@ -29,8 +46,6 @@ def tuner_options(
     for name, (option, parse) in _VARIABLES.items():
         if (text := environ.get(name)) and option not in options:
             options[option] = _named(name, text, parse)
-    if "cache" not in options:
-        options["cache"] = BenchmarkCache(_path_for(options.get("backend", "cpu")))
     text = environ.get(_DEVICES)
     if text and "benchmark_backends" not in options:
         backend = options.get("backend", "cpu")
@@ -46,10 +61,34 @@ def cache_path(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("MUCUDNN_DATABASE") or default_path())
 
 
-def _path_for(backend: Backend | str) -> Path | None:
-    kind = backend if isinstance(backend, str) else backend.name
-    virtual = kind.partition(":")[0] in ("null", "recorded")
-    return None if virtual else default_path()
+def open_cache(choice: CacheChoice, backend: Backend) -> BenchmarkCache:
+    """What a tuner's `cache` stands for.
+
+    In the user's cache directory nothing is remembered of backends that compute
+    nothing: their times are made up, or recorded already.
+
+    Raises:
+        TypeError: It is none of the things that a cache can be told by.
+        ValueError: The path is empty.
+    """
+    if isinstance(choice, BenchmarkCache):
+        return choice
+    if choice is None:
+        return BenchmarkCache()
+    if choice is USERS:
+        virtual = backend.name.partition(":")[0] in ("null", "recorded")
+        virtual = virtual or isinstance(backend.device, VirtualDevice)
+        return BenchmarkCache(None if virtual else default_path())
+    if isinstance(choice, str | os.PathLike):
+        path = os.fspath(choice)
+        if isinstance(path, str):
+            if not path:
+                raise ValueError("cache is an empty path; None remembers nothing")
+            return BenchmarkCache(path)
+    raise TypeError(
+        f"cache is {choice!r}; give a path, a BenchmarkCache, or None to remember in "
+        "memory only"
+    )
 
 
 def _named(name: str, text: str, parse: Callable[[str], Any]) -> Any:
@@ -87,5 +126,5 @@ _VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
         "total_workspace",
         lambda text: parse_bytes(text) or None,
     ),
-    "MUCUDNN_DATABASE": ("cache", BenchmarkCache),
+    "MUCUDNN_DATABASE": ("cache", Path),
 }

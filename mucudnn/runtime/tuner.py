@@ -11,6 +11,7 @@ from typing import Any
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.recorded import recording_of
 from mucudnn.errors import MucudnnError, PlanningError
+from mucudnn.forks import Own
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.measurement import Verdict
 from mucudnn.ir.numerics import Numerics
@@ -25,8 +26,12 @@ from mucudnn.passes.microbatch import (
     pareto_plans,
 )
 from mucudnn.runtime.bench_kernels import limited, operands
-from mucudnn.runtime.cache import BenchmarkCache
-from mucudnn.runtime.environment import tuner_options
+from mucudnn.runtime.environment import (
+    USERS,
+    CacheChoice,
+    open_cache,
+    tuner_options,
+)
 from mucudnn.runtime.execution import compile_plan
 from mucudnn.runtime.isolation import Isolation
 from mucudnn.runtime.plan_texts import restore_plans
@@ -58,7 +63,9 @@ class Tuner:
             division on (`workspace_division` instead of `planner`).
         batch_policy: Which micro-batch sizes to consider; a name or a function.
         planner: Name of a registered planner, or a function.
-        cache: Where measurements are remembered; in memory if not given.
+        cache: Where measurements are remembered: a file, made where it is missing, or
+            a `BenchmarkCache`; None remembers them in memory only. By default it is a
+            file in the user's cache directory, but for backends that compute nothing.
         memory_limit: Bytes for operands and workspaces while measuring.
         time_limit_s: Seconds that one `measure` may take.
         prune: Under policy `all`, skip sizes that cannot be part of a good plan.
@@ -78,6 +85,7 @@ class Tuner:
 
     Raises:
         ValueError: A name, size or policy is not valid, or the devices differ.
+        TypeError: `cache` is nothing that measurements can be remembered in.
     """
 
     def __init__(
@@ -88,7 +96,7 @@ class Tuner:
         total_workspace: int | str | None = None,
         batch_policy: BatchPolicy = "powers_of_two",
         planner: str | Planner = "workspace_reuse",
-        cache: BenchmarkCache | None = None,
+        cache: CacheChoice = USERS,
         memory_limit: int | str | None = None,
         time_limit_s: float | None = None,
         prune: bool = True,
@@ -110,7 +118,7 @@ class Tuner:
         self.planner = PLANNERS.resolve(planner)
         if self.total_workspace is not None:
             self.planner = PLANNERS.resolve("workspace_division")
-        self.cache = BenchmarkCache() if cache is None else cache
+        self.cache = open_cache(cache, self.backend)
         self.memory_limit = (
             math.inf if memory_limit is None else parse_bytes(memory_limit)
         )
@@ -137,7 +145,7 @@ class Tuner:
         self._arena = Arena(self.backend.device)
         self._tables: dict[ConvProblem, PerfTable] = {}
         self._compiled: dict[ConvProblem, ResilientPlan] = {}
-        self._lock = threading.RLock()
+        self._lock = Own(threading.RLock)
 
     @classmethod
     def from_env(
@@ -162,7 +170,7 @@ class Tuner:
 
         They end with the tuner, too, and with the program, however that ends.
         """
-        with self._lock:
+        with self._lock.mine:
             self._isolation.close()
 
     def measure(
@@ -184,7 +192,7 @@ class Tuner:
         """
         if (table := self._tables.get(problem)) is not None:
             return table
-        with self._lock:  # two at once would disturb each other
+        with self._lock.mine:  # two at once would disturb each other
             if (table := self._tables.get(problem)) is None:
                 table = self._sweep(problem, time_limit_s, memory_limit)
             return table
@@ -273,7 +281,7 @@ class Tuner:
         """The plan of a problem, ready to run; planned on first use."""
         if (ready := self._compiled.get(problem)) is not None:
             return ready
-        with self._lock:
+        with self._lock.mine:
             if (ready := self._compiled.get(problem)) is None:
                 (plan,) = self.plan([problem])
                 ready = self.adopt(plan)
@@ -289,7 +297,7 @@ class Tuner:
         ready = ResilientPlan(
             self.backend, plan, smaller, self._arena, replay=self.replay
         )
-        with self._lock:
+        with self._lock.mine:
             known = self._compiled.get(plan.problem)
             self._compiled[plan.problem] = ready
             if known is not None:
