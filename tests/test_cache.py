@@ -140,8 +140,24 @@ def test_a_time_must_be_a_time(cache, bad):
     with pytest.raises(ValueError, match="time_ms"):
         cache.put(GPU, PROBLEM, [perf(), perf("FFT", time_ms=bad)])
     assert cache.get(GPU, PROBLEM) == ()
-    with pytest.raises(ValueError, match="time_ms"):
+    with pytest.raises(ValueError, match="ratio"):
         cache.put_verdict(GPU, PROBLEM, "2+6", bad)
+
+
+def test_a_verdict_of_an_older_version_is_read_and_what_is_written_is_alike(file):
+    """The column was named after what it does not hold, and files keep its name."""
+    with BenchmarkCache(file) as cache:
+        cache.put(GPU, PROBLEM, [perf()])
+        cache.put_verdict(GPU, PROBLEM, signature="2+6", ratio=0.5)
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        assert db.execute("SELECT signature, time_ms FROM verdict").fetchall() == [
+            ("2+6", 0.5)
+        ]
+        db.execute("UPDATE verdict SET time_ms = 0.25")
+        db.commit()
+    with BenchmarkCache(file) as cache:
+        assert cache.get_verdict(GPU, PROBLEM, "2+6") == 0.25
+        assert [verdict.ratio for verdict in cache.verdicts()] == [0.25]
 
 
 def test_verdicts(cache):

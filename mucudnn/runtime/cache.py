@@ -69,6 +69,7 @@ _SCHEMA = {
   PRIMARY KEY (layer, batch, signature)
 ) WITHOUT ROWID""",
 }
+_RATIO = "time_ms"  # what files call the column that holds `Verdict.ratio`
 _PERF = tuple(field.name for field in fields(AlgoPerf))
 _PERF_COLUMNS = ", ".join(f"perf.{name}" for name in _PERF)
 _COLUMNS = (*_PERF, "measured_at", "version")
@@ -150,10 +151,10 @@ class BenchmarkCache:
     def get_verdict(
         self, fingerprint: str, problem: ConvProblem, signature: str
     ) -> float | None:
-        """What was measured of a composed plan; None if it never was."""
+        """See `Verdict.ratio`; None if the plans of that signature never ran whole."""
         row = self._file.do(
             lambda db: db.execute(
-                "SELECT time_ms FROM verdict "
+                f"SELECT {_RATIO} FROM verdict "
                 f"WHERE layer = {_LAYER} AND batch = ? AND signature = ?",
                 (fingerprint, problem_key(problem), problem.batch, signature),
             ).fetchone()
@@ -161,17 +162,17 @@ class BenchmarkCache:
         return None if row is None else float(row[0])
 
     def put_verdict(
-        self, fingerprint: str, problem: ConvProblem, signature: str, time_ms: float
+        self, fingerprint: str, problem: ConvProblem, signature: str, ratio: float
     ) -> None:
-        """Remember what a composed plan measured.
+        """Remember how a plan did against its rival; see `Verdict.ratio`.
 
         Raises:
-            ValueError: The time is negative or not finite.
+            ValueError: The ratio is negative or not finite.
         """
-        if not 0 <= time_ms < math.inf:
-            raise ValueError(f"time_ms must be finite and not negative, got {time_ms}")
+        if not 0 <= ratio < math.inf:
+            raise ValueError(f"ratio must be finite and not negative, got {ratio}")
         layer = (fingerprint, problem_key(problem))
-        row = (*layer, problem.batch, signature, time_ms, time.time())
+        row = (*layer, problem.batch, signature, ratio, time.time())
 
         def write(db: sqlite3.Connection) -> None:
             with transaction(db):
@@ -261,7 +262,7 @@ class BenchmarkCache:
     def verdicts(self, fingerprint: str | None = None) -> tuple[Verdict, ...]:
         """What became of plans that were run whole, on one device or on all."""
         query = (
-            "SELECT fingerprint, problem, batch, signature, time_ms "
+            f"SELECT fingerprint, problem, batch, signature, {_RATIO} "
             "FROM layer JOIN verdict ON verdict.layer = layer.id "
             "WHERE ?1 IS NULL OR fingerprint = ?1 "
             "ORDER BY fingerprint, problem, batch, signature"
