@@ -12,7 +12,7 @@ from bench.gpu.store import read_json, write_text
 from bench.gpu.verdicts import digest, digest_text
 from bench.gpu.work import LIMITS, STAGES, Stage, deepbench_layers, key_of
 from mucudnn.errors import MucudnnError
-from mucudnn.ir.numerics import REFUSED
+from mucudnn.ir.status import RowStatus
 from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.comparison import compare
@@ -143,7 +143,7 @@ class _Stage:
             "excluded": [
                 {"algo": algo, "reason": reason}
                 for algo, reason in result.failures
-                if not reason.startswith(REFUSED)
+                if RowStatus.of(reason) is not RowStatus.REFUSED
             ],
         }
         self.changed = True

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from mucudnn.arguments import an_integer, integers, one_of
 from mucudnn.ir.numerics import NATIVE
 from mucudnn.ir.shapes import named_padding, per_axis
+from mucudnn.ir.status import RowStatus
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
 
 __all__ = ["LAYOUTS", "AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "PerfTable"]
@@ -241,6 +242,11 @@ class AlgoPerf:
     samples: int = 1
     math_mode: str = NATIVE
     notes: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> RowStatus:
+        """What became of it; `error` says it in words."""
+        return RowStatus.of(self.error, self.samples)
 
     @property
     def cost_ms(self) -> float:

@@ -7,6 +7,8 @@ measured and planned, so one cache serves every policy.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mucudnn.ir.status import RowStatus
+
 __all__ = [
     "DOWN_CONVERT",
     "FLOAT32_SUM",
@@ -31,7 +33,7 @@ DOWN_CONVERT = "down_convert"
 REDUCED_REDUCTION = "reduced_precision_reduction"
 """Note: partial sums are stored in less than float32."""
 
-REFUSED = "not accepted: "
+REFUSED: str = RowStatus.REFUSED.text("")
 """How every reason of `Numerics.refusal` begins."""
 
 
@@ -116,7 +118,7 @@ class Numerics:
                 added up.
         """
         reason = next(self._refusals(traits, whole), None)
-        return None if reason is None else f"{REFUSED}{reason}"
+        return None if reason is None else RowStatus.REFUSED.text(reason)
 
     def _refusals(self, traits: Traits, whole: bool) -> Iterator[str]:
         wide_sums = self.float32_sums and not whole

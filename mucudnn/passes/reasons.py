@@ -7,7 +7,7 @@ for the same reason. Reasons are counted, not repeated.
 from collections.abc import Iterable
 
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.ir.numerics import REFUSED
+from mucudnn.ir.status import RowStatus
 
 __all__ = ["algorithms", "counted", "left_out", "refused"]
 
@@ -18,7 +18,7 @@ _MOST_TEXT = 100
 
 def refused(perf: AlgoPerf) -> bool:
     """Whether the numerics that were asked for kept it out, rather than a failure."""
-    return perf.error is not None and perf.error.startswith(REFUSED)
+    return perf.status is RowStatus.REFUSED
 
 
 def counted(failures: Iterable[tuple[str, str]]) -> str:
@@ -29,7 +29,7 @@ def counted(failures: Iterable[tuple[str, str]]) -> str:
     """
     algos: dict[str, set[str]] = {}
     for algo, reason in failures:
-        algos.setdefault(_shortened(reason.removeprefix(REFUSED)), set()).add(algo)
+        algos.setdefault(_shortened(RowStatus.REFUSED.reason(reason)), set()).add(algo)
     often = sorted(algos.items(), key=lambda item: -len(item[1]))
     shown = [f"{reason} ({len(names)})" for reason, names in often[:_MOST]]
     if len(often) > _MOST:
@@ -47,7 +47,9 @@ def left_out(perfs: Iterable[AlgoPerf]) -> tuple[tuple[str, str], ...]:
     failed = {(perf.algo, error): None for perf, error in rows if not refused(perf)}
     entries: list[tuple[str, str]] = []
     if kept_out:
-        entries.append((algorithms(kept_out), f"{REFUSED}{counted(kept_out)}"))
+        entries.append(
+            (algorithms(kept_out), RowStatus.REFUSED.text(counted(kept_out)))
+        )
     if len(failed) > _MOST:
         entries.append((algorithms(failed), counted(failed)))
     else:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mucudnn.ir.numerics import REFUSED
+from mucudnn.ir.status import RowStatus
 from mucudnn.passes.reasons import counted
 from mucudnn.report.text import Table
 from mucudnn.report.words import DIRECTIONS, NOTHING, bytes_text
@@ -104,7 +104,7 @@ def _notes(census: Census) -> Iterator[str]:
         for layer in census.layers
         for batch in layer.batches
         for algo, reason in batch.failures
-        if reason.startswith(REFUSED)
+        if RowStatus.of(reason) is RowStatus.REFUSED
     }
     if refused:
         yield f"not accepted, counted once a layer and direction: {counted(refused)}"

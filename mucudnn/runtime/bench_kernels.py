@@ -13,10 +13,11 @@ from typing import Any
 
 from mucudnn.backends.base import Backend, Buffer
 from mucudnn.backends.recorded import recording_of
-from mucudnn.errors import MucudnnError, OutOfMemoryError
+from mucudnn.errors import MucudnnError, OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.numerics import Traits
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.status import RowStatus
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.timing import StoppingRule, Timing, measure
 
@@ -24,17 +25,13 @@ __all__ = ["BenchTask", "KernelBench", "failed_perf", "limited", "operands"]
 
 logger = logging.getLogger(__name__)
 
-_LIMITED = "not measured: "
-
 
 def limited(perf: AlgoPerf) -> bool:
     """Whether a row is missing, or of a cold run only, because of a limit.
 
     Such a row says nothing about the algorithm and must not be remembered.
     """
-    if perf.error is None:
-        return perf.samples == 0
-    return perf.error.startswith(_LIMITED)
+    return perf.status is RowStatus.LIMITED
 
 
 def operands(
@@ -109,7 +106,7 @@ class BenchTask:
                     else "the time limit was reached"
                 )
                 traits = self.backend.conv.traits(problem, algo)
-                error = f"{_LIMITED}{reason}"
+                error = RowStatus.LIMITED.text(reason)
                 on_done(failed_perf(problem, algo, nbytes, error, traits))
                 continue
             perf = one(problem, algo, nbytes, best_ms, expected)
@@ -171,13 +168,15 @@ class KernelBench:
         try:
             arrays = self._buffers(problem, nbytes)
         except OutOfMemoryError as e:
-            return failed(f"{_LIMITED}{e}")
+            return failed(RowStatus.LIMITED.text(str(e)))
         if (recording := recording_of(backend)) is not None:
             return recording.row(problem, algo)
         try:
             timing = self._timed(problem, algo, arrays, best_ms)
         except MemoryError as e:
-            return failed(f"{_LIMITED}out of memory: {e}")
+            return failed(RowStatus.LIMITED.text(f"out of memory: {e}"))
+        except UnsupportedError as e:
+            return failed(RowStatus.UNSUPPORTED.text(str(e)))
         except MucudnnError as e:
             return failed(f"{type(e).__name__}: {e}")
         except Exception as e:

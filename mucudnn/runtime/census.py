@@ -13,8 +13,9 @@ from typing import Any
 from mucudnn.backends import Backend
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import ConvProblem, Direction
-from mucudnn.ir.numerics import REFUSED, Numerics
+from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.serial import problem_to_dict
+from mucudnn.ir.status import RowStatus
 from mucudnn.passes.microbatch import (
     BatchPolicy,
     aligned_batches,
@@ -100,7 +101,9 @@ class BatchCensus:
     @property
     def refused(self) -> int:
         """How many can run but are not accepted."""
-        return sum(reason.startswith(REFUSED) for _, reason in self.failures)
+        return sum(
+            RowStatus.of(reason) is RowStatus.REFUSED for _, reason in self.failures
+        )
 
     @property
     def first_choice(self) -> Algorithm | None:

@@ -11,11 +11,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mucudnn.errors import BackendUnavailableError, UnsupportedError
+from mucudnn.errors import BackendUnavailableError
 from mucudnn.forks import Own
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.serial import perf_from_dict
-from mucudnn.runtime.bench_kernels import limited
+from mucudnn.ir.status import RowStatus
 from mucudnn.runtime.child_process import ChildEndedError, ChildProcess
 
 __all__ = ["MeasuringProcess"]
@@ -150,9 +150,7 @@ class MeasuringProcess:
 
 def _suspect(perf: AlgoPerf) -> bool:
     """Whether a kernel may have left a device context that fails whatever follows."""
-    if perf.error is None or limited(perf):
-        return False
-    return not perf.error.startswith(UnsupportedError.__name__)
+    return perf.status is RowStatus.FAILED
 
 
 def _end(children: list[ChildProcess]) -> None:
