@@ -3,8 +3,8 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.ir.conv import PerfTable
-from mucudnn.passes.explain import explain
+from mucudnn.ir.conv import ConvPlan, PerfTable
+from mucudnn.passes.explain import Trial, explain
 from mucudnn.passes.microbatch import pareto_plans, undivided, workspace_reuse
 from tests.tables import perf, perf_tables, problem
 
@@ -89,3 +89,43 @@ def test_long_fronts_are_shortened(points):
     (line,) = (line for line in text.splitlines() if "would buy" in line)
     assert line.count("→") == min(points - 1, 6)
     assert f"{points - 1} B →" in line
+
+
+def test_a_plan_is_explained_by_the_limit_it_was_made_under():
+    for limit in (0, 30 * MIB, 64 * MIB, 100 * MIB):
+        for plan in (*workspace_reuse([TABLE], limit), *undivided([TABLE], limit)):
+            assert plan.workspace_limit == limit
+            assert explain(TABLE, plan) == explain(TABLE, plan, limit)
+    (plan,) = workspace_reuse([TABLE], 64 * MIB)
+    by_hand = ConvPlan(plan.problem, plan.steps)
+    assert by_hand == plan
+    assert by_hand.workspace_limit is None
+    assert "with at most 50.0 MiB of workspace" in explain(TABLE, by_hand)
+
+
+def test_a_ratio_is_of_one_run_where_there_was_one():
+    (plan,) = workspace_reuse([TABLE], 64 * MIB)
+    text = explain(TABLE, plan, trial=Trial(plan, 0.8))
+    assert "1.25× as fast as undivided when run together, 2.00× by separate" in text
+    text = explain(TABLE, plan)
+    assert "2.00× as fast as undivided by separate measurements" in text
+    assert "not run together" in text
+    text = explain(TABLE, plan, trial=Trial(plan, 1.0))
+    assert "not faster than undivided when run together, 2.00× by separate" in text
+
+
+def test_a_division_that_did_not_win_is_spoken_of():
+    (plan,) = undivided([TABLE], 64 * MIB)
+    (division,) = workspace_reuse([TABLE], 64 * MIB)
+    text = explain(TABLE, plan, trial=Trial(division, 1.0))
+    assert (
+        "A division into 2 × 128 by FFT was not faster than undivided when run "
+        "together, 2.00× by separate measurements" in text
+    )
+    assert "A division" not in explain(TABLE, plan, trial=Trial(division))
+
+
+def test_a_plan_of_other_measurements_is_not_passed_off_as_one_of_these():
+    other = PerfTable(TABLE.problem, (perf("OTHER", 256, 1.0, 0),))
+    (plan,) = undivided([other], 0)
+    assert "of other measurements" in explain(TABLE, plan)

@@ -284,3 +284,23 @@ def test_a_device_occurs_once():
     document["devices"] *= 2
     with pytest.raises(ValueError, match=r"devices\[1\].fingerprint: 'gpu' occurs"):
         recording.parse_recording(json.dumps(document).encode())
+
+
+@pytest.mark.parametrize("limit", [None, 0, 1 << 40])
+def test_a_plan_may_know_its_limit_and_older_files_do_not(limit):
+    plan = ConvPlan(PROBLEM, (dataclasses.replace(PERF, batch=PROBLEM.batch),))
+    older = serial.plan_to_dict(plan)
+    assert set(older) == {"problem", "steps"}
+    assert serial.plan_from_dict(older).workspace_limit is None
+    data = plan if limit is None else plan.under(limit)
+    again = serial.plan_from_dict(serial.plan_to_dict(data))
+    assert again == plan
+    assert again.workspace_limit == limit
+
+
+@pytest.mark.parametrize("bad", ["3", 1.5, True, 1 << 70])
+def test_a_limit_that_is_none_is_named(bad):
+    plan = ConvPlan(PROBLEM, (dataclasses.replace(PERF, batch=PROBLEM.batch),))
+    data = serial.plan_to_dict(plan) | {"workspace_limit": bad}
+    with pytest.raises(ValueError, match="workspace_limit"):
+        serial.plan_from_dict(data)

@@ -9,10 +9,14 @@ from hypothesis import given, strategies as st
 from mucudnn.backends import get_backend
 from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.sizes import format_bytes
+from mucudnn.runtime.comparison import compare
 from mucudnn.runtime.timing import StoppingRule
 from mucudnn.runtime.tuner import Tuner
+from mucudnn.suites import Layer
 from tests.doubles import QUICK, plan_of, problem, watched
 from tests.examples import examples
+from tests.shaky import shaky
 
 KIB = 1 << 10
 POLICIES = ("undivided", "powers_of_two", "all")
@@ -234,6 +238,51 @@ def test_explain_says_it_in_words():
     text = one.explain(plan)
     assert "FAST" in text
     assert "SLOW" in text
+
+
+def test_another_tuner_explains_by_the_limit_of_the_plan():
+    maker, reader = tuner(workspace_limit=4 * KIB), tuner(workspace_limit=64 * KIB)
+    (plan,) = maker.plan([problem(8)])
+    assert plan.workspace_limit == 4 * KIB
+    assert "at most 4.0 KiB of workspace" in reader.explain(plan)
+
+
+def test_a_planner_of_ones_own_need_not_know_of_limits():
+    def mine(tables, limit):
+        return [
+            ConvPlan(t.problem, (t.fastest(t.problem.batch, limit),)) for t in tables
+        ]
+
+    (plan,) = tuner(planner=mine, workspace_limit=5 * KIB).plan([problem(8)])
+    assert plan.workspace_limit == 5 * KIB
+
+
+@pytest.mark.parametrize("total", [4 * KIB, 9 * KIB, 40 * KIB])
+def test_under_a_total_a_plan_knows_its_share(total):
+    one = tuner(total_workspace=total)
+    plans = one.plan([problem(8), problem(16), problem(4)])
+    assert sum(plan.workspace_limit for plan in plans) <= total
+    for plan in plans:
+        assert f"at most {format_bytes(plan.workspace_limit)} of" in one.explain(plan)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_comparison_measured_is_what_is_explained(seed):
+    """Kernels vary and slow each other down: sums promise more than plans keep."""
+    limit, seen = 4 * KIB, set()
+    for batch in (11, 12, 16):
+        one = Tuner(backend=shaky(seed), workspace_limit=limit, batch_policy="all")
+        layer = Layer("conv", problem(batch), 1)
+        (result,) = compare(one, [layer], [limit]).layers
+        choice = result.outcomes[0].choice
+        (plan,) = one.plan([layer.problem])
+        text = one.explain(plan)
+        if choice.rejected:
+            assert "not faster than undivided when run together" in text
+        elif choice.plan.divided:
+            assert f"{choice.speedup:.2f}× as fast as undivided when run" in text
+        seen.add((choice.rejected, choice.plan.divided))
+    assert seen - {(False, False)}
 
 
 def test_the_default_rule_is_a_rule():

@@ -289,7 +289,10 @@ class PerfTable:
 
 @dataclass(frozen=True, slots=True)
 class ConvPlan:
-    """How to run a problem: micro-batches in order, sharing one workspace."""
+    """How to run a problem: micro-batches in order, sharing one workspace.
+
+    Two plans that run the same are equal, whatever limits they were made under.
+    """
 
     problem: ConvProblem
     steps: tuple[AlgoPerf, ...]
@@ -297,6 +300,10 @@ class ConvPlan:
     """Predicted time: the micro-batches run one after another."""
     workspace: int = field(init=False, repr=False, compare=False)
     """Bytes of workspace: the micro-batches reuse the same buffer."""
+    workspace_limit: int | None = field(
+        default=None, kw_only=True, repr=False, compare=False
+    )
+    """Bytes of workspace that it was allowed; None where nobody said."""
 
     def __post_init__(self) -> None:
         covered = sum(step.batch for step in self.steps)
@@ -305,6 +312,10 @@ class ConvPlan:
         times, sizes = zip(*((s.time_ms, s.workspace) for s in self.steps), strict=True)
         object.__setattr__(self, "time_ms", sum(times))
         object.__setattr__(self, "workspace", max(sizes))
+
+    def under(self, workspace_limit: int) -> "ConvPlan":
+        """The same plan, made under a limit."""
+        return replace(self, workspace_limit=workspace_limit)
 
     @property
     def divided(self) -> bool:

@@ -40,6 +40,8 @@ __all__ = [
 
 _ANY_BATCH = "N"
 _LARGEST = 2**63 - 1
+_OPTIONAL: Mapping[type, Mapping[str, Any]] = {ConvPlan: {"workspace_limit": None}}
+"""Members that older files lack; they are not written where they say nothing."""
 _LEAST = {"batch": 1, "time_ms": 0, "workspace": 0, "noise_ms": 0, "samples": 0}
 
 
@@ -172,7 +174,11 @@ def _encode(value: Any) -> Any:
         return [_encode(item) for item in value]
     if dataclasses.is_dataclass(value):
         names = (f.name for f in dataclasses.fields(value) if f.init)
-        return {name: _encode(getattr(value, name)) for name in names}
+        members = {name: _encode(getattr(value, name)) for name in names}
+        for name in _OPTIONAL.get(type(value), ()):
+            if members[name] is None:
+                del members[name]
+        return members
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} cannot be written as JSON")
     if value is not None and not isinstance(value, bool | int | float | str):
@@ -182,12 +188,16 @@ def _encode(value: Any) -> Any:
 
 def _decode_fields(where: str, kind: type, data: object) -> Any:
     hints = _hints(kind)
-    values = members_of(where, data, tuple(hints))
+    optional = _OPTIONAL.get(kind, {})
+    names = tuple(name for name in hints if name not in optional)
+    values = members_of(where, data, names, optional)
     decoded = {
         name: value
         if _is_plain(hint, value)
         else decode(f"{where}.{name}", hint, value)
-        for (name, hint), value in zip(hints.items(), values, strict=True)
+        for (name, hint), value in zip(
+            ((name, hints[name]) for name in (*names, *optional)), values, strict=True
+        )
     }
     try:
         return kind(**decoded)
@@ -214,7 +224,8 @@ def decode(where: str, hint: Any, value: Any) -> Any:
             for i, v in enumerate(list_of(where, value))
         )
     if isinstance(hint, types.UnionType):
-        return None if value is None else decode(where, str, value)
+        (kind,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+        return None if value is None else decode(where, kind, value)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         try:
             return hint(value)

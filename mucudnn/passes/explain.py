@@ -6,6 +6,7 @@ within the limit: what a library without micro-batches would run.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from math import inf
 
@@ -15,6 +16,7 @@ from mucudnn.passes.pareto import candidates, pareto_plans
 from mucudnn.passes.reasons import algorithms, counted, refused
 
 __all__ = [
+    "Trial",
     "excluded_lines",
     "explain",
     "failure_lines",
@@ -31,22 +33,45 @@ _MOST_ERROR = 100
 _MOST_FAILURES = 12
 
 
-def explain(table: PerfTable, plan: ConvPlan, workspace_limit: int) -> str:
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of a division when it was run together with the undivided call.
+
+    Attributes:
+        plan: The division.
+        ratio: Its time over the other's, 1 where it did not win (`Verdict.ratio`); None
+            where they were not run together.
+    """
+
+    plan: ConvPlan
+    ratio: float | None = None
+
+
+def explain(
+    table: PerfTable,
+    plan: ConvPlan,
+    workspace_limit: int | None = None,
+    trial: Trial | None = None,
+) -> str:
     """What the plan does, what it is better than, and what more workspace would buy.
 
     Args:
         table: What was measured.
         plan: A plan of the table's problem.
-        workspace_limit: Bytes the plan was made for.
+        workspace_limit: Bytes the plan was made for, if it does not know.
+        trial: What became of the plan, or of the division it was preferred to.
     """
     problem = table.problem
+    if workspace_limit is None:
+        known = plan.workspace_limit
+        workspace_limit = plan.workspace if known is None else known
     lines = [
         f"{problem.direction.value} of {problem.batch} samples, x {problem.x_shape}, "
         f"w {problem.w_shape}, {problem.dtype}, with at most "
         f"{format_bytes(workspace_limit)} of workspace:"
     ]
     lines += undivided_lines(table, workspace_limit)
-    lines += plan_lines(table, plan, workspace_limit)
+    lines += plan_lines(table, plan, workspace_limit, trial)
     lines += excluded_lines(table, workspace_limit)
     lines += further_limit_lines(table, plan, workspace_limit)
     lines += failure_lines(table)
@@ -66,15 +91,23 @@ def undivided_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
         yield f"- Undivided, no algorithm fits: the smallest needs {_size(least)}."
 
 
-def plan_lines(table: PerfTable, plan: ConvPlan, workspace_limit: int) -> Iterator[str]:
+def plan_lines(
+    table: PerfTable, plan: ConvPlan, workspace_limit: int, trial: Trial | None = None
+) -> Iterator[str]:
     """What the plan runs, and how it compares."""
     whole = _undivided(table, workspace_limit)
+    known = {(perf.algo, perf.batch) for perf in table.perfs}
+    if any((step.algo, step.batch) not in known for step in plan.steps):
+        yield "- The plan is of other measurements than those it is compared with."
     if not plan.divided:
         yield f"- The plan does not divide: {_needs(plan.steps[0])}."
+        if trial is not None and trial.ratio is not None and whole is not None:
+            yield f"- A division into {_parts(trial.plan)} was{_gain(whole, trial)}."
         return
     gain = ""
     if whole is not None:
-        gain = f", {_ratio(whole.time_ms, plan.time_ms):.2f}× as fast as undivided"
+        mine = trial is not None and trial.plan == plan
+        gain = "," + _gain(whole, trial if trial and mine else Trial(plan))
     yield (
         f"- The plan runs {len(plan.steps)} micro-batches in {plan.time_ms:.4g} ms "
         f"and {_size(plan.workspace)}{gain}:"
@@ -84,6 +117,27 @@ def plan_lines(table: PerfTable, plan: ConvPlan, workspace_limit: int) -> Iterat
             f"    {len(list(same))} × {step.batch} samples by {step.algo}, "
             f"{step.time_ms:.4g} ms each, {_size(step.workspace)}"
         )
+
+
+def _gain(whole: AlgoPerf, trial: Trial) -> str:
+    """How a division compares, by the verdict if there is one."""
+    alone = f"{_ratio(whole.time_ms, trial.plan.time_ms):.2f}×"
+    if trial.ratio is None:
+        return (
+            f" {alone} as fast as undivided by separate measurements, the two were not "
+            "run together"
+        )
+    together = f"{_ratio(1.0, trial.ratio):.2f}× as fast as undivided"
+    if trial.ratio >= 1:
+        together = "not faster than undivided"
+    return f" {together} when run together, {alone} by separate measurements"
+
+
+def _parts(plan: ConvPlan) -> str:
+    return " + ".join(
+        f"{len(list(same))} × {step.batch} by {step.algo}"
+        for step, same in groupby(plan.steps)
+    )
 
 
 def excluded_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
@@ -132,7 +186,7 @@ def further_limit_lines(
         f"({_ratio(reference, better.time_ms):.2f}×)"
         for better in shown
     )
-    yield f"- More workspace would buy: {offers}."
+    yield f"- More workspace would buy: {offers}, by separate measurements."
 
 
 def failure_lines(table: PerfTable) -> Iterator[str]:

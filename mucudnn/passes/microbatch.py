@@ -135,7 +135,8 @@ def undivided(
             least = min((p.workspace for p in whole), default=None)
             raise no_plan(table, workspace_limit, least)
         perf = min(fits, key=lambda p: (p.cost_ms, p.workspace))
-        plans.append(ConvPlan(table.problem, (perf,)))
+        plan = ConvPlan(table.problem, (perf,), workspace_limit=workspace_limit)
+        plans.append(plan)
     return tuple(plans)
 
 

@@ -63,7 +63,7 @@ def fastest_division(table: PerfTable, workspace_limit: int) -> ConvPlan:
     while sweep.feasible and sweep.total == total:
         steps = sweep.steps()
         sweep.lower(max(step.workspace for step in steps) - 1)
-    return ConvPlan(table.problem, steps)
+    return ConvPlan(table.problem, steps, workspace_limit=workspace_limit)
 
 
 def pareto_plans(table: PerfTable, workspace_limit: int) -> tuple[ConvPlan, ...]:
@@ -78,7 +78,7 @@ def pareto_plans(table: PerfTable, workspace_limit: int) -> tuple[ConvPlan, ...]
     front: list[ConvPlan] = []
     best = float("inf")
     for steps in pareto_divisions(table.problem.batch, rows, launch):
-        plan = ConvPlan(table.problem, steps)
+        plan = ConvPlan(table.problem, steps, workspace_limit=workspace_limit)
         # A gain smaller than the rounding of the plan's own sum is no gain.
         cost_ms = plan_cost_ms(plan, launch)
         if cost_ms < best:

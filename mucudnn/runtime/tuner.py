@@ -16,7 +16,7 @@ from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.measurement import Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import parse_bytes
-from mucudnn.passes.explain import explain
+from mucudnn.passes.explain import Trial, explain
 from mucudnn.passes.microbatch import (
     PLANNERS,
     BatchPolicy,
@@ -229,7 +229,10 @@ class Tuner:
         tables = [self.measure(problem) for problem in problems]
         total = self.total_workspace
         limit = self.workspace_limit if total is None else total
-        plans = divided_by(self.planner, tables, limit)
+        plans = tuple(
+            plan.under(limit if total is None else plan.workspace)  # its share
+            for plan in divided_by(self.planner, tables, limit)
+        )
         if not self.validates:
             return plans
         return tuple(
@@ -316,8 +319,25 @@ class Tuner:
         return plans
 
     def explain(self, plan: ConvPlan) -> str:
-        """Say in words why a plan is what it is."""
-        return explain(self.measure(plan.problem), plan, self.workspace_limit)
+        """Say in words why a plan is what it is, under the limit it was made under."""
+        table = self.measure(plan.problem)
+        limit = plan.workspace_limit
+        if limit is None:
+            limit = max(self.workspace_limit, plan.workspace)
+        rival = self.undivided(table, limit)
+        division = plan if plan.divided else self._division(table, limit)
+        if rival is None or division is None:
+            return explain(table, plan, limit)
+        trial = Trial(division, self._verdicts.known(division, rival))
+        return explain(table, plan, limit, trial)
+
+    def _division(self, table: PerfTable, limit: int) -> ConvPlan | None:
+        """What an undivided plan was preferred to, if the planner wanted to divide."""
+        try:
+            (plan,) = self.planner([table], limit)
+        except PlanningError:
+            return None
+        return plan if plan.divided else None
 
     def _kept(self, table: PerfTable, plan: ConvPlan) -> ConvPlan:
         """The plan, or undivided where that was not beaten when both were run."""
