@@ -1,16 +1,23 @@
+import ast
 import itertools
 import logging
 import random
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pulp
 import pytest
 from hypothesis import given, strategies as st
 
+import mucudnn
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import PerfTable
-from mucudnn.passes import knapsack
+from mucudnn.models import get_model
+from mucudnn.passes import ilp as ilp_module, knapsack
+from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.division import SOLVERS, divide
+from mucudnn.passes.exact_residency import exact
 from mucudnn.passes.ilp import ilp
 from mucudnn.passes.knapsack import Item, Selection, merge, reduce_to_core
 from mucudnn.passes.microbatch import (
@@ -19,7 +26,10 @@ from mucudnn.passes.microbatch import (
     workspace_division_exact,
 )
 from tests.examples import examples
+from mucudnn.passes.residency import Step
+from mucudnn.passes.step_plan import Preparer
 from tests.tables import divisions, perf, perf_tables, problem
+from tests.test_planned import budgets, model_profile
 
 
 def points(table, limit):
@@ -198,6 +208,66 @@ def test_the_time_limit_reaches_the_solver(monkeypatch):
     divide(tables, total, time_limit_s=2.5)
     divide(tables, total, time_limit_s=float("inf"))
     assert limits == [2.5, None]
+
+
+def commands(monkeypatch):
+    """What solvers are started with."""
+    started, original = [], subprocess.Popen
+
+    def spy(args, *rest, **options):
+        started.append(args)
+        return original(args, *rest, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", spy)
+    return started
+
+
+def check(command):
+    """A tree of so many nodes, searched by one thread from one seed, by no clock."""
+    options = dict(itertools.pairwise(command))
+    assert not {"-sec", "-seconds"} & set(command)
+    assert int(options["-maxNodes"]) > 0
+    assert options["-threads"] == "1"
+    assert {"-randomSeed", "-randomCbcSeed"} < set(options)
+
+
+def test_no_plan_depends_on_a_clock(monkeypatch):
+    started = commands(monkeypatch)
+    tables, total = hard()
+    assert workspace_division(tables, total) == workspace_division(tables, total)
+    graph = training_graph(get_model("lenet")(8))
+    profile = model_profile(graph)
+    (budget,) = budgets(graph, profile, 0.5)
+    found = [
+        exact(Step(graph, profile, budget), Preparer(graph, profile)) for _ in range(2)
+    ]
+    assert found[0] == found[1]
+    assert len(started) >= 4
+    for command in started:
+        check(command)
+
+
+def test_a_program_that_is_not_reduced_ends_by_its_nodes(monkeypatch):
+    """Hundreds of variables and few nodes: it stops, with the same answer each time."""
+    monkeypatch.setattr(ilp_module, "_MOST_NODES", 1)
+    groups = fronts(2, 60, 30)
+    capacity = sum(group[-1].workspace for group in groups) // 3
+    core = reduce_to_core(groups, capacity)
+    everything = tuple(tuple(range(len(group))) for group in groups)
+    core = replace(core, open=everything)
+    first, second = (ilp(core, float("inf")) for _ in range(2))
+    assert first == second
+    assert core.workspace(first.picks) <= core.capacity
+    assert core.cost(first.picks) >= core.bound - 1e-9
+
+
+def test_passes_look_at_no_clock():
+    folder = Path(mucudnn.__file__).parent / "passes"
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in getattr(node, "names", ())]
+            names += [getattr(node, "module", None)]
+            assert not {"time", "datetime"} & set(names), file
 
 
 def test_a_solver_stopped_early_is_feasible_with_a_gap():

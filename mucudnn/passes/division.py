@@ -9,6 +9,7 @@ solver that fails is replaced by the exact merging of fronts.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from mucudnn.errors import PlanningError
@@ -80,7 +81,7 @@ def divide(
     total: int,
     *,
     solver: str | Solver = "ilp",
-    time_limit_s: float = 10.0,
+    time_limit_s: float = inf,
 ) -> Division:
     """Cheapest divisions of all kernels whose workspaces add up to at most `total`.
 
@@ -88,7 +89,8 @@ def divide(
         tables: Measurements, one a kernel; equal tables are examined once.
         total: Bytes of workspace for all kernels together.
         solver: `ilp` (CBC through PuLP), `exact` (front merging) or a function.
-        time_limit_s: Given to the solver.
+        time_limit_s: Given to the solver. What is found in a time depends on the machine;
+            without one, effort is bounded by counts, and the answer is the same anywhere.
 
     Raises:
         PlanningError: The total is too small; the message says by how much.

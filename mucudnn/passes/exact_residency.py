@@ -24,6 +24,8 @@ from typing import Any
 from mucudnn.ir.graph import Phase
 from mucudnn.passes.chains import chain
 from mucudnn.passes.ilp import solver_errors
+from mucudnn.passes.ilp import cbc, solver_errors
+from mucudnn.passes.scheduling.occupancy import rounded
 from mucudnn.passes.residency import Residency, Saved, Step, saved_tensors
 from mucudnn.passes.scheduling.occupancy import rounded
 from mucudnn.passes.step_plan import Preparer, Rewritten, first_plans
@@ -35,6 +37,9 @@ MOST_SAVED = 80
 
 _ROUNDS = 6
 _SCALE = 1e4
+_MOST_NODES = 200
+_GAP = 0.005
+"""Better is not worth the effort: what a schedule makes of it differs by more."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +59,9 @@ class Exact:
     gap: float
 
 
-def exact(step: Step, preparer: Preparer, *, time_limit_s: float = 2.0) -> Exact | None:
+def exact(
+    step: Step, preparer: Preparer, *, most_nodes: int = _MOST_NODES
+) -> Exact | None:
     """The best residencies by the program, which fit.
 
     Where rewriting takes more bytes than the program knew of, it is solved again with
@@ -63,11 +70,12 @@ def exact(step: Step, preparer: Preparer, *, time_limit_s: float = 2.0) -> Exact
     Args:
         step: What to plan.
         preparer: Of its graph.
-        time_limit_s: Seconds for the solver, each time.
+        most_nodes: Of the solver's tree, each time. No clock is looked at: plans must
+            not depend on what else a machine does.
 
     Returns:
         The solution, or None (and the reason in the log) if there is none, none was
-        found in time, or no solver can be run.
+        found in so many nodes, or no solver can be run.
     """
     extra: dict[str, float] = {}
     try:
@@ -75,7 +83,7 @@ def exact(step: Step, preparer: Preparer, *, time_limit_s: float = 2.0) -> Exact
             # PuLP 3.3 announces 4.0, which pyproject.toml excludes.
             warnings.simplefilter("ignore", DeprecationWarning)
             for _ in range(_ROUNDS):
-                found = _Program(step, preparer, extra).solve(time_limit_s)
+                found = _Program(step, preparer, extra).solve(most_nodes)
                 if found is None:
                     return None
                 excess = _excess(step, preparer(found.residency))
@@ -132,7 +140,7 @@ class _Program:
         self._need: dict[tuple[str, int], Any] = {}
         self._plans: dict[str, list[Any]] = {}
 
-    def solve(self, time_limit_s: float) -> Exact | None:
+    def solve(self, most_nodes: int) -> Exact | None:
         """Build the program and run the solver."""
         pulp, model = self._pulp, self._model
         objective = self._objective()
@@ -141,7 +149,7 @@ class _Program:
             model += self._offload[name] + self._again[name] <= 1
         self._needs()
         self._memory()
-        model.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s))
+        model.solve(cbc(most_nodes, gap=_GAP))
         if model.sol_status not in (
             pulp.LpSolutionOptimal,
             pulp.LpSolutionIntegerFeasible,
@@ -158,9 +166,9 @@ class _Program:
             if (variable.varValue or 0.0) > 0.5
         }
         step_ms = float(pulp.value(objective))
-        gap = 0.0
+        gap = _GAP  # where it stops, and calls that optimal
         if model.sol_status != pulp.LpSolutionOptimal:
-            model.solve(pulp.PULP_CBC_CMD(msg=False, mip=False))
+            model.solve(cbc(most_nodes, mip=False))
             bound = float(pulp.value(objective))
             gap = (step_ms - bound) / max(bound, 1e-9)
         _log.debug("residencies: %.3f ms, gap %.1f %%", step_ms, 100 * gap)

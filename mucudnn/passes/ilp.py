@@ -13,14 +13,16 @@ bytes.
 
 import logging
 import warnings
-from math import isfinite
+from math import inf, isfinite
+from typing import Any
 
 from mucudnn.passes.knapsack import Core, Selection
 
-__all__ = ["ilp", "solver_errors"]
+__all__ = ["cbc", "ilp", "solver_errors"]
 
 _CAPACITY = 1e4
 _DEAREST = 1e6
+_MOST_NODES = 20_000
 
 _log = logging.getLogger(__name__)
 
@@ -30,11 +32,12 @@ def ilp(core: Core, time_limit_s: float) -> Selection | None:
 
     Args:
         core: What to choose from.
-        time_limit_s: Seconds after which CBC returns the best it has.
+        time_limit_s: Seconds after which CBC returns the best it has; what that is
+            depends on the machine. Infinity leaves it to the number of nodes.
 
     Returns:
         The selection, or None (and the reason in the log) if no solver can be run or it
-        found nothing in time.
+        found nothing in so many nodes.
     """
     try:
         with warnings.catch_warnings():
@@ -44,6 +47,30 @@ def ilp(core: Core, time_limit_s: float) -> Selection | None:
     except solver_errors() as error:
         _log.warning("the ILP solver cannot be run: %s", error)
         return None
+
+
+def cbc(
+    most_nodes: int, time_limit_s: float = inf, *, gap: float = 0.0, mip: bool = True
+) -> Any:
+    """CBC, bounded by its nodes: the same program has the same answer everywhere.
+
+    Args:
+        most_nodes: Of its tree; then it returns the best it has.
+        time_limit_s: Seconds as well, for who asks for it and knows what it costs.
+        gap: How far from the best possible is good enough, as a fraction.
+        mip: Whether to keep integers whole.
+    """
+    import pulp
+
+    return pulp.PULP_CBC_CMD(
+        msg=False,
+        mip=mip,
+        threads=1,
+        maxNodes=most_nodes,
+        gapRel=gap or None,
+        timeLimit=time_limit_s if isfinite(time_limit_s) else None,
+        options=["randomSeed 1", "randomCbcSeed 1"],
+    )
 
 
 def solver_errors() -> tuple[type[Exception], ...]:
@@ -87,8 +114,7 @@ def _solve(core: Core, time_limit_s: float) -> Selection | None:
     ]
     if taken:
         model += pulp.LpAffineExpression(taken) <= _CAPACITY
-    limit = time_limit_s if isfinite(time_limit_s) else None
-    model.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=limit))
+    model.solve(cbc(_MOST_NODES, time_limit_s))
     if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         _log.warning("CBC found no solution: %s", pulp.LpStatus[model.status])
         return None
