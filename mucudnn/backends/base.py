@@ -1,8 +1,8 @@
 """What a backend must provide: a device and a convolution library."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, Protocol
 
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.numerics import Traits
@@ -304,3 +304,12 @@ class Backend:
     fragile: bool = False
     plan_texts: PlanTexts | None = None
     kernels: Mapping[str, Kernel] = field(default_factory=dict, compare=False)
+
+    def __copy__(self) -> "Backend":
+        return replace(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Backend can be neither pickled nor copied deeply, as it holds a device; "
+            f"get_backend({self.name!r}, {self.index}) makes it anew, in any process"
+        )

@@ -89,8 +89,9 @@ def divide(
         tables: Measurements, one a kernel; equal tables are examined once.
         total: Bytes of workspace for all kernels together.
         solver: `ilp` (CBC through PuLP), `exact` (front merging) or a function.
-        time_limit_s: Given to the solver. What is found in a time depends on the machine;
-            without one, effort is bounded by counts, and the answer is the same anywhere.
+        time_limit_s: Given to the solver. What it finds in a time depends on the
+            machine; without one its effort is bounded by counts, and the answer is the
+            same everywhere.
 
     Raises:
         PlanningError: The total is too small; the message says by how much.

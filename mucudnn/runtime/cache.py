@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import platformdirs
 
@@ -120,6 +120,12 @@ class BenchmarkCache:
     def path(self) -> Path | None:
         """The file in use; None if it is memory."""
         return self._file.path
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a BenchmarkCache cannot be copied or pickled, as it holds an open file; "
+            "open another with BenchmarkCache(path), or carry its rows with export_json"
+        )
 
     def get(self, fingerprint: str, problem: ConvProblem) -> tuple[AlgoPerf, ...]:
         """What was measured at the problem's own batch size, failures included."""

@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -194,6 +194,13 @@ class Trainer:
         self._evaluator = Evaluator(others[0], bound[-1]) if others else None
         self._executors = bound
         self._current: Executor | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Trainer cannot be copied or pickled, as it holds a device's memory; make "
+            "another with the same arguments and hand over the weights by "
+            "`other.state.load(trainer.state.save())`, or by a checkpoint of `fit`"
+        )
 
     @property
     def state(self) -> StateStore:

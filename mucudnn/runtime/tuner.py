@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.recorded import recording_of
@@ -164,6 +164,13 @@ class Tuner:
         """
         env = os.environ if environ is None else environ
         return cls(**tuner_options(env, overrides))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Tuner cannot be copied or pickled, as it holds a device, a lock and a "
+            "cache; share this one among threads and forked processes, or make another "
+            "with the same arguments, which finds in the same cache what was measured"
+        )
 
     def close(self) -> None:
         """End the processes that measured; a later measurement starts new ones.
