@@ -197,7 +197,7 @@ class Trainer:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a Trainer cannot be copied or pickled, as it holds a device's memory; make "
+            "a Trainer cannot be copied or pickled, as it holds device memory; make "
             "another with the same arguments and hand over the weights by "
             "`other.state.load(trainer.state.save())`, or by a checkpoint of `fit`"
         )

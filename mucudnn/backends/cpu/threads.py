@@ -21,6 +21,7 @@ __all__ = ["Workers", "short_buffers"]
 T = TypeVar("T")
 
 _UFUNC_BUFFER = 256
+_FORK_S = 5.0
 
 
 @contextmanager
@@ -41,8 +42,8 @@ class _SerialBlas:
 
     def __init__(self) -> None:
         self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
-        self._lock = Own(threading.Lock)
-        self._users = 0
+        self._changed = Own(threading.Condition)
+        self._users: list[int] = []  # the threads that are inside, once for each time
         self._saved: list[int] = []
         self.num_threads = max((lib.num_threads for lib in self._libraries), default=1)
         attend(self)
@@ -50,21 +51,22 @@ class _SerialBlas:
     @contextmanager
     def limited(self) -> Iterator[None]:
         """One thread for as long as this, or another thread's, lasts."""
-        entered = os.getpid()
-        with self._lock.mine:
-            if self._users == 0:
+        process, thread = os.getpid(), threading.get_ident()
+        with self._changed.mine:
+            if not self._users:
                 self._saved = [lib.num_threads for lib in self._libraries]
                 for lib in self._libraries:
                     lib.set_num_threads(1)
-            self._users += 1
+            self._users.append(thread)
         try:
             yield
         finally:
-            with self._lock.mine:
-                if entered == os.getpid():  # else a fork has ended it already
-                    self._users -= 1
-                    if self._users == 0:
+            with self._changed.mine:
+                if process == os.getpid():  # else a fork has ended it already
+                    self._users.remove(thread)
+                    if not self._users:
                         self._restore()
+                    self._changed.mine.notify_all()
 
     def _restore(self) -> None:
         for lib, n in zip(self._libraries, self._saved, strict=False):
@@ -72,13 +74,22 @@ class _SerialBlas:
         self._saved = []
 
     def before_fork(self) -> None:
-        """Nothing: a convolution may take long, and is not waited for."""
+        """Wait, within reason, for other threads' convolutions, and begin none.
+
+        OpenBLAS ends its threads before a fork: a product that they are at would never
+        be finished, in the parent either.
+        """
+        changed, me = self._changed.mine, threading.get_ident()
+        changed.acquire()
+        changed.wait_for(lambda: {*self._users} <= {me}, timeout=_FORK_S)
 
     def after_fork(self, *, child: bool) -> None:
         """Whoever limited BLAS is not there in a child, and will not end it."""
         if child:
-            self._users = 0
+            self._users = []
             self._restore()
+        else:
+            self._changed.mine.release()
 
 
 class _Queue(Iterator[T]):
