@@ -25,9 +25,9 @@ from mucudnn.passes.microbatch import (
     workspace_division,
     workspace_division_exact,
 )
-from tests.examples import examples
 from mucudnn.passes.residency import Step
 from mucudnn.passes.step_plan import Preparer
+from tests.examples import examples
 from tests.tables import divisions, perf, perf_tables, problem
 from tests.test_planned import budgets, model_profile
 
