@@ -24,6 +24,7 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
 
 __all__ = [
     "candidates",
+    "check_divisible",
     "fastest_division",
     "least_workspace",
     "no_plan",
@@ -31,6 +32,30 @@ __all__ = [
     "pareto_plans",
     "plan_cost_ms",
 ]
+
+
+_MOST_SAMPLES = 1 << 17
+_MOST_WORK = 1 << 24
+"""Samples times sizes: a division is found in seconds, or not looked for."""
+
+
+def check_divisible(batch: int, sizes: int) -> None:
+    """Refuse early what would be planned for minutes or hours.
+
+    Args:
+        batch: Samples, counted in the largest unit that all sizes are multiples of.
+        sizes: How many sizes there are.
+
+    Raises:
+        PlanningError: They are too many.
+    """
+    most = min(_MOST_SAMPLES, _MOST_WORK // max(1, sizes))
+    if sizes > 1 and batch > most:
+        raise PlanningError(
+            f"a mini-batch of {batch} samples is too large to be divided into "
+            f"micro-batches of {sizes} sizes: up to {most} are; the batch policy "
+            "`undivided` takes any, `powers_of_two` more than `all`"
+        )
 
 
 def plan_cost_ms(plan: ConvPlan, launch_overhead_ms: float) -> float:
@@ -112,13 +137,21 @@ def pareto_divisions(
 
 
 def least_workspace(table: PerfTable) -> int | None:
-    """Bytes the smallest division needs, or None if no sizes add up to the batch."""
+    """Bytes the smallest division needs, or None if no sizes add up to the batch.
+
+    Raises:
+        PlanningError: There are too many samples to be divided.
+    """
     smallest: dict[int, int] = {}
     for perf in candidates(table):
         known = smallest.get(perf.batch, perf.workspace)
         smallest[perf.batch] = min(known, perf.workspace)
+    unit = gcd(table.problem.batch, *smallest)
+    whole = table.problem.batch // unit
+    smallest = {batch // unit: nbytes for batch, nbytes in smallest.items()}
+    check_divisible(whole, len(smallest))
     needs: list[int | None] = [0]
-    for n in range(1, table.problem.batch + 1):
+    for n in range(1, whole + 1):
         options = [
             max(nbytes, rest)
             for batch, nbytes in smallest.items()
@@ -166,9 +199,11 @@ class _Sweep:
     def __init__(
         self, batch: int, rows: Sequence[AlgoPerf], launch_overhead_ms: float
     ) -> None:
-        # Sizes that are all multiples of one are counted in multiples of it.
+        # In the largest unit that all sizes share: a whole batch alone is one step.
         unit = gcd(batch, *(p.batch for p in rows))
-        self._batch = batch = batch // unit
+        batch //= unit
+        check_divisible(batch, len({p.batch for p in rows}))
+        self._batch = batch
         launch, *costs = _integers([launch_overhead_ms, *(p.cost_ms for p in rows)])
         self._part_bits = batch.bit_length()
         ordered = sorted(

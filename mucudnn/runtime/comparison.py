@@ -153,7 +153,17 @@ class _Run:
         """Measure one layer, then plan and check it under each limit."""
         seconds = self._share(share, left)
         ends = None if seconds is None else time.monotonic() + seconds
-        table = self._table(layer.problem, seconds)
+        try:
+            table = self._table(layer.problem, seconds)
+        except PlanningError as e:  # too large to be divided
+            return LayerResult(
+                name=layer.name,
+                count=layer.count,
+                problem=layer.problem,
+                table=PerfTable(layer.problem, ()),
+                front=(),
+                outcomes=tuple(Outcome(limit, None, str(e)) for limit in limits),
+            )
         outcomes = []
         for i, limit in enumerate(limits):
             seconds = None if ends is None else ends - time.monotonic()

@@ -25,6 +25,7 @@ from mucudnn.passes.microbatch import (
     divided_by,
     pareto_plans,
 )
+from mucudnn.passes.pareto import check_divisible
 from mucudnn.runtime.bench_kernels import limited, operands
 from mucudnn.runtime.environment import (
     USERS,
@@ -196,6 +197,9 @@ class Tuner:
             problem: What to measure.
             time_limit_s: Seconds; the tuner's own if not given.
             memory_limit: Bytes; the tuner's own holds as well.
+
+        Raises:
+            PlanningError: There are too many samples to be divided.
         """
         if (table := self._tables.get(problem)) is not None:
             return table
@@ -208,6 +212,10 @@ class Tuner:
         self, problem: ConvProblem, time_limit_s: float | None, memory_limit: float
     ) -> PerfTable:
         limit = self.time_limit_s if time_limit_s is None else time_limit_s
+        if self.batch_policy != "undivided":
+            every = self.batch_policy == "all"
+            sizes = problem.batch if every else problem.batch.bit_length()
+            check_divisible(problem.batch, sizes)
         sweep = Sweep(
             backends=self.benchmark_backends,
             cache=self.cache,
