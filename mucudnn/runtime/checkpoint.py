@@ -1,32 +1,45 @@
 """Training that can be killed at any moment and goes on from its last checkpoint.
 
 A checkpoint is two files, `step-N.npz` with the arrays and `step-N.json` with the rest
-and the first one's size and checksum. Each is written under another name, flushed to
-the disk and renamed, the JSON last: what has a JSON file is complete. The one before
-is kept until the next is complete, so a crash or a full disk costs at most the steps
-since then.
+and the first one's size and checksum. Each appears whole, the JSON last: what has a
+JSON file is complete. The one before is kept until the next is complete, so a crash or
+a full disk costs at most the steps since then.
+
+What another version wrote, by its schema number, is not understood, and so it is never
+replaced or deleted.
 """
 
 import contextlib
-import io
 import json
 import os
+import reprlib
 import warnings
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from mucudnn.errors import CheckpointError
+from mucudnn.files import flush_folder, read_whole, write_whole
+from mucudnn.runtime.npz import pack_arrays, unpack_arrays
 
 __all__ = ["Checkpoint", "Checkpoints"]
 
 _SCHEMA = 1
 _UNFINISHED = ".partial"
+_JSON = {
+    "schema": int,
+    "step": int,
+    "data": dict,
+    "words": dict,
+    "progress": dict,
+}
+_DATA = {"nbytes": int, "crc32": int}
+
+
+class _OtherVersionError(ValueError):
+    """A checkpoint has a schema that this version does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +83,7 @@ class Checkpoints:
         if self.folder.is_dir():
             for path in self.folder.glob("step-*.json"):
                 number = path.stem.removeprefix("step-")
-                if number.isdecimal():
+                if number.isdecimal() and path == self._paths(int(number))[1]:
                     found.append(int(number))
         return tuple(sorted(found, reverse=True))
 
@@ -78,12 +91,19 @@ class Checkpoints:
         """Write a checkpoint; then forget those that are too old.
 
         Raises:
-            CheckpointError: It cannot be written; those before it are unharmed.
+            CheckpointError: It cannot be written, or another version's is in its
+                place; those before it are unharmed.
         """
         data, text = self._paths(checkpoint.step)
+        if self._of_other_version(checkpoint.step):
+            raise CheckpointError(
+                f"cannot write the checkpoint of step {checkpoint.step} to "
+                f"{self.folder}: there is one of another version of mucudnn, which "
+                "stays; name another folder"
+            )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            nbytes, crc = _write(data, lambda file: _pack(file, checkpoint.arrays))
+            nbytes, crc = _write(data, lambda f: pack_arrays(f, checkpoint.arrays))
             body = {
                 "schema": _SCHEMA,
                 "step": checkpoint.step,
@@ -92,8 +112,8 @@ class Checkpoints:
                 "progress": dict(checkpoint.progress),
             }
             sealed = json.dumps({"crc32": _seal(body), **body}, indent=1)
-            _write(text, lambda file: file.write(sealed.encode()))
-            _flush_folder(self.folder)
+            write_whole(text, sealed.encode())
+            flush_folder(self.folder)
         except OSError as e:
             raise CheckpointError(
                 f"cannot write the checkpoint of step {checkpoint.step} to "
@@ -104,20 +124,27 @@ class Checkpoints:
     def load(self, words: Mapping[str, Any] | None = None) -> Checkpoint | None:
         """The newest valid checkpoint, or None where there is none yet.
 
-        One that is damaged is passed over with a warning.
+        One that is damaged is passed over with a warning. One of another version is
+        not: to go on from before it would be to lose it.
 
         Args:
             words: Of the training that wants to go on.
 
         Raises:
             CheckpointError: Every checkpoint is damaged, or they belong to another
-                training; the message says what differs.
+                training or version; the message says what differs.
         """
         complaints = []
         for step in self.steps():
             try:
                 checkpoint = self._read(step)
-            except (OSError, ValueError, KeyError, TypeError) as e:
+            except _OtherVersionError as e:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} in {self.folder} is of another "
+                    f"version of mucudnn: {e}; go on with that version, or name "
+                    "another folder"
+                ) from e
+            except (OSError, ValueError) as e:
                 complaints.append(f"step {step}: {e}")
                 continue
             if words is not None:
@@ -137,26 +164,38 @@ class Checkpoints:
 
     def _read(self, step: int) -> Checkpoint:
         data, text = self._paths(step)
-        body = json.loads(text.read_bytes())
-        if not isinstance(body, dict) or body.pop("crc32", None) != _seal(body):
+        body = _object(text)
+        _check_schema(text, body)
+        if body.pop("crc32", None) != _seal(body):
             raise ValueError(f"{text.name} does not have the checksum it states")
-        if body["schema"] != _SCHEMA:
-            raise ValueError(f"{text.name} has schema {body['schema']}, not {_SCHEMA}")
-        raw = data.read_bytes()
+        _check_members(text.name, body, _JSON)
+        _check_members(f"data of {text.name}", body["data"], _DATA)
+        if body["step"] != step:
+            raise ValueError(f"{text.name} says it is of step {body['step']}")
         stated = body["data"]
+        raw = read_whole(data)
         if len(raw) != stated["nbytes"]:
             raise ValueError(
                 f"{data.name} has {len(raw)} bytes, not {stated['nbytes']}"
             )
         if zlib.crc32(raw) != stated["crc32"]:
             raise ValueError(f"{data.name} does not have the checksum it had")
-        with np.load(io.BytesIO(raw), allow_pickle=False) as arrays:
-            return Checkpoint(
-                step=body["step"],
-                arrays={name: arrays[name] for name in arrays.files},
-                words=body["words"],
-                progress=body["progress"],
-            )
+        try:
+            arrays = unpack_arrays(raw)
+        except ValueError as e:
+            raise ValueError(f"{data.name}: {e}") from e
+        return Checkpoint(step, arrays, body["words"], body["progress"])
+
+    def _of_other_version(self, step: int) -> bool:
+        """Whether there is one that this version must not touch."""
+        _, text = self._paths(step)
+        try:
+            _check_schema(text, _object(text))
+        except _OtherVersionError:
+            return True
+        except (OSError, ValueError):
+            pass
+        return False
 
     def _check_words(self, found: Checkpoint, words: Mapping[str, Any]) -> None:
         asked = json.loads(json.dumps(dict(words)))
@@ -172,22 +211,27 @@ class Checkpoints:
     def _forget_old(self, newest: int) -> None:
         """Drop what is older than those kept, and what a crash left unfinished.
 
-        What is newer was damaged, or training would not have gone on from before it.
+        What is of a later step was damaged, or training would not have gone on from
+        before it; or it is of another version.
         """
         steps = self.steps()
-        kept = [step for step in steps if step <= newest][: self._keep]
+        others = [step for step in steps if self._of_other_version(step)]
+        ours = [step for step in steps if step <= newest and step not in others]
+        kept = [*ours[: self._keep], *others]
         with contextlib.suppress(OSError):
             for step in steps:
                 if step not in kept:
                     data, text = self._paths(step)
                     text.unlink(missing_ok=True)  # first: data alone is no checkpoint
                     data.unlink(missing_ok=True)
-            for path in self._leftovers():
-                path.unlink(missing_ok=True)
+            if not others:  # whose data may have any name
+                for path in self._leftovers():
+                    path.unlink(missing_ok=True)
 
     def _leftovers(self) -> Iterator[Path]:
         complete = {self._paths(step)[0] for step in self.steps()}
-        yield from self.folder.glob(f"step-*{_UNFINISHED}")
+        for dot in ("", "."):
+            yield from self.folder.glob(f"{dot}step-*{_UNFINISHED}")
         for path in self.folder.glob("step-*.npz"):
             if path not in complete:
                 yield path
@@ -197,42 +241,61 @@ class Checkpoints:
         return self.folder / f"{stem}.npz", self.folder / f"{stem}.json"
 
 
-def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> tuple[int, int]:
-    """Fill a file and give it its name once it is on the disk: (size, checksum)."""
-    unfinished = path.with_name(path.name + _UNFINISHED)
+def _object(text: Path) -> dict[str, Any]:
+    """What a JSON file says."""
     try:
-        with unfinished.open("w+b") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-            size, crc = file.seek(0, os.SEEK_END), 0
-            file.seek(0)
-            while block := file.read(1 << 20):
-                crc = zlib.crc32(block, crc)
-        unfinished.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise
+        body = json.loads(read_whole(text))
+    except RecursionError as e:
+        raise ValueError(f"{text.name} is nested too deeply") from e
+    except ValueError as e:
+        raise ValueError(f"{text.name} is not JSON: {e}") from e
+    if not isinstance(body, dict):
+        raise ValueError(f"{text.name} holds no JSON object")  # noqa: TRY004 (a file)
+    return body
+
+
+def _check_schema(text: Path, body: Mapping[str, Any]) -> None:
+    """Raise an `_OtherVersionError` where a file states a schema that is not ours.
+
+    Whatever its checksum: another version may make it in another way.
+    """
+    schema = body.get("schema", _SCHEMA)
+    if type(schema) is int and schema == _SCHEMA:
+        return
+    newer = isinstance(schema, int | float) and schema > _SCHEMA
+    raise _OtherVersionError(
+        f"{text.name} has schema {reprlib.repr(schema)}, this version reads {_SCHEMA}"
+        + (", a newer one wrote it" if newer else "")
+    )
+
+
+def _check_members(
+    where: str, body: Mapping[str, Any], kinds: Mapping[str, type]
+) -> None:
+    for name, kind in kinds.items():
+        if name not in body:
+            raise ValueError(f"{where} lacks {name!r}")
+        if type(body[name]) is not kind:
+            raise ValueError(
+                f"{name!r} of {where} is {reprlib.repr(body[name])}, not of type "
+                f"{kind.__name__}"
+            )
+
+
+def _write(path: Path, fill: Callable[[BinaryIO], object]) -> tuple[int, int]:
+    """Fill a file; returns its size and checksum."""
+    size, crc = 0, 0
+
+    def filled(file: BinaryIO) -> None:
+        nonlocal size, crc
+        fill(file)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+
+    write_whole(path, filled)
     return size, crc
-
-
-def _pack(file: BinaryIO, arrays: Mapping[str, Any]) -> None:
-    """What `numpy.savez` writes, whatever the arrays are called."""
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, array, allow_pickle=False)
-
-
-def _flush_folder(folder: Path) -> None:
-    """The names, too, must survive a power cut; not every system has that."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _seal(body: Mapping[str, Any]) -> int:
