@@ -564,7 +564,25 @@ def newer_schema(file):
         db.execute("PRAGMA user_version = 99")
 
 
-@pytest.mark.parametrize("make", [foreign_tables, foreign_application, newer_schema])
+def older_schema(file):
+    newer_schema(file)
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute("PRAGMA user_version = 2")
+
+
+def test_what_a_newer_version_wrote_stays_where_it_is(file):
+    newer_schema(file)
+    before = file.read_bytes()
+    with pytest.warns(CacheWarning, match="newer version .* stays") as caught:
+        cache = BenchmarkCache(file)
+    with cache:
+        assert_works(cache, None)
+    assert len(caught) == 1
+    assert file.read_bytes() == before
+    assert aside(file, "*") == []
+
+
+@pytest.mark.parametrize("make", [foreign_tables, foreign_application, older_schema])
 def test_a_foreign_database_is_kept_whole(file, make):
     make(file)
     with pytest.warns(CacheWarning, match="anew") as caught, BenchmarkCache(file) as c:

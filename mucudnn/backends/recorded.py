@@ -15,10 +15,11 @@ from typing import Any
 from mucudnn.backends.base import Backend
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
+from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.measurement import Measurement, Recording, Verdict
 from mucudnn.ir.numerics import NATIVE, Traits
-from mucudnn.ir.recording import read_recording, recorded_fingerprints
+from mucudnn.ir.recording import MOST, read_recording, recorded_fingerprints
 
 __all__ = ["RecordedConv", "device_count", "load", "read_file", "recording_of"]
 
@@ -198,7 +199,7 @@ def _file(argument: str) -> Path:
 
 def _contents(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_whole(file, most=MOST)
     except OSError as e:
         raise BackendUnavailableError(
             f"recording {file} cannot be read: {e.strerror}"

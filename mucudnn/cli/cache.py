@@ -7,7 +7,7 @@ import click
 
 from mucudnn.cli.app import Commands
 from mucudnn.cli.options import cache_option, json_option, open_cache
-from mucudnn.cli.output import emit, output_file
+from mucudnn.cli.output import emit, recording_file
 from mucudnn.report.text import Table, write_tables
 
 __all__ = ["cache"]
@@ -55,7 +55,7 @@ def list_(cache_path: str | None, json_file: str | None) -> None:
 
 
 @cache.command("export")
-@click.argument("file", type=output_file)
+@click.argument("file", type=recording_file)
 @cache_option
 @json_option
 def export(file: str, cache_path: str | None, json_file: str | None) -> None:

@@ -297,11 +297,6 @@ def _write_trace(path: str, plan: "StepPlan") -> None:
 
 
 def _write_snapshot(path: str, placed: "PlacedStep") -> None:
-    from pathlib import Path
-
     from mucudnn.report.snapshot import snapshot_bytes
 
-    try:
-        Path(path).write_bytes(snapshot_bytes(placed))
-    except OSError as e:
-        raise BadInputError(f"cannot write {path}: {e.strerror}") from e
+    write_file(path, snapshot_bytes(placed))

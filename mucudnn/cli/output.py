@@ -9,50 +9,62 @@ from typing import Any
 import click
 
 from mucudnn.cli.app import BadInputError
+from mucudnn.files import check_writable, descriptor_of, write_whole
 
 __all__ = ["STDOUT", "emit", "output_file", "recording_file", "write_file"]
 
 STDOUT = "-"
+_STDOUT_DESCRIPTOR = 1
 
 
 def output_file(value: str) -> str:
-    """A path, once it has been opened for writing and closed again unharmed; or `-`."""
-    path = Path(value)
-    if value == STDOUT:
-        return value
-    if path.is_dir():
-        raise click.BadParameter(f"cannot write {value}: it is a directory")
-    if not path.parent.is_dir():
-        raise click.BadParameter(f"cannot write {value}: no directory {path.parent}")
-    existed = path.exists()
+    """A path that can be written, what is there unharmed; or `-`.
+
+    Other names of standard output, such as `/dev/stdout`, become `-`.
+    """
+    if value == STDOUT or descriptor_of(value) == _STDOUT_DESCRIPTOR:
+        return STDOUT
+    folder = Path(value).parent
+    if not folder.is_dir():
+        raise click.BadParameter(f"cannot write {value}: no directory {folder}")
     try:
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
+        check_writable(value)
     except OSError as e:
         raise click.BadParameter(f"cannot write {value}: {e.strerror}") from e
     return value
 
 
 def recording_file(value: str) -> str:
-    """A path that can be written; a recording is no text for standard output."""
-    if value == STDOUT:
+    """A path that can be written; a recording is no text for standard output.
+
+    Raises:
+        CacheError: A newer version's recording is there.
+    """
+    path = output_file(value)
+    if path == STDOUT:
         raise click.BadParameter("a recording needs a file, such as FILE.json.gz")
-    return output_file(value)
+    from mucudnn.runtime.export import spare_newer
+
+    spare_newer(Path(path))
+    return path
 
 
-def write_file(path: str, text: str) -> None:
-    """Write a file, or standard output.
+def write_file(path: str, contents: str | bytes) -> None:
+    """Write a file, whole or not at all, or standard output.
 
     Raises:
         BadInputError: It cannot be written.
     """
     if path == STDOUT:
-        click.echo(text, nl=False)
+        click.echo(contents, nl=False)
         return
+    data = (
+        contents.encode(errors="backslashreplace")
+        if isinstance(contents, str)
+        else contents
+    )
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(path, data)
     except OSError as e:
         raise BadInputError(f"cannot write {path}: {e.strerror}") from e
 

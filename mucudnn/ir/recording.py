@@ -23,17 +23,18 @@ here touches a file.
 
 import functools
 import gzip
+import io
 import json
+import reprlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.measurement import Measurement, Recording, Verdict
+from mucudnn.ir.rows import LayerAt, count_of, decode_row, decode_verdict
 from mucudnn.ir.serial import (
     decode,
     decode_layer,
-    decode_perf,
     list_of,
     load_json,
     members_of,
@@ -44,6 +45,7 @@ from mucudnn.ir.serial import (
 
 __all__ = [
     "KIND",
+    "MOST",
     "SCHEMA",
     "Measurement",
     "format_recording",
@@ -51,12 +53,14 @@ __all__ = [
     "read_recording",
     "recorded_environments",
     "recorded_fingerprints",
+    "recorded_schema",
 ]
 
 KIND = "mucudnn-recording"
 SCHEMA = 2
 _GZIP_MAGIC = b"\x1f\x8b"
-_EXTRA = {"measured_at": float, "version": str}
+MOST = 1 << 29
+"""Bytes a recording may have, packed or unpacked."""
 _DEVICE = ("fingerprint", "environment", "problems")
 
 
@@ -146,10 +150,10 @@ def read_recording(data: bytes) -> Recording:
             )
             layer_at = _sizes_of(f"{there}.problem", layer)
             for j, row in enumerate(list_of(f"{there}.rows", rows)):
-                found = _decode_row(f"{there}.rows[{j}]", name, layer_at, row)
+                found = decode_row(f"{there}.rows[{j}]", name, layer_at, row)
                 measurements.append(found)
             for j, row in enumerate(list_of(f"{there}.verdicts", judged)):
-                verdict = _decode_verdict(f"{there}.verdicts[{j}]", name, layer_at, row)
+                verdict = decode_verdict(f"{there}.verdicts[{j}]", name, layer_at, row)
                 verdicts.append(verdict)
     return Recording(
         environments={device.fingerprint: device.environment for device in devices},
@@ -181,6 +185,23 @@ def recorded_environments(data: bytes) -> dict[str, dict[str, str]]:
     return {device.fingerprint: device.environment for device in _devices(data)}
 
 
+def recorded_schema(data: bytes) -> float | None:
+    """The schema number of a recording, of whatever version; None if it is none."""
+    try:
+        document = load_json(_text(data))
+    except ValueError:
+        return None
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        return None
+    return _schema_of(document)
+
+
+def _schema_of(document: Mapping[str, Any]) -> float:
+    """What is no number no version wrote; 0."""
+    schema = document.get("schema")
+    return schema if isinstance(schema, int | float) else 0
+
+
 class _Device(NamedTuple):
     """One device, and where it is in the file; its problems are not checked yet."""
 
@@ -195,9 +216,11 @@ def _devices(data: bytes) -> list[_Device]:
     document = load_json(_text(data))
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise ValueError(f'no recording: it lacks "kind": "{KIND}"')
-    if document.get("schema") != SCHEMA:
+    schema = document.get("schema")
+    if type(schema) is not int or schema != SCHEMA:
+        newer = "; a newer one wrote it" if _schema_of(document) > SCHEMA else ""
         raise ValueError(
-            f"its schema is {document.get('schema')!r}, this version reads {SCHEMA}"
+            f"its schema is {reprlib.repr(schema)}, this version reads {SCHEMA}{newer}"
         )
     _, _, entries = members_of("recording", document, ("kind", "schema", "devices"))
     found = [
@@ -216,7 +239,7 @@ def _decode_device(where: str, data: object) -> _Device:
         where, data, _DEVICE, {"split_alignment": None}
     )
     if alignment is not None:
-        alignment = _count(f"{where}.split_alignment", alignment)
+        alignment = count_of(f"{where}.split_alignment", alignment)
     return _Device(
         where,
         decode(f"{where}.fingerprint", str, name),
@@ -234,62 +257,21 @@ def _decode_environment(where: str, data: object) -> dict[str, str]:
 
 
 def _text(data: bytes) -> str:
+    """Unpacked if need be; a file that was packed to burst is not."""
     if data.startswith(_GZIP_MAGIC):
         try:
-            data = gzip.decompress(data)
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+                data = file.read(MOST + 1)
         except (OSError, EOFError, zlib.error) as e:
             raise ValueError(f"damaged gzip data: {e}") from e
+    if len(data) > MOST:
+        raise ValueError(f"it has more than {MOST:,} bytes")
     return data.decode()
 
 
-def _sizes_of(where: str, data: object) -> Callable[[int], ConvProblem]:
+def _sizes_of(where: str, data: object) -> LayerAt:
     """A convolution by its batch size, each made once: files have many rows."""
     return functools.cache(decode_layer(where, data, 1).with_batch)
-
-
-def _decode_row(
-    where: str, fingerprint: str, layer_at: Callable[[int], ConvProblem], data: object
-) -> Measurement:
-    members = object_of(where, data)
-    extra = {name: members[name] for name in _EXTRA if name in members}
-    measured_at, version = (
-        decode(f"{where}.{name}", hint, value)
-        for (name, hint), value in zip(
-            _EXTRA.items(), members_of(where, extra, tuple(_EXTRA)), strict=True
-        )
-    )
-    rest = {name: value for name, value in members.items() if name not in _EXTRA}
-    perf = decode_perf(where, rest)
-    return Measurement(
-        fingerprint=fingerprint,
-        problem=layer_at(perf.batch),
-        perf=perf,
-        measured_at=measured_at,
-        version=version,
-    )
-
-
-def _decode_verdict(
-    where: str, fingerprint: str, layer_at: Callable[[int], ConvProblem], data: object
-) -> Verdict:
-    batch, plans, ratio = members_of(where, data, ("batch", "signature", "ratio"))
-    found = Verdict(
-        fingerprint=fingerprint,
-        problem=layer_at(_count(f"{where}.batch", batch)),
-        signature=decode(f"{where}.signature", str, plans),
-        ratio=decode(f"{where}.ratio", float, ratio),
-    )
-    if found.ratio < 0:
-        raise ValueError(f"{where}.ratio: {found.ratio} is below 0")
-    return found
-
-
-def _count(where: str, data: object) -> int:
-    """A whole number of 1 or more."""
-    number: int = decode(where, int, data)
-    if number < 1:
-        raise ValueError(f"{where}: {number} is below 1")
-    return number
 
 
 def _dumps(value: object) -> str:

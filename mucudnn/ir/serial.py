@@ -224,7 +224,7 @@ def decode(where: str, hint: Any, value: Any) -> Any:
             for i, v in enumerate(list_of(where, value))
         )
     if isinstance(hint, types.UnionType):
-        (kind,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+        (kind,) = (k for k in typing.get_args(hint) if k is not types.NoneType)
         return None if value is None else decode(where, kind, value)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         try:
@@ -255,14 +255,14 @@ def _decode_plain(where: str, hint: Any, value: Any) -> Any:
         except OverflowError:
             number = math.inf
         if not math.isfinite(number):
-            raise ValueError(f"{where}: {value!r} is not finite")
+            raise ValueError(f"{where}: {reprlib.repr(value)} is not finite")
         return number
     if type(value) is not hint:
         raise ValueError(
             f"{where}: {reprlib.repr(value)} is not of type {hint.__name__}"
         )
     if hint is int and abs(value) > _LARGEST:
-        raise ValueError(f"{where}: {value} does not fit in 64 bits")
+        raise ValueError(f"{where}: {reprlib.repr(value)} does not fit in 64 bits")
     if hint is str:
         try:
             value.encode()

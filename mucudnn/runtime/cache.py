@@ -9,24 +9,35 @@ import functools
 import math
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import platformdirs
 
 from mucudnn.errors import CacheError
+from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.measurement import Measurement, Verdict
-from mucudnn.ir.recording import read_recording
-from mucudnn.ir.serial import perf_to_dict, problem_from_key, problem_key
+from mucudnn.ir.recording import MOST, read_recording
+from mucudnn.ir.rows import (
+    LATEST,
+    LayerAt,
+    check_times,
+    decode_row,
+    decode_verdict,
+)
+from mucudnn.ir.serial import decode, perf_to_dict, problem_from_key, problem_key
 from mucudnn.runtime.export import write_recording
-from mucudnn.runtime.storage import CacheWarning, RecordFile, transaction
+from mucudnn.runtime.storage import CacheWarning, RecordFile, transaction, warn
 from mucudnn.version import installed_version
 
 __all__ = ["BenchmarkCache", "CacheWarning", "DeviceSummary", "default_path"]
+
+T = TypeVar("T")
+_LayerOf = Callable[[object], LayerAt]
 
 _SCHEMA_VERSION = 3
 _SCHEMA = {
@@ -71,8 +82,17 @@ _SCHEMA = {
 }
 _RATIO = "time_ms"  # what files call the column that holds `Verdict.ratio`
 _PERF = tuple(field.name for field in fields(AlgoPerf))
-_PERF_COLUMNS = ", ".join(f"perf.{name}" for name in _PERF)
 _COLUMNS = (*_PERF, "measured_at", "version")
+_ROWS = f"""SELECT fingerprint, problem, {", ".join(f"perf.{c}" for c in _COLUMNS)}
+FROM layer JOIN perf ON perf.layer = layer.id WHERE {{condition}}
+ORDER BY fingerprint, problem, batch, algo, math_mode"""
+_VERDICTS = f"""SELECT fingerprint, problem, batch, signature, {_RATIO}
+FROM layer JOIN verdict ON verdict.layer = layer.id WHERE {{condition}}
+ORDER BY fingerprint, problem, batch, signature"""
+_OF_ALL = "(?1 IS NULL OR fingerprint = ?1) AND (?2 IS NULL OR problem = ?2)"
+_OF_LAYER = "fingerprint = ? AND problem = ?"
+_OF_BATCH = f"{_OF_LAYER} AND batch = ?"
+_OF_VERDICT = f"{_OF_BATCH} AND signature = ?"
 _LAYER = "(SELECT id FROM layer WHERE fingerprint = ? AND problem = ?)"
 _PUT_LAYER = "INSERT OR IGNORE INTO layer (fingerprint, problem) VALUES (?, ?)"
 _PUT_PERF = (
@@ -81,7 +101,10 @@ _PUT_PERF = (
     "ON CONFLICT DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)
 )
-_MERGE_PERF = f"{_PUT_PERF} WHERE excluded.measured_at > perf.measured_at"
+_MERGE_PERF = (
+    f"{_PUT_PERF} WHERE excluded.measured_at > perf.measured_at "
+    f"OR NOT perf.measured_at BETWEEN 0 AND {LATEST}"
+)
 _MERGE_VERDICT = f"INSERT OR IGNORE INTO verdict VALUES ({_LAYER}, ?, ?, ?, ?)"
 
 
@@ -107,7 +130,8 @@ class BenchmarkCache:
     Args:
         path: The file to remember in, made where it is missing; None is memory only.
 
-    A file that cannot be used never raises: see `mucudnn.runtime.storage`.
+    A file that cannot be used never raises: see `mucudnn.runtime.storage`. Damaged rows
+    are passed over, with a warning that counts them.
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
@@ -115,6 +139,7 @@ class BenchmarkCache:
             None if path is None else Path(path), _SCHEMA_VERSION, _SCHEMA
         )
         self._version = installed_version()
+        self._warned = False
 
     @property
     def path(self) -> Path | None:
@@ -130,11 +155,11 @@ class BenchmarkCache:
     def get(self, fingerprint: str, problem: ConvProblem) -> tuple[AlgoPerf, ...]:
         """What was measured at the problem's own batch size, failures included."""
         arguments = (fingerprint, problem_key(problem), problem.batch)
-        return self._perfs("AND perf.batch = ?", arguments)
+        return self._perfs(_OF_BATCH, arguments)
 
     def get_all(self, fingerprint: str, problem: ConvProblem) -> tuple[AlgoPerf, ...]:
         """What was measured at any batch size, ascending in it."""
-        return self._perfs("", (fingerprint, problem_key(problem)))
+        return self._perfs(_OF_LAYER, (fingerprint, problem_key(problem)))
 
     def put(
         self, fingerprint: str, problem: ConvProblem, perfs: Iterable[AlgoPerf]
@@ -142,8 +167,11 @@ class BenchmarkCache:
         """Remember measurements at their own batch sizes, replacing older ones.
 
         Raises:
-            ValueError: A number in them is negative or not finite.
+            ValueError: A number in them is negative, not finite or out of all bounds.
         """
+        perfs = tuple(perfs)
+        for perf in perfs:
+            check_times(perf.algo, perf)
         key = problem_key(problem)
         stamp = (time.time(), self._version)
         rows = [(fingerprint, key, *_values(perf), *stamp) for perf in perfs]
@@ -158,14 +186,9 @@ class BenchmarkCache:
         self, fingerprint: str, problem: ConvProblem, signature: str
     ) -> float | None:
         """See `Verdict.ratio`; None if the plans of that signature never ran whole."""
-        row = self._file.do(
-            lambda db: db.execute(
-                f"SELECT {_RATIO} FROM verdict "
-                f"WHERE layer = {_LAYER} AND batch = ? AND signature = ?",
-                (fingerprint, problem_key(problem), problem.batch, signature),
-            ).fetchone()
-        )
-        return None if row is None else float(row[0])
+        key = (fingerprint, problem_key(problem), problem.batch, signature)
+        found = self._verdicts(_OF_VERDICT, key)
+        return found[0].ratio if found else None
 
     def put_verdict(
         self, fingerprint: str, problem: ConvProblem, signature: str, ratio: float
@@ -200,7 +223,7 @@ class BenchmarkCache:
                 (fingerprint, problem_key(problem), problem.batch, algo),
             ).fetchone()
         )
-        return None if row is None else str(row[0])
+        return row[0] if row is not None and isinstance(row[0], str) else None
 
     def put_plan_text(
         self, fingerprint: str, problem: ConvProblem, algo: str, text: str
@@ -224,13 +247,19 @@ class BenchmarkCache:
 
     def summary(self) -> tuple[DeviceSummary, ...]:
         """One line a device, in alphabetical order."""
-        query = (
-            "SELECT fingerprint, count(DISTINCT problem), count(*), min(measured_at), "
-            "max(measured_at) FROM layer JOIN perf ON perf.layer = layer.id "
-            "GROUP BY fingerprint ORDER BY fingerprint"
+        devices: dict[str, list[Measurement]] = {}
+        for m in self.rows():
+            devices.setdefault(m.fingerprint, []).append(m)
+        return tuple(
+            DeviceSummary(
+                fingerprint=fingerprint,
+                problems=len({m.problem.with_batch(1) for m in rows}),
+                rows=len(rows),
+                oldest=min(m.measured_at for m in rows),
+                newest=max(m.measured_at for m in rows),
+            )
+            for fingerprint, rows in sorted(devices.items())
         )
-        rows = self._file.do(lambda db: db.execute(query).fetchall())
-        return tuple(DeviceSummary(*row) for row in rows)
 
     def rows(
         self, fingerprint: str | None = None, problem: ConvProblem | None = None
@@ -242,47 +271,11 @@ class BenchmarkCache:
             problem: A convolution, at any batch size; all of them without it.
         """
         key = None if problem is None else problem_key(problem)
-        query = (
-            f"SELECT fingerprint, problem, measured_at, version, {_PERF_COLUMNS} "
-            "FROM layer JOIN perf ON perf.layer = layer.id "
-            "WHERE (?1 IS NULL OR fingerprint = ?1) AND (?2 IS NULL OR problem = ?2) "
-            "ORDER BY fingerprint, problem, batch, algo, math_mode"
-        )
-        chosen = (fingerprint, key)
-        rows = self._file.do(lambda db: db.execute(query, chosen).fetchall())
-        problem_of = functools.cache(problem_from_key)
-        measurements = []
-        for device, layer, measured_at, maker, *values in rows:
-            perf = _perf(values)
-            measurements.append(
-                Measurement(
-                    fingerprint=device,
-                    problem=problem_of(layer, perf.batch),
-                    perf=perf,
-                    measured_at=measured_at,
-                    version=maker,
-                )
-            )
-        return tuple(measurements)
+        return self._measurements(_OF_ALL, (fingerprint, key))
 
     def verdicts(self, fingerprint: str | None = None) -> tuple[Verdict, ...]:
         """What became of plans that were run whole, on one device or on all."""
-        query = (
-            f"SELECT fingerprint, problem, batch, signature, {_RATIO} "
-            "FROM layer JOIN verdict ON verdict.layer = layer.id "
-            "WHERE ?1 IS NULL OR fingerprint = ?1 "
-            "ORDER BY fingerprint, problem, batch, signature"
-        )
-        rows = self._file.do(lambda db: db.execute(query, (fingerprint,)).fetchall())
-        return tuple(
-            Verdict(
-                fingerprint=device,
-                problem=problem_from_key(layer, batch),
-                signature=plans,
-                ratio=ratio,
-            )
-            for device, layer, batch, plans, ratio in rows
-        )
+        return self._verdicts(_OF_ALL, (fingerprint, None))
 
     def clear(self, fingerprint: str | None = None) -> int:
         """Forget one device or everything; returns how many measurements went."""
@@ -314,6 +307,8 @@ class BenchmarkCache:
         Raises:
             CacheError: The file cannot be written.
         """
+        if self.path is not None and Path(file).resolve() == self.path:
+            raise CacheError(f"{file} is the cache itself; name another file")
         rows = self.rows()
         write_recording(file, rows, verdicts=self.verdicts())
         return len(rows)
@@ -328,8 +323,10 @@ class BenchmarkCache:
             CacheError: The file cannot be read, or is not a recording; says where.
         """
         try:
-            recording = read_recording(Path(file).read_bytes())
-        except (OSError, ValueError) as e:
+            recording = read_recording(read_whole(file, most=MOST, streams=True))
+        except OSError as e:
+            raise CacheError(f"cannot import {file}: {e.strerror or e}") from e
+        except ValueError as e:
             raise CacheError(f"cannot import {file}: {e}") from e
         rows = [
             (
@@ -378,12 +375,79 @@ class BenchmarkCache:
         self.close()
 
     def _perfs(self, condition: str, arguments: Sequence[Any]) -> tuple[AlgoPerf, ...]:
-        query = (
-            f"SELECT {_PERF_COLUMNS} FROM perf WHERE layer = {_LAYER} {condition} "
-            "ORDER BY batch, algo, math_mode"
-        )
-        rows = self._file.do(lambda db: db.execute(query, arguments).fetchall())
-        return tuple(_perf(row) for row in rows)
+        rows = self._measurements(condition, arguments)
+        return tuple(m.perf for m in rows)
+
+    def _measurements(
+        self, condition: str, arguments: Sequence[Any]
+    ) -> tuple[Measurement, ...]:
+        return self._sound(self._read(_ROWS, condition, arguments, _measurement))
+
+    def _verdicts(
+        self, condition: str, arguments: Sequence[Any]
+    ) -> tuple[Verdict, ...]:
+        return self._sound(self._read(_VERDICTS, condition, arguments, _verdict))
+
+    def _read(
+        self,
+        query: str,
+        condition: str,
+        arguments: Sequence[Any],
+        decoded: Callable[[_LayerOf, Sequence[Any]], T],
+    ) -> list[T | ValueError]:
+        """Rows, or what is wrong with them."""
+        text = query.format(condition=condition)
+        rows = self._file.do(lambda db: db.execute(text, arguments).fetchall())
+        layer_of = functools.cache(_layer_at)
+        found: list[T | ValueError] = []
+        for row in rows:
+            try:
+                found.append(decoded(layer_of, row))
+            except ValueError as e:
+                found.append(e)
+        return found
+
+    def _sound(self, found: Sequence[T | ValueError]) -> tuple[T, ...]:
+        """The rows that are as they should be; of others there is one warning."""
+        wrong = [row for row in found if isinstance(row, ValueError)]
+        if wrong and not self._warned:
+            self._warned = True
+            of_all = [
+                *self._read(_ROWS, _OF_ALL, (None, None), _measurement),
+                *self._read(_VERDICTS, _OF_ALL, (None, None), _verdict),
+            ]
+            count = sum(isinstance(row, ValueError) for row in of_all)
+            warn(
+                f"{count} of the {len(of_all)} rows in {self.path or 'memory'} are "
+                f"damaged and passed over; the first: {wrong[0]}",
+                stacklevel=5,
+            )
+        return tuple(row for row in found if not isinstance(row, ValueError))
+
+
+def _layer_at(key: object) -> LayerAt:
+    """A convolution by its batch size, each made once: files have many rows."""
+    text: str = decode("problem", str, key)
+    return functools.cache(problem_from_key(text, 1).with_batch)
+
+
+def _measurement(layer_of: _LayerOf, row: Sequence[Any]) -> Measurement:
+    """A row as recordings have it, and so under the same rules."""
+    fingerprint, key, *values = row
+    data = dict(zip(_COLUMNS, values, strict=True))
+    if data["deterministic"] in (0, 1):
+        data["deterministic"] = bool(data["deterministic"])
+    if isinstance(data["notes"], str):
+        data["notes"] = data["notes"].split()
+    where = f"{fingerprint!r}, {data['algo']!r} at {data['batch']!r}"
+    return decode_row(where, fingerprint, layer_of(key), data)
+
+
+def _verdict(layer_of: _LayerOf, row: Sequence[Any]) -> Verdict:
+    fingerprint, key, *values = row
+    data = dict(zip(("batch", "signature", "ratio"), values, strict=True))
+    where = f"{fingerprint!r}, {data['signature']!r}"
+    return decode_verdict(where, fingerprint, layer_of(key), data)
 
 
 def _write(
@@ -398,12 +462,3 @@ def _values(perf: AlgoPerf) -> tuple[Any, ...]:
     values = perf_to_dict(perf)
     values["notes"] = " ".join(perf.notes)
     return tuple(values.values())
-
-
-def _perf(row: Sequence[Any]) -> AlgoPerf:
-    values = dict(zip(_PERF, row, strict=True))
-    if values["error"] is not None:
-        values["time_ms"] = math.inf
-    values["deterministic"] = bool(values["deterministic"])
-    values["notes"] = tuple(values["notes"].split())
-    return AlgoPerf(**values)

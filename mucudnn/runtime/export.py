@@ -4,16 +4,15 @@ What is in a recording is said by `mucudnn.ir.recording`; this module writes one
 or not at all.
 """
 
-import contextlib
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mucudnn.errors import CacheError
+from mucudnn.files import write_whole
 from mucudnn.ir.measurement import Measurement, Verdict
-from mucudnn.ir.recording import format_recording
+from mucudnn.ir.recording import MOST, SCHEMA, format_recording, recorded_schema
 
-__all__ = ["write_recording"]
+__all__ = ["spare_newer", "write_recording"]
 
 
 def write_recording(
@@ -29,14 +28,14 @@ def write_recording(
     The file appears complete or not at all.
 
     Args:
-        file: Where; what is there is replaced.
+        file: Where; what is there is replaced, unless a newer version recorded it.
         measurements: Of any number of devices.
         environments: By fingerprint, what else is known of a device.
         alignments: By fingerprint, bytes that micro-batches are aligned to.
         verdicts: On plans for what was measured.
 
     Raises:
-        CacheError: The file cannot be written.
+        CacheError: The file cannot be written, or a newer version's is there.
     """
     target = Path(file)
     zipped = target.suffix == ".gz"
@@ -48,18 +47,20 @@ def write_recording(
         compress=zipped,
     )
     try:
-        _write_whole(target, data)
+        spare_newer(target)
+        write_whole(target, data)
     except OSError as e:
-        raise CacheError(f"cannot write {target}: {e}") from e
+        raise CacheError(f"cannot write {target}: {e.strerror or e}") from e
 
 
-def _write_whole(target: Path, data: bytes) -> None:
-    """Write beside the target, then rename over it."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(data)
-        partial.replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+def spare_newer(target: Path) -> None:
+    """Raise `CacheError` where a newer version's recording would be lost."""
+    if not target.is_file():
+        return
+    with target.open("rb") as file:
+        schema = recorded_schema(file.read(MOST + 1))
+    if schema is not None and schema > SCHEMA:
+        raise CacheError(
+            f"{target} is a recording of a newer version of mucudnn (schema {schema}, "
+            f"this one writes {SCHEMA}) and stays as it is; name another file"
+        )

@@ -33,8 +33,9 @@ class Outcome:
 
     @property
     def speedup(self) -> float | None:
-        """Undivided over planned time; None where one of them does not exist."""
-        return None if self.choice is None else self.choice.speedup
+        """Undivided over planned time; None where one of them is missing, or is 0."""
+        found = None if self.choice is None else self.choice.speedup
+        return found if found is not None and 0 < found < math.inf else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; what does not exist is null."""
@@ -224,10 +225,10 @@ class Comparison:
 
     def _compared(self, index: int) -> Iterator[tuple[float, float, float]]:
         for layer in self.layers:
-            choice = layer.outcomes[index].choice
+            outcome = layer.outcomes[index]
+            choice, speedup = outcome.choice, outcome.speedup
             if choice is None or choice.undivided_ms is None:
                 continue
-            speedup = choice.speedup
             if speedup is not None:
                 undivided = choice.undivided_ms * layer.count
                 yield speedup, undivided, choice.planned_ms * layer.count

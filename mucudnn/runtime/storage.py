@@ -1,8 +1,10 @@
 """The SQLite file that measurements are recorded in, and what can go wrong with it.
 
 Remembering must never stop work. A file that is damaged or belongs to someone else is
-set aside under another name, never deleted, and a fresh one is begun. A file that
-cannot be written is replaced by memory, which takes over whatever can still be read.
+set aside under another name, never deleted, and a fresh one is begun. What a newer
+version of mucudnn wrote stays where that version looks for it, and memory is used. A
+file that cannot be written is replaced by memory, too, which takes over whatever can
+still be read.
 Either way there is one warning, and the caller sees an ordinary result.
 
 SQLite finds a write-ahead log by its name, so a renamed database that is still open
@@ -22,12 +24,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mucudnn.files import check_file
 from mucudnn.forks import Own, attend
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["CacheWarning", "RecordFile", "transaction"]
+__all__ = ["CacheWarning", "RecordFile", "transaction", "warn"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ T = TypeVar("T")
 
 _APPLICATION_ID = int.from_bytes(b"muCD", "big")
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_READING = (sqlite3.DatabaseError, UnicodeDecodeError)
 _PRIMARY = 0xFF  # the other bits of an SQLite error code say where it happened
 _IDENTITY = """SELECT application_id, user_version,
   (SELECT count(*) FROM sqlite_master)
@@ -56,6 +60,10 @@ class _UnusableError(Exception):
 
 class _ForeignError(_UnusableError):
     """The database is another application's, or of another schema version."""
+
+
+class _NewerError(Exception):
+    """The database is ours, of a later schema version."""
 
 
 class RecordFile:
@@ -94,9 +102,9 @@ class RecordFile:
         try:
             self._path = path.expanduser().resolve()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-        except (OSError, RuntimeError) as e:
+        except (OSError, RuntimeError, ValueError) as e:
             self._path = None
-            _warn(f"remembering in memory only, {path} cannot be used: {e}")
+            warn(f"remembering in memory only, {path} cannot be used: {e}")
         else:
             with self._lock.mine:
                 self._open(self._path)
@@ -114,6 +122,7 @@ class RecordFile:
         Raises:
             sqlite3.ProgrammingError: The file was closed.
         """
+        contradicted = False
         with self._lock.mine:
             self._notice_fork()
             if self._at_rest and self._path is not None:
@@ -122,9 +131,16 @@ class RecordFile:
             while True:
                 try:
                     return self._work(operation)
-                except (sqlite3.ProgrammingError, sqlite3.IntegrityError):
+                except sqlite3.ProgrammingError:
                     raise
-                except sqlite3.DatabaseError as e:
+                except sqlite3.IntegrityError as e:
+                    # rows were checked before: a table and its index contradict
+                    if self._path is None or contradicted:
+                        raise
+                    contradicted = True
+                    self._db.close()
+                    self._open(self._path, found=_UnusableError(str(e)))
+                except (sqlite3.DatabaseError, UnicodeDecodeError) as e:
                     if self._path is None:
                         raise
                     if _is_damage(e):
@@ -198,7 +214,7 @@ class RecordFile:
                         db = self._connect(file)
                     else:
                         db = None
-            except (sqlite3.DatabaseError, _UnusableError, OSError) as e:
+            except (*_READING, _UnusableError, _NewerError, OSError) as e:
                 problem = e
                 if not _is_damage(e):
                     break
@@ -211,6 +227,7 @@ class RecordFile:
         self._fall_back(file, problem)
 
     def _connect(self, file: Path) -> sqlite3.Connection:
+        _check_names(file)
         self._inode = _inode(file)
         db = sqlite3.connect(
             file,
@@ -249,6 +266,11 @@ class RecordFile:
         # One statement: between two, another process could create the tables.
         application, version, tables = db.execute(_IDENTITY).fetchone()
         if application == _APPLICATION_ID:
+            if version > self._version:
+                raise _NewerError(
+                    f"a newer version of mucudnn wrote it (schema {version}, this one "
+                    f"reads {self._version}); it stays as it is"
+                )
             if version != self._version:
                 raise _ForeignError(
                     f"its schema version is {version}, this one reads {self._version}"
@@ -259,11 +281,14 @@ class RecordFile:
         return True
 
     def _check_tables(self, db: sqlite3.Connection) -> None:
+        """Tables as they were made: what else a statement says would be obeyed, too."""
         with contextlib.closing(self._in_memory()) as model:
             for table in self._schema:
-                query = f"PRAGMA table_info({table})"
-                if db.execute(query).fetchall() != model.execute(query).fetchall():
+                if _made_by(db, table) != _made_by(model, table):
                     raise _UnusableError(f"table {table} is missing or altered")
+        query = "SELECT count(*) FROM sqlite_master WHERE type = 'trigger'"
+        if db.execute(query).fetchone() != (0,):
+            raise _UnusableError("there are triggers in it")
 
     def _set_aside(self, file: Path, problem: Exception) -> bool:
         """Rename the file and its companions; False if another process uses it."""
@@ -282,7 +307,7 @@ class RecordFile:
                 with contextlib.suppress(FileNotFoundError):
                     Path(f"{file}{sidecar}").rename(f"{aside}{sidecar}")
             file.rename(aside)
-        _warn(f"beginning {file} anew, what was there is now {aside}: {problem}")
+        warn(f"beginning {file} anew, what was there is now {aside}: {problem}")
         return True
 
     def _fall_back(self, file: Path, problem: Exception | None) -> None:
@@ -292,9 +317,14 @@ class RecordFile:
             self._copy_rows(file, memory)
         self._db.close()
         self._db, self._path = memory, None
-        _warn(f"remembering in memory only, {file} cannot be used: {problem}")
+        why = problem.strerror if isinstance(problem, OSError) else None
+        warn(f"remembering in memory only, {file} cannot be used: {why or problem}")
 
     def _copy_rows(self, file: Path, memory: sqlite3.Connection) -> None:
+        try:
+            _check_names(file)
+        except OSError:
+            return
         for access in ("mode=ro", "immutable=1"):
             uri = f"{file.as_uri()}?{access}"
             try:
@@ -310,7 +340,7 @@ class RecordFile:
                         memory.executemany(
                             f"INSERT INTO {table} VALUES ({marks})", rows
                         )
-            except (sqlite3.DatabaseError, _UnusableError) as e:
+            except (*_READING, _UnusableError, _NewerError) as e:
                 logger.debug("%s cannot be read with %s: %s", file, access, e)
             else:
                 return
@@ -332,8 +362,11 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
 def _is_damage(error: Exception | None) -> bool:
     """Whether the contents are at fault, rather than the disk or the permissions.
 
-    The `sqlite3` module reports text that is not UTF-8 without an error code.
+    The `sqlite3` module reports text that is not UTF-8 without an error code, or, in
+    the name of a column, by Python's own error.
     """
+    if isinstance(error, UnicodeDecodeError):
+        return True
     if not isinstance(error, sqlite3.DatabaseError):
         return isinstance(error, _UnusableError)
     code: int | None = getattr(error, "sqlite_errorcode", None)
@@ -387,6 +420,19 @@ def _lock_alone(descriptor: int) -> bool:
     return True
 
 
+def _check_names(file: Path) -> None:
+    """Raise an `OSError` unless what has the names of a database are files."""
+    for name in (file, *(Path(f"{file}{suffix}") for suffix in _SIDECARS)):
+        with contextlib.suppress(FileNotFoundError):
+            check_file(name)
+
+
+def _made_by(db: sqlite3.Connection, table: str) -> list[tuple[str]]:
+    """The statement that made a table."""
+    query = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?"
+    return db.execute(query, (table,)).fetchall()
+
+
 def _suffixes() -> Iterator[str]:
     yield ""
     number = 1
@@ -395,6 +441,7 @@ def _suffixes() -> Iterator[str]:
         number += 1
 
 
-def _warn(message: str) -> None:
+def warn(message: str, stacklevel: int = 4) -> None:
+    """Log it, and warn whoever is so many calls above."""
     logger.warning(message)
-    warnings.warn(message, CacheWarning, stacklevel=4)
+    warnings.warn(message, CacheWarning, stacklevel=stacklevel)

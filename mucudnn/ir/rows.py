@@ -1,0 +1,104 @@
+"""Measurements from foreign hands: what everything that reads them checks.
+
+Recordings and caches alike are files that others may have written, or damaged. A row
+of either gets through here or not at all, so that nothing behind it need ask whether a
+time is one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from mucudnn.ir.conv import AlgoPerf, ConvProblem
+from mucudnn.ir.measurement import Measurement, Verdict
+from mucudnn.ir.serial import decode, decode_perf, members_of, object_of
+
+__all__ = [
+    "LATEST",
+    "LayerAt",
+    "check_times",
+    "count_of",
+    "decode_row",
+    "decode_verdict",
+]
+
+LATEST = 253_402_300_799.0
+"""The last second that calendars have, in the year 9999; seconds since 1970."""
+
+LayerAt = Callable[[int], ConvProblem]
+"""A convolution by its batch size."""
+
+_EXTRA = {"measured_at": float, "version": str}
+_LONGEST_MS = 1e12  # 30 years: sums of such times stay finite
+_LARGEST_RATIO = 1e9
+
+
+def decode_row(
+    where: str, fingerprint: object, layer_at: LayerAt, data: object
+) -> Measurement:
+    """One row, or a `ValueError` that says what is wrong, and where.
+
+    Args:
+        where: Named by errors.
+        fingerprint: Of the device.
+        layer_at: The convolution.
+        data: The fields of an `AlgoPerf`, `measured_at` and `version`.
+    """
+    members = object_of(where, data)
+    extra = {name: members[name] for name in _EXTRA if name in members}
+    measured_at, version = (
+        decode(f"{where}.{name}", hint, value)
+        for (name, hint), value in zip(
+            _EXTRA.items(), members_of(where, extra, tuple(_EXTRA)), strict=True
+        )
+    )
+    if not 0 <= measured_at <= LATEST:
+        raise ValueError(
+            f"{where}.measured_at: {measured_at} is not from 0 to {LATEST:.0f}, "
+            "seconds from the year 1970 to 9999"
+        )
+    rest = {name: value for name, value in members.items() if name not in _EXTRA}
+    perf = decode_perf(where, rest)
+    check_times(where, perf)
+    return Measurement(
+        fingerprint=decode(f"{where}.fingerprint", str, fingerprint),
+        problem=layer_at(perf.batch),
+        perf=perf,
+        measured_at=measured_at,
+        version=version,
+    )
+
+
+def check_times(where: str, perf: AlgoPerf) -> None:
+    """Raise a `ValueError` where a time is longer than any; failures have none."""
+    times = {"noise_ms": perf.noise_ms}
+    if perf.error is None:
+        times["time_ms"] = perf.time_ms
+    for name, ms in times.items():
+        if ms > _LONGEST_MS:
+            raise ValueError(f"{where}.{name}: {ms} is above {_LONGEST_MS:g}")
+
+
+def decode_verdict(
+    where: str, fingerprint: object, layer_at: LayerAt, data: object
+) -> Verdict:
+    """What became of one plan; see `decode_row`."""
+    batch, plans, ratio = members_of(where, data, ("batch", "signature", "ratio"))
+    found = Verdict(
+        fingerprint=decode(f"{where}.fingerprint", str, fingerprint),
+        problem=layer_at(count_of(f"{where}.batch", batch)),
+        signature=decode(f"{where}.signature", str, plans),
+        ratio=decode(f"{where}.ratio", float, ratio),
+    )
+    if found.ratio < 0:
+        raise ValueError(f"{where}.ratio: {found.ratio} is below 0")
+    if found.ratio > _LARGEST_RATIO:
+        raise ValueError(f"{where}.ratio: {found.ratio} is above {_LARGEST_RATIO:g}")
+    return found
+
+
+def count_of(where: str, data: Any) -> int:
+    """A whole number of 1 or more."""
+    number: int = decode(where, int, data)
+    if number < 1:
+        raise ValueError(f"{where}: {number} is below 1")
+    return number
