@@ -15,7 +15,16 @@
   + OutOfMemoryError (MemoryError)
 
 Bad arguments (shapes, sizes, names) raise the builtin ValueError or TypeError.
+
+All of them survive `pickle` and `copy` with every attribute: an error of a worker
+process must reach the one that waits for it. An attribute that cannot travel, such as
+a driver's own exception, is replaced by words about it.
 """
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 __all__ = [
     "BackendError",
@@ -36,6 +45,56 @@ __all__ = [
 
 class MucudnnError(Exception):
     """Base class of every error raised by this library."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _parts(self, super().__reduce__(), _portable)
+
+    def __copy__(self) -> "MucudnnError":
+        return _rebuilt(*_parts(self, super().__reduce__(), lambda value: value)[1])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MucudnnError":
+        def copied(value: Any) -> Any:
+            try:
+                return copy.deepcopy(value, memo)
+            except Exception:  # what it is made of may refuse; then it is shared
+                return value
+
+        return _rebuilt(*_parts(self, super().__reduce__(), copied)[1])
+
+
+def _parts(
+    error: MucudnnError, reduced: Any, carried: Callable[[Any], Any]
+) -> tuple[Any, ...]:
+    """What an error is rebuilt from; its constructor wants something else."""
+    state = reduced[2] if len(reduced) > 2 else {}
+    return _rebuilt, (
+        type(error),
+        tuple(carried(value) for value in error.args),
+        {name: carried(value) for name, value in (state or {}).items()},
+    )
+
+
+def _rebuilt(
+    kind: type[MucudnnError], args: tuple[Any, ...], state: dict[str, Any]
+) -> MucudnnError:
+    error = BaseException.__new__(kind, *args)
+    super(MucudnnError, error).__init__(*args)  # the builtin's: it takes any
+    error.__setstate__(state)
+    return error
+
+
+def _portable(value: Any) -> Any:
+    """A value, or where it would not arrive, words about it."""
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:  # objects that do not pickle raise anything
+        name = type(value).__qualname__
+        try:
+            text = f"{name}: {value}"
+        except Exception:  # nor can it speak
+            text = name
+        return BackendError(text) if isinstance(value, BaseException) else text
+    return value
 
 
 class UnsupportedError(MucudnnError):
