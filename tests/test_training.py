@@ -5,7 +5,7 @@ import signal
 import numpy as np
 import pytest
 
-from mucudnn.errors import TrainingError
+from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam, Momentum, Sgd
 from mucudnn.passes.verify import verify
@@ -388,7 +388,7 @@ def test_a_checkpoint_of_other_tensors_changes_nothing(tmp_path):
     training(tmp_path)
     made = trainer(options={"norm": False})
     before = weights(made)
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(CheckpointError, match="another model"):
         fit(made, Epochs(8, 8), epochs=1, resume=Checkpoints(tmp_path).load())
     assert_same(before, weights(made))
 

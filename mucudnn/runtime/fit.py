@@ -15,12 +15,13 @@ from typing import Any, Protocol
 
 from mucudnn.arguments import an_integer, of_type
 from mucudnn.backends.base import Backend
-from mucudnn.errors import TrainingError
-from mucudnn.ir.serial import plan_from_dict, plan_to_dict
+from mucudnn.errors import CheckpointError, TrainingError
+from mucudnn.ir.serial import plan_to_dict
 from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
 from mucudnn.runtime.evaluation import check_batches, image_and_label
 from mucudnn.runtime.history import EpochReport, Position
 from mucudnn.runtime.prepare import Plans
+from mucudnn.runtime.resumption import read_resumption
 from mucudnn.runtime.training import StepResult, Trainer
 
 __all__ = ["Batches", "EpochReport", "Position", "Progress", "fit", "plans_of"]
@@ -78,7 +79,7 @@ def fit(
     Raises:
         ValueError: A number is out of range, or there is no batch.
         TrainingError: The loss is infinite or no number.
-        CheckpointError: A checkpoint cannot be written.
+        CheckpointError: A checkpoint cannot be written, or gone on from.
         KeyboardInterrupt: Ctrl-C, once a checkpoint is written.
     """
     of_type("trainer", trainer, Trainer, "a Trainer")
@@ -100,7 +101,7 @@ def fit(
         raise ValueError("there is no batch to train on")
     run = _Run(trainer, checkpoints, dict(words or {}), progress or _ignored)
     if resume is not None:
-        run.restore(resume)
+        run.restore(resume, len(batches))
     limit = math.inf if max_steps is None else max_steps
     with _deferred_interrupt() as interrupted:
         while run.at.epoch < epochs and run.at.steps < limit:
@@ -119,11 +120,24 @@ def plans_of(checkpoint: Checkpoint, backend: Backend) -> Plans:
     """The convolution plans that a checkpoint's training ran with.
 
     With the same plans it goes on to the same bits; on another device none are known.
+
+    Raises:
+        CheckpointError: It does not make sense, or the device has no such algorithms.
     """
-    if checkpoint.progress["device"] != backend.device.fingerprint:
+    found = read_resumption(checkpoint)
+    if found.device != backend.device.fingerprint:
         return {}
-    plans = map(plan_from_dict, checkpoint.progress["plans"])
-    return {plan.problem: plan for plan in plans}
+    for i, plan in enumerate(found.plans):
+        for step in plan.steps:
+            micro = plan.problem.with_batch(step.batch)
+            known = [name for name, _ in backend.conv.algorithms(micro)]
+            if step.algo not in known:
+                raise CheckpointError(
+                    f"the checkpoint of step {checkpoint.step} cannot be gone on from: "
+                    f"plans[{i}]: {backend.device.fingerprint} has no algorithm "
+                    f"{step.algo!r} for {micro}; it has {', '.join(known) or 'none'}"
+                )
+    return {plan.problem: plan for plan in found.plans}
 
 
 class _Run:
@@ -208,11 +222,21 @@ class _Run:
         )
         self._saved = self.at
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Stand where a checkpoint was written."""
-        self._trainer.state.load(checkpoint.arrays)
-        self.at = Position(**checkpoint.progress["position"])
-        self.reports = [EpochReport(**r) for r in checkpoint.progress["epochs"]]
+    def restore(self, checkpoint: Checkpoint, batches: int) -> None:
+        """Stand where a checkpoint was written, in epochs of so many batches."""
+        found = read_resumption(checkpoint)
+        refused = f"the checkpoint of step {checkpoint.step} cannot be gone on from: "
+        if found.position.batch > batches:
+            raise CheckpointError(
+                f"{refused}{found.position.batch} batches of an epoch are done, but it "
+                f"has {batches}"
+            )
+        try:
+            self._trainer.state.load(checkpoint.arrays)
+        except ValueError as e:
+            raise CheckpointError(f"{refused}{e}") from e
+        self.at = found.position
+        self.reports = [*found.epochs]
         self._trainer.steps = self.at.steps
         self._saved = self.at
 

@@ -1,0 +1,363 @@
+"""Checkpoints that are not damaged but make no sense: their checksums are right."""
+
+import copy
+import json
+import math
+import shutil
+import zlib
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from mucudnn.cli import main
+from mucudnn.errors import CheckpointError
+from mucudnn.runtime.checkpoint import Checkpoints, _seal
+from mucudnn.runtime.fit import fit, plans_of
+from mucudnn.runtime.npz import pack_arrays, unpack_arrays
+from mucudnn.runtime.resumption import read_resumption
+from tests.training_cases import Epochs, trainer
+
+STEP = 7
+NAME = f"step-{STEP:08}"
+
+
+@pytest.fixture(scope="module")
+def genuine(tmp_path_factory):
+    """In the second epoch, two of its five batches done."""
+    folder = tmp_path_factory.mktemp("genuine")
+    fit(
+        trainer(),
+        Epochs(40, 8),
+        Epochs(8, 8),
+        epochs=2,
+        max_steps=STEP,
+        checkpoints=Checkpoints(folder),
+    )
+    return folder
+
+
+@pytest.fixture
+def folder(genuine, tmp_path):
+    for path in genuine.glob(f"{NAME}.*"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def forge(folder, change):
+    path = folder / f"{NAME}.json"
+    body = json.loads(path.read_text())
+    del body["crc32"]
+    change(body)
+    path.write_text(json.dumps({"crc32": _seal(body), **body}))
+
+
+def forge_data(folder, raw):
+    (folder / f"{NAME}.npz").write_bytes(raw)
+
+    def change(body):
+        body["data"] |= {"nbytes": len(raw), "crc32": zlib.crc32(raw)}
+
+    forge(folder, change)
+
+
+def resume(folder):
+    """As the command does."""
+    found = Checkpoints(folder).load({})
+    made = trainer()
+    plans_of(found, made.backend)
+    return fit(made, Epochs(40, 8), epochs=2, max_steps=STEP, resume=found)
+
+
+def put(value, *places):
+    def change(body):
+        at = body
+        for place in places[:-1]:
+            at = at[place]
+        if value is DELETED:
+            del at[places[-1]]
+        else:
+            at[places[-1]] = value
+
+    return change
+
+
+DELETED = object()
+AT = ("progress", "position")
+PLAN = ("progress", "plans", 0)
+STEP_OF_PLAN = (*PLAN, "steps", 0)
+FORGED = [
+    (put(DELETED, "progress"), "lacks 'progress'"),
+    (put([], "progress"), r"'progress' of .* is \[\], not of type dict"),
+    (put(DELETED, "words"), "lacks 'words'"),
+    (put("none", "words"), "'words' of .* is 'none', not of type dict"),
+    (put(DELETED, "step"), "lacks 'step'"),
+    (put("7", "step"), "'step' of .* is '7'"),
+    (put(True, "step"), "'step' of .* is True"),
+    (put(8, "step"), "says it is of step 8"),
+    (put(DELETED, "data"), "lacks 'data'"),
+    (put([], "data"), "'data' of"),
+    (put(DELETED, "data", "nbytes"), "lacks 'nbytes'"),
+    (put("x", "data", "crc32"), "'crc32' of"),
+    (put(DELETED, *AT), "progress.position: missing"),
+    (put(None, *AT), "position: None is not an object"),
+    (put(DELETED, *AT, "ms"), "position.ms: missing"),
+    (put(1, *AT, "more"), "position.more: unknown"),
+    (put(9999, *AT, "batch"), "9999 batch are more than 7 steps"),
+    (put(7, *AT, "batch"), "7 batches of an epoch are done, but it has 5"),
+    (put(-1, *AT, "batch"), "position.batch: -1 is below 0"),
+    (put(-1, *AT, "epoch"), "position.epoch: -1 is below 0"),
+    (put(3, *AT, "epoch"), "reports of 1 epochs, not of the 3"),
+    (put(1.0, *AT, "epoch"), "position.epoch: 1.0 is not of type int"),
+    (put(10**30, *AT, "epoch"), "does not fit in 64 bits"),
+    (put(8, *AT, "steps"), "position.steps: 8 is not the checkpoint's step"),
+    (put(math.nan, *AT, "loss"), "position.loss: nan is not finite"),
+    (put(math.inf, *AT, "ms"), "position.ms: inf is not finite"),
+    (put("0.1", *AT, "learning_rate"), "position.learning_rate: '0.1'"),
+    (put(-1, *AT, "correct"), "position.correct: -1"),
+    (put(999, *AT, "correct"), "999 correct are more than 16 labels"),
+    (put(DELETED, "progress", "epochs"), "progress.epochs: missing"),
+    (put({}, "progress", "epochs"), "epochs: {} is not an array"),
+    (put([], "progress", "epochs"), "reports of 0 epochs, not of the 1"),
+    (put(-1, "progress", "epochs", 0, "epoch"), r"epochs\[0\].epoch: -1 is below 0"),
+    (put(5, "progress", "epochs", 0, "epoch"), "in order"),
+    (put("x", "progress", "epochs", 0, "loss"), r"epochs\[0\].loss: 'x'"),
+    (put("x", "progress", "epochs", 0, "test_loss"), r"epochs\[0\].test_loss: 'x'"),
+    (put(DELETED, "progress", "device"), "progress.device: missing"),
+    (put(5, "progress", "device"), "device: 5 is not of type str"),
+    (put(DELETED, "progress", "plans"), "progress.plans: missing"),
+    (put("rubbish", "progress", "plans"), "plans: 'rubbish' is not an array"),
+    (put("rubbish", *PLAN), r"plans\[0\]: plan: 'rubbish' is not an object"),
+    (put([], *PLAN, "steps"), r"plans\[0\]: .*covers 0 of 8"),
+    (put(9999, *STEP_OF_PLAN, "batch"), r"plans\[0\]: .*covers"),
+    (put("NONSENSE", *STEP_OF_PLAN, "algo"), r"plans\[0\]: .*no algorithm 'NONSENSE'"),
+    (put(1e300, *STEP_OF_PLAN, "time_ms"), r"plans\[0\]: steps\[0\].time_ms: 1e\+300"),
+    (put(-1, *STEP_OF_PLAN, "workspace"), r"plans\[0\]: .*workspace: -1"),
+    (dict.clear, "lacks 'schema'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), FORGED)
+def test_a_forged_checkpoint_says_what_is_wrong(folder, change, message):
+    forge(folder, change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        resume(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_genuine_one_goes_on(folder):
+    forge(folder, lambda body: None)
+    (report,) = resume(folder)
+    assert report.epoch == 0
+
+
+def test_losses_of_tests_may_be_no_numbers(folder):
+    forge(folder, put(math.nan, "progress", "epochs", 0, "test_loss"))
+    (report,) = resume(folder)
+    assert math.isnan(report.test_loss)
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 10)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=2)
+    ),
+    max_leaves=3,
+)
+
+
+def places(value, before=()):
+    yield before
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
+            yield from places(inner, (*before, key))
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.data())
+def test_whatever_is_written_there_is_no_traceback(genuine, folder, data):
+    path = folder / f"{NAME}.json"
+    body = json.loads((genuine / path.name).read_text())
+    del body["crc32"]  # which is always right
+    place = data.draw(st.sampled_from([p for p in places(body) if p]))
+    value = data.draw(st.just(DELETED) | values)
+    path.write_text(json.dumps({"crc32": 0, **body}))
+    forge(folder, put(copy.deepcopy(value) if value is not DELETED else value, *place))
+    try:
+        found = Checkpoints(folder).load()
+        read_resumption(found)
+    except CheckpointError:
+        return
+    at = found.progress["position"]
+    assert found.step == at["steps"] == STEP
+    assert 0 <= at["batch"] <= STEP
+
+
+def test_deep_json_is_damage(folder):
+    (folder / f"{NAME}.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        resume(folder)
+
+
+# Arrays
+
+
+def arrays_of(folder):
+    return unpack_arrays((folder / f"{NAME}.npz").read_bytes())
+
+
+def packed(arrays):
+    import io
+
+    file = io.BytesIO()
+    pack_arrays(file, arrays)
+    return file.getvalue()
+
+
+def test_arrays_come_back_as_they_were(folder):
+    arrays = {
+        "a/b.npy": np.arange(6.0).reshape(2, 3).T,
+        "scalar": np.array(5),
+        "none": np.zeros((0, 3), np.float16),
+        "big": np.arange(3, dtype=">i4"),
+    }
+    found = unpack_arrays(packed(arrays))
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
+        assert found[name].dtype == array.dtype
+        assert found[name].flags.writeable
+
+
+def test_a_missing_tensor(folder):
+    arrays = arrays_of(folder)
+    arrays.popitem()
+    forge_data(folder, packed(arrays))
+    with pytest.raises(CheckpointError, match="another model: 1 are missing"):
+        resume(folder)
+
+
+def test_a_tensor_of_another_shape(folder):
+    arrays = arrays_of(folder)
+    name = max(arrays, key=lambda name: arrays[name].size)
+    arrays[name] = arrays[name][:1]
+    forge_data(folder, packed(arrays))
+    with pytest.raises(CheckpointError, match="must be float32"):
+        resume(folder)
+
+
+def bomb(shape):
+    """A header that claims more than there is, as long as an honest one."""
+    raw = packed({"x": np.zeros(1000, np.uint8)})
+    honest, claimed = b"(1000,)", shape.encode()
+    at = raw.index(honest)
+    pad = len(claimed) - len(honest)
+    return raw[:at] + claimed + raw[at + len(honest) :].replace(b" " * pad, b"", 1)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "no archive"),
+        (b"PK\x05\x06" + bytes(18), "another model"),
+        (b"nothing", "no archive"),
+        (bomb("(1000000000000000,)"), "npz: it is no archive|has 1000 bytes"),
+    ],
+)
+def test_rubbish_for_arrays(folder, raw, message):
+    forge_data(folder, raw)
+    with pytest.raises(CheckpointError, match=message):
+        resume(folder)
+
+
+@pytest.mark.parametrize("shape", ["(10**9,)", "(1 << 40, 1 << 20)", "(-1,)", "(0.5,)"])
+def test_a_header_that_lies_is_not_believed(shape):
+    """Refused before memory for it is asked for."""
+    import io
+    import zipfile
+
+    head = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {eval(shape)}, }}"
+    raw = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode()
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("x.npy", raw + bytes(80))
+    with pytest.raises(ValueError, match=r"x\.npy"):
+        unpack_arrays(file.getvalue())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damaged_archives_raise_nothing_else(data):
+    raw = bytearray(packed({"x": np.arange(4.0), "y": np.array(3)}))
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        unpack_arrays(bytes(raw))
+    except ValueError:
+        return
+
+
+# What a newer version wrote
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("schema", [2, 99, "2.0"])
+def test_a_newer_checkpoint_is_never_lost(folder, schema, sealed):
+    if sealed:
+        forge(folder, put(schema, "schema"))
+    else:
+        path = folder / f"{NAME}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "schema": schema}))
+    (folder / "step-00000003.npz").write_bytes(b"with words that have another name")
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    checkpoints = Checkpoints(folder, keep=1)
+    with pytest.raises(CheckpointError, match=r"of another version .* has schema"):
+        checkpoints.load({})
+    old = Checkpoints(folder.parent / "old")
+    shutil.rmtree(old.folder, ignore_errors=True)
+    fit(trainer(), Epochs(16, 8), epochs=2, checkpoints=old)
+    last = old.load({})
+    with pytest.raises(CheckpointError, match="another version"):
+        checkpoints.save(type(last)(STEP, last.arrays, last.words, dict(last.progress)))
+    for step in (1, 5, 20, 21):
+        checkpoints.save(type(last)(step, {}, {}, {}))
+    after = {p.name: p.read_bytes() for p in folder.iterdir()}
+    assert after.items() >= before.items()
+
+
+def test_the_command_says_so_in_one_line(tmp_path):
+    options = (
+        *("train", "digits", "--data", "synthetic:length=16", "--batch", "8"),
+        *("--backend", "null", "--cache", "none", "--checkpoint", str(tmp_path)),
+        *("--lr-schedule", "constant"),
+    )
+    assert CliRunner().invoke(main, [*options, "--epochs", "1"]).exit_code == 0
+    path = tmp_path / "step-00000002.json"
+    whole = path.read_text()
+    for change, message in (
+        (put(DELETED, *AT), "progress.position: missing"),
+        (put("rubbish", "progress", "plans"), "plans: 'rubbish'"),
+        (put(2, "schema"), "a newer one wrote it"),
+    ):
+        body = json.loads(whole)
+        del body["crc32"]
+        change(body)
+        path.write_text(json.dumps({"crc32": _seal(body), **body}))
+        result = CliRunner().invoke(main, [*options, "--epochs", "2", "--resume"])
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("mucudnn: error: the checkpoint of step 2")
+        assert message in line
+        assert path.exists()
