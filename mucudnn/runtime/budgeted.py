@@ -12,10 +12,12 @@ from types import MappingProxyType
 
 from mucudnn.arguments import a_path, of_type, one_of
 from mucudnn.backends.base import Device
+from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
+from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.inplace import in_place
 from mucudnn.passes.layout import host_blocks
 from mucudnn.passes.order import Order, ordered as reordered
@@ -28,7 +30,8 @@ from mucudnn.passes.scheduling.occupancy import rounded
 from mucudnn.passes.step_plan import CONVOLUTIONS
 from mucudnn.runtime.plan_texts import restore_plans
 from mucudnn.runtime.prepare import Plans, Prepared, plan_convolutions
-from mucudnn.runtime.profiler import profile, refine
+from mucudnn.runtime.profiler import measuring_bytes, profile, refine
+from mucudnn.runtime.sketch import sketch
 from mucudnn.runtime.tiers import DiskTier, HostTier, Tiers
 from mucudnn.runtime.tuner import Tuner
 
@@ -137,13 +140,11 @@ def prepare_within(
         progress: Called while nodes are measured.
 
     Raises:
-        PlanningError: It cannot fit; says how many bytes short.
+        PlanningError: It cannot fit; says how many bytes short, and what will do.
+        OutOfMemoryError: It cannot be measured; says what will do for all of it.
     """
     ordered = reordered(order, graph, {})
     nbytes = budget.nbytes - beside
-    measured = budget.measured
-    if measured is None or not {n.name for n in ordered.nodes} <= set(measured.node_ms):
-        measured = profile(tuner, in_place(ordered), memory=nbytes, progress=progress)
     fixed: dict[str, ConvPlan] | None = None
     if budget.convolutions == "fixed":
         known = plan_convolutions(tuner, (ordered,), plans)
@@ -153,28 +154,90 @@ def prepare_within(
             if node.op == "conv"
         }
     trains = any(node.phase is Phase.BACKWARD for node in ordered.nodes)
-    times: dict[ConvPlan, float] = {}
-    for _ in range(_ROUNDS):
-        placed = place_step(
+
+    def place(measured: Profile, within: int) -> PlacedStep:
+        return place_step(
             ordered,
             measured,
-            budget=nbytes,
+            budget=within,
             policy=budget.policy if trains else "paging",
             scheduler=budget.scheduler if trains else None,
             convolutions=budget.convolutions,
             plans=fixed,
             hosted=hosted,
         )
-        chosen = placed.plan.plans.values()
-        if fixed is not None or all(plan in times for plan in chosen):
-            break
-        measured = refine(tuner, measured, chosen, times, memory=nbytes)
+
+    def unmeasured() -> int:
+        """Bytes that will do whatever is measured, as far as sizes say."""
+        try:
+            place(sketch(tuner, final), 0)
+        except PlanningError as e:
+            return e.least_bytes or 0
+        return 0
+
+    final = in_place(ordered)
+    least = measuring_bytes(tuner.backend, final)
+    measured = budget.measured
+    if measured is None or not {n.name for n in ordered.nodes} <= set(measured.node_ms):
+        try:
+            measured = profile(tuner, final, memory=nbytes, progress=progress)
+        except (OutOfMemoryError, PlanningError) as e:
+            least = max(least, unmeasured()) + beside
+            raise type(e)(f"{e}; for all of the step {_will_do(least)}") from e
+    try:
+        placed = _refined(tuner, measured, place, nbytes, once=fixed is not None)
+    except PlanningError as e:
+        if budget.convolutions == "fastest":  # in more memory others may be
+            least = max(least, unmeasured())
+        if e.least_bytes is None or (e.least_bytes >= least and not beside):
+            raise
+        least = max(least, e.least_bytes) + beside
+        short = least - budget.nbytes
+        raise PlanningError(
+            f"{exact_bytes(short)} short: the budget is {exact_bytes(budget.nbytes)}, "
+            f"node {e.node!r} needs most; with what measuring takes, and others "
+            f"meanwhile, {_will_do(least)}",
+            node=e.node,
+            short_by=short,
+            least_bytes=least,
+        ) from e
     for plan in dict.fromkeys(placed.plan.plans.values()):
         restore_plans(tuner.backend, tuner.cache, plan)
     prepared = Prepared(
         placed.plan.schedule, placed.layout, MappingProxyType(dict(placed.plan.plans))
     )
     return prepared, placed
+
+
+def _refined(
+    tuner: Tuner,
+    measured: Profile,
+    place: Callable[[Profile, int], PlacedStep],
+    nbytes: int,
+    *,
+    once: bool,
+) -> PlacedStep:
+    """A placed step, planned again with the plans it chose measured in between.
+
+    Raises:
+        PlanningError: It cannot fit.
+    """
+    placed = place(measured, nbytes)
+    times: dict[ConvPlan, float] = {}
+    for _ in range(0 if once else _ROUNDS - 1):
+        chosen = placed.plan.plans.values()
+        if all(plan in times for plan in chosen):
+            break
+        measured = refine(tuner, measured, chosen, times, memory=nbytes)
+        try:
+            placed = place(measured, nbytes)
+        except PlanningError:  # other times, other residencies: what fits is kept
+            break
+    return placed
+
+
+def _will_do(nbytes: int) -> str:
+    return f"{exact_bytes(nbytes)} will do"
 
 
 def prepare_together(

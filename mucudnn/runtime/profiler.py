@@ -14,7 +14,7 @@ from mucudnn.errors import OutOfMemoryError, PlanningError, UnsupportedError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.sizes import exact_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.dependencies import VIEWS
 from mucudnn.passes.microbatch import pareto_plans
@@ -25,7 +25,14 @@ from mucudnn.runtime.timing import StoppingRule
 from mucudnn.runtime.tuner import Tuner
 from mucudnn.runtime.working_set import WorkingSet
 
-__all__ = ["kernel_of", "kernel_workspaces", "measure_link", "profile", "refine"]
+__all__ = [
+    "kernel_of",
+    "kernel_workspaces",
+    "measure_link",
+    "measuring_bytes",
+    "profile",
+    "refine",
+]
 
 _RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
 _NO_LIMIT = 1 << 62
@@ -204,16 +211,37 @@ def _check_room(
     graph: Graph, workspaces: Mapping[str, int], memory: int | None
 ) -> None:
     """Raise `OutOfMemoryError` where a node does not fit, before hours are spent."""
-    if memory is None:
+    sets = _working_sets(graph, workspaces)
+    if memory is None or not sets:
         return
-    for node in graph.nodes:
-        needed = WorkingSet.of_node(graph, node, workspaces.get(node.name, 0))
-        if node.op not in VIEWS and needed.pool_bytes > memory:
-            raise OutOfMemoryError(
-                f"node {node.name!r} ({node.op}) cannot be timed within "
-                f"{format_bytes(memory)} ({memory} bytes): it uses {needed} at once; "
-                f"{needed.pool_bytes} bytes are the least"
-            )
+    node, needed = max(sets, key=lambda pair: pair[1].pool_bytes)
+    if needed.pool_bytes > memory:
+        raise OutOfMemoryError(
+            f"node {node.name!r} ({node.op}) cannot be timed within "
+            f"{exact_bytes(memory)}: it uses {needed} at once; "
+            f"{needed.pool_bytes} bytes are the least"
+        )
+
+
+def measuring_bytes(backend: Backend, graph: Graph) -> int:
+    """The least memory that a graph can be profiled in.
+
+    Raises:
+        UnsupportedError: The backend has no kernel for an operation.
+    """
+    sets = _working_sets(graph, kernel_workspaces(backend, graph))
+    return max((needed.pool_bytes for _, needed in sets), default=0)
+
+
+def _working_sets(
+    graph: Graph, workspaces: Mapping[str, int]
+) -> list[tuple[Node, WorkingSet]]:
+    """Nodes that run, and what each of them uses at once."""
+    return [
+        (node, WorkingSet.of_node(graph, node, workspaces.get(node.name, 0)))
+        for node in graph.nodes
+        if node.op not in VIEWS
+    ]
 
 
 def _fronts(

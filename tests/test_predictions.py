@@ -1,0 +1,65 @@
+"""Whatever returns a step, its prediction and its peak are of the schedule it has."""
+
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.passes.holes import grow_into_holes, with_least_workspaces
+from mucudnn.passes.layout import lay_out
+from mucudnn.passes.occupancy import GRANULARITY
+from mucudnn.passes.placed import place_step
+from mucudnn.passes.planned import (
+    minimum_budget,
+    plan_of_least,
+    plan_step,
+    policy_names,
+)
+from mucudnn.passes.settle import settle, shortest
+from mucudnn.passes.simulate import simulate
+from mucudnn.passes.step_plan import (
+    plan_residency,
+    profile_of,
+    state_bytes,
+    timed_by,
+)
+from mucudnn.passes.techniques import try_technique, unbounded
+from mucudnn.passes.verify import verify
+from tests.random_graphs import profiles, residencies, training_graphs
+
+
+def found_by_all(data, graph, profile):
+    """One step of everything that returns one."""
+    policy = data.draw(st.sampled_from(policy_names()))
+    least = minimum_budget(graph, profile, policy=policy)
+    budget = least + data.draw(st.integers(0, 20)) * 1000
+    way = {"budget": budget, "policy": policy}
+    yield unbounded(graph, profile)
+    yield plan_of_least(graph, profile, policy=policy)
+    yield try_technique(graph, profile, policy, "timed", budget).plan
+    given_ones = data.draw(residencies(graph))
+    yield plan_residency(graph, profile, given_ones, budget=float("inf"))
+    yield place_step(graph, profile, **way).plan
+    plan = plan_step(graph, profile, **way)
+    yield plan
+    yield shortest(plan, profile)
+    bare = with_least_workspaces(plan, profile)
+    yield bare
+    resident = state_bytes(bare.schedule.graph, bare.schedule.resident)
+    layout = lay_out(bare.schedule)
+    room = {"arena_bytes": layout.nbytes + 4096, "resident": resident}
+    yield grow_into_holes(bare, layout, profile, **room)[0]
+    settled = settle(plan, profile, **(room | {"arena_bytes": 2 * budget}))
+    assert settled is not None
+    yield settled[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_predictions_are_of_the_schedule(data):
+    graph = data.draw(training_graphs(most=4, updates=data.draw(st.booleans())))
+    profile = data.draw(profiles(graph))
+    for plan in found_by_all(data, graph, profile):
+        schedule = plan.schedule
+        times = timed_by(profile_of(schedule.graph, profile), plan.plans)
+        assert plan.prediction == simulate(schedule, times)
+        assert verify(schedule, granularity=GRANULARITY) == plan.peak_bytes
+        for name, chosen in plan.plans.items():
+            assert chosen.workspace <= schedule.workspaces.get(name, 0)
