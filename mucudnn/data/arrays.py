@@ -3,12 +3,14 @@
 A mapped file costs no memory: `read` touches only the pages of the images asked for.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mucudnn.arguments import a_path, a_text, an_integer
 from mucudnn.data.dataset import (
     Dataset,
     Images,
@@ -17,6 +19,7 @@ from mucudnn.data.dataset import (
     Split,
     Subset,
     checked_indices,
+    checked_split,
     split_indices,
 )
 from mucudnn.data.files import check_labels, check_length, fault, read_file
@@ -44,6 +47,7 @@ class ArrayDataset:
         labels: NDArray[Any],
         classes: tuple[str, ...] | int | None = None,
     ) -> None:
+        images, labels = _array("images", images), _array("labels", labels)
         if images.ndim == 3:
             images = images[:, None]
         if images.ndim != 4 or 0 in images.shape:
@@ -62,6 +66,10 @@ class ArrayDataset:
             )
         if classes is None:
             classes = int(labels.max()) + 1
+        elif isinstance(classes, Sequence) and not isinstance(classes, str | bytes):
+            classes = tuple(a_text("a class", name) for name in classes)
+        else:
+            classes = an_integer("classes", classes, least=1)
         count = classes if isinstance(classes, int) else len(classes)
         if int(labels.min()) < 0 or int(labels.max()) >= count:
             raise ValueError(
@@ -85,6 +93,13 @@ class ArrayDataset:
         return images, self._labels[chosen]
 
 
+def _array(name: str, values: Any) -> NDArray[Any]:
+    try:
+        return np.asanyarray(values)  # a mapped file stays one
+    except ValueError as e:
+        raise ValueError(f"{name} must be an array, or even lists: {e}") from e
+
+
 def open_arrays(folder: str | Path, split: Split) -> Dataset:
     """`.npy` files of a folder, mapped.
 
@@ -95,7 +110,8 @@ def open_arrays(folder: str | Path, split: Split) -> Dataset:
     Raises:
         DataError: The files are missing, damaged, or do not fit together.
     """
-    folder = Path(folder)
+    folder = a_path("folder", folder)
+    checked_split(split)
     parts = [part for part in ("train_", "test_") if _has(folder, f"{part}images.npy")]
     prefix = f"{split}_" if parts else ""
     images_path = folder / f"{prefix}images.npy"

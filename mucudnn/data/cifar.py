@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mucudnn.arguments import a_path
 from mucudnn.data.arrays import ArrayDataset
-from mucudnn.data.dataset import Dataset, Split
+from mucudnn.data.dataset import Dataset, Split, checked_split
 from mucudnn.data.files import (
     check_labels,
     check_length,
@@ -76,9 +77,12 @@ def open_cifar10(folder: str | Path, split: Split, *, rows: int = 10_000) -> Dat
     Raises:
         DataError: A file is missing, truncated or something else.
     """
+    checked_split(split)
     stems = [f"data_batch_{i}" for i in range(1, 6)]
     return _open(
-        _unpacked(Path(folder), "cifar-10-batches-bin", "cifar-10-batches-py"),
+        _unpacked(
+            a_path("folder", folder), "cifar-10-batches-bin", "cifar-10-batches-py"
+        ),
         stems if split == "train" else ["test_batch"],
         _TEN,
         rows,
@@ -103,9 +107,10 @@ def open_cifar100(
     Raises:
         DataError: A file is missing, truncated or something else.
     """
+    checked_split(split)
     published = 50_000 if split == "train" else 10_000
     return _open(
-        _unpacked(Path(folder), "cifar-100-binary", "cifar-100-python"),
+        _unpacked(a_path("folder", folder), "cifar-100-binary", "cifar-100-python"),
         [split],
         _COARSE if coarse else _FINE,
         rows or published,

@@ -19,7 +19,9 @@ __all__ = [
     "Labels",
     "Split",
     "Subset",
+    "checked_dataset",
     "checked_indices",
+    "checked_split",
     "class_count",
     "split_indices",
 ]
@@ -68,7 +70,7 @@ class Subset:
     """
 
     def __init__(self, dataset: Dataset, indices: Indices) -> None:
-        self._dataset = dataset
+        self._dataset = checked_dataset(dataset)
         self._indices = checked_indices(indices, len(dataset))
 
     @property
@@ -89,13 +91,39 @@ class Subset:
         return self._dataset.read(self._indices[checked_indices(indices, len(self))])
 
 
+def checked_dataset(dataset: Any) -> Any:
+    """A data set, if it looks like one.
+
+    Raises:
+        TypeError: It cannot be one.
+    """
+    if not hasattr(dataset, "read") or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"a data set is wanted, such as ArrayDataset(images, labels), got {dataset!r}"
+        )
+    return dataset
+
+
+def checked_split(split: Any) -> None:
+    """Refuse what is no part of a data set.
+
+    Raises:
+        ValueError: It is neither of them.
+    """
+    if not isinstance(split, str) or split not in ("train", "test"):
+        raise ValueError(f"unknown split {split!r}; choose train or test")
+
+
 def checked_indices(indices: Indices, length: int) -> NDArray[np.intp]:
     """`indices` as an array.
 
     Raises:
         IndexError: They are no flat list of integers from 0 to `length` - 1.
     """
-    array = np.asarray(indices)
+    try:
+        array = np.asarray(indices)
+    except ValueError as e:
+        raise IndexError(f"indices must be a flat list of integers: {e}") from e
     if array.size == 0:
         array = array.astype(np.intp)
     if array.ndim != 1 or array.dtype.kind not in "iu":

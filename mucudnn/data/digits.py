@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mucudnn.data.arrays import ArrayDataset
-from mucudnn.data.dataset import Dataset, Split, Subset, split_indices
+from mucudnn.data.dataset import Dataset, Split, Subset, checked_split, split_indices
 from mucudnn.data.files import fault, read_file
 from mucudnn.errors import DataError
 
@@ -35,6 +35,7 @@ def open_digits(split: Split, path: Path | None = None) -> Dataset:
     Raises:
         DataError: scikit-learn is not installed, or the file is not what it was.
     """
+    checked_split(split)
     path = path or _installed()
     rows = list[list[int]]()
     offset = 0

@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
+from mucudnn.arguments import a_path
 from mucudnn.data.dataset import (
     Dataset,
     Images,
@@ -18,6 +19,7 @@ from mucudnn.data.dataset import (
     Split,
     Subset,
     checked_indices,
+    checked_split,
     split_indices,
 )
 from mucudnn.errors import DataError
@@ -103,7 +105,8 @@ def open_folder(
         DataError: There are no such files, or Pillow is not installed.
         ValueError: `image_shape` is not (1 or 3, H, W).
     """
-    folder = Path(folder)
+    folder = a_path("folder", folder)
+    checked_split(split)
     parts = {name for names in _PARTS.values() for name in names}
     if not any((folder / part).is_dir() for part in parts):
         files, classes = _list_files(folder, None)

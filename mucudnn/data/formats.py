@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from mucudnn.arguments import a_text, an_integer, integers
 from mucudnn.data.arrays import open_arrays
 from mucudnn.data.cifar import open_cifar10, open_cifar100
-from mucudnn.data.dataset import Dataset, Split
+from mucudnn.data.dataset import Dataset, Split, checked_split
 from mucudnn.data.digits import open_digits
 from mucudnn.data.folder import open_folder
 from mucudnn.data.mnist import open_mnist
@@ -85,6 +86,13 @@ FORMATS: tuple[str, ...] = tuple(
 """How each kind of data set is asked for."""
 
 
+def _shape(image: Any) -> tuple[int, int, int]:
+    sizes = integers("image", image, least=1)
+    if len(sizes) != 3:
+        raise ValueError(f"image must be (C, H, W), got {sizes}")
+    return sizes[0], sizes[1], sizes[2]
+
+
 def open_dataset(
     spec: str,
     *,
@@ -106,8 +114,11 @@ def open_dataset(
         ValueError: There is no such data set, split or shape.
         DataError: Its files are missing or not what they should be.
     """
-    if split not in ("train", "test"):
-        raise ValueError(f"unknown split {split!r}; choose train or test")
+    checked_split(split)
+    an_integer("seed", seed, least=0)
+    if image is not None:
+        image = _shape(image)
+    a_text("the name of a data set", spec)
     name, _, argument = spec.partition(":")
     if name not in _OPENERS:
         raise ValueError(

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.data.dataset import Dataset, Images, Labels
+from mucudnn.arguments import a_flag, an_integer
+from mucudnn.data.dataset import Dataset, Images, Labels, checked_dataset
 from mucudnn.data.prefetch import in_order
 from mucudnn.data.transforms import Transform
 
@@ -68,8 +69,14 @@ class Loader:
             ("workers", workers, 0),
             ("depth", depth, 1),
         ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            an_integer(name, value, least)
+        checked_dataset(dataset)
+        a_flag("shuffle", shuffle)
+        a_flag("drop_last", drop_last)
+        if transform is not None and not callable(transform):
+            raise TypeError(
+                f"transform must be a function of (images, rng), got {transform!r}"
+            )
         if drop_last and len(dataset) < batch:
             raise ValueError(
                 f"a data set of {len(dataset)} images has no full batch of {batch}; "
@@ -101,6 +108,8 @@ class Loader:
         Raises:
             ValueError: There is no such epoch or batch.
         """
+        an_integer("epoch", epoch)
+        an_integer("start", start)
         if epoch < 0 or not 0 <= start <= len(self):
             raise ValueError(
                 f"epochs count from 0 and start from 0 to {len(self)}; got epoch "

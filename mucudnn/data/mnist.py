@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mucudnn.arguments import a_path
 from mucudnn.data.arrays import ArrayDataset
-from mucudnn.data.dataset import Dataset, Split
+from mucudnn.data.dataset import Dataset, Split, checked_split
 from mucudnn.data.files import (
     check_labels,
     check_length,
@@ -35,7 +36,8 @@ def open_mnist(folder: str | Path, split: Split) -> Dataset:
     Raises:
         DataError: A file is missing, truncated, damaged or something else.
     """
-    folder = Path(folder)
+    folder = a_path("folder", folder)
+    checked_split(split)
     images_path = find_file(folder, _names(split, "images", 3))
     labels_path = find_file(folder, _names(split, "labels", 1))
     images, _ = _read_idx(images_path, 3)

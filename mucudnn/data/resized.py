@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.data.dataset import Dataset, Images, Indices, Labels
+from mucudnn.arguments import integers
+from mucudnn.data.dataset import Dataset, Images, Indices, Labels, checked_dataset
 
 __all__ = ["Resized"]
 
@@ -29,6 +30,10 @@ class Resized:
     image_shape: tuple[int, int, int]
 
     def __post_init__(self) -> None:
+        checked_dataset(self.dataset)
+        sizes = integers("image_shape", self.image_shape)
+        if len(sizes) != 3:
+            raise ValueError(f"image_shape must be (C, H, W), got {sizes}")
         has, wants = self.dataset.image_shape[0], self.image_shape[0]
         if min(self.image_shape) < 1 or (has != wants and {has, wants} != {1, 3}):
             raise ValueError(

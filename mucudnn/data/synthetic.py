@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.data.dataset import Images, Indices, Labels, Split, checked_indices
+from mucudnn.arguments import a_number, an_integer, integers
+from mucudnn.data.dataset import (
+    Images,
+    Indices,
+    Labels,
+    Split,
+    checked_indices,
+    checked_split,
+)
 
 __all__ = ["SyntheticDataset"]
 
@@ -43,6 +51,13 @@ class SyntheticDataset:
     split: Split = "train"
 
     def __post_init__(self) -> None:
+        for name in ("length", "classes", "seed"):
+            an_integer(name, getattr(self, name))
+        shape = integers("image_shape", self.image_shape)
+        if len(shape) != 3:
+            raise ValueError(f"image_shape must be (C, H, W), got {shape}")
+        a_number("noise", self.noise)
+        checked_split(self.split)
         if self.length < 1 or self.classes < 1 or min(self.image_shape) < 1:
             raise ValueError(
                 "length, classes and image shape must be positive, got "

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
+from mucudnn.arguments import a_flag, a_text, an_integer, integers, of_type, one_of
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.initializers import Initializer
 from mucudnn.ir.layers import (
@@ -24,7 +25,7 @@ from mucudnn.ir.layers import (
     shaping,
 )
 from mucudnn.ir.layers.draft import Saved
-from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.ir.tensor import INTEGERS, ITEMSIZE, Role, TensorSpec
 
 __all__ = ["GraphBuilder"]
 
@@ -84,9 +85,9 @@ class GraphBuilder:
     def __init__(
         self, *, dtype: str = "float32", training: bool = True, seed: int = 0
     ) -> None:
-        self.dtype = dtype
-        self.training = training
-        self.seed = seed
+        self.dtype = one_of("dtype", dtype, ITEMSIZE)
+        self.training = a_flag("training", training)
+        self.seed = an_integer("seed", seed, least=0)
         self.tensors: dict[str, TensorSpec] = {}
         self.nodes: list[Node] = []
         self.initializers: dict[str, Initializer] = {}
@@ -107,7 +108,13 @@ class GraphBuilder:
 
         Raises:
             ValueError: There is none of that name.
+            TypeError: It is no name.
         """
+        if not isinstance(tensor, str):
+            raise TypeError(
+                "a tensor is called by its name, which each layer returns; got "
+                f"{tensor!r}"
+            )
         try:
             return self.tensors[tensor]
         except KeyError:
@@ -123,7 +130,10 @@ class GraphBuilder:
 
     def input(self, name: str, shape: Sequence[int], dtype: str | None = None) -> str:
         """Declare a tensor that every step is fed."""
-        spec = TensorSpec(name, tuple(shape), dtype or self.dtype, Role.INPUT)
+        sizes = integers(f"shape of {name!r}", shape, least=1)
+        kind = self.dtype if dtype is None else dtype
+        one_of("dtype", kind, (*ITEMSIZE, *INTEGERS))
+        spec = TensorSpec(a_text("name", name), sizes, kind, Role.INPUT)
         return self._declare(spec)
 
     def parameter(
@@ -175,6 +185,8 @@ class GraphBuilder:
 
     def build(self, *outputs: str) -> Graph:
         """Freeze; the first output of a network for training is its loss."""
+        for name in outputs:
+            self.spec(name)
         return Graph(
             MappingProxyType(dict(self.tensors)),
             tuple(self.nodes),
@@ -185,9 +197,16 @@ class GraphBuilder:
     def _persistent(
         self, name: str, shape: Sequence[int], initializer: Initializer, role: Role
     ) -> str:
+        sizes = integers(f"shape of {name!r}", shape, least=1)
+        of_type(
+            f"initializer of {name!r}",
+            initializer,
+            Initializer.__args__,
+            "one of mucudnn.ir.initializers, such as HeNormal() or Constant(0.0)",
+        )
         full = self._unique(name)
         self.initializers[full] = initializer
-        return self._declare(TensorSpec(full, tuple(shape), self.dtype, role))
+        return self._declare(TensorSpec(full, sizes, self.dtype, role))
 
     def _declare(self, spec: TensorSpec) -> str:
         if spec.name in self.tensors:
@@ -196,7 +215,7 @@ class GraphBuilder:
         return spec.name
 
     def _unique(self, name: str) -> str:
-        full = "/".join([*self._scopes[-1:], name])
+        full = "/".join([*self._scopes[-1:], a_text("name", name)])
         count = self._counts.get(full, 0)
         self._counts[full] = count + 1
         return full if count == 0 else f"{full}.{count}"

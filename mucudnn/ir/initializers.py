@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mucudnn.arguments import a_flag, a_number
+
 __all__ = [
     "Constant",
     "HeNormal",
@@ -25,6 +27,9 @@ class Constant:
 
     value: float
 
+    def __post_init__(self) -> None:
+        a_number("value", self.value)
+
 
 @dataclass(frozen=True, slots=True)
 class Normal:
@@ -32,12 +37,18 @@ class Normal:
 
     std: float
 
+    def __post_init__(self) -> None:
+        a_number("std", self.std, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class HeNormal:
     """Normal with variance 2 / fan (He et al. 2015, equation 10)."""
 
     fan_out: bool = False
+
+    def __post_init__(self) -> None:
+        a_flag("fan_out", self.fan_out)
 
     def std(self, shape: Sequence[int]) -> float:
         """Standard deviation for a weight of this shape."""
@@ -61,6 +72,9 @@ class LecunUniform:
     """
 
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        a_number("scale", self.scale, 0)
 
     def limit(self, shape: Sequence[int]) -> float:
         """Largest absolute value for a weight of this shape."""

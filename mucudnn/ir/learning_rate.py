@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mucudnn.arguments import a_number, an_integer, integers
+from mucudnn.arguments import a_number, a_text, an_integer, integers
 
 __all__ = [
     "ConstantRate",
@@ -118,7 +118,7 @@ def parse_learning_rate(
     """
     _check(base, warmup_steps)
     an_integer("milestone_unit", milestone_unit, least=1)
-    kind, _, rest = text.partition(":")
+    kind, _, rest = a_text("a learning-rate schedule", text).partition(":")
     if kind == "constant" and not rest:
         return ConstantRate(base, warmup_steps)
     if kind == "cosine" and not rest:

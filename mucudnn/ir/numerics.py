@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mucudnn.ir.status import RowStatus
+from mucudnn.arguments import a_text
 
 __all__ = [
     "DOWN_CONVERT",
@@ -86,7 +87,7 @@ class Numerics:
         Raises:
             ValueError: A word is none of `NUMERICS`, or two contradict each other.
         """
-        words = [word.strip() for word in text.split(",")]
+        words = [word.strip() for word in a_text("numerics", text).split(",")]
         for word in words:
             if word not in NUMERICS:
                 valid = ", ".join(NUMERICS)

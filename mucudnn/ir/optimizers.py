@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from mucudnn.arguments import a_flag, a_number
+from mucudnn.arguments import a_flag, a_number, one_of
 
 __all__ = [
     "OPTIMIZERS",
@@ -135,10 +135,7 @@ def parse_optimizer(
     Raises:
         ValueError: There is none of that name, or a number is negative.
     """
-    if word not in OPTIMIZERS:
-        valid = ", ".join(sorted(OPTIMIZERS))
-        raise ValueError(f"unknown optimizer {word!r}; choose one of: {valid}")
-    chosen = OPTIMIZERS[word]
+    chosen = OPTIMIZERS[one_of("optimizer", word, sorted(OPTIMIZERS))]
     if learning_rate is not None:
         chosen = replace(chosen, learning_rate=learning_rate)
     if weight_decay is not None:

@@ -5,9 +5,10 @@ right answers.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from mucudnn.arguments import an_integer, integers
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.shapes import Ints
@@ -90,12 +91,13 @@ class Model:
         if image is None:
             return self.image
         channels, *sides = self.image
-        if isinstance(image, int):
-            shape: tuple[int, ...] = (channels, *(image for _ in sides))
-        elif len(image) == len(sides):
-            shape = (channels, *image)
+        if not isinstance(image, Iterable):
+            side = an_integer("image", image, least=1)
+            shape: tuple[int, ...] = (channels, *(side for _ in sides))
+        elif len(sizes := integers("image", image, least=1)) == len(sides):
+            shape = (channels, *sizes)
         else:
-            shape = tuple(image)
+            shape = sizes
         if len(shape) != len(self.image):
             raise ValueError(
                 f"image {shape} has {len(shape)} sizes; a side, {len(sides)} sides, or "

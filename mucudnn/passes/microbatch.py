@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, Protocol
 
-from mucudnn.arguments import integers
+from mucudnn.arguments import an_integer, integers
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.passes.division import divide
 from mucudnn.passes.pareto import (
@@ -71,7 +71,7 @@ def candidate_batches(batch: int, policy: BatchPolicy) -> tuple[int, ...]:
         TypeError: The policy is neither a name nor a function.
     """
     _check_policy(policy)
-    if batch < 1:
+    if an_integer("the mini-batch", batch) < 1:
         raise ValueError(f"a mini-batch has at least one sample, got {batch}")
     if isinstance(policy, str):
         return BATCH_POLICIES[policy](batch)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import platformdirs
 
+from mucudnn.arguments import a_path
 from mucudnn.errors import CacheError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
@@ -136,7 +137,7 @@ class BenchmarkCache:
 
     def __init__(self, path: Path | str | None = None) -> None:
         self._file = RecordFile(
-            None if path is None else Path(path), _SCHEMA_VERSION, _SCHEMA
+            None if path is None else a_path("path", path), _SCHEMA_VERSION, _SCHEMA
         )
         self._version = installed_version()
         self._warned = False

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
+from mucudnn.arguments import a_path, an_integer
 from mucudnn.errors import CheckpointError
 from mucudnn.files import flush_folder, read_whole, write_whole
 from mucudnn.runtime.npz import pack_arrays, unpack_arrays
@@ -72,9 +75,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path | str, *, keep: int = 2) -> None:
-        if keep < 1:
+        if an_integer("keep", keep) < 1:
             raise ValueError(f"at least one checkpoint must be kept, got keep={keep}")
-        self.folder = Path(folder)
+        self.folder = a_path("folder", folder)
         self._keep = keep
 
     def steps(self) -> tuple[int, ...]:

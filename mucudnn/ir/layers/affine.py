@@ -1,15 +1,16 @@
 """A bias a channel, and the dense layer."""
 
+from mucudnn.arguments import an_integer
 from mucudnn.ir.initializers import Constant, HeNormal, Initializer
-from mucudnn.ir.layers.draft import Draft
+from mucudnn.ir.layers.draft import Draft, channels
 
 __all__ = ["bias", "biased", "linear"]
 
 
 def bias(g: Draft, x: str, initializer: Initializer | None = None) -> str:
     """Add one number a channel (axis 1)."""
-    channels = g.shape(x)[1]
-    b = g.parameter("bias", (channels,), initializer or Constant(0.0))
+    start = Constant(0.0) if initializer is None else initializer
+    b = g.parameter("bias", (channels(g, x),), start)
     return g.append("bias", (x, b), g.shape(x))
 
 
@@ -33,8 +34,10 @@ def linear(
     shape = g.shape(x)
     if len(shape) != 2:
         raise ValueError(f"linear takes (N, F), got {shape}; flatten it first")
+    an_integer("features", features, least=1)
     with g.scope(name):
-        w = g.parameter("weight", (features, shape[1]), initializer or HeNormal())
+        start = HeNormal() if initializer is None else initializer
+        w = g.parameter("weight", (features, shape[1]), start)
         out = (shape[0], features)
         y = g.append("matmul", (x, w), out, transpose_a=False, transpose_b=True)
         return biased(g, y, bias)

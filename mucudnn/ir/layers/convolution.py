@@ -1,9 +1,10 @@
 """Convolutions and their adjoints."""
 
+from mucudnn.arguments import an_integer
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.initializers import HeNormal, Initializer
 from mucudnn.ir.layers.affine import biased
-from mucudnn.ir.layers.draft import Draft
+from mucudnn.ir.layers.draft import Draft, channels as channels_of
 from mucudnn.ir.shapes import Ints, per_axis
 
 __all__ = ["conv", "conv_transpose"]
@@ -27,12 +28,16 @@ def conv(
 
     `bias` says whether there is one, or how it starts.
     """
-    shape = g.shape(x)
+    shape, depth = g.shape(x), channels_of(g, x)
     kernels = per_axis("kernel", kernel, len(shape) - 2, 1)
     problem = ConvProblem(
         direction=Direction.FORWARD,
         x_shape=shape,
-        w_shape=(channels, shape[1] // groups, *kernels),
+        w_shape=(
+            an_integer("channels", channels, least=1),
+            max(1, depth // an_integer("groups", groups, least=1)),
+            *kernels,
+        ),
         stride=stride,
         padding=padding,
         dilation=dilation,
@@ -62,7 +67,7 @@ def conv_transpose(
 
     Its weight has shape (C, channels // groups, *kernel), as in PyTorch.
     """
-    shape = g.shape(x)
+    shape, depth = g.shape(x), channels_of(g, x)
     kernels, steps, pads, dilations, extra = (
         per_axis(label, value, len(shape) - 2, least)
         for label, value, least in (
@@ -76,8 +81,12 @@ def conv_transpose(
     spatial = map(_spread, shape[2:], kernels, steps, pads, dilations, extra)
     problem = ConvProblem(
         direction=Direction.BACKWARD_DATA,
-        x_shape=(shape[0], channels, *spatial),
-        w_shape=(shape[1], channels // groups, *kernels),
+        x_shape=(shape[0], an_integer("channels", channels, least=1), *spatial),
+        w_shape=(
+            depth,
+            max(1, channels // an_integer("groups", groups, least=1)),
+            *kernels,
+        ),
         stride=steps,
         padding=pads,
         dilation=dilations,
@@ -103,5 +112,7 @@ def _product(
     """The convolution itself, with a weight of its own."""
     forward = problem.direction is Direction.FORWARD
     out = problem.y_shape if forward else problem.x_shape
-    w = g.parameter("weight", problem.w_shape, initializer or HeNormal())
+    w = g.parameter(
+        "weight", problem.w_shape, HeNormal() if initializer is None else initializer
+    )
     return g.append("conv", (x, w), out, problem=problem)

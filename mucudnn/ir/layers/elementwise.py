@@ -1,6 +1,8 @@
 """One number from the same place of one or two tensors."""
 
+from mucudnn.arguments import a_number, one_of
 from mucudnn.ir.layers.draft import Draft
+from mucudnn.ir.tensor import INTEGERS, ITEMSIZE
 
 __all__ = [
     "add",
@@ -27,7 +29,7 @@ def relu(g: Draft, x: str) -> str:
 
 def leaky_relu(g: Draft, x: str, slope: float = 0.01) -> str:
     """X where it is positive, else slope * x; the slope must be positive."""
-    if slope <= 0:
+    if a_number("slope", slope) <= 0:
         raise ValueError(f"the slope must be positive, got {slope}")
     return g.append("leaky_relu", (x,), g.shape(x), slope=slope)
 
@@ -53,7 +55,7 @@ def dropout(g: Draft, x: str, p: float = 0.5) -> str:
     Which ones follows from the builder's seed, the layer and the step, so that a
     mask can be drawn again.
     """
-    if not 0 <= p < 1:
+    if not 0 <= a_number("p", p, finite=False) < 1:
         raise ValueError(f"p must be at least 0 and below 1, got {p}")
     if not g.training or p == 0:
         return x
@@ -75,11 +77,13 @@ def multiply(g: Draft, a: str, b: str) -> str:
 
 def scale(g: Draft, x: str, factor: float) -> str:
     """Factor * x."""
+    a_number("factor", factor)
     return g.append("scale", (x,), g.shape(x), factor=factor)
 
 
 def cast(g: Draft, x: str, dtype: str) -> str:
     """The same numbers in another data type."""
+    one_of("dtype", dtype, (*ITEMSIZE, *INTEGERS))
     return g.append("cast", (x,), g.shape(x), dtype=dtype)
 
 

@@ -1,6 +1,7 @@
 """Scalars that say how good an answer is."""
 
-from mucudnn.ir.layers.draft import Draft
+from mucudnn.arguments import an_integer
+from mucudnn.ir.layers.draft import Draft, channels
 from mucudnn.ir.layers.elementwise import common_shape
 
 __all__ = ["accuracy", "mean_squared_error", "softmax_cross_entropy"]
@@ -22,10 +23,12 @@ def mean_squared_error(g: Draft, prediction: str, target: str) -> str:
 def accuracy(g: Draft, logits: str, labels: str, k: int = 1) -> str:
     """How many samples (pixels) have their label among the k best; a scalar."""
     _check_labels(g, logits, labels)
+    an_integer("k", k, least=1)
     return g.append("accuracy", (logits, labels), (), k=k)
 
 
 def _check_labels(g: Draft, logits: str, labels: str) -> None:
+    channels(g, logits)
     n, _, *spatial = g.shape(logits)
     if g.shape(labels) != (n, *spatial) or g.spec(labels).dtype != "int64":
         raise ValueError(

@@ -1,7 +1,8 @@
 """Layers that bring numbers to a common scale."""
 
+from mucudnn.arguments import a_number, an_integer
 from mucudnn.ir.initializers import Constant, Initializer
-from mucudnn.ir.layers.draft import Draft
+from mucudnn.ir.layers.draft import Draft, channels as channels_of
 
 __all__ = ["batch_norm", "group_norm", "layer_norm", "lrn"]
 
@@ -16,11 +17,13 @@ def batch_norm(
     name: str = "batch_norm",
 ) -> str:
     """Normalise each channel over the batch, or by running statistics."""
-    shape, channels = g.shape(x), (g.shape(x)[1],)
+    shape, channels = g.shape(x), (channels_of(g, x),)
+    a_number("eps", eps, 0)
+    a_number("momentum", momentum, 0, 1)
     with g.scope(name):
         inputs = (
             x,
-            g.parameter("weight", channels, scale or Constant(1.0)),
+            g.parameter("weight", channels, Constant(1.0) if scale is None else scale),
             g.parameter("bias", channels, Constant(0.0)),
             g.state("running_mean", channels, Constant(0.0)),
             g.state("running_var", channels, Constant(1.0)),
@@ -44,11 +47,11 @@ def group_norm(
     g: Draft, x: str, groups: int, *, eps: float = 1e-5, name: str = "group_norm"
 ) -> str:
     """Normalise each sample over groups of channels; scale each channel."""
-    shape = g.shape(x)
-    if shape[1] % groups:
-        raise ValueError(f"{shape[1]} channels do not divide into {groups} groups")
+    channels = channels_of(g, x)
+    if channels % an_integer("groups", groups, least=1):
+        raise ValueError(f"{channels} channels do not divide into {groups} groups")
     with g.scope(name):
-        return _normed(g, x, (shape[1],), groups, eps, per_element=False)
+        return _normed(g, x, (channels,), groups, eps, per_element=False)
 
 
 def layer_norm(g: Draft, x: str, *, eps: float = 1e-5, name: str = "layer_norm") -> str:
@@ -66,6 +69,9 @@ def lrn(
     k: float = 1.0,
 ) -> str:
     """Local response normalisation across `size` channels (AlexNet, sec. 3.3)."""
+    an_integer("size", size, least=1)
+    for label, value in (("alpha", alpha), ("beta", beta), ("k", k)):
+        a_number(label, value, 0)
     return g.append("lrn", (x,), g.shape(x), size=size, alpha=alpha, beta=beta, k=k)
 
 
@@ -78,6 +84,7 @@ def _normed(
     *,
     per_element: bool,
 ) -> str:
+    a_number("eps", eps, 0)
     shape, dtype = g.shape(x), g.spec(x).dtype
     weight = g.parameter("weight", affine, Constant(1.0))
     bias = g.parameter("bias", affine, Constant(0.0))

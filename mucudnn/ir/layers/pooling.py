@@ -3,6 +3,7 @@
 import math
 from dataclasses import asdict
 
+from mucudnn.arguments import a_flag
 from mucudnn.ir.layers.draft import Draft
 from mucudnn.ir.shapes import Ints, Window
 
@@ -22,6 +23,7 @@ def max_pool(
     ceil_mode: bool = False,
 ) -> str:
     """The largest value of each window; by default it steps by the kernel."""
+    a_flag("ceil_mode", ceil_mode)
     shape = g.shape(x)
     window = Window.over(shape[2:], kernel, stride, padding, ceil_mode)
     if math.prod(window.kernel) > _MOST_WINDOW:
@@ -45,6 +47,8 @@ def avg_pool(
     count_include_pad: bool = True,
 ) -> str:
     """The mean of each window; padding counts as zeros or not at all."""
+    a_flag("ceil_mode", ceil_mode)
+    a_flag("count_include_pad", count_include_pad)
     shape = g.shape(x)
     window = Window.over(shape[2:], kernel, stride, padding, ceil_mode)
     out = (*shape[:2], *window.out(shape[2:]))

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from mucudnn.ir.layers.draft import Draft
+from mucudnn.arguments import integers
+from mucudnn.ir.layers.draft import Draft, channels
 from mucudnn.ir.shapes import Ints, per_axis
 
 __all__ = [
@@ -19,18 +20,23 @@ __all__ = [
 
 def concat(g: Draft, tensors: Sequence[str]) -> str:
     """Put channels side by side."""
+    if isinstance(tensors, str) or not isinstance(tensors, Sequence) or not tensors:
+        raise TypeError(f"concat takes a list of names of tensors, got {tensors!r}")
+    for name in tensors:
+        channels(g, name)
     shapes = [g.shape(t) for t in tensors]
     for shape in shapes[1:]:
         if (shape[0], *shape[2:]) != (shapes[0][0], *shapes[0][2:]):
             raise ValueError(f"cannot concatenate {shapes} along channels")
-    channels = sum(shape[1] for shape in shapes)
-    out = (shapes[0][0], channels, *shapes[0][2:])
+    depth = sum(shape[1] for shape in shapes)
+    out = (shapes[0][0], depth, *shapes[0][2:])
     return g.append("concat", tuple(tensors), out, axis=1)
 
 
 def slice(g: Draft, x: str, starts: Sequence[int], stops: Sequence[int]) -> str:
     """The box from `starts` up to `stops`, over all axes."""
     shape = g.shape(x)
+    starts, stops = integers("starts", starts), integers("stops", stops)
     if not len(starts) == len(stops) == len(shape) or any(
         not 0 <= a < b <= n for a, b, n in zip(starts, stops, shape, strict=True)
     ):
@@ -42,7 +48,8 @@ def slice(g: Draft, x: str, starts: Sequence[int], stops: Sequence[int]) -> str:
 def pad(g: Draft, x: str, before: Sequence[int], after: Sequence[int]) -> str:
     """Zeros around, over all axes."""
     shape = g.shape(x)
-    if not len(before) == len(after) == len(shape) or min(*before, *after) < 0:
+    before, after = integers("before", before), integers("after", after)
+    if not len(before) == len(after) == len(shape) or min(*before, *after, 0) < 0:
         raise ValueError(f"cannot pad {shape} by {before} and {after}")
     out = tuple(a + n + b for a, n, b in zip(before, shape, after, strict=True))
     return g.append("pad", (x,), out, before=tuple(before), after=tuple(after))
@@ -50,6 +57,7 @@ def pad(g: Draft, x: str, before: Sequence[int], after: Sequence[int]) -> str:
 
 def reshape(g: Draft, x: str, shape: Sequence[int]) -> str:
     """The same bytes under another shape."""
+    shape = integers("shape", shape, least=1)
     if math.prod(shape) != math.prod(g.shape(x)):
         raise ValueError(f"{g.shape(x)} cannot be seen as {tuple(shape)}")
     return g.append("reshape", (x,), tuple(shape), alias=x)

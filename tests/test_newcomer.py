@@ -1,0 +1,429 @@
+"""The public API as somebody new to it calls it: wrong types, wrong values, words.
+
+Each call works, or fails with one sentence of ours; never with one of Python's about
+the inside.
+"""
+
+import math
+import pathlib
+import re
+import warnings
+
+import numpy as np
+import pytest
+
+import mucudnn
+from mucudnn import data, models
+from mucudnn.errors import MucudnnError
+from mucudnn.ir import initializers, learning_rate, optimizers
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.ir.conv import ConvProblem
+from mucudnn.ir.numerics import Numerics
+from mucudnn.ir.sizes import parse_bytes
+from mucudnn.passes.microbatch import candidate_batches
+from mucudnn.runtime.budgeted import MemoryBudget
+from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.checkpoint import Checkpoints
+from mucudnn.runtime.fit import fit
+from mucudnn.runtime.memory_study import StepSpec
+from mucudnn.runtime.training import Trainer
+
+X = np.ones((2, 3, 8, 8), np.float32)
+W = np.ones((4, 3, 3, 3), np.float32)
+DY = np.ones((2, 4, 6, 6), np.float32)
+IMAGES = np.ones((8, 1, 8, 8), np.float32)
+LABELS = np.arange(8) % 4
+
+ANYTHING = (
+    None,
+    True,
+    "",
+    "x",
+    "3",
+    -1,
+    0,
+    1,
+    3,
+    2.5,
+    math.nan,
+    math.inf,
+    b"x",
+    1j,
+    np.int64(2),
+    np.float32(0.5),
+    np.array(2),
+    np.array([1, 2]),
+    np.array(["a"]),
+    (),
+    (1,),
+    [1, 1],
+    ["a", "b"],
+    {"a": 1},
+    {1, 2},
+    object(),
+    pathlib.Path("nowhere"),
+    lambda: None,
+    lambda *a, **k: "x",
+    int,
+    GraphBuilder,
+)
+
+OF_PYTHON = re.compile(
+    r"unsupported operand|not supported between|has no attribute|object is not|"
+    r"unhashable|cannot unpack|not enough values|too many values|must be real number|"
+    r"object cannot be interpreted|invalid literal|could not convert|"
+    r"truth value|'NoneType'|cannot convert|out of range for|list index|"
+    r"zip\(\)|expected str, bytes or os.PathLike|broadcast|sequence (index|item)|"
+    r"expected str instance|Cannot interpret|data type .* not understood|ufunc|"
+    r"subscriptable|can't multiply|must be str, not|only .* arrays can|"
+    r"should be an instance|not iterable|math domain|no len\(\)"
+)
+
+
+def layer(layer_name, *tensors, **good):
+    """A layer of a builder, with fresh tensors."""
+
+    def call(*given, **options):
+        g = GraphBuilder()
+        g.input("x", (2, 4, 8, 8))
+        g.input("y", (2, 4, 8, 8))
+        g.input("f", (2, 5))
+        g.input("label", (2,), "int64")
+        return getattr(g, layer_name)(*given, **options)
+
+    return call, tensors, good
+
+
+def built(method, *given, **good):
+    def call(*values, **options):
+        return getattr(GraphBuilder(), method)(*values, **options)
+
+    return call, given, good
+
+
+def dataset():
+    return data.ArrayDataset(IMAGES, LABELS)
+
+
+def trainer(**options):
+    graphs = [
+        models.get_model("digits")(4, classes=4, training=t) for t in (True, False)
+    ]
+    settings = {"tuner": mucudnn.Tuner(backend="null"), "optimizer": "sgd"}
+    return Trainer(*graphs, **settings | options)
+
+
+def stepped(images, labels):
+    return trainer().step(images, labels)
+
+
+def evaluated(batches):
+    return trainer().evaluate(batches)
+
+
+def fitted(*values, **options):
+    return fit(trainer(), *values, **options)
+
+
+def epoch(epoch, start):
+    return list(data.Loader(dataset(), 4).epoch(epoch, start))
+
+
+def subset(dataset, indices):
+    return data.Subset(dataset, indices)
+
+
+CALLS = {
+    "parse_bytes": (parse_bytes, ("1MiB",), {}),
+    "ConvProblem": (
+        ConvProblem,
+        (),
+        {
+            "direction": "forward",
+            "x_shape": (2, 3, 8, 8),
+            "w_shape": (4, 3, 3, 3),
+            "stride": 1,
+            "padding": 0,
+            "dilation": 1,
+            "groups": 1,
+            "dtype": "float32",
+            "layout": "NCHW",
+        },
+    ),
+    "conv2d": (
+        mucudnn.conv2d,
+        (X, W),
+        {
+            "stride": 1,
+            "padding": 0,
+            "dilation": 1,
+            "groups": 1,
+            "layout": "NCHW",
+            "out": None,
+        },
+    ),
+    "conv_backward_data": (
+        mucudnn.conv_backward_data,
+        (DY, W, X.shape),
+        {"stride": 1, "padding": 0, "groups": 1, "layout": "NCHW"},
+    ),
+    "conv_backward_filter": (
+        mucudnn.conv_backward_filter,
+        (X, DY, W.shape),
+        {"stride": 1, "padding": 0, "groups": 1, "layout": "NCHW"},
+    ),
+    "candidate_batches": (candidate_batches, (4, "all"), {}),
+    "get_backend": (mucudnn.get_backend, ("cpu",), {"device": 0}),
+    "BenchmarkCache": (lambda path: BenchmarkCache(path).close(), (None,), {}),
+    "MemoryBudget": (
+        MemoryBudget,
+        (),
+        {
+            "nbytes": "1MiB",
+            "policy": "lru",
+            "scheduler": "timed",
+            "convolutions": "fixed",
+            "disk": pathlib.Path(),
+            "measured": None,
+        },
+    ),
+    "Trainer": (
+        lambda training, **options: Trainer(
+            training, tuner=mucudnn.Tuner(backend="null"), **options
+        ),
+        (models.get_model("digits")(4),),
+        {
+            "optimizer": "sgd",
+            "learning_rate": 0.1,
+            "order": "builder",
+            "update_when": "early",
+            "gradient_accumulation": 1,
+            "seed": 0,
+            "plans": None,
+            "precision": None,
+            "loss_scale": 1.0,
+            "evaluation": None,
+        },
+    ),
+    "Trainer.tuner": (
+        lambda tuner: Trainer(
+            models.get_model("digits")(4), tuner=tuner, optimizer="sgd"
+        ),
+        (mucudnn.Tuner(backend="null"),),
+        {},
+    ),
+    "Trainer.budget": (lambda budget: trainer(budget=budget), ("8MiB",), {}),
+    "step": (stepped, (IMAGES[:4], LABELS[:4]), {}),
+    "evaluate": (evaluated, (data.Loader(dataset(), 4),), {}),
+    "fit": (
+        fitted,
+        (data.Loader(dataset(), 4),),
+        {
+            "test": None,
+            "epochs": 1,
+            "max_steps": 1,
+            "checkpoints": None,
+            "checkpoint_every": None,
+            "resume": None,
+            "words": None,
+            "progress": None,
+        },
+    ),
+    "StepSpec": (
+        lambda **options: StepSpec(**options).graph(),
+        (),
+        {
+            "model": "lenet",
+            "batch": 2,
+            "image": None,
+            "optimizer": "sgd",
+            "order": "builder",
+        },
+    ),
+    "get_model": (models.get_model, ("lenet",), {}),
+    "model": (
+        models.get_model("digits"),
+        (2,),
+        {
+            "image": 8,
+            "classes": 4,
+            "dtype": "float32",
+            "training": True,
+            "seed": 0,
+        },
+    ),
+    "GraphBuilder": (
+        GraphBuilder,
+        (),
+        {"dtype": "float32", "training": True, "seed": 0},
+    ),
+    "input": built("input", "x", (2, 3), dtype="float32"),
+    "parameter": built("parameter", "w", (2, 3), initializers.Constant(0.0)),
+    "build": layer("build", "x"),
+    "conv": layer(
+        "conv",
+        "x",
+        4,
+        3,
+        stride=1,
+        padding=1,
+        dilation=1,
+        groups=1,
+        bias=True,
+        initializer=None,
+        name="c",
+    ),
+    "conv_transpose": layer(
+        "conv_transpose",
+        "x",
+        4,
+        3,
+        stride=2,
+        padding=1,
+        output_padding=1,
+        dilation=1,
+        groups=1,
+        bias=False,
+    ),
+    "bias": layer("bias", "x", initializer=None),
+    "linear": layer("linear", "f", 3, bias=True, initializer=None, name="l"),
+    "max_pool": layer("max_pool", "x", 2, 2, 0, ceil_mode=False),
+    "avg_pool": layer(
+        "avg_pool", "x", 2, 2, 0, ceil_mode=False, count_include_pad=True
+    ),
+    "global_avg_pool": layer("global_avg_pool", "x"),
+    "batch_norm": layer("batch_norm", "x", eps=1e-5, momentum=0.1, scale=None),
+    "group_norm": layer("group_norm", "x", 2, eps=1e-5),
+    "layer_norm": layer("layer_norm", "x", eps=1e-5),
+    "lrn": layer("lrn", "x", size=5, alpha=1e-4, beta=0.75, k=1.0),
+    "relu": layer("relu", "x"),
+    "leaky_relu": layer("leaky_relu", "x", slope=0.1),
+    "dropout": layer("dropout", "x", p=0.5),
+    "add": layer("add", "x", "y"),
+    "scale": layer("scale", "x", 2.0),
+    "cast": layer("cast", "x", "float64"),
+    "concat": layer("concat", ["x", "y"]),
+    "slice": layer("slice", "x", (0, 0, 0, 0), (1, 1, 1, 1)),
+    "pad": layer("pad", "x", (0, 0, 0, 0), (0, 0, 1, 1)),
+    "reshape": layer("reshape", "x", (2, 4, 64)),
+    "flatten": layer("flatten", "x"),
+    "upsample_nearest": layer("upsample_nearest", "x", 2),
+    "softmax_cross_entropy": layer("softmax_cross_entropy", "f", "label"),
+    "mean_squared_error": layer("mean_squared_error", "x", "y"),
+    "accuracy": layer("accuracy", "f", "label", k=1),
+    "Sgd": (optimizers.Sgd, (), {"learning_rate": 0.1, "weight_decay": 0.0}),
+    "Adam": (optimizers.Adam, (), {"beta1": 0.9, "eps": 1e-8, "decoupled": False}),
+    "parse_optimizer": (
+        optimizers.parse_optimizer,
+        ("adam",),
+        {"learning_rate": 0.1, "weight_decay": 0.1},
+    ),
+    "StepRate": (
+        learning_rate.StepRate,
+        (0.1, (10, 20)),
+        {"gamma": 0.1, "warmup_steps": 0},
+    ),
+    "CosineRate": (learning_rate.CosineRate, (0.1,), {"final": 0.0}),
+    "parse_learning_rate": (
+        learning_rate.parse_learning_rate,
+        ("step:3,6", 0.1),
+        {"warmup_steps": 1, "milestone_unit": 2},
+    ),
+    "Numerics.parse": (Numerics.parse, ("strict",), {}),
+    "Constant": (initializers.Constant, (1.0,), {}),
+    "Normal": (initializers.Normal, (1.0,), {}),
+    "ArrayDataset": (data.ArrayDataset, (IMAGES, LABELS), {"classes": 4}),
+    "SyntheticDataset": (
+        data.SyntheticDataset,
+        (8,),
+        {
+            "classes": 4,
+            "image_shape": (3, 8, 8),
+            "noise": 1.0,
+            "seed": 0,
+            "split": "train",
+        },
+    ),
+    "open_dataset": (
+        data.open_dataset,
+        ("synthetic:length=8",),
+        {"split": "train", "image": (3, 8, 8), "seed": 0},
+    ),
+    "open_arrays": (data.open_arrays, ("nowhere", "train"), {}),
+    "open_mnist": (data.open_mnist, ("nowhere", "train"), {}),
+    "open_cifar10": (data.open_cifar10, ("nowhere", "train"), {}),
+    "open_folder": (data.open_folder, ("nowhere", "train", (3, 8, 8)), {}),
+    "open_digits": (data.open_digits, ("train",), {}),
+    "Loader": (
+        data.Loader,
+        (dataset(), 4),
+        {
+            "shuffle": True,
+            "seed": 0,
+            "transform": None,
+            "drop_last": True,
+            "workers": 0,
+            "depth": 2,
+        },
+    ),
+    "epoch": (epoch, (0, 0), {}),
+    "Subset": (subset, (dataset(), [0, 1]), {}),
+    "read": (lambda indices: dataset().read(indices), ([0, 1],), {}),
+    "Resized": (data.Resized, (dataset(), (1, 4, 4)), {}),
+    "RandomCrop": (data.RandomCrop, (2,), {}),
+    "RandomFlip": (data.RandomFlip, (), {}),
+    "Checkpoints": (Checkpoints, ("nowhere",), {"keep": 2}),
+}
+
+CASES = [
+    (name, key)
+    for name, (_, given, options) in CALLS.items()
+    for key in (*range(len(given)), *options)
+]
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path, monkeypatch):
+    """Whatever a call makes, it makes in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MUCUDNN_DATABASE", str(tmp_path / "cache.sqlite"))
+
+
+def complaint(call, given, options):
+    """What is wrong with how a call fails; None if it works, or fails as it should."""
+    try:
+        call(*given, **options)
+    except (ValueError, TypeError, IndexError, MucudnnError) as e:
+        text = str(e)
+        if isinstance(e, IndexError) and "index" not in text and "indices" not in text:
+            return f"{type(e).__name__}: {text}"
+        if OF_PYTHON.search(text) or len(text) < 12:
+            return f"{type(e).__name__}: {text}"
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return None
+
+
+@pytest.mark.parametrize(("name", "key"), CASES, ids=lambda value: str(value))
+def test_whatever_is_passed_works_or_is_told_in_a_sentence(name, key):
+    call, given, options = CALLS[name]
+    found = {}
+    for value in ANYTHING:
+        values, named = list(given), dict(options)
+        (values if isinstance(key, int) else named)[key] = value
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if (why := complaint(call, values, named)) is not None:
+                found[repr(value)[:40]] = why
+    assert not found, "\n".join(f"{k} -> {v}" for k, v in found.items())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_right_works(name):
+    call, given, options = CALLS[name]
+    if name in ("open_arrays", "open_mnist", "open_cifar10", "open_folder"):
+        with pytest.raises(MucudnnError, match="nowhere"):
+            call(*given, **options)
+    else:
+        call(*given, **options)
