@@ -13,6 +13,7 @@ from typing import Any
 
 __all__ = [
     "a_flag",
+    "a_function",
     "a_number",
     "a_path",
     "a_text",
@@ -151,6 +152,16 @@ def a_path(name: str, value: Any) -> Path:
     if not path:
         raise ValueError(f"{name} must not be empty")
     return Path(path)
+
+
+def a_function(name: str, value: Any, wanted: str) -> None:
+    """Refuse what cannot be called; `wanted` says in words with what.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    if not callable(value):
+        raise TypeError(f"{name} must be {wanted}, got {value!r}")
 
 
 def of_type(name: str, value: Any, kind: type | Sequence[type], wanted: str) -> None:

@@ -64,7 +64,6 @@ ANYTHING = (
     pathlib.Path("nowhere"),
     lambda: None,
     lambda *a, **k: "x",
-    int,
     GraphBuilder,
 )
 
@@ -106,9 +105,8 @@ def dataset():
 
 
 def trainer(**options):
-    graphs = [
-        models.get_model("digits")(4, classes=4, training=t) for t in (True, False)
-    ]
+    digits = models.get_model("digits")
+    graphs = [digits(4, classes=4, training=flag) for flag in (True, False)]
     settings = {"tuner": mucudnn.Tuner(backend="null"), "optimizer": "sgd"}
     return Trainer(*graphs, **settings | options)
 

@@ -56,10 +56,10 @@ NETWORK = """
         return None
 
     def raises(batch):
-        return [][batch]  # line 29
+        return [][batch]  # line 27
 
     def misuses(batch):
-        return GraphBuilder().relu("nowhere")  # line 32
+        return GraphBuilder().relu("nowhere")  # line 30
 
     def wants_more(batch, depth):
         return None
@@ -347,8 +347,8 @@ def test_a_network_of_a_file_is_planned_and_trained(network):
     ("name", "message"),
     [
         ("nothing", "net.py:nothing returned NoneType, not a Graph"),
-        ("raises", "net.py, line 29: IndexError: list index out of range"),
-        ("misuses", "net.py, line 32: ValueError: there is no tensor 'nowhere'"),
+        ("raises", "net.py, line 27: IndexError: list index out of range"),
+        ("misuses", "net.py, line 30: ValueError: there is no tensor 'nowhere'"),
         ("wants_more", "cannot be called with a batch alone: missing a required"),
         ("gone", "there is no function 'gone' in net.py; it has: tiny, sized"),
         ("constant", "there is no function 'constant'"),
@@ -534,9 +534,9 @@ def test_what_is_installed_is_found_by_its_name(installed, step, profile):
     assert strategies.SCHEDULERS.resolve("in_time") is on_demand
     assert plan(step, profile, policy="from_afar").policy == "from_afar"
     assert models.get_model("far_net")(2).tensors["image"].shape == (2, 3, 8, 8)
-    with pytest.raises(ValueError, match="choose one of: .*from_afar"):
+    with pytest.raises(ValueError, match=r"choose one of: .*from_afar"):
         POLICIES.resolve("x")
-    with pytest.raises(ValueError, match="choose one of: .*far_net"):
+    with pytest.raises(ValueError, match=r"choose one of: .*far_net"):
         models.get_model("x")
     assert "from_afar" not in POLICIES.table
 
@@ -584,7 +584,7 @@ def test_a_broken_entry_point_is_a_warning_that_names_it(
         monkeypatch.delitem(sys.modules, "hopeless_plugin", raising=False)
         with (
             pytest.warns(PluginWarning, match=why) as caught,
-            pytest.raises(ValueError, match="unknown .* 'hopeless'"),
+            pytest.raises(ValueError, match=r"unknown .* 'hopeless'"),
         ):
             resolve("hopeless")
         assert len(caught) == 1

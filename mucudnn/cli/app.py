@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from mucudnn.errors import MucudnnError
+from mucudnn.plugins import PluginWarning
 
 __all__ = ["NOTHING_FITS", "BadInputError", "Commands", "bad_input", "main"]
 
@@ -77,6 +78,7 @@ class _OneLineErrors(Commands):
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _one_line
+                warnings.simplefilter("always", PluginWarning)  # never a crash
                 code = super().main(*args, **options)
         except click.ClickException as e:
             message = " ".join(e.format_message().split())

@@ -3,7 +3,6 @@
 A mapped file costs no memory: `read` touches only the pages of the images asked for.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ class ArrayDataset:
             )
         if classes is None:
             classes = int(labels.max()) + 1
-        elif isinstance(classes, Sequence) and not isinstance(classes, str | bytes):
+        elif isinstance(classes, tuple | list):
             classes = tuple(a_text("a class", name) for name in classes)
         else:
             classes = an_integer("classes", classes, least=1)

@@ -70,7 +70,8 @@ class Subset:
     """
 
     def __init__(self, dataset: Dataset, indices: Indices) -> None:
-        self._dataset = checked_dataset(dataset)
+        checked_dataset(dataset)
+        self._dataset = dataset
         self._indices = checked_indices(indices, len(dataset))
 
     @property
@@ -91,17 +92,17 @@ class Subset:
         return self._dataset.read(self._indices[checked_indices(indices, len(self))])
 
 
-def checked_dataset(dataset: Any) -> Any:
-    """A data set, if it looks like one.
+def checked_dataset(dataset: object) -> None:
+    """Refuse what does not look like a data set.
 
     Raises:
         TypeError: It cannot be one.
     """
     if not hasattr(dataset, "read") or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"a data set is wanted, such as ArrayDataset(images, labels), got {dataset!r}"
+            "a data set is wanted, such as ArrayDataset(images, labels), got "
+            f"{dataset!r}"
         )
-    return dataset
 
 
 def checked_split(split: Any) -> None:

@@ -131,9 +131,11 @@ def get_model(name: str | Callable[..., Graph]) -> Model | FunctionModel:
     if (plugin := find_plugin(_GROUP, name)) is not None:
         try:
             return _network(plugin.load(), name)
-        except (ImportError, TypeError) as e:
+        except ImportError as e:
+            warnings.warn(f"model {e}", PluginWarning, stacklevel=2)
+        except TypeError as e:
             warnings.warn(
-                f"model of the distribution {plugin.distribution}: {e}",
+                f"model {name!r} of the distribution {plugin.distribution}: {e}",
                 PluginWarning,
                 stacklevel=2,
             )

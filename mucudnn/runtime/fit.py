@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from mucudnn.arguments import an_integer, of_type
+from mucudnn.arguments import a_function, an_integer, of_type
 from mucudnn.backends.base import Backend
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.ir.serial import plan_to_dict
@@ -93,6 +93,10 @@ def fit(
     ):
         if value is not None:
             an_integer(name, value, least=1)
+    if words is not None:
+        of_type("words", words, Mapping, "a mapping from names to settings")
+    if progress is not None:
+        a_function("progress", progress, "a function of (position, report)")
     if checkpoints is not None:
         of_type("checkpoints", checkpoints, Checkpoints, "Checkpoints(folder)")
     if resume is not None:

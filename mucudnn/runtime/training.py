@@ -8,13 +8,13 @@ arena, which evaluation uses in turn.
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 
-from mucudnn.arguments import a_number, an_integer, of_type, one_of
+from mucudnn.arguments import a_function, a_number, an_integer, of_type, one_of
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
 from mucudnn.ir.learning_rate import LearningRate, rate_of
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
@@ -145,6 +145,11 @@ class Trainer:
         of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
         ORDERS.resolve(order)
         an_integer("seed", seed, least=0)
+        one_of("update_when", update_when, ("early", "late"))
+        if plans is not None:
+            of_type("plans", plans, Mapping, "a mapping from problems to plans")
+        if progress is not None:
+            a_function("progress", progress, "a function of (name, done, total)")
         optimizer = optimizer_of(optimizer)
         self._rate = rate_of(learning_rate, optimizer.learning_rate)
         budget = None if budget is None else MemoryBudget.of(budget)

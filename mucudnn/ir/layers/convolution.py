@@ -112,7 +112,6 @@ def _product(
     """The convolution itself, with a weight of its own."""
     forward = problem.direction is Direction.FORWARD
     out = problem.y_shape if forward else problem.x_shape
-    w = g.parameter(
-        "weight", problem.w_shape, HeNormal() if initializer is None else initializer
-    )
+    start = HeNormal() if initializer is None else initializer
+    w = g.parameter("weight", problem.w_shape, start)
     return g.append("conv", (x, w), out, problem=problem)
