@@ -26,6 +26,10 @@ __all__ = ["BenchTask", "KernelBench", "failed_perf", "limited", "operands"]
 logger = logging.getLogger(__name__)
 
 
+_LEAST_RUNS = 2
+"""A warm-up and a sample; a row of a warm-up alone is not remembered."""
+
+
 def limited(perf: AlgoPerf) -> bool:
     """Whether a row is missing, or of a cold run only, because of a limit.
 
@@ -97,6 +101,7 @@ class BenchTask:
         problem = self.problem.with_batch(batch)
         for algo, nbytes in workspaces.items():
             expected = (expected_ms or {}).get(algo, 0.0)
+            expected *= _LEAST_RUNS
             left_s = self.deadline - time.monotonic()
             if left_s <= expected / 1e3:
                 reason = (
@@ -109,7 +114,7 @@ class BenchTask:
                 error = RowStatus.LIMITED.text(reason)
                 on_done(failed_perf(problem, algo, nbytes, error, traits))
                 continue
-            perf = one(problem, algo, nbytes, best_ms, expected)
+            perf = one(problem, algo, nbytes, best_ms, expected / _LEAST_RUNS)
             if perf.error is None:
                 best_ms = min(best_ms, perf.time_ms)
             on_done(perf)

@@ -264,7 +264,8 @@ class _Run:
         """Measure a plan against its undivided rival, unless that was done already."""
         choice = self._choices.get((plan, rival))
         if choice is None:
-            expected_ms = sum(p.time_ms for p in {plan, rival} if p is not None)
+            # Each is warmed up, and run once at least.
+            expected_ms = 2 * sum(p.time_ms for p in {plan, rival} if p is not None)
             if seconds is not None and seconds <= expected_ms / 1e3:
                 return Outcome(limit, None, _OUT_OF_TIME)
             try:

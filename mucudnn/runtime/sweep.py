@@ -164,6 +164,8 @@ class _Work:
         for algo, batch in points:
             by_batch.setdefault(batch, []).append(algo)
         batches = sorted(by_batch, reverse=True)
+        if math.isfinite(self._sweep.deadline) and not (self._hints or self._times()):
+            batches = [*batches[-1:], *batches[:-1]]  # it tells what the others take
         total = len(self.rows) + sum(map(len, by_batch.values()))
         shares = [
             (bench, batches[i :: len(self._benches)])
@@ -208,8 +210,21 @@ class _Work:
                 default=math.inf,
             )
         ordered = sorted(algos, key=expected.__getitem__)  # likely winners first
+        if math.isfinite(self._sweep.deadline):
+            with self._lock:
+                expected = {
+                    algo: self._cautious_ms(ms, batch) for algo, ms in expected.items()
+                }
         workspaces = {algo: self.workspaces[algo, batch] for algo in ordered}
         bench.run(batch, workspaces, keep, best_ms, expected)
+
+    def _times(self) -> list[AlgoPerf]:
+        return [perf for perf in self.rows.values() if perf.error is None]
+
+    def _cautious_ms(self, expected: float, batch: int) -> float:
+        """What a run may take of which nothing is known: as long as any other."""
+        rates = (perf.time_ms / perf.batch for perf in self._times())
+        return expected or batch * max(rates, default=0.0)
 
     def _expected_ms(self, algo: str, batch: int) -> float:
         """Time of one run, in proportion to the nearest size known; 0 if none is."""

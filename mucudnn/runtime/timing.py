@@ -85,7 +85,7 @@ def measure(
     *,
     deadline: float = math.inf,
     best_ms: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] | None = None,
 ) -> Timing:
     """Time `run` on `device` until the rule is satisfied or the deadline passed.
 
@@ -96,11 +96,12 @@ def measure(
         deadline: On `clock`; after it the samples at hand are final, and if there are
             none the warm-up counts.
         best_ms: Time of the best rival so far.
-        clock: Seconds, for the deadline only.
+        clock: Seconds, for the deadline only; `time.monotonic` if None.
     """
+    clock = clock or time.monotonic
     warm = _sample(run, device)
     samples: list[float] = []
-    if clock() >= deadline:
+    if clock() + warm / 1e3 >= deadline:  # what cannot end in time is not begun
         return Timing(warm, 0.0, 0)
     if warm > rule.hopeless * best_ms:
         return Timing(warm, 0.0, 1)
@@ -108,7 +109,7 @@ def measure(
         return Timing.of([_sample(run, device)])
     while not rule.enough(samples):
         samples.append(_sample(run, device))
-        if clock() >= deadline:
+        if clock() + samples[-1] / 1e3 >= deadline:
             break
     return Timing.of(samples)
 
@@ -119,17 +120,19 @@ def measure_together(
     rule: StoppingRule,
     *,
     deadline: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] | None = None,
 ) -> tuple[Timing, ...]:
     """Time rivals in turn, A B A B …, so that a drifting machine treats them alike.
 
     Each is timed `min_samples` times, whatever the budget: a verdict on one run apiece
     would be a coin toss.
     """
+    clock = clock or time.monotonic
     warm = [_sample(run, device) for run in runs]
+    round_s = sum(warm) / 1e3
     samples: list[list[float]] = [[] for _ in runs]
     while not all(len(s) >= rule.min_samples and rule.enough(s) for s in samples):
-        if clock() >= deadline:
+        if clock() + round_s >= deadline:
             break
         for run, taken in zip(runs, samples, strict=True):
             taken.append(_sample(run, device))
