@@ -3,6 +3,7 @@
 A mapped file costs no memory: `read` touches only the pages of the images asked for.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,19 @@ from mucudnn.data.dataset import (
     checked_split,
     split_indices,
 )
-from mucudnn.data.files import check_labels, check_length, fault, read_file
+from mucudnn.data.files import (
+    check_is_file,
+    check_labels,
+    check_length,
+    fault,
+    read_file,
+    shown,
+)
 from mucudnn.errors import DataError
 
 __all__ = ["ArrayDataset", "open_arrays"]
+
+_MOST_NAMES = 1 << 24  # bytes
 
 
 class ArrayDataset:
@@ -151,6 +161,7 @@ def _check_npy_labels(path: Path, classes: int) -> None:
 
 def _map(path: Path) -> tuple[NDArray[Any], int]:
     """A `.npy` file as an array over the file, and the offset of its first element."""
+    check_is_file(path)
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -159,12 +170,16 @@ def _map(path: Path) -> tuple[NDArray[Any], int]:
             begin = file.tell()
     except OSError as e:
         raise DataError(f"{path}: {e.strerror or e}") from e
-    if dtype.hasobject or any(extent < 1 for extent in shape) or not shape:
+    empty = not shape or min(shape) < 1 or dtype.itemsize < 1
+    if dtype.hasobject or empty:
         raise fault(path, 0, "numbers", f"an array of shape {shape} and type {dtype}")
-    expected = begin + dtype.itemsize * int(np.prod(shape, dtype=object))
+    expected = begin + dtype.itemsize * math.prod(shape)
     check_length(path, size, expected, f"{dtype} of shape {shape}")
     order: Any = "F" if fortran else "C"
-    return np.memmap(path, dtype, "r", begin, shape, order), begin
+    try:
+        return np.memmap(path, dtype, "r", begin, shape, order), begin
+    except (OSError, ValueError) as e:
+        raise fault(path, 0, "an array that can be mapped", str(e)) from e
 
 
 def _read_header(
@@ -182,14 +197,16 @@ def _read_header(
     except KeyError as e:
         raise fault(path, 6, "version 1.0 or 2.0 of .npy", str(e)) from e
     except Exception as e:  # the header is a Python literal: parsers raise anything
-        raise fault(path, file.tell(), "the header of a .npy file", str(e)) from e
+        raise fault(
+            path, file.tell(), "the header of a .npy file", shown(str(e))
+        ) from e
 
 
 def _class_names(path: Path) -> tuple[str, ...] | None:
     if not path.is_file():
         return None
     try:
-        text = read_file(path).decode()
+        text = read_file(path, _MOST_NAMES).decode()
     except UnicodeDecodeError as e:
         raise fault(path, e.start, "UTF-8 text", e.reason) from e
     return tuple(line.strip() for line in text.splitlines() if line.strip())

@@ -25,6 +25,7 @@ from mucudnn.data.files import (
     fault,
     find_file,
     read_file,
+    shown,
 )
 from mucudnn.data.pickles import read_pickled_dict
 from mucudnn.errors import DataError
@@ -33,6 +34,10 @@ __all__ = ["open_cifar10", "open_cifar100"]
 
 _SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
+_PICKLED_ROW = 2 * _PIXELS + (1 << 10)
+"""Bytes that a row takes in a pickle at most: old ones may spend two on a pixel."""
+_BESIDE = 1 << 20
+"""Bytes for what is no row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +156,10 @@ def _read_binary(
 def _read_pickle(
     path: Path, which: _Labels, rows: int
 ) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    entries = read_pickled_dict(path)
+    entries = read_pickled_dict(path, rows * _PICKLED_ROW + _BESIDE)
     images, labels = entries.get("data"), entries.get(which.key)
     if not isinstance(images, np.ndarray) or not isinstance(labels, list):
-        keys = ", ".join(sorted(entries)) or "nothing"
+        keys = shown(", ".join(sorted(entries)) or "nothing")
         raise fault(path, 0, f"an array 'data' and a list '{which.key}'", keys)
     if images.shape != (rows, _PIXELS):
         raise fault(path, 0, f"'data' of shape {(rows, _PIXELS)}", f"{images.shape}")
@@ -166,7 +171,7 @@ def _read_pickle(
                 path,
                 0,
                 f"labels from 0 to {which.classes - 1} in '{which.key}'",
-                f"{label!r} (image {index})",
+                f"{shown(label)} (image {index})",
             )
     return images, np.array(labels, np.int64)
 
@@ -176,18 +181,21 @@ def _class_names(folder: Path, which: _Labels) -> tuple[str, ...] | None:
     text, pickled, key = which.names
     if (folder / text).is_file():
         path = folder / text
-        found: object = [*filter(None, read_file(path).split(b"\n"))]
+        found: object = [*filter(None, read_file(path, _BESIDE).split(b"\n"))]
     elif (folder / pickled).is_file():
         path = folder / pickled
-        found = read_pickled_dict(path).get(key)
+        found = read_pickled_dict(path, _BESIDE).get(key)
     else:
         return None
     if not isinstance(found, list) or len(found) != which.classes:
         number = f"{len(found)}" if isinstance(found, list) else "none"
         raise DataError(f"{path}: expected {which.classes} names, found {number}")
+    for name in found:
+        if not isinstance(name, str | bytes):
+            raise DataError(f"{path}: expected texts for names, found {shown(name)}")
     return tuple(_decoded(name) for name in found)
 
 
-def _decoded(name: object) -> str:
-    text = name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name)
+def _decoded(name: str | bytes) -> str:
+    text = name.decode("utf-8", "replace") if isinstance(name, bytes) else name
     return text.strip()

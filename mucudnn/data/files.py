@@ -5,6 +5,7 @@ found.
 """
 
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mucudnn.errors import DataError
+from mucudnn.files import check_file, read_whole
 
-__all__ = ["check_labels", "check_length", "fault", "find_file", "read_file"]
+__all__ = [
+    "check_is_file",
+    "check_labels",
+    "check_length",
+    "fault",
+    "find_file",
+    "read_file",
+    "shown",
+]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 _CHUNK = 1 << 16
+_HEAD = 256
+"""Bytes from whose beginning a format can tell how long it is."""
+_SHOWN = 200
+
+Size = int | Callable[[bytes], int | None] | None
+"""Bytes a file may have, or what tells them of its beginning; None is any number."""
 
 
 def fault(path: Path, offset: int, expected: str, found: str) -> DataError:
@@ -38,51 +54,98 @@ def find_file(folder: Path, names: tuple[str, ...]) -> Path:
     raise DataError(f"{folder}: expected one of {', '.join(names)}, found {found}")
 
 
-def read_file(path: Path) -> bytes:
-    """The contents of a file, unpacked where its name ends in `.gz`.
-
-    Raises:
-        DataError: It is missing, cannot be read or is damaged.
-    """
+def shown(value: object) -> str:
+    """A value for a message, however long or odd it is."""
     try:
-        raw = path.read_bytes()
+        text = value if isinstance(value, str) else repr(value)
+    except Exception:  # numbers of many digits, lists of great depth
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def check_is_file(path: Path) -> None:
+    """Raise `DataError` where there is no file: a FIFO may never end."""
+    try:
+        check_file(path)
     except OSError as e:
         raise DataError(f"{path}: {e.strerror or e}") from e
-    return _gunzip(path, raw) if path.suffix == ".gz" else raw
 
 
-def _gunzip(path: Path, raw: bytes) -> bytes:
+def read_file(path: Path, most: Size = None) -> bytes:
+    """The contents of a file, unpacked where its name ends in `.gz`.
+
+    A packed file may claim a thousand times its size; no more of it is unpacked than
+    the format has use for, and one byte that shows there is more.
+
+    Args:
+        path: The file.
+        most: Bytes its contents may have; those beyond need not be read.
+
+    Raises:
+        DataError: It is missing, cannot be read, is damaged, or, where `most` is a
+            number, has more bytes.
+    """
+    packed = path.suffix == ".gz"
+    known = None if packed or not isinstance(most, int) else most
+    try:
+        raw = read_whole(path, most=known)
+    except OSError as e:
+        raise DataError(f"{path}: {e.strerror or e}") from e
+    if not packed:
+        return raw
+    contents = _gunzip(path, raw, most)
+    if isinstance(most, int) and len(contents) > most:
+        raise DataError(f"{path}: it has more than the {most:,} bytes expected")
+    return contents
+
+
+def _gunzip(path: Path, raw: bytes, most: Size) -> bytes:
     """Every member of a gzip file; offsets are those of the packed bytes.
 
     zlib rather than `gzip`, which does not say where a stream breaks.
     """
-    parts = list[bytes]()
+    contents = bytearray()
     begin = 0
-    while begin < len(raw) or not parts:
+    while begin < len(raw) or not begin:
         if raw[begin : begin + 2] != _GZIP_MAGIC:
-            if parts and not raw[begin:].strip(b"\0"):
+            if begin and not raw[begin:].strip(b"\0"):
                 break  # tapes and block devices pad with zeros
             found = raw[begin : begin + 2].hex(" ") or "the end of the file"
             raise fault(path, begin, "a gzip stream (1f 8b)", found)
-        text, begin = _gunzip_member(path, raw, begin)
-        parts.append(text)
-    return b"".join(parts)
+        begin = _gunzip_member(path, raw, begin, contents, most)
+        if _enough(contents, most):
+            break
+    return bytes(contents)
 
 
-def _gunzip_member(path: Path, raw: bytes, begin: int) -> tuple[bytes, int]:
-    """One member's contents and where the next begins."""
+def _gunzip_member(
+    path: Path, raw: bytes, begin: int, contents: bytearray, most: Size
+) -> int:
+    """Append one member's contents; returns where the next begins."""
     unpack = zlib.decompressobj(_GZIP_WINDOW)
-    parts = list[bytes]()
     for at in range(begin, len(raw), _CHUNK):
-        try:
-            parts.append(unpack.decompress(raw[at : at + _CHUNK]))
-        except zlib.error as e:
-            within = f"within {_CHUNK} bytes"
-            raise fault(path, at, "an undamaged gzip stream", f"{e} ({within})") from e
+        packed, part = raw[at : at + _CHUNK], b""
+        while not unpack.eof and (packed or len(part) == _CHUNK):
+            try:
+                part = unpack.decompress(packed, _CHUNK)
+            except zlib.error as e:
+                within = f"within {_CHUNK} bytes"
+                found = f"{e} ({within})"
+                raise fault(path, at, "an undamaged gzip stream", found) from e
+            contents += part
+            if _enough(contents, most):
+                return len(raw)
+            packed = unpack.unconsumed_tail
         if unpack.eof:
-            end = min(at + _CHUNK, len(raw)) - len(unpack.unused_data)
-            return b"".join(parts), end
+            return min(at + _CHUNK, len(raw)) - len(unpack.unused_data)
     raise fault(path, len(raw), "more of a gzip stream", "the end of the file")
+
+
+def _enough(contents: bytearray, most: Size) -> bool:
+    """Whether there are already more bytes than there may be."""
+    if callable(most):
+        most = most(bytes(contents[:_HEAD]))
+    return most is not None and len(contents) > most
 
 
 def check_length(path: Path, found: int, expected: int, what: str) -> None:

@@ -3,6 +3,7 @@
 Needs Pillow, which is imported when a folder is opened.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -134,8 +135,7 @@ def _list_files(
     files = [
         (path, classes.index(name))
         for name in found
-        for path in sorted((folder / name).iterdir())
-        if path.suffix.lower() in _SUFFIXES
+        for path in _image_files(folder / name)
     ]
     if not files:
         raise DataError(
@@ -143,6 +143,17 @@ def _list_files(
             f"({', '.join(sorted(_SUFFIXES))}); found none"
         )
     return files, classes
+
+
+def _image_files(folder: Path) -> list[Path]:
+    """Files only: to open a FIFO with the name of an image may never end."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_file()]
+    except OSError as e:
+        raise DataError(f"{folder}: {e.strerror or e}") from e
+    paths = (folder / name for name in sorted(names))
+    return [path for path in paths if path.suffix.lower() in _SUFFIXES]
 
 
 def _folders(folder: Path) -> tuple[str, ...]:

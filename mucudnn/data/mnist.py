@@ -6,6 +6,7 @@ Source: Y. LeCun, C. Cortes and C. J. C. Burges, "The MNIST database of handwrit
 digits", section "File formats".
 """
 
+import math
 import struct
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def _names(split: Split, what: str, ndim: int) -> tuple[str, ...]:
 
 def _read_idx(path: Path, ndim: int) -> tuple[NDArray[np.uint8], int]:
     """The elements, and the offset of the first."""
-    raw = read_file(path)
+    raw = read_file(path, lambda head: _stated_size(head, ndim))
     magic = struct.pack(">HBB", 0, _UBYTE, ndim)
     if raw[:4] != magic[: len(raw)]:
         expected = f"{magic.hex(' ')} (unsigned bytes, {ndim}-dimensional)"
@@ -73,9 +74,21 @@ def _read_idx(path: Path, ndim: int) -> tuple[NDArray[np.uint8], int]:
         raise fault(
             path, len(raw), f"a header of {header} bytes", f"{header - len(raw)} fewer"
         )
-    shape = struct.unpack(f">{ndim}I", raw[4:header])
+    shape = _shape(raw, ndim)
     if 0 in shape:
         raise fault(path, 4 + 4 * shape.index(0), "dimensions above 0", f"{shape}")
-    size = header + int(np.prod(shape, dtype=object))
+    size = header + math.prod(shape)
     check_length(path, len(raw), size, f"a header and {shape} elements")
     return np.frombuffer(raw, np.uint8, offset=header).reshape(shape), header
+
+
+def _shape(raw: bytes, ndim: int) -> tuple[int, ...]:
+    return struct.unpack_from(f">{ndim}I", raw, 4)
+
+
+def _stated_size(head: bytes, ndim: int) -> int | None:
+    """Bytes that a file claims to have; None while its header is not whole."""
+    header = 4 + 4 * ndim
+    if len(head) < header:
+        return None
+    return header + math.prod(_shape(head, ndim))
