@@ -16,7 +16,7 @@ LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_l
 	print(load_library(without_driver=True).path)"
 
 .PHONY: help demo demo-train test fuzz test-torch test-cudnn install-cudnn check format \
-	bench clean
+	bench gpu-wheels clean
 
 help:
 	@echo "make demo    tune AlexNet on this machine's CPU; prints a table, writes a report"
@@ -28,6 +28,7 @@ help:
 	@echo "make check   the same as test, without the tests"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make bench   the figures of bench/results, measured here"
+	@echo "make gpu-wheels   wheels for bench/gpu.sh on a machine without a network"
 	@echo "make clean   remove .venv and what the tools left behind"
 
 $(BIN)/python:
@@ -98,6 +99,12 @@ format: $(VENV)/dev.stamp
 
 bench: $(VENV)/peers.stamp
 	$(BIN)/python -m bench all --out bench/results
+
+# For a machine with a GPU and no network: what it may lack, to be taken along.
+GPU_WHEELS ?= wheels
+GPU_PYTHON ?=
+gpu-wheels:
+	$(PYTHON) bench/gpu/packages.py download $(GPU_WHEELS) $(GPU_PYTHON)
 
 clean:
 	rm -rf $(VENV) $(OUT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

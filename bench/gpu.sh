@@ -1,17 +1,34 @@
 #!/usr/bin/env bash
-# Everything that is measured on a machine with an NVIDIA GPU, in nine minutes at most.
+# Everything that is measured on a machine with an NVIDIA GPU, in calls under nine minutes.
 #
-#   bench/gpu.sh OUT [PART ...] [--seconds PART=S ...] [--again] [--wheels DIR]
-#                [--backend NAME] [--batch N] [--layers K] [--tests PATH]
+#   bench/gpu.sh OUT [PART ...] [--from ARCHIVE] [--seconds PART=S ...] [--again]
+#                [--wheels DIR] [--backend NAME] [--batch N] [--layers K] [--tests PATH]
+#                [--hang S]
 #
-# Parts, in this order: probe deepbench peers tests models (all of them by default).
-# What a part has written under OUT stays whatever ends it; run the same command again to
-# go on. OUT/summary.json says how each part ended; the exit status is 0 if all are
-# complete, 3 if there is more to do, 1 if something failed, 2 if nothing was begun.
+# In this order, each a call of its own:
 #
-# It needs Python 3.11 ($PYTHON, or python3) with numpy and, on a GPU, CuPy and cuDNN 9
+#   bench/gpu.sh OUT deepbench    500 s   every engine's time and workspace, first of all
+#   bench/gpu.sh OUT probe tests  360 s   what this GPU is; the tests that need one
+#   bench/gpu.sh OUT peers models 390 s   plain cuDNN and PyTorch; whole networks
+#   bench/gpu.sh OUT                      all again: what is complete costs nothing
+#
+# Parts of one call that are usually longer than nine minutes together (all of them, say)
+# get a share of that each; --seconds says otherwise.
+#
+# OUT gets three files: gpu-results.tar.gz (all results so far; gpu-results-2.tar.gz goes
+# on from it where it grows beyond 15 MiB), summary.json (how each part ended) and gpu.log.
+# They are written anew every few seconds, so that whatever ends a call costs little: the
+# layer or the test in progress. The same command again goes on, from the archive in OUT,
+# or on another machine from one that was taken away: --from ARCHIVE. A test that crashes
+# or takes more than --hang seconds (60) is noted, and the others go on.
+#
+# The exit status is 0 if all parts are complete, 3 if there is more to do, 1 if something
+# failed, 2 if nothing was begun, 128 and the signal's number if it was ended by one.
+#
+# It needs Python 3.11 ($PYTHON, or python3) with numpy and, on a GPU, CuPy 14 and cuDNN 9
 # (PyTorch's will do), and no network. Missing Python packages are taken from wheels in
-# DIR ($WHEELS, or wheels/ beside bench/) into a folder that is thrown away.
+# DIR ($WHEELS, or wheels/ beside bench/) into a folder that is thrown away; `make
+# gpu-wheels` makes that folder where there is a network, 25 MiB.
 # For a rehearsal without a GPU: --backend null.
 set -u
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -19,16 +36,19 @@ python=${PYTHON:-python3}
 wheels=${WHEELS:-$root/wheels}
 usage() { sed -n '2,/^set -u/{/^set -u/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; }
 
-out='' parts=() budget=() options=() again=() backend=cuda
+out='' from='' parts=() budget=() options=() again=() backend=cuda
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
     --again) again=(--again); shift; continue ;;
-    --wheels | --find-links | --seconds | --backend | --batch | --layers | --tests)
+    --from | --wheels | --find-links | --seconds | --backend | --batch | --layers | \
+      --tests | --hang | --keep-every)
       [ $# -ge 2 ] || { echo "gpu.sh: $1 needs a value" >&2; exit 2; }
       case $1 in
         --wheels | --find-links) wheels=$2 ;;
+        --from) from=$2 ;;
         --seconds) budget+=("--set=$2") ;;
+        --tests) options+=("$1" "$(realpath -m -- "$2")") ;;
         *) options+=("$1" "$2"); [ "$1" = --backend ] && backend=$2 ;;
       esac
       shift 2; continue ;;
@@ -41,33 +61,85 @@ done
 command -v "$python" >/dev/null || { echo "gpu.sh: no $python; set PYTHON" >&2; exit 2; }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   { echo "gpu.sh: $python is older than Python 3.11; set PYTHON" >&2; exit 2; }
+case $python in */*) python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python") ;; esac
 mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
+: >>"$out/gpu.log" || exit 2 # the shell says why
+wheels=$(realpath -m -- "$wheels")
+[ -z "$from" ] || from=$(realpath -m -- "$from")
 cd "$root" || exit 2
 
-site=$(mktemp -d) || exit 2
-child=''
-trap 'rm -rf "$site"' EXIT
-trap '[ -n "$child" ] && kill "$child" 2>/dev/null; exit 130' INT TERM
+# Results in the making are elsewhere, so that OUT holds few files whatever happens.
+scratch=$(mktemp -d 2>/dev/null || mktemp -d -p /tmp 2>/dev/null || mktemp -d -p "$out") ||
+  exit 2
+work=$scratch/work site=$scratch/site
+mkdir "$work" "$site" "$scratch/tmp" || exit 2
+begun='' child='' tee=''
+pack() { "$python" bench/gpu/archive.py pack "$work" "$out"; }
+finish() {
+  trap '' INT TERM HUP
+  [ -z "$begun" ] || pack
+  if [ -n "$tee" ]; then
+    exec >&- 2>&-
+    wait "$tee"
+    [ -z "$begun" ] || pack >/dev/null 2>&1 # with the end of the log
+  fi
+  rm -rf "$scratch"
+}
+ended() { # by a signal: what runs writes down what it has
+  trap '' INT TERM HUP
+  if [ -n "$child" ]; then
+    kill "$child" 2>/dev/null
+    wait "$child" 2>/dev/null
+  fi
+  exit $((128 + $1))
+}
+trap finish EXIT
+trap 'ended 1' HUP
+trap 'ended 2' INT
+trap 'ended 15' TERM
 export PYTHONPATH="$site:$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+# A home that cannot be written to, and a TMPDIR that is not there, cost nothing else.
+[ -w "${TMPDIR:-/tmp}" ] || export TMPDIR="$scratch/tmp"
+if [ -z "${CUPY_CACHE_DIR:-}" ]; then
+  { mkdir -p "${HOME:-/nowhere}/.cupy/kernel_cache" && [ -w "$HOME/.cupy/kernel_cache" ]; } \
+    2>/dev/null || export CUPY_CACHE_DIR="$scratch/cupy"
+fi
 
-# Only the standard library is needed for this one.
-"$python" bench/gpu/packages.py "$site" "$wheels" "$backend" \
+# Only the standard library is needed for these.
+"$python" bench/gpu/packages.py install "$site" "$wheels" "$backend" \
   "${parts[@]+"${parts[@]}"}" || exit 2
 plan=$("$python" -m bench.gpu budget "$out" "${parts[@]+"${parts[@]}"}" \
   "${budget[@]+"${budget[@]}"}") || exit 2
+earlier=$out/gpu-results.tar.gz
+if [ -e "$earlier" ]; then
+  [ -z "$from" ] || echo "gpu.sh: $out has results, $from is not read"
+elif [ -n "$from" ]; then
+  earlier=$from
+else
+  earlier=''
+fi
+if [ -n "$earlier" ]; then
+  "$python" bench/gpu/archive.py unpack "$earlier" "$work" || exit 2
+  [ -s "$out/gpu.log" ] || [ ! -e "$work/gpu.log" ] || cp "$work/gpu.log" "$out/gpu.log"
+fi
 
+exec > >(trap '' INT TERM HUP; exec tee -a "$out/gpu.log") 2>&1
+tee=$!
+echo "== gpu.sh ${parts[*]:-all parts} on $backend, $(date -u '+%Y-%m-%d %H:%M:%S UTC')"
 names=()
 while read -r part seconds; do
   names+=("$part")
   # The part ends by itself; where it hangs, it is ended.
   timeout --kill-after=5 "$seconds" \
-    "$python" -m bench.gpu "$part" "$out" --seconds "$seconds" \
+    "$python" -m bench.gpu "$part" "$work" --keep "$out" --seconds "$seconds" \
     "${options[@]+"${options[@]}"}" "${again[@]+"${again[@]}"}" </dev/null &
   child=$!
   wait "$child"
   status=$?
   child=''
   [ "$status" -eq 2 ] && exit 2
+  begun=1
+  [ "$status" -lt 126 ] || echo "gpu.sh: $part ended with status $status"
 done <<<"$plan"
-"$python" -m bench.gpu summary "$out" "${names[@]}"
+"$python" -m bench.gpu summary "$work" "${names[@]}"

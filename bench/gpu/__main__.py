@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.gpu.facts import facts
 from bench.gpu.job import CACHE, Job, Report
+from bench.gpu.keeping import Keeper
 from bench.gpu.store import read_json, write_json
 from bench.table import render
 from mucudnn.errors import MucudnnError
@@ -20,24 +21,29 @@ from mucudnn.errors import MucudnnError
 __all__ = ["SECONDS", "main"]
 
 SECONDS: Mapping[str, int] = MappingProxyType(
-    {"probe": 45, "deepbench": 290, "peers": 90, "tests": 70, "models": 35}
+    {"deepbench": 500, "probe": 60, "tests": 300, "peers": 240, "models": 150}
 )
-"""Parts in the order that is most worth having, and the seconds each may take."""
+"""Parts in the order that is most worth having, and the seconds each may take.
+
+Each by itself is less than `MOST_S`; those that are more together get a share each.
+"""
 
 MOST_S = 540
-"""What one call of the script may take in all."""
+"""What the parts of one call of the script may take in all."""
 
+_LEAST_S = 10
 _MODULES = {"tests": "gpu_tests"}
 _SUMMARY = "summary.json"
 _COMPLETE, _PARTIAL, _FAILED, _BEGUN = "complete", "partial", "failed", "begun"
 _INTERRUPTED = 130
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _STATUS = {_COMPLETE: 0, _PARTIAL: 3, _FAILED: 1, _BEGUN: 1}
 
 
 def main() -> int:
     """0: complete; 3: there is more to do; 1: something failed; 2: not understood."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have them ignored
-        signal.signal(number, signal.default_int_handler)
+    for number in _SIGNALS:  # a shell may have them ignored
+        signal.signal(number, _interrupted)
     options = _parser().parse_args()
     if options.part == "budget":
         return _budget(options)
@@ -57,17 +63,28 @@ def main() -> int:
     if known.get("state") == _COMPLETE and not options.again:
         print(f"{options.part}: complete; --again repeats it", flush=True)
         return _STATUS[_COMPLETE]
+    return _run(options, settings)
+
+
+def _interrupted(number: int, frame: object) -> None:
+    """End what runs, once: what is written down then is not interrupted again."""
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _module(options: argparse.Namespace) -> Any:
     module = importlib.import_module(
         f"bench.gpu.{_MODULES.get(options.part, options.part)}"
     )
     if options.again:
-        _remove(out, module.FILES)
+        _remove(options.out, module.FILES)
         if options.part == "deepbench":
-            _remove(out, [f"{CACHE}*"])
-    return _run(options, module, settings)
+            _remove(options.out, [f"{CACHE}*"])
+    return module
 
 
-def _run(options: argparse.Namespace, module: Any, settings: Mapping[str, Any]) -> int:
+def _run(options: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     begun = time.monotonic()
     out: Path = options.out
     seconds = options.seconds or SECONDS[options.part]
@@ -79,10 +96,15 @@ def _run(options: argparse.Namespace, module: Any, settings: Mapping[str, Any]) 
         batch=options.batch,
         layers=options.layers,
         tests=options.tests,
+        hang_s=options.hang,
+        keeper=Keeper(out, options.keep, options.keep_every),
     )
+    module = None
     try:
+        module = _module(options)
         report = module.run(job)
     except KeyboardInterrupt:  # by `timeout`, by the script or at the keyboard
+        job.keep(now=True)
         print(f"== {options.part}: ended before it was done", flush=True)
         return _INTERRUPTED
     except MucudnnError as e:
@@ -93,7 +115,8 @@ def _run(options: argparse.Namespace, module: Any, settings: Mapping[str, Any]) 
     state = _COMPLETE if report.complete else _PARTIAL
     if report.failures:
         state = _FAILED
-    files = {f.name for pattern in module.FILES for f in out.glob(pattern)}
+    patterns = () if module is None else module.FILES
+    files = {f.name for pattern in patterns for f in out.glob(pattern)}
     _note(
         out,
         options.part,
@@ -106,6 +129,7 @@ def _run(options: argparse.Namespace, module: Any, settings: Mapping[str, Any]) 
             "settings": settings,
         },
     )
+    job.keep(now=True)
     print(f"== {options.part}: {state}\n{report.text}", flush=True)
     for failure in report.failures:
         print(f"FAILED {failure}", flush=True)
@@ -114,33 +138,51 @@ def _run(options: argparse.Namespace, module: Any, settings: Mapping[str, Any]) 
 
 def _budget(options: argparse.Namespace) -> int:
     """Print `part seconds` lines for the script; refuse what takes too long."""
-    seconds = dict(SECONDS)
+    given: dict[str, int] = {}
     for setting in options.set:
         part, _, value = setting.partition("=")
         if part not in SECONDS or not value.isdigit():
             print(f"--seconds {setting}: expected PART=SECONDS", file=sys.stderr)
             return 2
-        seconds[part] = int(value)
-    wanted = options.parts or list(SECONDS)
-    unknown = [part for part in wanted if part not in SECONDS]
+        given[part] = int(value)
+    unknown = [part for part in options.parts if part not in SECONDS]
     if unknown:
         print(
             f"unknown part {unknown[0]!r}; choose of: {', '.join(SECONDS)}",
             file=sys.stderr,
         )
         return 2
-    total = sum(seconds[part] for part in wanted)
-    if total > MOST_S:
-        print(
-            f"{' '.join(wanted)} would take {total} s, at most {MOST_S} are allowed: "
-            "name fewer parts or give --seconds",
-            file=sys.stderr,
-        )
+    wanted = [part for part in SECONDS if part in (options.parts or SECONDS)]
+    try:
+        seconds = shares(wanted, given)
+    except ValueError as e:
+        print(e, file=sys.stderr)
         return 2
-    for part in SECONDS:
-        if part in wanted:
-            print(part, seconds[part])
+    for part in wanted:
+        print(part, seconds[part])
     return 0
+
+
+def shares(wanted: Sequence[str], given: Mapping[str, int]) -> dict[str, int]:
+    """Seconds for each part: what is given, else its own or its share of what is left.
+
+    Raises:
+        ValueError: There is too little for all.
+    """
+    fixed = sum(given.get(part, 0) for part in wanted)
+    free = [part for part in wanted if part not in given]
+    left = MOST_S - fixed
+    if left < _LEAST_S * len(free):
+        raise ValueError(
+            f"{' '.join(wanted)} would take {fixed + _LEAST_S * len(free)} s at least, "
+            f"at most {MOST_S} are allowed: name fewer parts or give --seconds"
+        )
+    usual = sum(SECONDS[part] for part in free)
+    share = min(1.0, left / usual) if free else 1.0
+    return {
+        part: given.get(part, max(_LEAST_S, int(SECONDS[part] * share)))
+        for part in wanted
+    }
 
 
 def _summary(options: argparse.Namespace) -> int:
@@ -189,6 +231,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, help="mini-batch size, for rehearsals")
     parser.add_argument("--layers", type=int, help="at most so many of each suite")
     parser.add_argument("--tests", type=Path, default=Path("tests"))
+    parser.add_argument("--hang", type=float, default=60.0, help="s a test may take")
+    parser.add_argument("--keep", type=Path, help="pack results into this folder")
+    parser.add_argument("--keep-every", type=float, default=5.0, help="s at least")
     parser.add_argument("--again", action="store_true", help="repeat what is complete")
     return parser
 

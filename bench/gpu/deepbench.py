@@ -1,18 +1,30 @@
 """DeepBench's 3x3 and 5x5 layers and AlexNet: every engine, divided and undivided.
 
-Stage by stage (`bench.gpu.work.STAGES`), layer by layer. A layer whose time ran out is
-written as incomplete and taken up again by the next run, from the cache.
+Stage by stage (`bench.gpu.work.STAGES`), layer by layer; recordings are written as they
+grow. A layer whose time ran out is written as incomplete and taken up again by the next
+run, from the cache.
 """
 
+import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from bench.gpu.job import RECORDING, RULE, Job, Report
+from bench.gpu.job import RECORDINGS, RULE, Job, Report
 from bench.gpu.store import read_json, write_text
 from bench.gpu.verdicts import digest, digest_text
-from bench.gpu.work import LIMITS, STAGES, Stage, deepbench_layers, key_of
+from bench.gpu.work import (
+    LIMITS,
+    STAGES,
+    Stage,
+    deepbench_layers,
+    key_of,
+    recording_name,
+)
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.status import RowStatus
+from mucudnn.ir.measurement import Measurement, Verdict
+from mucudnn.ir.numerics import REFUSED
 from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.comparison import compare
@@ -23,7 +35,7 @@ from mucudnn.suites import Layer
 
 __all__ = ["FILES", "record", "run"]
 
-FILES = ("comparison-*.json", "deepbench.json", "deepbench.txt", RECORDING)
+FILES = ("comparison-*.json", "deepbench.json", "deepbench.txt", RECORDINGS)
 
 _WRITING = 0.03
 """Share of a part's time for the recording, which grows with it."""
@@ -43,27 +55,47 @@ def run(job: Job) -> Report:
             for stage in stages:
                 failures += stage.run()
         finally:
-            if any(stage.changed for stage in stages):
-                record(job, cache)
+            job.keep(functools.partial(_conclude, job, cache, stages), now=True)
     complete = all(stage.complete for stage in stages)
     result = digest(job.out, STAGES)
-    job.write("deepbench.json", result)
-    write_text(job.out / "deepbench.txt", digest_text(result) + "\n")
     return Report(complete, tuple(failures), digest_text(result, brief=True))
 
 
-def record(job: Job, cache: BenchmarkCache) -> None:
-    """Write all that is measured into one file."""
+def record(job: Job, cache: BenchmarkCache, *only: str) -> None:
+    """Write what is measured into files, one a data type and layout.
+
+    Args:
+        job: Where.
+        cache: What.
+        only: Names of the files that are written; all by default.
+    """
     device = job.backend.device
-    rows = cache.rows(device.fingerprint)
-    if rows:
+    groups: dict[str, tuple[list[Measurement], list[Verdict]]] = {}
+    for of in (*cache.rows(device.fingerprint), *cache.verdicts(device.fingerprint)):
+        name = recording_name(of.problem.dtype, of.problem.layout)
+        rows, verdicts = groups.setdefault(name, ([], []))
+        if isinstance(of, Measurement):
+            rows.append(of)
+        else:
+            verdicts.append(of)
+    for name, (rows, verdicts) in groups.items():
+        if not rows or (only and name not in only):
+            continue
         write_recording(
-            job.out / RECORDING,
+            job.out / name,
             rows,
             {device.fingerprint: device.description()},
             alignments={device.fingerprint: job.backend.split_alignment},
-            verdicts=cache.verdicts(device.fingerprint),
+            verdicts=verdicts,
         )
+
+
+def _conclude(job: Job, cache: BenchmarkCache, stages: "Sequence[_Stage]") -> None:
+    if any(stage.changed for stage in stages):
+        record(job, cache)
+    result = digest(job.out, STAGES)
+    job.write("deepbench.json", result)
+    write_text(job.out / "deepbench.txt", digest_text(result) + "\n")
 
 
 class _Stage:
@@ -148,6 +180,9 @@ class _Stage:
         }
         self.changed = True
         self._write(found)
+        self._job.keep(
+            lambda: record(self._job, self._cache, self._stage.recording)
+        )
 
     def _write(self, latest: Comparison) -> None:
         order = [key_of(layer.name, layer.problem) for layer in self._layers]

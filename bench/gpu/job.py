@@ -2,24 +2,26 @@
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.gpu.facts import facts
+from bench.gpu.keeping import Keeper
 from bench.gpu.store import write_json
 from mucudnn.backends import Backend, get_backend
+from mucudnn.errors import BackendUnavailableError
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.timing import StoppingRule
 
-__all__ = ["CACHE", "RECORDING", "RULE", "Job", "Report"]
+__all__ = ["CACHE", "RECORDINGS", "RULE", "Job", "Report"]
 
 CACHE = "cache.sqlite"
 """Every measurement, as it is made; parts share it."""
 
-RECORDING = "recording.json.gz"
-"""The same in one file to take away; it fills an empty cache."""
+RECORDINGS = "recording-*.json.gz"
+"""The same to take away, a file a data type and layout; they fill an empty cache."""
 
 RULE = StoppingRule(
     min_samples=3, max_samples=10, margin=0.02, budget_ms=30.0, hopeless=float("inf")
@@ -44,6 +46,8 @@ class Job:
         batch: Mini-batch size instead of the layers' own, for rehearsals.
         layers: How many layers of each suite at most, for rehearsals.
         tests: Where the tests are.
+        hang_s: Seconds after which a test that has not ended is given up.
+        keeper: Packs results as they come; None where that is not wanted.
     """
 
     out: Path
@@ -52,6 +56,8 @@ class Job:
     batch: int | None = None
     layers: int | None = None
     tests: Path = Path("tests")
+    hang_s: float = 60.0
+    keeper: Keeper | None = None
 
     @property
     def left_s(self) -> float:
@@ -73,16 +79,28 @@ class Job:
         return get_backend(self.backend_name)
 
     def open_cache(self) -> BenchmarkCache:
-        """The measurements so far; those of a recording where only that is left."""
+        """The measurements so far; those of recordings where only they are left."""
         cache = BenchmarkCache(self.out / CACHE)
-        recording = self.out / RECORDING
-        if recording.exists() and not cache.fingerprints():
-            cache.import_json(recording)
+        if not cache.fingerprints():
+            for recording in sorted(self.out.glob(RECORDINGS)):
+                cache.import_json(recording)
         return cache
+
+    def keep(
+        self, prepare: Callable[[], object] | None = None, *, now: bool = False
+    ) -> None:
+        """See `Keeper.keep`."""
+        if self.keeper is not None:
+            self.keeper.keep(prepare, now=now)
+        elif now and prepare is not None:
+            prepare()
 
     def write(self, name: str, data: Mapping[str, Any]) -> None:
         """A JSON file that says what made it; it is replaced as a whole."""
-        machine = facts(self.backend)
+        try:
+            machine = facts(self.backend)
+        except BackendUnavailableError:  # what needs no device is asked all the same
+            machine = facts()
         write_json(self.out / name, {"machine": machine, **data})
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.gpu.deepbench import record
-from bench.gpu.job import RECORDING, RULE, Job, Report
+from bench.gpu.job import RULE, Job, Report
 from bench.gpu.store import read_json
 from bench.gpu.work import network_layers
 from bench.table import render
@@ -38,10 +38,10 @@ def run(job: Job) -> Report:
                 if name not in networks:
                     networks[name] = _one(job, tuner, network_layers(job, name))
                     job.write(_RESULT, {"limit": _LIMIT, "networks": networks})
+                    job.keep(lambda: record(job, cache))
         finally:
             tuner.close()
-            if not (job.out / RECORDING).exists():
-                record(job, cache)
+            job.keep(lambda: record(job, cache), now=True)
     complete = all(row["complete"] for row in networks.values())
     return Report(complete, (), _text(networks))
 

@@ -1,63 +1,108 @@
-"""`packages.py SITE WHEELS BACKEND [PART …]`: what is missing, from wheels if there.
+"""What is missing, from wheels if there are any; and a folder of such wheels.
+
+`packages.py install SITE WHEELS BACKEND [PART …]` makes SITE a folder of what is missing.
+`packages.py download WHEELS [PYTHON …]` fills WHEELS where there is a network, for
+machines of x86-64 with Linux and these versions of Python.
 
 Run as a file, before anything that it looks for is imported.
 """
 
 import importlib.util
+import platform
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _BASE = {
     "numpy": "numpy",
     "click": "click",
     "platformdirs": "platformdirs",
-    "pulp": "pulp",
+    "pulp": "pulp<4",
     "rich": "rich",
     "threadpoolctl": "threadpoolctl",
 }
 _TESTS = {"pytest": "pytest", "hypothesis": "hypothesis"}
-_GPU = {"cupy": "cupy-cuda13x (or cupy-cuda12x)"}
+_HALVES = {"ml_dtypes": "ml_dtypes"}
+_GPU = {"cupy": "cupy-cuda13x[ctk] (or cupy-cuda12x[ctk])"}
+_WORKS = {"pulp": "; assert int(pulp.__version__.split('.')[0]) < 4, 'it is too new'"}
+"""What more there is to a package than that it can be imported."""
+
+_PYTHONS = ("3.11", "3.12", "3.13")
+_PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_27", "manylinux_2_28")
+_MOST_BYTES = 40 << 20
 
 
-def main() -> int:
-    """0 where nothing is missing in the end."""
-    site, wheels, backend, *parts = sys.argv[1:]
+def main(arguments: Sequence[str]) -> int:
+    """0 where all is well."""
+    if arguments[0] == "download":
+        return _download(Path(arguments[1]), arguments[2:] or _PYTHONS)
+    return _provide(*arguments[1:4], parts=arguments[4:])
+
+
+def _provide(site: str, wheels: str, backend: str, parts: Sequence[str]) -> int:
+    """1 where what every part needs is missing; what only some need is told."""
     needed = dict(_BASE)
+    if backend == "cuda":
+        needed |= _HALVES
     if not parts or "tests" in parts:
         needed |= _TESTS
-    if backend == "cuda":
-        needed |= _GPU
     missing = _missing(needed)
-    if not missing:
-        return 0
-    if Path(wheels).is_dir():
+    if missing and Path(wheels).is_dir():
         _install(site, wheels, [needed[module] for module in missing])
         importlib.invalidate_caches()
         sys.path.insert(0, site)
-        missing = _missing(needed)
+        missing = _missing(missing, site)
+    if backend == "cuda":
+        missing |= _missing(_GPU)
+    if not missing:
+        return 0
+    needed |= _GPU
     for module, reason in missing.items():
-        print(f"gpu.sh: {needed[module]} is missing: {reason}", file=sys.stderr)
-    if missing:
-        where = f"as wheels in {wheels}" if Path(wheels).is_dir() else "by --wheels DIR"
-        print(f"gpu.sh: install them, or give them {where}", file=sys.stderr)
-    return 1 if missing else 0
+        note = "" if module in _BASE else f" ({_without(module)})"
+        print(f"gpu.sh: {needed[module]} is missing{note}: {reason}", file=sys.stderr)
+    wanted = [needed[module] for module in missing if module not in _GPU]
+    if wanted:
+        print(_advice(wanted, wheels), file=sys.stderr)
+    return int(any(module in _BASE for module in missing))
 
 
-def _missing(needed: dict[str, str]) -> dict[str, str]:
+def _without(module: str) -> str:
+    if module in _TESTS:
+        return "part tests cannot run"
+    if module in _HALVES:
+        return "nothing is converted to or from bfloat16"
+    return "nothing on the GPU can run; probe tells what is here"
+
+
+def _advice(wanted: Sequence[str], wheels: str) -> str:
+    """One line to type, on a machine that has a network."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    looked = f"{wheels} lacks them; " if Path(wheels).is_dir() else ""
+    packages = " ".join(f"'{p}'" if "<" in p else p for p in wanted)
+    return (
+        f"gpu.sh: install them (python3 -m pip install {packages}); without a network: "
+        f"{looked}run `make gpu-wheels GPU_PYTHON={version}` where there is one, and "
+        "bring the folder along: --wheels DIR"
+    )
+
+
+def _missing(needed: Mapping[str, str] | Sequence[str], site: str = "") -> dict[str, str]:
     """Modules that cannot be imported, in a process that is thrown away, and why."""
     found = {}
     for module in needed:
-        reason = _why_not(module)
+        reason = _why_not(module, site)
         if reason is not None:
             found[module] = reason
     return found
 
 
-def _why_not(module: str) -> str | None:
+def _why_not(module: str, site: str = "") -> str | None:
+    begin = f"import sys; sys.path.insert(0, {site!r}); " if site else ""
     done = subprocess.run(
-        [sys.executable, "-c", f"import {module}"],
+        [sys.executable, "-c", f"{begin}import {module}{_WORKS.get(module, '')}"],
         capture_output=True,
         text=True,
         check=False,
@@ -72,16 +117,22 @@ def _install(site: str, wheels: str, packages: Sequence[str]) -> None:
     """With what they need; where that is not among the wheels, without.
 
     What they need may well be installed, but pip does not look there for a --target.
+    Where there is no pip, every wheel for this machine is unpacked.
     """
     pip = [
         *(sys.executable, "-m", "pip", "install", "--quiet", "--no-index"),
-        *("--disable-pip-version-check", "--find-links", wheels, "--target", site),
+        *("--disable-pip-version-check", "--no-cache-dir"),
+        *("--find-links", wheels, "--target", site),
     ]
+    if importlib.util.find_spec("pip") is None:
+        _unpack(Path(site), Path(wheels))
+        return
     for package in packages:
-        name = package.partition(" ")[0]
-        for more in ([], ["--no-deps"]):
+        # ml_dtypes needs NumPy, which is here and must stay the one that it is.
+        ways: list[list[str]] = [[], ["--no-deps"]]
+        for more in ways[1:] if package in _HALVES else ways:
             done = subprocess.run(
-                [*pip, "--upgrade", *more, name],
+                [*pip, "--upgrade", *more, package],
                 capture_output=True,
                 text=True,
                 check=False,
@@ -90,5 +141,51 @@ def _install(site: str, wheels: str, packages: Sequence[str]) -> None:
                 break
 
 
+def _unpack(site: Path, wheels: Path) -> None:
+    for wheel in sorted(wheels.glob("*.whl")):
+        if _fits(wheel.name):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(site)
+
+
+def _fits(wheel: str) -> bool:
+    """Whether a wheel is for this Python and machine, by its name."""
+    python, abi, where = wheel.removesuffix(".whl").split("-")[-3:]
+    minor = sys.version_info.minor
+    if where == "any":
+        return "py3" in python.split(".")
+    stable = re.fullmatch(r"cp3(\d+)", python) if abi == "abi3" else None
+    fits = int(stable[1]) <= minor if stable else python == f"cp3{minor}" == abi
+    return fits and where.endswith(platform.machine()) and "linux" in where
+
+
+def _download(wheels: Path, pythons: Sequence[str]) -> int:
+    """All that a machine with NumPy and CuPy may lack."""
+    for python in pythons:
+        if not re.fullmatch(r"3\.\d+", python):
+            print(f"{python!r} is no version of Python such as 3.12", file=sys.stderr)
+            return 2
+        pip = [
+            *(sys.executable, "-m", "pip", "download", "--quiet"),
+            *("--disable-pip-version-check", "--only-binary=:all:"),
+            *("--implementation", "cp", "--python-version", python),
+            *("--dest", str(wheels)),
+        ]
+        for name in _PLATFORMS:
+            pip += ["--platform", f"{name}_x86_64"]
+        base = [package for name, package in _BASE.items() if name != "numpy"]
+        for packages in ([*base, *_TESTS.values()], ["--no-deps", *_HALVES.values()]):
+            done = subprocess.run([*pip, *packages], check=False)
+            if done.returncode:
+                return done.returncode
+    sizes = {file.name: file.stat().st_size for file in wheels.glob("*.whl")}
+    print(f"{wheels}: {len(sizes)} wheels, {sum(sizes.values()) / 2**20:.1f} MiB")
+    if sum(sizes.values()) > _MOST_BYTES:
+        print(f"that is more than {_MOST_BYTES >> 20} MiB: name one Python",
+              file=sys.stderr)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

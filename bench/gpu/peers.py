@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.gpu.choice import Bound, first_choice
+from bench.gpu.deepbench import record
 from bench.gpu.job import RULE, Job, Report
 from bench.gpu.store import read_json
 from bench.gpu.torch_peer import Torch
@@ -67,8 +68,10 @@ def run(job: Job) -> Report:
                 rows[key] = {"key": key, "layer": layer.name, **row}
                 head = {"limit": _LIMIT, "stage": _STAGE.name, "torch": reason}
                 job.write(_RESULT, {**head, "rows": list(rows.values())})
+                job.keep(lambda: record(job, cache))
         finally:
             tuner.close()
+            job.keep(lambda: record(job, cache), now=True)
             if torch is not None:
                 torch.close()
     missing = len(layers) - len(rows)

@@ -50,6 +50,7 @@ def run(job: Job) -> Report:
         job.write(_RESULT, {"sections": sections})
         sections[name] = _answer(job, ask)
         job.write(_RESULT, {"sections": sections})
+        job.keep()
     failures = [
         f"{name}: {entry['error']}"
         for name, entry in sections.items()

@@ -8,7 +8,7 @@ from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.runtime.comparison import in_directions
 from mucudnn.suites import Layer, load_suite
 
-__all__ = ["LIMITS", "STAGES", "Stage", "deepbench_layers", "key_of", "network_layers"]
+__all__ = ["LIMITS", "STAGES", "Stage", "deepbench_layers", "key_of", "network_layers", "recording_name"]
 
 MIB = 1 << 20
 LIMITS = tuple(mib * MIB for mib in (8, 64, 128, 256, 512))
@@ -40,9 +40,19 @@ class Stage:
         """Where its comparison goes."""
         return f"comparison-{self.name}-{self.layout}.json"
 
+    @property
+    def recording(self) -> str:
+        """Where the measurements of its data type and layout go."""
+        return recording_name(self.dtype, self.layout)
+
     def of(self, problem: ConvProblem) -> ConvProblem:
         """The problem in this data type and layout."""
         return replace(problem, dtype=self.dtype, layout=self.layout)
+
+
+def recording_name(dtype: str, layout: str) -> str:
+    """The file of one data type and layout."""
+    return f"recording-{dtype}-{layout}.json.gz"
 
 
 STAGES = tuple(

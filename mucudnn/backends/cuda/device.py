@@ -8,6 +8,7 @@ from typing import Any
 
 from mucudnn.backends.cuda.copies import CudaCopier, pinned
 from mucudnn.backends.cuda.loading import release_text
+from mucudnn.backends.cuda.remedies import refuse_bits, told
 from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.version import installed_version
@@ -92,7 +93,11 @@ class CudaDevice:
             self._cupy.get_default_memory_pool().free_all_blocks()
 
     def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
-        """A CuPy view; bfloat16 as `ml_dtypes` has it, else as bits."""
+        """A CuPy view; bfloat16 as `ml_dtypes` has it, else as bits (uint16).
+
+        Bits are all that cuDNN and our kernels need. What would read them as numbers,
+        a conversion or a copy from or to the host, refuses them.
+        """
         window = buffer[offset : offset + spec.nbytes]
         return window.view(_dtype(spec.dtype)).reshape(spec.shape)
 
@@ -100,13 +105,13 @@ class CudaDevice:
         """A C-contiguous array."""
         if array.flags.c_contiguous:
             return array
-        with self._room_for(f"a packed copy of {array.nbytes} bytes"):
+        with self._room_for(f"a packed copy of {array.nbytes} bytes"), told("packing"):
             return self._cupy.ascontiguousarray(array)
 
     def randomize(self, array: Any) -> None:
         """Uniform in [-1, 1), in slices, so that little memory is needed beside it."""
         flat = array.reshape(-1)
-        with self._room_for("random numbers"):
+        with self._room_for("random numbers"), told("drawing random numbers"):
             rng = self._cupy.random.default_rng(0)
             for start in range(0, flat.size, _RANDOM_SLICE):
                 part = flat[start : start + _RANDOM_SLICE]
@@ -118,10 +123,12 @@ class CudaDevice:
 
     def upload(self, source: Any, target: Any) -> None:
         """Copy from the host on the current stream."""
+        refuse_bits(target.dtype.name, "a copy from the host")
         target.set(source)
 
     def download(self, source: Any) -> Any:
         """Copy to the host, waiting for it."""
+        refuse_bits(source.dtype.name, "a copy to the host")
         return self._cupy.asnumpy(source)
 
     def queue(self) -> Queue:

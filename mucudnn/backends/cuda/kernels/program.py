@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from mucudnn.backends.base import no_workspace
+from mucudnn.backends.cuda.remedies import refuse_bits, with_remedy
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.tensor import TensorSpec
 
@@ -51,7 +52,7 @@ _TYPES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "float64": ("double", "double"),
         "float16": ("Half", "float"),
         "bfloat16": ("BFloat", "float"),
-        "uint16": ("BFloat", "float"),  # bfloat16 where NumPy has no name for it
+        "uint16": ("BFloat", "float"),  # bfloat16's bits, where ml_dtypes is missing
     }
 )
 
@@ -227,41 +228,51 @@ class CupyLauncher:
         except UnsupportedError:
             raise
         except Exception as e:  # of CuPy: to compile, to load or to launch
-            raise BackendError(f"{kernel} ({name}) cannot be launched: {e}") from e
+            raise BackendError(
+                with_remedy(f"{kernel} ({name}) cannot be launched: {e}")
+            ) from e
 
     def matmul(self, a: Any, b: Any, out: Any) -> None:
         """By cuBLAS, into `out`.
 
         Raises:
-            UnsupportedError: The elements are no floats that cuBLAS knows by name.
+            UnsupportedError: The elements are no floats that CuPy knows by name.
             BackendError: cuBLAS fails.
         """
         import cupy
 
-        if out.dtype.kind != "f":
+        refuse_bits(out.dtype.name, "a product of matrices")
+        if out.dtype.name not in _TYPES:  # not by `kind`: bfloat16's is that of bytes
             raise UnsupportedError(f"no product of matrices of {out.dtype.name}")
         self._stream()
         try:
             cupy.matmul(a, b, out=out)
         except Exception as e:  # of CuPy or cuBLAS
             raise BackendError(
-                f"the product of {a.shape} and {b.shape} failed: {e}"
+                with_remedy(f"the product of {a.shape} and {b.shape} failed: {e}")
             ) from e
 
     def copy(self, source: Any, target: Any) -> None:
         """By CuPy, converting if the types differ.
 
         Raises:
+            UnsupportedError: It would convert bfloat16 and `ml_dtypes` is missing.
             BackendError: CUDA fails.
         """
         if target.size == 0:
             return
+        kinds = {name_of(source), target.dtype.name}
+        if len(kinds) > 1:
+            for name in kinds:
+                refuse_bits(name, "a conversion")
         self._stream()
         try:
             target[...] = source
         except Exception as e:  # of CuPy
             raise BackendError(
-                f"a copy into {target.dtype.name} {target.shape} failed: {e}"
+                with_remedy(
+                    f"a copy into {target.dtype.name} {target.shape} failed: {e}"
+                )
             ) from e
 
     def _function(self, program: Program, kernel: str, dtype: str, wide: bool) -> Any:
@@ -272,6 +283,11 @@ class CupyLauncher:
             options = compiler_options(dtype, wide=wide)
             self._compiled[key] = cupy.RawKernel(program.source, kernel, options)
         return self._compiled[key]
+
+
+def name_of(source: Any) -> str:
+    """The type of an array's elements; of a number that it is one."""
+    return str(source.dtype.name) if hasattr(source, "dtype") else "a number"
 
 
 def _scalar(argument: Any, index: Any, real: Any) -> Any:
