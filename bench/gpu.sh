@@ -102,8 +102,9 @@ export PYTHONPATH="$site:$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 # A home that cannot be written to, and a TMPDIR that is not there, cost nothing else.
 [ -w "${TMPDIR:-/tmp}" ] || export TMPDIR="$scratch/tmp"
 if [ -z "${CUPY_CACHE_DIR:-}" ]; then
-  { mkdir -p "${HOME:-/nowhere}/.cupy/kernel_cache" && [ -w "$HOME/.cupy/kernel_cache" ]; } \
-    2>/dev/null || export CUPY_CACHE_DIR="$scratch/cupy"
+  kept=${HOME:-}/.cupy/kernel_cache
+  { [ -n "${HOME:-}" ] && mkdir -p "$kept" 2>/dev/null && [ -w "$kept" ]; } ||
+    export CUPY_CACHE_DIR="$scratch/cupy"
 fi
 
 # Only the standard library is needed for these.

@@ -1,10 +1,16 @@
 """`bench/gpu.sh` on the null backend: whole, in parts, killed and resumed."""
 
+import importlib.util
+import io
 import json
 import math
 import os
+import platform
+import re
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from dataclasses import replace
@@ -13,8 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.gpu import halves, launches, packages, turns, verdicts
-from bench.gpu.__main__ import MOST_S, SECONDS
+from hypothesis import given, strategies as st
+
+from bench.gpu import archive, halves, launches, packages, turns, verdicts
+from bench.gpu.__main__ import MOST_S, SECONDS, shares
 from bench.gpu.job import Job
 from bench.gpu.work import LIMITS, STAGES, deepbench_layers, network_layers
 from mucudnn.backends import get_backend
@@ -61,20 +69,28 @@ def script(out, *arguments):
     )
 
 
-def wait_for_layers(process, file, count):
-    ends = time.monotonic() + 60
-    while not file.exists() or len(load(file)["layers"]) < count:
-        assert time.monotonic() < ends
-        assert process.poll() is None
-        time.sleep(0.01)
-
-
 def contents(out):
-    return {file.name: file.read_bytes() for file in out.iterdir()}
+    """What the archive holds."""
+    with tarfile.open(out / "gpu-results.tar.gz") as tar:
+        return {name: tar.extractfile(name).read() for name in tar.getnames()}
+
+
+def unpacked(out, folder):
+    folder.mkdir(exist_ok=True)
+    archive.unpack(out / "gpu-results.tar.gz", folder)
+    return folder
 
 
 def load(file):
     return json.loads(file.read_text())
+
+
+def result(out, name):
+    return json.loads(contents(out)[name])
+
+
+def states(out):
+    return {n: p["state"] for n, p in load(out / "summary.json")["parts"].items()}
 
 
 def job(tmp_path, **options):
@@ -92,9 +108,16 @@ def whole(tmp_path_factory):
     return out, script(out, "--layers", 1, "--tests", tests)
 
 
-def test_all_parts_run(whole):
+def test_all_parts_run_and_leave_three_files(whole):
     out, done = whole
     assert done.returncode == 0, done.stdout + done.stderr
+    assert {file.name for file in out.iterdir()} == {
+        *("gpu-results.tar.gz", "summary.json", "gpu.log")
+    }
+    assert "gpu-results.tar.gz: " in done.stdout.splitlines()[-1]
+    log = (out / "gpu.log").read_text()
+    assert log.rstrip() == done.stdout.rstrip()
+    assert contents(out)["gpu.log"].decode() == log
     parts = load(out / "summary.json")["parts"]
     assert list(parts) == list(SECONDS)
     assert {part["state"] for part in parts.values()} == {"complete"}
@@ -103,8 +126,8 @@ def test_all_parts_run(whole):
         assert {*part["files"]} <= {*contents(out)}
 
 
-def test_every_result_says_what_made_it(whole):
-    out, _ = whole
+def test_every_result_says_what_made_it(whole, tmp_path):
+    out = unpacked(whole[0], tmp_path)
     results = [f for f in out.glob("*.json") if f.name != "info.json"]
     assert len(results) == len(STAGES) + 6
     for file in results:
@@ -113,24 +136,25 @@ def test_every_result_says_what_made_it(whole):
         assert machine["versions"]["numpy"] == np.__version__
 
 
-def test_the_recording_answers_as_the_device_did(whole):
-    out, _ = whole
-    backend = get_backend(f"recorded:{out / 'recording.json.gz'}")
+def test_the_recordings_answer_as_the_device_did(whole, tmp_path):
+    out = unpacked(whole[0], tmp_path)
     layer = deepbench_layers(job(out, layers=1))[0]
     for stage in STAGES:
+        backend = get_backend(f"recorded:{out / stage.recording}")
         rows = backend.conv.algorithms(stage.of(layer.problem))
         assert {name for name, _ in rows} == {"SLOW", "FAST"}
 
 
 def test_tests_are_counted(whole):
     out, _ = whole
-    result = load(out / "tests.json")
-    assert (result["passed"], result["skipped"], result["failed"]) == (1, 1, [])
+    found = result(out, "tests.json")
+    assert (found["passed"], found["skipped"], found["failed"]) == (1, 1, [])
+    assert found["why_skipped"] == {"Skipped: no": 1}
 
 
 def test_plain_library_and_torch_stand_beside_ours(whole):
     out, _ = whole
-    peers = load(out / "peers.json")
+    peers = result(out, "peers.json")
     assert "left out" in peers["torch"]
     for row in peers["rows"]:
         rivals = row["rivals"]
@@ -140,7 +164,7 @@ def test_plain_library_and_torch_stand_beside_ours(whole):
 
 def test_a_step_sums_its_layers(whole):
     out, _ = whole
-    for network in load(out / "models.json")["networks"].values():
+    for network in result(out, "models.json")["networks"].values():
         layers = network["comparison"]["layers"]
         expected = sum(x["count"] * x["plans"][0]["undivided_ms"] for x in layers)
         assert network["undivided_ms"] == pytest.approx(expected)
@@ -151,7 +175,9 @@ def test_what_is_complete_is_not_done_again(whole):
     before = contents(out)
     again = script(out, "models", "deepbench", "--layers", 1)
     assert again.returncode == 0
-    assert contents(out) == before
+    after = contents(out)
+    assert after.pop("gpu.log").startswith(before.pop("gpu.log"))
+    assert after == before
     assert again.stdout.index("deepbench: complete") < again.stdout.index("models: c")
 
 
@@ -175,7 +201,7 @@ def test_other_settings_want_another_folder(whole):
     before = contents(out)
     done = script(out, "models", "--layers", 2)
     assert done.returncode == 2
-    assert "another folder" in done.stderr
+    assert "another folder" in done.stdout
     assert contents(out) == before
 
 
@@ -185,53 +211,176 @@ def test_a_failing_test_is_told_and_costs_no_other_part(tmp_path):
     out = tmp_path / "out"
     done = script(out, "tests", "models", "--layers", 1, "--tests", tests)
     assert done.returncode == 1
-    assert "test_runs: assert 1 == 2" in done.stdout
-    states = {n: p["state"] for n, p in load(out / "summary.json")["parts"].items()}
-    assert states == {"tests": "failed", "models": "complete"}
+    assert "test_runs: failed: assert 1 == 2" in done.stdout
+    assert states(out) == {"tests": "failed", "models": "complete"}
 
 
-def test_killed_in_the_middle_and_resumed(tmp_path):
-    out = tmp_path / "out"
-    first = out / STAGES[0].file
-    arguments = [*PART, "deepbench", str(out), "--backend", "null", "--layers", "4"]
-    with subprocess.Popen(arguments, cwd=ROOT) as process:
-        wait_for_layers(process, first, 3)
-        process.kill()
-    kept = {row["key"]: row for row in load(first)["layers"]}
-    assert load(out / "summary.json")["parts"]["deepbench"]["state"] == "begun"
-    assert not (out / "deepbench.json").exists()
-    done = script(out, "deepbench", "--layers", 4)
+def layers_in(out, name=STAGES[0].file):
+    """Rows of the archive's comparison; none while there is no archive."""
+    try:
+        return {row["key"]: row for row in result(out, name)["layers"]}
+    except (OSError, KeyError):
+        return {}
+
+
+def wait_for_archive(process, out, count):
+    ends = time.monotonic() + 60
+    while len(layers_in(out)) < count:
+        assert time.monotonic() < ends
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+def assert_nothing_lost(out, kept, layers):
+    """Going on ends with every layer, and what was there is as it was."""
+    done = script(out, "deepbench", "--layers", layers)
     assert done.returncode == 0, done.stdout + done.stderr
-    layers = load(first)["layers"]
-    assert len(layers) == len(deepbench_layers(job(out, layers=4)))
-    assert {k: row for row in layers if (k := row["key"]) in kept} == kept
+    assert "going on from" in done.stdout
+    assert states(out) == {"deepbench": "complete"}
+    rows = layers_in(out)
+    assert len(rows) == len(deepbench_layers(job(out, layers=layers)))
+    complete = {key: row for key, row in kept.items() if row["complete"]}
+    assert complete
+    assert {key: rows[key] for key in complete} == complete
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "count"), [(signal.SIGKILL, 1), (signal.SIGTERM, 5), (signal.SIGHUP, 9)]
+)
+def test_ended_anywhere_and_gone_on_with(number, count, tmp_path):
+    out = tmp_path / "out"
+    arguments = command(out, "deepbench", "--layers", 2, "--keep-every", 0)
+    with subprocess.Popen(
+        arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        wait_for_archive(process, out, count)
+        os.killpg(process.pid, number)
+        said = process.stdout.read()
+        status = process.wait(30)
+    kept = layers_in(out)
+    assert len(kept) >= count
+    assert STAGES[0].recording in contents(out)
+    assert states(out) == {"deepbench": "begun"}
+    if number != signal.SIGKILL:
+        assert status == 128 + number
+        assert b"ended before it was done" in said
+        assert "deepbench.json" in contents(out)
+    assert_nothing_lost(out, kept, 2)
 
 
 def test_ended_itself_the_script_ends_what_it_runs(tmp_path):
     out = tmp_path / "out"
-    arguments = command(out, "deepbench")
-    with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE) as script:
-        wait_for_layers(script, out / STAGES[0].file, 1)
-        script.terminate()
+    arguments = command(out, "deepbench", "--layers", 4, "--keep-every", 0)
+    with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE) as process:
+        wait_for_archive(process, out, 1)
+        process.terminate()
         # The part shares the script's output, which ends when both have.
-        assert b"ended before it was done" in script.stdout.read()
-        assert script.wait(20) == 130
-    assert load(out / "summary.json")["parts"]["deepbench"]["state"] == "begun"
-    assert (out / "recording.json.gz").exists()
+        assert b"ended before it was done" in process.stdout.read()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert states(out) == {"deepbench": "begun"}
+
+
+def test_an_archive_that_was_taken_away_is_gone_on_with_elsewhere(whole, tmp_path):
+    out, _ = whole
+    taken = tmp_path / "taken.tar.gz"
+    taken.write_bytes((out / "gpu-results.tar.gz").read_bytes())
+    there = tmp_path / "there"
+    done = script(there, "deepbench", "--layers", 1, "--from", taken)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "deepbench: complete; --again" in done.stdout
+    before, after = contents(out), contents(there)
+    assert after.pop("gpu.log").startswith(before.pop("gpu.log"))
+    assert after == before
+    again = script(there, "models", "--layers", 1, "--from", tmp_path / "nothing")
+    assert again.returncode == 0
+    assert "is not read" in again.stdout
+
+
+def test_what_recordings_hold_is_not_measured_again(whole, tmp_path):
+    folder = unpacked(whole[0], tmp_path / "work")
+    job_ = job(folder, layers=1)
+    with job_.open_cache() as cache:
+        known = {m.problem.dtype for m in cache.rows()}
+        before = {m.measured_at for m in cache.rows()}
+    assert known == {"float32", "float16", "bfloat16"}
+    for stage in STAGES:
+        (folder / stage.file).unlink()
+    arguments = [*PART, "deepbench", str(folder), "--backend", "null", "--layers", "1"]
+    done = subprocess.run([*arguments, "--batch", "256"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 2  # other settings: nothing was begun
+    (folder / "summary.json").unlink()
+    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
+    with job_.open_cache() as cache:
+        assert {m.measured_at for m in cache.rows()} == before
+
+
+def test_an_archive_that_is_none_is_refused_before_anything_begins(tmp_path):
+    bad = tmp_path / "bad.tar.gz"
+    bad.write_bytes(b"no archive")
+    done = script(tmp_path / "out", "models", "--from", bad)
+    assert done.returncode == 2
+    assert "no whole archive of results" in done.stderr
+    done = script(tmp_path / "out", "models", "--from", tmp_path / "missing")
+    assert done.returncode == 2
+    assert "missing" in done.stderr
 
 
 def test_too_little_time_leaves_something_to_do(tmp_path):
     out = tmp_path / "out"
     done = script(out, "deepbench", "--seconds", "deepbench=5")
     assert done.returncode == 3, done.stdout + done.stderr
-    assert load(out / "summary.json")["parts"]["deepbench"]["state"] == "partial"
-    assert (out / "recording.json.gz").exists()
+    assert states(out) == {"deepbench": "partial"}
+    assert STAGES[0].recording in contents(out)
+
+
+@pytest.mark.parametrize("unusual", ["home", "tmpdir", "nothing"])
+def test_unusual_surroundings_cost_nothing(unusual, tmp_path):
+    environment = dict(ENVIRONMENT)
+    if unusual == "nothing":  # neither a home nor a folder for temporary files
+        environment.pop("HOME", None)
+        environment.pop("TMPDIR", None)
+    else:
+        environment[unusual.upper()] = "/proc/1/nowhere"
+    done = subprocess.run(
+        command("out", "probe", "models", "--layers", "1", "--batch", "4"),
+        cwd=tmp_path,  # OUT may be named from anywhere
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert states(tmp_path / "out") == {"probe": "complete", "models": "complete"}
+
+
+def test_without_cupy_the_probe_still_says_what_is_there(tmp_path):
+    if importlib.util.find_spec("cupy"):
+        pytest.skip("CuPy is installed")
+    out = tmp_path / "out"
+    done = subprocess.run(
+        ["bash", str(SCRIPT), str(out), "deepbench", "probe", "--layers", "1"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "cupy-cuda13x[ctk]" in done.stderr
+    sections = result(out, "probe.json")["sections"]
+    assert sections["info"]["state"] == sections["clocks"]["state"] == "done"
+    assert "needs CuPy" in sections["device"]["error"]
+    failures = load(out / "summary.json")["parts"]["deepbench"]["failures"]
+    assert "needs CuPy" in failures[0]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("models", "--seconds", f"models={MOST_S + 1}"), "at most"),
+        (("--seconds", f"models={MOST_S - 1}"), "at most"),
         (("nothing",), "unknown part 'nothing'"),
         (("--seconds", "models"), "PART=SECONDS"),
         (("--frobnicate",), "unknown option --frobnicate"),
@@ -244,8 +393,26 @@ def test_bad_arguments(tmp_path, arguments, said):
     assert said in done.stderr
 
 
-def test_all_budgets_together_are_allowed():
-    assert sum(SECONDS.values()) <= MOST_S
+@given(
+    wanted=st.sets(st.sampled_from([*SECONDS]), min_size=1),
+    given_=st.dictionaries(st.sampled_from([*SECONDS]), st.integers(0, 90)),
+)
+def test_a_call_takes_less_than_nine_minutes(wanted, given_):
+    wanted = [part for part in SECONDS if part in wanted]
+    found = shares(wanted, given_)
+    assert list(found) == wanted
+    assert sum(found.values()) <= MOST_S
+    for part, seconds in found.items():
+        assert seconds == given_[part] if part in given_ else seconds >= 10
+    if sum(SECONDS[part] for part in wanted) <= MOST_S and not given_:
+        assert found == {part: SECONDS[part] for part in wanted}
+
+
+def test_the_documented_calls_get_what_they_are_said_to():
+    lines = re.findall(r"bench/gpu\.sh OUT ([a-z ]+?) +(\d+) s", SCRIPT.read_text())
+    assert {part for parts, _ in lines for part in parts.split()} == set(SECONDS)
+    for parts, seconds in lines:
+        assert sum(shares(parts.split(), {}).values()) == int(seconds) < MOST_S
 
 
 def test_a_missing_package_is_named_and_found_among_wheels(tmp_path):
@@ -265,6 +432,122 @@ def test_a_missing_package_is_named_and_found_among_wheels(tmp_path):
         wheel.writestr(f"{info}/RECORD", "")
     packages._install(str(site), str(wheels), [name])
     assert (site / f"{name}.py").exists()
+    assert name in packages._missing({name: name})
+    assert packages._missing({name: name}, str(site)) == {}
+    unpacked_there = tmp_path / "without pip"
+    packages._unpack(unpacked_there, wheels)
+    assert (unpacked_there / f"{name}.py").exists()
+
+
+def test_a_package_that_every_part_needs_is_told_with_what_to_type(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        packages,
+        "_why_not",
+        lambda modules, site="": "too old" if missing in modules else None,
+    )
+    for missing, status in (("pulp", 1), ("pytest", 0), ("ml_dtypes", 0)):
+        asked = ["install", str(tmp_path), str(tmp_path / "none"), "cuda", "tests"]
+        assert packages.main(asked) == status
+        said = capsys.readouterr().err
+        assert f"{missing}" in said
+        assert "too old" in said
+        assert "make gpu-wheels GPU_PYTHON=3." in said
+    missing = "pytest"
+    assert packages.main([*asked[:4], "deepbench"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_wheels_for_another_machine_are_left_out():
+    minor, machine = sys.version_info.minor, platform.machine()
+    this = f"cp3{minor}-cp3{minor}-manylinux_2_17_{machine}"
+    for name, fits in {
+        "a-1-py3-none-any.whl": True,
+        "a-1-py2.py3-none-any.whl": True,
+        "a-1-py2-none-any.whl": False,
+        f"a-1-{this}.whl": True,
+        f"a-1-{this}.manylinux2014_{machine}.whl": True,
+        f"a-1-cp38-abi3-manylinux_2_17_{machine}.whl": True,
+        f"a-1-cp399-abi3-manylinux_2_17_{machine}.whl": False,
+        f"a-1-cp3{minor}-cp3{minor}-win_amd64.whl": False,
+        f"a-1-cp3{minor + 1}-cp3{minor + 1}-manylinux_2_17_{machine}.whl": False,
+    }.items():
+        assert packages._fits(name) == fits, name
+
+
+# Archives.
+
+
+def packed(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def test_an_archive_goes_on_in_another_one_where_it_grows_too_large(tmp_path):
+    rng = np.random.default_rng(0)
+    files = {f"recording-{i}.json.gz": rng.bytes(40_000) for i in range(5)}
+    files |= {"summary.json": b"{}", "cache.sqlite": b"x", "cache.sqlite-wal": b"x"}
+    work, out = packed(tmp_path / "work", files), tmp_path / "out"
+    out.mkdir()
+    written = archive.pack(work, out, 100_000)
+    assert [f.name for f in written] == [
+        *("gpu-results.tar.gz", "gpu-results-2.tar.gz", "gpu-results-3.tar.gz")
+    ]
+    assert all(f.stat().st_size <= 100_000 for f in written)
+    assert (out / "summary.json").read_bytes() == b"{}"
+    back = tmp_path / "back"
+    back.mkdir()
+    archive.unpack(out / "gpu-results.tar.gz", back)
+    found = {f.name: f.read_bytes() for f in back.iterdir()}
+    assert found == {n: d for n, d in files.items() if not n.startswith("cache")}
+    assert archive.pack(work, out) == [out / "gpu-results.tar.gz"]
+    assert archive.volumes(out / "gpu-results.tar.gz") == [out / "gpu-results.tar.gz"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../evil", "/tmp/evil", "a/b", "a/../../b", "..", ".hidden", "", "cache.sqlite"],
+)
+def test_names_that_lead_elsewhere_are_refused(name, tmp_path):
+    file, work = tmp_path / "some.tar.gz", tmp_path / "work"
+    work.mkdir()
+    with tarfile.open(file, "w:gz") as tar:
+        for one in ("fine.json", name):
+            member = tarfile.TarInfo(one)
+            member.size = 2
+            tar.addfile(member, io.BytesIO(b"{}"))
+    with pytest.raises(ValueError, match="holds"):
+        archive.unpack(file, work)
+    assert list(work.iterdir()) == []
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE])
+def test_only_plain_files_are_taken(kind, tmp_path):
+    file = tmp_path / "some.tar.gz"
+    with tarfile.open(file, "w:gz") as tar:
+        member = tarfile.TarInfo("fine.json")
+        member.type, member.linkname = kind, "/etc/passwd"
+        tar.addfile(member)
+    with pytest.raises(ValueError, match="only plain files"):
+        archive.unpack(file, tmp_path)
+
+
+@given(cut=st.floats(0, 0.999))
+def test_half_an_archive_is_refused(cut, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("half")
+    packed(folder, {"a.json": np.random.default_rng(1).bytes(3000), "b.json": b"b"})
+    (whole,) = archive.pack(folder, folder)
+    data = whole.read_bytes()
+    half, work = folder / "half.tar.gz", folder / "work"
+    half.write_bytes(data[: int(len(data) * cut)])
+    work.mkdir()
+    with pytest.raises(ValueError, match="no whole archive"):
+        archive.unpack(half, work)
+    assert list(work.iterdir()) == []
 
 
 def test_the_most_wanted_comes_first(tmp_path):

@@ -134,9 +134,12 @@ def _archive(contents: dict[str, bytes]) -> bytes:
 
 def _members(volume: Path) -> list[tuple[str, bytes]]:
     found = []
-    total = 0
     try:
-        with tarfile.open(volume, mode="r:gz") as tar:
+        with gzip.open(volume) as stream:  # to its end, where its checksum is
+            plain = stream.read(_MOST_UNPACKED + 1)
+        if len(plain) > _MOST_UNPACKED:
+            raise ValueError(f"{volume} holds more than {_MOST_UNPACKED} bytes")
+        with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as tar:
             for member in tar:
                 if not member.isreg() or not _NAME.fullmatch(member.name):
                     raise ValueError(
@@ -145,9 +148,6 @@ def _members(volume: Path) -> list[tuple[str, bytes]]:
                     )
                 if member.name.startswith(_LEFT_OUT):
                     raise ValueError(f"{volume} holds {member.name!r}, which no run sends")
-                total += member.size
-                if total > _MOST_UNPACKED:
-                    raise ValueError(f"{volume} holds more than {_MOST_UNPACKED} bytes")
                 file = tar.extractfile(member)
                 found.append((member.name, file.read() if file else b""))
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as e:

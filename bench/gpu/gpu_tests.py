@@ -102,6 +102,8 @@ def _marked_fixtures(conftest: Path) -> set[str]:
 
 
 def _needs_gpu(source: str, fixtures: set[str]) -> bool:
+    if not any(word in source for word in (f"mark.{_MARKER}", *fixtures)):
+        return False
     tree = ast.parse(source)
     return any(
         _marks(node)

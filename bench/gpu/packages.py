@@ -91,18 +91,17 @@ def _advice(wanted: Sequence[str], wheels: str) -> str:
 
 def _missing(needed: Mapping[str, str] | Sequence[str], site: str = "") -> dict[str, str]:
     """Modules that cannot be imported, in a process that is thrown away, and why."""
-    found = {}
-    for module in needed:
-        reason = _why_not(module, site)
-        if reason is not None:
-            found[module] = reason
-    return found
+    if _why_not(list(needed), site) is None:
+        return {}
+    reasons = {module: _why_not([module], site) for module in needed}
+    return {module: why for module, why in reasons.items() if why is not None}
 
 
-def _why_not(module: str, site: str = "") -> str | None:
-    begin = f"import sys; sys.path.insert(0, {site!r}); " if site else ""
+def _why_not(modules: Sequence[str], site: str = "") -> str | None:
+    code = [f"import sys; sys.path.insert(0, {site!r})"] if site else []
+    code += [f"import {module}{_WORKS.get(module, '')}" for module in modules]
     done = subprocess.run(
-        [sys.executable, "-c", f"{begin}import {module}{_WORKS.get(module, '')}"],
+        [sys.executable, "-c", "\n".join(code)],
         capture_output=True,
         text=True,
         check=False,

@@ -152,7 +152,8 @@ class CudaDevice:
         is hidden, as it is in a training step.
         """
         self.stream()
-        self._spin((1,), (1,), (_SPIN_NS,))
+        with told("timing"):
+            self._spin((1,), (1,), (_SPIN_NS,))
         return self.record()
 
     def record(self) -> Any:

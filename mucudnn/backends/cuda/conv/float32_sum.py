@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
+from mucudnn.backends.cuda.remedies import with_remedy
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import ConvProblem, Direction
 
@@ -107,7 +108,9 @@ def add_launch(
         try:
             _kernel(problem.dtype)((blocks,), (_THREADS,), arguments)
         except Exception as e:  # of CuPy: to compile, to load or to launch
-            raise BackendError(f"sum_{problem.dtype} cannot be launched: {e}") from e
+            raise BackendError(
+                with_remedy(f"sum_{problem.dtype} cannot be launched: {e}")
+            ) from e
         return 0
 
     import numpy as np

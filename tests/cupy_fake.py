@@ -1,0 +1,286 @@
+"""As much of CuPy as the cuda backend uses, on the host, and as strict as CuPy.
+
+Arrays refuse implicit conversion to NumPy's, and fresh memory is NaN. Kernels are what
+the backend's sources become by a C++ compiler (`cuda_emulator.h`), half types included.
+The stream that computes runs at once. A stream of copies runs at once too, or lazily:
+as late as its waits allow, so that a missing wait gives wrong numbers in one of the two.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import itertools
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from tests.cuda_emulator import COMPILER
+
+__all__ = ["StrictArray", "StrictCupy"]
+
+_HEADER = Path(__file__).with_name("cuda_emulator.h")
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_PTX = {  # what a C++ compiler knows by another name
+    'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));': (
+        "{ _Float16 half = value; __builtin_memcpy(&bits, &half, 2); }"
+    ),
+    'asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));': (
+        "{ _Float16 half; __builtin_memcpy(&half, &bits, 2); value = half; }"
+    ),
+}
+_HOST = r"""
+static inline float __uint_as_float(unsigned bits) {
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+static inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    __builtin_memcpy(&bits, &value, 4);
+    return bits;
+}
+"""
+
+
+class StrictArray:
+    """A `cupy.ndarray`: typed, strided, and opaque to NumPy."""
+
+    __array_priority__ = 100
+
+    def __init__(self, host):
+        self.host = host
+        self.shape, self.dtype, self.size = host.shape, host.dtype, host.size
+        self.nbytes, self.ndim, self.strides = host.nbytes, host.ndim, host.strides
+        self.data = SimpleNamespace(ptr=host.ctypes.data if host.size else 0)
+        self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
+
+    def __array__(self, *_, **__):
+        raise TypeError("Implicit conversion to a NumPy array is not allowed")
+
+    def __getitem__(self, key):
+        return StrictArray(self.host[key])
+
+    def __setitem__(self, key, value):
+        if isinstance(value, np.ndarray) and value.ndim:
+            raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
+        self.host[key] = value.host if isinstance(value, StrictArray) else value
+
+    def view(self, dtype):
+        return StrictArray(self.host.view(dtype))
+
+    def reshape(self, *shape):
+        found = self.host.reshape(*shape)
+        assert not found.size or np.shares_memory(found, self.host), "it was copied"
+        return StrictArray(found)
+
+    def __mul__(self, other):
+        return StrictArray(self.host * np.float32(other))
+
+    def __sub__(self, other):
+        return StrictArray(self.host - np.float32(other))
+
+    def __rshift__(self, bits):
+        return StrictArray(self.host >> bits)
+
+    @property
+    def T(self):  # noqa: N802
+        return StrictArray(self.host.T)
+
+    def set(self, source):
+        if not isinstance(source, np.ndarray):
+            raise TypeError(f"only NumPy's arrays can be set, not {type(source)}")
+        if (self.dtype, self.shape) != (source.dtype, source.shape):
+            raise TypeError(f"{source.dtype}{source.shape} in {self.dtype}{self.shape}")
+        if not self.flags.c_contiguous:
+            raise RuntimeError("cannot set an array with gaps")
+        self.host[...] = source
+
+
+class _Stream:
+    """Work in order; `queue` holds what has not run yet."""
+
+    def __init__(self, cupy, ptr, lazy):
+        self._cupy, self.ptr, self._lazy = cupy, ptr, lazy
+        self.queue, self.begun = [], 0
+
+    def put(self, work):
+        self.queue.append(work)
+        if not self._lazy:
+            self.drain(self.end)
+
+    @property
+    def end(self):
+        return self.begun + len(self.queue)
+
+    def drain(self, position):
+        while self.begun < position:
+            self.begun += 1
+            self.queue.pop(0)()
+
+    def synchronize(self):
+        self.drain(self.end)
+
+    def wait_event(self, event):
+        stream, position = self._cupy.events[event.ptr]
+        self.put(lambda: stream.drain(position))
+
+
+class _Event:
+    def __init__(self, cupy, ptr):
+        self._cupy, self.ptr = cupy, ptr
+
+    @property
+    def done(self):
+        stream, position = self._cupy.events[self.ptr]
+        return stream.begun >= position
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class _Device(contextlib.nullcontext):
+    def use(self):
+        """It is the only one."""
+
+
+class CUDARuntimeError(RuntimeError):
+    """As CuPy calls it."""
+
+
+class NoRoomError(MemoryError):
+    """CuPy's own."""
+
+
+class StrictCupy:
+    """The module `cupy`.
+
+    Args:
+        folder: For compiled sources.
+        lazy: Whether copies run as late as they may.
+    """
+
+    __version__ = "14.0.0"
+
+    def __init__(self, folder, *, lazy=False):
+        self._folder, self._lazy = folder, lazy
+        self._numbers, self._libraries = itertools.count(1), {}
+        self.events, self.launched = {}, []
+        self._null = _Stream(self, 0, lazy=False)
+        self._streams = {0: self._null}
+        self.random = SimpleNamespace(default_rng=self._rng)
+        runtime = SimpleNamespace(
+            CUDARuntimeError=CUDARuntimeError,
+            getDevice=lambda: 0,
+            getDeviceProperties=lambda i: {"name": b"Strict", "major": 9, "minor": 0},
+            memcpyDeviceToHost=2,
+            memcpyHostToDevice=1,
+            eventRecord=self._record,
+            streamWaitEvent=self._wait,
+            memcpyAsync=self._copy,
+        )
+        self.cuda = SimpleNamespace(
+            runtime=runtime,
+            Device=lambda index=0: _Device(),
+            Event=self._event,
+            Stream=self._stream,
+            get_current_stream=lambda index=-1: self._null,
+            get_elapsed_time=lambda start, stop: 0.01,
+            PinnedMemory=np.ones,
+            PinnedMemoryPointer=lambda memory, offset: memory.astype(np.uint8),
+            memory=SimpleNamespace(OutOfMemoryError=NoRoomError),
+        )
+
+    def get_default_memory_pool(self):
+        return SimpleNamespace(free_all_blocks=lambda: None)
+
+    def empty(self, nbytes, dtype):
+        room = np.full(nbytes + 512, 0xFF, np.uint8)  # NaN of every float
+        start = -room.ctypes.data % 512
+        return StrictArray(room[start : start + nbytes].view(dtype))
+
+    def ascontiguousarray(self, array):
+        return StrictArray(np.ascontiguousarray(array.host))
+
+    def asnumpy(self, array):
+        return array.host.copy()
+
+    def matmul(self, a, b, out):
+        """Sums in float32 at least, as cuBLAS is asked to."""
+        assert a.dtype == b.dtype == out.dtype
+        assert out.dtype.name in _FLOATS, f"Invalid dtype: {out.dtype}"
+        assert out.flags.c_contiguous
+        wide = np.promote_types(np.float32, out.dtype)
+        out.host[...] = np.matmul(a.host.astype(wide), b.host.astype(wide))
+
+    def RawKernel(self, source, name, options=()):  # noqa: N802
+        if name == "spin":
+            return lambda *_: None
+        return lambda grid, block, arguments: self._launch(
+            source, name, options, grid, arguments
+        )
+
+    def _launch(self, source, name, options, grid, arguments):
+        passed = [
+            ctypes.c_uint64(a.data.ptr)
+            if isinstance(a, StrictArray)
+            else ctypes.create_string_buffer(a.tobytes(), a.itemsize)
+            for a in arguments
+        ]
+        addresses = (ctypes.c_void_p * len(passed))(*map(ctypes.addressof, passed))
+        x, y = (*grid, 1)[:2]
+        met = self._library(source, options)[f"run_{name}"](
+            x, y, addresses, "__syncthreads" in source
+        )
+        assert met, name
+        self.launched.append(name)
+
+    def _library(self, source, options):
+        for ptx, host in _PTX.items():
+            source = source.replace(ptx, host)
+        entries = "".join(
+            f"ENTRY({name})\n"
+            for name in re.findall(r"^KERNEL (\w+)\(", source, re.MULTILINE)
+        )
+        text = f'#include "{_HEADER}"\n{_HOST}{source}\n{entries}'
+        key = hashlib.sha256(f"{options}{text}".encode()).hexdigest()[:16]
+        if key not in self._libraries:
+            built = self._folder / f"{key}.so"
+            if not built.exists():
+                command = [COMPILER, "-shared", "-fPIC", *options, "-DBACKWARDS=0"]
+                command += ["-O1", "-w", "-x", "c++", "-", "-o", str(built)]
+                subprocess.run(command, input=text, text=True, check=True)
+            self._libraries[key] = ctypes.CDLL(str(built))
+        return self._libraries[key]
+
+    def _rng(self, seed):
+        real = np.random.default_rng(seed)
+        return SimpleNamespace(
+            random=lambda size, dtype: StrictArray(real.random(size, dtype))
+        )
+
+    def _event(self, **_):
+        ptr = next(self._numbers)
+        self.events[ptr] = self._null, 0
+        return _Event(self, ptr)
+
+    def _stream(self, non_blocking=False):
+        made = _Stream(self, 0x1000 + next(self._numbers), self._lazy)
+        self._streams[made.ptr] = made
+        return made
+
+    def _record(self, event, stream):
+        made = self._streams[stream]
+        self.events[event] = made, made.end
+
+    def _wait(self, stream, event):
+        recorded, position = self.events[event]
+        self._streams[stream].put(lambda: recorded.drain(position))
+
+    def _copy(self, target, source, nbytes, kind, stream):
+        self._streams[stream].put(lambda: ctypes.memmove(target, source, nbytes))

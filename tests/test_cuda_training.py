@@ -1,0 +1,189 @@
+"""Whole networks trained on the cuda backend: over stand-ins here, and on a GPU."""
+
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+
+from mucudnn.backends import Backend
+from mucudnn.backends.cuda.conv import CudaConv, float32_sum
+from mucudnn.backends.cuda.conv.operation import ALIGNMENT
+from mucudnn.backends.cuda.conv.plan import CudaPlan
+from mucudnn.backends.cuda.device import CudaDevice
+from mucudnn.backends.cuda.kernels import bind
+from mucudnn.backends.cuda.kernels.program import CupyLauncher
+from mucudnn.backends.cuda.remedies import with_remedy
+from mucudnn.backends.cuda.session import LiveSession
+from mucudnn.errors import BackendError, UnsupportedError
+from mucudnn.ir.tensor import TensorSpec
+from mucudnn.runtime.budgeted import MemoryBudget
+from tests import cudnn_kernel
+from tests.cuda_emulator import COMPILER
+from tests.cudnn_fake import FakeCudnn
+from tests.cupy_fake import StrictArray, StrictCupy
+from tests.training_cases import examples, trainer
+
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
+BFLOAT16 = pytest.param(
+    "bfloat16",
+    0.05,
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("ml_dtypes") is None, reason="needs ml_dtypes"
+    ),
+)
+PRECISIONS = [(None, 1e-5), ("float16", 5e-3), BFLOAT16]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+def stand_in(monkeypatch, folder, *, lazy=False):
+    monkeypatch.setitem(sys.modules, "cupy", cupy := StrictCupy(folder, lazy=lazy))
+    monkeypatch.setitem(cudnn_kernel._NAMES, 9, "bfloat16")
+    float32_sum._kernel.cache_clear()
+    device = CudaDevice(0, 91900)
+    conv = CudaConv(LiveSession(FakeCudnn(), device.stream))
+    return cupy, Backend(
+        "cuda",
+        device,
+        conv,
+        compile=lambda plan, replay: CudaPlan(conv, plan, None),
+        split_alignment=ALIGNMENT,
+        plan_texts=conv,
+        kernels=bind(CupyLauncher(device.stream)),
+    )
+
+
+def losses(backend, **more):
+    """Of a few steps of a network with a convolution and a linear layer."""
+    images, labels = examples(8 * STEPS)
+    made = trainer(8, backend=backend, evaluate=False, **more)
+    rows = [slice(8 * i, 8 * i + 8) for i in range(STEPS)]
+    found = [float(made.step(images[r], labels[r]).loss) for r in rows]
+    return np.array(found), made
+
+
+@emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(("precision", "apart"), PRECISIONS)
+def test_training_agrees_with_the_cpus(precision, apart, lazy, folder, monkeypatch):
+    expected, _ = losses("cpu")
+    cupy, gpu = stand_in(monkeypatch, folder, lazy=lazy)
+    found, free = losses(gpu, precision=precision)
+    assert np.abs(found - expected).max() < apart
+    assert "momentum" in cupy.launched
+    # With tensors on the host for a while, every bit is the same.
+    budget = MemoryBudget(nbytes=int(free.peak_bytes * 0.7), convolutions="fixed")
+    again, _ = losses(gpu, precision=precision, budget=budget)
+    assert np.array_equal(again, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "apart"), PRECISIONS)
+def test_training_on_a_gpu_agrees_with_the_cpus(precision, apart, cuda):
+    expected, _ = losses("cpu")
+    found, _ = losses(cuda, precision=precision)
+    assert np.abs(found - expected).max() < max(apart, 5e-3)  # TF32
+
+
+# bfloat16 where NumPy has no name for it.
+
+
+@pytest.fixture
+def without_ml_dtypes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+
+
+@emulated
+@pytest.mark.slow
+def test_a_network_in_bfloat16_names_what_is_missing(
+    without_ml_dtypes, folder, monkeypatch
+):
+    _, gpu = stand_in(monkeypatch, folder)
+    with pytest.raises(UnsupportedError, match="pip install ml_dtypes"):
+        losses(gpu, precision="bfloat16")
+
+
+def test_bits_are_never_taken_for_numbers(without_ml_dtypes, folder, monkeypatch):
+    _, gpu = stand_in(monkeypatch, folder)
+    device, launcher = gpu.device, CupyLauncher(lambda: None)
+    spec = TensorSpec("x", (2, 2), "bfloat16")
+    bits = device.view(device.allocate(spec.nbytes), 0, spec)
+    device.randomize(bits)  # it may be filled, and convolved
+    floats = StrictArray(np.ones((2, 2), np.float32))
+    for misread in (
+        lambda: launcher.copy(floats, bits),
+        lambda: launcher.copy(bits, floats),
+        lambda: launcher.copy(0.5, bits),
+        lambda: launcher.matmul(bits, bits, bits),
+        lambda: device.upload(floats.host, bits),
+        lambda: device.download(bits),
+    ):
+        with pytest.raises(UnsupportedError, match="bfloat16 needs ml_dtypes"):
+            misread()
+    other = StrictArray(np.zeros((2, 2), np.uint16))
+    launcher.copy(bits, other)
+    assert np.array_equal(other.host, bits.host)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_matrices_of_whole_numbers_have_no_product(dtype, folder, monkeypatch):
+    stand_in(monkeypatch, folder)
+    whole = StrictArray(np.zeros((2, 2), dtype))
+    with pytest.raises(UnsupportedError, match=f"no product of matrices of {dtype}"):
+        CupyLauncher(lambda: None).matmul(whole, whole, whole)
+
+
+# A machine with a driver and no toolkit.
+
+LACKING = [
+    "Failed to find CUDA headers. Please install the CUDA Toolkit or set CUDA_PATH",
+    '/tmp/x.cubin.cu(56): catastrophic error: cannot open source file "cuda_fp16.h"',
+    'x.cu(1): catastrophic error: cannot open source file "vector_types.h"',
+    "libnvrtc.so.12: cannot open shared object file: No such file or directory",
+    'DynamicLibNotFoundError: Failure finding "libcublas.so"',
+    "CuPy failed to load libnvrtc.so.13: OSError",
+]
+
+
+@pytest.mark.parametrize("said", LACKING)
+def test_what_cupy_lacks_is_told_with_what_to_install(said, folder, monkeypatch):
+    cupy, gpu = stand_in(monkeypatch, folder)
+    launcher = CupyLauncher(lambda: None)
+    x = StrictArray(np.ones((2, 2), np.float32))
+
+    def fails(*_, **__):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(StrictArray, "__setitem__", fails)
+    monkeypatch.setattr(cupy, "matmul", fails)
+    monkeypatch.setattr(cupy, "ascontiguousarray", fails)
+    monkeypatch.setattr(cupy, "RawKernel", fails)
+    for meets in (
+        lambda: launcher.copy(0.0, x),
+        lambda: launcher.matmul(x, x, x),
+        lambda: gpu.kernels["relu"].run([x], [x], {}, None),
+        lambda: gpu.device.randomize(x),
+        lambda: gpu.device.dense(x.T),
+        gpu.device.begin,
+    ):
+        with pytest.raises(BackendError, match=r"pip install 'mucudnn\[cuda13\]'") as e:
+            meets()
+        assert said in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered",
+        "CUBLAS_STATUS_EXECUTION_FAILED",
+        'x.cu(3): error: identifier "y" is undefined',
+    ],
+)
+def test_other_failures_are_not_blamed_on_the_toolkit(said):
+    assert with_remedy(said) == said
