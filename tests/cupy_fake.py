@@ -3,7 +3,7 @@
 Arrays refuse implicit conversion to NumPy's, and fresh memory is NaN. Kernels are what
 the backend's sources become by a C++ compiler (`cuda_emulator.h`), half types included.
 The stream that computes runs at once. A stream of copies runs at once too, or lazily:
-as late as its waits allow, so that a missing wait gives wrong numbers in one of the two.
+as late as its waits allow, so that a missing wait gives wrong numbers in one of them.
 """
 
 import contextlib

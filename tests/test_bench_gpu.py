@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from hypothesis import given, strategies as st
 
 from bench.gpu import archive, halves, launches, packages, turns, verdicts
@@ -272,7 +271,9 @@ def test_ended_anywhere_and_gone_on_with(number, count, tmp_path):
 def test_ended_itself_the_script_ends_what_it_runs(tmp_path):
     out = tmp_path / "out"
     arguments = command(out, "deepbench", "--layers", 4, "--keep-every", 0)
-    with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        arguments, env=ENVIRONMENT, stdout=subprocess.PIPE
+    ) as process:
         wait_for_archive(process, out, 1)
         process.terminate()
         # The part shares the script's output, which ends when both have.

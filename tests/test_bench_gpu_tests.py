@@ -1,4 +1,4 @@
-"""Part `tests` of `bench/gpu.sh`: which files, one test at a time, crashes and hangs."""
+"""Part `tests` of `bench/gpu.sh`: which files; one test at a time, crashes, hangs."""
 
 import json
 import math
@@ -66,6 +66,24 @@ def test_z_passes():
     ran("z")
 """
 
+STICKY = """
+import sys
+from types import SimpleNamespace
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+def test_breaks_the_gpu(monkeypatch):
+    def fails():
+        raise RuntimeError("cudaErrorIllegalAddress")
+    runtime = SimpleNamespace(deviceSynchronize=fails)
+    sys.modules["cupy"] = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    raise OSError("an illegal access")
+
+def test_runs_in_another_process():
+    assert "cupy" not in sys.modules
+"""
+
 
 def job(out, tests, ends=math.inf, hang_s=60.0):
     out.mkdir(exist_ok=True)
@@ -85,7 +103,7 @@ def folder_of(tmp_path, **files):
 
 
 def test_files_with_gpu_tests_are_named(request):
-    """All that is collected here and marked is in files that are found by their text."""
+    """What is collected here and marked is in files that are found by their text."""
     marked = {i.path for i in request.session.items if i.get_closest_marker("gpu")}
     found = files_with_marker(ROOT / "tests")
     assert marked <= set(found)
@@ -117,13 +135,14 @@ def test_each_test_ends_once_whatever_it_does(tmp_path):
         test_a="import os, pytest\npytestmark = pytest.mark.gpu\nos.abort()",
         test_b="import pytest\npytestmark = pytest.mark.gpu\nimport nowhere_at_all",
         test_c=HARMFUL,
+        test_d=STICKY,
         test_unmarked="raise RuntimeError('not collected')",
     )
     out = tmp_path / "out"
     report = run(job(out, folder, hang_s=4.0))
     assert report.complete
     found = result(out)
-    assert (found["passed"], found["skipped"]) == (4, 1)  # a, e, f, z; h
+    assert (found["passed"], found["skipped"]) == (5, 1)  # a, e, f, z, after; h
     bad = {t["name"].rpartition("/")[2]: t for t in found["failed"]}
     assert {name: t["outcome"] for name, t in bad.items()} == {
         "test_a.py": "crashed",
@@ -132,18 +151,19 @@ def test_each_test_ends_once_whatever_it_does(tmp_path):
         "test_c.py::test_c_fails": "failed",
         "test_c.py::test_d_never_ends": "hung",
         "test_c.py::test_g_has_no_fixture": "failed",
+        "test_d.py::test_breaks_the_gpu": "failed",
     }
     assert "SIGABRT" in bad["test_a.py"]["message"]
     assert "nowhere_at_all" in bad["test_b.py"]["message"]
     assert "assert [1] == [2]" in bad["test_c.py::test_c_fails"]["message"]
-    assert len(report.failures) == 6
+    assert len(report.failures) == 7
     ran = (folder / "ran").read_text().split()
     assert sorted(ran) == list("abcdefz")
     (folder / "there").touch()  # what a skipped test lacked; it alone is run again
     again = run(job(out, folder, hang_s=4.0))
     assert again.complete
     assert (folder / "ran").read_text().split() == [*ran, "h"]
-    assert (result(out)["passed"], result(out)["skipped"]) == (5, 0)
+    assert (result(out)["passed"], result(out)["skipped"]) == (6, 0)
 
 
 @pytest.mark.slow
@@ -159,9 +179,11 @@ def test_time_that_is_up_costs_the_test_in_progress_and_no_outcome(tmp_path):
         arguments += ["--backend", "null", "--tests", str(folder), "--seconds", "300"]
         with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE) as process:
             ends = time.monotonic() + 60
-            while Journal.read(journal)._tries["nothing"] + sum(
-                "test_b" in line and "begun" in line for line in lines(journal)
-            ) < tries:
+            while (
+                Journal.read(journal)._tries["nothing"]
+                + sum("test_b" in line and "begun" in line for line in lines(journal))
+                < tries
+            ):
                 assert time.monotonic() < ends
                 time.sleep(0.02)
             process.terminate()

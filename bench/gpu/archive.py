@@ -1,4 +1,4 @@
-"""`archive.py pack WORK OUT` and `archive.py unpack ARCHIVE WORK`: all results in a file.
+"""`archive.py pack WORK OUT`, `archive.py unpack ARCHIVE WORK`: results as one file.
 
 What a run leaves is one archive, and beside it the two files that people read first. An
 archive that would grow too large to be sent goes on in a second one; each is whole by
@@ -147,7 +147,9 @@ def _members(volume: Path) -> list[tuple[str, bytes]]:
                         "of letters, digits, '.', '_' and '-' are taken"
                     )
                 if member.name.startswith(_LEFT_OUT):
-                    raise ValueError(f"{volume} holds {member.name!r}, which no run sends")
+                    raise ValueError(
+                        f"{volume} holds {member.name!r}, which no run sends"
+                    )
                 file = tar.extractfile(member)
                 found.append((member.name, file.read() if file else b""))
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as e:

@@ -70,24 +70,26 @@ def record(job: Job, cache: BenchmarkCache, *only: str) -> None:
         only: Names of the files that are written; all by default.
     """
     device = job.backend.device
-    groups: dict[str, tuple[list[Measurement], list[Verdict]]] = {}
-    for of in (*cache.rows(device.fingerprint), *cache.verdicts(device.fingerprint)):
-        name = recording_name(of.problem.dtype, of.problem.layout)
-        rows, verdicts = groups.setdefault(name, ([], []))
-        if isinstance(of, Measurement):
-            rows.append(of)
-        else:
-            verdicts.append(of)
-    for name, (rows, verdicts) in groups.items():
-        if not rows or (only and name not in only):
+    rows_of: dict[str, list[Measurement]] = {}
+    verdicts_of: dict[str, list[Verdict]] = {}
+    for row in cache.rows(device.fingerprint):
+        rows_of.setdefault(_file_of(row), []).append(row)
+    for verdict in cache.verdicts(device.fingerprint):
+        verdicts_of.setdefault(_file_of(verdict), []).append(verdict)
+    for name, rows in rows_of.items():
+        if only and name not in only:
             continue
         write_recording(
             job.out / name,
             rows,
             {device.fingerprint: device.description()},
             alignments={device.fingerprint: job.backend.split_alignment},
-            verdicts=verdicts,
+            verdicts=verdicts_of.get(name, ()),
         )
+
+
+def _file_of(of: Measurement | Verdict) -> str:
+    return recording_name(of.problem.dtype, of.problem.layout)
 
 
 def _conclude(job: Job, cache: BenchmarkCache, stages: "Sequence[_Stage]") -> None:
@@ -180,9 +182,7 @@ class _Stage:
         }
         self.changed = True
         self._write(found)
-        self._job.keep(
-            lambda: record(self._job, self._cache, self._stage.recording)
-        )
+        self._job.keep(lambda: record(self._job, self._cache, self._stage.recording))
 
     def _write(self, latest: Comparison) -> None:
         order = [key_of(layer.name, layer.problem) for layer in self._layers]

@@ -2,7 +2,7 @@
 
 pytest runs in a process of its own that writes a journal. One test that kills it, or
 never ends, costs that test: it is noted, and another process goes on behind it. What
-has ended is never run again, so that a run which is cut off is gone on with by the next.
+has ended is never run again: the next run goes on where one was cut off.
 
 Only files that have such tests are collected: collecting all takes half a minute.
 """
@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from bench.gpu.facts import facts
 from bench.gpu.job import Job, Report
-from bench.gpu.journal import Journal
+from bench.gpu.journal import Journal, import_of
 from bench.gpu.store import write_json
 
 __all__ = ["FILES", "files_with_marker", "run"]
@@ -53,8 +52,13 @@ def run(job: Job) -> Report:
     troubles: list[str] = []
     whole = False
     while not whole and job.left_s > _STOPPING_S + 1:
-        before = len(Journal.read(file).ended)
-        status, why = _one_pass(job, files)
+        known = Journal.read(file).ended
+        before = len(known)
+        importable = [one for one in files if import_of(one) not in known]
+        if not importable:
+            whole = True
+            break
+        status, why = _one_pass(job, importable)
         journal = Journal.read(file)
         if why == "time":
             break
@@ -201,7 +205,8 @@ def _report(
         if entry["outcome"] not in ("passed", "skipped")
     ]
     skips = Counter(
-        entry["message"] for entry in journal.ended.values()
+        entry["message"]
+        for entry in journal.ended.values()
         if entry["outcome"] == "skipped"
     )
     result = {

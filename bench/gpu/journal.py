@@ -1,9 +1,9 @@
 """What became of each test, a line each: a journal that survives its writer.
 
-Lines are JSON: `{"begun": ID}`, `{"ended": ID, "outcome": …, "message": …, "seconds": …}`
-and, at the end of one pass through pytest, `{"finished": true, "left": 0}`. A test that
-has begun and not ended took the process with it, or was cut off with it. So does a
-module that is being imported, until it is `{"imported": ID}`.
+Lines are JSON: `{"begun": ID}`, then `{"ended": ID, "outcome": …, "message": …}`; one
+pass through pytest ends with `{"finished": true, "left": 0}`. A test that has begun and
+not ended took the process with it, or was cut off with it. So does a module that is
+being imported, until it is `{"imported": ID}`.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "append", "import_of"]
 
 _TRIES = 2
 
@@ -99,6 +99,11 @@ class Journal:
             self.left = entry["selected"]
         elif "finished" in entry:
             self.finished, self.left = bool(entry["finished"]), entry["left"]
+
+
+def import_of(module: Path) -> str:
+    """What the import of a module is called, as a test."""
+    return f"import of {module.resolve()}"
 
 
 def append(file: Path, entry: dict[str, Any]) -> None:

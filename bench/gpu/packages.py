@@ -1,6 +1,6 @@
 """What is missing, from wheels if there are any; and a folder of such wheels.
 
-`packages.py install SITE WHEELS BACKEND [PART …]` makes SITE a folder of what is missing.
+`packages.py install SITE WHEELS BACKEND [PART …]` fills SITE with what is missing.
 `packages.py download WHEELS [PYTHON …]` fills WHEELS where there is a network, for
 machines of x86-64 with Linux and these versions of Python.
 
@@ -39,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     """0 where all is well."""
     if arguments[0] == "download":
         return _download(Path(arguments[1]), arguments[2:] or _PYTHONS)
-    return _provide(*arguments[1:4], parts=arguments[4:])
+    _, site, wheels, backend, *parts = arguments
+    return _provide(site, wheels, backend, parts)
 
 
 def _provide(site: str, wheels: str, backend: str, parts: Sequence[str]) -> int:
@@ -89,7 +90,9 @@ def _advice(wanted: Sequence[str], wheels: str) -> str:
     )
 
 
-def _missing(needed: Mapping[str, str] | Sequence[str], site: str = "") -> dict[str, str]:
+def _missing(
+    needed: Mapping[str, str] | Sequence[str], site: str = ""
+) -> dict[str, str]:
     """Modules that cannot be imported, in a process that is thrown away, and why."""
     if _why_not(list(needed), site) is None:
         return {}
@@ -180,8 +183,10 @@ def _download(wheels: Path, pythons: Sequence[str]) -> int:
     sizes = {file.name: file.stat().st_size for file in wheels.glob("*.whl")}
     print(f"{wheels}: {len(sizes)} wheels, {sum(sizes.values()) / 2**20:.1f} MiB")
     if sum(sizes.values()) > _MOST_BYTES:
-        print(f"that is more than {_MOST_BYTES >> 20} MiB: name one Python",
-              file=sys.stderr)
+        print(
+            f"that is more than {_MOST_BYTES >> 20} MiB: name one Python",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

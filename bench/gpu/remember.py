@@ -1,18 +1,18 @@
 """`pytest -p bench.gpu.remember --journal FILE`: write down how each test ends.
 
 What the journal knows to have ended is not run again. A module that kills the process
-while it is imported counts as a test of its own. After a failure the GPU is asked
-whether it still answers; where it does not, the process ends, since no later test in it
-could pass.
+while it is imported counts as a test of its own, and must not be named again. After a
+failure the GPU is asked whether it still answers; where it does not, the process ends,
+since no later test in it could pass.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import pytest
 
-from bench.gpu.journal import Journal
+from bench.gpu.journal import Journal, import_of
 
 __all__ = ["Remember", "pytest_addoption", "pytest_configure"]
 
@@ -46,15 +46,10 @@ class Remember:
         self._selected = self._done = 0
         self._stop = ""
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """A module whose import ended a process is not imported again."""
-        return True if f"import of {collection_path}" in self._journal.ended else None
-
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
         """A module may take the process with it."""
         if isinstance(collector, pytest.File):
-            self._journal.add(begun=f"import of {collector.path}")
+            self._journal.add(begun=import_of(collector.path))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Failures are told; all else may be imported again by the next pass."""
@@ -62,8 +57,7 @@ class Remember:
         if begun is None or not report.nodeid.endswith(".py"):
             return
         if report.failed:
-            message = str(report.longrepr)[-_MESSAGE:]
-            self._journal.settle("failed", message)
+            self._journal.settle("failed", _told(report))
         else:
             self._journal.add(imported=begun)
 
@@ -105,12 +99,15 @@ class Remember:
         if outcome == "failed":
             self._stop = _unusable()
 
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item):  # type: ignore[no-untyped-def]
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item
+    ) -> Generator[None, object, object]:
         """End the pass where the GPU no longer answers."""
-        yield
+        result = yield
         if self._stop:
             item.session.shouldstop = f"the GPU no longer answers: {self._stop}"
+        return result
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Say whether anything is left."""
@@ -118,7 +115,7 @@ class Remember:
         self._journal.add(finished=left == 0 and not self._stop, left=left)
 
 
-def _told(report: pytest.TestReport) -> str:
+def _told(report: pytest.TestReport | pytest.CollectReport) -> str:
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])[:_MESSAGE]
     lines: Sequence[str] = report.longreprtext.splitlines()

@@ -20,8 +20,8 @@ _HEADERS = re.compile(
 _LIBRARY = re.compile(r"\blib(nvrtc|cublas|cublaslt|curand|cudart)\b", re.IGNORECASE)
 _TOOLKIT = (
     "CuPy finds no {lacking} of CUDA here; install what it compiles with: "
-    "pip install 'mucudnn[cuda13]' (or [cuda12] for a CUDA 12 driver), or set CUDA_PATH "
-    "to an installed toolkit"
+    "pip install 'mucudnn[cuda13]' (or [cuda12] for a CUDA 12 driver), or set "
+    "CUDA_PATH to an installed toolkit"
 )
 _BITS = "uint16"
 """How bfloat16 is held where NumPy has no name for it."""
