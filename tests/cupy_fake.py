@@ -89,6 +89,15 @@ class StrictArray:
     def T(self):  # noqa: N802
         return StrictArray(self.host.T)
 
+    def __lshift__(self, bits):
+        return StrictArray(self.host << bits)
+
+    def astype(self, dtype):
+        return StrictArray(self.host.astype(dtype))
+
+    def get(self):
+        return self.host.copy()
+
     def set(self, source):
         if not isinstance(source, np.ndarray):
             raise TypeError(f"only NumPy's arrays can be set, not {type(source)}")
@@ -178,6 +187,8 @@ class StrictCupy:
             CUDARuntimeError=CUDARuntimeError,
             getDevice=lambda: 0,
             getDeviceProperties=lambda i: {"name": b"Strict", "major": 9, "minor": 0},
+            driverGetVersion=lambda: 13000,
+            runtimeGetVersion=lambda: 13000,
             memcpyDeviceToHost=2,
             memcpyHostToDevice=1,
             eventRecord=self._record,

@@ -106,8 +106,7 @@ def _widen(target: Any, source: Any, dtype: str) -> None:
 def _on_host(array: Any, dtype: str) -> Any:
     import numpy as np
 
-    module = type(array).__module__.partition(".")[0]
-    values = array.get() if module == "cupy" else array
+    values = array if isinstance(array, np.ndarray) else array.get()
     if dtype == "bfloat16":
         values = (values.view("uint16").astype("uint32") << 16).view("float32")
     return np.array(values, "float64")

@@ -72,8 +72,8 @@ class CudaDevice:
         return {
             "gpu": self._name,
             "compute capability": f"{p['major']}.{p['minor']}",
-            "multiprocessors": str(p["multiProcessorCount"]),
-            "memory": f"{p['totalGlobalMem']} bytes",
+            "multiprocessors": str(p.get("multiProcessorCount", "?")),
+            "memory": f"{p.get('totalGlobalMem', '?')} bytes",
             "core clock": f"{p.get('clockRate', 0) / 1e3:.0f} MHz",
             "memory clock": f"{p.get('memoryClockRate', 0) / 1e3:.0f} MHz",
             "driver": _cuda_version(runtime.driverGetVersion()),
