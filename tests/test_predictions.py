@@ -4,7 +4,6 @@ from hypothesis import given, settings, strategies as st
 
 from mucudnn.passes.holes import grow_into_holes, with_least_workspaces
 from mucudnn.passes.layout import lay_out
-from mucudnn.passes.occupancy import GRANULARITY
 from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import (
     minimum_budget,
@@ -12,6 +11,7 @@ from mucudnn.passes.planned import (
     plan_step,
     policy_names,
 )
+from mucudnn.passes.scheduling.occupancy import GRANULARITY
 from mucudnn.passes.settle import settle, shortest
 from mucudnn.passes.simulate import simulate
 from mucudnn.passes.step_plan import (

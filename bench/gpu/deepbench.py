@@ -22,9 +22,8 @@ from bench.gpu.work import (
     recording_name,
 )
 from mucudnn.errors import MucudnnError
-from mucudnn.ir.status import RowStatus
 from mucudnn.ir.measurement import Measurement, Verdict
-from mucudnn.ir.numerics import REFUSED
+from mucudnn.ir.status import RowStatus
 from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.comparison import compare

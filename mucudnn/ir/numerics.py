@@ -7,8 +7,8 @@ measured and planned, so one cache serves every policy.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mucudnn.ir.status import RowStatus
 from mucudnn.arguments import a_text
+from mucudnn.ir.status import RowStatus
 
 __all__ = [
     "DOWN_CONVERT",

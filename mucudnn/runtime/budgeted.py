@@ -16,8 +16,7 @@ from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.sizes import parse_bytes
-from mucudnn.ir.sizes import exact_bytes
+from mucudnn.ir.sizes import exact_bytes, parse_bytes
 from mucudnn.passes.inplace import in_place
 from mucudnn.passes.layout import host_blocks
 from mucudnn.passes.order import Order, ordered as reordered

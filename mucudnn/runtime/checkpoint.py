@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from mucudnn.arguments import a_path, an_integer
 from mucudnn.errors import CheckpointError
 from mucudnn.files import flush_folder, read_whole, write_whole
