@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main
-from mucudnn.cli.app import NOTHING_FITS
+from mucudnn.cli.exit_codes import ExitCode
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.planned import policy_names
 
@@ -193,7 +193,7 @@ def test_nothing_is_written_where_nothing_fits(tmp_path):
     trace, snap = tmp_path / "t.json", tmp_path / "s.pickle"
     files = ("--trace", str(trace), "--snapshot", str(snap))
     result = run("lenet", *NULL, "--budget", "12", *files)
-    assert result.exit_code == NOTHING_FITS
+    assert result.exit_code == ExitCode.NOTHING_FITS
     assert " short" in result.stdout
     assert f"nothing is written to {trace}, {snap}" in result.stderr
     assert not trace.exists()
@@ -212,7 +212,7 @@ def test_nothing_is_written_where_nothing_fits(tmp_path):
 )
 def test_the_advised_budget_fits_and_a_byte_less_ends_with_its_own_code(asked):
     result = run("lenet", *NULL, "--budget", "1KiB", *asked)
-    assert result.exit_code == NOTHING_FITS == 4
+    assert result.exit_code == ExitCode.NOTHING_FITS == 4
     (line,) = result.stderr.splitlines()
     assert line.startswith("mucudnn: error: no policy fits 1.0 KiB (1024 bytes); ")
     words, least = line.split("the least budget that works is ")[1].split(" (")
@@ -220,19 +220,22 @@ def test_the_advised_budget_fits_and_a_byte_less_ends_with_its_own_code(asked):
     assert format_bytes(least) == words
     assert run("lenet", *NULL, "--budget", str(least), *asked).exit_code == 0
     less = run("lenet", *NULL, "--budget", str(least - 1), *asked)
-    assert less.exit_code == NOTHING_FITS
+    assert less.exit_code == ExitCode.NOTHING_FITS
     assert f"fits {exact_bytes(least - 1)}; " in less.stderr
 
 
 def test_a_largest_batch_is_an_answer_and_none_is_not():
     asked = ("lenet", *NULL, "--policy", "keep_all", "--max-batch")
     assert run(*asked, "--budget", "5400000").exit_code == 0
-    assert run(*asked, "--budget", "1KiB").exit_code == NOTHING_FITS
+    assert run(*asked, "--budget", "1KiB").exit_code == ExitCode.NOTHING_FITS
 
 
 def test_help_says_how_the_command_ends():
     text = " ".join(done("--help").split())
-    assert f"Ends with 0 where a technique fits, {NOTHING_FITS} where none does" in text
+    assert (
+        f"Ends with 0 where a technique fits, {ExitCode.NOTHING_FITS} where none does"
+        in text
+    )
 
 
 def test_a_snapshot_is_within_the_budget(tmp_path):

@@ -1,8 +1,7 @@
 """The command group, and how a command ends.
 
-0: done. 2: something asked for cannot be had; one line on the error stream says what.
-4: nothing fits the memory that was given; one line says how much would do.
-130: Ctrl-C. A reader that closes the pipe early ends the command in silence.
+The exit codes are in `exit_codes`. A reader that closes the pipe early ends the command
+in silence.
 """
 
 import contextlib
@@ -16,22 +15,17 @@ from typing import Any, NoReturn, TextIO
 
 import click
 
+from mucudnn.cli.exit_codes import ExitCode
 from mucudnn.errors import MucudnnError
 from mucudnn.plugins import PluginWarning
 
-__all__ = ["NOTHING_FITS", "BadInputError", "Commands", "bad_input", "main"]
-
-NOTHING_FITS = 4
-"""How a command ends where no plan fits the memory that was given."""
-
-_INTERRUPTED = 130
-_CLOSED_PIPE = 1
+__all__ = ["BadInputError", "Commands", "bad_input", "main"]
 
 
 class BadInputError(click.ClickException):
     """What was asked for cannot be had."""
 
-    exit_code = 2
+    exit_code = ExitCode.BAD_INPUT
 
 
 @contextlib.contextmanager
@@ -69,7 +63,7 @@ class _OneLineErrors(Commands):
     """The outermost group: commands fail with one line, never with a traceback."""
 
     def main(self, *args: Any, **options: Any) -> NoReturn:
-        """Run and exit; see the exit codes above."""
+        """Run and exit; see `ExitCode`."""
         options["standalone_mode"] = False
         logging.getLogger("mucudnn").addHandler(logging.NullHandler())
         for stream in (sys.stdout, sys.stderr):
@@ -83,9 +77,9 @@ class _OneLineErrors(Commands):
         except click.ClickException as e:
             message = " ".join(e.format_message().split())
             click.echo(f"mucudnn: error: {message}", err=True)
-            sys.exit(2)
+            sys.exit(ExitCode.BAD_INPUT)
         except click.Abort:
-            sys.exit(_INTERRUPTED)
+            sys.exit(ExitCode.INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -95,7 +89,7 @@ class _OneLineErrors(Commands):
             sys.stdout.flush()
         except BrokenPipeError:
             _discard_output()
-            ctx.exit(_CLOSED_PIPE)
+            ctx.exit(ExitCode.CLOSED_PIPE)
         except OSError as e:
             _discard_output()
             raise BadInputError(str(e)) from e

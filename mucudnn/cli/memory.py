@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mucudnn.cli.app import NOTHING_FITS, BadInputError, bad_input
+from mucudnn.cli.app import BadInputError, bad_input
+from mucudnn.cli.exit_codes import ExitCode
 from mucudnn.cli.options import byte_size, cache_option, json_option, open_cache
 from mucudnn.cli.output import emit, output_file, write_file
 from mucudnn.cli.own_code import import_option, network
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["memory"]
 
-_INTERRUPTED = 130
 _CPU = "cpu"
 _BATCH = 32
 _CPU_BATCH = 4
@@ -41,8 +41,8 @@ _OF_BEST = ("trace_file", "snapshot_file")
 """Options that name files for the best step."""
 
 _CODES = (
-    f"Ends with 0 where a technique fits, {NOTHING_FITS} where none does, 2 where what "
-    f"is asked for cannot be had, {_INTERRUPTED} after Ctrl-C."
+    f"Ends with 0 where a technique fits, {ExitCode.NOTHING_FITS} where none does, 2 "
+    f"where what is asked for cannot be had, {ExitCode.INTERRUPTED} after Ctrl-C."
 )
 
 
@@ -179,11 +179,11 @@ def memory(
     )
     _write_files(found, settings)
     if found.interrupted:
-        ctx.exit(_INTERRUPTED)
+        ctx.exit(ExitCode.INTERRUPTED)
     asked_for_less = settings["min_budget"] or any(found.max_batch.values())
     if found.best is None and not asked_for_less:
         click.echo(f"mucudnn: error: {_refusal(found, settings)}", err=True)
-        ctx.exit(NOTHING_FITS)
+        ctx.exit(ExitCode.NOTHING_FITS)
 
 
 def _refusal(found: "MemoryStudy", settings: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mucudnn.cli.app import BadInputError
+from mucudnn.cli.exit_codes import ExitCode
 from mucudnn.cli.output import emit
 from mucudnn.suites import Layer
 
@@ -62,7 +63,7 @@ def take_census(
             found, interrupted = e.census, True
     _show(found, json_file)
     if interrupted:
-        ctx.exit(130)
+        ctx.exit(ExitCode.INTERRUPTED)
 
 
 def _show(found: "Census", json_file: str | None) -> None:

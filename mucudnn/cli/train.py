@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mucudnn.cli.app import BadInputError, bad_input
+from mucudnn.cli.exit_codes import ExitCode
 from mucudnn.cli.options import cache_option, json_option
 from mucudnn.cli.output import emit
 from mucudnn.cli.own_code import import_option
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from mucudnn.runtime.training import Trainer
 
 __all__ = ["train"]
-
-_INTERRUPTED = 130
 
 
 @click.command()
@@ -69,7 +68,7 @@ def train(
     interrupted = training.run(quiet=json_file == "-")
     emit(json_file, training.to_json(interrupted=interrupted), training.show)
     if interrupted:
-        ctx.exit(_INTERRUPTED)
+        ctx.exit(ExitCode.INTERRUPTED)
 
 
 class _Training:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mucudnn.cli.app import BadInputError, bad_input
+from mucudnn.cli.exit_codes import ExitCode
 from mucudnn.cli.options import (
     LayerQuery,
     byte_size,
@@ -168,7 +169,7 @@ def tune(
     if len(comparison.layers) < comparison.asked:
         if record.complaint is not None:
             click.echo(f"mucudnn: warning: {record.complaint}", err=True)
-        ctx.exit(130)
+        ctx.exit(ExitCode.INTERRUPTED)
     if record.complaint is not None:
         raise BadInputError(record.complaint)
 
