@@ -1,4 +1,5 @@
 import sys
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,22 @@ def users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setenv("HOME", folder)
         patch.delenv("MUCUDNN_DATABASE", raising=False)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def usual_signals() -> Iterator[None]:
+    """What a shell's background or `nohup` has ignored, and children would inherit."""
+    usual = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    ignored = [n for n in usual if signal.getsignal(n) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, usual[number])
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(params=["cpu", "null", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -211,11 +211,14 @@ def test_each_misbehaving_kernel_costs_one_row(installed):
     assert len(pids) == len(set(pids)) == 7  # one, and one after each of six deaths
 
 
-def test_an_idle_child_leaves_ctrl_c_to_us_and_is_replaced_when_killed(installed):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_idle_child_leaves_signals_to_us_and_is_replaced_when_killed(
+    installed, number
+):
     backend = get_backend("misbehaving:GOOD", 1)
     process, bench = isolated(backend)
     (before,) = rows_of(bench, [("GOOD", 0)])
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     assert rows_of(bench, [("GOOD", 0)]) == [before]
     os.kill(process.pid, signal.SIGKILL)
     (after,) = rows_of(bench, [("GOOD", 0)])

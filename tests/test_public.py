@@ -14,8 +14,8 @@ import mucudnn
 ROOT = Path(mucudnn.__file__).parent
 NAMES = [
     alias.asname
-    for node in ast.parse((ROOT / "__init__.py").read_text()).body
-    if isinstance(node, ast.ImportFrom)
+    for node in ast.walk(ast.parse((ROOT / "__init__.py").read_text()))
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mucudnn.")
     for alias in node.names
 ]
 

@@ -18,6 +18,7 @@ import click
 from mucudnn.cli.exit_codes import ExitCode
 from mucudnn.errors import MucudnnError
 from mucudnn.plugins import PluginWarning
+from mucudnn.runtime.interrupts import Interrupts
 
 __all__ = ["BadInputError", "Commands", "bad_input", "main"]
 
@@ -65,37 +66,43 @@ class _OneLineErrors(Commands):
     def main(self, *args: Any, **options: Any) -> NoReturn:
         """Run and exit; see `ExitCode`."""
         options["standalone_mode"] = False
+        interrupts: Interrupts = options.setdefault("obj", Interrupts())
         logging.getLogger("mucudnn").addHandler(logging.NullHandler())
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), interrupts:
                 warnings.showwarning = _one_line
                 warnings.simplefilter("always", PluginWarning)  # never a crash
                 code = super().main(*args, **options)
         except click.ClickException as e:
             message = " ".join(e.format_message().split())
-            click.echo(f"mucudnn: error: {message}", err=True)
-            sys.exit(ExitCode.BAD_INPUT)
+            with contextlib.suppress(OSError):
+                click.echo(f"mucudnn: error: {message}", err=True)
+            known = isinstance(e, BadInputError)
+            code = e.exit_code if known else ExitCode.BAD_INPUT
         except click.Abort:
-            sys.exit(ExitCode.INTERRUPTED)
-        sys.exit(code if isinstance(code, int) else 0)
+            code = ExitCode.INTERRUPTED
+        if interrupts.number is not None:
+            sys.exit(128 + interrupts.number)
+        sys.exit(code if isinstance(code, int) else ExitCode.DONE)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command and write out what it printed."""
         try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
         except BrokenPipeError:
             _discard_output()
             ctx.exit(ExitCode.CLOSED_PIPE)
         except OSError as e:
             _discard_output()
             raise BadInputError(str(e)) from e
-        except (MucudnnError, MemoryError) as e:
+        except (MucudnnError, MemoryError, EOFError) as e:
             raise BadInputError(str(e) or type(e).__name__) from e
-        return result
 
 
 def _one_line(

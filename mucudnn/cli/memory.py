@@ -19,6 +19,7 @@ from mucudnn.cli.strategy_options import (
     policies,
     schedulers,
 )
+from mucudnn.cli.output import emit, output_file, save, write_file
 from mucudnn.cli.train_options import image_size, list_models
 from mucudnn.ir.devices import DEVICES
 from mucudnn.ir.sizes import exact_bytes
@@ -172,12 +173,14 @@ def memory(
     from mucudnn.report.memory_text import memory_tables
     from mucudnn.report.text import write_tables
 
-    emit(
-        json_file,
-        found.to_json(),
-        lambda: write_tables(memory_tables(found), sys.stdout),
+    save(
+        lambda: emit(
+            json_file,
+            found.to_json(),
+            lambda: write_tables(memory_tables(found), sys.stdout),
+        ),
+        lambda: _write_files(found, settings),
     )
-    _write_files(found, settings)
     if found.interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
     asked_for_less = settings["min_budget"] or any(found.max_batch.values())

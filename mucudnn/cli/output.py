@@ -1,6 +1,7 @@
 """Files that a command writes: refused before the work, not after it."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,9 @@ import click
 
 from mucudnn.cli.app import BadInputError
 from mucudnn.files import check_writable, descriptor_of, write_whole
+from mucudnn.runtime.interrupts import deferred_interrupt
 
-__all__ = ["STDOUT", "emit", "output_file", "recording_file", "write_file"]
+__all__ = ["STDOUT", "emit", "output_file", "recording_file", "save", "write_file"]
 
 STDOUT = "-"
 _STDOUT_DESCRIPTOR = 1
@@ -74,9 +76,36 @@ def emit(json_file: str | None, data: Any, show: Callable[[], None]) -> None:
 
     With JSON on standard output nothing else goes there.
     """
-    if json_file != STDOUT:
-        show()
-        sys.stdout.flush()
-    if json_file is not None:
-        text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
-        write_file(json_file, text + "\n")
+
+    def show_all() -> None:
+        if json_file != STDOUT:
+            show()
+            sys.stdout.flush()
+
+    def write() -> None:
+        if json_file is not None:
+            text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+            write_file(json_file, text + "\n")
+
+    save(show_all, write)
+
+
+def save(*writers: Callable[[], None]) -> None:
+    """Call all of them, whatever becomes of one, and whoever asks to end meanwhile.
+
+    A full disk must not cost the table, nor a terminal that is gone the files; and what
+    took minutes is not lost to a signal that comes while it is written.
+
+    Raises:
+        OSError: Nobody reads the output.
+        BadInputError: A file cannot be written; of several errors the first.
+    """
+    failures: list[Exception] = []
+    with deferred_interrupt():
+        for write in writers:
+            try:
+                write()
+            except (OSError, click.ClickException) as e:
+                failures.append(e)
+    if failures:
+        raise failures[0]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mucudnn.errors import CacheError
+from mucudnn.runtime.interrupts import deferred_interrupt
 from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def recording(
         done = True
     finally:
         if file is not None:
-            _write(record, tuner, layers, file, since)
+            with deferred_interrupt():
+                _write(record, tuner, layers, file, since)
         if record.complaint is not None and not done:
             click.echo(f"mucudnn: warning: {record.complaint}", err=True)
 

@@ -20,6 +20,7 @@ from mucudnn.cli.options import (
 )
 from mucudnn.cli.output import emit, output_file, recording_file, write_file
 from mucudnn.cli.own_code import import_option
+from mucudnn.cli.output import emit, output_file, recording_file, save, write_file
 from mucudnn.cli.plan_only import refuse_measuring, take_census
 from mucudnn.cli.recording import Record, recording
 from mucudnn.suites import SUITES, Layer, load_suite
@@ -161,11 +162,10 @@ def tune(
         record_file=record_file,
         verbose=verbose,
     )
-    _show(comparison, style, json_file)
-    if report_file is not None:
-        from mucudnn.report.html import html_report
-
-        write_file(report_file, html_report(comparison, query.title))
+    save(
+        lambda: _show(comparison, style, json_file),
+        lambda: _write_report(report_file, comparison, query.title),
+    )
     if len(comparison.layers) < comparison.asked:
         if record.complaint is not None:
             click.echo(f"mucudnn: warning: {record.complaint}", err=True)
@@ -261,6 +261,13 @@ def _show(comparison: "Comparison", style: str, json_file: str | None) -> None:
         write_tables(tables(comparison), sys.stdout)
 
     emit(json_file, comparison.to_json(), show)
+
+
+def _write_report(file: str | None, comparison: "Comparison", title: str) -> None:
+    if file is not None:
+        from mucudnn.report.html import html_report
+
+        write_file(file, html_report(comparison, title))
 
 
 def _list_suites(json_file: str | None) -> None:

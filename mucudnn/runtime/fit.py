@@ -6,10 +6,7 @@ the sums of the epoch so far.
 """
 
 import math
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -20,6 +17,7 @@ from mucudnn.ir.serial import plan_to_dict
 from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
 from mucudnn.runtime.evaluation import check_batches, image_and_label
 from mucudnn.runtime.history import EpochReport, Position
+from mucudnn.runtime.interrupts import deferred_interrupt
 from mucudnn.runtime.prepare import Plans
 from mucudnn.runtime.resumption import read_resumption
 from mucudnn.runtime.training import StepResult, Trainer
@@ -107,7 +105,7 @@ def fit(
     if resume is not None:
         run.restore(resume, len(batches))
     limit = math.inf if max_steps is None else max_steps
-    with _deferred_interrupt() as interrupted:
+    with deferred_interrupt() as interrupted:
         while run.at.epoch < epochs and run.at.steps < limit:
             finished = run.epoch(batches, limit, checkpoint_every, interrupted)
             if interrupted():
@@ -258,32 +256,3 @@ class _Run:
 
 def _ignored(position: Position, report: EpochReport | None) -> None:
     del position, report
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Within it the first Ctrl-C only makes what is yielded true.
-
-    Weights are half updated in the middle of a step: no moment for a checkpoint. In
-    other threads than the main one, and under a handler of the caller's own, nothing
-    is deferred.
-    """
-    seen = threading.Event()
-    usual = signal.default_int_handler
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not usual
-    ):
-        yield seen.is_set
-        return
-
-    def note(number: int, frame: Any) -> None:
-        if seen.is_set():
-            usual(number, frame)
-        seen.set()
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield seen.is_set
-    finally:
-        signal.signal(signal.SIGINT, usual)

@@ -30,6 +30,7 @@ from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.serial import perf_to_dict, problem_from_dict
 from mucudnn.runtime.bench_kernels import BenchTask, KernelBench, failed_perf
+from mucudnn.runtime.interrupts import SIGNALS
 from mucudnn.runtime.timing import StoppingRule
 
 __all__ = ["main"]
@@ -44,7 +45,8 @@ def main() -> None:
 
     `sys.argv` ends with the backend's name and the number of its device.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    for number in SIGNALS:  # they reach a whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     name, index = sys.argv[-2:]
     incoming, outgoing = _take_standard_streams()
     requests = _requests(incoming)

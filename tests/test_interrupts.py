@@ -1,0 +1,374 @@
+"""Who asks a command to end, when, and what is kept: Ctrl-C, SIGTERM, SIGHUP."""
+
+import json
+import os
+import pty
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mucudnn.cli import main
+from mucudnn.runtime import memory_study
+from mucudnn.runtime.checkpoint import Checkpoints
+from mucudnn.runtime.interrupts import Interrupts, deferred_interrupt
+from tests.interrupting import at_import, site, start, usual_signals
+
+ENDINGS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+NULL = ("--backend", "null", "--cache", "none")
+TUNE = ("tune", "alexnet", *NULL, "--directions", "forward")
+
+# Acts when the second layer of a comparison begins, or a command saves what it has.
+AT_A_LAYER = """
+import os, subprocess, sys
+
+class Hook:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            sys.setprofile(watch)
+
+def watch(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and code.co_qualname == {function!r}:
+        watch.calls += 1
+        if watch.calls == {calls}:
+            sys.setprofile(None)
+            {action}
+
+watch.calls = 0
+sys.meta_path.insert(0, Hook())
+"""
+
+
+def in_the_work(folder, action, *, calls=2, function="_Run.layer"):
+    """An environment in which a command does something to itself at a given call."""
+    return site(
+        folder,
+        AT_A_LAYER.format(
+            module="mucudnn.runtime.comparison",
+            function=function,
+            calls=calls,
+            action=action,
+        ),
+    )
+
+
+def kill(*numbers):
+    return "; ".join(f"os.kill(os.getpid(), {int(n)})" for n in numbers)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("mucudnn.runtime", "mucudnn.runtime.interrupts", "mucudnn.cli", "click"),
+        *("mucudnn.cli.app", "mucudnn.ir.conv", "mucudnn.backends", "mucudnn.suites"),
+        *("mucudnn.cli.tune", "mucudnn.runtime.tuner", "mucudnn.report.text"),
+    ],
+)
+def test_ctrl_c_while_it_is_imported_is_no_traceback(tmp_path, module):
+    environment = at_import(tmp_path, module, signal.SIGINT)
+    with start(*TUNE, env=environment) as child:
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert err.strip() == ""
+
+
+@pytest.mark.parametrize(("number", "code"), ENDINGS)
+def test_the_script_is_guarded_as_well(tmp_path, number, code):
+    script = "import sys; from mucudnn.__main__ import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "tune", "--list"],
+        env=at_import(tmp_path, "mucudnn.cli", number),
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=usual_signals,
+    )
+    assert done.returncode == code
+    assert done.stderr.strip() == ""
+
+
+def test_the_script_is_the_guarded_entry():
+    from mucudnn.__main__ import main as entry
+
+    assert entry.__module__ == "mucudnn.__main__"
+    settings = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert 'mucudnn = "mucudnn.__main__:main"\n' in settings
+
+
+@pytest.mark.parametrize(("number", "code"), ENDINGS)
+def test_tune_keeps_what_is_measured_whoever_ends_it(tmp_path, number, code):
+    files = [tmp_path / name for name in ("out.json", "out.html", "out.json.gz")]
+    options = (
+        *("--json", str(files[0]), "--report", str(files[1])),
+        *("--record", str(files[2])),
+    )
+    with start(*TUNE, *options, env=in_the_work(tmp_path / "x", kill(number))) as child:
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == code
+    assert "Traceback" not in err
+    data = json.loads(files[0].read_text())
+    assert data["interrupted"] is True
+    assert len(data["layers"]) == 1
+    assert "interrupted: 4 of 5 were not compared" in out
+    assert "Interrupted: 1 of 5" in files[1].read_text()
+    assert files[2].stat().st_size > 0
+
+
+def test_a_signal_that_arrives_twice_at_once_is_one(tmp_path):
+    """`timeout` signals a process and its group."""
+    file = tmp_path / "out.json"
+    twice = in_the_work(tmp_path / "x", kill(signal.SIGTERM, signal.SIGTERM))
+    with start(*TUNE, "--json", str(file), env=twice) as child:
+        child.communicate(timeout=60)
+    assert child.returncode == 143
+    assert len(json.loads(file.read_text())["layers"]) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), ENDINGS)
+def test_a_first_signal_waits_for_what_is_being_saved(tmp_path, number, code):
+    file, page = tmp_path / "out.json", tmp_path / "out.html"
+    environment = in_the_work(
+        tmp_path / "x", kill(number), calls=1, function="Comparison.to_json"
+    )
+    options = ("--json", str(file), "--report", str(page))
+    with start(*TUNE, *options, env=environment) as child:
+        child.communicate(timeout=60)
+    assert child.returncode == code
+    assert json.loads(file.read_text())["interrupted"] is False
+    assert "</html>" in page.read_text()
+
+
+def test_a_second_signal_while_saving_ends_at_once(tmp_path):
+    file, fifo = tmp_path / "out.json", tmp_path / "nobody-reads"
+    os.mkfifo(fifo)
+    environment = in_the_work(tmp_path / "x", kill(signal.SIGTERM))
+    options = ("--json", str(file), "--report", str(fifo))
+    with start(*TUNE, *options, env=environment) as child:
+        while not (file.exists() and file.stat().st_size) and child.poll() is None:
+            time.sleep(0.01)  # a file that was only tried is empty, and gone again
+        time.sleep(0.2)  # more than what counts as one request
+        child.send_signal(signal.SIGTERM)
+        child.communicate(timeout=60)
+    assert child.returncode == 143
+
+
+def test_its_child_processes_end_with_it(tmp_path):
+    action = (
+        "watch.child = subprocess.Popen(['sleep', '1000']); "
+        "print(watch.child.pid, flush=True); "
+        f"{kill(signal.SIGTERM)}"
+    )
+    with start(*TUNE, env=in_the_work(tmp_path, action)) as child:
+        pid = int(child.stdout.readline())
+        child.communicate(timeout=60)
+    assert child.returncode == 143
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"process {pid} still runs")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_what_was_ignored_at_the_start_stays_ignored(tmp_path, number):
+    def ignore():
+        usual_signals()
+        signal.signal(number, signal.SIG_IGN)
+
+    file = tmp_path / "out.json"
+    environment = in_the_work(tmp_path / "x", kill(number))
+    with start(*TUNE, "--json", str(file), env=environment, before=ignore) as child:
+        child.communicate(timeout=60)
+    assert child.returncode == 0
+    assert len(json.loads(file.read_text())["layers"]) == 5
+
+
+@pytest.mark.parametrize(("number", "code"), ENDINGS)
+def test_train_leaves_a_checkpoint_whoever_ends_it(tmp_path, number, code):
+    file = tmp_path / "out.json"
+    with start(
+        *("train", "digits", "--data", "digits", "--epochs", "10000", "--cache"),
+        *("none", "--checkpoint", str(tmp_path / "c"), "--json", str(file)),
+    ) as child:
+        child.stdout.readline()
+        child.send_signal(number)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == code
+    assert err == ""
+    data = json.loads(file.read_text())
+    assert data["interrupted"] is True
+    assert Checkpoints(tmp_path / "c").load().step == data["steps"]
+
+
+def test_a_terminal_that_closes_costs_no_checkpoint(tmp_path):
+    ours, theirs = pty.openpty()
+
+    def lead():
+        usual_signals()
+        os.setsid()
+        import fcntl
+        import termios
+
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    file = tmp_path / "out.json"
+    with start(
+        *("train", "digits", "--data", "digits", "--epochs", "10000", "--cache"),
+        *("none", "--checkpoint", str(tmp_path / "c"), "--json", str(file)),
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        before=lead,
+    ) as child:
+        os.close(theirs)
+        seen = b""
+        while b"epoch 1/" not in seen:
+            seen += os.read(ours, 4096)
+        os.close(ours)
+        assert child.wait(60) == 129
+    data = json.loads(file.read_text())
+    assert data["interrupted"] is True
+    assert Checkpoints(tmp_path / "c").load().step == data["steps"]
+
+
+@pytest.mark.parametrize(("number", "code"), ENDINGS)
+def test_memory_keeps_what_is_planned(monkeypatch, tmp_path, number, code):
+    tried = []
+    usual = memory_study.try_technique
+
+    def signalled(*arguments):
+        tried.append(arguments)
+        if len(tried) == 2:
+            signal.raise_signal(number)
+        return usual(*arguments)
+
+    monkeypatch.setattr(memory_study, "try_technique", signalled)
+    file = tmp_path / "out.json"
+    done = CliRunner().invoke(
+        main, ["memory", "lenet", "--batch", "4", "--json", str(file)]
+    )
+    assert done.exit_code == code
+    data = json.loads(file.read_text())
+    assert data["interrupted"] is True
+    assert len(data["rows"]) == 1
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize("number", [n for n, _ in ENDINGS])
+def test_the_second_request_ends_and_one_at_once_does_not(number):
+    ended, clock = [], Clock()
+    with Interrupts(ended.append, clock=clock) as interrupts:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        assert interrupts.number == number
+        assert signal.getsignal(number) is interrupts
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == []
+        clock.now = 1.0
+        interrupts._end = lambda n: (ended.append(n), sys.exit(7))
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+    assert ended == [signal.SIGTERM]
+
+
+def test_without_an_end_of_its_own_a_second_ctrl_c_is_pythons():
+    clock = Clock()
+    with Interrupts(clock=clock):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        clock.now = 1.0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_all_is_as_it_was_afterwards():
+    before = [signal.getsignal(n) for n, _ in ENDINGS]
+    interrupts = Interrupts()
+    with interrupts, interrupts:
+        assert signal.getsignal(signal.SIGTERM) is interrupts
+    assert [signal.getsignal(n) for n, _ in ENDINGS] == before
+    assert interrupts.number is None
+
+
+def test_a_handler_of_the_callers_own_stays():
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with Interrupts(), deferred_interrupt() as interrupted:
+            signal.raise_signal(signal.SIGTERM)
+            assert not interrupted()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", [n for n, _ in ENDINGS])
+def test_a_deferred_request_waits_and_a_second_does_not(number):
+    clock = Clock()
+    ended = []
+
+    def end(number):
+        ended.append(number)
+        sys.exit(7)
+
+    with Interrupts(end, clock=clock) as interrupts:
+        with deferred_interrupt() as interrupted:
+            signal.raise_signal(number)
+            assert interrupted()
+            assert interrupts.number == number
+            clock.now = 1.0
+            with pytest.raises(SystemExit):
+                signal.raise_signal(number)
+        assert ended == [number]
+
+
+def test_another_thread_changes_no_handler():
+    found = []
+
+    def work():
+        with Interrupts(), deferred_interrupt() as interrupted:
+            found.append(signal.getsignal(signal.SIGTERM))
+            found.append(interrupted())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL, False]
+
+
+def test_the_cache_keeps_what_was_measured_before_sigterm(tmp_path):
+    cache = tmp_path / "cache.sqlite"
+    environment = in_the_work(tmp_path / "x", kill(signal.SIGTERM))
+    with start(
+        *("tune", "alexnet", "--backend", "null", "--cache", str(cache)),
+        env=environment,
+    ) as child:
+        child.communicate(timeout=60)
+    assert child.returncode == 143
+    with sqlite3.connect(cache) as connection:
+        tables = connection.execute("select name from sqlite_master where type='table'")
+        counts = [
+            connection.execute(f"select count(*) from {name}").fetchone()[0]
+            for (name,) in tables.fetchall()
+        ]
+    connection.close()
+    assert sum(counts) > 0
