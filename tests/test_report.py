@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -239,3 +240,71 @@ def test_problems_mention_what_is_out_of_the_ordinary():
 def test_times_keep_three_digits(time_ms):
     shown = float(ms_text(time_ms).replace(",", ""))
     assert shown == pytest.approx(time_ms, rel=0.006 if time_ms >= 1e-3 else 0.51)
+
+
+def cut_down(comparison, keep, reason):
+    """The comparison with a choice in the first `keep` layers only."""
+    none = replace(comparison.layers[0].outcomes[0], choice=None, reason=reason)
+    layers = [
+        layer
+        if i < keep
+        else replace(
+            layer, outcomes=tuple(replace(none, limit=o.limit) for o in layer.outcomes)
+        )
+        for i, layer in enumerate(comparison.layers)
+    ]
+    return replace(comparison, layers=tuple(layers))
+
+
+def cards(comparison):
+    text = html_report(comparison, "x").removeprefix("<!DOCTYPE html>")
+    return [texts(card) for card in ET.fromstring(text).iter() if is_card(card)]
+
+
+def is_card(element):
+    return element.get("class") == "card"
+
+
+@pytest.mark.parametrize("keep", [0, 1, 14])
+@pytest.mark.parametrize("how", ["time limit", "interrupted"])
+def test_no_mean_stands_for_layers_that_there_was_no_time_for(comparison, keep, how):
+    if how == "interrupted":
+        short = replace(comparison, layers=comparison.layers[:keep])
+    else:
+        short = cut_down(comparison, keep, "not compared: the time limit was reached")
+    said = f"{keep} of 15 layers compared"
+    why = f"{15 - keep} not measured: {how}"
+    for card in cards(short):
+        assert card[1:] == [said, why]
+    _, summary = comparison_tables(short)
+    assert {row[2:5] for row in summary.rows} == {("–", "–", "–")}
+    assert len(summary.notes) == len(short.limits)
+    assert all(note.endswith(f": {said}; {why}") for note in summary.notes)
+    missing = short.to_json()["summary"][0]["missing"]
+    assert missing == {how: 15 - keep}
+
+
+def test_a_mean_stands_where_no_time_would_help(comparison):
+    short = cut_down(comparison, 13, "nothing fits; the smallest needs 3 MiB")
+    counted = "13 of 15 layers compared; 2 without a speed-up: nothing fits"
+    for card in cards(short):
+        assert any("geometric mean" in text for text in card)
+        assert any(text.endswith(counted) for text in card)
+    assert all(note.endswith(counted) for note in comparison_tables(short)[1].notes)
+
+
+def test_several_reasons_are_counted(comparison):
+    short = cut_down(comparison, 3, "not compared: the time limit was reached")
+    short = replace(short, layers=short.layers[:10])
+    for card in cards(short):
+        assert card[2] == "12 not measured: time limit (7), interrupted (5)"
+
+
+def test_a_whole_comparison_says_nothing_of_what_is_missing(comparison):
+    whole = replace(comparison, limits=comparison.limits[1:2])
+    layers = tuple(replace(x, outcomes=x.outcomes[1:2]) for x in whole.layers)
+    whole = replace(whole, layers=layers)
+    (entry,) = whole.summary
+    assert entry.missing == ()
+    assert comparison_tables(whole)[1].notes == ()
+    assert cards(whole)[0][-1].endswith("15 of 15 layers compared")

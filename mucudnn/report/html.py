@@ -16,6 +16,7 @@ from mucudnn.report.words import (
     DIRECTIONS,
     NOTHING,
     bytes_text,
+    compared_text,
     limit_text,
     ms_text,
     plan_text,
@@ -91,32 +92,33 @@ def _header(comparison: Comparison, title: str) -> Markup:
 
 
 def _cards(comparison: Comparison) -> Markup:
-    cards = (_card(entry, comparison.asked) for entry in comparison.summary)
+    cards = (_card(entry) for entry in comparison.summary)
     return tag("div", cards, class_="cards")
 
 
-def _card(entry: LimitSummary, asked: int) -> Markup:
-    big = "no speed-up to show" if entry.geomean is None else f"{entry.geomean:.2f}×"
+def _card(entry: LimitSummary) -> Markup:
+    """A limit's headline; what there was no time for has none, however few it is."""
     content: list[Markup] = [
-        tag("p", f"Workspace limit {limit_text(entry.limit)}", class_="limit-head"),
-        tag("p", big, tag("small", "geometric mean"), class_="big"),
+        tag("p", f"Workspace limit {limit_text(entry.limit)}", class_="limit-head")
     ]
-    if entry.geomean is None:
-        content[1] = tag("p", big, class_="soft")
-    else:
-        longest = max(entry.undivided_ms, entry.planned_ms)
-        content.append(
-            tag(
-                "div",
-                _thin_bar("undivided", entry.undivided_ms, longest, None),
-                _thin_bar("planned", entry.planned_ms, longest, "ours"),
-                class_="pair",
-            )
+    counted = compared_text(entry)
+    if entry.cut_short or entry.geomean is None:
+        said, _, why = counted.partition("; ")
+        content.append(tag("p", said, class_="lacking"))
+        return tag("div", content, tag("p", why, class_="range"), class_="card")
+    big = f"{entry.geomean:.2f}×"
+    content.append(tag("p", big, tag("small", "geometric mean"), class_="big"))
+    longest = max(entry.undivided_ms, entry.planned_ms)
+    content.append(
+        tag(
+            "div",
+            _thin_bar("undivided", entry.undivided_ms, longest, None),
+            _thin_bar("planned", entry.planned_ms, longest, "ours"),
+            class_="pair",
         )
-    spread = f"{speedup_text(entry.worst)} to {speedup_text(entry.best)} · "
-    spread = "" if entry.geomean is None else spread
-    counted = f"{spread}{entry.layers} of {asked}"
-    return tag("div", content, tag("p", counted, class_="range"), class_="card")
+    )
+    spread = f"{speedup_text(entry.worst)} to {speedup_text(entry.best)} · {counted}"
+    return tag("div", content, tag("p", spread, class_="range"), class_="card")
 
 
 def _thin_bar(

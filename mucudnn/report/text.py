@@ -12,6 +12,7 @@ from mucudnn.report.words import (
     DIRECTIONS,
     NOTHING,
     bytes_text,
+    compared_text,
     limit_text,
     ms_text,
     plan_text,
@@ -123,13 +124,16 @@ def _reasons(comparison: Comparison) -> list[str]:
 
 
 def _summary(comparison: Comparison) -> Table:
+    """One row a limit; no mean stands for layers that there was no time for."""
     rows = tuple(
         (
             limit_text(entry.limit),
             f"{entry.layers} of {comparison.asked}",
-            speedup_text(entry.geomean),
-            speedup_text(entry.best),
-            speedup_text(entry.worst),
+            *(
+                (NOTHING,) * 3
+                if entry.cut_short
+                else map(speedup_text, (entry.geomean, entry.best, entry.worst))
+            ),
             ms_text(entry.undivided_ms if entry.layers else None),
             ms_text(entry.planned_ms if entry.layers else None),
         )
@@ -139,7 +143,13 @@ def _summary(comparison: Comparison) -> Table:
         *(">limit", ">compared", ">geomean", ">largest", ">smallest"),
         *(">undivided ms", ">planned ms"),
     )
-    return Table(f"{comparison.backend}: {comparison.fingerprint}", columns, rows)
+    notes = tuple(
+        f"{limit_text(entry.limit)}: {compared_text(entry)}"
+        for entry in comparison.summary
+        if entry.missing
+    )
+    title = f"{comparison.backend}: {comparison.fingerprint}"
+    return Table(title, columns, rows, notes=notes)
 
 
 def _plain(table: Table) -> str:

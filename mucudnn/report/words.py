@@ -4,12 +4,13 @@ from itertools import groupby
 
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.runtime.outcome import Limit
+from mucudnn.runtime.outcome import Limit, LimitSummary
 
 __all__ = [
     "DIRECTIONS",
     "NOTHING",
     "bytes_text",
+    "compared_text",
     "limit_text",
     "ms_text",
     "plan_text",
@@ -45,6 +46,18 @@ def ms_text(time_ms: float | None) -> str:
     if time_ms >= 100:
         return f"{time_ms:,.0f}"
     return f"{time_ms:#.3g}" if time_ms >= 0.001 else f"{time_ms:.1g}"
+
+
+def compared_text(entry: LimitSummary) -> str:
+    """`1 of 15 layers compared; 14 not measured: time limit`."""
+    missing = sum(n for _, n in entry.missing)
+    text = f"{entry.layers} of {entry.layers + missing} layers compared"
+    if not missing:
+        return text
+    what = "not measured" if entry.cut_short else "without a speed-up"
+    several = len(entry.missing) > 1
+    reasons = (f"{why} ({n})" if several else why for why, n in entry.missing)
+    return f"{text}; {missing} {what}: {', '.join(reasons)}"
 
 
 def speedup_text(speedup: float | None) -> str:

@@ -1,6 +1,7 @@
 """What a comparison of planned with undivided convolutions found, as frozen values."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,13 @@ from mucudnn.runtime.tuner import Choice
 __all__ = ["Comparison", "LayerResult", "Limit", "LimitSummary", "Outcome"]
 
 SCHEMA = 1
+
+_NOT_BEGUN = "interrupted"
+_NO_TIME = "time limit"
+_NO_MEMORY = "memory limit"
+_NOTHING_FITS = "nothing fits"
+_NO_RIVAL = "no undivided call fits"
+_OTHER = "no plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,15 @@ class Outcome:
         """Undivided over planned time; None where one of them is missing, or is 0."""
         found = None if self.choice is None else self.choice.speedup
         return found if found is not None and 0 < found < math.inf else None
+
+    @property
+    def missing(self) -> str | None:
+        """Why there is no speed-up, in two words or three; None where there is one."""
+        if self.choice is not None:
+            return None if self.choice.speedup is not None else _NO_RIVAL
+        reason = self.reason or ""
+        known = (_NO_TIME, _NO_MEMORY, _NOTHING_FITS)
+        return next((words for words in known if words in reason), _OTHER)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; what does not exist is null."""
@@ -137,6 +154,7 @@ class LimitSummary:
         worst: The smallest.
         undivided_ms: Their undivided times, each as often as its layer occurs.
         planned_ms: Likewise, planned.
+        missing: (Why, how many) of the layers that have none.
     """
 
     limit: Limit
@@ -146,6 +164,12 @@ class LimitSummary:
     worst: float | None
     undivided_ms: float
     planned_ms: float
+    missing: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether there would be more with more time: a mean of these says little."""
+        return any(why in (_NOT_BEGUN, _NO_TIME) for why, _ in self.missing)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -156,6 +180,7 @@ class LimitSummary:
             "max_speedup": self.best,
             "min_speedup": self.worst,
             "layers": self.layers,
+            "missing": dict(self.missing),
             "undivided_ms": self.undivided_ms,
             "planned_ms": self.planned_ms,
         }
@@ -221,7 +246,17 @@ class Comparison:
             worst=min(speedups, default=None),
             undivided_ms=sum(undivided for _, undivided, _ in rows),
             planned_ms=sum(planned for *_, planned in rows),
+            missing=self._missing(index),
         )
+
+    def _missing(self, index: int) -> tuple[tuple[str, int], ...]:
+        found = Counter(
+            why
+            for layer in self.layers
+            if (why := layer.outcomes[index].missing) is not None
+        )
+        found[_NOT_BEGUN] += self.asked - len(self.layers)
+        return tuple((why, n) for why, n in found.items() if n)
 
     def _compared(self, index: int) -> Iterator[tuple[float, float, float]]:
         for layer in self.layers:
