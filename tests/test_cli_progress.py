@@ -3,11 +3,15 @@
 import io
 import re
 import sys
-from contextlib import redirect_stderr, suppress
+import threading
+from contextlib import contextmanager, redirect_stderr, suppress
 
 import pytest
+from click.testing import CliRunner
 
+from mucudnn.cli import main, progress_lines
 from mucudnn.cli.progress import progress_display
+from mucudnn.cli.progress_lines import every_ten_seconds
 
 ERASED = "\x1b[2K"
 
@@ -87,3 +91,151 @@ def test_a_pipe_gets_a_line_a_result_on_request(capsys, lines, expected):
         show("a", 1, 3)
         show("b", 2, 3, title="of it", result="fine")
     assert capsys.readouterr() == ("", expected)
+
+
+class Ticks:
+    """Stands for ten seconds, again and again: a test says when they are over."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.tick = None
+
+    def __call__(self):
+        return self.now
+
+    @contextmanager
+    def repeat(self, tick):
+        self.tick = tick
+        yield
+        self.tick = None
+
+    def pass_by(self):
+        self.now += 10
+        self.tick()
+
+
+def piped(capsys, work, **options):
+    """What a pipe is sent by work that lets time pass."""
+    ticks = Ticks()
+    with progress_display(4, repeat=ticks.repeat, clock=ticks, **options) as show:
+        work(show, ticks.pass_by)
+    assert ticks.tick is None
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.splitlines()
+
+
+def test_a_pipe_gets_a_line_every_ten_seconds(capsys):
+    def work(show, pass_by):
+        pass_by()
+        show("weigh [it]", 1, 4)
+        show("bake", 2, 4, title="now", result="brown")
+        pass_by()
+        pass_by()
+        for _ in range(4):
+            pass_by()
+
+    lines = piped(capsys, work)
+    assert lines[:3] == [
+        "mucudnn: 0:10 starting",
+        "mucudnn: 0:20 now, bake, 2 of 4",
+        "mucudnn: 0:30 now, bake, 2 of 4",
+    ]
+    assert lines[-1] == "mucudnn: 1:10 now, bake, 2 of 4"
+    assert len(lines) == 7
+
+
+def test_work_that_is_soon_over_writes_nothing(capsys):
+    def work(show, pass_by):
+        for i in range(100):
+            show("weigh", i, 100, result="light")
+
+    assert piped(capsys, work) == []
+
+
+def test_a_line_a_result_is_enough(capsys):
+    def work(show, pass_by):
+        show("weigh", 1, 4, result="light")
+        pass_by()
+        pass_by()
+
+    lines = ["[1/4] weigh: light", "mucudnn: 0:20 weigh, 1 of 4"]
+    assert piped(capsys, work, lines=True) == lines
+
+
+def test_a_pipe_that_nobody_reads_ends_no_work():
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    ticks = Ticks()
+    with (
+        redirect_stderr(Closed()),
+        progress_display(1, repeat=ticks.repeat, clock=ticks, lines=True) as show,
+    ):
+        show("weigh", 0, 1, result="light")
+        ticks.pass_by()
+
+
+def test_the_thread_calls_again_and_again_until_the_end(monkeypatch):
+    monkeypatch.setattr(progress_lines, "_EVERY_S", 0.001)
+    called = threading.Semaphore(0)
+    before = threading.active_count()
+    with every_ten_seconds(called.release):
+        for _ in range(3):
+            assert called.acquire(timeout=60)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tune", "alexnet"], ["conv1 forward", "conv5 backward filter"]),
+        (["tune", "alexnet", "--plan-only"], ["conv1 forward"]),
+        (["explain", "alexnet"], ["conv1 forward", "conv5 forward"]),
+        (
+            ["memory", "lenet", "--policy", "all", "--max-batch", "--min-budget"],
+            [
+                *("building the step", "what its operations cost"),
+                *("the step without a budget", "keep_all, "),
+                *("the least budget of any policy", "least budget of keep_all"),
+                "keep_all at batch 1",
+            ],
+        ),
+        (
+            ["train", "lenet", "--steps", "2", "--batch", "4", "--budget", "64MiB"],
+            ["reading the data", "planning the step", "measuring "],
+        ),
+    ],
+    ids=lambda x: "-".join(x)[:30],
+)
+def test_long_commands_say_what_they_are_at(monkeypatch, arguments, words):
+    seen = []
+
+    def shown(self, text, done, total, *, title="", result=""):
+        assert 0 <= done <= max(1, total)
+        seen.append(text)
+
+    monkeypatch.setattr(progress_lines.ProgressLines, "show", shown)
+    options = [] if arguments[0] == "memory" else ["--backend", "null"]
+    done = CliRunner().invoke(main, [*arguments, *options, "--cache", "none"])
+    assert done.exit_code == 0, done.output
+    for word in words:
+        assert any(text.startswith(word) for text in seen), word
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_sharing_a_cache_says_what_it_is_at(monkeypatch, tmp_path, command):
+    seen = []
+    monkeypatch.setattr(
+        progress_lines.ProgressLines,
+        "show",
+        lambda self, text, *rest: seen.append(text),
+    )
+    cache, file = tmp_path / "c.sqlite", tmp_path / "c.json"
+    for name in dict.fromkeys(("export", command)):
+        done = CliRunner().invoke(
+            main, ["cache", name, str(file), "--cache", str(cache)]
+        )
+        assert done.exit_code == 0, done.output
+    assert seen[-1].endswith(str(file))

@@ -8,6 +8,8 @@ import click
 from mucudnn.cli.app import Commands
 from mucudnn.cli.options import cache_option, json_option, open_cache
 from mucudnn.cli.output import emit, recording_file
+from mucudnn.cli.output import emit, output_file
+from mucudnn.cli.progress import progress_display
 from mucudnn.report.text import Table, write_tables
 
 __all__ = ["cache"]
@@ -63,7 +65,8 @@ def export(file: str, cache_path: str | None, json_file: str | None) -> None:
 
     Another machine replays them with --backend recorded:FILE.
     """
-    with open_cache(cache_path) as found:
+    with open_cache(cache_path) as found, progress_display(1) as show:
+        show(f"writing {file}", 0, 1)
         rows = found.export_json(file)
     data = {"file": file, "measurements": rows}
     emit(json_file, data, lambda: click.echo(f"{rows} measurements written to {file}"))
@@ -75,7 +78,8 @@ def export(file: str, cache_path: str | None, json_file: str | None) -> None:
 @json_option
 def import_(file: str, cache_path: str | None, json_file: str | None) -> None:
     """Add the measurements of FILE; of two of the same thing the newer one stays."""
-    with open_cache(cache_path) as found:
+    with open_cache(cache_path) as found, progress_display(1) as show:
+        show(f"reading {file}", 0, 1)
         rows = found.import_json(file)
     data = {"file": file, "measurements": rows}
     emit(json_file, data, lambda: click.echo(f"{rows} measurements added from {file}"))

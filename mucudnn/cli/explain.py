@@ -50,19 +50,24 @@ def explain(
     sources = () if source is None else (source,)
     query = LayerQuery(sources, problems, directions, batch, dtype, layout)
     layers = _chosen(query.layers(), name)
+    from mucudnn.cli.layer_progress import LayerProgress
+    from mucudnn.cli.progress import progress_display
     from mucudnn.ir.serial import plan_to_dict
     from mucudnn.report.words import DIRECTIONS, problem_text
     from mucudnn.runtime.comparison import in_directions
 
-    tuner = make_tuner(settings)
     found = []
-    with tuner.cache:
-        asked = in_directions(layers, directions)
-        for layer in asked:
-            share = None if time_limit is None else time_limit / len(asked)
-            tuner.measure(layer.problem, time_limit_s=share)
-            (plan,) = tuner.plan([layer.problem])
-            found.append((layer, plan, tuner.explain(plan)))
+    asked = in_directions(layers, directions)
+    with progress_display(len(asked)) as display:
+        shown = LayerProgress(display)
+        tuner = make_tuner(settings, progress=shown.measured)
+        with tuner.cache:
+            for i, layer in enumerate(asked):
+                shown.planned(layer, i, len(asked))
+                share = None if time_limit is None else time_limit / len(asked)
+                tuner.measure(layer.problem, time_limit_s=share)
+                (plan,) = tuner.plan([layer.problem])
+                found.append((layer, plan, tuner.explain(plan)))
 
     def show() -> None:
         for layer, _, text in found:

@@ -1,4 +1,4 @@
-"""Which layer is being measured, and what came of it: for `mucudnn tune`."""
+"""Which layer is being measured, and what came of it."""
 
 from mucudnn.cli.progress import Show
 from mucudnn.report.words import DIRECTIONS, limit_text, speedup_text
@@ -39,6 +39,10 @@ class LayerProgress:
             most = max(len(batch.algorithms) for batch in batches)
             counts = f"up to {most} algorithms at {len(batches)} sizes"
         self._at(at.layer, at.index, at.total, counts)
+
+    def planned(self, layer: Layer, index: int, total: int) -> None:
+        """A layer begins, of which nothing but its plan is wanted."""
+        self._at(layer, index, total, "")
 
     def measured(self, at: Progress) -> None:
         """One algorithm was timed at one size."""

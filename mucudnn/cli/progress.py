@@ -1,11 +1,12 @@
-"""How far a long command has got: a bar in a terminal, lines when asked for."""
+"""How far a long command has got: a bar in a terminal, elsewhere some lines."""
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-import click
+from mucudnn.cli.progress_lines import ProgressLines, Repeat, every_ten_seconds
 
 __all__ = ["Show", "progress_display"]
 
@@ -30,29 +31,33 @@ class Show(Protocol):
 
 @contextmanager
 def progress_display(
-    total: int, *, titled: bool = False, lines: bool = False
+    total: int,
+    *,
+    titled: bool = False,
+    lines: bool = False,
+    repeat: Repeat = every_ten_seconds,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Show]:
     """Show progress on the error stream while the work in this context is done.
 
-    In a terminal it is a bar of which nothing is left at the end, however that comes.
+    In a terminal it is a bar of which nothing is left at the end, however that comes;
+    elsewhere a line every ten seconds.
 
     Args:
         total: How much work there is, as far as is known at the start.
         titled: Whether the bar has a title.
-        lines: Without a terminal, write a line a result.
+        lines: Without a terminal, write also a line a result.
+        repeat: When lines are written.
+        clock: Seconds, for lines.
     """
     if sys.stderr.isatty():
         with _bar(total, titled=titled) as show:
             yield show
         return
 
-    def write_line(
-        text: str, done: int, total: int, *, title: str = "", result: str = ""
-    ) -> None:
-        if lines and result:
-            click.echo(f"[{done}/{total}] {text}: {result}", err=True)
-
-    yield write_line
+    written = ProgressLines(sys.stderr, results=lines, clock=clock)
+    with repeat(written.tick):
+        yield written.show
 
 
 @contextmanager

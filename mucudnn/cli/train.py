@@ -1,6 +1,6 @@
 """`mucudnn train`: a network on a data set, to the last epoch and the last figure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,11 @@ from mucudnn.ir.optimizers import Momentum, Optimizer, parse_optimizer
 
 if TYPE_CHECKING:
     from mucudnn.cli.train_data import Work
+    from mucudnn.cli.train_progress import TrainProgress
     from mucudnn.passes.placed import PlacedStep
     from mucudnn.runtime.budgeted import MemoryBudget
     from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
     from mucudnn.runtime.history import EpochReport, Position
-    from mucudnn.runtime.sweep import Progress as Measured
     from mucudnn.runtime.training import Trainer
 
 __all__ = ["train"]
@@ -64,7 +64,11 @@ def train(
             if settings[name]:
                 option = name.replace("_", "-")
                 raise BadInputError(f"--{option} needs --checkpoint DIR")
-    training = _Training(model, settings)
+    from mucudnn.cli.progress import progress_display
+
+    with progress_display(1) as show:
+        show("reading the data", 0, 1)
+        training = _Training(model, settings)
     interrupted = training.run(quiet=json_file == "-")
     emit(json_file, training.to_json(interrupted=interrupted), training.show)
     if interrupted:
@@ -100,7 +104,8 @@ class _Training:
         epochs, batches = settings["epochs"], len(work.batches)
         with progress_display(batches, titled=True) as show:
             shown = TrainProgress(show, epochs, batches, quiet=quiet)
-            self._trainer = self._made(shown.measured)
+            show("planning the step", 0, batches, title="preparing")
+            self._trainer = self._made(shown)
 
             def progress(at: "Position", report: "EpochReport | None") -> None:
                 if report is not None:
@@ -175,12 +180,12 @@ class _Training:
             )
         return checkpoints, None
 
-    def _made(self, measured: "Callable[[Measured], None]") -> "Trainer":
+    def _made(self, shown: "TrainProgress") -> "Trainer":
         from mucudnn.runtime.fit import plans_of
         from mucudnn.runtime.training import Trainer
 
         settings, work = self._settings, self._work
-        tuner = make_tuner({**settings, "exhaustive": False}, progress=measured)
+        tuner = make_tuner({**settings, "exhaustive": False}, progress=shown.measured)
         known = {} if self._resume is None else plans_of(self._resume, tuner.backend)
         total = _total_steps(work, settings)
         with bad_input(), tuner.cache:
@@ -204,6 +209,7 @@ class _Training:
                 precision=settings["precision"],
                 loss_scale=settings["loss_scale"],
                 budget=_budget(settings),
+                progress=shown.prepared,
             )
 
 

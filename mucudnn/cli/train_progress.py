@@ -33,6 +33,13 @@ class TrainProgress:
         text = f"{at.algo}({at.batch}) {DIRECTIONS[at.problem.direction]}"
         self._show(text, at.done, at.total, title="measuring")
 
+    def prepared(self, name: str, done: int, total: int) -> None:
+        """Before the first step: a node is measured for a plan within the budget."""
+        if done < total:
+            self._show(f"measuring {name}", done, total, title="preparing")
+        else:
+            self._show("planning the step", done, total, title="preparing")
+
     def __call__(self, at: Position, report: EpochReport | None) -> None:
         """A step was taken, or an epoch is over."""
         if report is None:

@@ -266,6 +266,7 @@ def study_memory(
     say = progress or (lambda what, done, total: None)
     say("building the step", 0, 1)
     graph = spec.graph()
+    say("what its operations cost", 0, 1)
     costs = StepCosts(graph, spec.device, profile, recordings)
     return _Study(spec, graph, costs, policies, schedulers, nbytes, say).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget
@@ -288,6 +289,7 @@ class _Study:
         self._schedulers = by_name("schedulers", schedulers)
         self._say = say
         self._profile = costs.profile
+        say("the step without a budget", 0, 1)
         self._unbounded = unbounded(self._graph, self._profile)
         self._budget = _memory_of(spec.device) if budget is None else budget
         self._minimum: int | None = None
@@ -303,6 +305,7 @@ class _Study:
         try:
             self._try_techniques()
             self._place_best()
+            self._say("the least budget of any policy", 0, 1)
             self._minimum = self._least_of_all()
             if min_budget:
                 self._find_min_budgets()
