@@ -183,7 +183,10 @@ BAD = [
     (["tune", "alexnet", *NULL, "--directions", "up"], "unknown direction 'up'"),
     (["tune", "alexnet", *NULL, "--batch", "0"], "--batch"),
     (["tune", "alexnet", *NULL, "--dtype", "int3"], "'float16', 'bfloat16'"),
-    (["tune", "alexnet", *NULL, "--time-limit", "nan"], "'nan' is not a positive"),
+    (
+        ["tune", "alexnet", *NULL, "--time-limit", "nan"],
+        "'nan' is not a number of seconds above 0",
+    ),
     (["tune", "alexnet", *NULL, "--json", "/nowhere/x"], "no directory /nowhere"),
     (["tune", "alexnet", *NULL, "--report", "/"], "it is a directory"),
     (["tune", "unet3d", *NULL, "--format", "deepbench"], "this one is 3-D"),

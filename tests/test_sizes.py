@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.ir.sizes import format_bytes, parse_bytes
+from mucudnn.ir.sizes import LARGEST, format_bytes, parse_bytes, parse_integer
 
 
 @pytest.mark.parametrize(
@@ -86,3 +86,50 @@ def test_what_is_formatted_parses_to_about_the_same(nbytes):
 @given(st.integers(0, 1 << 80))
 def test_whole_bytes_are_exact(nbytes):
     assert parse_bytes(str(nbytes)) == parse_bytes(nbytes) == nbytes
+
+
+ZEROS = [25, 30, 400, 5000]
+
+
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_no_size_is_more_than_a_machine_can_address(zeros):
+    digits = f"1{'0' * zeros}"
+    for size in (10**zeros, (1 << 80) + 1, digits, f"{digits}MiB", f"{digits}.5 kB"):
+        with pytest.raises(ValueError, match="more than any machine has"):
+            parse_bytes(size)
+
+
+def test_the_largest_size_is_exact():
+    most = 1 << 80
+    assert parse_bytes(most) == parse_bytes(str(most)) == most
+    assert parse_bytes(f"{most}.{'9' * 400}") == most
+    assert parse_bytes(f"0.{'9' * 400}") == 0
+
+
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_any_number_of_bytes_can_be_written(zeros):
+    nbytes = 10**zeros
+    assert format_bytes(nbytes).endswith(" PiB")
+    assert format_bytes(-nbytes) == f"-{format_bytes(nbytes)}"
+
+
+@given(st.integers(-LARGEST, LARGEST))
+def test_integers_are_read_back(number):
+    assert parse_integer(f" {number} ", least=-LARGEST) == number
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "1_000", "٣", "²", "0x10", "1e3", "1.5", "nan", "--1", "1 2"]
+)
+def test_only_plain_digits_are_an_integer(text):
+    with pytest.raises(ValueError, match="not an integer"):
+        parse_integer(text)
+
+
+@pytest.mark.parametrize("digits", [1, 19, 20, 400, 5000])
+def test_an_integer_out_of_range_is_told_the_range(digits):
+    with pytest.raises(ValueError, match="the most is 5"):
+        parse_integer("9" * digits, most=5)
+    with pytest.raises(ValueError, match="the least is -5"):
+        parse_integer("-" + "9" * digits, least=-5)
+    assert parse_integer("0" * digits + "3", most=5) == 3

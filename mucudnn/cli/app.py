@@ -22,6 +22,9 @@ from mucudnn.runtime.interrupts import Interrupts
 
 __all__ = ["BadInputError", "Commands", "bad_input", "main"]
 
+_LONG_WORD = 256
+_SHOWN = 40
+
 
 class BadInputError(click.ClickException):
     """What was asked for cannot be had."""
@@ -73,11 +76,11 @@ class _OneLineErrors(Commands):
                 stream.reconfigure(errors="replace")
         try:
             with warnings.catch_warnings(), interrupts:
-                warnings.showwarning = _one_line
+                warnings.showwarning = _warn
                 warnings.simplefilter("always", PluginWarning)  # never a crash
                 code = super().main(*args, **options)
         except click.ClickException as e:
-            message = " ".join(e.format_message().split())
+            message = _one_line(e.format_message())
             with contextlib.suppress(OSError):
                 click.echo(f"mucudnn: error: {message}", err=True)
             known = isinstance(e, BadInputError)
@@ -101,11 +104,20 @@ class _OneLineErrors(Commands):
         except OSError as e:
             _discard_output()
             raise BadInputError(str(e)) from e
-        except (MucudnnError, MemoryError, EOFError) as e:
+        except (MucudnnError, MemoryError, EOFError, UnicodeEncodeError) as e:
             raise BadInputError(str(e) or type(e).__name__) from e
 
 
-def _one_line(
+def _one_line(message: str) -> str:
+    """A message on one line, of what somebody wrote only as much as tells which."""
+    words = (
+        word if len(word) <= _LONG_WORD else f"{word[:_SHOWN]}…{word[-_SHOWN:]}"
+        for word in message.split()
+    )
+    return "".join(c if c.isprintable() else "?" for c in " ".join(words))
+
+
+def _warn(
     message: Warning | str,
     category: type[Warning],
     filename: str,
@@ -113,7 +125,7 @@ def _one_line(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    click.echo(f"mucudnn: warning: {' '.join(str(message).split())}", err=True)
+    click.echo(f"mucudnn: warning: {_one_line(str(message))}", err=True)
 
 
 def _discard_output() -> None:

@@ -7,6 +7,7 @@ import click
 
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.exit_codes import ExitCode
+from mucudnn.cli.numbers import count
 from mucudnn.cli.options import byte_size, cache_option, json_option, open_cache
 from mucudnn.cli.output import emit, output_file, write_file
 from mucudnn.cli.own_code import import_option, network
@@ -52,7 +53,7 @@ _CODES = (
 @click.argument("model", metavar="[MODEL | FILE.py:FUNCTION]", required=False)
 @click.option(
     "--batch",
-    type=click.IntRange(min=1),
+    type=count(),
     help=f"Images in a step; {_BATCH} by default, {_CPU_BATCH} on the CPU.",
 )
 @click.option(

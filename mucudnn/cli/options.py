@@ -1,6 +1,5 @@
 """What several commands take: sizes, directions, layers, the tuner's settings."""
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from mucudnn.cli.app import BadInputError, bad_input
+from mucudnn.cli.numbers import count, real
 from mucudnn.cli.output import output_file
 from mucudnn.cli.strategy_options import StrategyOption, batch_policies, planners
 from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
@@ -65,17 +65,6 @@ def _directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...]:
             valid = ", ".join(("all", *known))
             raise click.BadParameter(f"unknown direction {name!r}; choose of: {valid}")
     return tuple(d for d in Direction if "all" in names or d.value in names)
-
-
-def _seconds(text: str | float) -> float:
-    """A positive number."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise click.BadParameter(f"{text!r} is not a positive number of seconds")
-    return seconds
 
 
 def _numerics(text: str | Numerics) -> Numerics:
@@ -167,9 +156,7 @@ def layer_options(default_directions: str) -> Callable[[F], F]:
                 show_default=True,
                 help="all, or of: forward, backward_data, backward_filter.",
             ),
-            click.option(
-                "--batch", type=click.IntRange(min=1), help="Mini-batch size instead."
-            ),
+            click.option("--batch", type=count(), help="Mini-batch size instead."),
             click.option(
                 "--dtype", type=click.Choice(list(ITEMSIZE)), help="Data type instead."
             ),
@@ -216,7 +203,7 @@ def tuner_options(fn: F) -> F:
         ),
         click.option(
             "--time-limit",
-            type=_seconds,
+            type=real(beyond=True, of="seconds"),
             metavar="SECONDS",
             help="For everything together.",
         ),

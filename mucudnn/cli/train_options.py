@@ -1,12 +1,12 @@
 """What `mucudnn train` can be told."""
 
-import math
 from collections.abc import Callable
 from functools import reduce
 from typing import Any, TypeVar
 
 import click
 
+from mucudnn.cli.numbers import MOST, count, real
 from mucudnn.cli.options import byte_size
 from mucudnn.cli.output import emit
 from mucudnn.cli.strategy_options import (
@@ -18,7 +18,7 @@ from mucudnn.cli.strategy_options import (
     schedulers,
 )
 from mucudnn.ir.learning_rate import parse_learning_rate
-from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.sizes import LARGEST, format_bytes, parse_integer
 
 __all__ = [
     "data_options",
@@ -28,6 +28,8 @@ __all__ = [
     "run_options",
 ]
 
+_MOST_REAL = 1e30  # what float32 holds, with room to multiply
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -36,34 +38,16 @@ def image_size(text: str | tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(text, tuple):
         return text
     try:
-        sizes = tuple(int(part) for part in text.lower().replace("×", "x").split("x"))
+        sizes = tuple(
+            parse_integer(part, least=1, most=MOST)
+            for part in text.lower().replace("×", "x").split("x")
+        )
     except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
         raise click.BadParameter(
             f"{text!r} is no image size; write a side (224), sides (32x48), or "
             "channels and sides (3x32x48)"
-        )
+        ) from None
     return sizes
-
-
-def _number(
-    least: float, most: float, *, beyond: bool = False
-) -> Callable[[Any], float]:
-    """A finite number of a range; with `beyond` the least itself is none of it."""
-
-    def parse(text: str | float) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value <= most or (beyond and value == least):
-            above = f"above {least:g}" if beyond else f"from {least:g}"
-            upto = "" if most == math.inf else f" up to {most:g}"
-            raise click.BadParameter(f"{text!r} is not a number {above}{upto}")
-        return value
-
-    return parse
 
 
 def _schedule(text: str) -> str:
@@ -90,7 +74,7 @@ data_options = _options(
     ),
     click.option(
         "--batch",
-        type=click.IntRange(min=1),
+        type=count(),
         default=32,
         show_default=True,
         help="Images in a step.",
@@ -103,7 +87,7 @@ data_options = _options(
     ),
     click.option(
         "--classes",
-        type=click.IntRange(min=2),
+        type=count(2),
         help="Number of classes; by default the data set's.",
     ),
     click.option(
@@ -122,14 +106,12 @@ data_options = _options(
 learning_options = _options(
     click.option(
         "--epochs",
-        type=click.IntRange(min=1),
+        type=count(),
         default=10,
         show_default=True,
         help="Passes over the data.",
     ),
-    click.option(
-        "--steps", type=click.IntRange(min=1), help="End after so many steps."
-    ),
+    click.option("--steps", type=count(), help="End after so many steps."),
     click.option(
         "--optimizer",
         cls=StrategyOption,
@@ -140,7 +122,7 @@ learning_options = _options(
     ),
     click.option(
         "--lr",
-        type=_number(0, math.inf, beyond=True),
+        type=real(0, _MOST_REAL, beyond=True),
         help="Learning rate, at its highest; by default the optimizer's usual one.",
     ),
     click.option(
@@ -153,24 +135,24 @@ learning_options = _options(
     ),
     click.option(
         "--warmup",
-        type=click.IntRange(min=0),
+        type=count(0),
         default=0,
         metavar="STEPS",
         help="Steps over which it rises first.",
     ),
     click.option(
         "--momentum",
-        type=_number(0, 1),
+        type=real(0, 1),
         help="Of momentum and nesterov; by default 0.9.",
     ),
     click.option(
         "--weight-decay",
-        type=_number(0, math.inf),
+        type=real(0, _MOST_REAL),
         help="Share of the weights that is added to their gradients.",
     ),
     click.option(
         "--seed",
-        type=click.IntRange(min=0),
+        type=count(0, LARGEST),
         default=0,
         show_default=True,
         help="Of weights, order, dropout and augmentation.",
@@ -204,7 +186,7 @@ run_options = _options(
     ),
     click.option(
         "--loss-scale",
-        type=click.FloatRange(min=0, min_open=True),
+        type=real(0, _MOST_REAL, beyond=True),
         metavar="FACTOR",
         help="Of the loss while its gradients are computed; 1024 for float16.",
     ),
@@ -261,7 +243,7 @@ run_options = _options(
     ),
     click.option(
         "--accumulate",
-        type=click.IntRange(min=1),
+        type=count(),
         default=1,
         show_default=True,
         help="Compute a step's gradient in so many parts.",
@@ -274,7 +256,7 @@ run_options = _options(
     ),
     click.option(
         "--checkpoint-every",
-        type=click.IntRange(min=1),
+        type=count(),
         metavar="STEPS",
         help="Also write one after so many steps.",
     ),

@@ -18,6 +18,7 @@ from mucudnn.data.synthetic import SyntheticDataset
 __all__ = ["FORMATS", "open_dataset"]
 
 _LENGTH = 50_000
+_LONGEST = 20
 _FOLDER_SHAPE = (3, 224, 224)
 _SYNTHETIC_SHAPE = (3, 32, 32)
 
@@ -33,8 +34,8 @@ class _Request:
 def _synthetic(request: _Request) -> Dataset:
     """`length`, `classes` and `noise`; a fifth of the length is for testing."""
     readers: dict[str, Callable[[str], Any]] = {
-        "length": int,
-        "classes": int,
+        "length": _digits,
+        "classes": _digits,
         "noise": float,
     }
     options: dict[str, Any] = {"length": _LENGTH}
@@ -61,6 +62,14 @@ def _synthetic(request: _Request) -> Dataset:
         seed=request.seed,
         split=request.split,
     )
+
+
+def _digits(text: str) -> int:
+    """Plain decimal digits, and no more of them than `SyntheticDataset` would take."""
+    number = text.strip()
+    if not (number.lstrip("-").isascii() and number.lstrip("-").isdigit()):
+        raise ValueError(text)
+    return int(number[:_LONGEST])  # one that is cut is still too large
 
 
 _Opener = Callable[[_Request], Dataset]

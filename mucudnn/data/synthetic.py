@@ -22,6 +22,7 @@ from mucudnn.data.dataset import (
 
 __all__ = ["SyntheticDataset"]
 
+_MOST = 2**31 - 1
 _WAVES = 4
 _CONTRAST = 32.0
 _BRIGHTNESS = 16.0
@@ -58,10 +59,11 @@ class SyntheticDataset:
             raise ValueError(f"image_shape must be (C, H, W), got {shape}")
         a_number("noise", self.noise)
         checked_split(self.split)
-        if self.length < 1 or self.classes < 1 or min(self.image_shape) < 1:
+        sizes = (self.length, self.classes, *self.image_shape)
+        if not 1 <= min(sizes) <= max(sizes) <= _MOST:
             raise ValueError(
-                "length, classes and image shape must be positive, got "
-                f"{self.length}, {self.classes} and {self.image_shape}"
+                f"length, classes and image shape must be from 1 to {_MOST}, "
+                f"got {self.length}, {self.classes} and {self.image_shape}"
             )
         if self.seed < 0 or not 0 <= self.noise <= 100:
             raise ValueError(

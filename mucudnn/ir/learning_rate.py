@@ -7,10 +7,13 @@ section 2.2).
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mucudnn.arguments import a_number, a_text, an_integer, integers
+
+from mucudnn.ir.sizes import parse_integer
 
 __all__ = [
     "ConstantRate",
@@ -124,12 +127,11 @@ def parse_learning_rate(
     if kind == "cosine" and not rest:
         return CosineRate(base, warmup_steps=warmup_steps)
     words = rest.split(",")
-    if kind == "step" and all(
-        w.strip().isascii() and w.strip().isdigit() for w in words
-    ):
-        milestones = tuple(int(word) * milestone_unit for word in words)
-        if list(milestones) == sorted(set(milestones)):
-            return StepRate(base, milestones, warmup_steps=warmup_steps)
+    if kind == "step":
+        with suppress(ValueError):
+            milestones = tuple(parse_integer(word) * milestone_unit for word in words)
+            if list(milestones) == sorted(set(milestones)):
+                return StepRate(base, milestones, warmup_steps=warmup_steps)
     raise ValueError(
         f"{text!r} is no learning-rate schedule; it is constant, cosine, or step: "
         "and ascending milestones, such as step:30,60,90"

@@ -1,14 +1,21 @@
-"""Sizes in bytes, as people write them: `64MiB`, `1.5 GiB`, `8 MB`, `4096`.
+"""Numbers as people write them, sizes in bytes above all: `64MiB`, `1.5 GiB`, `4096`.
 
 Binary units (KiB, MiB …) are powers of 1024, decimal ones (kB, MB …) of 1000, as IEC
-80000-13 has it. A bare `64M` is refused: it means both.
+80000-13 has it. A bare `64M` is refused: it means both. Digits are those of ASCII, and
+nothing is larger than what a machine could hold: Python would go on, and whatever
+computes with the number would not.
 """
 
 import operator
 import re
-from decimal import Decimal
+from decimal import Decimal, localcontext
 
-__all__ = ["exact_bytes", "format_bytes", "parse_bytes"]
+__all__ = ["LARGEST", "exact_bytes", "format_bytes", "parse_bytes", "parse_integer"]
+
+LARGEST = 2**63 - 1
+"""Of any number of elements or steps."""
+
+_MOST_BYTES = 2**80
 
 _PREFIXES = "kmgtp"
 _UNITS = (
@@ -17,10 +24,15 @@ _UNITS = (
     | {f"{p}b": 1000**i for i, p in enumerate(_PREFIXES, start=1)}
 )
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", re.ASCII)
+_INTEGER = re.compile(r"\s*[-+]?[0-9]+\s*", re.ASCII)
+_DIGITS = len(str(LARGEST))
+_FACTOR = len(str(max(_UNITS.values())))
 
 
 def format_bytes(nbytes: int) -> str:
     """Bytes in the largest binary unit that keeps the number at least one."""
+    if abs(nbytes) > _MOST_BYTES:
+        return f"{Decimal(nbytes) / 1024**5:.1e} PiB"
     size, unit = float(abs(nbytes)), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         # 1023.95 would print as 1024.0, which the next unit says better.
@@ -40,7 +52,8 @@ def parse_bytes(size: str | int) -> int:
     """A size in whole bytes, rounded down; an integer is taken as bytes.
 
     Raises:
-        ValueError: The text is empty, negative, not a number, or has an unknown unit.
+        ValueError: The text is empty, negative, not a number, more than 2**80 bytes, or
+            has an unknown unit.
         TypeError: `size` is neither text nor an integer.
     """
     if not isinstance(size, str):
@@ -50,7 +63,7 @@ def parse_bytes(size: str | int) -> int:
             raise TypeError(f"a size is text or an integer, got {size!r}") from None
         if nbytes < 0:
             raise ValueError(f"a size cannot be negative, got {size}")
-        return nbytes
+        return _bounded(nbytes, "the size")
     match = _SIZE.fullmatch(size)
     if match is None:
         raise ValueError(
@@ -63,4 +76,33 @@ def parse_bytes(size: str | int) -> int:
             f"{size!r} has the unknown unit {unit!r}; choose one of: B, KiB, MiB, GiB, "
             "TiB, PiB (powers of 1024), kB, MB, GB, TB, PB (powers of 1000)"
         )
-    return int(Decimal(number) * _UNITS[unit.lower()])
+    with localcontext(prec=len(number) + _FACTOR):  # enough to be exact
+        return _bounded(Decimal(number) * _UNITS[unit.lower()], repr(size))
+
+
+def parse_integer(text: str, *, least: int = 0, most: int = LARGEST) -> int:
+    """An integer of a range, in plain decimal digits.
+
+    Raises:
+        ValueError: It is something else, or out of the range; the message completes
+            "… is".
+    """
+    if _INTEGER.fullmatch(text) is None:
+        raise ValueError(f"{text!r}, not an integer")
+    # Python itself refuses to read thousands of digits; these are too many in any case.
+    digits = text.strip().lstrip("+-").lstrip("0")[: _DIGITS + 1]
+    value = int(digits or "0") * (-1 if text.strip().startswith("-") else 1)
+    if value < least:
+        raise ValueError(f"{text.strip()}; the least is {least}")
+    if value > most:
+        raise ValueError(f"{text.strip()}; the most is {most}")
+    return value
+
+
+def _bounded(nbytes: int | Decimal, name: str) -> int:
+    whole = int(nbytes)
+    if whole > _MOST_BYTES:
+        raise ValueError(
+            f"{name} is more than any machine has; the most is 2**80 bytes"
+        )
+    return whole

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph
+from mucudnn.ir.sizes import parse_integer
 from mucudnn.models.alexnet import alexnet, alexnet_owt
 from mucudnn.models.cifar import cifar_quick
 from mucudnn.models.densenet import densenet40, densenet121
@@ -90,6 +91,7 @@ MODELS: Mapping[str, Model] = MappingProxyType(
 """Name -> network; `get_model` knows the family `resnet:n1,n2,n3,n4`, too."""
 
 _FAMILY = "resnet:"
+_DEEPEST = 10_000
 
 
 def model_names() -> tuple[str, ...]:
@@ -159,10 +161,10 @@ def _network(made: object, name: str) -> Model | FunctionModel:
 def _of_family(name: str) -> Model:
     fields = name.removeprefix(_FAMILY).split(",")
     try:
-        n1, n2, n3, n4 = (int(field) for field in fields)
+        n1, n2, n3, n4 = (parse_integer(field, most=_DEEPEST) for field in fields)
     except ValueError:
         raise ValueError(
-            f"{name!r} is no residual network; write four numbers of blocks, such as "
-            f"{_FAMILY}6,32,48,6"
+            f"{name!r} is no residual network; write four numbers of blocks, each up "
+            f"to {_DEEPEST}, such as {_FAMILY}6,32,48,6"
         ) from None
     return resnet_superneurons(n3, n1=n1, n2=n2, n4=n4)

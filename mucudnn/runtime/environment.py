@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 from mucudnn.backends import Backend, device_count, get_backend
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.ir.sizes import parse_bytes
+from mucudnn.ir.sizes import parse_bytes, parse_integer
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
 from mucudnn.runtime.cache import BenchmarkCache, default_path
 
@@ -109,7 +110,7 @@ def _devices(text: str) -> Sequence[int] | Literal["all"]:
     if text == "all":
         return "all"
     try:
-        return [int(part) for part in text.split(",")]
+        return [parse_integer(part) for part in text.split(",")]
     except ValueError:
         raise ValueError("expected `all` or device numbers such as 0,1") from None
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.sizes import parse_integer
 
 __all__ = [
     "PROBLEM_KEYS",
@@ -24,6 +25,7 @@ _AXES = (
     ("w", "s"),
 )  # input letter, filter letter, deepest first
 _STEPS = {"pad": "padding", "stride": "stride", "dilation": "dilation"}
+_MOST = 2**31 - 1  # libraries count in 32 bits
 _TEXT = ("dtype", "layout")
 _DEFAULTS = {"pad": 0, "stride": 1, "dilation": 1}
 
@@ -119,13 +121,11 @@ def _integers(fields: Mapping[str, str], labels: Mapping[str, str]) -> dict[str,
         if key in _TEXT:
             continue
         label = labels.get(key, key)
-        try:
-            values[key] = int(text)
-        except ValueError:
-            raise ValueError(f"{label} is {text!r}, not an integer") from None
         least = 0 if key.startswith("pad") else 1
-        if values[key] < least:
-            raise ValueError(f"{label} is {text}; the least is {least}")
+        try:
+            values[key] = parse_integer(text, least=least, most=_MOST)
+        except ValueError as e:
+            raise ValueError(f"{label} is {e}") from None
     return values
 
 

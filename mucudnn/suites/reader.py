@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mucudnn.ir.sizes import parse_integer
 from mucudnn.suites.layer import (
     PROBLEM_KEYS,
     Layer,
@@ -39,6 +40,7 @@ _DEEPBENCH = (
     *("w", "h", "c", "n", "k", "s", "r"),
     *("pad_w", "pad_h", "stride_w", "stride_h"),
 )
+_MOST_TIMES = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ def read_layers(lines: Iterable[str], stem: str, where: str) -> tuple[Layer, ...
 
 def _is_data(cells: Sequence[str]) -> bool:
     return len(cells) >= len(_DEEPBENCH) and all(
-        cell.lstrip("-").isdigit() for cell in cells[: len(_DEEPBENCH)]
+        cell.isascii() and cell.lstrip("-").isdigit()
+        for cell in cells[: len(_DEEPBENCH)]
     )
 
 
@@ -144,9 +147,12 @@ def _layer(
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"column 'count' is {text!r}, not a positive integer")
-    return int(text)
+    try:
+        return parse_integer(text, least=1, most=_MOST_TIMES)
+    except ValueError:
+        raise ValueError(
+            f"column 'count' is {text!r}, not an integer from 1 to {_MOST_TIMES}"
+        ) from None
 
 
 def _distinct(layers: Sequence[Layer], stem: str) -> tuple[Layer, ...]:
