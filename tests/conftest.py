@@ -1,5 +1,5 @@
-import sys
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest

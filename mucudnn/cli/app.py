@@ -5,9 +5,11 @@ in silence.
 """
 
 import contextlib
+import difflib
 import io
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,8 +24,22 @@ from mucudnn.runtime.interrupts import Interrupts
 
 __all__ = ["BadInputError", "Commands", "bad_input", "main"]
 
+_CHOICES = re.compile(
+    r"'(?P<word>[^']+)'(?:; choose [^:;]*of:| is neither a \w+ \() ?(?P<names>[^();]+)"
+)
 _LONG_WORD = 256
 _SHOWN = 40
+
+
+def suggesting(message: str) -> str:
+    """The message, with the name that was probably meant, if it lists what there is."""
+    found = _CHOICES.search(message)
+    if found is None:
+        return message
+    names = [re.split(r"[:\[ ]", name.strip())[0] for name in found["names"].split(",")]
+    word = found["word"].partition(":")[0]
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"{message}; did you mean {close[0]!r}?" if close else message
 
 
 class BadInputError(click.ClickException):
@@ -80,7 +96,7 @@ class _OneLineErrors(Commands):
                 warnings.simplefilter("always", PluginWarning)  # never a crash
                 code = super().main(*args, **options)
         except click.ClickException as e:
-            message = _one_line(e.format_message())
+            message = _one_line(suggesting(e.format_message()))
             with contextlib.suppress(OSError):
                 click.echo(f"mucudnn: error: {message}", err=True)
             known = isinstance(e, BadInputError)

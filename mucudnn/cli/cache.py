@@ -8,7 +8,6 @@ import click
 from mucudnn.cli.app import Commands
 from mucudnn.cli.options import cache_option, json_option, open_cache
 from mucudnn.cli.output import emit, recording_file
-from mucudnn.cli.output import emit, output_file
 from mucudnn.cli.progress import progress_display
 from mucudnn.report.text import Table, write_tables
 

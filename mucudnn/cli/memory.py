@@ -9,7 +9,7 @@ from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.exit_codes import ExitCode
 from mucudnn.cli.numbers import count
 from mucudnn.cli.options import byte_size, cache_option, json_option, open_cache
-from mucudnn.cli.output import emit, output_file, write_file
+from mucudnn.cli.output import emit, output_file, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
 from mucudnn.cli.strategy_options import (
     StrategyOption,
@@ -20,7 +20,6 @@ from mucudnn.cli.strategy_options import (
     policies,
     schedulers,
 )
-from mucudnn.cli.output import emit, output_file, save, write_file
 from mucudnn.cli.train_options import image_size, list_models
 from mucudnn.ir.devices import DEVICES
 from mucudnn.ir.sizes import exact_bytes
@@ -168,6 +167,10 @@ def memory(
         return
     if model is None:
         raise BadInputError("name a network; --list lists them")
+    files = ("report", "trace", "snapshot")
+    refuse_same(
+        {"--json": json_file, **{f"--{f}": settings[f"{f}_file"] for f in files}}
+    )
     if settings["snapshot_file"] == "-":
         raise BadInputError("a snapshot is a pickle: name a file, not -")
     found = _study(model, settings)

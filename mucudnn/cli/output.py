@@ -1,9 +1,10 @@
 """Files that a command writes: refused before the work, not after it."""
 
+import contextlib
 import json
-import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ from mucudnn.cli.app import BadInputError
 from mucudnn.files import check_writable, descriptor_of, write_whole
 from mucudnn.runtime.interrupts import deferred_interrupt
 
-__all__ = ["STDOUT", "emit", "output_file", "recording_file", "save", "write_file"]
+__all__ = [
+    "STDOUT",
+    "emit",
+    "output_file",
+    "recording_file",
+    "refuse_same",
+    "refuse_unwritable",
+    "save",
+    "write_file",
+]
 
 STDOUT = "-"
 _STDOUT_DESCRIPTOR = 1
@@ -36,6 +46,26 @@ def output_file(value: str) -> str:
     return value
 
 
+def refuse_unwritable(folder: str) -> None:
+    """Find out before the work whether files can be kept there; leave it as it is.
+
+    Raises:
+        BadInputError: They cannot.
+    """
+    path = Path(folder)
+    made = [p for p in (path, *path.parents) if not p.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as e:
+        raise BadInputError(f"cannot write to {folder}: {e.strerror}") from e
+    finally:
+        for created in made:
+            with contextlib.suppress(OSError):
+                created.rmdir()
+
+
 def recording_file(value: str) -> str:
     """A path that can be written; a recording is no text for standard output.
 
@@ -49,6 +79,28 @@ def recording_file(value: str) -> str:
 
     spare_newer(Path(path))
     return path
+
+
+def refuse_same(files: Mapping[str, str | None]) -> None:
+    """Complain about two results for one place, where the later would end the earlier.
+
+    Args:
+        files: What was given for each option.
+
+    Raises:
+        BadInputError: Names both options.
+    """
+    taken: dict[str, str] = {}
+    for option, file in files.items():
+        if file is None:
+            continue
+        place = file if file == STDOUT else str(Path(file).resolve())
+        if place in taken:
+            raise BadInputError(
+                f"{taken[place]} and {option} both write {file}; name two files"
+            )
+        if file == STDOUT or not Path(file).exists() or Path(file).is_file():
+            taken[place] = option
 
 
 def write_file(path: str, contents: str | bytes) -> None:

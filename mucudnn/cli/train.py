@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.exit_codes import ExitCode
 from mucudnn.cli.options import cache_option, json_option
-from mucudnn.cli.output import emit
+from mucudnn.cli.output import emit, refuse_unwritable
 from mucudnn.cli.own_code import import_option
 from mucudnn.cli.train_options import (
     data_options,
@@ -64,6 +65,8 @@ def train(
             if settings[name]:
                 option = name.replace("_", "-")
                 raise BadInputError(f"--{option} needs --checkpoint DIR")
+    if settings["budget"] is None:
+        _refuse_budgeted(ctx)
     from mucudnn.cli.progress import progress_display
 
     with progress_display(1) as show:
@@ -73,6 +76,13 @@ def train(
     emit(json_file, training.to_json(interrupted=interrupted), training.show)
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
+
+
+def _refuse_budgeted(ctx: click.Context) -> None:
+    """What says how to keep a budget says nothing without one."""
+    for name in ("policy", "scheduler", "convolutions", "disk"):
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise BadInputError(f"--{name} needs --budget SIZE")
 
 
 class _Training:
@@ -170,6 +180,7 @@ class _Training:
         folder = self._settings["checkpoint"]
         if folder is None:
             return None, None
+        refuse_unwritable(folder)
         checkpoints = Checkpoints(folder)
         if self._settings["resume"]:
             return checkpoints, checkpoints.load(self._words)

@@ -18,9 +18,15 @@ from mucudnn.cli.options import (
     open_cache,
     tuner_options,
 )
-from mucudnn.cli.output import emit, output_file, recording_file, write_file
+from mucudnn.cli.output import (
+    emit,
+    output_file,
+    recording_file,
+    refuse_same,
+    save,
+    write_file,
+)
 from mucudnn.cli.own_code import import_option
-from mucudnn.cli.output import emit, output_file, recording_file, save, write_file
 from mucudnn.cli.plan_only import refuse_measuring, take_census
 from mucudnn.cli.recording import Record, recording
 from mucudnn.suites import SUITES, Layer, load_suite
@@ -121,6 +127,7 @@ def tune(
     if listing:
         _list_suites(json_file)
         return
+    refuse_same({"--json": json_file, "--report": report_file, "--record": record_file})
     query = LayerQuery(sources, problems, directions, batch, dtype, layout)
     layers = _in_directions(query)
     settings["backend"] = _with_device(settings["backend"], device)

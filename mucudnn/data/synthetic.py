@@ -22,7 +22,7 @@ from mucudnn.data.dataset import (
 
 __all__ = ["SyntheticDataset"]
 
-_MOST = 2**31 - 1
+_MOST = 2**63 - 1
 _WAVES = 4
 _CONTRAST = 32.0
 _BRIGHTNESS = 16.0
@@ -62,7 +62,7 @@ class SyntheticDataset:
         sizes = (self.length, self.classes, *self.image_shape)
         if not 1 <= min(sizes) <= max(sizes) <= _MOST:
             raise ValueError(
-                f"length, classes and image shape must be from 1 to {_MOST}, "
+                f"length, classes and image shape must be positive, at most {_MOST}, "
                 f"got {self.length}, {self.classes} and {self.image_shape}"
             )
         if self.seed < 0 or not 0 <= self.noise <= 100:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mucudnn.arguments import a_number, a_text, an_integer, integers
-
 from mucudnn.ir.sizes import parse_integer
 
 __all__ = [

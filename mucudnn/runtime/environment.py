@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 
 from mucudnn.backends import Backend, device_count, get_backend
 from mucudnn.backends.virtual import VirtualDevice
-from mucudnn.ir.sizes import parse_bytes
 from mucudnn.ir.sizes import parse_bytes, parse_integer
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
 from mucudnn.runtime.cache import BenchmarkCache, default_path
