@@ -1,6 +1,7 @@
 """`mucudnn memory`: what a training step needs, and what it costs to need less."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -8,7 +9,13 @@ import click
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.exit_codes import ExitCode
 from mucudnn.cli.numbers import count
-from mucudnn.cli.options import byte_size, cache_option, json_option, open_cache
+from mucudnn.cli.options import (
+    byte_size,
+    cache_option,
+    json_option,
+    open_cache,
+    refuse_foreign_file,
+)
 from mucudnn.cli.output import emit, output_file, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
 from mucudnn.cli.strategy_options import (
@@ -208,6 +215,8 @@ def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
     from mucudnn.runtime.memory_study import StepSpec, study_memory
 
     device, budget, image = (settings[n] for n in ("device", "budget", "image"))
+    if settings["cache_path"] not in (None, "none"):
+        refuse_foreign_file(Path(settings["cache_path"]))
     if device == _CPU and settings["recordings"]:
         raise BadInputError(
             f"--recording {settings['recordings'][0]} is for a device that is "

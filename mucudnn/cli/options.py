@@ -31,6 +31,7 @@ __all__ = [
     "json_option",
     "layer_options",
     "open_cache",
+    "refuse_foreign_file",
     "tuner_options",
 ]
 
@@ -252,7 +253,7 @@ def open_cache(path: str | None) -> "BenchmarkCache":
         return BenchmarkCache(cache_path(os.environ))
     if path == "none":
         return BenchmarkCache()
-    _refuse_foreign_file(Path(path))
+    refuse_foreign_file(Path(path))
     with warnings.catch_warnings(record=True) as complaints:
         warnings.simplefilter("always")
         cache = BenchmarkCache(Path(path))
@@ -265,7 +266,7 @@ def open_cache(path: str | None) -> "BenchmarkCache":
     return cache
 
 
-def _refuse_foreign_file(path: Path) -> None:
+def refuse_foreign_file(path: Path) -> None:
     """A mistyped `--cache` must not cost a file: it would be set aside as damaged."""
     with bad_input():
         if not path.is_file():
