@@ -1,0 +1,371 @@
+"""Caches and recordings that others wrote, or damaged: a warning or one clear error."""
+
+import contextlib
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+import sqlite3
+import sys
+import warnings
+
+import pytest
+from click.testing import CliRunner
+
+from mucudnn.cli import main
+from mucudnn.ir import recording as recordings
+from mucudnn.runtime.cache import BenchmarkCache, CacheWarning
+from mucudnn.suites import parse_problem
+
+PROBLEM = "n=8,c=3,h=9,w=9,k=4,r=3,s=3"
+ASKED = ("--problem", PROBLEM, "--directions", "forward")
+KNOWN = parse_problem(PROBLEM)
+
+
+def run(*args):
+    """A command as people run it: warnings are lines."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        return CliRunner().invoke(main, [str(a) for a in args], prog_name="mucudnn")
+
+
+def done(*args):
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def bearable(*args):
+    """Done, or refused in one line; never a traceback."""
+    result = run(*args)
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    assert result.exit_code in (0, 2), result.output
+    if result.exit_code == 2:
+        errors = [line for line in result.stderr.splitlines() if "error: " in line]
+        assert len(errors) == 1, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def genuine(tmp_path_factory):
+    """A cache and its recording."""
+    folder = tmp_path_factory.mktemp("genuine")
+    cache, recording = folder / "cache.sqlite", folder / "recording.json"
+    done("tune", *ASKED, "--backend", "null", "--cache", cache, "--policy", "all")
+    with BenchmarkCache(cache) as found:
+        found.put_verdict("null", KNOWN, "A@8 / B@8", 0.5)
+    done("cache", "export", recording, "--cache", cache)
+    with contextlib.closing(sqlite3.connect(cache)) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        db.execute("PRAGMA journal_mode = DELETE")
+    return cache, recording
+
+
+@pytest.fixture
+def cache(genuine, tmp_path):
+    return shutil.copy(genuine[0], tmp_path / "cache.sqlite")
+
+
+@pytest.fixture
+def recording(genuine, tmp_path):
+    return shutil.copy(genuine[1], tmp_path / "recording.json")
+
+
+def change(file, *statements):
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        for statement in statements:
+            db.execute(statement)
+        db.commit()
+
+
+ONE = "WHERE batch = 4 AND algo = (SELECT min(algo) FROM perf WHERE batch = 4)"
+ROWS = [
+    "perf SET measured_at = 1e12",
+    "perf SET measured_at = -1",
+    "perf SET measured_at = 'yesterday'",
+    "perf SET time_ms = 1e308",
+    "perf SET time_ms = -1",
+    "perf SET time_ms = 9e999",
+    "perf SET time_ms = 'long'",
+    "perf SET noise_ms = -1",
+    "perf SET noise_ms = 9e999",
+    "perf SET workspace = -1",
+    "perf SET workspace = 1.5",
+    "perf SET batch = 0",
+    "perf SET batch = -4",
+    "perf SET batch = 'four'",
+    "perf SET samples = 'many'",
+    "perf SET deterministic = 7",
+    "perf SET notes = x'00ff'",
+    "perf SET algo = x'00ff'",
+    "perf SET version = x'00ff'",
+    "perf SET time_ms = NULL, error = x'ff'",
+]
+LAYERS = [
+    "layer SET problem = '{}'",
+    "layer SET problem = 'rubbish'",
+    "layer SET problem = x'00ff'",
+    "layer SET problem = replace(problem, '9', '0')",
+    "layer SET fingerprint = x'00ff'",
+]
+
+
+@pytest.mark.parametrize("what", [f"{row} {ONE}" for row in ROWS])
+def test_a_damaged_row_is_passed_over_and_nothing_else(cache, what, tmp_path):
+    with BenchmarkCache(cache) as found:
+        before = found.rows()
+    change(cache, f"UPDATE {what}")
+    with BenchmarkCache(cache) as found:
+        with pytest.warns(CacheWarning, match=r"^1 of the \d+ rows in .* damaged"):
+            after = found.rows()
+        assert len(after) == len(before) - 1
+        assert set(after) < set(before)
+        assert len(found.verdicts()) == 1  # and no second warning
+        assert sum(d.rows for d in found.summary()) == len(after)
+    out = tmp_path / "out.json"
+    for args in (("list",), ("export", out)):
+        result = done("cache", *args, "--cache", cache)
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("mucudnn: warning: 1 of the ")
+    with BenchmarkCache() as fresh:
+        assert fresh.import_json(out) == len(after)
+
+
+@pytest.mark.parametrize("what", LAYERS)
+def test_a_damaged_layer_is_passed_over(cache, what):
+    change(cache, f"UPDATE {what}")
+    with BenchmarkCache(cache) as found:
+        with pytest.warns(CacheWarning, match=r"^(\d+) of the \1 rows"):
+            assert found.rows() == ()
+        assert found.get_verdict("null", KNOWN, "A@8 / B@8") is None
+    assert "damaged" in done("cache", "list", "--cache", cache).stderr
+
+
+@pytest.mark.parametrize("bad", ["-1", "9e999", "1e300", "'fast'", "x'ff'"])
+def test_a_damaged_verdict_is_none(cache, bad):
+    change(cache, f"UPDATE verdict SET time_ms = {bad}")
+    with BenchmarkCache(cache) as found:
+        with pytest.warns(CacheWarning, match="^1 of the"):
+            assert found.get_verdict("null", KNOWN, "A@8 / B@8") is None
+        assert found.verdicts() == ()
+
+
+def test_what_is_damaged_is_measured_again(cache):
+    change(cache, "UPDATE perf SET measured_at = 1e12")
+    done("tune", *ASKED, "--backend", "null", "--cache", cache, "--policy", "all")
+    assert done("cache", "list", "--cache", cache).stderr == ""
+
+
+def test_an_import_replaces_rows_of_no_possible_time(cache, recording):
+    change(cache, "UPDATE perf SET measured_at = 1e12")
+    done("cache", "import", recording, "--cache", cache)
+    assert done("cache", "list", "--cache", cache).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("member", "bad", "message"),
+    [
+        ("measured_at", 1e12, "seconds from the year 1970 to 9999"),
+        ("measured_at", -1, "seconds from the year"),
+        ("time_ms", 1e308, r"time_ms: 1e\+308 is above"),
+        ("noise_ms", 1e308, r"noise_ms: 1e\+308 is above"),
+        ("batch", 0, "batch: 0 is below 1"),
+    ],
+)
+def test_imports_and_recordings_are_checked_alike(
+    cache, recording, member, bad, message
+):
+    document = json.loads(recording.read_text())
+    document["devices"][0]["problems"][0]["rows"][0][member] = bad
+    recording.write_text(json.dumps(document))
+    before = done("cache", "list", "--cache", cache, "--json", "-").stdout
+    for args in (
+        ("cache", "import", recording, "--cache", cache),
+        *(
+            (command, *ASKED, "--backend", f"recorded:{recording}", "--cache", "none")
+            for command in ("tune", "explain")
+        ),
+    ):
+        result = run(*args)
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert re.search(message, line), line
+    assert done("cache", "list", "--cache", cache, "--json", "-").stdout == before
+
+
+@pytest.mark.parametrize("fast", [0.0, 5e-324])
+def test_times_of_nothing_at_all(recording, fast):
+    document = json.loads(recording.read_text())
+    for row in document["devices"][0]["problems"][0]["rows"]:
+        row["time_ms"] = fast if row["batch"] < 8 else 1e11
+        row["noise_ms"] = 0.0
+    recording.write_text(json.dumps(document))
+    args = ("tune", *ASKED, "--backend", f"recorded:{recording}", "--cache", "none")
+    json.loads(done(*args, "--json", "-").stdout)
+
+
+# Whole files
+
+
+def test_a_name_that_is_no_text_is_damage(cache):
+    raw = cache.read_bytes()
+    assert raw.count(b"noise_ms REAL") == 1
+    cache.write_bytes(raw.replace(b"noise_ms REAL", b"noise_\xff\xfe REAL"))
+    with pytest.warns(CacheWarning, match="anew"):
+        found = BenchmarkCache(cache)
+    with found:
+        assert found.path == cache
+        assert found.rows() == ()
+    (kept,) = cache.parent.glob("*.corrupt-*")
+    assert b"noise_\xff\xfe REAL" in kept.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER t AFTER INSERT ON perf BEGIN DELETE FROM perf; END",
+        "ALTER TABLE perf ADD COLUMN more TEXT",
+        "DROP TABLE verdict",
+    ],
+)
+def test_other_tables_than_ours_are_set_aside(cache, statement):
+    change(cache, statement)
+    with pytest.warns(CacheWarning, match="anew"), BenchmarkCache(cache) as found:
+        assert found.path == cache
+    assert len([*cache.parent.glob("*.corrupt-*")]) == 1
+
+
+def test_a_table_that_contradicts_its_index_is_set_aside(cache):
+    raw = bytearray(cache.read_bytes())
+    with contextlib.closing(sqlite3.connect(cache)) as db:
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+        query = "SELECT rootpage FROM sqlite_master WHERE name LIKE 'sqlite_auto%'"
+        (page,) = db.execute(query).fetchone()
+        (key,) = db.execute("SELECT problem FROM layer LIMIT 1").fetchone()
+    at = raw.index(key.encode()[:20], (page - 1) * size)
+    assert at < page * size
+    raw[at] ^= 1
+    cache.write_bytes(raw)
+    bearable("tune", *ASKED, "--backend", "null", "--cache", cache)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_names_that_no_file_has_mean_memory(tmp_path, name):
+    path = f"{tmp_path}/{name}"
+    with pytest.warns(CacheWarning, match="in memory"):
+        cache = BenchmarkCache(path)
+    with cache:
+        assert cache.path is None
+    result = run("cache", "list", "--cache", f"{tmp_path}/{name}")
+    assert result.exit_code == 2
+    assert "cannot keep a cache" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs FIFOs")
+@pytest.mark.parametrize("suffix", ["", "-wal", "-journal", "-shm"])
+def test_a_fifo_is_not_waited_for(tmp_path, suffix):
+    os.mkfifo(tmp_path / f"cache.sqlite{suffix}")
+    with pytest.warns(CacheWarning, match="it is a FIFO, not a file"):
+        cache = BenchmarkCache(tmp_path / "cache.sqlite")
+    with cache:
+        assert cache.path is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs FIFOs")
+def test_a_fifo_is_no_recording(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for args in (
+        ("cache", "import", fifo, "--cache", "none"),
+        ("tune", *ASKED, "--backend", f"recorded:{fifo}", "--cache", "none"),
+    ):
+        result = run(*args)
+        assert result.exit_code == 2
+        assert "it is a FIFO, not a file" in result.stderr
+
+
+def test_a_packed_bomb_is_not_unpacked(monkeypatch):
+    monkeypatch.setattr(recordings, "MOST", 1000)
+    with pytest.raises(ValueError, match="more than 1,000 bytes"):
+        recordings.read_recording(gzip.compress(b" " * 100_000))
+
+
+# Thousands of damaged files were tried with these; some stay
+
+
+VALUES = [
+    *(None, True, -1, 0, 1, 1.5, 1e12, 1e308, 10**18, 2**63, 10**400, "", "x"),
+    *("\0", "\ud800", [], {}, [[]], "N", ["N", 1e9, 2, 2], 5e-324, float("nan")),
+]
+
+
+def places(value, before=()):
+    yield before
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
+            yield from places(inner, (*before, key))
+
+
+def mutated_json(rnd, text):
+    document = json.loads(text)
+    *path, last = rnd.choice([p for p in places(document) if p])
+    at = document
+    for key in path:
+        at = at[key]
+    if rnd.random() < 0.8:
+        at[last] = rnd.choice(VALUES)
+    elif rnd.random() < 0.5:
+        del at[last]
+    elif isinstance(at, dict):
+        at[rnd.choice(["more", "\ud800"])] = 1
+    else:
+        at.append(rnd.choice(VALUES))
+    return json.dumps(document).encode()
+
+
+def mutated_bytes(rnd, raw):
+    data = bytearray(raw)
+    for _ in range(rnd.choice([1, 1, 3, 10])):
+        at = rnd.randrange(len(data))
+        match rnd.randrange(4):
+            case 0 | 1:
+                data[at] = rnd.randrange(256)
+            case 2:
+                del data[at : at + 4]
+            case 3:
+                data[at : at + 32] = bytes([rnd.choice([0, 255])]) * 32
+    return bytes(data)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_damaged_recordings_are_no_traceback(genuine, tmp_path, seed):
+    rnd = random.Random(seed)
+    raw = genuine[1].read_bytes()
+    file, cache = tmp_path / "r.json", tmp_path / "c.sqlite"
+    file.write_bytes(mutated_json(rnd, raw) if seed % 3 else mutated_bytes(rnd, raw))
+    bearable("cache", "import", file, "--cache", cache)
+    bearable("cache", "list", "--cache", cache, "--json", "-")
+    bearable("cache", "export", tmp_path / "out.json", "--cache", cache)
+    replay = (*ASKED, "--backend", f"recorded:{file}", "--cache", "none")
+    bearable("tune", *replay, "--json", "-")
+    bearable("explain", *replay)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_damaged_caches_are_no_traceback(genuine, tmp_path, seed):
+    raw = mutated_bytes(random.Random(seed), genuine[0].read_bytes())
+    for i, args in enumerate(
+        [
+            ("cache", "list", "--json", "-"),
+            ("cache", "export", tmp_path / "out.json"),
+            ("cache", "import", genuine[1]),
+            ("tune", *ASKED, "--backend", "null"),
+            ("explain", *ASKED, "--backend", "null"),
+        ]
+    ):
+        file = tmp_path / f"{i}.sqlite"
+        file.write_bytes(raw)
+        bearable(*args, "--cache", file)
