@@ -118,6 +118,9 @@ def test_an_odd_cell_of_a_table_is_one_line(tmp_path, column, value):
 @pytest.mark.parametrize(
     "arguments",
     [
+        ["memory", "lenet", "--batch", "2147483647"],
+        ["explain", "--problem", "n=2147483647,c=4,w=9,k=8,s=3", *NULL],
+        ["tune", "alexnet", "--batch", "2147483647", *NULL],
         ["memory", f"resnet:{NINES},1,1,1"],
         ["memory", "resnet:1,1,1,1_0"],
         ["memory", "resnet:1,1,1"],

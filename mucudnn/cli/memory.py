@@ -16,6 +16,8 @@ from mucudnn.cli.options import (
     open_cache,
     refuse_foreign_file,
 )
+from mucudnn.cli.numbers import MOST_IMAGES, count
+from mucudnn.cli.options import byte_size, cache_option, json_option, open_cache
 from mucudnn.cli.output import emit, output_file, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
 from mucudnn.cli.strategy_options import (
@@ -59,7 +61,7 @@ _CODES = (
 @click.argument("model", metavar="[MODEL | FILE.py:FUNCTION]", required=False)
 @click.option(
     "--batch",
-    type=count(),
+    type=count(1, MOST_IMAGES),
     help=f"Images in a step; {_BATCH} by default, {_CPU_BATCH} on the CPU.",
 )
 @click.option(

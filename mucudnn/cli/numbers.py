@@ -12,10 +12,13 @@ import click
 
 from mucudnn.ir.sizes import parse_integer
 
-__all__ = ["MOST", "count", "real"]
+__all__ = ["MOST", "MOST_IMAGES", "count", "real"]
 
 MOST = 2**31 - 1
 """Of images, steps, layers, sides: what libraries count in 32 bits."""
+
+MOST_IMAGES = 2**20
+"""Of a mini-batch: planning looks at each size of a part, and would not end."""
 
 _REAL = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?\s*", re.I | re.A)
 

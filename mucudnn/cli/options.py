@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from mucudnn.cli.app import BadInputError, bad_input
-from mucudnn.cli.numbers import count, real
+from mucudnn.cli.numbers import MOST_IMAGES, count, real
 from mucudnn.cli.output import output_file
 from mucudnn.cli.strategy_options import StrategyOption, batch_policies, planners
 from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
@@ -116,6 +116,11 @@ class LayerQuery:
     def _changed(self, problem: ConvProblem) -> ConvProblem:
         if self.batch is not None:
             problem = problem.with_batch(self.batch)
+        if problem.batch > MOST_IMAGES:
+            raise BadInputError(
+                f"a mini-batch of {problem.batch} is too large to plan; the most is "
+                f"{MOST_IMAGES}, --batch N takes another"
+            )
         return replace(
             problem,
             dtype=self.dtype or problem.dtype,
@@ -157,7 +162,9 @@ def layer_options(default_directions: str) -> Callable[[F], F]:
                 show_default=True,
                 help="all, or of: forward, backward_data, backward_filter.",
             ),
-            click.option("--batch", type=count(), help="Mini-batch size instead."),
+            click.option(
+                "--batch", type=count(1, MOST_IMAGES), help="Mini-batch size instead."
+            ),
             click.option(
                 "--dtype", type=click.Choice(list(ITEMSIZE)), help="Data type instead."
             ),

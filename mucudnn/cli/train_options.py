@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
-from mucudnn.cli.numbers import MOST, count, real
+from mucudnn.cli.numbers import MOST, MOST_IMAGES, count, real
 from mucudnn.cli.options import byte_size
 from mucudnn.cli.output import emit
 from mucudnn.cli.strategy_options import (
@@ -74,7 +74,7 @@ data_options = _options(
     ),
     click.option(
         "--batch",
-        type=count(),
+        type=count(1, MOST_IMAGES),
         default=32,
         show_default=True,
         help="Images in a step.",
