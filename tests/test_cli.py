@@ -1,12 +1,12 @@
 """The commands as people meet them: results, refusals, interruptions, pipes."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -228,12 +228,19 @@ def test_a_checked_output_is_left_as_it_was(tmp_path):
     assert not new.exists()
 
 
-def test_a_failing_disk_is_one_line():
-    if not Path("/dev/full").exists():
-        pytest.skip("needs /dev/full")
-    result = run("tune", "--problem", PROBLEM, *NULL, "--json", "/dev/full")
+def test_a_failing_disk_is_one_line(tmp_path, monkeypatch):
+    def full(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    out = tmp_path / "out.json"
+    out.write_text("old")
+    result = run("tune", "--problem", PROBLEM, *NULL, "--json", str(out))
     assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 1
+    (line,) = result.stderr.splitlines()
+    assert line.endswith("out.json: No space left on device")
+    assert out.read_text() == "old"
+    assert [*tmp_path.iterdir()] == [out]
 
 
 def test_a_pipe_gets_plain_text_and_progress_on_request():
