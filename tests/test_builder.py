@@ -217,7 +217,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("layer", "message"), REFUSED, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(("layer", "message"), REFUSED, ids=[m for _, m in REFUSED])
 def test_a_refusal_says_why_and_leaves_the_builder_as_it_was(layer, message):
     drafts = [builder(IMAGE) for _ in range(2)]
     for g, _ in drafts:

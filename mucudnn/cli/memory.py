@@ -8,7 +8,7 @@ import click
 
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.exit_codes import ExitCode
-from mucudnn.cli.numbers import count
+from mucudnn.cli.numbers import MOST_IMAGES, count
 from mucudnn.cli.options import (
     byte_size,
     cache_option,
@@ -16,8 +16,6 @@ from mucudnn.cli.options import (
     open_cache,
     refuse_foreign_file,
 )
-from mucudnn.cli.numbers import MOST_IMAGES, count
-from mucudnn.cli.options import byte_size, cache_option, json_option, open_cache
 from mucudnn.cli.output import emit, output_file, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
 from mucudnn.cli.strategy_options import (
