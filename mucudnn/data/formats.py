@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from mucudnn.arguments import a_text, an_integer, integers
+from mucudnn.arguments import an_integer, integers, of_type
 from mucudnn.data.arrays import open_arrays
 from mucudnn.data.cifar import open_cifar10, open_cifar100
 from mucudnn.data.dataset import Dataset, Split, checked_split
@@ -124,10 +124,10 @@ def open_dataset(
         DataError: Its files are missing or not what they should be.
     """
     checked_split(split)
-    an_integer("seed", seed, least=0)
+    an_integer("seed", seed)
     if image is not None:
         image = _shape(image)
-    a_text("the name of a data set", spec)
+    of_type("the name of a data set", spec, str, "a string")
     name, _, argument = spec.partition(":")
     if name not in _OPENERS:
         raise ValueError(

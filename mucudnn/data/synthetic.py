@@ -5,12 +5,13 @@ class's pattern, a random brightness and pixel noise. All of it follows from the
 and the index, so one index is always one image, in any order and on any thread.
 """
 
+import numbers
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.arguments import a_number, an_integer, integers
+from mucudnn.arguments import an_integer, integers, of_type
 from mucudnn.data.dataset import (
     Images,
     Indices,
@@ -57,7 +58,7 @@ class SyntheticDataset:
         shape = integers("image_shape", self.image_shape)
         if len(shape) != 3:
             raise ValueError(f"image_shape must be (C, H, W), got {shape}")
-        a_number("noise", self.noise)
+        of_type("noise", self.noise, numbers.Real, "a number")
         checked_split(self.split)
         sizes = (self.length, self.classes, *self.image_shape)
         if not 1 <= min(sizes) <= max(sizes) <= _MOST:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from mucudnn.arguments import a_number, a_text, an_integer, integers
 from mucudnn.ir.sizes import parse_integer
+from mucudnn.arguments import a_number, an_integer, integers, of_type
 
 __all__ = [
     "ConstantRate",
@@ -120,7 +121,8 @@ def parse_learning_rate(
     """
     _check(base, warmup_steps)
     an_integer("milestone_unit", milestone_unit, least=1)
-    kind, _, rest = a_text("a learning-rate schedule", text).partition(":")
+    of_type("a learning-rate schedule", text, str, "a string such as 'cosine'")
+    kind, _, rest = text.partition(":")
     if kind == "constant" and not rest:
         return ConstantRate(base, warmup_steps)
     if kind == "cosine" and not rest:

@@ -6,9 +6,20 @@ from typing import Any
 
 from mucudnn.arguments import an_integer, integers
 
-__all__ = ["Ints", "Window", "named_padding", "per_axis"]
+__all__ = ["Ints", "Window", "channels", "named_padding", "per_axis"]
 
 Ints = int | Sequence[int]
+
+
+def channels(name: str, shape: Sequence[int]) -> int:
+    """Channels of a tensor: its axis 1.
+
+    Raises:
+        ValueError: It has no such axis.
+    """
+    if len(shape) < 2:
+        raise ValueError(f"{name!r} has shape {tuple(shape)}; (N, C, …) is wanted")
+    return shape[1]
 
 
 def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from mucudnn.arguments import an_integer
 from mucudnn.ir.initializers import Constant, HeNormal, Initializer
-from mucudnn.ir.layers.draft import Draft, channels
+from mucudnn.ir.layers.draft import Draft
+from mucudnn.ir.shapes import channels
 
 __all__ = ["bias", "biased", "linear"]
 
@@ -10,7 +11,7 @@ __all__ = ["bias", "biased", "linear"]
 def bias(g: Draft, x: str, initializer: Initializer | None = None) -> str:
     """Add one number a channel (axis 1)."""
     start = Constant(0.0) if initializer is None else initializer
-    b = g.parameter("bias", (channels(g, x),), start)
+    b = g.parameter("bias", (channels(x, g.shape(x)),), start)
     return g.append("bias", (x, b), g.shape(x))
 
 

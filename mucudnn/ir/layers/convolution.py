@@ -4,8 +4,8 @@ from mucudnn.arguments import an_integer
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.initializers import HeNormal, Initializer
 from mucudnn.ir.layers.affine import biased
-from mucudnn.ir.layers.draft import Draft, channels as channels_of
-from mucudnn.ir.shapes import Ints, per_axis
+from mucudnn.ir.layers.draft import Draft
+from mucudnn.ir.shapes import Ints, channels as channels_of, per_axis
 
 __all__ = ["conv", "conv_transpose"]
 
@@ -28,7 +28,7 @@ def conv(
 
     `bias` says whether there is one, or how it starts.
     """
-    shape, depth = g.shape(x), channels_of(g, x)
+    shape, depth = g.shape(x), channels_of(x, g.shape(x))
     kernels = per_axis("kernel", kernel, len(shape) - 2, 1)
     problem = ConvProblem(
         direction=Direction.FORWARD,
@@ -67,7 +67,7 @@ def conv_transpose(
 
     Its weight has shape (C, channels // groups, *kernel), as in PyTorch.
     """
-    shape, depth = g.shape(x), channels_of(g, x)
+    shape, depth = g.shape(x), channels_of(x, g.shape(x))
     kernels, steps, pads, dilations, extra = (
         per_axis(label, value, len(shape) - 2, least)
         for label, value, least in (

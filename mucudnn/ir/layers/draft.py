@@ -13,19 +13,7 @@ from mucudnn.ir.graph import Node
 from mucudnn.ir.initializers import Initializer
 from mucudnn.ir.tensor import TensorSpec
 
-__all__ = ["Draft", "Saved", "channels"]
-
-
-def channels(g: "Draft", x: str) -> int:
-    """Channels of a tensor: its axis 1.
-
-    Raises:
-        ValueError: It has no such axis.
-    """
-    shape = g.shape(x)
-    if len(shape) < 2:
-        raise ValueError(f"{x!r} has shape {shape}; (N, C, …) is wanted")
-    return shape[1]
+__all__ = ["Draft", "Saved"]
 
 
 Saved = tuple[str, tuple[int, ...], str]

@@ -1,8 +1,9 @@
 """Scalars that say how good an answer is."""
 
 from mucudnn.arguments import an_integer
-from mucudnn.ir.layers.draft import Draft, channels
+from mucudnn.ir.layers.draft import Draft
 from mucudnn.ir.layers.elementwise import common_shape
+from mucudnn.ir.shapes import channels
 
 __all__ = ["accuracy", "mean_squared_error", "softmax_cross_entropy"]
 
@@ -28,7 +29,7 @@ def accuracy(g: Draft, logits: str, labels: str, k: int = 1) -> str:
 
 
 def _check_labels(g: Draft, logits: str, labels: str) -> None:
-    channels(g, logits)
+    channels(logits, g.shape(logits))
     n, _, *spatial = g.shape(logits)
     if g.shape(labels) != (n, *spatial) or g.spec(labels).dtype != "int64":
         raise ValueError(

@@ -2,7 +2,8 @@
 
 from mucudnn.arguments import a_number, an_integer
 from mucudnn.ir.initializers import Constant, Initializer
-from mucudnn.ir.layers.draft import Draft, channels as channels_of
+from mucudnn.ir.layers.draft import Draft
+from mucudnn.ir.shapes import channels as channels_of
 
 __all__ = ["batch_norm", "group_norm", "layer_norm", "lrn"]
 
@@ -17,7 +18,7 @@ def batch_norm(
     name: str = "batch_norm",
 ) -> str:
     """Normalise each channel over the batch, or by running statistics."""
-    shape, channels = g.shape(x), (channels_of(g, x),)
+    shape, channels = g.shape(x), (channels_of(x, g.shape(x)),)
     a_number("eps", eps, 0)
     a_number("momentum", momentum, 0, 1)
     with g.scope(name):
@@ -47,7 +48,7 @@ def group_norm(
     g: Draft, x: str, groups: int, *, eps: float = 1e-5, name: str = "group_norm"
 ) -> str:
     """Normalise each sample over groups of channels; scale each channel."""
-    channels = channels_of(g, x)
+    channels = channels_of(x, g.shape(x))
     if channels % an_integer("groups", groups, least=1):
         raise ValueError(f"{channels} channels do not divide into {groups} groups")
     with g.scope(name):

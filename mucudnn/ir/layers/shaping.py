@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 
 from mucudnn.arguments import integers
-from mucudnn.ir.layers.draft import Draft, channels
-from mucudnn.ir.shapes import Ints, per_axis
+from mucudnn.ir.layers.draft import Draft
+from mucudnn.ir.shapes import Ints, channels, per_axis
 
 __all__ = [
     "concat",
@@ -23,7 +23,7 @@ def concat(g: Draft, tensors: Sequence[str]) -> str:
     if isinstance(tensors, str) or not isinstance(tensors, Sequence) or not tensors:
         raise TypeError(f"concat takes a list of names of tensors, got {tensors!r}")
     for name in tensors:
-        channels(g, name)
+        channels(name, g.shape(name))
     shapes = [g.shape(t) for t in tensors]
     for shape in shapes[1:]:
         if (shape[0], *shape[2:]) != (shapes[0][0], *shapes[0][2:]):
