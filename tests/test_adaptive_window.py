@@ -8,9 +8,9 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import Profile
+from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.residency import EVERYTHING, Residency
 from mucudnn.passes.scheduling.adaptive_window import PREFETCH_FACTOR, windows
-from mucudnn.passes.scheduling.occupancy import GRANULARITY
 from mucudnn.passes.step_plan import first_plans, plan_residency, prepare
 from mucudnn.passes.verify import verify
 from tests.examples import examples
@@ -58,7 +58,7 @@ def test_without_gaps_of_its_own_everything_may_leave(data):
         plan = plan_residency(
             graph, profile, residency, budget=least, scheduler="adaptive_window"
         )
-        assert verify(plan.schedule, least, granularity=GRANULARITY) <= least
+        assert verify(plan.schedule, least, granularity=ALIGNMENT) <= least
     with pytest.raises(PlanningError, match="short"):
         plan_residency(
             graph, profile, {}, budget=least - 1, scheduler="adaptive_window"
@@ -70,7 +70,7 @@ def test_what_is_met_again_in_time_never_leaves():
     peak = plan_residency(graph, profile, {}, budget=math.inf).peak_bytes
     found = windows(problem_of(graph, profile, {}, peak))
     assert not any(stay.copied_in for stay in found.stays)
-    tight = windows(problem_of(graph, profile, {}, peak - GRANULARITY))
+    tight = windows(problem_of(graph, profile, {}, peak - ALIGNMENT))
     assert any(stay.copied_in for stay in tight.stays)
 
 

@@ -11,10 +11,10 @@ from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.elastic import Elastic, place_elastic
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.layout import lay_out, lives_of
+from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.planned import minimum_budget, plan_step
 from mucudnn.passes.scheduling.intervals import Stay
-from mucudnn.passes.scheduling.occupancy import GRANULARITY, rounded
 from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
 from mucudnn.passes.settle import settle
 from mucudnn.passes.step_plan import plan_residency, state_bytes
@@ -107,7 +107,7 @@ def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(model, share, sche
         assert lay_out(plan.schedule).nbytes > 0.9 * (budget - resident)
         return
     settled, layout = found
-    verify(settled.schedule, granularity=GRANULARITY)
+    verify(settled.schedule, granularity=ALIGNMENT)
     assert layout.nbytes <= budget - resident
     assert settled.schedule.peak_bytes <= plan.schedule.peak_bytes
     assert {s.storage for s in settled.stays} == {s.storage for s in plan.stays}

@@ -17,11 +17,11 @@ from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.layout import lay_out
 from mucudnn.passes.least import least_budget_above
+from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
 from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.passes.scheduling.occupancy import GRANULARITY
 from mucudnn.passes.step_plan import CONVOLUTIONS
 from mucudnn.passes.verify import verify
 from tests.random_graphs import profiles, training_graphs
@@ -87,7 +87,7 @@ def placed_by_advice(graph, profile, asked, way):
     assert exact_bytes(advised) in str(error)
     placed = place_step(graph, profile, budget=advised, **way)
     assert placed.nbytes <= advised
-    verify(placed.plan.schedule, advised, granularity=GRANULARITY)
+    verify(placed.plan.schedule, advised, granularity=ALIGNMENT)
     if CLAIM in str(error):
         with pytest.raises(PlanningError):
             place_step(graph, profile, budget=advised - 1, **way)
@@ -113,7 +113,7 @@ def test_advice_holds_where_places_are_hard_to_find(data):
 
     def wasteful(schedule, **options):
         layout = lay_out(schedule, **options)
-        return replace(layout, nbytes=layout.nbytes + 5 * GRANULARITY)
+        return replace(layout, nbytes=layout.nbytes + 5 * ALIGNMENT)
 
     graph, profile, plans, hosted = data.draw(steps(most=3))
     way = way_of(data.draw, plans) | {"hosted": hosted}

@@ -12,10 +12,10 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.passes.estimate import estimate
+from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import PLANNED, plan_step, policy_names
 from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.passes.scheduling.occupancy import GRANULARITY
 from mucudnn.passes.techniques import (
     best_technique,
     largest_batch,
@@ -124,11 +124,11 @@ def test_the_least_budget_works_and_less_does_not(policy):
     graph, profile = step("lenet")
     least = least_budget(graph, profile, policy)
     assert try_technique(graph, profile, policy, "timed", least).fits
-    less = try_technique(graph, profile, policy, "timed", least - GRANULARITY)
+    less = try_technique(graph, profile, policy, "timed", least - ALIGNMENT)
     assert not less.fits
     assert less.short_bytes > 0
     if policy != "cost_based":  # it needs more under some larger budgets
-        assert less.short_bytes == GRANULARITY
+        assert less.short_bytes == ALIGNMENT
 
 
 @given(

@@ -12,10 +12,10 @@ from mucudnn.models import get_model
 from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.layout import lives_of
+from mucudnn.passes.liveness import rounded
 from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import minimum_budget
-from mucudnn.passes.scheduling.occupancy import rounded
 from mucudnn.passes.step_plan import plan_residency
 
 MODELS = {"resnet18": 4, "googlenet": 2, "densenet40": 4, "alexnet": 4}

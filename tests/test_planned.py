@@ -13,6 +13,7 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
 from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.exact_residency import exact
+from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
 from mucudnn.passes.residency import (
     POLICIES,
@@ -23,7 +24,6 @@ from mucudnn.passes.residency import (
 )
 from mucudnn.passes.residency.published import vdnn_all, vdnn_conv
 from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.passes.scheduling.occupancy import GRANULARITY
 from mucudnn.passes.step_plan import Preparer, plan_residency, prepare
 from mucudnn.passes.verify import verify
 from tests.examples import examples
@@ -84,7 +84,7 @@ def test_planned_is_never_slower_than_a_named_policy(data):
     share = data.draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
     (budget,) = budgets(graph, profile, share)
     ours = plan_step(graph, profile, budget=budget)
-    assert verify(ours.schedule, budget, granularity=GRANULARITY) <= budget
+    assert verify(ours.schedule, budget, granularity=ALIGNMENT) <= budget
     assert ours.policy == "planned"
     for name, scheduler in itertools.product(names(), [*SCHEDULERS.table, None]):
         try:
@@ -127,7 +127,7 @@ def test_the_least_budget_works_and_a_byte_less_does_not(data):
     profile = data.draw(profiles(graph))
     least = minimum_budget(graph, profile)
     plan = plan_step(graph, profile, budget=least)
-    assert verify(plan.schedule, least, granularity=GRANULARITY) <= least
+    assert verify(plan.schedule, least, granularity=ALIGNMENT) <= least
     with pytest.raises(PlanningError) as caught:
         plan_step(graph, profile, budget=least - 1)
     message = str(caught.value)

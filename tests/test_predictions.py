@@ -4,6 +4,7 @@ from hypothesis import given, settings, strategies as st
 
 from mucudnn.passes.holes import grow_into_holes, with_least_workspaces
 from mucudnn.passes.layout import lay_out
+from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import (
     minimum_budget,
@@ -11,7 +12,6 @@ from mucudnn.passes.planned import (
     plan_step,
     policy_names,
 )
-from mucudnn.passes.scheduling.occupancy import GRANULARITY
 from mucudnn.passes.settle import settle, shortest
 from mucudnn.passes.simulate import simulate
 from mucudnn.passes.step_plan import (
@@ -60,6 +60,6 @@ def test_predictions_are_of_the_schedule(data):
         schedule = plan.schedule
         times = timed_by(profile_of(schedule.graph, profile), plan.plans)
         assert plan.prediction == simulate(schedule, times)
-        assert verify(schedule, granularity=GRANULARITY) == plan.peak_bytes
+        assert verify(schedule, granularity=ALIGNMENT) == plan.peak_bytes
         for name, chosen in plan.plans.items():
             assert chosen.workspace <= schedule.workspaces.get(name, 0)

@@ -8,10 +8,11 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError, ScheduleError
 from mucudnn.ir.schedule import Alloc, Compute, Free, SwapIn, SwapOut, Wait
+from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.residency import PERSISTENTS, Residency
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.scheduling.intervals import least_occupancy, split
-from mucudnn.passes.scheduling.occupancy import GRANULARITY, Occupancy
+from mucudnn.passes.scheduling.occupancy import Occupancy
 from mucudnn.passes.scheduling.transfer_aware import timed
 from mucudnn.passes.step_plan import first_plans, plan_residency, prepare
 from mucudnn.passes.verify import verify
@@ -33,7 +34,7 @@ def test_schedules_keep_every_rule_and_the_budget(data, scheduler):
     least = prepare(graph, profile, residency).least_peak()
     budget = least + data.draw(st.sampled_from([0, 1, 512, 3000, 20_000, 10**9]))
     plan = plan_residency(graph, profile, residency, budget=budget, scheduler=scheduler)
-    assert verify(plan.schedule, budget, granularity=GRANULARITY) == plan.peak_bytes
+    assert verify(plan.schedule, budget, granularity=ALIGNMENT) == plan.peak_bytes
     fronts = profile.fronts
     for name, chosen in plan.plans.items():
         assert chosen in fronts[name.partition("~")[0]]
@@ -135,7 +136,7 @@ def test_weights_are_carried_from_step_to_step(moving):
 def test_verify_misses_no_instruction(moving, kind):
     """The oracle can fail: a schedule without any one of them is wrong."""
     program = moving.instructions
-    assert verify(moving, granularity=GRANULARITY)
+    assert verify(moving, granularity=ALIGNMENT)
     places = [
         i for i, instruction in enumerate(program) if isinstance(instruction, kind)
     ]
@@ -144,7 +145,7 @@ def test_verify_misses_no_instruction(moving, kind):
         shorter = program[:i] + program[i + 1 :]
         changed = replace(moving, instructions=shorter)
         with pytest.raises(ScheduleError):
-            verify(changed, granularity=GRANULARITY)
+            verify(changed, granularity=ALIGNMENT)
 
 
 @examples(60)

@@ -11,9 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mucudnn.arguments import a_number, a_text, an_integer, integers
-from mucudnn.ir.sizes import parse_integer
 from mucudnn.arguments import a_number, an_integer, integers, of_type
+from mucudnn.ir.sizes import parse_integer
 
 __all__ = [
     "ConstantRate",

@@ -24,8 +24,8 @@ from typing import Any
 from mucudnn.ir.graph import Phase
 from mucudnn.passes.chains import chain
 from mucudnn.passes.ilp import cbc, solver_errors
+from mucudnn.passes.liveness import rounded
 from mucudnn.passes.residency import Residency, Saved, Step, saved_tensors
-from mucudnn.passes.scheduling.occupancy import rounded
 from mucudnn.passes.step_plan import Preparer, Rewritten, first_plans
 
 __all__ = ["MOST_SAVED", "Exact", "exact"]

@@ -24,9 +24,8 @@ from mucudnn.ir.schedule import (
     Wait,
 )
 from mucudnn.passes.fitting import Block, in_gaps
-from mucudnn.passes.liveness import rounded
+from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.packing import live_peak, pack
-from mucudnn.passes.placement import ALIGNMENT, Placement
 
 __all__ = ["Layout", "host_blocks", "in_tiers", "lay_out", "lives_of"]
 
@@ -51,21 +50,6 @@ class Layout:
     def fragmentation(self) -> float:
         """Share of `live_peak` that the arena is larger than it."""
         return self.nbytes / self.live_peak - 1 if self.live_peak else 0.0
-
-    @classmethod
-    def of(cls, schedule: Schedule, placement: Placement) -> "Layout":
-        """A placement whose storages are always at the same place."""
-        return cls(
-            MappingProxyType(
-                {
-                    name: (placement.offsets[name],) * len(lives)
-                    for name, lives in lives_of(schedule).items()
-                }
-            ),
-            placement.workspace_offsets,
-            placement.nbytes,
-            placement.live_peak,
-        )
 
 
 def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:

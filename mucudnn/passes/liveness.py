@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase, Role
 
 __all__ = [
+    "ALIGNMENT",
     "LiveRange",
     "Peak",
     "kept",
@@ -24,6 +25,10 @@ __all__ = [
     "rounded",
     "total_bytes",
 ]
+
+ALIGNMENT = 512
+"""Bytes that every size and offset in an arena is a multiple of, as CUDA's own
+allocator guarantees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +170,6 @@ def total_bytes(
     )
 
 
-def rounded(nbytes: int, granularity: int) -> int:
+def rounded(nbytes: int, granularity: int = ALIGNMENT) -> int:
     """A size rounded up to a multiple."""
     return -(-nbytes // granularity) * granularity

@@ -24,11 +24,11 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.holes import grow_into_holes, with_least_workspaces
 from mucudnn.passes.layout import Layout, lay_out
+from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planned import PLANNED, VDNN_DYN, plan_of_least, plan_step
 from mucudnn.passes.residency import ResidencyPolicy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import short_of
-from mucudnn.passes.scheduling.occupancy import GRANULARITY
 from mucudnn.passes.settle import settle, shortest
 from mucudnn.passes.step_plan import Preparer, StepPlan, plan_residency, state_bytes
 
@@ -208,7 +208,7 @@ class _Asked:
         best = min(packed, key=lambda placed: placed.nbytes)
         for share in _WIDER:
             arena = int((1 + share) * (short.peak_bytes - resident))
-            arena -= arena % GRANULARITY
+            arena -= arena % ALIGNMENT
             if best.layout.nbytes <= arena:
                 break
             known = settle(plan, self.profile, arena_bytes=arena, resident=resident)

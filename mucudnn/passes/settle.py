@@ -12,8 +12,8 @@ from types import MappingProxyType
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.elastic import Elastic, Place, place_elastic
 from mucudnn.passes.layout import Layout
+from mucudnn.passes.liveness import rounded
 from mucudnn.passes.scheduling.intervals import Stay, emit, least_occupancy, shifted
-from mucudnn.passes.scheduling.occupancy import rounded
 from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
 from mucudnn.passes.simulate import simulate
 from mucudnn.passes.step_plan import StepPlan, profile_of, state_bytes, timed_by

@@ -15,6 +15,7 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Schedule
 from mucudnn.passes.inplace import in_place
+from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.rematerialize import rematerialize
 from mucudnn.passes.residency import (
     EVERYTHING,
@@ -26,13 +27,7 @@ from mucudnn.passes.residency import (
 )
 from mucudnn.passes.scheduling import stays_of
 from mucudnn.passes.scheduling.intervals import Stay, emit
-from mucudnn.passes.scheduling.occupancy import (
-    GRANULARITY,
-    Occupancy,
-    Use,
-    rounded,
-    uses_of,
-)
+from mucudnn.passes.scheduling.occupancy import Occupancy, Use, uses_of
 from mucudnn.passes.scheduling.problem import Problem, Scheduler
 from mucudnn.passes.simulate import Prediction, simulate
 from mucudnn.passes.strategies import name_of
@@ -324,7 +319,7 @@ def grown(
         before = rounded(plans[node.name].workspace)
         free = occupancy.budget - occupancy[position] + before
         if free < math.inf:
-            free -= free % GRANULARITY
+            free -= free % ALIGNMENT
         plan = fastest_of([p for p in front if p.workspace <= free])
         occupancy.add(position, position, rounded(plan.workspace) - before)
         found[node.name] = plan

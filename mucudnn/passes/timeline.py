@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.schedule import Alloc, Compute, Free, SwapIn, SwapOut, Wait
-from mucudnn.passes.scheduling.occupancy import rounded, uses_of
+from mucudnn.passes.liveness import rounded
+from mucudnn.passes.scheduling.occupancy import uses_of
 from mucudnn.passes.simulate import Lane
 from mucudnn.passes.step_plan import StepPlan
 

@@ -19,13 +19,13 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, parse_bytes
 from mucudnn.passes.inplace import in_place
 from mucudnn.passes.layout import host_blocks
+from mucudnn.passes.liveness import rounded
 from mucudnn.passes.order import Order, ordered as reordered
 from mucudnn.passes.packing import pack
 from mucudnn.passes.placed import PlacedStep, place_step
 from mucudnn.passes.planned import PLANNED, check_policy
 from mucudnn.passes.residency import ResidencyPolicy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-from mucudnn.passes.scheduling.occupancy import rounded
 from mucudnn.passes.step_plan import CONVOLUTIONS
 from mucudnn.runtime.plan_texts import restore_plans
 from mucudnn.runtime.prepare import Plans, Prepared, plan_convolutions

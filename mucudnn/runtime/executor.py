@@ -21,7 +21,6 @@ from mucudnn.ir.schedule import Schedule
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.layout import Layout, host_blocks
 from mucudnn.passes.packing import pack
-from mucudnn.passes.placement import Placement
 from mucudnn.runtime.copying import Copies
 from mucudnn.runtime.feeds import fed
 from mucudnn.runtime.order_check import OrderCheck
@@ -37,11 +36,11 @@ class Executor:
     Args:
         backend: Computes.
         schedule: What to run.
-        placement: Where in the arena each workspace is, and each storage that does not
+        layout: Where in the arena each workspace is, and each storage that does not
             outlive a step; a `Layout` if storages leave the device and come back.
         plans: Convolution node -> how to run it.
         state: Arrays of the persistent tensors; shared with other executors.
-        arena: Memory of `placement.nbytes` at least, which executors that do not run
+        arena: Memory of `layout.nbytes` at least, which executors that do not run
             at once may share; its own if not given.
         host: Where storages go that leave the device; host memory of its own if not
             given. Not shared with executors that run at the same time.
@@ -60,7 +59,7 @@ class Executor:
         self,
         backend: Backend,
         schedule: Schedule,
-        placement: Placement | Layout,
+        layout: Layout,
         plans: Mapping[str, ConvPlan],
         state: Mapping[str, Array],
         arena: Buffer | None = None,
@@ -69,11 +68,6 @@ class Executor:
         homes: Mapping[str, Buffer] | None = None,
         check: bool = False,
     ) -> None:
-        layout = (
-            Layout.of(schedule, placement)
-            if isinstance(placement, Placement)
-            else placement
-        )
         self.arena_bytes = layout.nbytes
         self.host_bytes = 0
         self._backend = backend

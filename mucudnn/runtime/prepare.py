@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from mucudnn.ir.conv import ConvPlan, ConvProblem
-from mucudnn.ir.graph import PERSISTENT, Graph
+from mucudnn.ir.graph import Graph
 from mucudnn.ir.schedule import Schedule
-from mucudnn.passes.layout import Layout
-from mucudnn.passes.liveness import rounded
+from mucudnn.passes.layout import Layout, lay_out
 from mucudnn.passes.order import Order, ordered
-from mucudnn.passes.placement import ALIGNMENT, Placement, place
 from mucudnn.passes.schedule import keep_all
 from mucudnn.runtime.plan_texts import restore_plans
 from mucudnn.runtime.profiler import kernel_workspaces
@@ -32,12 +30,12 @@ class Prepared:
 
     Attributes:
         schedule: What runs when.
-        placement: Where everything is.
+        layout: Where everything is that is not on the device all the time.
         plans: Convolution node -> its plan.
     """
 
     schedule: Schedule
-    placement: Placement | Layout
+    layout: Layout
     plans: Mapping[str, ConvPlan] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -71,8 +69,7 @@ def prepare(
     workspaces |= {n: plan.workspace for n, plan in chosen.items() if plan.workspace}
     final = ordered(order, graph, workspaces)
     schedule = keep_all(final, workspaces)
-    placement = _without_state(final, place(final, workspaces))
-    return Prepared(schedule, placement, MappingProxyType(chosen))
+    return Prepared(schedule, lay_out(schedule), MappingProxyType(chosen))
 
 
 def plan_convolutions(
@@ -102,20 +99,3 @@ def plan_convolutions(
     missing = [problem for problem in problems if problem not in known]
     made = dict(zip(missing, tuner.plan(missing), strict=True)) if missing else {}
     return MappingProxyType(known | made)
-
-
-def _without_state(graph: Graph, placement: Placement) -> Placement:
-    """The part of the arena above the persistent tensors, which have their own buffer.
-
-    Several graphs share that buffer, and not all of them declare all of it.
-    """
-    state = {spec.name for spec in graph.with_role(*PERSISTENT)}
-    bottom = sum(rounded(graph.tensors[name].nbytes, ALIGNMENT) for name in state)
-    offsets = {n: o - bottom for n, o in placement.offsets.items() if n not in state}
-    scratch = {n: o - bottom for n, o in placement.workspace_offsets.items()}
-    return Placement(
-        MappingProxyType(offsets),
-        MappingProxyType(scratch),
-        placement.nbytes - bottom,
-        placement.live_peak - bottom,
-    )

@@ -25,11 +25,10 @@ from mucudnn.ir.initializers import (
     XavierUniform,
 )
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.passes.liveness import rounded
 from mucudnn.runtime.tiers import DiskTier, HostTier
 
 __all__ = ["StateStore"]
-
-_ALIGNMENT = 512
 
 
 class StateStore(Mapping[str, Array]):
@@ -159,7 +158,7 @@ def _layout(specs: Any) -> tuple[dict[str, int], int]:
     offsets, end = {}, 0
     for spec in specs:
         offsets[spec.name] = end
-        end += -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT
+        end += rounded(spec.nbytes)
     return offsets, end
 
 

@@ -345,14 +345,14 @@ class Trainer:
             None if budget is None else tiers_for(device, p, budget) for p in prepared
         ]
         self._tiers = [tiers for tiers in hosts if tiers is not None]
-        nbytes = max(p.placement.nbytes for p in prepared)
+        nbytes = max(p.layout.nbytes for p in prepared)
         arena = self.backend.device.allocate(nbytes)
         self.peak_bytes = nbytes + self._state.nbytes
         return [
             Executor(
                 self.backend,
                 p.schedule,
-                p.placement,
+                p.layout,
                 p.plans,
                 self._state,
                 arena,

@@ -7,8 +7,7 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.passes.liveness import rounded
-from mucudnn.passes.placement import ALIGNMENT
+from mucudnn.passes.liveness import ALIGNMENT, rounded
 
 __all__ = ["WorkingSet", "largest_first"]
 

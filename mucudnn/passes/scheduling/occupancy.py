@@ -5,14 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
-from mucudnn.passes import liveness
 from mucudnn.passes.dependencies import written
-from mucudnn.passes.liveness import kept
+from mucudnn.passes.liveness import kept, rounded
 
-__all__ = ["GRANULARITY", "Occupancy", "Use", "rounded", "uses_of"]
-
-GRANULARITY = 512
-"""Bytes that every allocation is rounded up to."""
+__all__ = ["Occupancy", "Use", "uses_of"]
 
 _WIDTH = 32
 """Positions of a block of a ledger."""
@@ -54,11 +50,6 @@ class Use:
                 yield i, j
         if self.persistent and self.positions:
             yield self.positions[-1], self.positions[0] + self.period
-
-
-def rounded(nbytes: int) -> int:
-    """Bytes that an allocation of `nbytes` takes."""
-    return liveness.rounded(nbytes, GRANULARITY)
 
 
 def uses_of(graph: Graph) -> Mapping[str, Use]:
