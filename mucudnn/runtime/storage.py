@@ -442,6 +442,10 @@ def _suffixes() -> Iterator[str]:
 
 
 def warn(message: str, stacklevel: int = 4) -> None:
-    """Log it, and warn whoever is so many calls above."""
+    """Log it, and warn whoever is so many calls above.
+
+    A name that is no UTF-8 has halves of characters in it, which no log can write.
+    """
+    message = message.encode(errors="backslashreplace").decode()
     logger.warning(message)
     warnings.warn(message, CacheWarning, stacklevel=stacklevel)
