@@ -70,7 +70,7 @@ layouts = pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 accumulating = pytest.mark.parametrize("accumulate", [False, True])
 
 
-def tuner_of(backend, **options):
+def tuner_of(backend, cache=None, **options):
     return Tuner(
-        backend=backend, rule=QUICK, workspace_limit=4096, cache=None, **options
+        backend=backend, rule=QUICK, workspace_limit=4096, cache=cache, **options
     )

@@ -211,7 +211,7 @@ def test_a_newer_schema_is_said_to_be_one(tmp_path):
 
 
 def test_killed_at_any_moment_it_can_go_on(tmp_path):
-    """At each of the moments that three checkpoints consist of, and while writing.
+    """At each of the moments that two checkpoints consist of, and while writing.
 
     Each process begins where the one before it had got to; it is killed before the next
     thing that it does to the folder, and where a file has so many bytes.
@@ -232,6 +232,6 @@ def test_killed_at_any_moment_it_can_go_on(tmp_path):
             same(found, found.step)
             last = found.step
             if i == len(touches) - 1:
-                assert last > len(touches)  # many of them saved three times
+                assert last > len(touches) / 2  # the later ones saved twice
         process.stdin.close()
     assert process.returncode == 0

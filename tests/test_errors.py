@@ -15,9 +15,13 @@ from mucudnn.errors import (
     MucudnnError,
     StepFailedError,
     TrainingError,
+    PlanningError,
 )
 
 CONSTRUCTED = {
+    PlanningError: lambda: PlanningError(
+        "no room", node="conv1", short_by=3, least_bytes=512
+    ),
     StepFailedError: lambda: StepFailedError("FFT", 3, ValueError("no", 5)),
     TrainingError: lambda: TrainingError("the loss is nan", epoch=2, step=7),
     BackendUnavailableError: lambda: BackendUnavailableError(

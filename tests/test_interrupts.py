@@ -147,17 +147,25 @@ def test_a_first_signal_waits_for_what_is_being_saved(tmp_path, number, code):
 
 
 def test_a_second_signal_while_saving_ends_at_once(tmp_path):
-    file, fifo = tmp_path / "out.json", tmp_path / "nobody-reads"
-    os.mkfifo(fifo)
+    file = tmp_path / "out.json"
+    nobody_reads, pipe = os.pipe()
+    os.set_blocking(pipe, False)
+    with pytest.raises(BlockingIOError):  # full: whoever writes to it waits
+        while True:
+            os.write(pipe, bytes(1 << 16))
+    os.set_blocking(pipe, True)
     environment = in_the_work(tmp_path / "x", kill(signal.SIGTERM))
-    options = ("--json", str(file), "--report", str(fifo))
-    with start(*TUNE, *options, env=environment) as child:
+    options = ("--json", str(file), "--report", f"/dev/fd/{pipe}")
+    with start(*TUNE, *options, env=environment, pass_fds=(pipe,)) as child:
         while not (file.exists() and file.stat().st_size) and child.poll() is None:
-            time.sleep(0.01)  # a file that was only tried is empty, and gone again
+            time.sleep(0.01)
         time.sleep(0.2)  # more than what counts as one request
         child.send_signal(signal.SIGTERM)
         child.communicate(timeout=60)
+    os.close(pipe)
+    os.close(nobody_reads)
     assert child.returncode == 143
+    assert json.loads(file.read_text())["interrupted"] is True
 
 
 def test_its_child_processes_end_with_it(tmp_path):
