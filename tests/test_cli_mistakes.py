@@ -106,16 +106,24 @@ def test_a_folder_for_checkpoints_that_is_only_tried_is_not_left(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_pipe_with_a_reader_takes_json(tmp_path):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
+def test_a_pipe_with_a_reader_takes_json():
+    """As shells name it: `--json >(tee FILE)`."""
+    ours, theirs = os.pipe()
     with subprocess.Popen(
-        [sys.executable, "-m", "mucudnn", *TUNE, "--json", str(fifo)],
+        [sys.executable, "-m", "mucudnn", *TUNE, "--json", f"/dev/fd/{theirs}"],
         stdout=subprocess.DEVNULL,
+        pass_fds=(theirs,),
     ) as child:
-        data = json.loads(fifo.read_text())
+        os.close(theirs)
+        with open(ours) as pipe:
+            data = json.load(pipe)
         assert child.wait(60) == 0
     assert len(data["layers"]) == 3
+
+
+def test_a_fifo_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    assert "it is a FIFO" in refused(*TUNE, "--json", str(tmp_path / "fifo"))
 
 
 CLOSED = "import os, sys; os.close({}); os.execv(sys.executable, [sys.executable, *{}])"

@@ -13,9 +13,9 @@ from mucudnn.errors import (
     BackendError,
     BackendUnavailableError,
     MucudnnError,
+    PlanningError,
     StepFailedError,
     TrainingError,
-    PlanningError,
 )
 
 CONSTRUCTED = {

@@ -180,8 +180,9 @@ class _Training:
         folder = self._settings["checkpoint"]
         if folder is None:
             return None, None
+        with bad_input():
+            checkpoints = Checkpoints(folder)
         refuse_unwritable(folder)
-        checkpoints = Checkpoints(folder)
         if self._settings["resume"]:
             return checkpoints, checkpoints.load(self._words)
         if checkpoints.steps():
