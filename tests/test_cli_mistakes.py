@@ -115,7 +115,7 @@ def test_a_pipe_with_a_reader_takes_json():
         pass_fds=(theirs,),
     ) as child:
         os.close(theirs)
-        with open(ours) as pipe:
+        with os.fdopen(ours) as pipe:
             data = json.load(pipe)
         assert child.wait(60) == 0
     assert len(data["layers"]) == 3
