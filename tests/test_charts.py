@@ -4,12 +4,13 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from mucudnn.ir.conv import PerfTable
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.report.charts import curve, drawn_front
 from mucudnn.runtime.outcome import LayerResult
+from tests.examples import examples
 from tests.tables import perf, perf_tables, problem
 
 
@@ -50,7 +51,7 @@ def check(table):
 
 
 @given(perf_tables(max_batch=6, noisy=True, integers=False))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_curve_falls_whatever_the_noise(table):
     check(table)
 

@@ -116,7 +116,6 @@ def test_every_algorithm_listed_is_right_inside_its_workspace():
     @example(FEWER_SAMPLES_THAN_WORKERS, 3)
     @example(DEPTHWISE_PIXELS[0], 1)
     @example(DEPTHWISE_PIXELS[1], 2)
-    @settings(deadline=None)
     @given(conv_problems(), CREWS)
     def right(problem, count):
         library = LIBRARIES[count]

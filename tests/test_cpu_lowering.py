@@ -4,7 +4,7 @@ import itertools
 import math
 
 import numpy as np
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from mucudnn.backends.cpu.conv.lowering.gather import as_matrix
@@ -46,7 +46,6 @@ AXES = st.lists(
 @example([(1, 7)], [(3, 4), (2, 12)])
 @example([(3, 4)], [(1, 7)])
 @example([(1, 5)], [(1, 5)])
-@settings(deadline=None)
 @given(AXES, AXES)
 def test_a_view_is_a_matrix_exactly_where_blas_can_read_it(rows, columns):
     sizes, strides = zip(*rows, *columns, strict=True)

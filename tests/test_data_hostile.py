@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.data import open_cifar10, open_dataset
 from mucudnn.data.files import read_file, shown
 from mucudnn.data.pickles import read_pickled_dict
 from mucudnn.errors import DataError
 from tests.data_files import python2_pickle, write_cifar10_pickles, write_mnist
+from tests.examples import examples
 
 ROOT = Path(__file__).parent.parent
 MANY = 300_000
@@ -161,7 +162,7 @@ codes = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.lists(codes | st.binary(max_size=3) | st.just(b"}U\x01a"), max_size=12))
 def test_no_program_raises_anything_else(tmp_path_factory, program):
     path = tmp_path_factory.getbasetemp() / "program"
@@ -205,7 +206,7 @@ def test_dimensions_that_lie(tmp_path, packed):
     assert line.startswith(f"{path}, byte 116: expected ")
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(st.binary(max_size=300_000), min_size=1, max_size=3),
     st.integers(0, 400_000) | st.none(),

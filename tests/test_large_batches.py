@@ -1,7 +1,7 @@
 """Mini-batches that nothing could hold are planned quickly, or refused early."""
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import PerfTable
@@ -11,6 +11,7 @@ from mucudnn.runtime.comparison import compare
 from mucudnn.runtime.tuner import Tuner
 from mucudnn.suites import Layer
 from tests.doubles import QUICK, problem, watched
+from tests.examples import examples
 from tests.tables import perf
 
 HUGE = (10**6, 99_999_999, 10**8, 2**36)
@@ -60,7 +61,7 @@ def test_a_table_of_a_huge_batch_is_refused_too(batch):
 
 
 @given(st.integers(1, 40), st.integers(1, 10**9), st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_common_unit_changes_nothing_but_the_sizes(batch, unit, data):
     sizes = data.draw(st.sets(st.integers(1, batch), min_size=1, max_size=5)) | {batch}
     rows = [(n, data.draw(st.integers(1, 9)) * n, n % 3) for n in sorted(sizes)]

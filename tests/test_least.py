@@ -5,7 +5,7 @@ import pickle
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import PERSISTENT
@@ -24,6 +24,7 @@ from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.step_plan import CONVOLUTIONS
 from mucudnn.passes.verify import verify
+from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs
 
 WAYS = tuple(itertools.product(policy_names(), (None, *SCHEDULERS.table), CONVOLUTIONS))
@@ -52,7 +53,7 @@ def way_of(draw, plans):
     }
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_the_advised_budget_works_and_a_byte_less_does_not(data):
     graph, profile, plans, hosted = data.draw(steps())
@@ -96,7 +97,7 @@ def placed_by_advice(graph, profile, asked, way):
     return error
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_places_are_found_within_the_advised_budget(data):
     graph, profile, plans, hosted = data.draw(steps())
@@ -106,7 +107,7 @@ def test_places_are_found_within_the_advised_budget(data):
     placed_by_advice(graph, profile, asked, way)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(data=st.data())
 def test_advice_holds_where_places_are_hard_to_find(data):
     """Nothing gives way, and every arena has a hole that nothing fits."""

@@ -1,6 +1,6 @@
 """Whatever returns a step, its prediction and its peak are of the schedule it has."""
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.passes.holes import grow_into_holes, with_least_workspaces
 from mucudnn.passes.layout import lay_out
@@ -22,6 +22,7 @@ from mucudnn.passes.step_plan import (
 )
 from mucudnn.passes.techniques import try_technique, unbounded
 from mucudnn.passes.verify import verify
+from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
 
 
@@ -51,7 +52,7 @@ def found_by_all(data, graph, profile):
     yield settled[0]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(data=st.data())
 def test_predictions_are_of_the_schedule(data):
     graph = data.draw(training_graphs(most=4, updates=data.draw(st.booleans())))

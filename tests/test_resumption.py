@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from mucudnn.cli import main
 from mucudnn.errors import CheckpointError
@@ -17,6 +17,7 @@ from mucudnn.runtime.checkpoint import Checkpoints, _seal
 from mucudnn.runtime.fit import fit, plans_of
 from mucudnn.runtime.npz import pack_arrays, unpack_arrays
 from mucudnn.runtime.resumption import read_resumption
+from tests.examples import examples
 from tests.training_cases import Epochs, trainer
 
 STEP = 7
@@ -181,9 +182,8 @@ def places(value, before=()):
             yield from places(inner, (*before, key))
 
 
-@settings(
-    max_examples=150,
-    deadline=None,
+@examples(
+    150,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())
@@ -297,7 +297,7 @@ def test_a_header_that_lies_is_not_believed(shape):
         unpack_arrays(file.getvalue())
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_damaged_archives_raise_nothing_else(data):
     raw = bytearray(packed({"x": np.arange(4.0), "y": np.array(3)}))

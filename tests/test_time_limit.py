@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
 from mucudnn.ir.status import RowStatus
@@ -11,6 +11,7 @@ from mucudnn.runtime.comparison import compare
 from mucudnn.runtime.tuner import Tuner
 from mucudnn.suites import Layer
 from tests.doubles import problem
+from tests.examples import examples
 
 RATES = {"FAST": 0.4, "SLOW": 1.0}  # ms a sample, of the null backend
 
@@ -27,7 +28,7 @@ def clocked(**options):
     st.floats(0.01, 300),
     st.sampled_from(["powers_of_two", "undivided"]),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_sweep_ends_in_time(batch, seconds, policy):
     tuner, now = clocked(batch_policy=policy)
     with pytest.MonkeyPatch.context() as patch:
@@ -43,8 +44,8 @@ def test_a_sweep_ends_in_time(batch, seconds, policy):
             assert "time limit" in row.error
 
 
-@given(st.lists(st.integers(1, 30_000), min_size=1, max_size=5), st.floats(0.1, 200))
-@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 2_000), min_size=1, max_size=5), st.floats(0.01, 15))
+@examples(25)
 def test_a_comparison_ends_in_time(batches, seconds):
     tuner, now = clocked()
     layers = [Layer(f"{i}", problem(n), 1) for i, n in enumerate(batches)]
