@@ -15,13 +15,14 @@ CUDNN := nvidia-cudnn-cu12==9.19.0.56 cuda-pathfinder
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
 	print(load_library(without_driver=True).path)"
 
-.PHONY: help demo demo-train test fuzz test-torch test-cudnn install-cudnn check format \
-	bench gpu-wheels clean
+.PHONY: help demo demo-train test test-slow fuzz test-torch test-cudnn install-cudnn \
+	check format bench gpu-wheels clean
 
 help:
 	@echo "make demo    tune AlexNet on this machine's CPU; prints a table, writes a report"
 	@echo "make demo-train   train a network on handwritten digits, in a minute"
-	@echo "make test    format, lint, types, import contracts and all tests"
+	@echo "make test    format, lint, types, import contracts and the tests"
+	@echo "make test-slow   the tests that take long: whole networks, every policy"
 	@echo "make fuzz    the properties, on twenty times as many examples, at random"
 	@echo "make test-torch   the tests that compare with PyTorch"
 	@echo "make test-cudnn   the tests of the real cuDNN, no GPU needed (a 1.5 GB download)"
@@ -73,7 +74,10 @@ demo-train: $(VENV)/digits.stamp
 	@echo "data: $(OUT)/demo-train.json"
 
 test: check
-	$(PYTEST)
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/dev.stamp
+	$(PYTEST) -m slow
 
 fuzz: $(VENV)/dev.stamp
 	$(PYTEST) -m hypothesis --hypothesis-profile=fuzz $(FUZZ)

@@ -335,6 +335,7 @@ def test_too_little_time_leaves_something_to_do(tmp_path):
     assert STAGES[0].recording in contents(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unusual", ["home", "tmpdir", "nothing"])
 def test_unusual_surroundings_cost_nothing(unusual, tmp_path):
     environment = dict(ENVIRONMENT)

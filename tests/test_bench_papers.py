@@ -460,6 +460,7 @@ def test_a_policy_that_does_not_fit_says_what_it_needs():
     assert "needs" in planner_table({"planner": [ours]})
 
 
+@pytest.mark.slow
 def test_out_of_core_by_two_windows():
     """The step that is 7.5 times too large is scheduled by windows alone."""
     made = windows_on("v100_pcie", (("planned", "timed"), THEIRS))
@@ -477,6 +478,7 @@ def test_out_of_core_by_two_windows():
     assert made["name"] == shown[0].at
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_the_largest():
     model, side, nbytes = of_library("resnet50"), 227, 2 * GIB
     for policy in ("planned", "superneurons", "keep_all"):
@@ -485,6 +487,7 @@ def test_the_largest_batch_is_the_largest():
         assert least[0] <= nbytes < least[1]
 
 
+@pytest.mark.slow
 def test_the_deepest_network_is_the_deepest_that_is_tried():
     made = planned_depth(1, 12 * GIB, most=3)
     assert made == {"technique": "planned", "batch": 1, "depth": 143, "at_least": True}

@@ -8,7 +8,7 @@ import pytest
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
-from mucudnn.passes.planned import policy_names
+from mucudnn.passes.planned import PLANNED, policy_names
 from mucudnn.runtime.budgeted import MemoryBudget
 from mucudnn.runtime.training import Trainer
 from mucudnn.runtime.tuner import Tuner
@@ -40,7 +40,13 @@ def advised(nbytes, **options):
 
 
 WAYS = [
-    *itertools.product(policy_names(), ("dynamic", "fixed")),
+    *itertools.product(
+        (p for p in policy_names() if p != PLANNED), ("dynamic", "fixed")
+    ),
+    *(
+        pytest.param(PLANNED, convolutions, marks=pytest.mark.slow)
+        for convolutions in ("dynamic", "fixed")
+    ),
     *itertools.product(("keep_all", "paging", "vdnn_dyn"), ("fastest", "least")),
 ]
 

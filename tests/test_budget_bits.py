@@ -133,7 +133,13 @@ class Step:
         return losses, {n: digest(v) for n, v in state.save().items()}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == "resnet18" else pytest.mark.slow)
+        for name in MODELS
+    ],
+)
 def step(request):
     return Step(get_backend("cpu"), request.param)
 

@@ -21,12 +21,24 @@ EXPECTED = {
     "your_own_planner": "SLOW",
 }
 
+SLOW = ("replace_a_convolution", "train_resnet20", "train_digits")
+
 
 def test_there_is_one_for_every_expectation():
     assert {example.stem for example in EXAMPLES} == set(EXPECTED)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(
+            path,
+            marks=pytest.mark.slow if path.stem in SLOW else (),
+            id=path.stem,
+        )
+        for path in EXAMPLES
+    ],
+)
 def test_example(example, tmp_path):
     assert len(example.read_text().splitlines()) < 60
     arguments = []

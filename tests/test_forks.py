@@ -99,7 +99,7 @@ print(sum(device.problems for device in known))
 """
 
 
-@pytest.mark.parametrize("name", ["null", "cpu"])
+@pytest.mark.parametrize("name", ["null", pytest.param("cpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", ["memory", "file"])
 def test_children_of_a_process_that_tunes_can_tune(name, where, tmp_path):
     file = tmp_path / "c.sqlite" if where == "file" else ""
@@ -112,6 +112,7 @@ def test_children_of_a_process_that_tunes_can_tune(name, where, tmp_path):
         assert device.problems >= problems > 25
 
 
+@pytest.mark.slow
 def test_a_child_has_all_threads_of_its_blas():
     run("""
 from mucudnn.backends.cpu.threads import Workers

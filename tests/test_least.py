@@ -107,6 +107,7 @@ def test_places_are_found_within_the_advised_budget(data):
     placed_by_advice(graph, profile, asked, way)
 
 
+@pytest.mark.slow
 @examples(15)
 @given(data=st.data())
 def test_advice_holds_where_places_are_hard_to_find(data):

@@ -171,6 +171,7 @@ def test_the_largest_batch_within_a_budget_is_found_in_few_trials(
     assert len(tried) == len(set(tried)) < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["lenet", "cifar_quick"])
 def test_the_largest_batch_is_that_of_trying_every_one(model):
     policies = tuple(policy_names())
@@ -240,6 +241,7 @@ def test_a_study_says_what_does_not_fit_and_by_how_much():
     assert sum(row["best"] for row in data["rows"]) == 1
 
 
+@pytest.mark.slow
 def test_the_curve_falls_with_the_budget_for_our_policy():
     found = study(curve=True)
     budgets = sorted({t.budget for t in found.curve}, reverse=True)

@@ -21,7 +21,13 @@ from mucudnn.passes.step_plan import plan_residency
 MODELS = {"resnet18": 4, "googlenet": 2, "densenet40": 4, "alexnet": 4}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == "alexnet" else pytest.mark.slow)
+        for name in MODELS
+    ],
+)
 def step(request):
     forward = get_model(request.param)(MODELS[request.param])
     graph = with_updates(training_graph(forward), Momentum(learning_rate=0.1))

@@ -154,7 +154,9 @@ def test_planned_needs_less_than_superneurons(name):
     assert plan.peak_bytes <= ours
 
 
-@pytest.mark.parametrize("name", ["lenet", "resnet20"])
+@pytest.mark.parametrize(
+    "name", ["lenet", pytest.param("resnet20", marks=pytest.mark.slow)]
+)
 def test_more_memory_is_never_slower_on_models(name):
     graph = training_graph(get_model(name)(16))
     profile = model_profile(graph)

@@ -141,7 +141,13 @@ def swapped(resnet):
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    "network",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "inception" else ())
+        for name in NETWORKS
+    ],
+)
 @pytest.mark.parametrize("make", [CpuCopier, LazyCopier])
 def test_small_networks_compute_the_same_bits(network, scheduler, make):
     bench = Bench.of(NETWORKS[network]())
