@@ -72,6 +72,7 @@ def test_schedulers_and_parts_fit_the_advised_budget(scheduler, accumulate):
         assert train(least, **options).peak_bytes <= least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lenet", "cifar_quick"])
 def test_measured_steps_fit_the_advised_budget(name):
     options = {"backend": "cpu", "name": name, "batch": 4}

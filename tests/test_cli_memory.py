@@ -57,6 +57,7 @@ def test_the_table_marks_the_best_and_says_what_is_short():
     assert "assumed" in text
 
 
+@pytest.mark.slow
 def test_without_a_budget_the_devices_memory_and_a_curve():
     data = data_of("cifar_quick", *NULL, "--policy", "planned,keep_all")
     assert data["budget_bytes"] == 16 << 30

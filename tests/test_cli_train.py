@@ -223,6 +223,7 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path, cache):
     assert f"checkpoint of step {last}" in rest
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_ends_where_it_would_have(run, cache, tmp_path):
     options = (*QUICK, "--epochs", "12")
     whole = run(*options, "--json", "-")

@@ -203,6 +203,7 @@ def test_what_was_ignored_at_the_start_stays_ignored(tmp_path, number):
     assert len(json.loads(file.read_text())["layers"]) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), ENDINGS)
 def test_train_leaves_a_checkpoint_whoever_ends_it(tmp_path, number, code):
     file = tmp_path / "out.json"

@@ -85,6 +85,7 @@ def lenet():
     return Case(MODELS["lenet"]())
 
 
+@pytest.mark.slow
 def test_models_compute_the_same_bits_in_any_pool(case):
     bench = case.bench
     expected = bench.run(bench.kept())

@@ -40,6 +40,7 @@ def test_other_types_are_refused():
         lowered(network(), "float64")
 
 
+@pytest.mark.slow
 def test_the_loss_scale_changes_no_step():
     labels = np.arange(4)
     images = np.random.default_rng(0).standard_normal((4, 3, 32, 32))

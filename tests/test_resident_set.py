@@ -50,6 +50,7 @@ print(most[0], trainer.peak_bytes, trainer.placed.plan.prediction.out_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_resident_set_is_what_was_promised(tmp_path):
     child = subprocess.run(

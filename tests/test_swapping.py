@@ -162,6 +162,7 @@ def test_small_networks_compute_the_same_bits(network, scheduler, make):
     assert moved > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize(
     ("model", "batch", "image"),
@@ -446,6 +447,7 @@ def null_bench(training, out_rate, in_rate):
     return bench
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_null_step_takes_what_was_predicted(network, scheduler):
