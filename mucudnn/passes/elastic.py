@@ -148,7 +148,7 @@ class _Wheel:
             self._least, self._best_order = nbytes, self._order
         elif chance() < _RETURN:
             self._order = self._best_order
-        rank = {i: float(r) for r, i in enumerate(self._order)}
+        rank = {i: r + 1.0 for r, i in enumerate(self._order)}
         for i in left:
             rank[i] *= chance()
         self._order = sorted(self._order, key=rank.__getitem__)

@@ -168,13 +168,13 @@ def _squeaky(
 ) -> Iterator[list[int]]:
     """Again and again with the blocks that stick out earlier in the order.
 
-    How much earlier is left to chance, and now and then the search returns to the best
-    order so far: without that it goes round in circles.
+    How much earlier is left to chance, up to the very first; now and then the search
+    returns to the best order so far: without that it goes round in circles.
     """
     chance = random.Random(0)
     best, best_order = _height(blocks, offsets), order
     for _ in range(rounds):
-        rank = {i: float(r) for r, i in enumerate(order)}
+        rank = {i: r + 1.0 for r, i in enumerate(order)}
         for i in order:
             if offsets[i] + blocks[i].nbytes > bound:
                 rank[i] *= chance.random()
