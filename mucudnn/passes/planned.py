@@ -140,15 +140,9 @@ def minimum_budget(
     Raises:
         PlanningError: No budget works, however large.
     """
-    trial = _trial(graph, profile, -1, policy, scheduler, convolutions, plans, hosted)
-    try:
-        _check(trial)
-    except PlanningError as e:
-        found = _least(e, trial)
-        if found is None:
-            raise
-        return found[0]
-    return 0
+    return _minimum(
+        _trial(graph, profile, -1, policy, scheduler, convolutions, plans, hosted)
+    )
 
 
 def plan_of_least(
@@ -166,18 +160,8 @@ def plan_of_least(
     Raises:
         PlanningError: No budget works, however large.
     """
-    nbytes = minimum_budget(
-        graph,
-        profile,
-        policy=policy,
-        scheduler=scheduler,
-        convolutions=convolutions,
-        plans=plans,
-        hosted=hosted,
-    )
-    trial = _trial(
-        graph, profile, nbytes, policy, scheduler, convolutions, plans, hosted
-    )
+    trial = _trial(graph, profile, -1, policy, scheduler, convolutions, plans, hosted)
+    trial = trial.within(_minimum(trial))
     if policy == VDNN_DYN:
         return vdnn_dyn(trial)
     if policy == PLANNED:
@@ -208,6 +192,22 @@ def _trial(
         convolutions=convolutions,
         plans=plans,
     )
+
+
+def _minimum(trial: Trial) -> int:
+    """The least budget that a trial is planned in, whose own is below all that work.
+
+    Raises:
+        PlanningError: No budget works, however large.
+    """
+    try:
+        _check(trial)
+    except PlanningError as e:
+        found = _least(e, trial)
+        if found is None:
+            raise
+        return found[0]
+    return 0
 
 
 def _check(trial: Trial) -> None:
