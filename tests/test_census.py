@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends import Backend, get_backend
+from mucudnn.codecs.values import problem_from_dict
 from mucudnn.errors import BackendError, BackendUnavailableError
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import Numerics
-from mucudnn.ir.serial import problem_from_dict
 from mucudnn.passes.microbatch import BATCH_POLICIES
 from mucudnn.report.census import census_tables
 from mucudnn.report.text import write_tables

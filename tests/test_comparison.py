@@ -6,9 +6,9 @@ import math
 import pytest
 
 from mucudnn.backends import Backend, get_backend
+from mucudnn.codecs.values import problem_from_dict
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import Direction
-from mucudnn.ir.serial import problem_from_dict
 from mucudnn.passes.microbatch import undivided
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.comparison import (

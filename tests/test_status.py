@@ -6,10 +6,10 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
+from mucudnn.codecs.values import perf_from_dict, perf_to_dict
 from mucudnn.errors import OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.numerics import NUMERICS, Numerics, Traits
-from mucudnn.ir.serial import perf_from_dict, perf_to_dict
 from mucudnn.ir.status import RowStatus
 from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.cache import BenchmarkCache

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main
-from mucudnn.ir import recording as recordings
+from mucudnn.codecs import recordings as recordings
 from mucudnn.runtime.cache import BenchmarkCache, CacheWarning
 from mucudnn.suites import parse_problem
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.recorded import RecordedConv
 from mucudnn.backends.virtual import VirtualDevice
+from mucudnn.codecs.recordings import read_recording
 from mucudnn.ir.conv import Direction, PerfTable
 from mucudnn.ir.measurement import Measurement, Verdict, signature
-from mucudnn.ir.recording import read_recording
 from mucudnn.passes.microbatch import workspace_reuse
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.comparison import compare, in_directions

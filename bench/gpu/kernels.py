@@ -8,9 +8,9 @@ from bench.gpu.choice import Bound, from_graph_api
 from bench.gpu.job import RULE, Job
 from bench.gpu.turns import in_turn, sampler
 from bench.gpu.verdicts import geomean
+from mucudnn.codecs.values import perf_to_dict
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
-from mucudnn.ir.serial import perf_to_dict
 from mucudnn.runtime.isolation import Isolation
 
 __all__ = ["accumulating", "first_api"]

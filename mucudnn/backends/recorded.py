@@ -1,6 +1,6 @@
 """A measured table of another machine answers as if that machine were here.
 
-`recorded:FILE` reads a recording (see `mucudnn.ir.recording`). Nothing is computed, and
+`recorded:FILE` reads a recording (see `mucudnn.codecs.recordings`). Nothing is computed, and
 each kernel takes exactly the recorded median on a virtual clock. What such a clock
 cannot tell is asked for instead: how uncertain a median is (`row`), and whether a plan
 kept its word when it was run whole (`verdict`). So the ordinary tuner, measuring
@@ -14,12 +14,12 @@ from typing import Any
 
 from mucudnn.backends.base import Backend
 from mucudnn.backends.virtual import VirtualDevice
+from mucudnn.codecs.recordings import MOST, read_recording, recorded_fingerprints
 from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.measurement import Measurement, Recording, Verdict
 from mucudnn.ir.numerics import NATIVE, Traits
-from mucudnn.ir.recording import MOST, read_recording, recorded_fingerprints
 
 __all__ = ["RecordedConv", "device_count", "load", "read_file", "recording_of"]
 

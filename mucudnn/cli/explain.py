@@ -52,7 +52,7 @@ def explain(
     layers = _chosen(query.layers(), name)
     from mucudnn.cli.layer_progress import LayerProgress
     from mucudnn.cli.progress import progress_display
-    from mucudnn.ir.serial import plan_to_dict
+    from mucudnn.codecs.values import plan_to_dict
     from mucudnn.report.words import DIRECTIONS, problem_text
     from mucudnn.runtime.comparison import in_directions
 

@@ -18,19 +18,19 @@ from typing import Any, NoReturn, TypeVar
 import platformdirs
 
 from mucudnn.arguments import a_path
-from mucudnn.errors import CacheError
-from mucudnn.files import read_whole
-from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.measurement import Measurement, Verdict
-from mucudnn.ir.recording import MOST, read_recording
-from mucudnn.ir.rows import (
+from mucudnn.codecs.recordings import MOST, read_recording
+from mucudnn.codecs.rows import (
     LATEST,
     LayerAt,
     check_times,
     decode_row,
     decode_verdict,
 )
-from mucudnn.ir.serial import decode, perf_to_dict, problem_from_key, problem_key
+from mucudnn.codecs.values import decode, perf_to_dict, problem_from_key, problem_key
+from mucudnn.errors import CacheError
+from mucudnn.files import read_whole
+from mucudnn.ir.conv import AlgoPerf, ConvProblem
+from mucudnn.ir.measurement import Measurement, Verdict
 from mucudnn.runtime.export import write_recording
 from mucudnn.runtime.storage import CacheWarning, RecordFile, transaction, warn
 from mucudnn.version import installed_version

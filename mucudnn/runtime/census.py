@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mucudnn.backends import Backend
+from mucudnn.codecs.values import problem_to_dict
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import Numerics
-from mucudnn.ir.serial import problem_to_dict
 from mucudnn.ir.status import RowStatus
 from mucudnn.passes.microbatch import (
     BatchPolicy,

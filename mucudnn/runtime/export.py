@@ -1,16 +1,16 @@
 """Recordings as files: what a run measured, for other machines to plan with.
 
-What is in a recording is said by `mucudnn.ir.recording`; this module writes one whole
+What is in a recording is said by `mucudnn.codecs.recordings`; this module writes one whole
 or not at all.
 """
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from mucudnn.codecs.recordings import MOST, SCHEMA, format_recording, recorded_schema
 from mucudnn.errors import CacheError
 from mucudnn.files import write_whole
 from mucudnn.ir.measurement import Measurement, Verdict
-from mucudnn.ir.recording import MOST, SCHEMA, format_recording, recorded_schema
 
 __all__ = ["spare_newer", "write_recording"]
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from mucudnn.arguments import a_function, an_integer, of_type
 from mucudnn.backends.base import Backend
+from mucudnn.codecs.values import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
-from mucudnn.ir.serial import plan_to_dict
 from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
 from mucudnn.runtime.evaluation import check_batches, image_and_label
 from mucudnn.runtime.history import EpochReport, Position

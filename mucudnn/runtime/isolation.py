@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mucudnn.backends.base import Backend
+from mucudnn.codecs.values import problem_to_dict
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.serial import problem_to_dict
 from mucudnn.runtime.bench_kernels import BenchTask, KernelBench, failed_perf
 from mucudnn.runtime.measuring_process import MeasuringProcess
 from mucudnn.runtime.timing import StoppingRule

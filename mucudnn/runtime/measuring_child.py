@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from mucudnn.backends import Backend, get_backend
+from mucudnn.codecs.values import perf_to_dict, problem_from_dict
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.serial import perf_to_dict, problem_from_dict
 from mucudnn.runtime.bench_kernels import BenchTask, KernelBench, failed_perf
 from mucudnn.runtime.interrupts import SIGNALS
 from mucudnn.runtime.timing import StoppingRule

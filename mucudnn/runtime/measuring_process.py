@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mucudnn.codecs.values import perf_from_dict
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.forks import Own
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.ir.serial import perf_from_dict
 from mucudnn.ir.status import RowStatus
 from mucudnn.runtime.child_process import ChildEndedError, ChildProcess
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mucudnn.codecs.values import problem_to_dict
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
-from mucudnn.ir.serial import problem_to_dict
 from mucudnn.passes.reasons import left_out
 from mucudnn.runtime.tuner import Choice
 

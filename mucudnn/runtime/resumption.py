@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from mucudnn.codecs.rows import check_times
+from mucudnn.codecs.values import decode, list_of, members_of, plan_from_dict
 from mucudnn.errors import CheckpointError
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.rows import check_times
-from mucudnn.ir.serial import decode, list_of, members_of, plan_from_dict
 from mucudnn.runtime.checkpoint import Checkpoint
 from mucudnn.runtime.history import EpochReport, Position
 

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
-from mucudnn.errors import CacheError
-from mucudnn.ir.conv import AlgoPerf
-from mucudnn.ir.measurement import Measurement, Verdict, signature
-from mucudnn.ir.recording import (
+from mucudnn.codecs.recordings import (
     format_recording,
     parse_recording,
     read_recording,
     recorded_environments,
     recorded_fingerprints,
 )
+from mucudnn.errors import CacheError
+from mucudnn.ir.conv import AlgoPerf
+from mucudnn.ir.measurement import Measurement, Verdict, signature
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.export import write_recording
 from mucudnn.runtime.record import record_run, run_measurements

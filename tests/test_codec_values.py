@@ -9,9 +9,9 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
+from mucudnn.codecs.recordings import Measurement
 from mucudnn.ir import recording, serial
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction, PerfTable
-from mucudnn.ir.recording import Measurement
 
 sizes = st.integers(1, 9)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

@@ -30,9 +30,8 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from mucudnn.ir.measurement import Measurement, Recording, Verdict
-from mucudnn.ir.rows import LayerAt, count_of, decode_row, decode_verdict
-from mucudnn.ir.serial import (
+from mucudnn.codecs.rows import LayerAt, count_of, decode_row, decode_verdict
+from mucudnn.codecs.values import (
     decode,
     decode_layer,
     list_of,
@@ -42,6 +41,7 @@ from mucudnn.ir.serial import (
     perf_to_dict,
     problem_key,
 )
+from mucudnn.ir.measurement import Measurement, Recording, Verdict
 
 __all__ = [
     "KIND",

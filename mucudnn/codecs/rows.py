@@ -8,9 +8,9 @@ time is one.
 from collections.abc import Callable
 from typing import Any
 
+from mucudnn.codecs.values import decode, decode_perf, members_of, object_of
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.measurement import Measurement, Verdict
-from mucudnn.ir.serial import decode, decode_perf, members_of, object_of
 
 __all__ = [
     "LATEST",

@@ -1,0 +1,1 @@
+"""Frozen values as JSON, and back; what foreign hands wrote is checked here."""
