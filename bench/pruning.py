@@ -12,8 +12,8 @@ from typing import Any
 
 from bench.table import render
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction, PerfTable
+from mucudnn.passes.convolution.measurement_pruning import next_measurements
 from mucudnn.passes.microbatch import pareto_plans, workspace_reuse
-from mucudnn.passes.pruning import next_measurements
 from mucudnn.runtime.timing import StoppingRule
 from mucudnn.runtime.tuner import Tuner
 

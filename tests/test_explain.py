@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.ir.conv import ConvPlan, PerfTable
-from mucudnn.passes.explain import Trial, explain
+from mucudnn.passes.convolution.explain import Trial, explain
 from mucudnn.passes.microbatch import pareto_plans, undivided, workspace_reuse
 from tests.tables import perf, perf_tables, problem
 

@@ -5,8 +5,8 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import PerfTable
+from mucudnn.passes.convolution.pareto import least_workspace, pareto_plans
 from mucudnn.passes.microbatch import workspace_reuse
-from mucudnn.passes.pareto import least_workspace, pareto_plans
 from mucudnn.runtime.comparison import compare
 from mucudnn.runtime.tuner import Tuner
 from mucudnn.suites import Layer

@@ -24,7 +24,7 @@ TABLES = {
     ("mucudnn.passes.microbatch", "PLANNERS", "table"): 5,
     ("mucudnn.passes.microbatch", "BATCH_POLICIES", ""): 3,
     ("mucudnn.passes.order", "ORDERS", "table"): 3,
-    ("mucudnn.passes.division", "SOLVERS", "table"): 2,
+    ("mucudnn.passes.convolution.workspace_division", "SOLVERS", "table"): 2,
     ("mucudnn.passes.planned", "STEP_PLANNERS", ""): 2,
     ("mucudnn.passes.gradients", "RULES", ""): None,
     ("mucudnn.passes.inplace", "OVERWRITABLE", ""): None,

@@ -13,14 +13,14 @@ from typing import Literal, Protocol
 
 from mucudnn.arguments import an_integer, integers
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
-from mucudnn.passes.division import divide
-from mucudnn.passes.pareto import (
+from mucudnn.passes.convolution.pareto import (
     candidates,
     fastest_division,
     no_plan,
     pareto_plans,
     plan_cost_ms,
 )
+from mucudnn.passes.convolution.workspace_division import divide
 from mucudnn.passes.strategies import Strategies, name_of
 
 __all__ = [

@@ -14,6 +14,8 @@ from math import inf
 from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.passes.convolution.pareto import least_workspace
+from mucudnn.passes.convolution.reasons import counted, left_out
 from mucudnn.passes.microbatch import (
     PLANNERS,
     Planner,
@@ -21,8 +23,6 @@ from mucudnn.passes.microbatch import (
     pareto_plans,
     workspace_division,
 )
-from mucudnn.passes.pareto import least_workspace
-from mucudnn.passes.reasons import counted, left_out
 from mucudnn.passes.strategies import name_of
 from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.outcome import Comparison, LayerResult, Limit, Outcome

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from mucudnn.backends.base import Backend
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, PerfTable
 from mucudnn.ir.numerics import Numerics, Traits
+from mucudnn.passes.convolution.measurement_pruning import Point, next_measurements
 from mucudnn.passes.microbatch import (
     BatchPolicy,
     aligned_batches,
     candidate_batches,
 )
-from mucudnn.passes.pruning import Point, next_measurements
 from mucudnn.runtime.bench_kernels import KernelBench, limited
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.isolation import IsolatedBench, Isolation

@@ -16,7 +16,8 @@ from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.measurement import Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import parse_bytes
-from mucudnn.passes.explain import Trial, explain
+from mucudnn.passes.convolution.explain import Trial, explain
+from mucudnn.passes.convolution.pareto import check_divisible
 from mucudnn.passes.microbatch import (
     PLANNERS,
     BatchPolicy,
@@ -25,7 +26,6 @@ from mucudnn.passes.microbatch import (
     divided_by,
     pareto_plans,
 )
-from mucudnn.passes.pareto import check_divisible
 from mucudnn.runtime.bench_kernels import limited, operands
 from mucudnn.runtime.environment import (
     USERS,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.ir.conv import PerfTable
+from mucudnn.passes.convolution.measurement_pruning import next_measurements
 from mucudnn.passes.microbatch import candidate_batches, pareto_plans
-from mucudnn.passes.pruning import next_measurements
 from tests.tables import perf, problem, realistic_table
 
 ANY = 1 << 60

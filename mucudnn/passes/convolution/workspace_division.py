@@ -14,9 +14,15 @@ from typing import Literal
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, PerfTable
-from mucudnn.passes.ilp import ilp
-from mucudnn.passes.knapsack import Core, Item, Selection, merge, reduce_to_core
-from mucudnn.passes.pareto import (
+from mucudnn.passes.convolution.ilp import ilp
+from mucudnn.passes.convolution.knapsack import (
+    Core,
+    Item,
+    Selection,
+    merge,
+    reduce_to_core,
+)
+from mucudnn.passes.convolution.pareto import (
     least_workspace,
     no_plan,
     pareto_plans,

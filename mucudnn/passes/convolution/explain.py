@@ -12,8 +12,8 @@ from math import inf
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.pareto import candidates, pareto_plans
-from mucudnn.passes.reasons import algorithms, counted, refused
+from mucudnn.passes.convolution.pareto import candidates, pareto_plans
+from mucudnn.passes.convolution.reasons import algorithms, counted, refused
 
 __all__ = [
     "Trial",

@@ -24,7 +24,7 @@ from math import inf, isfinite, sqrt
 from typing import NamedTuple
 
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.passes.pareto import pareto_divisions
+from mucudnn.passes.convolution.pareto import pareto_divisions
 
 __all__ = ["Point", "next_measurements"]
 

@@ -16,7 +16,7 @@ import warnings
 from math import inf, isfinite
 from typing import Any
 
-from mucudnn.passes.knapsack import Core, Selection
+from mucudnn.passes.convolution.knapsack import Core, Selection
 
 __all__ = ["cbc", "ilp", "solver_errors"]
 

@@ -16,10 +16,10 @@ from mucudnn.ir.conv import PerfTable
 from mucudnn.models import get_model
 from mucudnn.passes import ilp as ilp_module, knapsack
 from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.division import SOLVERS, divide
+from mucudnn.passes.convolution.ilp import ilp
+from mucudnn.passes.convolution.knapsack import Item, Selection, merge, reduce_to_core
+from mucudnn.passes.convolution.workspace_division import SOLVERS, divide
 from mucudnn.passes.exact_residency import exact
-from mucudnn.passes.ilp import ilp
-from mucudnn.passes.knapsack import Item, Selection, merge, reduce_to_core
 from mucudnn.passes.microbatch import (
     plan_cost_ms,
     workspace_division,
@@ -285,7 +285,7 @@ def test_a_solver_stopped_early_is_feasible_with_a_gap():
 def test_equal_tables_are_examined_once(monkeypatch):
     tables, _ = hard()
     seen = []
-    from mucudnn.passes import division
+    from mucudnn.passes.convolution import workspace_division
 
     original = division.pareto_plans
     monkeypatch.setattr(

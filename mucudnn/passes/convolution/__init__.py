@@ -1,0 +1,1 @@
+"""Plans of convolutions: fronts, divisions of one workspace among kernels, reasons."""
