@@ -16,7 +16,7 @@ from bench.table import render
 from mucudnn.errors import PlanningError
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
-from mucudnn.passes.inplace import in_place
+from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.microbatch import BatchPolicy
 from mucudnn.runtime.budgeted import MemoryBudget
 from mucudnn.runtime.profiler import profile

@@ -9,9 +9,9 @@ from typing import Any
 
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
-from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.optimizers import with_updates
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import minimum_budget
 from mucudnn.passes.techniques import unbounded

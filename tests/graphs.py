@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase, Role, TensorSpec
-from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.graph.autodiff import training_graph
 
 UNARY = ("relu", "bias", "scale", "mix")
 BINARY = ("add", "multiply", "relu_grad", "mix")

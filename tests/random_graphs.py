@@ -11,8 +11,8 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan
 from mucudnn.ir.graph import PERSISTENT
 from mucudnn.ir.optimizers import Sgd
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.optimizers import with_updates
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,

@@ -11,10 +11,10 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Role
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.profile import Profile
 from mucudnn.models import get_model
-from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.inplace import in_place
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.inplace import in_place
+from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.layout import lay_out
-from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.residency import PERSISTENTS, Residency, saved_tensors
 from mucudnn.passes.schedule import keep_all
 from mucudnn.passes.step_plan import Preparer, plan_residency, state_bytes

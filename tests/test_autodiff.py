@@ -10,7 +10,7 @@ from mucudnn.ir.conv import Direction
 from mucudnn.ir.graph import Graph, Phase, Role
 from mucudnn.ir.initializers import Constant
 from mucudnn.models import MODELS
-from mucudnn.passes.autodiff import LOSS_SCALE, training_graph
+from mucudnn.passes.graph.autodiff import LOSS_SCALE, training_graph
 from tests.model_cases import CASES
 
 

@@ -13,7 +13,7 @@ import pytest
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph, Node, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
-from mucudnn.passes.autodiff import RULES, training_graph
+from mucudnn.passes.graph.autodiff import RULES, training_graph
 from tests.model_cases import random_feeds
 
 torch = pytest.importorskip("torch")

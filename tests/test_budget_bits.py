@@ -13,9 +13,9 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.profile import Profile
 from mucudnn.models import get_model
-from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.inplace import in_place
-from mucudnn.passes.optimizers import with_updates
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.inplace import in_place
+from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import policy_names
 from mucudnn.passes.scheduling import SCHEDULERS

@@ -11,7 +11,7 @@ from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import KERNELS, PROGRAMS, bind
 from mucudnn.backends.cuda.kernels.program import CupyLauncher, compiler_options
 from mucudnn.errors import BackendError, UnsupportedError
-from mucudnn.passes.inplace import OVERWRITABLE
+from mucudnn.passes.graph.inplace import OVERWRITABLE
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.mirror_cases import Case, cases, compute
 

@@ -11,11 +11,11 @@ from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.devices import ASSUMED, DEVICES, Figure, get_device
 from mucudnn.ir.optimizers import OPTIMIZERS
 from mucudnn.models import get_model
-from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.dependencies import VIEWS
 from mucudnn.passes.estimate import conv_table, estimate
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.dependencies import VIEWS
+from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.microbatch import pareto_plans
-from mucudnn.passes.optimizers import with_updates
 from tests.examples import examples
 
 P100 = get_device("p100")

@@ -6,9 +6,9 @@ from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Role
 from mucudnn.ir.optimizers import Adam
-from mucudnn.passes.inplace import OVERWRITABLE, in_place
+from mucudnn.passes.graph.inplace import OVERWRITABLE, in_place
+from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import kept, peak_bytes
-from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.order import ORDERS
 from mucudnn.passes.schedule import keep_all
 from mucudnn.passes.verify import verify

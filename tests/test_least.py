@@ -13,12 +13,12 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.models import get_model
 from mucudnn.passes import placed as placed_module
-from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.layout import lay_out
 from mucudnn.passes.least import least_budget_above
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
 from mucudnn.passes.scheduling import SCHEDULERS

@@ -4,6 +4,7 @@ from hypothesis import given, strategies as st
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Graph, Role, TensorSpec
 from mucudnn.ir.optimizers import Sgd
+from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import (
     kept,
     live_ranges,
@@ -13,7 +14,6 @@ from mucudnn.passes.liveness import (
     rounded,
     total_bytes,
 )
-from mucudnn.passes.optimizers import with_updates
 from tests.graphs import NETWORKS, chain, graphs, scratch
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
 from mucudnn.models import IMAGE, LABEL, MODELS, get_model, resnet_superneurons
-from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.graph.autodiff import training_graph
 from tests.examples import examples
 from tests.model_cases import CASES, Case
 

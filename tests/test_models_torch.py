@@ -10,7 +10,7 @@ import pytest
 
 from mucudnn.ir.graph import Graph, Role
 from mucudnn.models import IMAGE, LABEL
-from mucudnn.passes.autodiff import training_graph
+from mucudnn.passes.graph.autodiff import training_graph
 from tests.model_cases import CASES, Case, furthest, random_feeds
 
 torch = pytest.importorskip("torch")

@@ -16,10 +16,10 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.devices import get_device
 from mucudnn.ir.learning_rate import ConstantRate, CosineRate
 from mucudnn.ir.optimizers import Adam
-from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.microbatch import candidate_batches
-from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.order import depth_first
 from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import plan_step

@@ -11,8 +11,8 @@ from mucudnn.backends.base import Kernel
 from mucudnn.errors import BackendError, OutOfMemoryError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT
-from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.inplace import in_place
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.liveness import peak_bytes
 from mucudnn.runtime import paged
 from mucudnn.runtime.paged import PagedExecutor, least_pool_bytes

@@ -11,8 +11,8 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
-from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.exact_residency import exact
+from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
 from mucudnn.passes.residency import (

@@ -17,10 +17,10 @@ from mucudnn.backends.null import NullArray, NullConv, NullDevice, NullKernels
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
-from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.dependencies import VIEWS
-from mucudnn.passes.inplace import in_place
-from mucudnn.passes.optimizers import with_updates
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.dependencies import VIEWS
+from mucudnn.passes.graph.inplace import in_place
+from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.runtime.cold import EVICTING_BYTES, ColdBench, cold_bench
 from mucudnn.runtime.pool import Pool
 from mucudnn.runtime.profiler import kernel_workspaces, measure_link, profile, refine

@@ -7,9 +7,9 @@ from hypothesis import given, strategies as st
 from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Phase
-from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.inplace import in_place
-from mucudnn.passes.rematerialize import rematerialize
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.inplace import in_place
+from mucudnn.passes.graph.rematerialize import rematerialize
 from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
 from tests.examples import examples
 from tests.numpy_runner import execute

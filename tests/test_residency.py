@@ -10,8 +10,8 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.models import MODELS
-from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.chains import EXPENSIVE, chain, is_checkpoint
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.recompute_chains import EXPENSIVE, chain, is_checkpoint
 from mucudnn.passes.planned import policy_names
 from mucudnn.passes.residency import (
     EVERYTHING,

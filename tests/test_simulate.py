@@ -11,8 +11,8 @@ from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.optimizers import Sgd
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
-from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.optimizers import with_updates
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.residency import Residency, saved_tensors
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.simulate import simulate

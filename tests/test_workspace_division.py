@@ -15,11 +15,11 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import PerfTable
 from mucudnn.models import get_model
 from mucudnn.passes import ilp as ilp_module, knapsack
-from mucudnn.passes.autodiff import training_graph
 from mucudnn.passes.convolution.ilp import ilp
 from mucudnn.passes.convolution.knapsack import Item, Selection, merge, reduce_to_core
 from mucudnn.passes.convolution.workspace_division import SOLVERS, divide
 from mucudnn.passes.exact_residency import exact
+from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.microbatch import (
     plan_cost_ms,
     workspace_division,

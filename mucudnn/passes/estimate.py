@@ -14,7 +14,7 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.devices import ASSUMED, Assumed, DeviceFigures, get_device
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.dependencies import VIEWS
+from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches, pareto_plans
 
 __all__ = ["conv_table", "estimate"]

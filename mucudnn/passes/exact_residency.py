@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.ir.graph import Phase
-from mucudnn.passes.chains import chain
 from mucudnn.passes.convolution.ilp import cbc, solver_errors
+from mucudnn.passes.graph.recompute_chains import chain
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.residency import Residency, Saved, Step, saved_tensors
 from mucudnn.passes.step_plan import Preparer, Rewritten, first_plans

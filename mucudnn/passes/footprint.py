@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import Graph
-from mucudnn.passes.dependencies import dependencies
+from mucudnn.passes.graph.dependencies import dependencies
 from mucudnn.passes.liveness import live_ranges
 
 __all__ = ["Footprint"]

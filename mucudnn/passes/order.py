@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from mucudnn.ir.graph import Graph, Phase
-from mucudnn.passes.dependencies import dependencies
 from mucudnn.passes.footprint import Footprint
+from mucudnn.passes.graph.dependencies import dependencies
 from mucudnn.passes.least_peak import STATE_LIMIT, improved
 from mucudnn.passes.strategies import Strategies, name_of
 

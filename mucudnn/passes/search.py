@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.chains import chain, is_checkpoint
 from mucudnn.passes.exact_residency import MOST_SAVED, exact
+from mucudnn.passes.graph.recompute_chains import chain, is_checkpoint
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,

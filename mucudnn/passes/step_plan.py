@@ -14,9 +14,9 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Schedule
-from mucudnn.passes.inplace import in_place
+from mucudnn.passes.graph.inplace import in_place
+from mucudnn.passes.graph.rematerialize import rematerialize
 from mucudnn.passes.liveness import ALIGNMENT, rounded
-from mucudnn.passes.rematerialize import rematerialize
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,

@@ -19,7 +19,7 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
-from mucudnn.passes.dependencies import VIEWS
+from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.liveness import kept, rounded
 
 __all__ = ["verify"]

@@ -17,7 +17,7 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, parse_bytes
-from mucudnn.passes.inplace import in_place
+from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.layout import host_blocks
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.order import Order, ordered as reordered

@@ -18,7 +18,7 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import Role, TensorSpec
-from mucudnn.passes.dependencies import VIEWS, written
+from mucudnn.passes.graph.dependencies import VIEWS, written
 from mucudnn.runtime.best_fit import PoolStatistics
 from mucudnn.runtime.copying import Copies
 from mucudnn.runtime.execution import compile_plan

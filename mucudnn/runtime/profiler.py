@@ -17,7 +17,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.convolution.reasons import counted
-from mucudnn.passes.dependencies import VIEWS
+from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.runtime.cold import LINK_BYTES, ColdBench, cold_bench
 from mucudnn.runtime.pool import Pool

@@ -29,7 +29,7 @@ from mucudnn.ir.schedule import (
     Wait,
 )
 from mucudnn.ir.tensor import Role, TensorSpec
-from mucudnn.passes.dependencies import VIEWS
+from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.layout import Layout
 from mucudnn.runtime.copying import Copies
 from mucudnn.runtime.execution import compile_plan

@@ -18,10 +18,11 @@ from mucudnn.arguments import a_function, a_number, an_integer, of_type, one_of
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
 from mucudnn.ir.learning_rate import LearningRate, rate_of
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
-from mucudnn.passes.accumulation import accumulating
-from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.inplace import in_place
-from mucudnn.passes.optimizers import (
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.gradient_accumulation import accumulating
+from mucudnn.passes.graph.inplace import in_place
+from mucudnn.passes.graph.mixed_precision import LOSS_SCALES, lowered
+from mucudnn.passes.graph.optimizer_updates import (
     LEARNING_RATE,
     STEP,
     When,
@@ -29,7 +30,6 @@ from mucudnn.passes.optimizers import (
 )
 from mucudnn.passes.order import ORDERS, Order
 from mucudnn.passes.placed import PlacedStep
-from mucudnn.passes.precision import LOSS_SCALES, lowered
 from mucudnn.runtime.budgeted import MemoryBudget, prepare_together, tiers_for
 from mucudnn.runtime.evaluation import (
     IMAGE,

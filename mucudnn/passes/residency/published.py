@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
-from mucudnn.passes.chains import EXPENSIVE, chain, is_checkpoint
+from mucudnn.passes.graph.recompute_chains import EXPENSIVE, chain, is_checkpoint
 from mucudnn.passes.residency.choice import (
     EVERYTHING,
     PERSISTENTS,

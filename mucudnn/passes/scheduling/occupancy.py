@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
-from mucudnn.passes.dependencies import written
+from mucudnn.passes.graph.dependencies import written
 from mucudnn.passes.liveness import kept, rounded
 
 __all__ = ["Occupancy", "Use", "uses_of"]

@@ -11,10 +11,10 @@ from mucudnn.ir.learning_rate import (
     parse_learning_rate,
 )
 from mucudnn.ir.optimizers import OPTIMIZERS, Momentum, Sgd, parse_optimizer
-from mucudnn.passes.dependencies import dependencies
-from mucudnn.passes.inplace import in_place
+from mucudnn.passes.graph.dependencies import dependencies
+from mucudnn.passes.graph.inplace import in_place
+from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import live_ranges, peak_bytes
-from mucudnn.passes.optimizers import with_updates
 from mucudnn.passes.schedule import keep_all
 from mucudnn.passes.verify import verify
 from tests.graphs import NETWORKS, Symbols, chain

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
 from mucudnn.ir.optimizers import AdaGrad, Adam, Momentum, Optimizer, RmsProp, Sgd
-from mucudnn.passes.dependencies import written
+from mucudnn.passes.graph.dependencies import written
 
 __all__ = [
     "LEARNING_RATE",

@@ -9,8 +9,8 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Role
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
-from mucudnn.passes.autodiff import training_graph
-from mucudnn.passes.precision import lowered
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.mixed_precision import lowered
 from mucudnn.runtime.training import Trainer
 from tests.model_cases import random_feeds
 

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph, Role
-from mucudnn.passes.gradients import RULES
-from mucudnn.passes.tape import LOSS_SCALE, Tape
+from mucudnn.passes.graph.gradients import RULES
+from mucudnn.passes.graph.tape import LOSS_SCALE, Tape
 
 __all__ = ["LOSS_SCALE", "RULES", "Tape", "training_graph"]
 

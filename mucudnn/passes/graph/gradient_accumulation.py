@@ -11,8 +11,8 @@ from types import MappingProxyType
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
 from mucudnn.ir.optimizers import Optimizer
-from mucudnn.passes.dependencies import written
-from mucudnn.passes.optimizers import When, with_updates
+from mucudnn.passes.graph.dependencies import written
+from mucudnn.passes.graph.optimizer_updates import When, with_updates
 
 __all__ = ["Accumulating", "accumulating"]
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.graph import Node
-from mucudnn.passes.tape import Tape
+from mucudnn.passes.graph.tape import Tape
 
 __all__ = ["RULES", "Rule"]
 

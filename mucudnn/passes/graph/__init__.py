@@ -1,0 +1,1 @@
+"""Graph in, graph out: what a training step consists of."""
