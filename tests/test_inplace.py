@@ -9,7 +9,7 @@ from mucudnn.ir.optimizers import Adam
 from mucudnn.passes.graph.inplace import OVERWRITABLE, in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import kept, peak_bytes
-from mucudnn.passes.order import ORDERS
+from mucudnn.passes.ordering.orders import ORDERS
 from mucudnn.passes.schedule import keep_all
 from mucudnn.passes.verify import verify
 from tests.graphs import NETWORKS, Symbols, graphs

@@ -20,7 +20,7 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.microbatch import candidate_batches
-from mucudnn.passes.order import depth_first
+from mucudnn.passes.ordering.orders import depth_first
 from mucudnn.passes.placed import place_step
 from mucudnn.passes.planned import plan_step
 from mucudnn.passes.residency import POLICIES, Residency, saved_tensors

@@ -12,7 +12,7 @@ from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.layout import lay_out
 from mucudnn.passes.liveness import live_ranges, peak_bytes, rounded
-from mucudnn.passes.order import ORDERS
+from mucudnn.passes.ordering.orders import ORDERS
 from mucudnn.passes.packing import live_peak, pack
 from mucudnn.passes.schedule import keep_all
 from tests.graphs import NETWORKS, graphs, scratch

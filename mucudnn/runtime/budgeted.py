@@ -20,7 +20,7 @@ from mucudnn.ir.sizes import exact_bytes, parse_bytes
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.layout import host_blocks
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.order import Order, ordered as reordered
+from mucudnn.passes.ordering.orders import Order, ordered as reordered
 from mucudnn.passes.packing import pack
 from mucudnn.passes.placed import PlacedStep, place_step
 from mucudnn.passes.planned import PLANNED, check_policy

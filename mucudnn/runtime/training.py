@@ -28,7 +28,7 @@ from mucudnn.passes.graph.optimizer_updates import (
     When,
     with_updates,
 )
-from mucudnn.passes.order import ORDERS, Order
+from mucudnn.passes.ordering.orders import ORDERS, Order
 from mucudnn.passes.placed import PlacedStep
 from mucudnn.runtime.budgeted import MemoryBudget, prepare_together, tiers_for
 from mucudnn.runtime.evaluation import (

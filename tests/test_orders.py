@@ -7,12 +7,12 @@ from hypothesis import given, strategies as st
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.optimizers import Momentum
-from mucudnn.passes.footprint import Footprint
 from mucudnn.passes.graph.dependencies import dependencies
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import memory_curve, peak_bytes
-from mucudnn.passes.order import ORDERS, depth_first, least_peak
+from mucudnn.passes.ordering.footprint import Footprint
+from mucudnn.passes.ordering.orders import ORDERS, depth_first, least_peak
 from mucudnn.passes.schedule import keep_all
 from mucudnn.passes.verify import verify
 from tests.examples import examples

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mucudnn.passes.footprint import Footprint
+from mucudnn.passes.ordering.footprint import Footprint
 
 __all__ = ["STATE_LIMIT", "improved"]
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from mucudnn.ir.graph import Graph, Phase
-from mucudnn.passes.footprint import Footprint
 from mucudnn.passes.graph.dependencies import dependencies
-from mucudnn.passes.least_peak import STATE_LIMIT, improved
+from mucudnn.passes.ordering.footprint import Footprint
+from mucudnn.passes.ordering.least_peak import STATE_LIMIT, improved
 from mucudnn.passes.strategies import Strategies, name_of
 
 __all__ = [
