@@ -11,7 +11,6 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
-from mucudnn.passes.exact_residency import exact
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
@@ -22,6 +21,7 @@ from mucudnn.passes.residency import (
     Step,
     saved_tensors,
 )
+from mucudnn.passes.residency.milp import exact
 from mucudnn.passes.residency.published import vdnn_all, vdnn_conv
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.step_plan import Preparer, plan_residency, prepare

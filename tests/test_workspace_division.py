@@ -18,7 +18,6 @@ from mucudnn.passes import ilp as ilp_module, knapsack
 from mucudnn.passes.convolution.ilp import ilp
 from mucudnn.passes.convolution.knapsack import Item, Selection, merge, reduce_to_core
 from mucudnn.passes.convolution.workspace_division import SOLVERS, divide
-from mucudnn.passes.exact_residency import exact
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.microbatch import (
     plan_cost_ms,
@@ -26,6 +25,7 @@ from mucudnn.passes.microbatch import (
     workspace_division_exact,
 )
 from mucudnn.passes.residency import Step
+from mucudnn.passes.residency.milp import exact
 from mucudnn.passes.step_plan import Preparer
 from tests.examples import examples
 from tests.tables import divisions, perf, perf_tables, problem

@@ -22,10 +22,10 @@ from mucudnn.passes.residency import (
     Step,
     decide,
 )
+from mucudnn.passes.residency.search import search, smallest
 from mucudnn.passes.residency.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import short_of
-from mucudnn.passes.search import search, smallest
 from mucudnn.passes.step_plan import Preparer, StepPlan
 from mucudnn.passes.trial import Trial
 

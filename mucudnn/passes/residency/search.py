@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.exact_residency import MOST_SAVED, exact
 from mucudnn.passes.graph.recompute_chains import chain, is_checkpoint
 from mucudnn.passes.residency import (
     EVERYTHING,
@@ -29,6 +28,7 @@ from mucudnn.passes.residency import (
     decide,
     saved_tensors,
 )
+from mucudnn.passes.residency.milp import MOST_SAVED, exact
 from mucudnn.passes.residency.published import keep_all
 from mucudnn.passes.residency.vdnn_dyn import vdnn_dyn
 from mucudnn.passes.scheduling import SCHEDULERS
