@@ -10,7 +10,7 @@ from mucudnn.passes.graph.inplace import OVERWRITABLE, in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import kept, peak_bytes
 from mucudnn.passes.ordering.orders import ORDERS
-from mucudnn.passes.schedule import keep_all
+from mucudnn.passes.scheduling.keep_all import keep_all
 from mucudnn.passes.verify import verify
 from tests.graphs import NETWORKS, Symbols, graphs
 from tests.numpy_runner import execute

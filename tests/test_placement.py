@@ -14,7 +14,7 @@ from mucudnn.passes.layout import lay_out
 from mucudnn.passes.liveness import live_ranges, peak_bytes, rounded
 from mucudnn.passes.ordering.orders import ORDERS
 from mucudnn.passes.packing import live_peak, pack
-from mucudnn.passes.schedule import keep_all
+from mucudnn.passes.scheduling.keep_all import keep_all
 from tests.graphs import NETWORKS, graphs, scratch
 
 RULES = {
