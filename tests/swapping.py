@@ -14,7 +14,7 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.layout import lay_out
+from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.residency import PERSISTENTS, Residency, saved_tensors
 from mucudnn.passes.scheduling.keep_all import keep_all
 from mucudnn.passes.step_plan import Preparer, plan_residency, state_bytes

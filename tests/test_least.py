@@ -16,10 +16,10 @@ from mucudnn.passes import placed as placed_module
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.layout import lay_out
 from mucudnn.passes.least import least_budget_above
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.placed import place_step
+from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.step_plan import CONVOLUTIONS

@@ -3,8 +3,8 @@ import itertools
 import pytest
 from hypothesis import assume, example, given, strategies as st
 
-from mucudnn.passes.fitting import Block, clash, in_gaps
-from mucudnn.passes.packing import live_peak, pack
+from mucudnn.passes.placement.heuristics import Block, clash, in_gaps
+from mucudnn.passes.placement.packing import live_peak, pack
 
 MOMENTS = 12
 EMPTY_ONES_BELOW = (

@@ -12,9 +12,9 @@ from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.layout import lives_of
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placed import place_step
+from mucudnn.passes.placement.layout import lives_of
 from mucudnn.passes.planned import minimum_budget
 from mucudnn.passes.step_plan import plan_residency
 

@@ -6,14 +6,14 @@ from hypothesis import given, strategies as st
 from mucudnn.ir.graph import PERSISTENT
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
-from mucudnn.passes.fitting import Block, by_time, in_gaps, on_top
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.layout import lay_out
 from mucudnn.passes.liveness import live_ranges, peak_bytes, rounded
 from mucudnn.passes.ordering.orders import ORDERS
-from mucudnn.passes.packing import live_peak, pack
+from mucudnn.passes.placement.heuristics import Block, by_time, in_gaps, on_top
+from mucudnn.passes.placement.layout import lay_out
+from mucudnn.passes.placement.packing import live_peak, pack
 from mucudnn.passes.scheduling.keep_all import keep_all
 from tests.graphs import NETWORKS, graphs, scratch
 

@@ -2,17 +2,20 @@
 
 from hypothesis import given, strategies as st
 
-from mucudnn.passes.holes import grow_into_holes, with_least_workspaces
-from mucudnn.passes.layout import lay_out
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.placed import place_step
+from mucudnn.passes.placement.fit_to_arena import settle, shortest
+from mucudnn.passes.placement.grow_workspaces import (
+    grow_into_holes,
+    with_least_workspaces,
+)
+from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.planned import (
     minimum_budget,
     plan_of_least,
     plan_step,
     policy_names,
 )
-from mucudnn.passes.settle import settle, shortest
 from mucudnn.passes.simulate import simulate
 from mucudnn.passes.step_plan import (
     plan_residency,

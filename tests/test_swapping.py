@@ -23,7 +23,7 @@ from mucudnn.errors import (
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Role
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
-from mucudnn.passes.layout import Layout, host_blocks, lay_out
+from mucudnn.passes.placement.layout import Layout, host_blocks, lay_out
 from mucudnn.passes.verify import verify
 from mucudnn.runtime.execution import compile_plan
 from mucudnn.runtime.executor import Executor

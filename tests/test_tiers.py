@@ -8,8 +8,8 @@ from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
 from mucudnn.errors import OutOfMemoryError
-from mucudnn.passes.layout import in_tiers
-from mucudnn.passes.packing import Block
+from mucudnn.passes.placement.layout import in_tiers
+from mucudnn.passes.placement.packing import Block
 from mucudnn.runtime.tiers import DiskTier, HostTier, Tiers
 
 BLOCK = st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 10))

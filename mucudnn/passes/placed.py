@@ -22,14 +22,17 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
-from mucudnn.passes.holes import grow_into_holes, with_least_workspaces
-from mucudnn.passes.layout import Layout, lay_out
 from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.placement.fit_to_arena import settle, shortest
+from mucudnn.passes.placement.grow_workspaces import (
+    grow_into_holes,
+    with_least_workspaces,
+)
+from mucudnn.passes.placement.layout import Layout, lay_out
 from mucudnn.passes.planned import PLANNED, VDNN_DYN, plan_of_least, plan_step
 from mucudnn.passes.residency import ResidencyPolicy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import short_of
-from mucudnn.passes.settle import settle, shortest
 from mucudnn.passes.step_plan import Preparer, StepPlan, plan_residency, state_bytes
 
 __all__ = ["PlacedStep", "place_step"]

@@ -18,11 +18,11 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, parse_bytes
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.layout import host_blocks
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.ordering.orders import Order, ordered as reordered
-from mucudnn.passes.packing import pack
 from mucudnn.passes.placed import PlacedStep, place_step
+from mucudnn.passes.placement.layout import host_blocks
+from mucudnn.passes.placement.packing import pack
 from mucudnn.passes.planned import PLANNED, check_policy
 from mucudnn.passes.residency import ResidencyPolicy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler

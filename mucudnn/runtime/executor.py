@@ -19,8 +19,8 @@ from mucudnn.backends.base import Array, Backend, Buffer
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import Schedule
 from mucudnn.ir.tensor import Role
-from mucudnn.passes.layout import Layout, host_blocks
-from mucudnn.passes.packing import pack
+from mucudnn.passes.placement.layout import Layout, host_blocks
+from mucudnn.passes.placement.packing import pack
 from mucudnn.runtime.copying import Copies
 from mucudnn.runtime.feeds import fed
 from mucudnn.runtime.order_check import OrderCheck

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.schedule import Schedule
-from mucudnn.passes.layout import Layout, lay_out
 from mucudnn.passes.ordering.orders import Order, ordered
+from mucudnn.passes.placement.layout import Layout, lay_out
 from mucudnn.passes.scheduling.keep_all import keep_all
 from mucudnn.runtime.plan_texts import restore_plans
 from mucudnn.runtime.profiler import kernel_workspaces

@@ -30,7 +30,7 @@ from mucudnn.ir.schedule import (
 )
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.dependencies import VIEWS
-from mucudnn.passes.layout import Layout
+from mucudnn.passes.placement.layout import Layout
 from mucudnn.runtime.copying import Copies
 from mucudnn.runtime.execution import compile_plan
 from mucudnn.runtime.hazards import DEVICE, Pending, PendingCopy, Span

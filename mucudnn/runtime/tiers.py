@@ -20,8 +20,8 @@ import numpy as np
 from mucudnn.backends.base import Buffer, Device
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.layout import in_tiers
-from mucudnn.passes.packing import Block, pack
+from mucudnn.passes.placement.layout import in_tiers
+from mucudnn.passes.placement.packing import Block, pack
 from mucudnn.runtime.hazards import Span
 
 __all__ = ["DiskTier", "HostTier", "Place", "Tier", "Tiers"]

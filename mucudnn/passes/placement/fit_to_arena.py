@@ -10,9 +10,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.elastic import Elastic, Place, place_elastic
-from mucudnn.passes.layout import Layout
 from mucudnn.passes.liveness import rounded
+from mucudnn.passes.placement.layout import Layout
+from mucudnn.passes.placement.shrinkable import Elastic, Place, place_elastic
 from mucudnn.passes.scheduling.intervals import Stay, emit, least_occupancy, shifted
 from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
 from mucudnn.passes.simulate import simulate

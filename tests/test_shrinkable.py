@@ -7,16 +7,16 @@ from hypothesis import given
 from mucudnn.ir.devices import DEVICES
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
-from mucudnn.passes.elastic import Elastic, place_elastic
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.layout import lay_out, lives_of
 from mucudnn.passes.liveness import ALIGNMENT, rounded
+from mucudnn.passes.placement.fit_to_arena import settle
+from mucudnn.passes.placement.layout import lay_out, lives_of
+from mucudnn.passes.placement.shrinkable import Elastic, place_elastic
 from mucudnn.passes.planned import minimum_budget, plan_step
 from mucudnn.passes.scheduling.intervals import Stay
 from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
-from mucudnn.passes.settle import settle
 from mucudnn.passes.step_plan import plan_residency, state_bytes
 from mucudnn.passes.verify import verify
 from tests.examples import examples

@@ -23,9 +23,9 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
-from mucudnn.passes.fitting import Block, in_gaps
 from mucudnn.passes.liveness import ALIGNMENT, rounded
-from mucudnn.passes.packing import live_peak, pack
+from mucudnn.passes.placement.heuristics import Block, in_gaps
+from mucudnn.passes.placement.packing import live_peak, pack
 
 __all__ = ["Layout", "host_blocks", "in_tiers", "lay_out", "lives_of"]
 

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Compute, Schedule
-from mucudnn.passes.layout import Layout, lives_of
 from mucudnn.passes.liveness import rounded
+from mucudnn.passes.placement.layout import Layout, lives_of
 from mucudnn.passes.scheduling.intervals import least_occupancy
 from mucudnn.passes.simulate import simulate
 from mucudnn.passes.step_plan import (

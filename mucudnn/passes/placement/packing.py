@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mucudnn.passes.fitting import Block, by_time, clash, in_gaps, on_top
+from mucudnn.passes.placement.heuristics import Block, by_time, clash, in_gaps, on_top
 
 __all__ = ["Block", "Packing", "live_peak", "pack"]
 

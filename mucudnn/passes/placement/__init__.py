@@ -1,0 +1,1 @@
+"""Where bytes lie in an arena of a given size."""
