@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mucudnn.passes.planned import PLANNED
+from mucudnn.passes.planning.plan_step import PLANNED
 from mucudnn.report.markup import Markup, tag
 from mucudnn.report.memory_charts import Series, speed_chart
 from mucudnn.report.svg import marker

@@ -12,9 +12,9 @@ from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.placed import place_step
-from mucudnn.passes.planned import minimum_budget
-from mucudnn.passes.techniques import unbounded
+from mucudnn.passes.planning.comparison import unbounded
+from mucudnn.passes.planning.place_step import place_step
+from mucudnn.passes.planning.plan_step import minimum_budget
 
 __all__ = ["rows", "run"]
 

@@ -6,7 +6,7 @@ from mucudnn import Tuner
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.step_plan import state_bytes
+from mucudnn.passes.planning.evaluate import state_bytes
 from mucudnn.runtime.budgeted import MemoryBudget
 from mucudnn.runtime.training import Trainer
 

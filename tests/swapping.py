@@ -15,9 +15,9 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.placement.layout import lay_out
+from mucudnn.passes.planning.evaluate import Preparer, plan_residency, state_bytes
 from mucudnn.passes.residency import PERSISTENTS, Residency, saved_tensors
 from mucudnn.passes.scheduling.keep_all import keep_all
-from mucudnn.passes.step_plan import Preparer, plan_residency, state_bytes
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.profiler import kernel_workspaces
 from mucudnn.runtime.state import StateStore

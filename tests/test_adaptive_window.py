@@ -9,9 +9,9 @@ from hypothesis import given, strategies as st
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.planning.evaluate import first_plans, plan_residency, prepare
 from mucudnn.passes.residency import EVERYTHING, Residency
 from mucudnn.passes.scheduling.adaptive_window import PREFETCH_FACTOR, windows
-from mucudnn.passes.step_plan import first_plans, plan_residency, prepare
 from mucudnn.passes.verify import verify
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs

@@ -8,7 +8,7 @@ import pytest
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
-from mucudnn.passes.planned import PLANNED, policy_names
+from mucudnn.passes.planning.plan_step import PLANNED, policy_names
 from mucudnn.runtime.budgeted import MemoryBudget
 from mucudnn.runtime.training import Trainer
 from mucudnn.runtime.tuner import Tuner

@@ -16,11 +16,11 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.placed import place_step
-from mucudnn.passes.planned import policy_names
+from mucudnn.passes.planning.comparison import least_budget
+from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.planning.place_step import place_step
+from mucudnn.passes.planning.plan_step import policy_names
 from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.passes.step_plan import plan_residency
-from mucudnn.passes.techniques import least_budget
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.profiler import kernel_workspaces
 from mucudnn.runtime.state import StateStore

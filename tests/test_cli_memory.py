@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from mucudnn.cli import main
 from mucudnn.cli.exit_codes import ExitCode
 from mucudnn.ir.sizes import exact_bytes, format_bytes
-from mucudnn.passes.planned import policy_names
+from mucudnn.passes.planning.plan_step import policy_names
 
 NULL = ("--device", "null", "--batch", "8")
 ROW = {

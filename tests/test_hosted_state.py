@@ -8,7 +8,7 @@ from mucudnn.backends.cpu import copies
 from mucudnn.errors import BackendError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam
-from mucudnn.passes.step_plan import state_bytes
+from mucudnn.passes.planning.evaluate import state_bytes
 from mucudnn.runtime.budgeted import MemoryBudget
 from mucudnn.runtime.checkpoint import Checkpoints
 from mucudnn.runtime.fit import fit

@@ -21,8 +21,8 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.microbatch import candidate_batches
 from mucudnn.passes.ordering.orders import depth_first
-from mucudnn.passes.placed import place_step
-from mucudnn.passes.planned import plan_step
+from mucudnn.passes.planning.place_step import place_step
+from mucudnn.passes.planning.plan_step import plan_step
 from mucudnn.passes.residency import POLICIES, Residency, saved_tensors
 from mucudnn.passes.scheduling import on_demand
 from mucudnn.plugins import PluginWarning

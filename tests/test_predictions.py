@@ -3,27 +3,27 @@
 from hypothesis import given, strategies as st
 
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.placed import place_step
 from mucudnn.passes.placement.fit_to_arena import settle, shortest
 from mucudnn.passes.placement.grow_workspaces import (
     grow_into_holes,
     with_least_workspaces,
 )
 from mucudnn.passes.placement.layout import lay_out
-from mucudnn.passes.planned import (
+from mucudnn.passes.planning.comparison import try_technique, unbounded
+from mucudnn.passes.planning.evaluate import (
+    plan_residency,
+    profile_of,
+    state_bytes,
+    timed_by,
+)
+from mucudnn.passes.planning.place_step import place_step
+from mucudnn.passes.planning.plan_step import (
     minimum_budget,
     plan_of_least,
     plan_step,
     policy_names,
 )
 from mucudnn.passes.simulate import simulate
-from mucudnn.passes.step_plan import (
-    plan_residency,
-    profile_of,
-    state_bytes,
-    timed_by,
-)
-from mucudnn.passes.techniques import try_technique, unbounded
 from mucudnn.passes.verify import verify
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs

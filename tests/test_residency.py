@@ -12,7 +12,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.models import MODELS
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.recompute_chains import EXPENSIVE, chain, is_checkpoint
-from mucudnn.passes.planned import policy_names
+from mucudnn.passes.planning.plan_step import policy_names
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,

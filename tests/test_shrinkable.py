@@ -14,10 +14,10 @@ from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.placement.fit_to_arena import settle
 from mucudnn.passes.placement.layout import lay_out, lives_of
 from mucudnn.passes.placement.shrinkable import Elastic, place_elastic
-from mucudnn.passes.planned import minimum_budget, plan_step
+from mucudnn.passes.planning.evaluate import plan_residency, state_bytes
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.scheduling.intervals import Stay
 from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
-from mucudnn.passes.step_plan import plan_residency, state_bytes
 from mucudnn.passes.verify import verify
 from tests.examples import examples
 

@@ -13,10 +13,10 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.planning.evaluate import plan_residency, prepare
 from mucudnn.passes.residency import Residency, saved_tensors
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.simulate import simulate
-from mucudnn.passes.step_plan import plan_residency, prepare
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
 

@@ -25,7 +25,7 @@ TABLES = {
     ("mucudnn.passes.microbatch", "BATCH_POLICIES", ""): 3,
     ("mucudnn.passes.ordering.orders", "ORDERS", "table"): 3,
     ("mucudnn.passes.convolution.workspace_division", "SOLVERS", "table"): 2,
-    ("mucudnn.passes.planned", "STEP_PLANNERS", ""): 2,
+    ("mucudnn.passes.planning.plan_step", "STEP_PLANNERS", ""): 2,
     ("mucudnn.passes.graph.gradients", "RULES", ""): None,
     ("mucudnn.passes.graph.inplace", "OVERWRITABLE", ""): None,
     ("mucudnn.passes.graph.mixed_precision", "LOSS_SCALES", ""): 2,

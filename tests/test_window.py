@@ -9,12 +9,12 @@ from hypothesis import given, strategies as st
 from mucudnn.errors import PlanningError, ScheduleError
 from mucudnn.ir.schedule import Alloc, Compute, Free, SwapIn, SwapOut, Wait
 from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.planning.evaluate import first_plans, plan_residency, prepare
 from mucudnn.passes.residency import PERSISTENTS, Residency
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.scheduling.intervals import least_occupancy, split
 from mucudnn.passes.scheduling.occupancy import Occupancy
 from mucudnn.passes.scheduling.transfer_aware import timed
-from mucudnn.passes.step_plan import first_plans, plan_residency, prepare
 from mucudnn.passes.verify import verify
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs

@@ -24,12 +24,12 @@ from mucudnn.passes.microbatch import (
     workspace_division,
     workspace_division_exact,
 )
+from mucudnn.passes.planning.evaluate import Preparer
 from mucudnn.passes.residency import Step
 from mucudnn.passes.residency.milp import exact
-from mucudnn.passes.step_plan import Preparer
 from tests.examples import examples
 from tests.tables import divisions, perf, perf_tables, problem
-from tests.test_planned import budgets, model_profile
+from tests.test_plan_step import budgets, model_profile
 
 
 def points(table, limit):

@@ -15,9 +15,9 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.planned import PLANNED, minimum_budget, plan_step
-from mucudnn.passes.step_plan import StepPlan
-from mucudnn.passes.techniques import least_budget, unbounded
+from mucudnn.passes.planning.comparison import least_budget, unbounded
+from mucudnn.passes.planning.evaluate import StepPlan
+from mucudnn.passes.planning.plan_step import PLANNED, minimum_budget, plan_step
 from mucudnn.runtime.memory_study import StepSpec
 
 __all__ = ["Estimated", "estimated", "plan", "plan_all"]

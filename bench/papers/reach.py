@@ -10,8 +10,8 @@ from bench.papers.capacity import GIB
 from bench.papers.models import MODELS, of_library
 from bench.papers.planner import estimated
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.planned import PLANNED
-from mucudnn.passes.techniques import largest_batch, least_budget
+from mucudnn.passes.planning.comparison import largest_batch, least_budget
+from mucudnn.passes.planning.plan_step import PLANNED
 from mucudnn.runtime.memory_study import StepSpec
 
 __all__ = ["DEEPEST", "batch_within", "least_bytes", "planned_batch", "planned_depth"]

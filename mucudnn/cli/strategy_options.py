@@ -25,7 +25,7 @@ Table = Callable[[], tuple[Iterable[str], Callable[[str], object]]]
 
 def policies() -> tuple[Iterable[str], Callable[[str], object]]:
     """What leaves and what is computed again."""
-    from mucudnn.passes.planned import check_policy, policy_names
+    from mucudnn.passes.planning.plan_step import check_policy, policy_names
 
     return policy_names(), check_policy
 

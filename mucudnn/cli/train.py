@@ -26,7 +26,7 @@ from mucudnn.ir.optimizers import Momentum, Optimizer, parse_optimizer
 if TYPE_CHECKING:
     from mucudnn.cli.train_data import Work
     from mucudnn.cli.train_progress import TrainProgress
-    from mucudnn.passes.placed import PlacedStep
+    from mucudnn.passes.planning.place_step import PlacedStep
     from mucudnn.runtime.budgeted import MemoryBudget
     from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
     from mucudnn.runtime.history import EpochReport, Position

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from mucudnn.ir.schedule import Alloc, Compute, Free, SwapIn, SwapOut, Wait
 from mucudnn.passes.liveness import rounded
+from mucudnn.passes.planning.evaluate import StepPlan
 from mucudnn.passes.scheduling.occupancy import uses_of
 from mucudnn.passes.simulate import Lane
-from mucudnn.passes.step_plan import StepPlan
 
 __all__ = ["WORKSPACE", "Interval", "memory_intervals", "memory_points", "stalls"]
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 
-from mucudnn.passes.step_plan import StepPlan
+from mucudnn.passes.planning.comparison import Technique
+from mucudnn.passes.planning.evaluate import StepPlan
 from mucudnn.passes.strategies import name_of
-from mucudnn.passes.techniques import Technique
 from mucudnn.report.markup import Child, Markup, tag
 from mucudnn.report.memory_charts import (
     Series,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mucudnn.ir.graph import Graph, Role
-from mucudnn.passes.step_plan import StepPlan
+from mucudnn.passes.planning.evaluate import StepPlan
 from mucudnn.passes.timeline import (
     WORKSPACE,
     Interval,

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from mucudnn.passes.planning.comparison import Technique
 from mucudnn.passes.strategies import name_of
-from mucudnn.passes.techniques import Technique
 from mucudnn.report.text import Table
 from mucudnn.report.words import NOTHING, bytes_text, ms_text, speedup_text
 from mucudnn.runtime.memory_study import MemoryStudy

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from mucudnn.passes.placed import PlacedStep
+from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.passes.timeline import WORKSPACE, Interval, memory_intervals
 
 __all__ = ["snapshot", "snapshot_bytes"]

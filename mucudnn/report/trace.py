@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from mucudnn.passes.step_plan import StepPlan, origin
+from mucudnn.passes.planning.evaluate import StepPlan, origin
 from mucudnn.passes.timeline import memory_intervals, memory_points
 
 __all__ = ["LANES", "trace_json"]

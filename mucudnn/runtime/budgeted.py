@@ -20,13 +20,13 @@ from mucudnn.ir.sizes import exact_bytes, parse_bytes
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.ordering.orders import Order, ordered as reordered
-from mucudnn.passes.placed import PlacedStep, place_step
 from mucudnn.passes.placement.layout import host_blocks
 from mucudnn.passes.placement.packing import pack
-from mucudnn.passes.planned import PLANNED, check_policy
+from mucudnn.passes.planning.evaluate import CONVOLUTIONS
+from mucudnn.passes.planning.place_step import PlacedStep, place_step
+from mucudnn.passes.planning.plan_step import PLANNED, check_policy
 from mucudnn.passes.residency import ResidencyPolicy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-from mucudnn.passes.step_plan import CONVOLUTIONS
 from mucudnn.runtime.plan_texts import restore_plans
 from mucudnn.runtime.prepare import Plans, Prepared, plan_convolutions
 from mucudnn.runtime.profiler import measuring_bytes, profile, refine

@@ -24,13 +24,7 @@ from mucudnn.models import get_model, network_name
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.ordering.orders import Order, ordered
-from mucudnn.passes.placed import PlacedStep, place_step
-from mucudnn.passes.planned import PLANNED, check_policy
-from mucudnn.passes.residency import ResidencyPolicy
-from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-from mucudnn.passes.step_plan import StepPlan, state_bytes
-from mucudnn.passes.strategies import by_name, name_of
-from mucudnn.passes.techniques import (
+from mucudnn.passes.planning.comparison import (
     Technique,
     best_technique,
     largest_batch_within,
@@ -39,6 +33,12 @@ from mucudnn.passes.techniques import (
     try_technique,
     unbounded,
 )
+from mucudnn.passes.planning.evaluate import StepPlan, state_bytes
+from mucudnn.passes.planning.place_step import PlacedStep, place_step
+from mucudnn.passes.planning.plan_step import PLANNED, check_policy
+from mucudnn.passes.residency import ResidencyPolicy
+from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
+from mucudnn.passes.strategies import by_name, name_of
 from mucudnn.runtime.step_costs import CPU, Coverage, StepCosts
 
 __all__ = ["CPU", "SHARES", "MemoryStudy", "Progress", "StepSpec", "study_memory"]

@@ -29,7 +29,7 @@ from mucudnn.passes.graph.optimizer_updates import (
     with_updates,
 )
 from mucudnn.passes.ordering.orders import ORDERS, Order
-from mucudnn.passes.placed import PlacedStep
+from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.budgeted import MemoryBudget, prepare_together, tiers_for
 from mucudnn.runtime.evaluation import (
     IMAGE,

@@ -13,10 +13,10 @@ from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.layout import Layout
 from mucudnn.passes.placement.shrinkable import Elastic, Place, place_elastic
+from mucudnn.passes.planning.evaluate import StepPlan, profile_of, state_bytes, timed_by
 from mucudnn.passes.scheduling.intervals import Stay, emit, least_occupancy, shifted
 from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
 from mucudnn.passes.simulate import simulate
-from mucudnn.passes.step_plan import StepPlan, profile_of, state_bytes, timed_by
 
 __all__ = ["settle", "shortest"]
 

@@ -14,9 +14,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Compute, Schedule
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.layout import Layout, lives_of
-from mucudnn.passes.scheduling.intervals import least_occupancy
-from mucudnn.passes.simulate import simulate
-from mucudnn.passes.step_plan import (
+from mucudnn.passes.planning.evaluate import (
     StepPlan,
     fastest_of,
     first_plans,
@@ -25,6 +23,8 @@ from mucudnn.passes.step_plan import (
     timed_by,
     workspaces_of,
 )
+from mucudnn.passes.scheduling.intervals import least_occupancy
+from mucudnn.passes.simulate import simulate
 
 __all__ = ["grow_into_holes", "with_least_workspaces"]
 

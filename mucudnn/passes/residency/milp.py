@@ -25,8 +25,8 @@ from mucudnn.ir.graph import Phase
 from mucudnn.passes.convolution.ilp import cbc, solver_errors
 from mucudnn.passes.graph.recompute_chains import chain
 from mucudnn.passes.liveness import rounded
+from mucudnn.passes.planning.evaluate import Preparer, Rewritten, first_plans
 from mucudnn.passes.residency import Residency, Saved, Step, saved_tensors
-from mucudnn.passes.step_plan import Preparer, Rewritten, first_plans
 
 __all__ = ["MOST_SAVED", "Exact", "exact"]
 

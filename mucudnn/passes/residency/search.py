@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.passes.graph.recompute_chains import chain, is_checkpoint
+from mucudnn.passes.planning.evaluate import StepPlan
+from mucudnn.passes.planning.trial import Trial
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
@@ -32,8 +34,6 @@ from mucudnn.passes.residency.milp import MOST_SAVED, exact
 from mucudnn.passes.residency.published import keep_all
 from mucudnn.passes.residency.vdnn_dyn import vdnn_dyn
 from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.passes.step_plan import StepPlan
-from mucudnn.passes.trial import Trial
 
 __all__ = ["search", "smallest"]
 

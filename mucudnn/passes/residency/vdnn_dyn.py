@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mucudnn.errors import PlanningError
+from mucudnn.passes.planning.evaluate import StepPlan, first_plans, grown
+from mucudnn.passes.planning.trial import Trial
 from mucudnn.passes.residency.choice import Residency
 from mucudnn.passes.residency.published import keep_all, vdnn_all, vdnn_conv
-from mucudnn.passes.step_plan import StepPlan, first_plans, grown
-from mucudnn.passes.trial import Trial
 
 __all__ = ["check_vdnn_dyn", "vdnn_dyn"]
 

@@ -13,7 +13,9 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
-from mucudnn.passes.least import least_budget_above
+from mucudnn.passes.planning.evaluate import Preparer, StepPlan
+from mucudnn.passes.planning.least_budget import least_budget_above
+from mucudnn.passes.planning.trial import Trial
 from mucudnn.passes.residency import (
     PLANNED,
     POLICIES,
@@ -26,8 +28,6 @@ from mucudnn.passes.residency.search import search, smallest
 from mucudnn.passes.residency.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import short_of
-from mucudnn.passes.step_plan import Preparer, StepPlan
-from mucudnn.passes.trial import Trial
 
 __all__ = [
     "PLANNED",

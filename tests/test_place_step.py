@@ -13,10 +13,10 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.placed import place_step
 from mucudnn.passes.placement.layout import lives_of
-from mucudnn.passes.planned import minimum_budget
-from mucudnn.passes.step_plan import plan_residency
+from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.planning.place_step import place_step
+from mucudnn.passes.planning.plan_step import minimum_budget
 
 MODELS = {"resnet18": 4, "googlenet": 2, "densenet40": 4, "alexnet": 4}
 

@@ -29,11 +29,21 @@ from mucudnn.passes.placement.grow_workspaces import (
     with_least_workspaces,
 )
 from mucudnn.passes.placement.layout import Layout, lay_out
-from mucudnn.passes.planned import PLANNED, VDNN_DYN, plan_of_least, plan_step
+from mucudnn.passes.planning.evaluate import (
+    Preparer,
+    StepPlan,
+    plan_residency,
+    state_bytes,
+)
+from mucudnn.passes.planning.plan_step import (
+    PLANNED,
+    VDNN_DYN,
+    plan_of_least,
+    plan_step,
+)
 from mucudnn.passes.residency import ResidencyPolicy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import short_of
-from mucudnn.passes.step_plan import Preparer, StepPlan, plan_residency, state_bytes
 
 __all__ = ["PlacedStep", "place_step"]
 

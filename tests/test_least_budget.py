@@ -12,17 +12,17 @@ from mucudnn.ir.graph import PERSISTENT
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.models import get_model
-from mucudnn.passes import placed as placed_module
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.least import least_budget_above
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.placed import place_step
 from mucudnn.passes.placement.layout import lay_out
-from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
+from mucudnn.passes.planning import place_step as placed_module
+from mucudnn.passes.planning.evaluate import CONVOLUTIONS
+from mucudnn.passes.planning.least_budget import least_budget_above
+from mucudnn.passes.planning.place_step import place_step
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, policy_names
 from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.passes.step_plan import CONVOLUTIONS
 from mucudnn.passes.verify import verify
 from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs

@@ -13,7 +13,8 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planned import minimum_budget, plan_step, policy_names
+from mucudnn.passes.planning.evaluate import Preparer, plan_residency, prepare
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, policy_names
 from mucudnn.passes.residency import (
     POLICIES,
     RECOMPUTED,
@@ -24,7 +25,6 @@ from mucudnn.passes.residency import (
 from mucudnn.passes.residency.milp import exact
 from mucudnn.passes.residency.published import vdnn_all, vdnn_conv
 from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.passes.step_plan import Preparer, plan_residency, prepare
 from mucudnn.passes.verify import verify
 from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs

@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.planned import PLANNED, VDNN_DYN, minimum_budget, plan_step
+from mucudnn.passes.planning.evaluate import StepPlan, plan_residency
+from mucudnn.passes.planning.plan_step import (
+    PLANNED,
+    VDNN_DYN,
+    minimum_budget,
+    plan_step,
+)
 from mucudnn.passes.residency import ResidencyPolicy
 from mucudnn.passes.scheduling import Scheduler
-from mucudnn.passes.step_plan import StepPlan, plan_residency
 from mucudnn.passes.strategies import name_of
 
 __all__ = [

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.passes.residency import Residency, ResidencyPolicy, Step
-from mucudnn.passes.scheduling.problem import Scheduler
-from mucudnn.passes.step_plan import (
+from mucudnn.passes.planning.evaluate import (
     Preparer,
     StepPlan,
     first_plans,
     plan_residency,
 )
+from mucudnn.passes.residency import Residency, ResidencyPolicy, Step
+from mucudnn.passes.scheduling.problem import Scheduler
 from mucudnn.passes.strategies import name_of
 
 __all__ = ["Trial"]

@@ -1,0 +1,1 @@
+"""A budget in, a planned step out."""
