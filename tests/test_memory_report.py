@@ -13,6 +13,12 @@ from hypothesis import given, strategies as st
 from mucudnn.errors import PlanningError
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.memory_timeline import (
+    WORKSPACE,
+    memory_intervals,
+    memory_points,
+    stalls,
+)
 from mucudnn.passes.planning.comparison import (
     best_technique,
     largest_batch,
@@ -23,7 +29,6 @@ from mucudnn.passes.planning.comparison import (
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import PLANNED, plan_step, policy_names
 from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.passes.timeline import WORKSPACE, memory_intervals, memory_points, stalls
 from mucudnn.report.axes import columns, linear_scale, unit_of
 from mucudnn.report.memory_html import memory_report, speed_series
 from mucudnn.report.memory_text import memory_tables

@@ -21,7 +21,7 @@ from mucudnn.passes.convolution.pareto import (
     plan_cost_ms,
 )
 from mucudnn.passes.convolution.workspace_division import divide
-from mucudnn.passes.strategies import Strategies, name_of
+from mucudnn.passes.registry import Strategies, name_of
 
 __all__ = [
     "BATCH_POLICIES",

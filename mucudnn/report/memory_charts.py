@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import Phase
+from mucudnn.passes.memory_timeline import memory_intervals, memory_points, stalls
 from mucudnn.passes.planning.evaluate import StepPlan, origin
 from mucudnn.passes.simulate import Lane
-from mucudnn.passes.timeline import memory_intervals, memory_points, stalls
 from mucudnn.report.axes import (
     Frame,
     bytes_axis,

@@ -5,7 +5,7 @@ from importlib.resources import files
 
 from mucudnn.passes.planning.comparison import Technique
 from mucudnn.passes.planning.evaluate import StepPlan
-from mucudnn.passes.strategies import name_of
+from mucudnn.passes.registry import name_of
 from mucudnn.report.markup import Child, Markup, tag
 from mucudnn.report.memory_charts import (
     Series,

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mucudnn.ir.graph import Graph, Role
-from mucudnn.passes.planning.evaluate import StepPlan
-from mucudnn.passes.timeline import (
+from mucudnn.passes.memory_timeline import (
     WORKSPACE,
     Interval,
     memory_intervals,
     memory_points,
 )
+from mucudnn.passes.planning.evaluate import StepPlan
 from mucudnn.report.axes import Frame, bytes_axis, columns, linear_scale, steps_path
 from mucudnn.report.markup import Markup, tag
 from mucudnn.report.memory_charts import WIDTH

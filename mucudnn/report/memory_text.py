@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from mucudnn.passes.planning.comparison import Technique
-from mucudnn.passes.strategies import name_of
+from mucudnn.passes.registry import name_of
 from mucudnn.report.text import Table
 from mucudnn.report.words import NOTHING, bytes_text, ms_text, speedup_text
 from mucudnn.runtime.memory_study import MemoryStudy

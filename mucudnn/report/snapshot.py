@@ -10,8 +10,8 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+from mucudnn.passes.memory_timeline import WORKSPACE, Interval, memory_intervals
 from mucudnn.passes.planning.place_step import PlacedStep
-from mucudnn.passes.timeline import WORKSPACE, Interval, memory_intervals
 
 __all__ = ["snapshot", "snapshot_bytes"]
 

@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from mucudnn.passes.memory_timeline import memory_intervals, memory_points
 from mucudnn.passes.planning.evaluate import StepPlan, origin
-from mucudnn.passes.timeline import memory_intervals, memory_points
 
 __all__ = ["LANES", "trace_json"]
 

@@ -21,7 +21,7 @@ from mucudnn.passes.microbatch import (
     aligned_batches,
     candidate_batches,
 )
-from mucudnn.passes.strategies import name_of
+from mucudnn.passes.registry import name_of
 from mucudnn.suites import Layer
 
 __all__ = [

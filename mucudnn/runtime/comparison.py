@@ -23,7 +23,7 @@ from mucudnn.passes.microbatch import (
     pareto_plans,
     workspace_division,
 )
-from mucudnn.passes.strategies import name_of
+from mucudnn.passes.registry import name_of
 from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.outcome import Comparison, LayerResult, Limit, Outcome
 from mucudnn.runtime.tuner import Choice, Tuner

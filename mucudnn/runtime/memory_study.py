@@ -36,9 +36,9 @@ from mucudnn.passes.planning.comparison import (
 from mucudnn.passes.planning.evaluate import StepPlan, state_bytes
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import PLANNED, check_policy
+from mucudnn.passes.registry import by_name, name_of
 from mucudnn.passes.residency import ResidencyPolicy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-from mucudnn.passes.strategies import by_name, name_of
 from mucudnn.runtime.step_costs import CPU, Coverage, StepCosts
 
 __all__ = ["CPU", "SHARES", "MemoryStudy", "Progress", "StepSpec", "study_memory"]

@@ -28,7 +28,7 @@ from mucudnn.passes.convolution.pareto import (
     pareto_plans,
     plan_cost_ms,
 )
-from mucudnn.passes.strategies import Strategies
+from mucudnn.passes.registry import Strategies
 
 __all__ = ["SOLVERS", "Division", "Solver", "divide"]
 

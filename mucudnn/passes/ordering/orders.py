@@ -12,7 +12,7 @@ from mucudnn.ir.graph import Graph, Phase
 from mucudnn.passes.graph.dependencies import dependencies
 from mucudnn.passes.ordering.footprint import Footprint
 from mucudnn.passes.ordering.least_peak import STATE_LIMIT, improved
-from mucudnn.passes.strategies import Strategies, name_of
+from mucudnn.passes.registry import Strategies, name_of
 
 __all__ = [
     "ORDERS",

@@ -18,9 +18,9 @@ from mucudnn.passes.planning.plan_step import (
     minimum_budget,
     plan_step,
 )
+from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import ResidencyPolicy
 from mucudnn.passes.scheduling import Scheduler
-from mucudnn.passes.strategies import name_of
 
 __all__ = [
     "Technique",

@@ -17,6 +17,7 @@ from mucudnn.ir.schedule import Schedule
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.rematerialize import rematerialize
 from mucudnn.passes.liveness import ALIGNMENT, rounded
+from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
@@ -30,7 +31,6 @@ from mucudnn.passes.scheduling.intervals import Stay, emit
 from mucudnn.passes.scheduling.occupancy import Occupancy, Use, uses_of
 from mucudnn.passes.scheduling.problem import Problem, Scheduler
 from mucudnn.passes.simulate import Prediction, simulate
-from mucudnn.passes.strategies import name_of
 
 __all__ = [
     "CONVOLUTIONS",

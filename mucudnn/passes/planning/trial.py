@@ -10,9 +10,9 @@ from mucudnn.passes.planning.evaluate import (
     first_plans,
     plan_residency,
 )
+from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import Residency, ResidencyPolicy, Step
 from mucudnn.passes.scheduling.problem import Scheduler
-from mucudnn.passes.strategies import name_of
 
 __all__ = ["Trial"]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from mucudnn.passes.registry import ALL, Strategies, name_of
 from mucudnn.passes.residency.choice import (
     EVERYTHING,
     PERSISTENTS,
@@ -24,7 +25,6 @@ from mucudnn.passes.residency.published import (
     vdnn_all,
     vdnn_conv,
 )
-from mucudnn.passes.strategies import ALL, Strategies, name_of
 
 __all__ = [
     "EVERYTHING",

@@ -1,12 +1,12 @@
 """Every scheduler that ships, in one table."""
 
+from mucudnn.passes.registry import ALL, Strategies, name_of
 from mucudnn.passes.scheduling.adaptive_window import adaptive_window
 from mucudnn.passes.scheduling.intervals import Stay
 from mucudnn.passes.scheduling.occupancy import Occupancy
 from mucudnn.passes.scheduling.on_demand import on_demand
 from mucudnn.passes.scheduling.problem import Problem, Scheduler
 from mucudnn.passes.scheduling.transfer_aware import timed
-from mucudnn.passes.strategies import ALL, Strategies, name_of
 
 __all__ = [
     "SCHEDULERS",

@@ -10,7 +10,7 @@ import pytest
 
 import mucudnn
 from mucudnn import strategies
-from mucudnn.passes.strategies import Strategies, name_of
+from mucudnn.passes.registry import Strategies, name_of
 
 ROOT = Path(mucudnn.__file__).parent
 
