@@ -21,7 +21,7 @@ from mucudnn.passes.microbatch import BatchPolicy
 from mucudnn.runtime.budgeted import MemoryBudget
 from mucudnn.runtime.profiler import profile
 from mucudnn.runtime.training import Trainer, step_graphs
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["run", "table"]
 

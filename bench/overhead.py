@@ -16,7 +16,7 @@ from mucudnn.backends import get_backend
 from mucudnn.backends.null import NullArray
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
 from mucudnn.runtime.conv import conv2d
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["run", "table"]
 

@@ -14,8 +14,8 @@ from bench.table import render
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction, PerfTable
 from mucudnn.passes.convolution.measurement_pruning import next_measurements
 from mucudnn.passes.microbatch import pareto_plans, workspace_reuse
-from mucudnn.runtime.timing import StoppingRule
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["run", "table"]
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.table import render
-from mucudnn.runtime.timing import StoppingRule
+from mucudnn.runtime.tuning.timing import StoppingRule
 
 __all__ = ["run", "table"]
 
@@ -111,7 +111,7 @@ def _one(name: str, image: int) -> dict[str, Any]:
     from mucudnn.ir.optimizers import Momentum
     from mucudnn.models import get_model
     from mucudnn.runtime.training import Trainer
-    from mucudnn.runtime.tuner import Tuner
+    from mucudnn.runtime.tuning.tuner import Tuner
 
     graph = get_model(name)(_BATCH, image=image)
     rng = np.random.default_rng(0)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         conv_backward_filter as conv_backward_filter,
         explain as explain,
     )
-    from mucudnn.runtime.execution import run_plan as run_plan
-    from mucudnn.runtime.tuner import Tuner as Tuner
+    from mucudnn.runtime.tuning.bound_plan import run_plan as run_plan
+    from mucudnn.runtime.tuning.tuner import Tuner as Tuner
 
 _HOMES = {
     "get_backend": "backends",

@@ -5,7 +5,7 @@ from mucudnn.backends.null import NullArray
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import NATIVE, TF32, Traits
-from mucudnn.runtime.timing import StoppingRule
+from mucudnn.runtime.tuning.timing import StoppingRule
 
 QUICK = StoppingRule(min_samples=1, max_samples=1)
 

@@ -26,7 +26,7 @@ from bench.gpu.job import Job
 from bench.gpu.work import LIMITS, STAGES, deepbench_layers, network_layers
 from mucudnn.backends import get_backend
 from mucudnn.ir.conv import Direction
-from mucudnn.runtime.timing import StoppingRule
+from mucudnn.runtime.tuning.timing import StoppingRule
 from tests.cuda_fake import fake_backend
 from tests.cudnn_fake import FakeCudnn
 

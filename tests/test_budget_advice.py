@@ -11,7 +11,7 @@ from mucudnn.models import get_model
 from mucudnn.passes.planning.plan_step import PLANNED, policy_names
 from mucudnn.runtime.budgeted import MemoryBudget
 from mucudnn.runtime.training import Trainer
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 
 CLAIM = "the least budget that works is "

@@ -17,7 +17,7 @@ from mucudnn.report.census import census_tables
 from mucudnn.report.text import write_tables
 from mucudnn.runtime.census import Algorithm, BatchCensus, CensusInterrupted, census
 from mucudnn.runtime.comparison import in_directions
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import Layer
 from tests.doubles import QUICK, crowded, problem, watched
 

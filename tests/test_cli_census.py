@@ -16,7 +16,7 @@ from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.cli import main
 from mucudnn.codecs.recordings import parse_recording, recorded_environments
 from mucudnn.errors import BackendUnavailableError
-from mucudnn.runtime import tuner as tuner_module
+from mucudnn.runtime.tuning import tuner as tuner_module
 from tests.doubles import Crowded
 
 PROBLEM = ("--problem", "n=8,c=4,h=9,w=9,k=8,r=3,s=3,pad=1")

@@ -19,7 +19,7 @@ from mucudnn.ir.measurement import Measurement, Verdict, signature
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.export import write_recording
 from mucudnn.runtime.record import record_run, run_measurements
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import plan_of, problem
 
 texts = st.text(st.characters(codec="utf-8"), max_size=8)

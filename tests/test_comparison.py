@@ -16,7 +16,7 @@ from mucudnn.runtime.comparison import (
     compare,
     in_directions,
 )
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import Layer, parse_problem
 
 KIB = 1 << 10

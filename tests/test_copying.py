@@ -11,7 +11,7 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Sgd
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.training import Trainer
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 
 
 def trainer():

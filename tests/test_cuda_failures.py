@@ -17,7 +17,7 @@ from mucudnn.errors import (
 )
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.passes.microbatch import aligned_batches, candidate_batches
-from mucudnn.runtime.execution import compile_plan
+from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.cuda_fake import fake_backend
 from tests.cuda_work import (
     EXECUTE,

@@ -11,7 +11,7 @@ from mucudnn.errors import (
 )
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import FLOAT32_SUM, HALF_SUM
-from mucudnn.runtime.execution import compile_plan
+from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.cuda_fake import FakeCupy, fake_backend
 from tests.cuda_work import EXECUTE, Work, accumulating, layer, tuner_of
 from tests.cudnn_fake import FakeCudnn

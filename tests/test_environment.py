@@ -9,7 +9,7 @@ import pytest
 
 from mucudnn.runtime import environment
 from mucudnn.runtime.cache import BenchmarkCache, CacheWarning
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import parse_problem
 from tests.doubles import QUICK
 from tests.shaky import shaky
@@ -115,7 +115,7 @@ def test_a_tuner_remembers_in_the_users_cache_directory(home):
 
 TWICE = """
 import mucudnn
-from mucudnn.runtime.timing import StoppingRule
+from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.suites import parse_problem
 seen = []
 rule = StoppingRule(min_samples=1, max_samples=1)

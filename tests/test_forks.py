@@ -15,7 +15,7 @@ START = """
 import faulthandler, os, signal, sys, threading, time, traceback, warnings
 import numpy as np
 import mucudnn
-from mucudnn.runtime.timing import StoppingRule
+from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.suites import parse_problem
 warnings.simplefilter("ignore", DeprecationWarning)
 QUICK = StoppingRule(min_samples=1, max_samples=1)

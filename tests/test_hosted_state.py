@@ -14,7 +14,7 @@ from mucudnn.runtime.checkpoint import Checkpoints
 from mucudnn.runtime.fit import fit
 from mucudnn.runtime.state import StateStore
 from mucudnn.runtime.training import Trainer
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 
 BATCH, SIDE, WIDTH, CLASSES = 4, 8, 256, 3

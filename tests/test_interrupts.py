@@ -70,7 +70,7 @@ def kill(*numbers):
     [
         *("mucudnn.runtime", "mucudnn.runtime.interrupts", "mucudnn.cli", "click"),
         *("mucudnn.cli.app", "mucudnn.ir.conv", "mucudnn.backends", "mucudnn.suites"),
-        *("mucudnn.cli.tune", "mucudnn.runtime.tuner", "mucudnn.report.text"),
+        *("mucudnn.cli.tune", "mucudnn.runtime.tuning.tuner", "mucudnn.report.text"),
     ],
 )
 def test_ctrl_c_while_it_is_imported_is_no_traceback(tmp_path, module):

@@ -14,12 +14,12 @@ import pytest
 
 from mucudnn.backends import get_backend
 from mucudnn.errors import BackendUnavailableError
-from mucudnn.runtime.bench_kernels import BenchTask, KernelBench, limited
 from mucudnn.runtime.cache import BenchmarkCache
-from mucudnn.runtime.isolation import IsolatedBench, Isolation
-from mucudnn.runtime.measuring_process import MeasuringProcess
-from mucudnn.runtime.timing import StoppingRule
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.isolation import IsolatedBench, Isolation
+from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, limited
+from mucudnn.runtime.tuning.measuring_process import MeasuringProcess
+from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem, watched
 
 pytestmark = pytest.mark.skipif(
@@ -326,7 +326,7 @@ def test_a_crashing_algorithm_is_not_planned_and_not_tried_again(installed):
 SCRIPT = """
 import os, sys, signal, time
 from pathlib import Path
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.ir.conv import ConvProblem, Direction
 
 tuner = Tuner(backend=sys.argv[1], batch_policy="undivided", cache=None)

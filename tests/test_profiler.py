@@ -24,8 +24,8 @@ from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.runtime.cold import EVICTING_BYTES, ColdBench, cold_bench
 from mucudnn.runtime.pool import Pool
 from mucudnn.runtime.profiler import kernel_workspaces, measure_link, profile, refine
-from mucudnn.runtime.timing import StoppingRule
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.runtime.working_set import WorkingSet
 from tests.doubles import QUICK
 

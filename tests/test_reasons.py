@@ -13,7 +13,7 @@ from mucudnn.passes.microbatch import undivided
 from mucudnn.report.html import html_report
 from mucudnn.report.text import comparison_tables
 from mucudnn.runtime.comparison import compare
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import Layer
 from tests.doubles import QUICK, crowded, problem
 

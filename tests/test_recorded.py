@@ -13,7 +13,7 @@ from mucudnn.codecs.recordings import format_recording
 from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
 from mucudnn.ir.measurement import Measurement, Verdict
-from mucudnn.runtime.timing import StoppingRule, measure
+from mucudnn.runtime.tuning.timing import StoppingRule, measure
 
 PROBLEM = ConvProblem(
     direction=Direction.FORWARD, x_shape=(8, 3, 9, 9), w_shape=(4, 3, 3, 3)

@@ -14,7 +14,7 @@ from mucudnn.runtime.memory_study import StepSpec
 from mucudnn.runtime.record import record_run
 from mucudnn.runtime.recorded_fronts import RecordedFronts, read_fronts
 from mucudnn.runtime.step_costs import Coverage, StepCosts
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import problem
 from tests.examples import examples
 from tests.shaky import shaky

@@ -10,9 +10,9 @@ import pytest
 from mucudnn.backends import get_backend
 from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import Direction
-from mucudnn.runtime.execution import CompiledPlan, StepFailedError, run_plan
-from mucudnn.runtime.recovery import Arena
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.bound_plan import CompiledPlan, StepFailedError, run_plan
+from mucudnn.runtime.tuning.recovery import Arena
+from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, arrays, plan_of, problem, tight, watched
 from tests.reference import operands, reference, relative_error
 

@@ -11,9 +11,9 @@ from mucudnn.errors import OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.numerics import NUMERICS, Numerics, Traits
 from mucudnn.ir.status import RowStatus
-from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.cache import BenchmarkCache
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.kernel_bench import limited
+from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem, watched
 
 

@@ -25,11 +25,11 @@ from mucudnn.ir.graph import Role
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
 from mucudnn.passes.placement.layout import Layout, host_blocks, lay_out
 from mucudnn.passes.verify import verify
-from mucudnn.runtime.execution import compile_plan
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.hazards import Pending
 from mucudnn.runtime.profiler import measure_link
 from mucudnn.runtime.tiers import DiskTier, HostTier, Tiers
+from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.examples import examples
 from tests.graphs import NETWORKS
 from tests.swapping import Bench, random_network, same

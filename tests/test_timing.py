@@ -6,7 +6,12 @@ import statistics
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.runtime.timing import StoppingRule, Timing, measure, measure_together
+from mucudnn.runtime.tuning.timing import (
+    StoppingRule,
+    Timing,
+    measure,
+    measure_together,
+)
 
 
 class Scripted:

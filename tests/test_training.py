@@ -13,7 +13,7 @@ from mucudnn.runtime.checkpoint import Checkpoints
 from mucudnn.runtime.fit import fit, plans_of
 from mucudnn.runtime.prepare import prepare
 from mucudnn.runtime.training import Trainer, step_graphs
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 from tests.training_cases import Epochs, examples, network, trainer, weights
 

@@ -5,7 +5,7 @@ import numpy as np
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.runtime.training import Trainer
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 
 CLASSES, SHAPE = 3, (2, 6, 6)

@@ -24,12 +24,12 @@ from bench.gpu.work import (
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.measurement import Measurement, Verdict
 from mucudnn.ir.status import RowStatus
-from mucudnn.runtime.bench_kernels import limited
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.comparison import compare
 from mucudnn.runtime.export import write_recording
 from mucudnn.runtime.outcome import Comparison
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.kernel_bench import limited
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import Layer
 
 __all__ = ["FILES", "record", "run"]

@@ -10,7 +10,7 @@ from bench.table import render
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import Numerics
-from mucudnn.runtime.execution import run_plan
+from mucudnn.runtime.tuning.bound_plan import run_plan
 
 __all__ = ["half_sums"]
 

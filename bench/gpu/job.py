@@ -13,7 +13,7 @@ from bench.gpu.store import write_json
 from mucudnn.backends import Backend, get_backend
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.runtime.cache import BenchmarkCache
-from mucudnn.runtime.timing import StoppingRule
+from mucudnn.runtime.tuning.timing import StoppingRule
 
 __all__ = ["CACHE", "RECORDINGS", "RULE", "Job", "Report"]
 

@@ -11,7 +11,7 @@ from bench.gpu.verdicts import geomean
 from mucudnn.codecs.values import perf_to_dict
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
-from mucudnn.runtime.isolation import Isolation
+from mucudnn.runtime.tuning.isolation import Isolation
 
 __all__ = ["accumulating", "first_api"]
 

@@ -14,7 +14,7 @@ from mucudnn.backends.cuda.conv import CudaConv, operands_of
 from mucudnn.backends.cuda.conv.plan import step_operands
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
-from mucudnn.runtime.execution import compile_plan
+from mucudnn.runtime.tuning.bound_plan import compile_plan
 
 __all__ = ["launches"]
 

@@ -18,10 +18,10 @@ from bench.table import render
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.passes.microbatch import PLANNERS
-from mucudnn.runtime.bench_kernels import limited
-from mucudnn.runtime.execution import compile_plan
-from mucudnn.runtime.timing import Timing
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.bound_plan import compile_plan
+from mucudnn.runtime.tuning.kernel_bench import limited
+from mucudnn.runtime.tuning.timing import Timing
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import Layer
 
 __all__ = ["FILES", "run"]

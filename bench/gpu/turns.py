@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mucudnn.backends import Backend
-from mucudnn.runtime.timing import StoppingRule, Timing
+from mucudnn.runtime.tuning.timing import StoppingRule, Timing
 
 __all__ = ["in_turn", "sampler"]
 

@@ -4,7 +4,7 @@ from mucudnn.cli.progress import Show
 from mucudnn.report.words import DIRECTIONS, limit_text, speedup_text
 from mucudnn.runtime.census import Surveyed
 from mucudnn.runtime.comparison import Advance
-from mucudnn.runtime.sweep import Progress
+from mucudnn.runtime.tuning.sweep import Progress
 from mucudnn.suites import Layer
 
 __all__ = ["LayerProgress"]

@@ -264,7 +264,7 @@ def _measured(
     if spec.device != _CPU:
         return None
     from mucudnn.runtime.profiler import profile
-    from mucudnn.runtime.tuner import Tuner
+    from mucudnn.runtime.tuning.tuner import Tuner
 
     cache: dict[str, Any] = {}
     if cache_path is not None:

@@ -13,7 +13,7 @@ from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
     from mucudnn.runtime.census import Census
-    from mucudnn.runtime.tuner import Tuner
+    from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["refuse_measuring", "take_census"]
 

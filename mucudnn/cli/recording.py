@@ -14,7 +14,7 @@ from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
     from mucudnn.ir.conv import PerfTable
-    from mucudnn.runtime.tuner import Tuner
+    from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["Record", "recording"]
 

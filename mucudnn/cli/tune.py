@@ -33,7 +33,7 @@ from mucudnn.suites import SUITES, Layer, load_suite
 
 if TYPE_CHECKING:
     from mucudnn.runtime.comparison import Comparison
-    from mucudnn.runtime.tuner import Tuner
+    from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["make_tuner", "tune"]
 
@@ -243,7 +243,7 @@ def _compare(
 
 def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
     """A tuner from the options that were given; the environment fills in the rest."""
-    from mucudnn.runtime.tuner import Tuner
+    from mucudnn.runtime.tuning.tuner import Tuner
 
     names = (
         *("backend", "batch_policy", "planner", "numerics"),

@@ -12,7 +12,7 @@ from mucudnn.arguments import an_integer, integers, one_of
 from mucudnn.backends import Device
 from mucudnn.ir.conv import LAYOUTS, ConvPlan, ConvProblem, Direction
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = [
     "ReadyConv",

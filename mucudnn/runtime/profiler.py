@@ -21,8 +21,8 @@ from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.runtime.cold import LINK_BYTES, ColdBench, cold_bench
 from mucudnn.runtime.pool import Pool
-from mucudnn.runtime.timing import StoppingRule
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.runtime.working_set import WorkingSet
 
 __all__ = [

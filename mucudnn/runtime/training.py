@@ -46,7 +46,7 @@ from mucudnn.runtime.evaluation import (
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.prepare import Plans, Prepared, plan_convolutions, prepare
 from mucudnn.runtime.state import StateStore
-from mucudnn.runtime.tuner import Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["StepResult", "Trainer", "step_graphs"]
 

@@ -16,7 +16,7 @@ from mucudnn.errors import BackendUnavailableError
 from mucudnn.forks import Own
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.status import RowStatus
-from mucudnn.runtime.child_process import ChildEndedError, ChildProcess
+from mucudnn.runtime.tuning.child_process import ChildEndedError, ChildProcess
 
 __all__ = ["MeasuringProcess"]
 

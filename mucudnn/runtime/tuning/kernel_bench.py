@@ -19,7 +19,7 @@ from mucudnn.ir.numerics import Traits
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.status import RowStatus
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.runtime.timing import StoppingRule, Timing, measure
+from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure
 
 __all__ = ["BenchTask", "KernelBench", "failed_perf", "limited", "operands"]
 

@@ -29,9 +29,9 @@ from mucudnn.backends import Backend, get_backend
 from mucudnn.codecs.values import perf_to_dict, problem_from_dict
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.runtime.bench_kernels import BenchTask, KernelBench, failed_perf
 from mucudnn.runtime.interrupts import SIGNALS
-from mucudnn.runtime.timing import StoppingRule
+from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, failed_perf
+from mucudnn.runtime.tuning.timing import StoppingRule
 
 __all__ = ["main"]
 

@@ -28,7 +28,7 @@ _END_S = 10.0  # a process that was killed is gone long before
 _CHUNK = 1 << 16
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from mucudnn.runtime.measuring_child import main; main()"
+    "from mucudnn.runtime.tuning.measuring_child import main; main()"
 )
 
 

@@ -19,10 +19,10 @@ from mucudnn.passes.microbatch import (
     aligned_batches,
     candidate_batches,
 )
-from mucudnn.runtime.bench_kernels import KernelBench, limited
 from mucudnn.runtime.cache import BenchmarkCache
-from mucudnn.runtime.isolation import IsolatedBench, Isolation
-from mucudnn.runtime.timing import StoppingRule
+from mucudnn.runtime.tuning.isolation import IsolatedBench, Isolation
+from mucudnn.runtime.tuning.kernel_bench import KernelBench, limited
+from mucudnn.runtime.tuning.timing import StoppingRule
 
 __all__ = ["Progress", "Sweep"]
 

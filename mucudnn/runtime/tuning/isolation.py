@@ -14,9 +14,9 @@ from typing import Any
 from mucudnn.backends.base import Backend
 from mucudnn.codecs.values import problem_to_dict
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.runtime.bench_kernels import BenchTask, KernelBench, failed_perf
-from mucudnn.runtime.measuring_process import MeasuringProcess
-from mucudnn.runtime.timing import StoppingRule
+from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, failed_perf
+from mucudnn.runtime.tuning.measuring_process import MeasuringProcess
+from mucudnn.runtime.tuning.timing import StoppingRule
 
 __all__ = ["IsolatedBench", "Isolation"]
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from mucudnn.backends.base import Array, Backend, Buffer, Device, PlanRunner
 from mucudnn.errors import MucudnnError, OutOfMemoryError, StepFailedError
 from mucudnn.ir.conv import ConvPlan, Direction
-from mucudnn.runtime.execution import compile_plan
+from mucudnn.runtime.tuning.bound_plan import compile_plan
 
 __all__ = ["Arena", "ResilientPlan"]
 

@@ -26,20 +26,20 @@ from mucudnn.passes.microbatch import (
     divided_by,
     pareto_plans,
 )
-from mucudnn.runtime.bench_kernels import limited, operands
 from mucudnn.runtime.environment import (
     USERS,
     CacheChoice,
     open_cache,
     tuner_options,
 )
-from mucudnn.runtime.execution import compile_plan
-from mucudnn.runtime.isolation import Isolation
-from mucudnn.runtime.plan_texts import restore_plans
-from mucudnn.runtime.recovery import Arena, ResilientPlan
-from mucudnn.runtime.sweep import Progress, Sweep
-from mucudnn.runtime.timing import StoppingRule, Timing, measure_together
-from mucudnn.runtime.verdicts import REJECTED, Choice, Verdicts, decided
+from mucudnn.runtime.tuning.bound_plan import compile_plan
+from mucudnn.runtime.tuning.isolation import Isolation
+from mucudnn.runtime.tuning.kernel_bench import limited, operands
+from mucudnn.runtime.tuning.plan_texts import restore_plans
+from mucudnn.runtime.tuning.recovery import Arena, ResilientPlan
+from mucudnn.runtime.tuning.sweep import Progress, Sweep
+from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure_together
+from mucudnn.runtime.tuning.validation import REJECTED, Choice, Verdicts, decided
 
 __all__ = ["Choice", "Progress", "Tuner"]
 

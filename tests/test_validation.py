@@ -15,8 +15,8 @@ from mucudnn.passes.microbatch import workspace_reuse
 from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.comparison import compare, in_directions
 from mucudnn.runtime.record import record_run
-from mucudnn.runtime.timing import StoppingRule
-from mucudnn.runtime.tuner import LAUNCH_OVERHEAD_MS, Tuner
+from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.tuner import LAUNCH_OVERHEAD_MS, Tuner
 from mucudnn.suites import Layer
 from tests.doubles import problem
 from tests.examples import examples

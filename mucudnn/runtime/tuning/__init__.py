@@ -1,0 +1,1 @@
+"""Measure, plan, prove: from a problem to what runs it."""
