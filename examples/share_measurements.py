@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from mucudnn import ConvProblem, Direction, Tuner
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.database.cache import BenchmarkCache
 
 problem = ConvProblem(
     direction=Direction.BACKWARD_FILTER,

@@ -20,7 +20,7 @@ from hypothesis import given, strategies as st
 
 from mucudnn.errors import CacheError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
-from mucudnn.runtime.cache import BenchmarkCache, CacheWarning, default_path
+from mucudnn.runtime.database.cache import BenchmarkCache, CacheWarning, default_path
 from tests.examples import examples
 
 PROBLEM = ConvProblem(
@@ -31,7 +31,7 @@ GPU = "gpu/1.0"
 CHILD = """
 import math, os, sys, time, warnings
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.database.cache import BenchmarkCache
 
 PROBLEM = ConvProblem(
     direction=Direction.FORWARD, x_shape=(8, 3, 9, 9), w_shape=(4, 3, 3, 3)

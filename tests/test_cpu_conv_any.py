@@ -30,7 +30,7 @@ from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.passes.microbatch import candidate_batches
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.database.cache import BenchmarkCache
 from tests.conv_problems import conv_problems
 from tests.doubles import QUICK
 from tests.guarded import run_guarded

@@ -14,7 +14,7 @@ from mucudnn.backends.cuda.session import describe_device
 from mucudnn.errors import BackendError, MucudnnError, OutOfMemoryError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, TF32
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.doubles import QUICK, Tight, plan_of
 from tests.reference import reference, relative_error

@@ -19,7 +19,7 @@ from mucudnn.errors import (
 )
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.cuda_fake import FakeArray, fake_backend
 from tests.cuda_work import (

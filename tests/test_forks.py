@@ -105,7 +105,7 @@ def test_children_of_a_process_that_tunes_can_tune(name, where, tmp_path):
     file = tmp_path / "c.sqlite" if where == "file" else ""
     problems = int(run(TUNING, name, file))
     if where == "file":
-        from mucudnn.runtime.cache import BenchmarkCache
+        from mucudnn.runtime.database.cache import BenchmarkCache
 
         with BenchmarkCache(file) as cache:  # what children measured is in it, too
             (device,) = cache.summary()

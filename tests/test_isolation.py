@@ -14,7 +14,7 @@ import pytest
 
 from mucudnn.backends import get_backend
 from mucudnn.errors import BackendUnavailableError
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.isolation import IsolatedBench, Isolation
 from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, limited
 from mucudnn.runtime.tuning.measuring_process import MeasuringProcess

@@ -22,8 +22,8 @@ from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.microbatch import candidate_batches
 from mucudnn.runtime.budgeted import MemoryBudget
-from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.checkpoint import Checkpoints
+from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.fit import fit
 from mucudnn.runtime.memory_study import StepSpec
 from mucudnn.runtime.training import Trainer

@@ -9,10 +9,10 @@ from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import TF32, Numerics
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.microbatch import pareto_plans
-from mucudnn.runtime.export import write_recording
+from mucudnn.runtime.database.export import write_recording
+from mucudnn.runtime.database.record import record_run
+from mucudnn.runtime.database.recorded_fronts import RecordedFronts, read_fronts
 from mucudnn.runtime.memory_study import StepSpec
-from mucudnn.runtime.record import record_run
-from mucudnn.runtime.recorded_fronts import RecordedFronts, read_fronts
 from mucudnn.runtime.step_costs import Coverage, StepCosts
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import problem

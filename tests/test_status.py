@@ -11,7 +11,7 @@ from mucudnn.errors import OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.numerics import NUMERICS, Numerics, Traits
 from mucudnn.ir.status import RowStatus
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.kernel_bench import limited
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem, watched

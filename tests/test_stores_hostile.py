@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from mucudnn.cli import main
 from mucudnn.codecs import recordings as recordings
-from mucudnn.runtime.cache import BenchmarkCache, CacheWarning
+from mucudnn.runtime.database.cache import BenchmarkCache, CacheWarning
 from mucudnn.suites import parse_problem
 
 PROBLEM = "n=8,c=3,h=9,w=9,k=4,r=3,s=3"

@@ -15,7 +15,7 @@ from mucudnn.errors import BackendError, PlanningError
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import REFUSED
 from mucudnn.passes.microbatch import aligned_batches, candidate_batches
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.kernel_bench import limited
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem, tight, watched
@@ -277,7 +277,7 @@ def test_rows_of_what_would_not_run_are_measured_again():
 
 CHILD = """
 import sys
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import parse_problem

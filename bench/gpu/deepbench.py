@@ -24,9 +24,9 @@ from bench.gpu.work import (
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.measurement import Measurement, Verdict
 from mucudnn.ir.status import RowStatus
-from mucudnn.runtime.cache import BenchmarkCache
 from mucudnn.runtime.comparison import compare
-from mucudnn.runtime.export import write_recording
+from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.database.export import write_recording
 from mucudnn.runtime.outcome import Comparison
 from mucudnn.runtime.tuning.kernel_bench import limited
 from mucudnn.runtime.tuning.tuner import Tuner

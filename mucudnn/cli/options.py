@@ -21,7 +21,7 @@ from mucudnn.ir.tensor import ITEMSIZE
 from mucudnn.suites import SUITES, Layer, load_suite, parse_problem, read_layers_file
 
 if TYPE_CHECKING:
-    from mucudnn.runtime.cache import BenchmarkCache
+    from mucudnn.runtime.database.cache import BenchmarkCache
 
 __all__ = [
     "LayerQuery",
@@ -253,7 +253,7 @@ def open_cache(path: str | None) -> "BenchmarkCache":
     Raises:
         BadInputError: The file that was asked for cannot be used.
     """
-    from mucudnn.runtime.cache import BenchmarkCache
+    from mucudnn.runtime.database.cache import BenchmarkCache
     from mucudnn.runtime.environment import cache_path
 
     if path is None:

@@ -13,7 +13,7 @@ from mucudnn.backends import Backend, device_count, get_backend
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.ir.sizes import parse_bytes, parse_integer
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
-from mucudnn.runtime.cache import BenchmarkCache, default_path
+from mucudnn.runtime.database.cache import BenchmarkCache, default_path
 
 __all__ = ["USERS", "CacheChoice", "Users", "cache_path", "open_cache", "tuner_options"]
 

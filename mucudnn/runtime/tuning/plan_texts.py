@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from mucudnn.backends.base import Backend, PlanTexts
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.database.cache import BenchmarkCache
 
 __all__ = ["restore_plans"]
 

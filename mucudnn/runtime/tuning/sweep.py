@@ -19,7 +19,7 @@ from mucudnn.passes.microbatch import (
     aligned_batches,
     candidate_batches,
 )
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.isolation import IsolatedBench, Isolation
 from mucudnn.runtime.tuning.kernel_bench import KernelBench, limited
 from mucudnn.runtime.tuning.timing import StoppingRule

@@ -12,7 +12,7 @@ from mucudnn.backends.base import Backend
 from mucudnn.backends.recorded import recording_of
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.measurement import Verdict, signature
-from mucudnn.runtime.cache import BenchmarkCache
+from mucudnn.runtime.database.cache import BenchmarkCache
 
 __all__ = ["REJECTED", "Choice", "Verdicts", "decided"]
 

@@ -31,8 +31,13 @@ from mucudnn.errors import CacheError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.measurement import Measurement, Verdict
-from mucudnn.runtime.export import write_recording
-from mucudnn.runtime.storage import CacheWarning, RecordFile, transaction, warn
+from mucudnn.runtime.database.export import write_recording
+from mucudnn.runtime.database.sqlite_file import (
+    CacheWarning,
+    RecordFile,
+    transaction,
+    warn,
+)
 from mucudnn.version import installed_version
 
 __all__ = ["BenchmarkCache", "CacheWarning", "DeviceSummary", "default_path"]
@@ -131,7 +136,7 @@ class BenchmarkCache:
     Args:
         path: The file to remember in, made where it is missing; None is memory only.
 
-    A file that cannot be used never raises: see `mucudnn.runtime.storage`. Damaged rows
+    A file that cannot be used never raises: see `mucudnn.runtime.database.sqlite_file`. Damaged rows
     are passed over, with a warning that counts them.
     """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from mucudnn.errors import CacheError
 from mucudnn.ir.conv import ConvProblem, PerfTable
 from mucudnn.ir.measurement import Measurement
-from mucudnn.runtime.export import write_recording
+from mucudnn.runtime.database.export import write_recording
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["record_run", "run_measurements"]
