@@ -15,10 +15,10 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.liveness import peak_bytes
 from mucudnn.runtime import paged
+from mucudnn.runtime.executor.host_memory import DiskTier, HostTier
+from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.paged import PagedExecutor, least_pool_bytes
-from mucudnn.runtime.pool import Pool
 from mucudnn.runtime.state import StateStore
-from mucudnn.runtime.tiers import DiskTier, HostTier
 from tests.examples import examples
 from tests.random_graphs import training_graphs
 from tests.swapping import Bench, random_network, same

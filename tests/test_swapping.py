@@ -26,9 +26,9 @@ from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut,
 from mucudnn.passes.placement.layout import Layout, host_blocks, lay_out
 from mucudnn.passes.verify import verify
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.hazards import Pending
+from mucudnn.runtime.executor.hazards import Pending
+from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
 from mucudnn.runtime.profiler import measure_link
-from mucudnn.runtime.tiers import DiskTier, HostTier, Tiers
 from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.examples import examples
 from tests.graphs import NETWORKS

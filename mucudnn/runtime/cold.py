@@ -16,7 +16,7 @@ from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.tensor import ITEMSIZE, Role, TensorSpec
-from mucudnn.runtime.pool import Pool
+from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.tuning.bound_plan import compile_plan
 from mucudnn.runtime.tuning.timing import StoppingRule, measure
 from mucudnn.runtime.working_set import WorkingSet

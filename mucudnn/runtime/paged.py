@@ -19,13 +19,13 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.dependencies import VIEWS, written
-from mucudnn.runtime.best_fit import PoolStatistics
-from mucudnn.runtime.copying import Copies
+from mucudnn.runtime.executor.best_fit import PoolStatistics
+from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.host_memory import HostTier, Tier
+from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.feeds import fed
-from mucudnn.runtime.pool import Pool
 from mucudnn.runtime.profiler import kernel_of, kernel_workspaces
 from mucudnn.runtime.tensor_cache import CacheStatistics, TensorCache
-from mucudnn.runtime.tiers import HostTier, Tier
 from mucudnn.runtime.tuning.bound_plan import compile_plan
 from mucudnn.runtime.working_set import WorkingSet
 

@@ -26,7 +26,7 @@ from mucudnn.ir.initializers import (
 )
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.liveness import rounded
-from mucudnn.runtime.tiers import DiskTier, HostTier
+from mucudnn.runtime.executor.host_memory import DiskTier, HostTier
 
 __all__ = ["StateStore"]
 

@@ -21,10 +21,10 @@ from mucudnn.backends.base import Array, Buffer
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.runtime.best_fit import BestFit
-from mucudnn.runtime.copying import Copies
-from mucudnn.runtime.pool import Pool
-from mucudnn.runtime.tiers import Tier
+from mucudnn.runtime.executor.best_fit import BestFit
+from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.host_memory import Tier
+from mucudnn.runtime.executor.memory_pool import Pool
 
 __all__ = ["CacheStatistics", "TensorCache"]
 

@@ -10,7 +10,7 @@ from mucudnn.backends import get_backend
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.passes.placement.layout import in_tiers
 from mucudnn.passes.placement.packing import Block
-from mucudnn.runtime.tiers import DiskTier, HostTier, Tiers
+from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
 
 BLOCK = st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 10))
 

@@ -21,11 +21,11 @@ from mucudnn.ir.schedule import Schedule
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.placement.layout import Layout, host_blocks
 from mucudnn.passes.placement.packing import pack
-from mucudnn.runtime.copying import Copies
+from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.host_memory import HostTier, Place, Tiers
+from mucudnn.runtime.executor.program import Memory, bind
+from mucudnn.runtime.executor.race_detector import OrderCheck
 from mucudnn.runtime.feeds import fed
-from mucudnn.runtime.order_check import OrderCheck
-from mucudnn.runtime.program import Memory, bind
-from mucudnn.runtime.tiers import HostTier, Place, Tiers
 
 __all__ = ["Executor"]
 

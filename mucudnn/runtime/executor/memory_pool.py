@@ -7,7 +7,7 @@ a pool cannot exceed its budget. When it is short the error names the tensors al
 
 from mucudnn.backends.base import Array, Buffer, Device
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.runtime.best_fit import BestFit, PoolStatistics
+from mucudnn.runtime.executor.best_fit import BestFit, PoolStatistics
 
 __all__ = ["Pool", "PoolStatistics"]
 

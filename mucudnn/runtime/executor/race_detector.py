@@ -8,8 +8,8 @@ of each other. And what a step reads must be what was last written there.
 """
 
 from mucudnn.errors import ExecutionOrderError
-from mucudnn.runtime.hazards import PendingCopy, Span
-from mucudnn.runtime.program import Step
+from mucudnn.runtime.executor.hazards import PendingCopy, Span
+from mucudnn.runtime.executor.program import Step
 
 __all__ = ["OrderCheck"]
 

@@ -12,8 +12,8 @@ from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.runtime.best_fit import BestFit
-from mucudnn.runtime.pool import Pool
+from mucudnn.runtime.executor.best_fit import BestFit
+from mucudnn.runtime.executor.memory_pool import Pool
 from tests.examples import examples
 
 GRAIN = 512

@@ -22,7 +22,7 @@ from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.placement.layout import in_tiers
 from mucudnn.passes.placement.packing import Block, pack
-from mucudnn.runtime.hazards import Span
+from mucudnn.runtime.executor.hazards import Span
 
 __all__ = ["DiskTier", "HostTier", "Place", "Tier", "Tiers"]
 

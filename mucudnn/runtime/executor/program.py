@@ -31,9 +31,9 @@ from mucudnn.ir.schedule import (
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.placement.layout import Layout
-from mucudnn.runtime.copying import Copies
-from mucudnn.runtime.hazards import DEVICE, Pending, PendingCopy, Span
-from mucudnn.runtime.tiers import Place
+from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.hazards import DEVICE, Pending, PendingCopy, Span
+from mucudnn.runtime.executor.host_memory import Place
 from mucudnn.runtime.tuning.bound_plan import compile_plan
 
 __all__ = ["Call", "Memory", "Program", "Step", "bind"]
