@@ -18,9 +18,9 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.microbatch import BatchPolicy
-from mucudnn.runtime.budgeted import MemoryBudget
-from mucudnn.runtime.profiler import profile
-from mucudnn.runtime.training import Trainer, step_graphs
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.profiler import profile
+from mucudnn.runtime.training.trainer import Trainer, step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["run", "table"]

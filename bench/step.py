@@ -110,7 +110,7 @@ def _one(name: str, image: int) -> dict[str, Any]:
     from bench.step_torch import step
     from mucudnn.ir.optimizers import Momentum
     from mucudnn.models import get_model
-    from mucudnn.runtime.training import Trainer
+    from mucudnn.runtime.training.trainer import Trainer
     from mucudnn.runtime.tuning.tuner import Tuner
 
     graph = get_model(name)(_BATCH, image=image)

@@ -7,8 +7,8 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.planning.evaluate import state_bytes
-from mucudnn.runtime.budgeted import MemoryBudget
-from mucudnn.runtime.training import Trainer
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.trainer import Trainer
 
 BATCH, CLASSES, WIDTH = 16, 10, 512
 

@@ -5,8 +5,8 @@ from mucudnn.data import Loader, Normalize, open_dataset
 from mucudnn.ir.learning_rate import CosineRate
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import digits
-from mucudnn.runtime.fit import fit
-from mucudnn.runtime.training import Trainer
+from mucudnn.runtime.training.loop import fit
+from mucudnn.runtime.training.trainer import Trainer
 
 BATCH, EPOCHS = 32, 5
 

@@ -19,9 +19,9 @@ from mucudnn.data import (
 from mucudnn.ir.learning_rate import StepRate
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import resnet20
-from mucudnn.runtime.checkpoint import Checkpoints
-from mucudnn.runtime.fit import fit, plans_of
-from mucudnn.runtime.training import Trainer
+from mucudnn.runtime.training.checkpoint import Checkpoints
+from mucudnn.runtime.training.loop import fit, plans_of
+from mucudnn.runtime.training.trainer import Trainer
 
 folder = Path(sys.argv[1])
 steps = int(sys.argv[2]) if len(sys.argv) > 2 else 64_000

@@ -5,8 +5,8 @@ from mucudnn.data import Loader, Normalize, SyntheticDataset
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.optimizers import Adam
-from mucudnn.runtime.fit import fit
-from mucudnn.runtime.training import Trainer
+from mucudnn.runtime.training.loop import fit
+from mucudnn.runtime.training.trainer import Trainer
 
 BATCH, CLASSES, SHAPE = 16, 4, (3, 16, 16)
 

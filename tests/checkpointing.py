@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
+from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
 
 SHAPE = (64, 257)
 WORDS = {"model": "tiny", "seed": 0}

@@ -19,8 +19,8 @@ from mucudnn.passes.planning.evaluate import Preparer, plan_residency, state_byt
 from mucudnn.passes.residency import PERSISTENTS, Residency, saved_tensors
 from mucudnn.passes.scheduling.keep_all import keep_all
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.profiler import kernel_workspaces
-from mucudnn.runtime.state import StateStore
+from mucudnn.runtime.training.parameters import StateStore
+from mucudnn.runtime.training.profiler import kernel_workspaces
 
 RATE = 1 << 16
 

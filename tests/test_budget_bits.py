@@ -22,8 +22,8 @@ from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import policy_names
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.profiler import kernel_workspaces
-from mucudnn.runtime.state import StateStore
+from mucudnn.runtime.training.parameters import StateStore
+from mucudnn.runtime.training.profiler import kernel_workspaces
 
 MODELS = {
     "alexnet": {"image": 67, "classes": 10},

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, strategies as st
 
 from mucudnn.errors import CheckpointError
-from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
+from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
 from tests.checkpointing import WORDS, arrays_at, at
 from tests.examples import examples
 

@@ -17,7 +17,7 @@ from mucudnn.backends.cuda.remedies import with_remedy
 from mucudnn.backends.cuda.session import LiveSession
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.runtime.budgeted import MemoryBudget
+from mucudnn.runtime.training.budget import MemoryBudget
 from tests import cudnn_kernel
 from tests.cuda_emulator import COMPILER
 from tests.cudnn_fake import FakeCudnn

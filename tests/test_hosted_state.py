@@ -9,11 +9,11 @@ from mucudnn.errors import BackendError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam
 from mucudnn.passes.planning.evaluate import state_bytes
-from mucudnn.runtime.budgeted import MemoryBudget
-from mucudnn.runtime.checkpoint import Checkpoints
-from mucudnn.runtime.fit import fit
-from mucudnn.runtime.state import StateStore
-from mucudnn.runtime.training import Trainer
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.checkpoint import Checkpoints
+from mucudnn.runtime.training.loop import fit
+from mucudnn.runtime.training.parameters import StateStore
+from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 

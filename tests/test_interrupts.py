@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 from mucudnn.cli import main
 from mucudnn.runtime import memory_study
-from mucudnn.runtime.checkpoint import Checkpoints
 from mucudnn.runtime.interrupts import Interrupts, deferred_interrupt
+from mucudnn.runtime.training.checkpoint import Checkpoints
 from tests.interrupting import at_import, site, start, usual_signals
 
 ENDINGS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]

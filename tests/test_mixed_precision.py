@@ -11,7 +11,7 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.mixed_precision import lowered
-from mucudnn.runtime.training import Trainer
+from mucudnn.runtime.training.trainer import Trainer
 from tests.model_cases import random_feeds
 
 NARROW = ("float16", "bfloat16")

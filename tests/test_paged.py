@@ -18,7 +18,7 @@ from mucudnn.runtime import paged
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier
 from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.paged import PagedExecutor, least_pool_bytes
-from mucudnn.runtime.state import StateStore
+from mucudnn.runtime.training.parameters import StateStore
 from tests.examples import examples
 from tests.random_graphs import training_graphs
 from tests.swapping import Bench, random_network, same

@@ -21,12 +21,17 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.runtime.cold import EVICTING_BYTES, ColdBench, cold_bench
 from mucudnn.runtime.executor.memory_pool import Pool
-from mucudnn.runtime.profiler import kernel_workspaces, measure_link, profile, refine
+from mucudnn.runtime.training.cold_timing import EVICTING_BYTES, ColdBench, cold_bench
+from mucudnn.runtime.training.profiler import (
+    kernel_workspaces,
+    measure_link,
+    profile,
+    refine,
+)
+from mucudnn.runtime.training.working_set import WorkingSet
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.runtime.working_set import WorkingSet
 from tests.doubles import QUICK
 
 MIB = 1 << 20

@@ -12,8 +12,8 @@ import numpy as np
 from mucudnn import Tuner
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Momentum
-from mucudnn.runtime.budgeted import MemoryBudget
-from mucudnn.runtime.training import Trainer
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.trainer import Trainer
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, strategies as st
 
 from mucudnn.cli import main
 from mucudnn.errors import CheckpointError
-from mucudnn.runtime.checkpoint import Checkpoints, _seal
-from mucudnn.runtime.fit import fit, plans_of
-from mucudnn.runtime.npz import pack_arrays, unpack_arrays
-from mucudnn.runtime.resumption import read_resumption
+from mucudnn.runtime.training.checkpoint import Checkpoints, _seal
+from mucudnn.runtime.training.loop import fit, plans_of
+from mucudnn.runtime.training.npz import pack_arrays, unpack_arrays
+from mucudnn.runtime.training.resumption import read_resumption
 from tests.examples import examples
 from tests.training_cases import Epochs, trainer
 

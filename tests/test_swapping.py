@@ -28,7 +28,7 @@ from mucudnn.passes.verify import verify
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.executor.hazards import Pending
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
-from mucudnn.runtime.profiler import measure_link
+from mucudnn.runtime.training.profiler import measure_link
 from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.examples import examples
 from tests.graphs import NETWORKS

@@ -7,7 +7,7 @@ from mucudnn import Tuner
 from mucudnn.ir.graph import Role
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
-from mucudnn.runtime.training import Trainer
+from mucudnn.runtime.training.trainer import Trainer
 
 torch = pytest.importorskip("torch")
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Momentum
-from mucudnn.runtime.training import Trainer
+from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 

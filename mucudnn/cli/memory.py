@@ -263,7 +263,7 @@ def _measured(
     """A profile of the step on the CPU; None for a device that is estimated."""
     if spec.device != _CPU:
         return None
-    from mucudnn.runtime.profiler import profile
+    from mucudnn.runtime.training.profiler import profile
     from mucudnn.runtime.tuning.tuner import Tuner
 
     cache: dict[str, Any] = {}

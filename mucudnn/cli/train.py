@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from mucudnn.cli.train_data import Work
     from mucudnn.cli.train_progress import TrainProgress
     from mucudnn.passes.planning.place_step import PlacedStep
-    from mucudnn.runtime.budgeted import MemoryBudget
-    from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
-    from mucudnn.runtime.history import EpochReport, Position
-    from mucudnn.runtime.training import Trainer
+    from mucudnn.runtime.training.budget import MemoryBudget
+    from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
+    from mucudnn.runtime.training.history import EpochReport, Position
+    from mucudnn.runtime.training.trainer import Trainer
 
 __all__ = ["train"]
 
@@ -108,7 +108,7 @@ class _Training:
         """Train; whether Ctrl-C ended it."""
         from mucudnn.cli.progress import progress_display
         from mucudnn.cli.train_progress import TrainProgress
-        from mucudnn.runtime.fit import fit
+        from mucudnn.runtime.training.loop import fit
 
         settings, work = self._settings, self._work
         epochs, batches = settings["epochs"], len(work.batches)
@@ -175,7 +175,7 @@ class _Training:
             click.echo(f"checkpoint of step {steps[0]} in {self._checkpoints.folder}")
 
     def _found(self) -> "tuple[Checkpoints | None, Checkpoint | None]":
-        from mucudnn.runtime.checkpoint import Checkpoints
+        from mucudnn.runtime.training.checkpoint import Checkpoints
 
         folder = self._settings["checkpoint"]
         if folder is None:
@@ -193,8 +193,8 @@ class _Training:
         return checkpoints, None
 
     def _made(self, shown: "TrainProgress") -> "Trainer":
-        from mucudnn.runtime.fit import plans_of
-        from mucudnn.runtime.training import Trainer
+        from mucudnn.runtime.training.loop import plans_of
+        from mucudnn.runtime.training.trainer import Trainer
 
         settings, work = self._settings, self._work
         tuner = make_tuner({**settings, "exhaustive": False}, progress=shown.measured)
@@ -226,7 +226,7 @@ class _Training:
 
 
 def _budget(settings: Mapping[str, Any]) -> "MemoryBudget | None":
-    from mucudnn.runtime.budgeted import MemoryBudget
+    from mucudnn.runtime.training.budget import MemoryBudget
 
     if settings["budget"] is None:
         return None

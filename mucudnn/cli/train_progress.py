@@ -6,7 +6,7 @@ import click
 
 from mucudnn.cli.progress import Show
 from mucudnn.report.words import DIRECTIONS
-from mucudnn.runtime.history import EpochReport, Position
+from mucudnn.runtime.training.history import EpochReport, Position
 from mucudnn.runtime.tuning.sweep import Progress as Measured
 
 __all__ = ["TrainProgress", "report_line"]

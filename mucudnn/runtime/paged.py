@@ -23,11 +23,11 @@ from mucudnn.runtime.executor.best_fit import PoolStatistics
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostTier, Tier
 from mucudnn.runtime.executor.memory_pool import Pool
-from mucudnn.runtime.feeds import fed
-from mucudnn.runtime.profiler import kernel_of, kernel_workspaces
 from mucudnn.runtime.tensor_cache import CacheStatistics, TensorCache
+from mucudnn.runtime.training.feeds import fed
+from mucudnn.runtime.training.profiler import kernel_of, kernel_workspaces
+from mucudnn.runtime.training.working_set import WorkingSet
 from mucudnn.runtime.tuning.bound_plan import compile_plan
-from mucudnn.runtime.working_set import WorkingSet
 
 __all__ = ["PagedExecutor", "least_pool_bytes"]
 

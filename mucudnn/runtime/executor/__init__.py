@@ -25,7 +25,7 @@ from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostTier, Place, Tiers
 from mucudnn.runtime.executor.program import Memory, bind
 from mucudnn.runtime.executor.race_detector import OrderCheck
-from mucudnn.runtime.feeds import fed
+from mucudnn.runtime.training.feeds import fed
 
 __all__ = ["Executor"]
 

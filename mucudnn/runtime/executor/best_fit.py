@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.liveness import ALIGNMENT, rounded
-from mucudnn.runtime.working_set import largest_first
+from mucudnn.runtime.training.working_set import largest_first
 
 __all__ = ["BestFit", "PoolStatistics"]
 

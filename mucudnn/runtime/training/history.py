@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from mucudnn.runtime.training import StepResult
+from mucudnn.runtime.training.trainer import StepResult
 
 __all__ = ["EpochReport", "Position"]
 

@@ -14,13 +14,13 @@ from mucudnn.arguments import a_function, an_integer, of_type
 from mucudnn.backends.base import Backend
 from mucudnn.codecs.values import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
-from mucudnn.runtime.checkpoint import Checkpoint, Checkpoints
-from mucudnn.runtime.evaluation import check_batches, image_and_label
-from mucudnn.runtime.history import EpochReport, Position
 from mucudnn.runtime.interrupts import deferred_interrupt
-from mucudnn.runtime.prepare import Plans
-from mucudnn.runtime.resumption import read_resumption
-from mucudnn.runtime.training import StepResult, Trainer
+from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
+from mucudnn.runtime.training.evaluation import check_batches, image_and_label
+from mucudnn.runtime.training.history import EpochReport, Position
+from mucudnn.runtime.training.resumption import read_resumption
+from mucudnn.runtime.training.step_graphs import Plans
+from mucudnn.runtime.training.trainer import StepResult, Trainer
 
 __all__ = ["Batches", "EpochReport", "Position", "Progress", "fit", "plans_of"]
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from mucudnn.arguments import a_path, an_integer
 from mucudnn.errors import CheckpointError
 from mucudnn.files import flush_folder, read_whole, write_whole
-from mucudnn.runtime.npz import pack_arrays, unpack_arrays
+from mucudnn.runtime.training.npz import pack_arrays, unpack_arrays
 
 __all__ = ["Checkpoint", "Checkpoints"]
 

@@ -28,9 +28,9 @@ from mucudnn.passes.planning.plan_step import PLANNED, check_policy
 from mucudnn.passes.residency import ResidencyPolicy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
-from mucudnn.runtime.prepare import Plans, Prepared, plan_convolutions
-from mucudnn.runtime.profiler import measuring_bytes, profile, refine
-from mucudnn.runtime.sketch import sketch
+from mucudnn.runtime.training.profiler import measuring_bytes, profile, refine
+from mucudnn.runtime.training.sketch import sketch
+from mucudnn.runtime.training.step_graphs import Plans, Prepared, plan_convolutions
 from mucudnn.runtime.tuning.plan_texts import restore_plans
 from mucudnn.runtime.tuning.tuner import Tuner
 

@@ -30,8 +30,9 @@ from mucudnn.passes.graph.optimizer_updates import (
 )
 from mucudnn.passes.ordering.orders import ORDERS, Order
 from mucudnn.passes.planning.place_step import PlacedStep
-from mucudnn.runtime.budgeted import MemoryBudget, prepare_together, tiers_for
-from mucudnn.runtime.evaluation import (
+from mucudnn.runtime.executor import Executor
+from mucudnn.runtime.training.budget import MemoryBudget, prepare_together, tiers_for
+from mucudnn.runtime.training.evaluation import (
     IMAGE,
     LABEL,
     Epochs,
@@ -43,9 +44,13 @@ from mucudnn.runtime.evaluation import (
     class_count,
     read,
 )
-from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.prepare import Plans, Prepared, plan_convolutions, prepare
-from mucudnn.runtime.state import StateStore
+from mucudnn.runtime.training.parameters import StateStore
+from mucudnn.runtime.training.step_graphs import (
+    Plans,
+    Prepared,
+    plan_convolutions,
+    prepare,
+)
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["StepResult", "Trainer", "step_graphs"]

@@ -14,7 +14,7 @@ from mucudnn.ir.schedule import Schedule
 from mucudnn.passes.ordering.orders import Order, ordered
 from mucudnn.passes.placement.layout import Layout, lay_out
 from mucudnn.passes.scheduling.keep_all import keep_all
-from mucudnn.runtime.profiler import kernel_workspaces
+from mucudnn.runtime.training.profiler import kernel_workspaces
 from mucudnn.runtime.tuning.plan_texts import restore_plans
 from mucudnn.runtime.tuning.tuner import Tuner
 

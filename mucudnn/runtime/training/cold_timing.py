@@ -17,9 +17,9 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.tensor import ITEMSIZE, Role, TensorSpec
 from mucudnn.runtime.executor.memory_pool import Pool
+from mucudnn.runtime.training.working_set import WorkingSet
 from mucudnn.runtime.tuning.bound_plan import compile_plan
 from mucudnn.runtime.tuning.timing import StoppingRule, measure
-from mucudnn.runtime.working_set import WorkingSet
 
 __all__ = [
     "EVICTING_BYTES",

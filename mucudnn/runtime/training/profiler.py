@@ -19,11 +19,11 @@ from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.convolution.reasons import counted
 from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.microbatch import pareto_plans
-from mucudnn.runtime.cold import LINK_BYTES, ColdBench, cold_bench
 from mucudnn.runtime.executor.memory_pool import Pool
+from mucudnn.runtime.training.cold_timing import LINK_BYTES, ColdBench, cold_bench
+from mucudnn.runtime.training.working_set import WorkingSet
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.runtime.working_set import WorkingSet
 
 __all__ = [
     "kernel_of",

@@ -13,8 +13,8 @@ from mucudnn.codecs.rows import check_times
 from mucudnn.codecs.values import decode, list_of, members_of, plan_from_dict
 from mucudnn.errors import CheckpointError
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.runtime.checkpoint import Checkpoint
-from mucudnn.runtime.history import EpochReport, Position
+from mucudnn.runtime.training.checkpoint import Checkpoint
+from mucudnn.runtime.training.history import EpochReport, Position
 
 __all__ = ["Resumption", "read_resumption"]
 

@@ -13,7 +13,7 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.microbatch import candidate_batches, pareto_plans
-from mucudnn.runtime.profiler import kernel_workspaces
+from mucudnn.runtime.training.profiler import kernel_workspaces
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["sketch"]
