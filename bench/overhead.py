@@ -15,7 +15,7 @@ from bench.table import render
 from mucudnn.backends import get_backend
 from mucudnn.backends.null import NullArray
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
-from mucudnn.runtime.conv import conv2d
+from mucudnn.runtime.functional import conv2d
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["run", "table"]

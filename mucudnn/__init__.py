@@ -17,7 +17,8 @@ if TYPE_CHECKING:
         Direction as Direction,
         PerfTable as PerfTable,
     )
-    from mucudnn.runtime.conv import (
+    from mucudnn.runtime.database.cache import BenchmarkCache as BenchmarkCache
+    from mucudnn.runtime.functional import (
         conv1d as conv1d,
         conv2d as conv2d,
         conv3d as conv3d,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         conv_backward_filter as conv_backward_filter,
         explain as explain,
     )
-    from mucudnn.runtime.database.cache import BenchmarkCache as BenchmarkCache
     from mucudnn.runtime.tuning.bound_plan import run_plan as run_plan
     from mucudnn.runtime.tuning.tuner import Tuner as Tuner
 

@@ -18,7 +18,7 @@ from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.doubles import QUICK, Tight, plan_of
 from tests.reference import reference, relative_error
-from tests.test_conv import LAYERS, call, variant
+from tests.test_functional import LAYERS, call, variant
 
 pytestmark = pytest.mark.gpu
 
