@@ -11,7 +11,7 @@ from typing import Any
 from bench.table import render
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.planning.plan_step import PLANNED
-from mucudnn.runtime.memory_study import MemoryStudy, StepSpec, study_memory
+from mucudnn.studies.memory_study import MemoryStudy, StepSpec, study_memory
 
 __all__ = ["BATCHES", "DEVICES", "run", "table"]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from mucudnn.ir.conv import PerfTable
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.report.charts import curve, drawn_front
-from mucudnn.runtime.outcome import LayerResult
+from mucudnn.studies.outcome import LayerResult
 from tests.examples import examples
 from tests.tables import perf, perf_tables, problem
 

@@ -248,7 +248,7 @@ def test_a_snapshot_is_within_the_budget(tmp_path):
 
 
 def test_ctrl_c_keeps_what_is_done(monkeypatch):
-    from mucudnn.runtime import memory_study
+    from mucudnn.studies import memory_study
 
     real = memory_study.try_technique
 

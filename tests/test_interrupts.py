@@ -16,9 +16,9 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main
-from mucudnn.runtime import memory_study
 from mucudnn.runtime.interrupts import Interrupts, deferred_interrupt
 from mucudnn.runtime.training.checkpoint import Checkpoints
+from mucudnn.studies import memory_study
 from tests.interrupting import at_import, site, start, usual_signals
 
 ENDINGS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
@@ -53,7 +53,7 @@ def in_the_work(folder, action, *, calls=2, function="_Run.layer"):
     return site(
         folder,
         AT_A_LAYER.format(
-            module="mucudnn.runtime.comparison",
+            module="mucudnn.studies.conv_comparison",
             function=function,
             calls=calls,
             action=action,

@@ -34,7 +34,7 @@ from mucudnn.report.memory_html import memory_report, speed_series
 from mucudnn.report.memory_text import memory_tables
 from mucudnn.report.snapshot import snapshot, snapshot_bytes
 from mucudnn.report.trace import LANES, trace_json
-from mucudnn.runtime.memory_study import StepSpec, study_memory
+from mucudnn.studies.memory_study import StepSpec, study_memory
 
 MIB = 1 << 20
 
@@ -435,7 +435,7 @@ def test_a_page_without_a_plan_says_so():
 
 
 def test_an_interrupted_study_keeps_what_is_done(monkeypatch):
-    from mucudnn.runtime import memory_study
+    from mucudnn.studies import memory_study
 
     done = []
 

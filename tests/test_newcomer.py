@@ -22,11 +22,11 @@ from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.microbatch import candidate_batches
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.memory_study import StepSpec
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.trainer import Trainer
+from mucudnn.studies.memory_study import StepSpec
 
 X = np.ones((2, 3, 8, 8), np.float32)
 W = np.ones((4, 3, 3, 3), np.float32)

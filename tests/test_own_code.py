@@ -26,9 +26,9 @@ from mucudnn.passes.planning.plan_step import plan_step
 from mucudnn.passes.residency import POLICIES, Residency, saved_tensors
 from mucudnn.passes.scheduling import on_demand
 from mucudnn.plugins import PluginWarning
-from mucudnn.runtime.memory_study import StepSpec, study_memory
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.trainer import Trainer
+from mucudnn.studies.memory_study import StepSpec, study_memory
 
 NETWORK = """
     from mucudnn.ir.builder import GraphBuilder

@@ -12,8 +12,8 @@ from mucudnn.passes.convolution.reasons import counted, left_out, refused
 from mucudnn.passes.microbatch import undivided
 from mucudnn.report.html import html_report
 from mucudnn.report.text import comparison_tables
-from mucudnn.runtime.comparison import compare
 from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.studies.conv_comparison import compare
 from mucudnn.suites import Layer
 from tests.doubles import QUICK, crowded, problem
 

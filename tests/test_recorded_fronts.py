@@ -12,9 +12,9 @@ from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.runtime.database.export import write_recording
 from mucudnn.runtime.database.record import record_run
 from mucudnn.runtime.database.recorded_fronts import RecordedFronts, read_fronts
-from mucudnn.runtime.memory_study import StepSpec
-from mucudnn.runtime.step_costs import Coverage, StepCosts
 from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.studies.memory_study import StepSpec
+from mucudnn.studies.step_costs import Coverage, StepCosts
 from tests.doubles import problem
 from tests.examples import examples
 from tests.shaky import shaky

@@ -17,8 +17,8 @@ from mucudnn.report.markup import tag
 from mucudnn.report.svg import byte_scale, time_scale
 from mucudnn.report.text import comparison_tables, write_tables
 from mucudnn.report.words import ms_text, plan_text, problem_text, runs
-from mucudnn.runtime.comparison import compare, in_directions
 from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.studies.conv_comparison import compare, in_directions
 from mucudnn.suites import Layer, load_suite, parse_problem
 
 KIB = 1 << 10

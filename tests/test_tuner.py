@@ -10,9 +10,9 @@ from mucudnn.backends import get_backend
 from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.runtime.comparison import compare
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.studies.conv_comparison import compare
 from mucudnn.suites import Layer
 from tests.doubles import QUICK, plan_of, problem, watched
 from tests.examples import examples

@@ -24,12 +24,12 @@ from bench.gpu.work import (
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.measurement import Measurement, Verdict
 from mucudnn.ir.status import RowStatus
-from mucudnn.runtime.comparison import compare
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.database.export import write_recording
-from mucudnn.runtime.outcome import Comparison
 from mucudnn.runtime.tuning.kernel_bench import limited
 from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.studies.conv_comparison import compare
+from mucudnn.studies.outcome import Comparison
 from mucudnn.suites import Layer
 
 __all__ = ["FILES", "record", "run"]

@@ -8,10 +8,10 @@ from bench.gpu.job import RULE, Job, Report
 from bench.gpu.store import read_json
 from bench.gpu.work import network_layers
 from bench.table import render
-from mucudnn.runtime.comparison import compare
-from mucudnn.runtime.outcome import Comparison
 from mucudnn.runtime.tuning.kernel_bench import limited
 from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.studies.conv_comparison import compare
+from mucudnn.studies.outcome import Comparison
 from mucudnn.suites import Layer
 
 __all__ = ["FILES", "run"]

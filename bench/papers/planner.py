@@ -18,7 +18,7 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.planning.comparison import least_budget, unbounded
 from mucudnn.passes.planning.evaluate import StepPlan
 from mucudnn.passes.planning.plan_step import PLANNED, minimum_budget, plan_step
-from mucudnn.runtime.memory_study import StepSpec
+from mucudnn.studies.memory_study import StepSpec
 
 __all__ = ["Estimated", "estimated", "plan", "plan_all"]
 

@@ -12,7 +12,7 @@ from bench.papers.planner import estimated
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.planning.comparison import largest_batch, least_budget
 from mucudnn.passes.planning.plan_step import PLANNED
-from mucudnn.runtime.memory_study import StepSpec
+from mucudnn.studies.memory_study import StepSpec
 
 __all__ = ["DEEPEST", "batch_within", "least_bytes", "planned_batch", "planned_depth"]
 

@@ -54,7 +54,7 @@ def explain(
     from mucudnn.cli.progress import progress_display
     from mucudnn.codecs.values import plan_to_dict
     from mucudnn.report.words import DIRECTIONS, problem_text
-    from mucudnn.runtime.comparison import in_directions
+    from mucudnn.studies.conv_comparison import in_directions
 
     found = []
     asked = in_directions(layers, directions)

@@ -2,9 +2,9 @@
 
 from mucudnn.cli.progress import Show
 from mucudnn.report.words import DIRECTIONS, limit_text, speedup_text
-from mucudnn.runtime.census import Surveyed
-from mucudnn.runtime.comparison import Advance
 from mucudnn.runtime.tuning.sweep import Progress
+from mucudnn.studies.algorithm_survey import Surveyed
+from mucudnn.studies.conv_comparison import Advance
 from mucudnn.suites import Layer
 
 __all__ = ["LayerProgress"]

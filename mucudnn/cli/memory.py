@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mucudnn.ir.profile import Profile
     from mucudnn.passes.planning.evaluate import StepPlan
     from mucudnn.passes.planning.place_step import PlacedStep
-    from mucudnn.runtime.memory_study import MemoryStudy, Progress, StepSpec
+    from mucudnn.studies.memory_study import MemoryStudy, Progress, StepSpec
 
 __all__ = ["memory"]
 
@@ -212,7 +212,7 @@ def _refusal(found: "MemoryStudy", settings: dict[str, Any]) -> str:
 def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
     from mucudnn.cli.progress import progress_display
     from mucudnn.passes.planning.plan_step import PLANNED
-    from mucudnn.runtime.memory_study import StepSpec, study_memory
+    from mucudnn.studies.memory_study import StepSpec, study_memory
 
     device, budget, image = (settings[n] for n in ("device", "budget", "image"))
     if settings["cache_path"] not in (None, "none"):

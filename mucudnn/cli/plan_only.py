@@ -12,8 +12,8 @@ from mucudnn.cli.output import emit
 from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
-    from mucudnn.runtime.census import Census
     from mucudnn.runtime.tuning.tuner import Tuner
+    from mucudnn.studies.algorithm_survey import Census
 
 __all__ = ["refuse_measuring", "take_census"]
 
@@ -46,7 +46,7 @@ def take_census(
     """Ask for all algorithms and show them; Ctrl-C shows what is done."""
     from mucudnn.cli.layer_progress import LayerProgress
     from mucudnn.cli.progress import progress_display
-    from mucudnn.runtime.census import CensusInterrupted, census
+    from mucudnn.studies.algorithm_survey import CensusInterrupted, census
 
     interrupted = False
     with progress_display(len(layers), lines=verbose) as show:

@@ -32,8 +32,8 @@ from mucudnn.cli.recording import Record, recording
 from mucudnn.suites import SUITES, Layer, load_suite
 
 if TYPE_CHECKING:
-    from mucudnn.runtime.comparison import Comparison
     from mucudnn.runtime.tuning.tuner import Tuner
+    from mucudnn.studies.conv_comparison import Comparison
 
 __all__ = ["make_tuner", "tune"]
 
@@ -183,7 +183,7 @@ def tune(
 
 def _in_directions(query: LayerQuery) -> Sequence[Layer]:
     layers = query.layers()
-    from mucudnn.runtime.comparison import in_directions
+    from mucudnn.studies.conv_comparison import in_directions
 
     return in_directions(layers, query.directions)
 
@@ -219,7 +219,7 @@ def _compare(
     """Measure with progress; Ctrl-C ends with what is done."""
     from mucudnn.cli.layer_progress import LayerProgress
     from mucudnn.cli.progress import progress_display
-    from mucudnn.runtime.comparison import ComparisonInterrupted, compare
+    from mucudnn.studies.conv_comparison import ComparisonInterrupted, compare
 
     with progress_display(len(layers), lines=verbose) as show:
         shown = LayerProgress(show)

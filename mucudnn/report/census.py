@@ -6,7 +6,7 @@ from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.reasons import counted
 from mucudnn.report.text import Table
 from mucudnn.report.words import DIRECTIONS, NOTHING, bytes_text
-from mucudnn.runtime.census import Algorithm, BatchCensus, Census, LayerCensus
+from mucudnn.studies.algorithm_survey import Algorithm, BatchCensus, Census, LayerCensus
 
 __all__ = ["census_tables"]
 

@@ -20,7 +20,7 @@ from mucudnn.report.words import (
     runs,
     speedup_text,
 )
-from mucudnn.runtime.outcome import LayerResult, Outcome
+from mucudnn.studies.outcome import LayerResult, Outcome
 
 __all__ = ["curve", "drawn_front", "timeline", "undivided_perfs"]
 

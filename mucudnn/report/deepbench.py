@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.report.text import Table
 from mucudnn.report.words import limit_text
-from mucudnn.runtime.outcome import Comparison
+from mucudnn.studies.outcome import Comparison
 
 __all__ = ["check_deepbench", "deepbench_tables"]
 

@@ -23,7 +23,7 @@ from mucudnn.report.words import (
     problem_text,
     speedup_text,
 )
-from mucudnn.runtime.outcome import Comparison, LayerResult, LimitSummary, Outcome
+from mucudnn.studies.outcome import Comparison, LayerResult, LimitSummary, Outcome
 
 __all__ = ["html_report"]
 

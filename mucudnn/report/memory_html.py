@@ -17,7 +17,7 @@ from mucudnn.report.memory_stack import KINDS, stack_chart
 from mucudnn.report.memory_text import COLUMNS, placed_words, technique_cells
 from mucudnn.report.svg import drawing, marker
 from mucudnn.report.words import bytes_text, ms_text, speedup_text
-from mucudnn.runtime.memory_study import MemoryStudy
+from mucudnn.studies.memory_study import MemoryStudy
 
 __all__ = ["memory_report", "speed_series"]
 

@@ -6,7 +6,7 @@ from mucudnn.passes.planning.comparison import Technique
 from mucudnn.passes.registry import name_of
 from mucudnn.report.text import Table
 from mucudnn.report.words import NOTHING, bytes_text, ms_text, speedup_text
-from mucudnn.runtime.memory_study import MemoryStudy
+from mucudnn.studies.memory_study import MemoryStudy
 
 __all__ = ["COLUMNS", "heading", "memory_tables", "placed_words", "technique_cells"]
 

@@ -18,7 +18,7 @@ from mucudnn.report.words import (
     plan_text,
     speedup_text,
 )
-from mucudnn.runtime.outcome import Comparison, LayerResult, Outcome
+from mucudnn.studies.outcome import Comparison, LayerResult, Outcome
 
 __all__ = ["Table", "comparison_tables", "write_tables"]
 

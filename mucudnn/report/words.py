@@ -4,7 +4,7 @@ from itertools import groupby
 
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.runtime.outcome import Limit, LimitSummary
+from mucudnn.studies.outcome import Limit, LimitSummary
 
 __all__ = [
     "DIRECTIONS",

@@ -39,7 +39,7 @@ from mucudnn.passes.planning.plan_step import PLANNED, check_policy
 from mucudnn.passes.registry import by_name, name_of
 from mucudnn.passes.residency import ResidencyPolicy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-from mucudnn.runtime.step_costs import CPU, Coverage, StepCosts
+from mucudnn.studies.step_costs import CPU, Coverage, StepCosts
 
 __all__ = ["CPU", "SHARES", "MemoryStudy", "Progress", "StepSpec", "study_memory"]
 

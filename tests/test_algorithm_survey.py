@@ -15,9 +15,14 @@ from mucudnn.ir.numerics import Numerics
 from mucudnn.passes.microbatch import BATCH_POLICIES
 from mucudnn.report.census import census_tables
 from mucudnn.report.text import write_tables
-from mucudnn.runtime.census import Algorithm, BatchCensus, CensusInterrupted, census
-from mucudnn.runtime.comparison import in_directions
 from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.studies.algorithm_survey import (
+    Algorithm,
+    BatchCensus,
+    CensusInterrupted,
+    census,
+)
+from mucudnn.studies.conv_comparison import in_directions
 from mucudnn.suites import Layer
 from tests.doubles import QUICK, crowded, problem, watched
 

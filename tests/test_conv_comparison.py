@@ -10,13 +10,13 @@ from mucudnn.codecs.values import problem_from_dict
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import Direction
 from mucudnn.passes.microbatch import undivided
-from mucudnn.runtime.comparison import (
+from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.studies.conv_comparison import (
     ComparisonInterrupted,
     compare,
     in_directions,
 )
-from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import Layer, parse_problem
 
 KIB = 1 << 10

@@ -24,9 +24,9 @@ from mucudnn.passes.microbatch import (
     workspace_division,
 )
 from mucudnn.passes.registry import name_of
-from mucudnn.runtime.outcome import Comparison, LayerResult, Limit, Outcome
 from mucudnn.runtime.tuning.kernel_bench import limited
 from mucudnn.runtime.tuning.tuner import Choice, Tuner
+from mucudnn.studies.outcome import Comparison, LayerResult, Limit, Outcome
 from mucudnn.suites import Layer
 
 __all__ = ["Advance", "Comparison", "ComparisonInterrupted", "compare", "in_directions"]
