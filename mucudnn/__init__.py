@@ -35,16 +35,16 @@ _HOMES = {
     **dict.fromkeys(
         ("AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "PerfTable"), "ir.conv"
     ),
-    "BenchmarkCache": "runtime.cache",
+    "BenchmarkCache": "runtime.database.cache",
     **dict.fromkeys(
         (
             *("conv1d", "conv2d", "conv3d"),
             *("conv_backward_data", "conv_backward_filter", "explain"),
         ),
-        "runtime.conv",
+        "runtime.functional",
     ),
-    "run_plan": "runtime.execution",
-    "Tuner": "runtime.tuner",
+    "run_plan": "runtime.tuning.bound_plan",
+    "Tuner": "runtime.tuning.tuner",
 }
 """Where each of them lives."""
 

@@ -12,9 +12,9 @@ from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning.evaluate import first_plans, plan_residency, prepare
 from mucudnn.passes.residency import EVERYTHING, Residency
 from mucudnn.passes.scheduling.adaptive_window import PREFETCH_FACTOR, windows
-from mucudnn.passes.verify import verify
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
+from tests.schedule_oracle import verify
 from tests.test_simulate import layers
 
 PAGED = {EVERYTHING: Residency.PAGE}

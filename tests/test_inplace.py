@@ -11,9 +11,9 @@ from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import kept, peak_bytes
 from mucudnn.passes.ordering.orders import ORDERS
 from mucudnn.passes.scheduling.keep_all import keep_all
-from mucudnn.passes.verify import verify
 from tests.graphs import NETWORKS, Symbols, graphs
 from tests.numpy_runner import execute
+from tests.schedule_oracle import verify
 
 
 def overwritten(before, after):

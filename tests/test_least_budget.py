@@ -23,9 +23,9 @@ from mucudnn.passes.planning.least_budget import least_budget_above
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, policy_names
 from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.passes.verify import verify
 from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs
+from tests.schedule_oracle import verify
 
 WAYS = tuple(itertools.product(policy_names(), (None, *SCHEDULERS.table), CONVOLUTIONS))
 

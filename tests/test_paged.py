@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, strategies as st
 
+from bench.baselines.paged import PagedExecutor, least_pool_bytes
 from mucudnn.backends import get_backend
 from mucudnn.backends.base import Kernel
 from mucudnn.errors import BackendError, OutOfMemoryError
@@ -17,7 +18,6 @@ from mucudnn.passes.liveness import peak_bytes
 from mucudnn.runtime import paged
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier
 from mucudnn.runtime.executor.memory_pool import Pool
-from mucudnn.runtime.paged import PagedExecutor, least_pool_bytes
 from mucudnn.runtime.training.parameters import StateStore
 from tests.examples import examples
 from tests.random_graphs import training_graphs

@@ -25,9 +25,9 @@ from mucudnn.passes.residency import (
 from mucudnn.passes.residency.milp import exact
 from mucudnn.passes.residency.published import vdnn_all, vdnn_conv
 from mucudnn.passes.scheduling import SCHEDULERS
-from mucudnn.passes.verify import verify
 from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs
+from tests.schedule_oracle import verify
 
 MODELS = ("alexnet", "resnet18", "resnet20", "densenet40", "unet2d_bn", "googlenet")
 CHOICES = (Residency.KEEP, Residency.OFFLOAD, *RECOMPUTED)

@@ -24,7 +24,6 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Role
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
 from mucudnn.passes.placement.layout import Layout, host_blocks, lay_out
-from mucudnn.passes.verify import verify
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.executor.hazards import Pending
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
@@ -32,6 +31,7 @@ from mucudnn.runtime.training.profiler import measure_link
 from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.examples import examples
 from tests.graphs import NETWORKS
+from tests.schedule_oracle import verify
 from tests.swapping import Bench, random_network, same
 
 SCHEDULERS = ("on_demand", "timed")

@@ -8,13 +8,13 @@ import pytest
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam, Momentum, Sgd
-from mucudnn.passes.verify import verify
 from mucudnn.runtime.training.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit, plans_of
 from mucudnn.runtime.training.step_graphs import prepare
 from mucudnn.runtime.training.trainer import Trainer, step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
+from tests.schedule_oracle import verify
 from tests.training_cases import Epochs, examples, network, trainer, weights
 
 BATCH = 8

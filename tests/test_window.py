@@ -15,9 +15,9 @@ from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.scheduling.intervals import least_occupancy, split
 from mucudnn.passes.scheduling.occupancy import Occupancy
 from mucudnn.passes.scheduling.transfer_aware import timed
-from mucudnn.passes.verify import verify
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
+from tests.schedule_oracle import verify
 from tests.test_simulate import layers
 
 

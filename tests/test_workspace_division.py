@@ -287,9 +287,11 @@ def test_equal_tables_are_examined_once(monkeypatch):
     seen = []
     from mucudnn.passes.convolution import workspace_division
 
-    original = division.pareto_plans
+    original = workspace_division.pareto_plans
     monkeypatch.setattr(
-        division, "pareto_plans", lambda t, limit: seen.append(t) or original(t, limit)
+        workspace_division,
+        "pareto_plans",
+        lambda t, limit: seen.append(t) or original(t, limit),
     )
     divide([tables[0]] * 5 + tables, 1 << 28)
     assert len(seen) == len(tables)

@@ -1,8 +1,8 @@
 """A measured table of another machine answers as if that machine were here.
 
-`recorded:FILE` reads a recording (see `mucudnn.codecs.recordings`). Nothing is computed, and
-each kernel takes exactly the recorded median on a virtual clock. What such a clock
-cannot tell is asked for instead: how uncertain a median is (`row`), and whether a plan
+`recorded:FILE` reads a recording (see `mucudnn.codecs.recordings`). Nothing is
+computed, and each kernel takes exactly the recorded median on a virtual clock. What
+such a clock cannot tell is asked for instead: how uncertain a median is (`row`), and whether a plan
 kept its word when it was run whole (`verdict`). So the ordinary tuner, measuring
 through it, finds what the machine found and plans what the machine planned, anywhere.
 """

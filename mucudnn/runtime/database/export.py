@@ -1,7 +1,7 @@
 """Recordings as files: what a run measured, for other machines to plan with.
 
-What is in a recording is said by `mucudnn.codecs.recordings`; this module writes one whole
-or not at all.
+What is in a recording is said by `mucudnn.codecs.recordings`; this module writes one
+whole or not at all.
 """
 
 from collections.abc import Iterable, Mapping

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from bench.baselines.tensor_cache import CacheStatistics, TensorCache
 from mucudnn.backends.base import Array, Backend, Buffer
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.conv import ConvPlan
@@ -23,7 +24,6 @@ from mucudnn.runtime.executor.best_fit import PoolStatistics
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostTier, Tier
 from mucudnn.runtime.executor.memory_pool import Pool
-from mucudnn.runtime.tensor_cache import CacheStatistics, TensorCache
 from mucudnn.runtime.training.feeds import fed
 from mucudnn.runtime.training.profiler import kernel_of, kernel_workspaces
 from mucudnn.runtime.training.working_set import WorkingSet

@@ -1,0 +1,1 @@
+"""What a planned step is compared with."""
