@@ -2,9 +2,10 @@
 
 `recorded:FILE` reads a recording (see `mucudnn.codecs.recordings`). Nothing is
 computed, and each kernel takes exactly the recorded median on a virtual clock. What
-such a clock cannot tell is asked for instead: how uncertain a median is (`row`), and whether a plan
-kept its word when it was run whole (`verdict`). So the ordinary tuner, measuring
-through it, finds what the machine found and plans what the machine planned, anywhere.
+such a clock cannot tell is asked for instead: how uncertain a median is (`row`), and
+whether a plan kept its word when it was run whole (`verdict`). So the ordinary tuner,
+measuring through it, finds what the machine found and plans what the machine planned,
+anywhere.
 """
 
 from collections.abc import Iterable, Sequence

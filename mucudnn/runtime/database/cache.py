@@ -137,7 +137,8 @@ class BenchmarkCache:
         path: The file to remember in, made where it is missing; None is memory only.
 
     A file that cannot be used never raises: see
-    `mucudnn.runtime.database.sqlite_file`. Damaged rows are passed over, with a warning that counts them.
+    `mucudnn.runtime.database.sqlite_file`. Damaged rows are passed over, with a
+    warning that counts them.
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
