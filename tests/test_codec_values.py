@@ -9,8 +9,8 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
+from mucudnn.codecs import recordings as recording, values as serial
 from mucudnn.codecs.recordings import Measurement
-from mucudnn.ir import recording, serial
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction, PerfTable
 
 sizes = st.integers(1, 9)

@@ -14,7 +14,7 @@ import mucudnn
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import PerfTable
 from mucudnn.models import get_model
-from mucudnn.passes import ilp as ilp_module, knapsack
+from mucudnn.passes.convolution import ilp as ilp_module, knapsack
 from mucudnn.passes.convolution.ilp import ilp
 from mucudnn.passes.convolution.knapsack import Item, Selection, merge, reduce_to_core
 from mucudnn.passes.convolution.workspace_division import SOLVERS, divide
