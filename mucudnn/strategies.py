@@ -7,7 +7,7 @@ makes `mine` a name wherever one is accepted; a function can be passed as it is.
 """
 
 from mucudnn.passes.microbatch import PLANNERS
-from mucudnn.passes.ordering.orders import ORDERS
+from mucudnn.passes.ordering import ORDERS
 from mucudnn.passes.residency import POLICIES
 from mucudnn.passes.scheduling import SCHEDULERS
 

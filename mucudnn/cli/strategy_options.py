@@ -53,7 +53,7 @@ def batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
 
 def orders() -> tuple[Iterable[str], Callable[[str], object]]:
     """In which order nodes run."""
-    from mucudnn.passes.ordering.orders import ORDERS
+    from mucudnn.passes.ordering import ORDERS
 
     return ORDERS.names, ORDERS.resolve
 

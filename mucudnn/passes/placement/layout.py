@@ -96,7 +96,7 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
     )
 
 
-def host_blocks(schedule: Schedule, *, alignment: int = ALIGNMENT) -> tuple[Block, ...]:
+def host_blocks(schedule: Schedule) -> tuple[Block, ...]:
     """What the host holds and when, in order of first use.
 
     But for what is host-resident: that has bytes of its own.
@@ -113,9 +113,8 @@ def host_blocks(schedule: Schedule, *, alignment: int = ALIGNMENT) -> tuple[Bloc
             case Wait(name):
                 last[name] = min(last.get(name, end), at)
     return tuple(
-        Block(name, rounded(schedule.graph.tensors[name].nbytes, alignment), at, stop)
+        Block(name, rounded(schedule.graph.tensors[name].nbytes), at, last[name])
         for name, at in first.items()
-        for stop in [last[name]]
     )
 
 
