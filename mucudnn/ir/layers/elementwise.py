@@ -28,14 +28,14 @@ def relu(g: Draft, x: str) -> str:
 
 
 def leaky_relu(g: Draft, x: str, slope: float = 0.01) -> str:
-    """X where it is positive, else slope * x; the slope must be positive."""
+    """x where it is positive, else slope * x; the slope must be positive."""
     if a_number("slope", slope) <= 0:
         raise ValueError(f"the slope must be positive, got {slope}")
     return g.append("leaky_relu", (x,), g.shape(x), slope=slope)
 
 
 def gelu(g: Draft, x: str) -> str:
-    """X times the normal distribution function of x."""
+    """x times the normal distribution function of x."""
     return g.append("gelu", (x,), g.shape(x))
 
 
@@ -66,17 +66,17 @@ def dropout(g: Draft, x: str, p: float = 0.5) -> str:
 
 
 def add(g: Draft, a: str, b: str) -> str:
-    """A + b, of one shape."""
+    """a + b, of one shape."""
     return g.append("add", (a, b), common_shape(g, a, b))
 
 
 def multiply(g: Draft, a: str, b: str) -> str:
-    """A * b, of one shape."""
+    """a * b, of one shape."""
     return g.append("multiply", (a, b), common_shape(g, a, b))
 
 
 def scale(g: Draft, x: str, factor: float) -> str:
-    """Factor * x."""
+    """factor * x."""
     a_number("factor", factor)
     return g.append("scale", (x,), g.shape(x), factor=factor)
 

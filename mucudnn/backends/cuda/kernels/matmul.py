@@ -16,7 +16,7 @@ __all__ = ["OPERATIONS", "matmul"]
 def matmul(
     gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
 ) -> None:
-    """Y = a b, either transposed first if asked."""
+    """y = a b, either transposed first if asked."""
     a, b = inputs
     a = a.T if attrs["transpose_a"] else a
     b = b.T if attrs["transpose_b"] else b
