@@ -48,7 +48,9 @@ _HOMES = {
 }
 """Where each of them lives."""
 
-_ROOMS = frozenset({"backends", "errors", "ir", "passes", "runtime", "suites"})
+_ROOMS = frozenset(
+    {"backends", "errors", "ir", "optim", "passes", "runtime", "strategies", "suites"}
+)
 """Modules that `import mucudnn` makes available as attributes."""
 
 
