@@ -1,6 +1,6 @@
 """A memory-annotated program: the flat list of instructions that an executor runs.
 
-Instructions name storages (see `Graph.storage`): views and results in place have no
+Instructions name storages (see `Graph.storages`): views and results in place have no
 memory of their own. Offloading is a `SwapOut` and, later, a `SwapIn`. Recomputation
 needs no instruction: it is a second node that computes the same values.
 

@@ -14,11 +14,12 @@ from typing import Literal, Protocol
 from mucudnn.arguments import an_integer, integers
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.passes.convolution.pareto import (
-    candidates,
     fastest_division,
+    fastest_undivided,
     no_plan,
     pareto_plans,
     plan_cost_ms,
+    whole_batch,
 )
 from mucudnn.passes.convolution.workspace_division import divide
 from mucudnn.passes.registry import Strategies, name_of
@@ -129,12 +130,10 @@ def undivided(
     """What plain cuDNN does: one call, the fastest algorithm that fits."""
     plans = []
     for table in tables:
-        whole = [p for p in candidates(table) if p.batch == table.problem.batch]
-        fits = [p for p in whole if p.workspace <= workspace_limit]
-        if not fits:
-            least = min((p.workspace for p in whole), default=None)
+        perf = fastest_undivided(table, workspace_limit)
+        if perf is None:
+            least = min((p.workspace for p in whole_batch(table)), default=None)
             raise no_plan(table, workspace_limit, least)
-        perf = min(fits, key=lambda p: (p.cost_ms, p.workspace))
         plan = ConvPlan(table.problem, (perf,), workspace_limit=workspace_limit)
         plans.append(plan)
     return tuple(plans)

@@ -16,7 +16,12 @@ from math import inf
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.status import RowStatus
-from mucudnn.passes.convolution.pareto import candidates, pareto_plans
+from mucudnn.passes.convolution.pareto import (
+    candidates,
+    fastest_undivided,
+    pareto_plans,
+    whole_batch,
+)
 
 __all__ = [
     "Trial",
@@ -83,11 +88,11 @@ def explain(
 
 def _undivided_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
     """What would run without dividing."""
-    whole = _undivided(table, workspace_limit)
+    whole = fastest_undivided(table, workspace_limit)
     if whole is not None:
         yield f"- Undivided, {_needs(whole)}, the fastest that fits."
         return
-    least = min((p.workspace for p in _whole_batch(table)), default=None)
+    least = min((p.workspace for p in whole_batch(table)), default=None)
     if least is None:
         yield "- Undivided, no algorithm was measured."
     else:
@@ -98,7 +103,7 @@ def _plan_lines(
     table: PerfTable, plan: ConvPlan, workspace_limit: int, trial: Trial | None = None
 ) -> Iterator[str]:
     """What the plan runs, and how it compares."""
-    whole = _undivided(table, workspace_limit)
+    whole = fastest_undivided(table, workspace_limit)
     known = {(perf.algo, perf.batch) for perf in table.perfs}
     if any((step.algo, step.batch) not in known for step in plan.steps):
         yield "- The plan is of other measurements than those it is compared with."
@@ -145,11 +150,11 @@ def _parts(plan: ConvPlan) -> str:
 
 def _excluded_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
     """Algorithms that would be faster over the whole batch, were there more room."""
-    whole = _undivided(table, workspace_limit)
+    whole = fastest_undivided(table, workspace_limit)
     faster = sorted(
         (
             perf
-            for perf in _whole_batch(table)
+            for perf in whole_batch(table)
             if perf.workspace > workspace_limit
             and (whole is None or perf.time_ms < whole.time_ms)
         ),
@@ -169,7 +174,7 @@ def _further_limit_lines(
     table: PerfTable, plan: ConvPlan, workspace_limit: int
 ) -> Iterator[str]:
     """What the next useful limits would buy, from the Pareto front of divisions."""
-    whole = _undivided(table, workspace_limit)
+    whole = fastest_undivided(table, workspace_limit)
     most = max((p.workspace for p in candidates(table)), default=0)
     worth: list[ConvPlan] = []
     best = plan.time_ms
@@ -267,15 +272,6 @@ def _number(failures: Iterable[tuple[str, str]]) -> str:
 def _shortened(reason: str) -> str:
     text = " ".join(reason.split())
     return text if len(text) <= _MOST_TEXT else text[: _MOST_TEXT - 1] + "…"
-
-
-def _whole_batch(table: PerfTable) -> list[AlgoPerf]:
-    return [p for p in candidates(table) if p.batch == table.problem.batch]
-
-
-def _undivided(table: PerfTable, workspace_limit: int) -> AlgoPerf | None:
-    fits = (p for p in _whole_batch(table) if p.workspace <= workspace_limit)
-    return min(fits, key=lambda p: (p.cost_ms, p.workspace), default=None)
 
 
 def _needs(perf: AlgoPerf) -> str:

@@ -26,11 +26,13 @@ __all__ = [
     "candidates",
     "check_divisible",
     "fastest_division",
+    "fastest_undivided",
     "least_workspace",
     "no_plan",
     "pareto_divisions",
     "pareto_plans",
     "plan_cost_ms",
+    "whole_batch",
 ]
 
 
@@ -71,6 +73,17 @@ def candidates(table: PerfTable) -> tuple[AlgoPerf, ...]:
         for perf in table.usable
         if isfinite(perf.cost_ms) and 1 <= perf.batch <= table.problem.batch
     )
+
+
+def whole_batch(table: PerfTable) -> tuple[AlgoPerf, ...]:
+    """Candidates that take the mini-batch undivided."""
+    return tuple(p for p in candidates(table) if p.batch == table.problem.batch)
+
+
+def fastest_undivided(table: PerfTable, workspace_limit: int) -> AlgoPerf | None:
+    """The cheapest algorithm for the whole mini-batch; None if none fits."""
+    fits = (p for p in whole_batch(table) if p.workspace <= workspace_limit)
+    return min(fits, key=lambda p: (p.cost_ms, p.workspace), default=None)
 
 
 def fastest_division(table: PerfTable, workspace_limit: int) -> ConvPlan:

@@ -68,37 +68,21 @@ def _check(graph: Graph, when: str) -> None:
         raise ValueError(f'updates run "early" or "late", not {when!r}')
 
 
-def _slots(optimizer: Optimizer) -> tuple[str, ...]:
-    """Names of the tensors that an optimizer keeps for each parameter."""
+def _kernel(optimizer: Optimizer) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    """Operation, the state it keeps for each parameter, and its hyperparameters."""
     match optimizer:
         case Sgd():
-            return ()
-        case Momentum():
-            return ("momentum",)
-        case Adam():
-            return ("mean", "square")
-        case AdaGrad() | RmsProp():
-            return ("square",)
-
-
-def _kernel(optimizer: Optimizer) -> tuple[str, dict[str, Any]]:
-    """Operation and attributes, but for what depends on the parameter."""
-    match optimizer:
-        case Sgd():
-            return "sgd", {}
+            return "sgd", (), {}
         case Momentum(_, momentum, nesterov):
-            return "momentum", {"momentum": momentum, "nesterov": nesterov}
+            attrs = {"momentum": momentum, "nesterov": nesterov}
+            return "momentum", ("momentum",), attrs
         case Adam(_, beta1, beta2, eps, _, decoupled):
-            return "adam", {
-                "beta1": beta1,
-                "beta2": beta2,
-                "eps": eps,
-                "decoupled": decoupled,
-            }
+            attrs = {"beta1": beta1, "beta2": beta2, "eps": eps, "decoupled": decoupled}
+            return "adam", ("mean", "square"), attrs
         case AdaGrad(_, eps):
-            return "adagrad", {"eps": eps}
+            return "adagrad", ("square",), {"eps": eps}
         case RmsProp(_, alpha, eps):
-            return "rmsprop", {"alpha": alpha, "eps": eps}
+            return "rmsprop", ("square",), {"alpha": alpha, "eps": eps}
 
 
 class _Draft:
@@ -114,12 +98,12 @@ class _Draft:
         self, optimizer: Optimizer, w: str, gradient: str, gradient_scale: float
     ) -> None:
         """Update a parameter."""
-        op, attrs = _kernel(optimizer)
+        op, slots, attrs = _kernel(optimizer)
         spec = self._graph.tensors[w]
         inputs = [w, gradient, self._input(LEARNING_RATE, spec.dtype)]
         if isinstance(optimizer, Adam):
             inputs.append(self._input(STEP, "int64"))
-        state = tuple(self._state(w, slot) for slot in _slots(optimizer))
+        state = tuple(self._state(w, slot) for slot in slots)
         decay = optimizer.weight_decay if len(spec.shape) > 1 else 0.0
         attrs |= {"weight_decay": decay, "gradient_scale": gradient_scale}
         node = Node(

@@ -82,10 +82,10 @@ def parts(graph: Graph) -> tuple[tuple[int, int], ...]:
     """Ranges of positions that no node may leave: forward nodes, then the others."""
     end = len(graph.nodes)
     forward = [node.phase is Phase.FORWARD for node in graph.nodes]
-    turn = sum(forward)
-    if not all(forward[:turn]):
+    boundary = sum(forward)
+    if not all(forward[:boundary]):
         return ((0, end),)
-    return tuple((a, b) for a, b in ((0, turn), (turn, end)) if a < b)
+    return tuple((a, b) for a, b in ((0, boundary), (boundary, end)) if a < b)
 
 
 def _reordered(graph: Graph, order: Sequence[int]) -> Graph:

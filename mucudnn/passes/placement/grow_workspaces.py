@@ -57,7 +57,7 @@ def grow_workspaces(
 
     Args:
         plan: Of a step whose convolutions ask for least.
-        layout: Of it, within the arena.
+        layout: Where the step lies, within the arena.
         profile: Of the graph that the step was made of.
         arena_bytes: Size that the arena may have.
 
