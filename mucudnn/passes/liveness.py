@@ -17,15 +17,12 @@ from mucudnn.passes.graph.dependencies import written
 __all__ = [
     "ALIGNMENT",
     "LiveRange",
-    "Peak",
     "Use",
     "kept",
     "live_ranges",
     "memory_curve",
-    "peak",
     "peak_bytes",
     "rounded",
-    "total_bytes",
     "uses_of",
 ]
 
@@ -85,23 +82,6 @@ class Use:
                 yield i, j
         if self.persistent and self.positions:
             yield self.positions[-1], self.positions[0] + self.period
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The moment at which most memory is in use.
-
-    Attributes:
-        nbytes: Bytes in use.
-        node: The node that runs then, the first of several; None in an empty graph.
-        alive: Storages in use, largest first.
-        workspace: Bytes of the node's workspace, part of `nbytes`.
-    """
-
-    nbytes: int
-    node: str | None
-    alive: tuple[str, ...]
-    workspace: int
 
 
 def kept(graph: Graph) -> frozenset[str]:
@@ -191,24 +171,21 @@ def memory_curve(
     workspaces: Mapping[str, int] | None = None,
     *,
     granularity: int = 1,
-    liveness: bool = True,
 ) -> tuple[int, ...]:
-    """Bytes in use while each node runs.
+    """Bytes in use while each node runs, if storages are freed after their last use.
 
     Args:
         graph: What is run.
         workspaces: Node -> bytes of scratch memory while it runs.
         granularity: Sizes are rounded up to multiples of this many bytes.
-        liveness: Whether a storage is freed after its last use; if not, all of them
-            are there all the time.
     """
     workspaces = workspaces or {}
     end = len(graph.nodes)
     change = [0] * (end + 1)
     for storage, live in live_ranges(graph).items():
         nbytes = rounded(graph.tensors[storage].nbytes, granularity)
-        change[live.first if liveness else 0] += nbytes
-        if liveness and live.last < end:
+        change[live.first] += nbytes
+        if live.last < end:
             change[live.last + 1] -= nbytes
     return tuple(
         used + rounded(workspaces.get(node.name, 0), granularity)
@@ -216,38 +193,13 @@ def memory_curve(
     )
 
 
-def peak(
-    graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
-) -> Peak:
-    """The most memory in use at once if storages are freed after their last use."""
-    curve = memory_curve(graph, workspaces, granularity=granularity)
-    at = max(range(len(curve)), key=curve.__getitem__, default=0)
-    alive = sorted(
-        (s for s, live in live_ranges(graph).items() if live.first <= at <= live.last),
-        key=lambda storage: -graph.tensors[storage].nbytes,
-    )
-    total = sum(rounded(graph.tensors[s].nbytes, granularity) for s in alive)
-    if not curve:
-        return Peak(total, None, tuple(alive), 0)
-    return Peak(curve[at], graph.nodes[at].name, tuple(alive), curve[at] - total)
-
-
 def peak_bytes(
     graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
 ) -> int:
-    """Bytes of `peak`."""
-    return peak(graph, workspaces, granularity=granularity).nbytes
-
-
-def total_bytes(
-    graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
-) -> int:
-    """Bytes if every storage had memory of its own, beside one shared workspace."""
-    scratch = max((workspaces or {}).values(), default=0)
-    return rounded(scratch, granularity) + sum(
-        rounded(graph.tensors[storage].nbytes, granularity)
-        for storage in live_ranges(graph)
-    )
+    """The most memory in use at once; of a graph without nodes, what is always there."""
+    always = (rounded(graph.tensors[s].nbytes, granularity) for s in live_ranges(graph))
+    curve = memory_curve(graph, workspaces, granularity=granularity)
+    return max(curve) if curve else sum(always)
 
 
 def rounded(nbytes: int, granularity: int = ALIGNMENT) -> int:
