@@ -196,7 +196,7 @@ def memory_curve(
 def peak_bytes(
     graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
 ) -> int:
-    """The most memory in use at once; of a graph without nodes, what is always there."""
+    """The most memory in use at once; without nodes, what is always there."""
     always = (rounded(graph.tensors[s].nbytes, granularity) for s in live_ranges(graph))
     curve = memory_curve(graph, workspaces, granularity=granularity)
     return max(curve) if curve else sum(always)

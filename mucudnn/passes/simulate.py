@@ -2,7 +2,7 @@
 
 Each engine works through its own queue. A copy begins when its engine is free and the
 compute before it in the program is done; compute waits where the program says `Wait`.
-Where something is carried from step to step, the third step in a row is what counts.
+Where storages are live across iterations, the third step in a row is what counts.
 """
 
 from collections.abc import Mapping, Sequence

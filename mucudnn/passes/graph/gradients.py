@@ -168,4 +168,4 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "upsample_nearest": _reading("upsample_nearest_grad", "dy"),
     }
 )
-"""Operation -> what appends its gradient; operations without one end the way back."""
+"""Operation -> what appends its gradient; those without one end the backward pass."""

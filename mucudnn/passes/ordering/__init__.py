@@ -41,7 +41,7 @@ class Order(Protocol):
 
 
 def builder(graph: Graph, workspaces: Mapping[str, int] | None = None) -> Graph:
-    """As built: layer by layer, the way back in reverse."""
+    """As built: layer by layer, the backward pass in reverse."""
     del workspaces
     return graph
 
@@ -52,7 +52,7 @@ def depth_first(graph: Graph, workspaces: Mapping[str, int] | None = None) -> Gr
     The route of SuperNeurons (Wang et al. 2018, section 3.1): after a fork its second
     to last branches are walked first and its first branch, the shortcut, last. What
     leads nowhere (the gradient of a weight) belongs to its layer and comes first. The
-    way back is walked by the same rule.
+    backward pass is walked by the same rule.
     """
     del workspaces
     return _reordered(graph, _depth_first(graph))

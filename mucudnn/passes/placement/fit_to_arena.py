@@ -34,8 +34,8 @@ def fit_to_arena(
     """The fastest of the layouts that are found, and the step that has it.
 
     Args:
-        plan: Of a step.
-        profile: Of the graph that the step was made of.
+        plan: What is to be placed.
+        profile: Of the graph as it was before the step was planned.
         arena_bytes: Size of the arena; parameters and state that never leave are
             beside it.
 
@@ -54,35 +54,32 @@ def fit_to_arena(
 
 
 def shortest(plan: StepPlan, profile: Profile) -> StepPlan:
-    """The step with residency intervals that last no longer than they are needed.
-
-    Args:
-        plan: Of a step.
-        profile: Of the graph that the step was made of.
-    """
+    """The step with residency intervals that last no longer than they are needed."""
     graph = plan.schedule.graph
-    cores = [_core(stay, len(graph.nodes)) for stay in plan.stays]
+    cores = [_core(interval, len(graph.nodes)) for interval in plan.stays]
     return _emitted(plan, cores, timed_by(profile_of(graph, profile), plan.plans))
 
 
-def _core(stay: Stay, count: int) -> Stay:
+def _core(interval: Stay, count: int) -> Stay:
     """From the first node that needs it to the last; without copies, as it was."""
     core = replace(
-        stay,
-        start=stay.needed if stay.copied_in else stay.start,
-        stop=stay.last if stay.copied_out else stay.stop,
+        interval,
+        start=interval.needed if interval.copied_in else interval.start,
+        stop=interval.last if interval.copied_out else interval.stop,
     )
     return shifted(core, -count) if core.start >= count else core
 
 
-def _emitted(plan: StepPlan, stays: list[Stay], profile: Profile) -> StepPlan:
+def _emitted(plan: StepPlan, intervals: list[Stay], profile: Profile) -> StepPlan:
     """The step with other residency intervals, and what it costs then."""
     graph, workspaces = plan.schedule.graph, plan.schedule.workspaces
     scratch = [workspaces.get(node.name, 0) for node in graph.nodes]
     resident = state_bytes(graph, plan.schedule.resident)
-    most, _ = least_occupancy(stays, scratch, resident, 0).peak()
-    new = emit(graph, stays, workspaces, most, plan.schedule.hosted)
-    return replace(plan, schedule=new, stays=stays, prediction=simulate(new, profile))
+    most, _ = least_occupancy(intervals, scratch, resident, 0).peak()
+    new = emit(graph, intervals, workspaces, most, plan.schedule.hosted)
+    return replace(
+        plan, schedule=new, stays=intervals, prediction=simulate(new, profile)
+    )
 
 
 def _fastest(
@@ -94,7 +91,7 @@ def _fastest(
 ) -> tuple[StepPlan, Layout] | None:
     """The fastest of the layouts that are found for intervals as they are wanted."""
     n = len(plan.schedule.graph.nodes)
-    blocks = [_shrinkable(stay, n) for stay in wanted]
+    blocks = [_shrinkable(interval, n) for interval in wanted]
     blocks += [
         Shrinkable(rounded(plan.schedule.workspaces[node.name]), at, at, at, at)
         for at, node in enumerate(plan.schedule.graph.nodes)
@@ -103,11 +100,11 @@ def _fastest(
     good_enough = (1 + _TOLERATED) * simulate(plan.schedule, profile).step_ms
     best: tuple[StepPlan, Layout] | None = None
     for places in place_shrinkable(blocks, arena_bytes, clock, n):
-        stays = [
-            _cut(stay, block, place, n)
-            for stay, block, place in zip(wanted, blocks, places, strict=False)
+        intervals = [
+            _cut(interval, block, place, n)
+            for interval, block, place in zip(wanted, blocks, places, strict=False)
         ]
-        found = _emitted(plan, stays, profile)
+        found = _emitted(plan, intervals, profile)
         if best is None or found.prediction.step_ms < best[0].prediction.step_ms:
             best = found, _layout(found, blocks, places)
         if found.prediction.step_ms <= good_enough:
@@ -116,26 +113,26 @@ def _fastest(
 
 
 def _trimmed(
-    stays: Sequence[Stay], profile: Profile, clock: Clock, share: float, count: int
+    intervals: Sequence[Stay], profile: Profile, clock: Clock, share: float, count: int
 ) -> list[Stay]:
     """Intervals that last no longer than copies take with a share of the links."""
-    found = list(stays)
+    found = list(intervals)
     coming = sorted(
-        (i for i, stay in enumerate(stays) if stay.copied_in),
-        key=lambda i: stays[i].needed,
+        (i for i, interval in enumerate(intervals) if interval.copied_in),
+        key=lambda i: intervals[i].needed,
     )
     starts = latest_starts(
-        [stays[i] for i in coming], clock, share * profile.in_bytes_per_ms
+        [intervals[i] for i in coming], clock, share * profile.in_bytes_per_ms
     )
     for i, start in zip(coming, starts, strict=True):
         begin = min(max(found[i].start, start), found[i].needed)
         found[i] = replace(found[i], start=begin)
     leaving = sorted(
-        (i for i, stay in enumerate(stays) if stay.copied_out),
-        key=lambda i: stays[i].last % count,
+        (i for i, interval in enumerate(intervals) if interval.copied_out),
+        key=lambda i: intervals[i].last % count,
     )
     ends = first_ends(
-        [stays[i] for i in leaving], clock, share * profile.out_bytes_per_ms, count
+        [intervals[i] for i in leaving], clock, share * profile.out_bytes_per_ms, count
     )
     for i, end in zip(leaving, ends, strict=True):
         done = max(min(found[i].stop, end), found[i].last)
@@ -143,22 +140,22 @@ def _trimmed(
     return found
 
 
-def _shrinkable(stay: Stay, count: int) -> Shrinkable:
+def _shrinkable(interval: Stay, count: int) -> Shrinkable:
     """When an interval is needed, and when it is wanted."""
-    end = stay.stop if stay.visit else min(stay.stop, count - 1)
+    end = interval.stop if interval.visit else min(interval.stop, count - 1)
     return Shrinkable(
-        stay.nbytes,
-        stay.start,
-        stay.needed if stay.copied_in else stay.start,
-        min(end, stay.last) if stay.copied_out else end,
+        interval.nbytes,
+        interval.start,
+        interval.needed if interval.copied_in else interval.start,
+        min(end, interval.last) if interval.copied_out else end,
         end,
     )
 
 
-def _cut(stay: Stay, block: Shrinkable, place: Place, count: int) -> Stay:
+def _cut(interval: Stay, block: Shrinkable, place: Place, count: int) -> Stay:
     """A residency interval that lasts as long as its place."""
-    stop = stay.stop if place.stop == block.stop else place.stop
-    cut = replace(stay, start=place.start, stop=stop)
+    stop = interval.stop if place.stop == block.stop else place.stop
+    cut = replace(interval, start=place.start, stop=stop)
     return shifted(cut, -count) if place.start >= count else cut
 
 
@@ -168,8 +165,10 @@ def _layout(
     """Offsets in order; what is live across iterations is at both ends of the step."""
     schedule = plan.schedule
     of_storage: dict[str, list[tuple[int, int]]] = {}
-    for stay, place in zip(plan.stays, places, strict=False):
-        of_storage.setdefault(stay.storage, []).append((stay.start, place.offset))
+    for interval, place in zip(plan.stays, places, strict=False):
+        of_storage.setdefault(interval.storage, []).append(
+            (interval.start, place.offset)
+        )
     offsets: dict[str, tuple[int, ...]] = {}
     for name, found in of_storage.items():
         ordered = tuple(offset for _, offset in sorted(found))

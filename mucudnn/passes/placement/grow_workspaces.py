@@ -32,12 +32,7 @@ Span = tuple[int, int]
 
 
 def with_least_workspaces(plan: StepPlan, profile: Profile) -> StepPlan:
-    """A step whose convolutions ask for least.
-
-    Args:
-        plan: Of a step.
-        profile: Of the graph that the step was made of.
-    """
+    """The step with convolutions that ask for least."""
     graph = plan.schedule.graph
     known = profile_of(graph, profile)
     least = first_plans(known, "least", None)
@@ -56,9 +51,9 @@ def grow_workspaces(
     """Give convolutions what a layout leaves in one piece.
 
     Args:
-        plan: Of a step whose convolutions ask for least.
+        plan: A step whose convolutions ask for least.
         layout: Where the step lies, within the arena.
-        profile: Of the graph that the step was made of.
+        profile: Of the graph as it was before the step was planned.
         arena_bytes: Size that the arena may have.
 
     Returns:

@@ -203,14 +203,14 @@ class _Attempt:
         """How long an interval can be there, with others before and after it."""
         start, stop, end = interval.start, interval.stop, offset + interval.nbytes
         inside = start >= 0 and stop < self._period
-        turns = (0,) if inside else (-self._period, 0, self._period)
+        shifts = (0,) if inside else (-self._period, 0, self._period)
         for low, high, first, last in soft:
             if low < end and offset < high:
-                for turn in turns:
-                    if start <= last + turn < interval.needed:
-                        start = last + turn + 1
-                    if interval.last < first + turn <= stop:
-                        stop = first + turn - 1
+                for shift in shifts:
+                    if start <= last + shift < interval.needed:
+                        start = last + shift + 1
+                    if interval.last < first + shift <= stop:
+                        stop = first + shift - 1
         return start, stop
 
     def _worth(self, start: int, stop: int) -> float:
