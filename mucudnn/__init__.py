@@ -48,9 +48,7 @@ _HOMES = {
 }
 """Where each of them lives."""
 
-_ROOMS = frozenset(
-    {"backends", "errors", "ir", "optim", "passes", "runtime", "strategies", "suites"}
-)
+_ROOMS = frozenset({"backends", "errors", "ir", "passes", "runtime", "suites"})
 """Modules that `import mucudnn` makes available as attributes."""
 
 

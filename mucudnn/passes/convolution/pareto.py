@@ -35,7 +35,6 @@ __all__ = [
     "whole_batch",
 ]
 
-
 _MOST_SAMPLES = 1 << 17
 _MOST_WORK = 1 << 24
 """Samples times sizes: a division is found in seconds, or not looked for."""
@@ -92,8 +91,7 @@ def fastest_division(table: PerfTable, workspace_limit: int) -> ConvPlan:
     Raises:
         PlanningError: Nothing fits; the message says how much would.
     """
-    rows = candidates(table)
-    sweep = _Sweep(table.problem.batch, rows, table.launch_overhead_ms)
+    sweep = _Sweep(table.problem.batch, candidates(table), table.launch_overhead_ms)
     sweep.lower(workspace_limit)
     if not sweep.feasible:
         raise no_plan(table, workspace_limit, least_workspace(table))

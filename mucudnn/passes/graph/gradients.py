@@ -76,8 +76,7 @@ def _normalised(op: str) -> Rule:
         x, gamma, beta = node.inputs[:3]
         _, mean, inv_std = node.outputs
         inputs = (x, tape.of(node), gamma, mean, inv_std)
-        kept = ("groups", "eps", "per_element")
-        attrs = {k: v for k, v in node.attrs.items() if k in kept and "group" in op}
+        attrs = node.attrs if op == "group_norm_grad" else {}
         tape.emit(op, inputs, (x, gamma, beta), **attrs)
 
     return rule

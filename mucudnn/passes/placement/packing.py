@@ -10,7 +10,9 @@ Some blocks may have their place already: what two programs share has to lie at 
 place in both. Then only heuristics that can work around them are used.
 """
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -102,15 +104,12 @@ def _pack_solid(
 
 def live_peak(blocks: Sequence[Block]) -> int:
     """The most bytes alive at once: no arena is smaller."""
-    change: dict[int, int] = {}
+    change: Counter[int] = Counter()
     for block in blocks:
-        change[block.first] = change.get(block.first, 0) + block.nbytes
-        change[block.last + 1] = change.get(block.last + 1, 0) - block.nbytes
-    used = peak = 0
-    for moment in sorted(change):
-        used += change[moment]
-        peak = max(peak, used)
-    return peak
+        change[block.first] += block.nbytes
+        change[block.last + 1] -= block.nbytes
+    used = itertools.accumulate(change[moment] for moment in sorted(change))
+    return max(used, default=0)
 
 
 def _height(blocks: Sequence[Block], offsets: Sequence[int]) -> int:

@@ -50,7 +50,7 @@ def avg_pool(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -
 def avg_pool_grad(
     workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
 ) -> None:
-    """dx: each dy shared out among the elements of its window."""
+    """Dx: each dy shared out among the elements of its window."""
     axes = spatial_axes(outputs[0].shape, inputs[0].shape, attrs)
     if _whole(axes):
         _global_mean_grad(workers, inputs[0], outputs[0])

@@ -82,7 +82,7 @@ def batch_norm_eval(
 def batch_norm_grad(
     workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
 ) -> None:
-    """dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta.
+    """Dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta.
 
     x̂ is the normalised input.
     """

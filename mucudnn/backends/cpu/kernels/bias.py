@@ -21,7 +21,7 @@ __all__ = ["OPERATIONS", "bias", "bias_grad"]
 
 
 def bias(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """y = x + b, b of shape (C,) along axis 1."""
+    """Y = x + b, b of shape (C,) along axis 1."""
     x, y = as_ncs(inputs[0]), as_ncs(outputs[0])
     b = inputs[1][:, None]
 

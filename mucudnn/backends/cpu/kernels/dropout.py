@@ -21,7 +21,7 @@ _WORD = 1 << 64
 
 
 def dropout(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """y = x / (1 - p) or, with probability p, 0."""
+    """Y = x / (1 - p) or, with probability p, 0."""
     x, y = inputs[0].reshape(-1), outputs[0].reshape(-1)
     p = attrs["p"]
     key = attrs["seed"] % _WORD | int(inputs[1]) % _WORD << 64

@@ -91,7 +91,7 @@ def relu(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> No
 
 
 def relu_grad(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """dy where y is not 0."""
+    """Dy where y is not 0."""
 
     def block(y: Any, dy: Any, dx: Any) -> None:
         keep(np.not_equal(y, 0), dy, dx)
@@ -118,7 +118,7 @@ def leaky_relu(
 def leaky_relu_grad(
     workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
 ) -> None:
-    """dy, or slope times it where y is not positive (slope > 0: x neither)."""
+    """Dy, or slope times it where y is not positive (slope > 0: x neither)."""
     slope = attrs["slope"]
 
     def block(y: Any, dy: Any, dx: Any) -> None:
@@ -131,7 +131,7 @@ def leaky_relu_grad(
 
 
 def gelu(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """x times the normal distribution's probability of less than x."""
+    """X times the normal distribution's probability of less than x."""
 
     def block(x: Any, y: Any) -> None:
         np.multiply(x, normal_cdf(x), out=y)
@@ -140,7 +140,7 @@ def gelu(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> No
 
 
 def gelu_grad(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """dy times (cdf(x) + x density(x))."""
+    """Dy times (cdf(x) + x density(x))."""
 
     def block(x: Any, dy: Any, dx: Any) -> None:
         slope = normal_density(x)
@@ -168,7 +168,7 @@ def sigmoid(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) ->
 def sigmoid_grad(
     workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
 ) -> None:
-    """dy y (1 - y)."""
+    """Dy y (1 - y)."""
 
     def block(y: Any, dy: Any, dx: Any) -> None:
         slope = np.subtract(1, y)
@@ -184,7 +184,7 @@ def tanh(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> No
 
 
 def tanh_grad(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """dy (1 - y²)."""
+    """Dy (1 - y²)."""
 
     def block(y: Any, dy: Any, dx: Any) -> None:
         slope = np.square(y)

@@ -34,7 +34,7 @@ def lrn(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> Non
 
 
 def lrn_grad(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
+    """Dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
     x, y, dy = (as_ncs(v) for v in inputs)
     dx = as_ncs(outputs[0])
     size = attrs["size"]

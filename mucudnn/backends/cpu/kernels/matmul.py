@@ -12,7 +12,7 @@ _NARROWEST = 64  # columns: below, BLAS packs more than it multiplies
 
 
 def matmul(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """y = a b, either transposed first if asked."""
+    """Y = a b, either transposed first if asked."""
     a, b = inputs
     a = a.T if attrs["transpose_a"] else a
     b = b.T if attrs["transpose_b"] else b

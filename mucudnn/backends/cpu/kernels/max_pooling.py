@@ -71,7 +71,7 @@ def _search_inside(windows: Windows, images: Images, best: Any, number: Any) -> 
 def max_pool_grad(
     workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
 ) -> None:
-    """dx: each dy added at its maximum's place, in the order of the windows."""
+    """Dx: each dy added at its maximum's place, in the order of the windows."""
     axes = spatial_axes(outputs[0].shape, inputs[0].shape, attrs)
     planes, *spatial = axes
     pixels = math.prod(axis.size for axis in spatial)

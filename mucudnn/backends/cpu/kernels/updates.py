@@ -26,7 +26,7 @@ __all__ = [
 
 
 def sgd(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """w -= lr g."""
+    """W -= lr g."""
     w, dw, lr = inputs
     rate = float(lr)
 
@@ -39,7 +39,7 @@ def sgd(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> Non
 
 
 def momentum(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """m = mu m + g; w -= lr m, or with Nesterov's lr (g + mu m)."""
+    """M = mu m + g; w -= lr m, or with Nesterov's lr (g + mu m)."""
     w, dw, lr, m = inputs
     rate, mu = float(lr), attrs["momentum"]
 
@@ -101,7 +101,7 @@ def adagrad(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) ->
 
 
 def rmsprop(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """s = alpha s + (1 - alpha) g²; w -= lr g / (sqrt(s) + eps)."""
+    """S = alpha s + (1 - alpha) g²; w -= lr g / (sqrt(s) + eps)."""
     w, dw, lr, s = inputs
     rate, alpha = float(lr), attrs["alpha"]
 
@@ -137,7 +137,7 @@ def _gradient(w: Any, dw: Any, attrs: Attrs, decay: bool = True) -> Any:
 
 
 def _scaled_step(w: Any, g: Any, s: Any, rate: float, eps: float) -> None:
-    """w -= rate g / (sqrt(s) + eps); overwrites g."""
+    """W -= rate g / (sqrt(s) + eps); overwrites g."""
     root = np.sqrt(s)
     root += eps
     g /= root

@@ -53,7 +53,7 @@ def upsample_nearest(
 def upsample_nearest_grad(
     workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
 ) -> None:
-    """dx: the sum over each pixel's repetitions."""
+    """Dx: the sum over each pixel's repetitions."""
     dx = _planes(outputs[0])
     scale = attrs["scale"]
     dy = _split(_planes(inputs[0]), scale)

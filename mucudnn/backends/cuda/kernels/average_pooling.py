@@ -107,7 +107,7 @@ def avg_pool(
 def avg_pool_grad(
     gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
 ) -> None:
-    """dx: each dy shared out among the elements of its window."""
+    """Dx: each dy shared out among the elements of its window."""
     (dy,), (dx,) = inputs, outputs
     arguments = dx.size, int(attrs["count_include_pad"])
     axes = geometry(dx.shape, dy.shape, attrs)

@@ -149,7 +149,7 @@ def batch_norm_eval(
 def batch_norm_grad(
     gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
 ) -> None:
-    """dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta."""
+    """Dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta."""
     x, dy, _, mean, _ = inputs
     channels = Channels.of(x.shape)
     sums, dots = channels.buffers(workspace, 2)

@@ -39,7 +39,7 @@ KERNEL bias_grad(const T* dy, double* parts, I N, I C, I S, I width) {
 def bias(
     gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
 ) -> None:
-    """y = x + b, b of shape (C,) along axis 1."""
+    """Y = x + b, b of shape (C,) along axis 1."""
     x, b = inputs
     _, C, S = as_ncs(x.shape)
     gpu.launch(PROGRAM, "bias", flat(x.size), x, b, outputs[0], x.size, C, S)

@@ -72,7 +72,7 @@ KERNEL dropout(const T* x, const long long* step, T* y, I count, Word seed,
 def dropout(
     gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
 ) -> None:
-    """y = x / (1 - p) or, with probability p, 0."""
+    """Y = x / (1 - p) or, with probability p, 0."""
     import numpy as np
 
     (x, step), (y,) = inputs, outputs

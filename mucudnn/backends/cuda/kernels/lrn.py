@@ -89,7 +89,7 @@ def lrn(
 def lrn_grad(
     gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
 ) -> None:
-    """dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
+    """Dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
     N, C, S = as_ncs(inputs[0].shape)
     sizes = N * S, C, S
     arguments = *inputs, outputs[0], workspace, *sizes, *_numbers(attrs)

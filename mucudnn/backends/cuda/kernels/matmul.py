@@ -16,7 +16,7 @@ __all__ = ["OPERATIONS", "matmul"]
 def matmul(
     gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
 ) -> None:
-    """y = a b, either transposed first if asked."""
+    """Y = a b, either transposed first if asked."""
     a, b = inputs
     a = a.T if attrs["transpose_a"] else a
     b = b.T if attrs["transpose_b"] else b

@@ -81,7 +81,7 @@ def max_pool(
 def max_pool_grad(
     gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
 ) -> None:
-    """dx: each dy at its maximum's place."""
+    """Dx: each dy at its maximum's place."""
     (dy, index), (dx,) = inputs, outputs
     axes = geometry(dx.shape, dy.shape, attrs)
     gpu.launch(PROGRAM, "max_pool_grad", flat(dx.size), dy, index, dx, dx.size, *axes)
