@@ -5,7 +5,6 @@ with. Run as early as that, it lets the gradient go at once; run at the end, all
 gradients are alive together, which is what a norm over all of them needs.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
 from mucudnn.ir.optimizers import AdaGrad, Adam, Momentum, Optimizer, RmsProp, Sgd
-from mucudnn.passes.graph.dependencies import written
+from mucudnn.passes.graph.dependencies import last_writes, with_nodes_after
 
 __all__ = [
     "LEARNING_RATE",
@@ -122,29 +121,22 @@ class _Draft:
         return replace(
             self._graph,
             tensors=MappingProxyType(self._tensors),
-            nodes=tuple(self._early() if when == "early" else self._late()),
+            nodes=self._early() if when == "early" else self._late(),
             initializers=MappingProxyType(self._initializers),
         )
 
-    def _late(self) -> Iterator[Node]:
-        yield from self._graph.nodes
-        yield from (node for _, _, node in self._updates)
+    def _late(self) -> tuple[Node, ...]:
+        return (*self._graph.nodes, *(node for _, _, node in self._updates))
 
-    def _early(self) -> Iterator[Node]:
-        graph, storages = self._graph, self._graph.storages
-        done: dict[str, int] = {}
-        final: dict[str, int] = {}
-        for position, node in enumerate(graph.nodes):
-            done.update({storages[name]: position for name in node.inputs})
-            final.update(dict.fromkeys(written(graph, node), position))
+    def _early(self) -> tuple[Node, ...]:
+        storages, nodes = self._graph.storages, self._graph.nodes
+        read = {storages[t]: i for i, node in enumerate(nodes) for t in node.inputs}
+        written = last_writes(self._graph)
         at: dict[int, list[Node]] = {}
         for w, gradient, node in self._updates:
-            moment = max(done.get(storages[w], -1), final.get(storages[gradient], -1))
-            at.setdefault(moment, []).append(node)
-        yield from at.get(-1, ())
-        for position, node in enumerate(graph.nodes):
-            yield node
-            yield from at.get(position, ())
+            done = read.get(storages[w], -1), written.get(storages[gradient], -1)
+            at.setdefault(max(done), []).append(node)
+        return with_nodes_after(self._graph, at)
 
     def _state(self, w: str, slot: str) -> str:
         spec = replace(self._graph.tensors[w], name=f"{w}:{slot}", role=Role.STATE)
