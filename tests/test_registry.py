@@ -22,7 +22,7 @@ TABLES = {
     ("mucudnn.passes.residency", "POLICIES", "table"): 9,
     ("mucudnn.passes.scheduling", "SCHEDULERS", "table"): 3,
     ("mucudnn.passes.microbatch", "PLANNERS", "table"): 5,
-    ("mucudnn.passes.microbatch", "BATCH_POLICIES", ""): 3,
+    ("mucudnn.passes.microbatch", "BATCH_POLICIES", "table"): 3,
     ("mucudnn.passes.ordering", "ORDERS", "table"): 3,
     ("mucudnn.passes.convolution.workspace_division", "SOLVERS", "table"): 2,
     ("mucudnn.passes.planning.plan_step", "STEP_PLANNERS", ""): 2,

@@ -48,7 +48,7 @@ def batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
     """Micro-batch sizes."""
     from mucudnn.passes.microbatch import BATCH_POLICIES, candidate_batches
 
-    return BATCH_POLICIES, lambda name: candidate_batches(1, name)
+    return BATCH_POLICIES.table, lambda name: candidate_batches(1, name)
 
 
 def orders() -> tuple[Iterable[str], Callable[[str], object]]:
