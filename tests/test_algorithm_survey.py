@@ -202,7 +202,7 @@ def test_progress_is_a_begin_and_an_end_a_layer():
 
 
 def test_an_unknown_policy_lists_the_valid_ones():
-    with pytest.raises(ValueError, match="choose one of: all, powers_of_two, undivided"):
+    with pytest.raises(ValueError, match="one of: all, powers_of_two, undivided"):
         census(crowded(3), [], "some", [0])
 
 
