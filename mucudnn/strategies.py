@@ -1,13 +1,20 @@
-"""Every table of strategies: names of functions, to look up and to add to.
+"""The tables of strategies, to look names up in and to add to.
+
+`PLANNERS` divide mini-batches, `POLICIES` say what stays on the device, `SCHEDULERS`
+when copies run, `ORDERS` in which order nodes do.
+
+>>> from mucudnn.strategies import PLANNERS
+>>> PLANNERS.resolve("undivided").__doc__
+'What plain cuDNN does: one call, the fastest algorithm that fits.'
+
+Wherever a name is accepted, a function is too; `register` makes its name one:
 
     @POLICIES.register
     def mine(step): ...
-
-makes `mine` a name wherever one is accepted; a function can be passed as it is.
 """
 
 from mucudnn.passes.microbatch import PLANNERS
-from mucudnn.passes.ordering.orders import ORDERS
+from mucudnn.passes.ordering import ORDERS
 from mucudnn.passes.residency import POLICIES
 from mucudnn.passes.scheduling import SCHEDULERS
 

@@ -120,7 +120,7 @@ def test_advice_holds_where_places_are_hard_to_find(data):
     graph, profile, plans, hosted = data.draw(steps(most=3))
     way = way_of(data.draw, plans) | {"hosted": hosted}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placed_module, "settle", lambda *args, **options: None)
+        patch.setattr(placed_module, "fit_to_arena", lambda *args, **options: None)
         patch.setattr(placed_module, "lay_out", wasteful)
         least = minimum_budget(graph, profile, **way)
         short = data.draw(st.sampled_from([1, least // 2, least]))

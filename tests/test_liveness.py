@@ -9,10 +9,8 @@ from mucudnn.passes.liveness import (
     kept,
     live_ranges,
     memory_curve,
-    peak,
     peak_bytes,
     rounded,
-    total_bytes,
 )
 from tests.graphs import NETWORKS, chain, graphs, scratch
 
@@ -51,28 +49,7 @@ def test_the_curve_is_the_sum_of_what_is_alive(data):
     ]
     curve = memory_curve(graph, workspaces, granularity=grain)
     assert list(curve) == expected
-    found = peak(graph, workspaces, granularity=grain)
-    assert (
-        found.nbytes
-        == max(expected)
-        == peak_bytes(graph, workspaces, granularity=grain)
-    )
-    at = expected.index(max(expected))
-    assert found.node == graph.nodes[at].name
-    assert set(found.alive) == {s for s in owners if alive(graph, s, at)}
-    sizes = [graph.tensors[s].nbytes for s in found.alive]
-    assert sizes == sorted(sizes, reverse=True)
-
-
-@given(st.data())
-def test_without_liveness_nothing_is_shared(data):
-    graph = data.draw(graphs())
-    workspaces = data.draw(scratch(graph))
-    every = memory_curve(graph, workspaces, liveness=False)
-    assert max(every) <= total_bytes(graph, workspaces)
-    assert max(every) - min(every) <= max(workspaces.values(), default=0)
-    curve = memory_curve(graph, workspaces)
-    assert all(a <= b for a, b in zip(curve, every, strict=True))
+    assert peak_bytes(graph, workspaces, granularity=grain) == max(expected)
 
 
 def test_a_graph_without_nodes():
@@ -80,8 +57,7 @@ def test_a_graph_without_nodes():
         "w": TensorSpec("w", (3,), role=Role.PARAMETER),
         "left over": TensorSpec("left over", (100,)),
     }
-    found = peak(Graph(tensors, (), ()))
-    assert (found.nbytes, found.node, found.alive) == (12, None, ("w",))
+    assert peak_bytes(Graph(tensors, (), ())) == 12
     assert memory_curve(Graph(tensors, (), ())) == ()
 
 
@@ -112,7 +88,8 @@ def test_gradients_live_to_the_end_unless_an_update_uses_them():
 @pytest.mark.parametrize("name", NETWORKS)
 def test_liveness_saves_memory(name):
     graph = NETWORKS[name]()
-    assert peak_bytes(graph) < total_bytes(graph)
+    total = sum(graph.tensors[name].nbytes for name in live_ranges(graph))
+    assert peak_bytes(graph) < total
 
 
 def test_ten_thousand_nodes():

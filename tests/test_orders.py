@@ -11,8 +11,8 @@ from mucudnn.passes.graph.dependencies import dependencies
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import memory_curve, peak_bytes
+from mucudnn.passes.ordering import ORDERS, depth_first, least_peak
 from mucudnn.passes.ordering.footprint import Footprint
-from mucudnn.passes.ordering.orders import ORDERS, depth_first, least_peak
 from mucudnn.passes.scheduling.keep_all import keep_all
 from tests.examples import examples
 from tests.graphs import NETWORKS, Symbols, graphs, scratch

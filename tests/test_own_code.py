@@ -20,7 +20,7 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.microbatch import candidate_batches
-from mucudnn.passes.ordering.orders import depth_first
+from mucudnn.passes.ordering import depth_first
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import plan_step
 from mucudnn.passes.residency import POLICIES, Residency, saved_tensors

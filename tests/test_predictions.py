@@ -3,9 +3,9 @@
 from hypothesis import given, strategies as st
 
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.placement.fit_to_arena import settle, shortest
+from mucudnn.passes.placement.fit_to_arena import fit_to_arena, shortest
 from mucudnn.passes.placement.grow_workspaces import (
-    grow_into_holes,
+    grow_workspaces,
     with_least_workspaces,
 )
 from mucudnn.passes.placement.layout import lay_out
@@ -13,7 +13,6 @@ from mucudnn.passes.planning.comparison import try_technique, unbounded
 from mucudnn.passes.planning.evaluate import (
     plan_residency,
     profile_of,
-    state_bytes,
     timed_by,
 )
 from mucudnn.passes.planning.place_step import place_step
@@ -46,13 +45,11 @@ def found_by_all(data, graph, profile):
     yield shortest(plan, profile)
     bare = with_least_workspaces(plan, profile)
     yield bare
-    resident = state_bytes(bare.schedule.graph, bare.schedule.resident)
     layout = lay_out(bare.schedule)
-    room = {"arena_bytes": layout.nbytes + 4096, "resident": resident}
-    yield grow_into_holes(bare, layout, profile, **room)[0]
-    settled = settle(plan, profile, **(room | {"arena_bytes": 2 * budget}))
-    assert settled is not None
-    yield settled[0]
+    yield grow_workspaces(bare, layout, profile, layout.nbytes + 4096)[0]
+    placed = fit_to_arena(plan, profile, 2 * budget)
+    assert placed is not None
+    yield placed[0]
 
 
 @examples(30)

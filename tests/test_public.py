@@ -1,6 +1,7 @@
 """What `import mucudnn` gives, what it costs, and who may import whom."""
 
 import ast
+import doctest
 import importlib
 import inspect
 import subprocess
@@ -87,6 +88,13 @@ def test_modules_say_what_they_offer():
         assert module.__doc__, file
         for name in getattr(module, "__all__", ()):
             assert hasattr(module, name), (file, name)
+
+
+@pytest.mark.parametrize("module", ["ir.builder", "ir.numerics", "optim", "strategies"])
+def test_docstrings_show_what_happens(module):
+    found = doctest.testmod(importlib.import_module(f"mucudnn.{module}"))
+    assert found.attempted
+    assert not found.failed
 
 
 def test_import_contracts(capsys, monkeypatch):

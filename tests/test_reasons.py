@@ -7,8 +7,7 @@ from hypothesis import given, strategies as st
 
 from mucudnn.ir.conv import AlgoPerf, PerfTable
 from mucudnn.ir.numerics import NUMERICS, REFUSED, Numerics, Traits
-from mucudnn.passes.convolution.explain import explain
-from mucudnn.passes.convolution.reasons import counted, left_out, refused
+from mucudnn.passes.convolution.explain import counted, explain, left_out, refused
 from mucudnn.passes.microbatch import undivided
 from mucudnn.report.html import html_report
 from mucudnn.report.text import comparison_tables

@@ -50,7 +50,7 @@ def test_the_peak_must_be_right_and_within_the_budget(data):
 
 
 def two_steps():
-    """X -> a -> b -> c, and c also reads a."""
+    """x -> a -> b -> c, and c also reads a."""
     b = GraphBuilder()
     x = b.input("x", (4,))
     a = b.scale(x, 2.0)

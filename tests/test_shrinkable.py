@@ -11,9 +11,9 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT, rounded
-from mucudnn.passes.placement.fit_to_arena import settle
+from mucudnn.passes.placement.fit_to_arena import fit_to_arena
 from mucudnn.passes.placement.layout import lay_out, lives_of
-from mucudnn.passes.placement.shrinkable import Elastic, place_elastic
+from mucudnn.passes.placement.shrinkable import Shrinkable, place_shrinkable
 from mucudnn.passes.planning.evaluate import plan_residency, state_bytes
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.scheduling.intervals import Stay
@@ -25,13 +25,15 @@ PERIOD = 12
 
 
 @st.composite
-def elastics(draw):
+def shrinkables(draw):
     needed = draw(st.integers(0, PERIOD - 1))
     last = needed + draw(st.integers(0, PERIOD - 2))
     room = PERIOD - 1 - (last - needed)
     before = draw(st.integers(0, room))
     after = draw(st.integers(0, room - before))
-    return Elastic(draw(st.integers(1, 9)), needed - before, needed, last, last + after)
+    return Shrinkable(
+        draw(st.integers(1, 9)), needed - before, needed, last, last + after
+    )
 
 
 def moments(first, last):
@@ -51,13 +53,13 @@ def check(blocks, places, limit):
                 )
 
 
-@given(st.lists(elastics(), min_size=1, max_size=14), st.floats(0.3, 1.0))
+@given(st.lists(shrinkables(), min_size=1, max_size=14), st.floats(0.3, 1.0))
 @examples(150)
 def test_places_never_overlap_and_last_at_least_as_long_as_needed(blocks, share):
     everything = sum(block.nbytes for block in blocks)
     limit = int(share * everything)
     clock = Clock([1.0 + at for at in range(PERIOD)])
-    found = list(place_elastic(blocks, limit, clock, PERIOD))
+    found = list(place_shrinkable(blocks, limit, clock, PERIOD))
     for places in found:
         check(blocks, places, limit)
     if limit == everything:
@@ -68,11 +70,11 @@ def test_places_never_overlap_and_last_at_least_as_long_as_needed(blocks, share)
 
 def test_what_is_wanted_gives_way_and_what_is_needed_does_not():
     clock = Clock([1.0] * 6)
-    stays, comes_back = Elastic(4, 0, 0, 3, 3), Elastic(4, 1, 4, 5, 5)
-    for places in place_elastic([stays, comes_back], 4, clock, 6):
+    stays, comes_back = Shrinkable(4, 0, 0, 3, 3), Shrinkable(4, 1, 4, 5, 5)
+    for places in place_shrinkable([stays, comes_back], 4, clock, 6):
         assert [(p.offset, p.start, p.stop) for p in places] == [(0, 0, 3), (0, 4, 5)]
-    needed = Elastic(4, 3, 3, 5, 5)
-    assert not list(place_elastic([stays, needed], 4, clock, 6))
+    needed = Shrinkable(4, 3, 3, 5, 5)
+    assert not list(place_shrinkable([stays, needed], 4, clock, 6))
 
 
 def test_copies_back_begin_as_late_as_their_link_admits():
@@ -105,7 +107,7 @@ def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(model, share, sche
         graph, profile, budget=int(0.97 * budget), policy="planned", scheduler=scheduler
     )
     resident = state_bytes(plan.schedule.graph, plan.schedule.resident)
-    found = settle(plan, profile, arena_bytes=budget - resident, resident=resident)
+    found = fit_to_arena(plan, profile, budget - resident)
     if found is None:
         assert lay_out(plan.schedule).nbytes > 0.9 * (budget - resident)
         return

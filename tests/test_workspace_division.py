@@ -14,10 +14,9 @@ import mucudnn
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import PerfTable
 from mucudnn.models import get_model
-from mucudnn.passes.convolution import ilp as ilp_module, knapsack
-from mucudnn.passes.convolution.ilp import ilp
+from mucudnn.passes.convolution import knapsack
 from mucudnn.passes.convolution.knapsack import Item, Selection, merge, reduce_to_core
-from mucudnn.passes.convolution.workspace_division import SOLVERS, divide
+from mucudnn.passes.convolution.workspace_division import SOLVERS, divide, ilp
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.microbatch import (
     plan_cost_ms,
@@ -247,15 +246,14 @@ def test_no_plan_depends_on_a_clock(monkeypatch):
         check(command)
 
 
-def test_a_program_that_is_not_reduced_ends_by_its_nodes(monkeypatch):
+def test_a_program_that_is_not_reduced_ends_by_its_nodes():
     """Hundreds of variables and few nodes: it stops, with the same answer each time."""
-    monkeypatch.setattr(ilp_module, "_MOST_NODES", 1)
     groups = fronts(2, 60, 30)
     capacity = sum(group[-1].workspace for group in groups) // 3
     core = reduce_to_core(groups, capacity)
     everything = tuple(tuple(range(len(group))) for group in groups)
     core = replace(core, open=everything)
-    first, second = (ilp(core, float("inf")) for _ in range(2))
+    first, second = (ilp(core, float("inf"), most_nodes=1) for _ in range(2))
     assert first == second
     assert core.workspace(first.picks) <= core.capacity
     assert core.cost(first.picks) >= core.bound - 1e-9

@@ -48,12 +48,12 @@ def batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
     """Micro-batch sizes."""
     from mucudnn.passes.microbatch import BATCH_POLICIES, candidate_batches
 
-    return BATCH_POLICIES, lambda name: candidate_batches(1, name)
+    return BATCH_POLICIES.table, lambda name: candidate_batches(1, name)
 
 
 def orders() -> tuple[Iterable[str], Callable[[str], object]]:
     """In which order nodes run."""
-    from mucudnn.passes.ordering.orders import ORDERS
+    from mucudnn.passes.ordering import ORDERS
 
     return ORDERS.names, ORDERS.resolve
 

@@ -24,14 +24,34 @@ from mucudnn.ir.layers import (
     pooling,
     shaping,
 )
-from mucudnn.ir.layers.draft import Saved
 from mucudnn.ir.tensor import INTEGERS, ITEMSIZE, Role, TensorSpec
 
 __all__ = ["GraphBuilder"]
 
+Saved = tuple[str, tuple[int, ...], str]
+"""Label, shape and data type of what a node leaves for its gradient."""
+
 
 class GraphBuilder:
     """A forward graph under construction.
+
+    >>> g = GraphBuilder()
+    >>> x, labels = g.input("image", (8, 3, 32, 32)), g.input("label", (8,), "int64")
+    >>> x = g.max_pool(g.relu(g.conv(x, 16, 3, padding=1)), 2)
+    >>> logits = g.linear(g.flatten(x), 10)
+    >>> graph = g.build(g.softmax_cross_entropy(logits, labels))
+    >>> g.shape(logits), graph.parameter_count
+    ((8, 10), 41418)
+
+    A layer of one's own is a function of the builder and of names of tensors:
+
+    >>> def residual(g, x, name="residual"):
+    ...     with g.scope(name):
+    ...         y = g.relu(g.conv(x, g.shape(x)[1], 3, padding=1))
+    ...         return g.add(x, y)
+    >>> g = GraphBuilder()
+    >>> residual(g, g.input("image", (8, 16, 32, 32)))
+    'residual/add'
 
     Args:
         dtype: Data type of activations and parameters.

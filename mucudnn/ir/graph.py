@@ -141,15 +141,9 @@ class Graph:
                 found[name].append(node)
         return {name: tuple(nodes) for name, nodes in found.items()}
 
-    def storage(self, tensor: str) -> str:
-        """The tensor whose bytes a tensor's are: the end of its chain of aliases."""
-        while (alias := self.tensors[tensor].alias) is not None:
-            tensor = alias
-        return tensor
-
     @cached_property
     def storages(self) -> Mapping[str, str]:
-        """Every tensor -> `storage` of it."""
+        """Tensor -> the one whose bytes it is: the end of its chain of aliases."""
         found: dict[str, str] = {}
         for name in self.tensors:
             chain = [name]

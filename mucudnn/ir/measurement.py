@@ -34,13 +34,13 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of a plan that was run whole, in turn with its undivided rival.
+    """What became of a plan that was run whole, in turn with its undivided baseline.
 
     Attributes:
         fingerprint: The device and its libraries.
         problem: The convolution, at its whole mini-batch.
-        signature: Of the plan and its rival.
-        ratio: The plan's time over its rival's; 1 where the plan was rejected, as it
+        signature: Of the plan and its baseline.
+        ratio: The plan's time over its baseline's; 1 where the plan was rejected, as it
             did not win by more than the noise.
     """
 
@@ -50,11 +50,11 @@ class Verdict:
     ratio: float
 
 
-def signature(plan: ConvPlan, rival: ConvPlan) -> str:
+def signature(plan: ConvPlan, baseline: ConvPlan) -> str:
     """Two plans of one problem as a key: algorithms and sizes of both, in order."""
     return " / ".join(
         "+".join(f"{step.algo}@{step.batch}" for step in one.steps)
-        for one in (plan, rival)
+        for one in (plan, baseline)
     )
 
 

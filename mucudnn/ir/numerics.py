@@ -65,7 +65,13 @@ class Traits:
 class Numerics:
     """Which ways of computing are accepted.
 
-    By default what cuDNN and PyTorch accept for convolutions: TF32 for float32.
+    >>> Numerics.parse("strict,deterministic")
+    Numerics(tf32=False, deterministic=True, down_convert=False, float32_sums=False)
+    >>> Numerics(tf32=False).refusal(Traits(math_mode="tf32"))
+    'not accepted: it rounds float32 to TF32'
+
+    A `Tuner` takes them: `Tuner(numerics=Numerics(deterministic=True))`. By default
+    it is what cuDNN and PyTorch accept for convolutions: TF32 for float32.
 
     Attributes:
         tf32: Whether tensor cores may round float32 operands to TF32.
@@ -104,11 +110,9 @@ class Numerics:
     @property
     def words(self) -> str:
         """The policy in the words of `parse`."""
-        chosen = ["tf32" if self.tf32 else "strict"]
-        chosen += ["deterministic"] if self.deterministic else []
-        chosen += ["down_convert"] if self.down_convert else []
-        chosen += ["float32_sums"] if self.float32_sums else []
-        return ",".join(chosen)
+        flags = ("deterministic", "down_convert", "float32_sums")
+        chosen = (name for name in flags if getattr(self, name))
+        return ",".join(["tf32" if self.tf32 else "strict", *chosen])
 
     def refusal(self, traits: Traits, *, whole: bool = False) -> str | None:
         """Why an algorithm is not accepted; None if it is.

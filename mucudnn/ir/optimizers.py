@@ -158,6 +158,6 @@ def optimizer_of(choice: Any) -> Optimizer:
         kinds = ", ".join(kind.__name__ for kind in Optimizer.__args__)
         raise TypeError(
             f"optimizer is {made!r}; choose one of: {valid}, or pass one of "
-            f"mucudnn.ir.optimizers: {kinds}"
+            f"mucudnn.optim: {kinds}"
         )
     return made

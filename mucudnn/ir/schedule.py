@@ -1,10 +1,10 @@
 """A memory-annotated program: the flat list of instructions that an executor runs.
 
-Instructions name storages (see `Graph.storage`): views and results in place have no
+Instructions name storages (see `Graph.storages`): views and results in place have no
 memory of their own. Offloading is a `SwapOut` and, later, a `SwapIn`. Recomputation
 needs no instruction: it is a second node that computes the same values.
 
-A program is run again for every step, and steps join without a seam: what it has on the
+A schedule is cyclic: its program is run again for every step, and what it has on the
 device at its end, and the copies that run then, it begins with the next time.
 """
 
@@ -80,10 +80,10 @@ class Schedule:
         instructions: In program order.
         workspaces: Node -> bytes of scratch memory while it runs.
         peak_bytes: The most device memory in use at once, workspaces included.
-        hosted: Parameters and state that are at home on the host and on the device only
+        hosted: Parameters and state that are host-resident, and on the device only
             where instructions say so. All others are on the device all the time.
-        carried: Those of them that are on the device as one step ends and the next
-            begins.
+        carried: Those of them that are live across iterations: on the device as one
+            step ends and the next begins.
     """
 
     graph: Graph

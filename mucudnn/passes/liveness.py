@@ -8,22 +8,22 @@ update of the same graph has used up.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase, Role
+from mucudnn.passes.graph.dependencies import written
 
 __all__ = [
     "ALIGNMENT",
     "LiveRange",
-    "Peak",
+    "Use",
     "kept",
     "live_ranges",
     "memory_curve",
-    "peak",
     "peak_bytes",
     "rounded",
-    "total_bytes",
+    "uses_of",
 ]
 
 ALIGNMENT = 512
@@ -47,20 +47,41 @@ class LiveRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
-    """The moment at which most memory is in use.
+class Use:
+    """When the bytes of a storage are touched.
 
     Attributes:
-        nbytes: Bytes in use.
-        node: The node that runs then, the first of several; None in an empty graph.
-        alive: Storages in use, largest first.
-        workspace: Bytes of the node's workspace, part of `nbytes`.
+        storage: Its name.
+        nbytes: Its size, rounded up.
+        positions: Nodes that read or write it, ascending; for an input also the first
+            node, before which it arrives, and for a result the end.
+        writes: Those of them that write it.
+        period: Nodes of a step, if it outlives the step: after its last use comes, that
+            many nodes later than in this step, its first use in the next. Else 0.
     """
 
+    storage: str
     nbytes: int
-    node: str | None
-    alive: tuple[str, ...]
-    workspace: int
+    positions: tuple[int, ...]
+    writes: tuple[int, ...]
+    period: int = 0
+
+    @property
+    def persistent(self) -> bool:
+        """Whether it outlives the step: a parameter, or state."""
+        return self.period > 0
+
+    def gaps(self) -> Iterable[tuple[int, int]]:
+        """Pairs of uses with nodes in between.
+
+        Of what outlives the step also the last use and the first of the next step, with
+        the latter's position counted on.
+        """
+        for i, j in itertools.pairwise(self.positions):
+            if j - i > 1:
+                yield i, j
+        if self.persistent and self.positions:
+            yield self.positions[-1], self.positions[0] + self.period
 
 
 def kept(graph: Graph) -> frozenset[str]:
@@ -106,29 +127,65 @@ def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
     }
 
 
+def uses_of(graph: Graph) -> Mapping[str, Use]:
+    """The uses of every storage, in order of first use; those of none come last."""
+    count = len(graph.nodes)
+    positions: dict[str, list[int]] = {}
+    writes: dict[str, list[int]] = {}
+
+    def touch(storage: str, at: int) -> None:
+        known = positions.get(storage)
+        if known is None:
+            positions[storage] = [at]
+        elif known[-1] != at:
+            known.append(at)
+
+    storages = graph.storages
+    for spec in graph.with_role(Role.INPUT):
+        touch(spec.name, 0)
+        writes.setdefault(spec.name, []).append(0)
+    for i, node in enumerate(graph.nodes):
+        for name in node.tensors:
+            touch(storages[name], i)
+        for storage in written(graph, node):
+            writes.setdefault(storage, []).append(i)
+    for storage in kept(graph):
+        if graph.tensors[storage].role in PERSISTENT:
+            positions.setdefault(storage, [])
+        else:
+            touch(storage, count)
+    return {
+        storage: Use(
+            storage,
+            rounded(graph.tensors[storage].nbytes),
+            tuple(found),
+            tuple(writes.get(storage, ())),
+            max(1, count) if graph.tensors[storage].role in PERSISTENT else 0,
+        )
+        for storage, found in positions.items()
+    }
+
+
 def memory_curve(
     graph: Graph,
     workspaces: Mapping[str, int] | None = None,
     *,
     granularity: int = 1,
-    liveness: bool = True,
 ) -> tuple[int, ...]:
-    """Bytes in use while each node runs.
+    """Bytes in use while each node runs, if storages are freed after their last use.
 
     Args:
         graph: What is run.
         workspaces: Node -> bytes of scratch memory while it runs.
         granularity: Sizes are rounded up to multiples of this many bytes.
-        liveness: Whether a storage is freed after its last use; if not, all of them
-            are there all the time.
     """
     workspaces = workspaces or {}
     end = len(graph.nodes)
     change = [0] * (end + 1)
     for storage, live in live_ranges(graph).items():
         nbytes = rounded(graph.tensors[storage].nbytes, granularity)
-        change[live.first if liveness else 0] += nbytes
-        if liveness and live.last < end:
+        change[live.first] += nbytes
+        if live.last < end:
             change[live.last + 1] -= nbytes
     return tuple(
         used + rounded(workspaces.get(node.name, 0), granularity)
@@ -136,38 +193,13 @@ def memory_curve(
     )
 
 
-def peak(
-    graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
-) -> Peak:
-    """The most memory in use at once if storages are freed after their last use."""
-    curve = memory_curve(graph, workspaces, granularity=granularity)
-    at = max(range(len(curve)), key=curve.__getitem__, default=0)
-    alive = sorted(
-        (s for s, live in live_ranges(graph).items() if live.first <= at <= live.last),
-        key=lambda storage: -graph.tensors[storage].nbytes,
-    )
-    total = sum(rounded(graph.tensors[s].nbytes, granularity) for s in alive)
-    if not curve:
-        return Peak(total, None, tuple(alive), 0)
-    return Peak(curve[at], graph.nodes[at].name, tuple(alive), curve[at] - total)
-
-
 def peak_bytes(
     graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
 ) -> int:
-    """Bytes of `peak`."""
-    return peak(graph, workspaces, granularity=granularity).nbytes
-
-
-def total_bytes(
-    graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
-) -> int:
-    """Bytes if every storage had memory of its own, beside one shared workspace."""
-    scratch = max((workspaces or {}).values(), default=0)
-    return rounded(scratch, granularity) + sum(
-        rounded(graph.tensors[storage].nbytes, granularity)
-        for storage in live_ranges(graph)
-    )
+    """The most memory in use at once; without nodes, what is always there."""
+    always = (rounded(graph.tensors[s].nbytes, granularity) for s in live_ranges(graph))
+    curve = memory_curve(graph, workspaces, granularity=granularity)
+    return max(curve) if curve else sum(always)
 
 
 def rounded(nbytes: int, granularity: int = ALIGNMENT) -> int:

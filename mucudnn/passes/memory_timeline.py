@@ -7,12 +7,11 @@ curve whose highest point is the schedule's peak.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mucudnn.ir.schedule import Alloc, Compute, Free, SwapIn, SwapOut, Wait
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.evaluate import StepPlan
-from mucudnn.passes.scheduling.occupancy import uses_of
 from mucudnn.passes.simulate import Lane
 
 __all__ = ["WORKSPACE", "Interval", "memory_intervals", "memory_points", "stalls"]
@@ -46,87 +45,50 @@ class Interval:
     stays: bool = False
 
 
-@dataclass(slots=True)
-class _Open:
-    nbytes: int
-    start_ms: float
-    first: int
-    persistent: bool = False
-
-
 def memory_intervals(plan: StepPlan) -> tuple[Interval, ...]:
     """Everything that is ever in device memory, in order of arrival."""
-    replay = _Replay()
-    sizes = {use.storage: use.nbytes for use in uses_of(plan.schedule.graph).values()}
-    for name in plan.schedule.resident:
-        if name in sizes:
-            replay.open(name, sizes[name], 0.0, persistent=True)
-    for name in plan.schedule.carried:
-        replay.open(name, sizes[name], 0.0)
-    for change, now in _changes(plan):
-        match change:
-            case (name, None):
-                replay.close(name, now)
-            case (name, int(nbytes)):
-                replay.open(name, nbytes, now)
-    return replay.done(plan.prediction.step_ms)
+    resident = set(plan.schedule.resident)
+    counter = itertools.count()
+    taken: dict[str, Interval] = {}
+    found: list[Interval] = []
+
+    def give_back(name: str, now: float, *, stays: bool = False) -> None:
+        last = next(counter)
+        found.append(replace(taken.pop(name), stop_ms=now, last=last, stays=stays))
+
+    for name, nbytes, now in _changes(plan):
+        if nbytes is None:
+            give_back(name, now)
+        else:
+            first, persistent = next(counter), name in resident
+            taken[name] = Interval(name, nbytes, now, now, first, first, persistent)
+    for name in tuple(taken):
+        give_back(name, plan.prediction.step_ms, stays=True)
+    return tuple(sorted(found, key=lambda interval: interval.first))
 
 
-class _Replay:
-    def __init__(self) -> None:
-        self._count = 0
-        self._open: dict[str, _Open] = {}
-        self._found: list[Interval] = []
-
-    def open(
-        self, name: str, nbytes: int, now: float, *, persistent: bool = False
-    ) -> None:
-        self._open[name] = _Open(nbytes, now, self._count, persistent)
-        self._count += 1
-
-    def close(self, name: str, now: float, *, stays: bool = False) -> None:
-        at = self._open.pop(name)
-        self._found.append(
-            Interval(
-                name,
-                at.nbytes,
-                at.start_ms,
-                now,
-                at.first,
-                self._count,
-                at.persistent,
-                stays,
-            )
-        )
-        self._count += 1
-
-    def done(self, end_ms: float) -> tuple[Interval, ...]:
-        for name in tuple(self._open):
-            self.close(name, end_ms, stays=True)
-        return tuple(sorted(self._found, key=lambda interval: interval.first))
-
-
-def _changes(plan: StepPlan) -> Iterator[tuple[tuple[str, int | None], float]]:
+def _changes(plan: StepPlan) -> Iterator[tuple[str, int | None, float]]:
     """Memory taken (name, bytes) or given back (name, None), and when."""
-    graph, lanes = plan.schedule.graph, iter(plan.prediction.lanes)
-    workspaces, resident = plan.schedule.workspaces, set(plan.schedule.resident)
+    schedule, lanes = plan.schedule, iter(plan.prediction.lanes)
+    tensors = schedule.graph.tensors
+    resident = set(schedule.resident)
     now = 0.0
     copied: dict[str, float] = {}
-    for instruction in plan.schedule.instructions:
+    for name in (*schedule.resident, *schedule.carried):
+        yield name, rounded(tensors[name].nbytes), now
+    for instruction in schedule.instructions:
         match instruction:
-            case Alloc(name):
-                if name not in resident:
-                    yield (name, rounded(graph.tensors[name].nbytes)), now
-            case Free(name):
-                if name not in resident:
-                    yield (name, None), now
+            case Alloc(name) if name not in resident:
+                yield name, rounded(tensors[name].nbytes), now
+            case Free(name) if name not in resident:
+                yield name, None, now
             case Compute(name):
-                scratch = rounded(workspaces.get(name, 0))
+                scratch = rounded(schedule.workspaces.get(name, 0))
                 if scratch:
-                    yield (WORKSPACE + name, scratch), now
+                    yield WORKSPACE + name, scratch, now
                 now = next(lanes).stop_ms
                 if scratch:
-                    yield (WORKSPACE + name, None), now
+                    yield WORKSPACE + name, None, now
             case SwapOut(name) | SwapIn(name):
                 copied[name] = next(lanes).stop_ms
             case Wait(name):

@@ -7,18 +7,18 @@ function of the measurements; `minimum_workspace` shows how little a new one tak
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from mucudnn.arguments import an_integer, integers
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.passes.convolution.pareto import (
-    candidates,
     fastest_division,
+    fastest_undivided,
     no_plan,
     pareto_plans,
     plan_cost_ms,
+    whole_batch,
 )
 from mucudnn.passes.convolution.workspace_division import divide
 from mucudnn.passes.registry import Strategies, name_of
@@ -46,22 +46,18 @@ BatchPolicy = (
 """A name, or a function from a mini-batch to the micro-batch sizes to consider."""
 
 
-def _powers_of_two(batch: int) -> tuple[int, ...]:
-    return tuple(sorted({1 << i for i in range(batch.bit_length())} | {batch}))
+BATCH_POLICIES: Strategies[Callable[[int], Sequence[int]]] = Strategies("batch policy")
+"""Which micro-batch sizes to measure for a mini-batch; more join by `register`."""
 
-
-BATCH_POLICIES: Mapping[str, Callable[[int], tuple[int, ...]]] = MappingProxyType(
-    {
-        "undivided": lambda batch: (batch,),
-        "powers_of_two": _powers_of_two,
-        "all": lambda batch: tuple(range(1, batch + 1)),
-    }
+BATCH_POLICIES.register(lambda batch: (batch,), name="undivided")
+BATCH_POLICIES.register(
+    lambda batch: tuple(1 << i for i in range(batch.bit_length())), name="powers_of_two"
 )
-"""Micro-batch sizes to measure for a mini-batch, ascending, by the policy's name."""
+BATCH_POLICIES.register(lambda batch: tuple(range(1, batch + 1)), name="all")
 
 
 def candidate_batches(batch: int, policy: BatchPolicy) -> tuple[int, ...]:
-    """Micro-batch sizes worth measuring for a mini-batch of `batch`.
+    """Micro-batch sizes worth measuring for a mini-batch of `batch`, ascending.
 
     The whole mini-batch is always among them.
 
@@ -70,28 +66,14 @@ def candidate_batches(batch: int, policy: BatchPolicy) -> tuple[int, ...]:
             names a size that is none.
         TypeError: The policy is neither a name nor a function.
     """
-    _check_policy(policy)
+    found = BATCH_POLICIES.resolve(policy)
     if an_integer("the mini-batch", batch) < 1:
         raise ValueError(f"a mini-batch has at least one sample, got {batch}")
-    if isinstance(policy, str):
-        return BATCH_POLICIES[policy](batch)
     label = f"what batch policy {name_of(policy)!r} returned for {batch}"
-    sizes = integers(label, policy(batch), least=1)
+    sizes = integers(label, found(batch), least=1)
     if sizes and max(sizes) > batch:
         raise ValueError(f"{label} is beyond the mini-batch: {max(sizes)}")
     return tuple(sorted({*sizes, batch}))
-
-
-def _check_policy(policy: object) -> None:
-    valid = ", ".join(BATCH_POLICIES)
-    if isinstance(policy, str):
-        if policy not in BATCH_POLICIES:
-            raise ValueError(f"unknown batch policy {policy!r}; choose one of: {valid}")
-    elif not callable(policy):
-        raise TypeError(
-            f"a batch policy is a name or a function, got {policy!r}; names are: "
-            f"{valid}"
-        )
 
 
 def aligned_batches(
@@ -129,12 +111,10 @@ def undivided(
     """What plain cuDNN does: one call, the fastest algorithm that fits."""
     plans = []
     for table in tables:
-        whole = [p for p in candidates(table) if p.batch == table.problem.batch]
-        fits = [p for p in whole if p.workspace <= workspace_limit]
-        if not fits:
-            least = min((p.workspace for p in whole), default=None)
+        perf = fastest_undivided(table, workspace_limit)
+        if perf is None:
+            least = min((p.workspace for p in whole_batch(table)), default=None)
             raise no_plan(table, workspace_limit, least)
-        perf = min(fits, key=lambda p: (p.cost_ms, p.workspace))
         plan = ConvPlan(table.problem, (perf,), workspace_limit=workspace_limit)
         plans.append(plan)
     return tuple(plans)

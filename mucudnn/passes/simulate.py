@@ -2,7 +2,7 @@
 
 Each engine works through its own queue. A copy begins when its engine is free and the
 compute before it in the program is done; compute waits where the program says `Wait`.
-Where something is carried from step to step, the third step in a row is what counts.
+Where storages are live across iterations, the third step in a row is what counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -164,30 +164,30 @@ def bound_ms(schedule: Schedule, profile: Profile) -> float:
     whole = max(_busy(schedule, profile, program, awaited=False))
     if schedule.carried:
         return whole
-    turn = _turn(schedule)
-    before = _busy(schedule, profile, program[:turn], awaited=True)
-    after = _busy(schedule, profile, program[turn:], awaited=False)
+    boundary = _boundary(schedule)
+    before = _busy(schedule, profile, program[:boundary], awaited=True)
+    after = _busy(schedule, profile, program[boundary:], awaited=False)
     return max(max(before) + max(after), whole)
 
 
-def _turn(schedule: Schedule) -> int:
-    """How many instructions come before the moment between the passes."""
+def _boundary(schedule: Schedule) -> int:
+    """How many instructions come before the forward/backward boundary."""
     nodes = schedule.graph.by_name
-    turn = 0
+    boundary = 0
     leaving: set[str] = set()
     for i, instruction in enumerate(schedule.instructions):
         match instruction:
             case Compute(name):
                 if nodes[name].phase is not Phase.FORWARD:
                     break
-                turn = i + 1
+                boundary = i + 1
             case SwapOut(storage):
                 leaving.add(storage)
             case SwapIn(storage):
                 leaving.discard(storage)
             case Wait(storage) if storage in leaving:
-                turn = i + 1
-    return turn
+                boundary = i + 1
+    return boundary
 
 
 def _busy(
@@ -200,8 +200,8 @@ def _busy(
     """What compute and both links have to do for some instructions, in ms.
 
     Args:
-        schedule: Of them.
-        profile: Of its graph.
+        schedule: What the instructions are of.
+        profile: Times of its graph's nodes.
         program: The instructions.
         awaited: Whether only copies count that are waited for among them.
     """

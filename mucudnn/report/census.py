@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mucudnn.ir.status import RowStatus
-from mucudnn.passes.convolution.reasons import counted
+from mucudnn.passes.convolution.explain import counted
 from mucudnn.report.text import Table
 from mucudnn.report.words import DIRECTIONS, NOTHING, bytes_text
 from mucudnn.studies.algorithm_survey import Algorithm, BatchCensus, Census, LayerCensus

@@ -14,8 +14,8 @@ from math import inf
 from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.passes.convolution.explain import counted, left_out
 from mucudnn.passes.convolution.pareto import least_workspace
-from mucudnn.passes.convolution.reasons import counted, left_out
 from mucudnn.passes.microbatch import (
     PLANNERS,
     Planner,

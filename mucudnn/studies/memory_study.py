@@ -23,7 +23,7 @@ from mucudnn.ir.sizes import parse_bytes
 from mucudnn.models import get_model, network_name
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.ordering.orders import Order, ordered
+from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.comparison import (
     Technique,
     best_technique,

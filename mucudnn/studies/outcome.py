@@ -8,7 +8,7 @@ from typing import Any
 
 from mucudnn.codecs.values import problem_to_dict
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
-from mucudnn.passes.convolution.reasons import left_out
+from mucudnn.passes.convolution.explain import left_out
 from mucudnn.runtime.tuning.tuner import Choice
 
 __all__ = ["Comparison", "LayerResult", "Limit", "LimitSummary", "Outcome"]

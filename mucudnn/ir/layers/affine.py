@@ -1,21 +1,25 @@
 """A bias a channel, and the dense layer."""
 
+from typing import TYPE_CHECKING
+
 from mucudnn.arguments import an_integer
 from mucudnn.ir.initializers import Constant, HeNormal, Initializer
-from mucudnn.ir.layers.draft import Draft
 from mucudnn.ir.shapes import channels
+
+if TYPE_CHECKING:
+    from mucudnn.ir.builder import GraphBuilder
 
 __all__ = ["bias", "biased", "linear"]
 
 
-def bias(g: Draft, x: str, initializer: Initializer | None = None) -> str:
+def bias(g: "GraphBuilder", x: str, initializer: Initializer | None = None) -> str:
     """Add one number a channel (axis 1)."""
     start = Constant(0.0) if initializer is None else initializer
     b = g.parameter("bias", (channels(x, g.shape(x)),), start)
     return g.append("bias", (x, b), g.shape(x))
 
 
-def biased(g: Draft, x: str, how: bool | Initializer) -> str:
+def biased(g: "GraphBuilder", x: str, how: bool | Initializer) -> str:
     """With a bias or without one, as a layer's argument `bias` says."""
     if isinstance(how, bool):
         return bias(g, x) if how else x
@@ -23,7 +27,7 @@ def biased(g: Draft, x: str, how: bool | Initializer) -> str:
 
 
 def linear(
-    g: Draft,
+    g: "GraphBuilder",
     x: str,
     features: int,
     *,

@@ -1,17 +1,21 @@
 """Convolutions and their adjoints."""
 
+from typing import TYPE_CHECKING
+
 from mucudnn.arguments import an_integer
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.initializers import HeNormal, Initializer
 from mucudnn.ir.layers.affine import biased
-from mucudnn.ir.layers.draft import Draft
 from mucudnn.ir.shapes import Ints, channels as channels_of, per_axis
+
+if TYPE_CHECKING:
+    from mucudnn.ir.builder import GraphBuilder
 
 __all__ = ["conv", "conv_transpose"]
 
 
 def conv(
-    g: Draft,
+    g: "GraphBuilder",
     x: str,
     channels: int,
     kernel: Ints,
@@ -49,7 +53,7 @@ def conv(
 
 
 def conv_transpose(
-    g: Draft,
+    g: "GraphBuilder",
     x: str,
     channels: int,
     kernel: Ints,
@@ -107,7 +111,7 @@ def _spread(
 
 
 def _product(
-    g: Draft, x: str, problem: ConvProblem, initializer: Initializer | None
+    g: "GraphBuilder", x: str, problem: ConvProblem, initializer: Initializer | None
 ) -> str:
     """The convolution itself, with a weight of its own."""
     forward = problem.direction is Direction.FORWARD

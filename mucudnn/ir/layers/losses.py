@@ -1,34 +1,38 @@
 """Scalars that say how good an answer is."""
 
+from typing import TYPE_CHECKING
+
 from mucudnn.arguments import an_integer
-from mucudnn.ir.layers.draft import Draft
 from mucudnn.ir.layers.elementwise import common_shape
 from mucudnn.ir.shapes import channels
+
+if TYPE_CHECKING:
+    from mucudnn.ir.builder import GraphBuilder
 
 __all__ = ["accuracy", "mean_squared_error", "softmax_cross_entropy"]
 
 
-def softmax_cross_entropy(g: Draft, logits: str, labels: str) -> str:
+def softmax_cross_entropy(g: "GraphBuilder", logits: str, labels: str) -> str:
     """Mean over samples (and pixels) of -log softmax(logits)[label]; a scalar."""
     _check_labels(g, logits, labels)
     probabilities = ("probabilities", g.shape(logits), g.spec(logits).dtype)
     return g.append("softmax_cross_entropy", (logits, labels), (), (probabilities,))
 
 
-def mean_squared_error(g: Draft, prediction: str, target: str) -> str:
+def mean_squared_error(g: "GraphBuilder", prediction: str, target: str) -> str:
     """Mean of the squared differences; a scalar."""
     common_shape(g, prediction, target)
     return g.append("mean_squared_error", (prediction, target), ())
 
 
-def accuracy(g: Draft, logits: str, labels: str, k: int = 1) -> str:
+def accuracy(g: "GraphBuilder", logits: str, labels: str, k: int = 1) -> str:
     """How many samples (pixels) have their label among the k best; a scalar."""
     _check_labels(g, logits, labels)
     an_integer("k", k, least=1)
     return g.append("accuracy", (logits, labels), (), k=k)
 
 
-def _check_labels(g: Draft, logits: str, labels: str) -> None:
+def _check_labels(g: "GraphBuilder", logits: str, labels: str) -> None:
     channels(logits, g.shape(logits))
     n, _, *spatial = g.shape(logits)
     if g.shape(labels) != (n, *spatial) or g.spec(labels).dtype != "int64":

@@ -1,15 +1,19 @@
 """Layers that bring numbers to a common scale."""
 
+from typing import TYPE_CHECKING
+
 from mucudnn.arguments import a_number, an_integer
 from mucudnn.ir.initializers import Constant, Initializer
-from mucudnn.ir.layers.draft import Draft
 from mucudnn.ir.shapes import channels as channels_of
+
+if TYPE_CHECKING:
+    from mucudnn.ir.builder import GraphBuilder
 
 __all__ = ["batch_norm", "group_norm", "layer_norm", "lrn"]
 
 
 def batch_norm(
-    g: Draft,
+    g: "GraphBuilder",
     x: str,
     *,
     eps: float = 1e-5,
@@ -45,7 +49,12 @@ def batch_norm(
 
 
 def group_norm(
-    g: Draft, x: str, groups: int, *, eps: float = 1e-5, name: str = "group_norm"
+    g: "GraphBuilder",
+    x: str,
+    groups: int,
+    *,
+    eps: float = 1e-5,
+    name: str = "group_norm",
 ) -> str:
     """Normalise each sample over groups of channels; scale each channel."""
     channels = channels_of(x, g.shape(x))
@@ -55,14 +64,16 @@ def group_norm(
         return _normed(g, x, (channels,), groups, eps, per_element=False)
 
 
-def layer_norm(g: Draft, x: str, *, eps: float = 1e-5, name: str = "layer_norm") -> str:
+def layer_norm(
+    g: "GraphBuilder", x: str, *, eps: float = 1e-5, name: str = "layer_norm"
+) -> str:
     """Normalise each sample over everything; scale each element."""
     with g.scope(name):
         return _normed(g, x, g.shape(x)[1:], 1, eps, per_element=True)
 
 
 def lrn(
-    g: Draft,
+    g: "GraphBuilder",
     x: str,
     size: int = 5,
     alpha: float = 1e-4,
@@ -77,7 +88,7 @@ def lrn(
 
 
 def _normed(
-    g: Draft,
+    g: "GraphBuilder",
     x: str,
     affine: tuple[int, ...],
     groups: int,

@@ -2,10 +2,13 @@
 
 import math
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from mucudnn.arguments import a_flag
-from mucudnn.ir.layers.draft import Draft
 from mucudnn.ir.shapes import Ints, Window
+
+if TYPE_CHECKING:
+    from mucudnn.ir.builder import GraphBuilder
 
 __all__ = ["avg_pool", "global_avg_pool", "global_max_pool", "max_pool"]
 
@@ -14,7 +17,7 @@ _MOST_WINDOW = 255
 
 
 def max_pool(
-    g: Draft,
+    g: "GraphBuilder",
     x: str,
     kernel: Ints,
     stride: Ints | None = None,
@@ -37,7 +40,7 @@ def max_pool(
 
 
 def avg_pool(
-    g: Draft,
+    g: "GraphBuilder",
     x: str,
     kernel: Ints,
     stride: Ints | None = None,
@@ -57,11 +60,11 @@ def avg_pool(
     )
 
 
-def global_avg_pool(g: Draft, x: str) -> str:
+def global_avg_pool(g: "GraphBuilder", x: str) -> str:
     """The mean of each channel: (N, C, *spatial) to (N, C, 1, …)."""
     return avg_pool(g, x, g.shape(x)[2:])
 
 
-def global_max_pool(g: Draft, x: str) -> str:
+def global_max_pool(g: "GraphBuilder", x: str) -> str:
     """The largest value of each channel."""
     return max_pool(g, x, g.shape(x)[2:])

@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mucudnn.arguments import integers
-from mucudnn.ir.layers.draft import Draft
 from mucudnn.ir.shapes import Ints, channels, per_axis
+
+if TYPE_CHECKING:
+    from mucudnn.ir.builder import GraphBuilder
 
 __all__ = [
     "concat",
@@ -18,7 +21,7 @@ __all__ = [
 ]
 
 
-def concat(g: Draft, tensors: Sequence[str]) -> str:
+def concat(g: "GraphBuilder", tensors: Sequence[str]) -> str:
     """Put channels side by side."""
     if isinstance(tensors, str) or not isinstance(tensors, Sequence) or not tensors:
         raise TypeError(f"concat takes a list of names of tensors, got {tensors!r}")
@@ -33,7 +36,9 @@ def concat(g: Draft, tensors: Sequence[str]) -> str:
     return g.append("concat", tuple(tensors), out, axis=1)
 
 
-def slice(g: Draft, x: str, starts: Sequence[int], stops: Sequence[int]) -> str:
+def slice(
+    g: "GraphBuilder", x: str, starts: Sequence[int], stops: Sequence[int]
+) -> str:
     """The box from `starts` up to `stops`, over all axes."""
     shape = g.shape(x)
     starts, stops = integers("starts", starts), integers("stops", stops)
@@ -45,7 +50,7 @@ def slice(g: Draft, x: str, starts: Sequence[int], stops: Sequence[int]) -> str:
     return g.append("slice", (x,), out, starts=tuple(starts), stops=tuple(stops))
 
 
-def pad(g: Draft, x: str, before: Sequence[int], after: Sequence[int]) -> str:
+def pad(g: "GraphBuilder", x: str, before: Sequence[int], after: Sequence[int]) -> str:
     """Zeros around, over all axes."""
     shape = g.shape(x)
     before, after = integers("before", before), integers("after", after)
@@ -55,7 +60,7 @@ def pad(g: Draft, x: str, before: Sequence[int], after: Sequence[int]) -> str:
     return g.append("pad", (x,), out, before=tuple(before), after=tuple(after))
 
 
-def reshape(g: Draft, x: str, shape: Sequence[int]) -> str:
+def reshape(g: "GraphBuilder", x: str, shape: Sequence[int]) -> str:
     """The same bytes under another shape."""
     shape = integers("shape", shape, least=1)
     if math.prod(shape) != math.prod(g.shape(x)):
@@ -63,23 +68,23 @@ def reshape(g: Draft, x: str, shape: Sequence[int]) -> str:
     return g.append("reshape", (x,), tuple(shape), alias=x)
 
 
-def flatten(g: Draft, x: str) -> str:
+def flatten(g: "GraphBuilder", x: str) -> str:
     """(N, …) as (N, F)."""
     shape = g.shape(x)
     return reshape(g, x, (shape[0], math.prod(shape[1:])))
 
 
-def upsample_nearest(g: Draft, x: str, scale: Ints = 2) -> str:
+def upsample_nearest(g: "GraphBuilder", x: str, scale: Ints = 2) -> str:
     """Repeat every pixel."""
     return _upsampled(g, "upsample_nearest", x, scale)
 
 
-def upsample_bilinear(g: Draft, x: str, scale: Ints = 2) -> str:
+def upsample_bilinear(g: "GraphBuilder", x: str, scale: Ints = 2) -> str:
     """Interpolate linearly along every axis; corners are not aligned."""
     return _upsampled(g, "upsample_bilinear", x, scale)
 
 
-def _upsampled(g: Draft, op: str, x: str, scale: Ints) -> str:
+def _upsampled(g: "GraphBuilder", op: str, x: str, scale: Ints) -> str:
     shape = g.shape(x)
     scales = per_axis("scale", scale, len(shape) - 2, 1)
     spatial = (n * s for n, s in zip(shape[2:], scales, strict=True))

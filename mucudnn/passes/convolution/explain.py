@@ -1,35 +1,43 @@
-"""Why a plan is what it is, in plain words.
+"""Why a plan is what it is, and why algorithms were left out, in plain words.
 
 Each function here answers one question about a table and a plan, as lines of text;
 `explain` puts them together. Speed-ups are against the fastest undivided algorithm
 within the limit: what a library without micro-batches would run.
+
+A library may have dozens of algorithms for one convolution, and most may be left out
+for the same reason. Reasons are counted, not repeated.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.convolution.pareto import candidates, pareto_plans
-from mucudnn.passes.convolution.reasons import algorithms, counted, refused
+from mucudnn.ir.status import RowStatus
+from mucudnn.passes.convolution.pareto import (
+    candidates,
+    fastest_undivided,
+    pareto_plans,
+    whole_batch,
+)
 
 __all__ = [
     "Trial",
-    "excluded_lines",
+    "counted",
     "explain",
-    "failure_lines",
-    "further_limit_lines",
-    "plan_lines",
-    "undivided_lines",
+    "left_out",
+    "refused",
 ]
 
 _LEAST_GAIN = 1.05
 """A further limit is worth a line if it is this much faster than the one before."""
 
 _MOST_LINES = 6
-_MOST_ERROR = 100
+"""More algorithms, offers or reasons than that are not read."""
+
+_MOST_TEXT = 100
 _MOST_FAILURES = 12
 
 
@@ -70,32 +78,32 @@ def explain(
         f"w {problem.w_shape}, {problem.dtype}, with at most "
         f"{format_bytes(workspace_limit)} of workspace:"
     ]
-    lines += undivided_lines(table, workspace_limit)
-    lines += plan_lines(table, plan, workspace_limit, trial)
-    lines += excluded_lines(table, workspace_limit)
-    lines += further_limit_lines(table, plan, workspace_limit)
-    lines += failure_lines(table)
+    lines += _undivided_lines(table, workspace_limit)
+    lines += _plan_lines(table, plan, workspace_limit, trial)
+    lines += _excluded_lines(table, workspace_limit)
+    lines += _further_limit_lines(table, plan, workspace_limit)
+    lines += _failure_lines(table)
     return "\n".join(lines)
 
 
-def undivided_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
+def _undivided_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
     """What would run without dividing."""
-    whole = _undivided(table, workspace_limit)
+    whole = fastest_undivided(table, workspace_limit)
     if whole is not None:
         yield f"- Undivided, {_needs(whole)}, the fastest that fits."
         return
-    least = min((p.workspace for p in _whole_batch(table)), default=None)
+    least = min((p.workspace for p in whole_batch(table)), default=None)
     if least is None:
         yield "- Undivided, no algorithm was measured."
     else:
         yield f"- Undivided, no algorithm fits: the smallest needs {_size(least)}."
 
 
-def plan_lines(
+def _plan_lines(
     table: PerfTable, plan: ConvPlan, workspace_limit: int, trial: Trial | None = None
 ) -> Iterator[str]:
     """What the plan runs, and how it compares."""
-    whole = _undivided(table, workspace_limit)
+    whole = fastest_undivided(table, workspace_limit)
     known = {(perf.algo, perf.batch) for perf in table.perfs}
     if any((step.algo, step.batch) not in known for step in plan.steps):
         yield "- The plan is of other measurements than those it is compared with."
@@ -140,13 +148,13 @@ def _parts(plan: ConvPlan) -> str:
     )
 
 
-def excluded_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
+def _excluded_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
     """Algorithms that would be faster over the whole batch, were there more room."""
-    whole = _undivided(table, workspace_limit)
+    whole = fastest_undivided(table, workspace_limit)
     faster = sorted(
         (
             perf
-            for perf in _whole_batch(table)
+            for perf in whole_batch(table)
             if perf.workspace > workspace_limit
             and (whole is None or perf.time_ms < whole.time_ms)
         ),
@@ -162,11 +170,11 @@ def excluded_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
         yield f"- {len(faster) - _MOST_LINES} more would be faster, but need more, too."
 
 
-def further_limit_lines(
+def _further_limit_lines(
     table: PerfTable, plan: ConvPlan, workspace_limit: int
 ) -> Iterator[str]:
     """What the next useful limits would buy, from the Pareto front of divisions."""
-    whole = _undivided(table, workspace_limit)
+    whole = fastest_undivided(table, workspace_limit)
     most = max((p.workspace for p in candidates(table)), default=0)
     worth: list[ConvPlan] = []
     best = plan.time_ms
@@ -189,14 +197,14 @@ def further_limit_lines(
     yield f"- More workspace would buy: {offers}, by separate measurements."
 
 
-def failure_lines(table: PerfTable) -> Iterator[str]:
+def _failure_lines(table: PerfTable) -> Iterator[str]:
     """Which algorithms cannot run or were not accepted, and why.
 
     Those that were not accepted take one line, and so do the others if they are many.
     """
     kept_out = [(p.algo, p.error or "") for p in table.perfs if refused(p)]
     if kept_out:
-        yield f"- {algorithms(kept_out)} not accepted: {counted(kept_out)}."
+        yield f"- {_number(kept_out)} not accepted: {counted(kept_out)}."
     failed = sorted(
         (p.algo, " ".join(p.error.split()), p.batch)
         for p in table.perfs
@@ -204,7 +212,7 @@ def failure_lines(table: PerfTable) -> Iterator[str]:
     )
     reasons = {(algo, error) for algo, error, _ in failed}
     if len(reasons) > _MOST_FAILURES:
-        yield f"- {algorithms(reasons)} cannot run at some sizes: {counted(reasons)}."
+        yield f"- {_number(reasons)} cannot run at some sizes: {counted(reasons)}."
         return
     for (algo, error), rows in groupby(failed, key=lambda row: row[:2]):
         sizes = sorted(batch for *_, batch in rows)
@@ -213,17 +221,57 @@ def failure_lines(table: PerfTable) -> Iterator[str]:
             if len(sizes) == 1
             else f"at {len(sizes)} sizes from {sizes[0]} to {sizes[-1]}"
         )
-        reason = error if len(error) <= _MOST_ERROR else error[: _MOST_ERROR - 1] + "…"
-        yield f"- {algo} cannot run {where}: {reason}"
+        yield f"- {algo} cannot run {where}: {_shortened(error)}"
 
 
-def _whole_batch(table: PerfTable) -> list[AlgoPerf]:
-    return [p for p in candidates(table) if p.batch == table.problem.batch]
+def refused(perf: AlgoPerf) -> bool:
+    """Whether the numerics that were asked for kept it out, rather than a failure."""
+    return perf.status is RowStatus.REFUSED
 
 
-def _undivided(table: PerfTable, workspace_limit: int) -> AlgoPerf | None:
-    fits = (p for p in _whole_batch(table) if p.workspace <= workspace_limit)
-    return min(fits, key=lambda p: (p.cost_ms, p.workspace), default=None)
+def counted(failures: Iterable[tuple[str, str]]) -> str:
+    """`it rounds float32 to TF32 (9), it is not deterministic (3)`.
+
+    Args:
+        failures: (algorithm, reason), in any order; an algorithm counts once a reason.
+    """
+    algos: dict[str, set[str]] = {}
+    for algo, reason in failures:
+        algos.setdefault(_shortened(RowStatus.REFUSED.reason(reason)), set()).add(algo)
+    often = sorted(algos.items(), key=lambda item: -len(item[1]))
+    shown = [f"{reason} ({len(names)})" for reason, names in often[:_MOST_LINES]]
+    if len(often) > _MOST_LINES:
+        shown.append(f"{len(often) - _MOST_LINES} more reasons")
+    return ", ".join(shown)
+
+
+def left_out(perfs: Iterable[AlgoPerf]) -> tuple[tuple[str, str], ...]:
+    """(who, why) of all failed rows: few algorithms each by its name, many in a count.
+
+    Algorithms that were refused are always one entry.
+    """
+    rows = [(perf, perf.error) for perf in perfs if perf.error is not None]
+    kept_out = [(perf.algo, error) for perf, error in rows if refused(perf)]
+    failed = {(perf.algo, error): None for perf, error in rows if not refused(perf)}
+    entries: list[tuple[str, str]] = []
+    if kept_out:
+        entries.append((_number(kept_out), RowStatus.REFUSED.text(counted(kept_out))))
+    if len(failed) > _MOST_LINES:
+        entries.append((_number(failed), counted(failed)))
+    else:
+        entries.extend(failed)
+    return tuple(entries)
+
+
+def _number(failures: Iterable[tuple[str, str]]) -> str:
+    """`12 algorithms`: how many different ones."""
+    number = len({algo for algo, _ in failures})
+    return f"{number} algorithm{'' if number == 1 else 's'}"
+
+
+def _shortened(reason: str) -> str:
+    text = " ".join(reason.split())
+    return text if len(text) <= _MOST_TEXT else text[: _MOST_TEXT - 1] + "…"
 
 
 def _needs(perf: AlgoPerf) -> str:

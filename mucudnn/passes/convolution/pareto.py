@@ -26,13 +26,14 @@ __all__ = [
     "candidates",
     "check_divisible",
     "fastest_division",
+    "fastest_undivided",
     "least_workspace",
     "no_plan",
     "pareto_divisions",
     "pareto_plans",
     "plan_cost_ms",
+    "whole_batch",
 ]
-
 
 _MOST_SAMPLES = 1 << 17
 _MOST_WORK = 1 << 24
@@ -73,14 +74,24 @@ def candidates(table: PerfTable) -> tuple[AlgoPerf, ...]:
     )
 
 
+def whole_batch(table: PerfTable) -> tuple[AlgoPerf, ...]:
+    """Candidates that take the mini-batch undivided."""
+    return tuple(p for p in candidates(table) if p.batch == table.problem.batch)
+
+
+def fastest_undivided(table: PerfTable, workspace_limit: int) -> AlgoPerf | None:
+    """The cheapest algorithm for the whole mini-batch; None if none fits."""
+    fits = (p for p in whole_batch(table) if p.workspace <= workspace_limit)
+    return min(fits, key=lambda p: (p.cost_ms, p.workspace), default=None)
+
+
 def fastest_division(table: PerfTable, workspace_limit: int) -> ConvPlan:
     """Cheapest division within the limit; ties: fewer parts, then less workspace.
 
     Raises:
         PlanningError: Nothing fits; the message says how much would.
     """
-    rows = candidates(table)
-    sweep = _Sweep(table.problem.batch, rows, table.launch_overhead_ms)
+    sweep = _Sweep(table.problem.batch, candidates(table), table.launch_overhead_ms)
     sweep.lower(workspace_limit)
     if not sweep.feasible:
         raise no_plan(table, workspace_limit, least_workspace(table))

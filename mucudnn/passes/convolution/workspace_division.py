@@ -4,17 +4,29 @@ Each kernel's desirable divisions are its Pareto front of (workspace, cost); one
 chosen per kernel. The knapsack is reduced to its core first, which leaves the solver a
 handful of variables; whatever solver is asked, its answer is checked in bytes, and a
 solver that fails is replaced by the exact merging of fronts.
+
+What is left of the knapsack is a 0-1 integer linear program ("Workspace Division" in
+Oyama et al., CLUSTER 2018):
+
+    minimise    sum of cost[k, c] x[k, c]
+    subject to  sum over c of x[k, c] = 1 for every kernel k
+                sum of workspace[k, c] x[k, c] <= total
+
+Bytes and milliseconds are some twelve orders of magnitude apart, which a floating-point
+solver takes badly. So both rows are written as what an item takes beyond its kernel's
+smallest item, on scales where the total is 1e4 and the dearest item 1e6.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, PerfTable
-from mucudnn.passes.convolution.ilp import ilp
+from mucudnn.passes.cbc import cbc, solver_errors
 from mucudnn.passes.convolution.knapsack import (
     Core,
     Item,
@@ -30,12 +42,83 @@ from mucudnn.passes.convolution.pareto import (
 )
 from mucudnn.passes.registry import Strategies
 
-__all__ = ["SOLVERS", "Division", "Solver", "divide"]
+__all__ = ["SOLVERS", "Division", "Solver", "divide", "ilp"]
 
 Solver = Callable[[Core, float], Selection | None]
 """(core, time limit in seconds) -> a selection, or None if it has none to offer."""
 
+_CAPACITY = 1e4
+_DEAREST = 1e6
+_MOST_NODES = 20_000
+
 _log = logging.getLogger(__name__)
+
+
+def ilp(
+    core: Core, time_limit_s: float, *, most_nodes: int = _MOST_NODES
+) -> Selection | None:
+    """Solve with CBC as PuLP ships it.
+
+    Args:
+        core: What to choose from.
+        time_limit_s: Seconds after which CBC returns the best it has; what that is
+            depends on the machine. Infinity leaves it to the number of nodes.
+        most_nodes: Of CBC's tree.
+
+    Returns:
+        The selection, or None (and the reason in the log) if no solver can be run or it
+        found nothing in so many nodes.
+    """
+    try:
+        with warnings.catch_warnings():
+            # PuLP 3.3 announces 4.0, which pyproject.toml excludes.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return _by_cbc(core, cbc(most_nodes, time_limit_s))
+    except solver_errors() as error:
+        _log.warning("the ILP solver cannot be run: %s", error)
+        return None
+
+
+def _by_cbc(core: Core, solver: Any) -> Selection | None:
+    import pulp
+
+    model = pulp.LpProblem("workspace_division", pulp.LpMinimize)
+    undecided = [g for g, items in enumerate(core.open) if len(items) > 1]
+    smallest = {g: core.groups[g][core.open[g][0]] for g in undecided}
+    cheapest = {g: core.groups[g][core.open[g][-1]] for g in undecided}
+    room = core.capacity - sum(
+        core.groups[g][items[0]].workspace for g, items in enumerate(core.open)
+    )
+    dearest = max(smallest[g].cost - cheapest[g].cost for g in undecided)
+    chosen = {
+        (g, i): pulp.LpVariable(f"x_{g}_{i}", cat=pulp.LpBinary)
+        for g in undecided
+        for i in core.open[g]
+        if core.groups[g][i].workspace - smallest[g].workspace <= room
+    }
+    model += pulp.LpAffineExpression(
+        (x, (core.groups[g][i].cost - cheapest[g].cost) * (_DEAREST / dearest))
+        for (g, i), x in chosen.items()
+    )
+    for g in undecided:
+        ones = [(chosen[g, i], 1) for i in core.open[g] if (g, i) in chosen]
+        model += pulp.LpAffineExpression(ones) == 1
+    taken = [
+        (x, (core.groups[g][i].workspace - smallest[g].workspace) / room * _CAPACITY)
+        for (g, i), x in chosen.items()
+        if core.groups[g][i].workspace > smallest[g].workspace
+    ]
+    if taken:
+        model += pulp.LpAffineExpression(taken) <= _CAPACITY
+    model.solve(solver)
+    if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        _log.warning("CBC found no solution: %s", pulp.LpStatus[model.status])
+        return None
+    picks = [items[0] for items in core.open]
+    for (g, i), x in chosen.items():
+        if x.varValue is not None and x.varValue > 0.5:
+            picks[g] = i
+    return Selection(tuple(picks), model.sol_status == pulp.LpSolutionOptimal)
 
 
 def exact(core: Core, time_limit_s: float) -> Selection:

@@ -6,9 +6,11 @@ of them before it, and one that overwrites waits for all who read what was there
 order that keeps these pairs computes the same bits.
 """
 
+from collections.abc import Mapping, Sequence
+
 from mucudnn.ir.graph import Graph, Node
 
-__all__ = ["VIEWS", "dependencies", "written"]
+__all__ = ["VIEWS", "dependencies", "last_writes", "with_nodes_after", "written"]
 
 VIEWS = frozenset({"reshape"})
 """Operations whose result is a name for the bytes of their input: they touch none."""
@@ -19,6 +21,21 @@ def written(graph: Graph, node: Node) -> tuple[str, ...]:
     outputs = () if node.op in VIEWS else node.outputs
     storages = graph.storages
     return tuple(dict.fromkeys(storages[t] for t in (*outputs, *node.mutates)))
+
+
+def last_writes(graph: Graph) -> dict[str, int]:
+    """Storage -> the position of the last node that changes its bytes."""
+    return {s: i for i, node in enumerate(graph.nodes) for s in written(graph, node)}
+
+
+def with_nodes_after(
+    graph: Graph, more: Mapping[int, Sequence[Node]]
+) -> tuple[Node, ...]:
+    """The nodes of a graph and others right behind them; behind -1 is before all."""
+    nodes = [*more.get(-1, ())]
+    for position, node in enumerate(graph.nodes):
+        nodes += (node, *more.get(position, ()))
+    return tuple(nodes)
 
 
 def dependencies(graph: Graph) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
 from mucudnn.ir.optimizers import Optimizer
-from mucudnn.passes.graph.dependencies import written
+from mucudnn.passes.graph.dependencies import last_writes, with_nodes_after
 from mucudnn.passes.graph.optimizer_updates import When, with_updates
 
 __all__ = ["Accumulating", "accumulating"]
@@ -70,7 +70,7 @@ def _total(parameter: str) -> str:
 def _with_totals(graph: Graph) -> Graph:
     """Each gradient is added to its total as soon as it is known."""
     tensors, initializers = dict(graph.tensors), dict(graph.initializers)
-    final = {s: i for i, node in enumerate(graph.nodes) for s in written(graph, node)}
+    final = last_writes(graph)
     ready: dict[int, list[Node]] = {}
     for w, gradient in graph.gradients.items():
         spec = graph.tensors[w]
@@ -87,11 +87,10 @@ def _with_totals(graph: Graph) -> Graph:
             (total.name,),
         )
         ready.setdefault(final[graph.storages[gradient]], []).append(node)
-    nodes = [n for i, node in enumerate(graph.nodes) for n in (node, *ready.get(i, ()))]
     return replace(
         graph,
         tensors=MappingProxyType(tensors),
-        nodes=tuple(nodes),
+        nodes=with_nodes_after(graph, ready),
         initializers=MappingProxyType(initializers),
     )
 

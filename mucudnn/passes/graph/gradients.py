@@ -53,28 +53,22 @@ def _matmul(tape: Tape, node: Node) -> None:
         tape.emit("matmul", (dy, b), a, transpose_a=False, transpose_b=not tb)
 
 
-def _from_saved(op: str, *outputs: int) -> Rule:
-    """Gradient from dy and saved outputs of the forward node."""
+def _reading(op: str, *operands: str) -> Rule:
+    """One node, for the gradient of the first input.
+
+    Args:
+        op: What it computes; its attributes are those of the forward node.
+        operands: What it reads: `dy`, an input (`x0`, `x1`) or a result (`y0`, `y1`).
+    """
 
     def rule(tape: Tape, node: Node) -> None:
-        saved = tuple(node.outputs[i] for i in outputs)
-        tape.emit(op, (tape.of(node), *saved), node.inputs[0], **node.attrs)
+        known = {"dy": tape.of(node)}
+        known |= {f"x{i}": name for i, name in enumerate(node.inputs)}
+        known |= {f"y{i}": name for i, name in enumerate(node.outputs)}
+        reads = tuple(known[operand] for operand in operands)
+        tape.emit(op, reads, node.inputs[0], **node.attrs)
 
     return rule
-
-
-def _from_output(op: str) -> Rule:
-    """Gradient from y and dy: the input may have been overwritten by y."""
-
-    def rule(tape: Tape, node: Node) -> None:
-        inputs = (node.outputs[0], tape.of(node))
-        tape.emit(op, inputs, node.inputs[0], **node.attrs)
-
-    return rule
-
-
-def _gelu(tape: Tape, node: Node) -> None:
-    tape.emit("gelu_grad", (node.inputs[0], tape.of(node)), node.inputs[0])
 
 
 def _normalised(op: str) -> Rule:
@@ -82,21 +76,10 @@ def _normalised(op: str) -> Rule:
         x, gamma, beta = node.inputs[:3]
         _, mean, inv_std = node.outputs
         inputs = (x, tape.of(node), gamma, mean, inv_std)
-        kept = ("groups", "eps", "per_element")
-        attrs = {k: v for k, v in node.attrs.items() if k in kept and "group" in op}
+        attrs = node.attrs if op == "group_norm_grad" else {}
         tape.emit(op, inputs, (x, gamma, beta), **attrs)
 
     return rule
-
-
-def _lrn(tape: Tape, node: Node) -> None:
-    (x,), (y,) = node.inputs, node.outputs
-    tape.emit("lrn_grad", (x, y, tape.of(node)), x, **node.attrs)
-
-
-def _dropout(tape: Tape, node: Node) -> None:
-    x, step = node.inputs
-    tape.emit("dropout", (tape.of(node), step), x, **node.attrs)
 
 
 def _add(tape: Tape, node: Node) -> None:
@@ -109,14 +92,6 @@ def _multiply(tape: Tape, node: Node) -> None:
     dy = tape.of(node)
     tape.emit("multiply", (dy, b), a)
     tape.emit("multiply", (dy, a), b)
-
-
-def _scale(tape: Tape, node: Node) -> None:
-    tape.emit("scale", (tape.of(node),), node.inputs[0], **node.attrs)
-
-
-def _cast(tape: Tape, node: Node) -> None:
-    tape.emit("cast", (tape.of(node),), node.inputs[0])
 
 
 def _concat(tape: Tape, node: Node) -> None:
@@ -153,12 +128,6 @@ def _reshape(tape: Tape, node: Node) -> None:
     tape.reshape(node.inputs[0], tape.of(node))
 
 
-def _softmax_cross_entropy(tape: Tape, node: Node) -> None:
-    logits, labels = node.inputs
-    inputs = (node.outputs[1], labels, tape.of(node))
-    tape.emit("softmax_cross_entropy_grad", inputs, logits)
-
-
 def _mean_squared_error(tape: Tape, node: Node) -> None:
     prediction, target = node.inputs
     inputs = (prediction, target, tape.of(node))
@@ -169,31 +138,33 @@ def _mean_squared_error(tape: Tape, node: Node) -> None:
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "add": _add,
-        "avg_pool": _from_saved("avg_pool_grad"),
+        "avg_pool": _reading("avg_pool_grad", "dy"),
         "batch_norm": _normalised("batch_norm_grad"),
         "bias": _bias,
-        "cast": _cast,
+        "cast": _reading("cast", "dy"),
         "concat": _concat,
         "conv": _conv,
-        "dropout": _dropout,
-        "gelu": _gelu,
+        "dropout": _reading("dropout", "dy", "x1"),
+        "gelu": _reading("gelu_grad", "x0", "dy"),
         "group_norm": _normalised("group_norm_grad"),
-        "leaky_relu": _from_output("leaky_relu_grad"),
-        "lrn": _lrn,
+        "leaky_relu": _reading("leaky_relu_grad", "y0", "dy"),
+        "lrn": _reading("lrn_grad", "x0", "y0", "dy"),
         "matmul": _matmul,
-        "max_pool": _from_saved("max_pool_grad", 1),
+        "max_pool": _reading("max_pool_grad", "dy", "y1"),
         "mean_squared_error": _mean_squared_error,
         "multiply": _multiply,
         "pad": _pad,
-        "relu": _from_output("relu_grad"),
+        "relu": _reading("relu_grad", "y0", "dy"),
         "reshape": _reshape,
-        "scale": _scale,
-        "sigmoid": _from_output("sigmoid_grad"),
+        "scale": _reading("scale", "dy"),
+        "sigmoid": _reading("sigmoid_grad", "y0", "dy"),
         "slice": _slice,
-        "softmax_cross_entropy": _softmax_cross_entropy,
-        "tanh": _from_output("tanh_grad"),
-        "upsample_bilinear": _from_saved("upsample_bilinear_grad"),
-        "upsample_nearest": _from_saved("upsample_nearest_grad"),
+        "softmax_cross_entropy": _reading(
+            "softmax_cross_entropy_grad", "y1", "x1", "dy"
+        ),
+        "tanh": _reading("tanh_grad", "y0", "dy"),
+        "upsample_bilinear": _reading("upsample_bilinear_grad", "dy"),
+        "upsample_nearest": _reading("upsample_nearest_grad", "dy"),
     }
 )
-"""Operation -> what appends its gradient; operations without one end the way back."""
+"""Operation -> what appends its gradient; those without one end the backward pass."""

@@ -5,7 +5,6 @@ with. Run as early as that, it lets the gradient go at once; run at the end, all
 gradients are alive together, which is what a norm over all of them needs.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
 from mucudnn.ir.optimizers import AdaGrad, Adam, Momentum, Optimizer, RmsProp, Sgd
-from mucudnn.passes.graph.dependencies import written
+from mucudnn.passes.graph.dependencies import last_writes, with_nodes_after
 
 __all__ = [
     "LEARNING_RATE",
@@ -68,37 +67,21 @@ def _check(graph: Graph, when: str) -> None:
         raise ValueError(f'updates run "early" or "late", not {when!r}')
 
 
-def _slots(optimizer: Optimizer) -> tuple[str, ...]:
-    """Names of the tensors that an optimizer keeps for each parameter."""
+def _kernel(optimizer: Optimizer) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    """Operation, the state it keeps for each parameter, and its hyperparameters."""
     match optimizer:
         case Sgd():
-            return ()
-        case Momentum():
-            return ("momentum",)
-        case Adam():
-            return ("mean", "square")
-        case AdaGrad() | RmsProp():
-            return ("square",)
-
-
-def _kernel(optimizer: Optimizer) -> tuple[str, dict[str, Any]]:
-    """Operation and attributes, but for what depends on the parameter."""
-    match optimizer:
-        case Sgd():
-            return "sgd", {}
+            return "sgd", (), {}
         case Momentum(_, momentum, nesterov):
-            return "momentum", {"momentum": momentum, "nesterov": nesterov}
+            attrs = {"momentum": momentum, "nesterov": nesterov}
+            return "momentum", ("momentum",), attrs
         case Adam(_, beta1, beta2, eps, _, decoupled):
-            return "adam", {
-                "beta1": beta1,
-                "beta2": beta2,
-                "eps": eps,
-                "decoupled": decoupled,
-            }
+            attrs = {"beta1": beta1, "beta2": beta2, "eps": eps, "decoupled": decoupled}
+            return "adam", ("mean", "square"), attrs
         case AdaGrad(_, eps):
-            return "adagrad", {"eps": eps}
+            return "adagrad", ("square",), {"eps": eps}
         case RmsProp(_, alpha, eps):
-            return "rmsprop", {"alpha": alpha, "eps": eps}
+            return "rmsprop", ("square",), {"alpha": alpha, "eps": eps}
 
 
 class _Draft:
@@ -114,12 +97,12 @@ class _Draft:
         self, optimizer: Optimizer, w: str, gradient: str, gradient_scale: float
     ) -> None:
         """Update a parameter."""
-        op, attrs = _kernel(optimizer)
+        op, slots, attrs = _kernel(optimizer)
         spec = self._graph.tensors[w]
         inputs = [w, gradient, self._input(LEARNING_RATE, spec.dtype)]
         if isinstance(optimizer, Adam):
             inputs.append(self._input(STEP, "int64"))
-        state = tuple(self._state(w, slot) for slot in _slots(optimizer))
+        state = tuple(self._state(w, slot) for slot in slots)
         decay = optimizer.weight_decay if len(spec.shape) > 1 else 0.0
         attrs |= {"weight_decay": decay, "gradient_scale": gradient_scale}
         node = Node(
@@ -138,29 +121,22 @@ class _Draft:
         return replace(
             self._graph,
             tensors=MappingProxyType(self._tensors),
-            nodes=tuple(self._early() if when == "early" else self._late()),
+            nodes=self._early() if when == "early" else self._late(),
             initializers=MappingProxyType(self._initializers),
         )
 
-    def _late(self) -> Iterator[Node]:
-        yield from self._graph.nodes
-        yield from (node for _, _, node in self._updates)
+    def _late(self) -> tuple[Node, ...]:
+        return (*self._graph.nodes, *(node for _, _, node in self._updates))
 
-    def _early(self) -> Iterator[Node]:
-        graph, storages = self._graph, self._graph.storages
-        done: dict[str, int] = {}
-        final: dict[str, int] = {}
-        for position, node in enumerate(graph.nodes):
-            done.update({storages[name]: position for name in node.inputs})
-            final.update(dict.fromkeys(written(graph, node), position))
+    def _early(self) -> tuple[Node, ...]:
+        storages, nodes = self._graph.storages, self._graph.nodes
+        read = {storages[t]: i for i, node in enumerate(nodes) for t in node.inputs}
+        written = last_writes(self._graph)
         at: dict[int, list[Node]] = {}
         for w, gradient, node in self._updates:
-            moment = max(done.get(storages[w], -1), final.get(storages[gradient], -1))
-            at.setdefault(moment, []).append(node)
-        yield from at.get(-1, ())
-        for position, node in enumerate(graph.nodes):
-            yield node
-            yield from at.get(position, ())
+            done = read.get(storages[w], -1), written.get(storages[gradient], -1)
+            at.setdefault(max(done), []).append(node)
+        return with_nodes_after(self._graph, at)
 
     def _state(self, w: str, slot: str) -> str:
         spec = replace(self._graph.tensors[w], name=f"{w}:{slot}", role=Role.STATE)

@@ -1,8 +1,8 @@
-"""Workspaces in the holes that a layout leaves.
+"""Workspaces in the free gaps that a layout leaves.
 
 The bytes that are free at a convolution are not always in one piece. So tensors are
 placed first, with convolutions that ask for least, and then each convolution gets the
-fastest of its plans that fits the largest hole at its time.
+fastest of its plans that fits the largest free gap at its time.
 """
 
 import bisect
@@ -26,18 +26,13 @@ from mucudnn.passes.planning.evaluate import (
 from mucudnn.passes.scheduling.intervals import least_occupancy
 from mucudnn.passes.simulate import simulate
 
-__all__ = ["grow_into_holes", "with_least_workspaces"]
+__all__ = ["grow_workspaces", "with_least_workspaces"]
 
 Span = tuple[int, int]
 
 
 def with_least_workspaces(plan: StepPlan, profile: Profile) -> StepPlan:
-    """A step whose convolutions ask for least.
-
-    Args:
-        plan: Of a step.
-        profile: Of the graph that the step was made of.
-    """
+    """The step with convolutions that ask for least."""
     graph = plan.schedule.graph
     known = profile_of(graph, profile)
     least = first_plans(known, "least", None)
@@ -50,22 +45,16 @@ def with_least_workspaces(plan: StepPlan, profile: Profile) -> StepPlan:
     return replace(plan, schedule=bare, plans=least, prediction=prediction)
 
 
-def grow_into_holes(
-    plan: StepPlan,
-    layout: Layout,
-    profile: Profile,
-    *,
-    arena_bytes: int,
-    resident: int,
+def grow_workspaces(
+    plan: StepPlan, layout: Layout, profile: Profile, arena_bytes: int
 ) -> tuple[StepPlan, Layout]:
     """Give convolutions what a layout leaves in one piece.
 
     Args:
-        plan: Of a step whose convolutions ask for least.
-        layout: Of it, within the arena.
-        profile: Of the graph that the step was made of.
+        plan: A step whose convolutions ask for least.
+        layout: Where the step lies, within the arena.
+        profile: Of the graph as it was before the step was planned.
         arena_bytes: Size that the arena may have.
-        resident: Bytes of what outlives the step, beside the arena.
 
     Returns:
         The step with these convolutions, and its layout.
@@ -78,7 +67,7 @@ def grow_into_holes(
         workspace = bare.workspaces.get(name, 0)
         live = sum(stop - start for start, stop in taken)
         if name in known.fronts:
-            start, size = _largest_hole(taken, arena_bytes)
+            start, size = _largest_gap(taken, arena_bytes)
             fits = [p for p in known.fronts[name] if rounded(p.workspace) <= size]
             if fits:
                 chosen[name] = best = fastest_of(fits)
@@ -88,20 +77,13 @@ def grow_into_holes(
     workspaces = workspaces_of(known, chosen)
     offsets = {name: offset for name, offset in offsets.items() if name in workspaces}
     ends = (offset + workspaces[name] for name, offset in offsets.items())
-    schedule = replace(bare, workspaces=workspaces, peak_bytes=resident + most)
+    nbytes = max(layout.nbytes, *ends, 0)
+    peak_bytes = most + state_bytes(bare.graph, bare.resident)
+    schedule = replace(bare, workspaces=workspaces, peak_bytes=peak_bytes)
+    prediction = simulate(schedule, timed_by(known, chosen))
     return (
-        replace(
-            plan,
-            schedule=schedule,
-            plans=chosen,
-            prediction=simulate(schedule, timed_by(known, chosen)),
-        ),
-        Layout(
-            layout.stays,
-            MappingProxyType(offsets),
-            max(layout.nbytes, *ends, 0),
-            most,
-        ),
+        replace(plan, schedule=schedule, plans=chosen, prediction=prediction),
+        Layout(layout.stays, MappingProxyType(offsets), nbytes, most),
     )
 
 
@@ -125,7 +107,7 @@ def _at_nodes(schedule: Schedule, layout: Layout) -> Iterator[tuple[str, list[Sp
             yield instruction.node, taken
 
 
-def _largest_hole(taken: Sequence[Span], end: int) -> Span:
+def _largest_gap(taken: Sequence[Span], end: int) -> Span:
     """Offset and size of the longest run of bytes below `end` that nothing takes."""
     best, free_from = (0, 0), 0
     for start, stop in (*taken, (end, end)):

@@ -1,6 +1,6 @@
-"""Rules that give blocks offsets one after the other.
+"""Allocation heuristics: they give blocks offsets one after the other.
 
-Each returns an offset a block, in the order of the blocks given; no rule looks back.
+Each returns an offset a block, in the order of the blocks given; none looks back.
 """
 
 import bisect
@@ -26,31 +26,31 @@ class Block:
 
 
 def by_time(blocks: Sequence[Block], *, best_fit: bool) -> list[int]:
-    """As an allocator would at run time: as blocks begin, in a hole or at the end.
+    """As an allocator would at run time: as blocks begin, in a free gap or at the end.
 
     Of blocks that begin together, the one that lasts longest comes first.
 
     Args:
         blocks: To be placed.
-        best_fit: Whether to take the smallest hole that is large enough, not the
+        best_fit: Whether to take the smallest gap that is large enough, not the
             lowest.
     """
     order = sorted(range(len(blocks)), key=lambda i: (blocks[i].first, -blocks[i].last))
     offsets = [0] * len(blocks)
     living: list[tuple[int, int]] = []
-    holes: list[tuple[int, int]] = []
+    gaps: list[tuple[int, int]] = []
     top = 0
     for i in order:
         block = blocks[i]
         while living and living[0][0] < block.first:
             _, gone = heapq.heappop(living)
-            top = _release(holes, offsets[gone], blocks[gone].nbytes, top)
-        fitting = [h for h in range(len(holes)) if holes[h][1] >= block.nbytes]
+            top = _release(gaps, offsets[gone], blocks[gone].nbytes, top)
+        fitting = [g for g in range(len(gaps)) if gaps[g][1] >= block.nbytes]
         if fitting:
-            chosen = min(fitting, key=lambda h: holes[h][1]) if best_fit else fitting[0]
-            offset, size = holes[chosen]
+            chosen = min(fitting, key=lambda g: gaps[g][1]) if best_fit else fitting[0]
+            offset, size = gaps[chosen]
             rest = (offset + block.nbytes, size - block.nbytes)
-            holes[chosen : chosen + 1] = [rest] if rest[1] else []
+            gaps[chosen : chosen + 1] = [rest] if rest[1] else []
         else:
             offset, top = top, top + block.nbytes
         offsets[i] = offset
@@ -58,18 +58,18 @@ def by_time(blocks: Sequence[Block], *, best_fit: bool) -> list[int]:
     return offsets
 
 
-def _release(holes: list[tuple[int, int]], offset: int, nbytes: int, top: int) -> int:
-    """Add a hole, merged with its neighbours; return the end of what is in use."""
-    at = bisect.bisect(holes, (offset, 0))
-    if at < len(holes) and holes[at][0] == offset + nbytes:
-        nbytes += holes.pop(at)[1]
-    if at > 0 and sum(holes[at - 1]) == offset:
+def _release(gaps: list[tuple[int, int]], offset: int, nbytes: int, top: int) -> int:
+    """Add a free gap, merged with its neighbours; return the end of what is in use."""
+    at = bisect.bisect(gaps, (offset, 0))
+    if at < len(gaps) and gaps[at][0] == offset + nbytes:
+        nbytes += gaps.pop(at)[1]
+    if at > 0 and sum(gaps[at - 1]) == offset:
         at -= 1
-        offset, before = holes.pop(at)
+        offset, before = gaps.pop(at)
         nbytes += before
     if offset + nbytes == top:
         return offset
-    holes.insert(at, (offset, nbytes))
+    gaps.insert(at, (offset, nbytes))
     return top
 
 

@@ -1,12 +1,12 @@
 """Places for a schedule: a storage may come back to another place than it left.
 
-What is carried from one step into the next has one place on both sides of the seam;
-these places come first, at the bottom, and everything else around them.
+What is live across iterations has one place at both ends of the step; these places come
+first, at the bottom, and everything else around them.
 
-Time is counted in instructions. A stay lasts from `Alloc` to `Free` and has one offset;
-a workspace lasts as long as its `Compute`. On the host a storage has bytes from its
-first `SwapOut` until the copy back that is its last has been waited for: then whoever
-gets them next need not wait for it.
+Time is counted in instructions. A residency interval lasts from `Alloc` to `Free` and
+has one offset; a workspace lasts as long as its `Compute`. On the host a storage has
+bytes from its first `SwapOut` until the copy back that is its last has been waited for:
+then whoever gets them next need not wait for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class Layout:
     """Where everything that is not on the device all the time lies in one arena.
 
     Attributes:
-        stays: Storage -> the offsets of its stays, in order.
+        stays: Storage -> the offsets of its residency intervals, in order.
         workspace_offsets: Node with a workspace -> offset of it.
         nbytes: Size of the arena.
         live_peak: The most bytes in use at once: a bound below `nbytes`.
@@ -55,7 +55,7 @@ class Layout:
 def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
     """Offsets such that what is needed at the same time does not overlap.
 
-    Persistent tensors are not part of it unless they are at home on the host.
+    Persistent tensors are not part of it unless they are host-resident.
 
     Args:
         schedule: What runs.
@@ -66,40 +66,40 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
     fixed: dict[str, int] = {}
     bottom = 0
     for name in schedule.carried:
-        fixed[_stay(name, 0)] = fixed[_stay(name, len(lives[name]) - 1)] = bottom
+        for i in (0, len(lives[name]) - 1):
+            fixed[_interval(name, i)] = bottom
         bottom += rounded(schedule.graph.tensors[name].nbytes, alignment)
     for name, spans in lives.items():
         nbytes = rounded(schedule.graph.tensors[name].nbytes, alignment)
         blocks += [
-            Block(_stay(name, i), nbytes, first, last)
+            Block(_interval(name, i), nbytes, first, last)
             for i, (first, last) in enumerate(spans)
         ]
-    scratch = {}
+    scratch = []
     for at, instruction in enumerate(schedule.instructions):
         if isinstance(instruction, Compute):
-            nbytes = schedule.workspaces.get(instruction.node, 0)
+            nbytes = rounded(schedule.workspaces.get(instruction.node, 0), alignment)
             if nbytes:
-                name = f"\0{instruction.node}"
-                scratch[instruction.node] = name
-                blocks.append(Block(name, rounded(nbytes, alignment), at, at))
+                scratch.append(instruction.node)
+                blocks.append(Block(_workspace(instruction.node), nbytes, at, at))
     packing = pack(blocks, fixed=fixed)
+    offsets = packing.offsets
+    stays = {
+        name: tuple(offsets[_interval(name, i)] for i in range(len(spans)))
+        for name, spans in lives.items()
+    }
     return Layout(
-        MappingProxyType(
-            {
-                name: tuple(packing.offsets[_stay(name, i)] for i in range(len(spans)))
-                for name, spans in lives.items()
-            }
-        ),
-        MappingProxyType({n: packing.offsets[name] for n, name in scratch.items()}),
+        MappingProxyType(stays),
+        MappingProxyType({node: offsets[_workspace(node)] for node in scratch}),
         packing.nbytes,
         live_peak(blocks),
     )
 
 
-def host_blocks(schedule: Schedule, *, alignment: int = ALIGNMENT) -> tuple[Block, ...]:
+def host_blocks(schedule: Schedule) -> tuple[Block, ...]:
     """What the host holds and when, in order of first use.
 
-    But for what is at home there: that has bytes of its own.
+    But for what is host-resident: that has bytes of its own.
     """
     hosted = set(schedule.hosted)
     first: dict[str, int] = {}
@@ -113,9 +113,8 @@ def host_blocks(schedule: Schedule, *, alignment: int = ALIGNMENT) -> tuple[Bloc
             case Wait(name):
                 last[name] = min(last.get(name, end), at)
     return tuple(
-        Block(name, rounded(schedule.graph.tensors[name].nbytes, alignment), at, stop)
+        Block(name, rounded(schedule.graph.tensors[name].nbytes), at, last[name])
         for name, at in first.items()
-        for stop in [last[name]]
     )
 
 
@@ -146,10 +145,11 @@ def in_tiers(
 
 
 def lives_of(schedule: Schedule) -> dict[str, list[tuple[int, int]]]:
-    """Storage -> the first and last instruction of each of its stays.
+    """Storage -> the first and last instruction of each of its residency intervals.
 
     An input is there before the first instruction, a result until after the last, and
-    what is carried both. What is touched and never allocated is there all the time.
+    what is live across iterations both. What is touched and never allocated is there
+    all the time.
     """
     graph, end = schedule.graph, len(schedule.instructions)
     found = {name: [(-1, end)] for name in schedule.carried}
@@ -179,6 +179,11 @@ def _touched(schedule: Schedule) -> list[str]:
     return [name for name in dict.fromkeys(storages) if name not in elsewhere]
 
 
-def _stay(storage: str, number: int) -> str:
-    """A name for one stay among others of the same storage, and workspaces."""
+def _interval(storage: str, number: int) -> str:
+    """A name for one residency interval among others of its storage."""
     return f"{storage}\0{number}"
+
+
+def _workspace(node: str) -> str:
+    """A name for the workspace of a node."""
+    return f"\0{node}"

@@ -1,28 +1,29 @@
 """Give blocks with known lives offsets in one arena (dynamic storage allocation).
 
 Finding the smallest arena is NP-hard; its lower bound, the most bytes alive at once, is
-mostly met by one of a few greedy rules. They differ in the order of blocks and in the
-gap that a block takes; the best result counts. Where none meets the bound, the blocks
-at the top of the arena are placed earlier and the rest again (squeaky wheel
-optimisation, Joslin & Clements 1999), as long as the work allowed lasts.
+mostly met by one of a few allocation heuristics. They differ in the order of blocks and
+in the free gap that a block takes; the best result counts. Where none meets the bound,
+the blocks at the top of the arena are placed earlier and the rest again
+(`squeaky_wheel`), as long as the work allowed lasts.
 
 Some blocks may have their place already: what two programs share has to lie at the same
-place in both. Then only rules that can work around them are used.
+place in both. Then only heuristics that can work around them are used.
 """
 
+import itertools
 import math
-import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from mucudnn.passes.placement.heuristics import Block, by_time, clash, in_gaps, on_top
+from mucudnn.passes.placement.squeaky_wheel import SqueakyWheel
 
 __all__ = ["Block", "Packing", "live_peak", "pack"]
 
 _WORK = 20_000_000
 _ROUNDS = 5000
-_RETURN = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ def pack(
         blocks: With distinct names; their sizes decide the offsets' alignment.
         fixed: Block -> offset of those that must lie there; all others are placed
             around them.
-        work: Bound on the pairs of blocks looked at; beyond it only rules that take
-            near-linear time are tried.
+        work: Bound on the pairs of blocks looked at; beyond it only heuristics that
+            take near-linear time are tried.
 
     Raises:
         ValueError: A fixed block is unknown, below the arena's start, or overlaps
@@ -103,15 +104,12 @@ def _pack_solid(
 
 def live_peak(blocks: Sequence[Block]) -> int:
     """The most bytes alive at once: no arena is smaller."""
-    change: dict[int, int] = {}
+    change: Counter[int] = Counter()
     for block in blocks:
-        change[block.first] = change.get(block.first, 0) + block.nbytes
-        change[block.last + 1] = change.get(block.last + 1, 0) - block.nbytes
-    used = peak = 0
-    for moment in sorted(change):
-        used += change[moment]
-        peak = max(peak, used)
-    return peak
+        change[block.first] += block.nbytes
+        change[block.last + 1] -= block.nbytes
+    used = itertools.accumulate(change[moment] for moment in sorted(change))
+    return max(used, default=0)
 
 
 def _height(blocks: Sequence[Block], offsets: Sequence[int]) -> int:
@@ -121,7 +119,7 @@ def _height(blocks: Sequence[Block], offsets: Sequence[int]) -> int:
 def _attempts(
     blocks: Sequence[Block], fixed: Mapping[int, int], bound: int, work: int
 ) -> Iterator[list[int]]:
-    """Offsets by one rule after the other, the quick ones first."""
+    """Offsets by one heuristic after the other, the quick ones first."""
     if not fixed:
         mirrored = [Block(b.name, b.nbytes, -b.last, -b.first) for b in blocks]
         for best_fit in (False, True):
@@ -137,10 +135,16 @@ def _attempts(
         offsets = in_gaps(blocks, order, fixed=fixed)
         found.append((_height(blocks, offsets), order, offsets))
         yield offsets
-    if len(found) == len(orders):
-        _, order, offsets = min(found)
-        left = rounds - len(orders)
-        yield from _squeaky(blocks, fixed, bound, order, offsets, left)
+    if rounds <= len(orders):
+        return
+    _, order, offsets = min(found)
+    wheel = SqueakyWheel(order)
+    for _ in range(rounds - len(orders)):
+        wheel.judge(_height(blocks, offsets))
+        ends = ((i, offsets[i] + blocks[i].nbytes) for i in wheel.order)
+        wheel.turn(i for i, end in ends if end > bound)
+        offsets = in_gaps(blocks, wheel.order, fixed=fixed)
+        yield offsets
 
 
 def _keys(blocks: Sequence[Block]) -> tuple[Callable[[int], tuple[int, ...]], ...]:
@@ -156,33 +160,3 @@ def _keys(blocks: Sequence[Block]) -> tuple[Callable[[int], tuple[int, ...]], ..
         lambda i: (blocks[i].first, -blocks[i].last),
         lambda i: (-blocks[i].last, blocks[i].first),
     )
-
-
-def _squeaky(
-    blocks: Sequence[Block],
-    fixed: Mapping[int, int],
-    bound: int,
-    order: list[int],
-    offsets: list[int],
-    rounds: int,
-) -> Iterator[list[int]]:
-    """Again and again with the blocks that stick out earlier in the order.
-
-    How much earlier is left to chance, up to the very first; now and then the search
-    returns to the best order so far: without that it goes round in circles.
-    """
-    chance = random.Random(0)
-    best, best_order = _height(blocks, offsets), order
-    for _ in range(rounds):
-        rank = {i: r + 1.0 for r, i in enumerate(order)}
-        for i in order:
-            if offsets[i] + blocks[i].nbytes > bound:
-                rank[i] *= chance.random()
-        order = sorted(order, key=rank.__getitem__)
-        offsets = in_gaps(blocks, order, fixed=fixed)
-        yield offsets
-        height = _height(blocks, offsets)
-        if height <= best:
-            best, best_order = height, order
-        elif chance.random() < _RETURN:
-            order = best_order

@@ -23,9 +23,9 @@ from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.placement.fit_to_arena import settle, shortest
+from mucudnn.passes.placement.fit_to_arena import fit_to_arena, shortest
 from mucudnn.passes.placement.grow_workspaces import (
-    grow_into_holes,
+    grow_workspaces,
     with_least_workspaces,
 )
 from mucudnn.passes.placement.layout import Layout, lay_out
@@ -224,7 +224,7 @@ class _Asked:
             arena -= arena % ALIGNMENT
             if best.layout.nbytes <= arena:
                 break
-            known = settle(plan, self.profile, arena_bytes=arena, resident=resident)
+            known = fit_to_arena(plan, self.profile, arena)
             if known is not None:
                 return PlacedStep(*known, resident)
         return best
@@ -321,19 +321,17 @@ class _Asked:
         )
 
     def place(self, plan: StepPlan) -> PlacedStep | None:
-        """Places within the budget, workspaces in the holes if they may be."""
+        """Places within the budget, workspaces in the free gaps if they may be."""
         resident = self.resident(plan)
         arena = int(self.budget) - resident
-        found = settle(
-            self.bare(plan), self.profile, arena_bytes=arena, resident=resident
-        )
+        found = fit_to_arena(self.bare(plan), self.profile, arena)
         return None if found is None else self.grown(*found)
 
     def tightened(self, placed: PlacedStep) -> PlacedStep | None:
         """The same step in an arena that is hardly larger than what is in use."""
         resident = placed.state_bytes
         arena = int((1 + _FRAGMENTED) * placed.layout.live_peak)
-        found = settle(placed.plan, self.profile, arena_bytes=arena, resident=resident)
+        found = fit_to_arena(placed.plan, self.profile, arena)
         return None if found is None else PlacedStep(*found, resident)
 
     def packed(self, plan: StepPlan) -> PlacedStep:
@@ -348,16 +346,11 @@ class _Asked:
         return with_least_workspaces(plan, self.profile) if self.grows else plan
 
     def grown(self, plan: StepPlan, layout: Layout) -> PlacedStep:
-        """A step that has places, with workspaces in the holes if they may be."""
+        """A step that has places, with workspaces in the free gaps if they may be."""
         resident = self.resident(plan)
         if self.grows:
-            plan, layout = grow_into_holes(
-                plan,
-                layout,
-                self.profile,
-                arena_bytes=int(self.budget) - resident,
-                resident=resident,
-            )
+            arena = int(self.budget) - resident
+            plan, layout = grow_workspaces(plan, layout, self.profile, arena)
         return PlacedStep(plan, layout, resident)
 
     @property

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.ir.graph import Phase
-from mucudnn.passes.convolution.ilp import cbc, solver_errors
+from mucudnn.passes.cbc import cbc, solver_errors
 from mucudnn.passes.graph.recompute_chains import chain
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.evaluate import Preparer, Rewritten, first_plans

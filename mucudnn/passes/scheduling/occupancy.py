@@ -1,94 +1,13 @@
 """Bytes in use at every node, and what still fits beside them."""
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from mucudnn.ir.graph import PERSISTENT, Graph, Role
-from mucudnn.passes.graph.dependencies import written
-from mucudnn.passes.liveness import kept, rounded
+from mucudnn.passes.liveness import Use, uses_of
 
 __all__ = ["Occupancy", "Use", "uses_of"]
 
 _WIDTH = 32
 """Positions of a block of a ledger."""
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """When the bytes of a storage are touched.
-
-    Attributes:
-        storage: Its name.
-        nbytes: Its size, rounded up.
-        positions: Nodes that read or write it, ascending; for an input also the first
-            node, before which it arrives, and for a result the end.
-        writes: Those of them that write it.
-        period: Nodes of a step, if it outlives the step: after its last use comes, that
-            many nodes later than in this step, its first use in the next. Else 0.
-    """
-
-    storage: str
-    nbytes: int
-    positions: tuple[int, ...]
-    writes: tuple[int, ...]
-    period: int = 0
-
-    @property
-    def persistent(self) -> bool:
-        """Whether it outlives the step: a parameter, or state."""
-        return self.period > 0
-
-    def gaps(self) -> Iterable[tuple[int, int]]:
-        """Pairs of uses with nodes in between.
-
-        Of what outlives the step also the last use and the first of the next step, with
-        the latter's position counted on.
-        """
-        for i, j in itertools.pairwise(self.positions):
-            if j - i > 1:
-                yield i, j
-        if self.persistent and self.positions:
-            yield self.positions[-1], self.positions[0] + self.period
-
-
-def uses_of(graph: Graph) -> Mapping[str, Use]:
-    """The uses of every storage, in order of first use; those of none come last."""
-    count = len(graph.nodes)
-    positions: dict[str, list[int]] = {}
-    writes: dict[str, list[int]] = {}
-
-    def touch(storage: str, at: int) -> None:
-        known = positions.get(storage)
-        if known is None:
-            positions[storage] = [at]
-        elif known[-1] != at:
-            known.append(at)
-
-    storages = graph.storages
-    for spec in graph.with_role(Role.INPUT):
-        touch(spec.name, 0)
-        writes.setdefault(spec.name, []).append(0)
-    for i, node in enumerate(graph.nodes):
-        for name in node.tensors:
-            touch(storages[name], i)
-        for storage in written(graph, node):
-            writes.setdefault(storage, []).append(i)
-    for storage in kept(graph):
-        if graph.tensors[storage].role in PERSISTENT:
-            positions.setdefault(storage, [])
-        else:
-            touch(storage, count)
-    return {
-        storage: Use(
-            storage,
-            rounded(graph.tensors[storage].nbytes),
-            tuple(found),
-            tuple(writes.get(storage, ())),
-            max(1, count) if graph.tensors[storage].role in PERSISTENT else 0,
-        )
-        for storage, found in positions.items()
-    }
 
 
 class Occupancy:

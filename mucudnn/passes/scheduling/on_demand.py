@@ -10,7 +10,7 @@ __all__ = ["on_demand"]
 
 
 def on_demand(problem: Problem) -> tuple[list[Stay], Occupancy]:
-    """VDNN: leave with the layer that used it last, return one layer ahead.
+    """vDNN: leave with the layer that used it last, return one layer ahead.
 
     Compute waits at the end of a node until what it offloads has left. A copy back is
     begun with the nearest earlier node of the same phase that has room, and waited for

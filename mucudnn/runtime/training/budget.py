@@ -19,7 +19,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, parse_bytes
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.ordering.orders import Order, ordered as reordered
+from mucudnn.passes.ordering import Order, ordered as reordered
 from mucudnn.passes.placement.layout import host_blocks
 from mucudnn.passes.placement.packing import pack
 from mucudnn.passes.planning.evaluate import CONVOLUTIONS

@@ -16,7 +16,7 @@ from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.passes.convolution.reasons import counted
+from mucudnn.passes.convolution.explain import counted
 from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.runtime.executor.memory_pool import Pool

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.schedule import Schedule
-from mucudnn.passes.ordering.orders import Order, ordered
+from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.placement.layout import Layout, lay_out
 from mucudnn.passes.scheduling.keep_all import keep_all
 from mucudnn.runtime.training.profiler import kernel_workspaces

@@ -28,7 +28,7 @@ from mucudnn.passes.graph.optimizer_updates import (
     When,
     with_updates,
 )
-from mucudnn.passes.ordering.orders import ORDERS, Order
+from mucudnn.passes.ordering import ORDERS, Order
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.training.budget import MemoryBudget, prepare_together, tiers_for
