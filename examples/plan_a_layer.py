@@ -1,7 +1,6 @@
 """Measure one layer, look at what its workspace buys, and ask why."""
 
-from mucudnn import ConvProblem, Direction, Tuner
-from mucudnn.passes.microbatch import pareto_plans
+from mucudnn import ConvProblem, Direction, Tuner, pareto_plans
 
 problem = ConvProblem(
     direction=Direction.FORWARD,

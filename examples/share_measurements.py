@@ -3,8 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from mucudnn import ConvProblem, Direction, Tuner
-from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn import BenchmarkCache, ConvProblem, Direction, Tuner
 
 problem = ConvProblem(
     direction=Direction.BACKWARD_FILTER,

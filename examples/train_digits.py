@@ -1,12 +1,9 @@
 """Train a small network on handwritten digits (needs scikit-learn for its data)."""
 
-from mucudnn import Tuner
+from mucudnn import Trainer, Tuner, fit
 from mucudnn.data import Loader, Normalize, open_dataset
-from mucudnn.ir.learning_rate import CosineRate
-from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import digits
-from mucudnn.runtime.training.loop import fit
-from mucudnn.runtime.training.trainer import Trainer
+from mucudnn.optim import CosineRate, Momentum
 
 BATCH, EPOCHS = 32, 5
 

@@ -7,7 +7,7 @@ stopped with Ctrl-C and started again: it goes on from its last checkpoint.
 import sys
 from pathlib import Path
 
-from mucudnn import Tuner
+from mucudnn import Checkpoints, Trainer, Tuner, fit, plans_of
 from mucudnn.data import (
     Compose,
     Loader,
@@ -16,12 +16,8 @@ from mucudnn.data import (
     RandomFlip,
     open_cifar10,
 )
-from mucudnn.ir.learning_rate import StepRate
-from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import resnet20
-from mucudnn.runtime.training.checkpoint import Checkpoints
-from mucudnn.runtime.training.loop import fit, plans_of
-from mucudnn.runtime.training.trainer import Trainer
+from mucudnn.optim import Momentum, StepRate
 
 folder = Path(sys.argv[1])
 steps = int(sys.argv[2]) if len(sys.argv) > 2 else 64_000

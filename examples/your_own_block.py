@@ -1,12 +1,8 @@
 """A block of your own, built layer by layer, trained on made-up images."""
 
-from mucudnn import Tuner
+from mucudnn import Graph, GraphBuilder, Trainer, Tuner, fit
 from mucudnn.data import Loader, Normalize, SyntheticDataset
-from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import Graph
-from mucudnn.ir.optimizers import Adam
-from mucudnn.runtime.training.loop import fit
-from mucudnn.runtime.training.trainer import Trainer
+from mucudnn.optim import Adam
 
 BATCH, CLASSES, SHAPE = 16, 4, (3, 16, 16)
 

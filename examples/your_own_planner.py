@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from mucudnn import ConvPlan, ConvProblem, Direction, PerfTable, Tuner
-from mucudnn.passes.microbatch import pareto_plans
+from mucudnn import ConvPlan, ConvProblem, Direction, PerfTable, Tuner, pareto_plans
 
 
 def frugal(tables: Sequence[PerfTable], workspace_limit: int) -> tuple[ConvPlan, ...]:

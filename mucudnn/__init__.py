@@ -1,4 +1,11 @@
-"""Micro-batched convolutions and memory-planned training graphs.
+"""Convolutions in micro-batches, and training steps within a budget of bytes.
+
+    y = mucudnn.conv2d(x, w, padding=1, tuner=mucudnn.Tuner(workspace_limit="64MiB"))
+
+    network = mucudnn.models.get_model("resnet18")(batch=32)
+    optimizer = mucudnn.optim.Momentum(0.1)
+    with mucudnn.Trainer(network, optimizer=optimizer, budget="1GiB") as trainer:
+        mucudnn.fit(trainer, batches, epochs=10)
 
 A name is imported when it is first used: `import mucudnn` costs nothing, and neither
 does the start of the command.
@@ -8,8 +15,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mucudnn import (
+        backends as backends,
+        data as data,
+        errors as errors,
+        ir as ir,
+        models as models,
+        optim as optim,
+        passes as passes,
+        runtime as runtime,
+        strategies as strategies,
+        suites as suites,
+    )
     from mucudnn.backends import get_backend as get_backend
     from mucudnn.errors import MucudnnError as MucudnnError
+    from mucudnn.ir.builder import GraphBuilder as GraphBuilder
     from mucudnn.ir.conv import (
         AlgoPerf as AlgoPerf,
         ConvPlan as ConvPlan,
@@ -17,6 +37,11 @@ if TYPE_CHECKING:
         Direction as Direction,
         PerfTable as PerfTable,
     )
+    from mucudnn.ir.graph import Graph as Graph
+    from mucudnn.ir.numerics import Numerics as Numerics
+    from mucudnn.passes.microbatch import pareto_plans as pareto_plans
+    from mucudnn.passes.planning.plan_step import plan_step as plan_step
+    from mucudnn.passes.planning.request import StepRequest as StepRequest
     from mucudnn.runtime.database.cache import BenchmarkCache as BenchmarkCache
     from mucudnn.runtime.functional import (
         conv1d as conv1d,
@@ -26,37 +51,119 @@ if TYPE_CHECKING:
         conv_backward_filter as conv_backward_filter,
         explain as explain,
     )
+    from mucudnn.runtime.training.budget import MemoryBudget as MemoryBudget
+    from mucudnn.runtime.training.checkpoint import Checkpoints as Checkpoints
+    from mucudnn.runtime.training.loop import (
+        fit as fit,
+        plans_of as plans_of,
+    )
+    from mucudnn.runtime.training.trainer import Trainer as Trainer
     from mucudnn.runtime.tuning.bound_plan import run_plan as run_plan
     from mucudnn.runtime.tuning.tuner import Tuner as Tuner
+    from mucudnn.studies.memory_study import study_memory as study_memory
+
+    __version__: str
 
 _HOMES = {
-    "get_backend": "backends",
-    "MucudnnError": "errors",
-    **dict.fromkeys(
-        ("AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "PerfTable"), "ir.conv"
+    "backends": ("get_backend",),
+    "errors": ("MucudnnError",),
+    "ir.builder": ("GraphBuilder",),
+    "ir.conv": (
+        "AlgoPerf",
+        "ConvPlan",
+        "ConvProblem",
+        "Direction",
+        "PerfTable",
     ),
-    "BenchmarkCache": "runtime.database.cache",
-    **dict.fromkeys(
-        (
-            *("conv1d", "conv2d", "conv3d"),
-            *("conv_backward_data", "conv_backward_filter", "explain"),
-        ),
-        "runtime.functional",
+    "ir.graph": ("Graph",),
+    "ir.numerics": ("Numerics",),
+    "passes.microbatch": ("pareto_plans",),
+    "passes.planning.plan_step": ("plan_step",),
+    "passes.planning.request": ("StepRequest",),
+    "runtime.database.cache": ("BenchmarkCache",),
+    "runtime.functional": (
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_backward_data",
+        "conv_backward_filter",
+        "explain",
     ),
-    "run_plan": "runtime.tuning.bound_plan",
-    "Tuner": "runtime.tuning.tuner",
+    "runtime.training.budget": ("MemoryBudget",),
+    "runtime.training.checkpoint": ("Checkpoints",),
+    "runtime.training.loop": (
+        "fit",
+        "plans_of",
+    ),
+    "runtime.training.trainer": ("Trainer",),
+    "runtime.tuning.bound_plan": ("run_plan",),
+    "runtime.tuning.tuner": ("Tuner",),
+    "studies.memory_study": ("study_memory",),
 }
-"""Where each of them lives."""
+"""Module -> the names that it gives."""
 
-_ROOMS = frozenset({"backends", "errors", "ir", "passes", "runtime", "suites"})
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+_ROOMS = (
+    "backends",
+    "data",
+    "errors",
+    "ir",
+    "models",
+    "optim",
+    "passes",
+    "runtime",
+    "strategies",
+    "suites",
+)
 """Modules that `import mucudnn` makes available as attributes."""
+
+__all__ = [
+    "AlgoPerf",
+    "BenchmarkCache",
+    "Checkpoints",
+    "ConvPlan",
+    "ConvProblem",
+    "Direction",
+    "Graph",
+    "GraphBuilder",
+    "MemoryBudget",
+    "MucudnnError",
+    "Numerics",
+    "PerfTable",
+    "StepRequest",
+    "Trainer",
+    "Tuner",
+    "__version__",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_backward_data",
+    "conv_backward_filter",
+    "data",
+    "errors",
+    "explain",
+    "fit",
+    "get_backend",
+    "models",
+    "optim",
+    "pareto_plans",
+    "plan_step",
+    "plans_of",
+    "run_plan",
+    "strategies",
+    "study_memory",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(f"mucudnn.{_HOMES[name]}"), name)
-    elif name in _ROOMS:
+    value: Any
+    if name in _ROOMS:
         return import_module(f"mucudnn.{name}")
+    if name == "__version__":
+        value = import_module("mucudnn.version").installed_version()
+    elif name in _HOME:
+        value = getattr(import_module(f"mucudnn.{_HOME[name]}"), name)
     else:
         raise AttributeError(f"module 'mucudnn' has no attribute {name!r}")
     globals()[name] = value
@@ -64,4 +171,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_ROOMS})
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import importlib.metadata
 import inspect
 import subprocess
 import sys
@@ -13,12 +14,51 @@ import pytest
 import mucudnn
 
 ROOT = Path(mucudnn.__file__).parent
-NAMES = [
-    alias.asname
-    for node in ast.walk(ast.parse((ROOT / "__init__.py").read_text()))
-    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mucudnn.")
-    for alias in node.names
-]
+MODULES = ("data", "errors", "models", "optim", "strategies")
+NAMES = [n for n in mucudnn.__all__ if n not in MODULES and n != "__version__"]
+
+
+def test_what_a_type_checker_sees_is_what_there_is():
+    """The lazy table, `__all__` and the imports for type checkers name the same."""
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    seen = {
+        (node.module, alias.asname)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("mucudnn")
+        for alias in node.names
+    }
+    rooms = {name for module, name in seen if module == "mucudnn"}
+    assert {name for module, name in seen if module != "mucudnn"} == set(NAMES)
+    assert set(MODULES) <= rooms
+    for module, name in seen:
+        found = getattr(mucudnn, str(name))
+        assert found is getattr(importlib.import_module(str(module)), str(name))
+    assert set(mucudnn.__all__) <= set(dir(mucudnn))
+
+
+def test_the_version_is_the_installed_one():
+    assert mucudnn.__version__ == importlib.metadata.version("mucudnn")
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'conv4d'"):
+        _ = mucudnn.conv4d
+
+
+def test_examples_import_from_the_public_face_only():
+    public = {"mucudnn", *(f"mucudnn.{module}" for module in MODULES)}
+    for file in sorted((ROOT.parent / "examples").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.ImportFrom(module=str(module)):
+                    names = [module]
+                case ast.Import():
+                    names = [alias.name for alias in node.names]
+                case _:
+                    continue
+            ours = {name for name in names if name.partition(".")[0] == "mucudnn"}
+            assert ours <= public, file.name
 
 
 def test_importing_it_imports_no_array_library():
@@ -38,23 +78,12 @@ def test_importing_it_imports_no_array_library():
 
 def test_the_names_that_others_rely_on():
     assert {
-        "AlgoPerf",
-        "BenchmarkCache",
-        "ConvPlan",
-        "ConvProblem",
-        "Direction",
-        "MucudnnError",
-        "PerfTable",
-        "Tuner",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_backward_data",
-        "conv_backward_filter",
-        "explain",
-        "get_backend",
-        "run_plan",
-    } <= set(NAMES)
+        *("AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "Numerics", "PerfTable"),
+        *("conv1d", "conv2d", "conv3d", "conv_backward_data", "conv_backward_filter"),
+        *("BenchmarkCache", "Tuner", "explain", "get_backend", "run_plan"),
+        *("GraphBuilder", "MemoryBudget", "StepRequest", "Trainer", "fit"),
+        *("MucudnnError", "plan_step", "study_memory", "__version__", *MODULES),
+    } <= set(mucudnn.__all__)
 
 
 @pytest.mark.parametrize("name", NAMES)
