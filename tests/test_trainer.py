@@ -11,7 +11,8 @@ from mucudnn.ir.optimizers import Adam, Momentum, Sgd
 from mucudnn.runtime.training.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit, plans_of
 from mucudnn.runtime.training.step_graphs import prepare
-from mucudnn.runtime.training.trainer import Trainer, step_graphs
+from mucudnn.runtime.training.trainer import Trainer
+from mucudnn.runtime.training.training_graphs import step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 from tests.schedule_oracle import verify

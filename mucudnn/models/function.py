@@ -13,7 +13,7 @@ from typing import Any
 from mucudnn.arguments import an_integer, integers
 from mucudnn.ir.graph import Graph, Role
 from mucudnn.ir.shapes import Ints
-from mucudnn.models.model import IMAGE, LABEL
+from mucudnn.models.model import IMAGE, LABEL, class_count
 
 __all__ = ["FunctionModel"]
 
@@ -57,7 +57,7 @@ class FunctionModel:
     @property
     def classes(self) -> int:
         """Number of classes likewise; 2 where the loss does not count them."""
-        return _classes(self(1)) or 2
+        return class_count(self(1)) or 2
 
     @property
     def flexible(self) -> bool:
@@ -144,7 +144,7 @@ class FunctionModel:
         classes: int | None,
         dtype: str,
     ) -> None:
-        spec, count = graph.tensors[IMAGE], _classes(graph)
+        spec, count = graph.tensors[IMAGE], class_count(graph)
         differences: list[tuple[str, Any, Any]] = [("batch", batch, spec.shape[0])]
         if image is not None:
             differences.append(("image", image, spec.shape[1:]))
@@ -166,10 +166,3 @@ class FunctionModel:
                     f"one with {node.op}, which is for training; let the function "
                     "take `training` and hand it to GraphBuilder(training=training)"
                 )
-
-
-def _classes(graph: Graph) -> int | None:
-    for node in graph.nodes:
-        if node.op == "softmax_cross_entropy" and LABEL in node.inputs:
-            return graph.tensors[node.inputs[0]].shape[1]
-    return None

@@ -13,7 +13,7 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.shapes import Ints
 
-__all__ = ["IMAGE", "LABEL", "Body", "Model"]
+__all__ = ["IMAGE", "LABEL", "Body", "Model", "class_count"]
 
 IMAGE = "image"
 """Name of the input that images are fed to, (N, C, *spatial)."""
@@ -104,6 +104,14 @@ class Model:
                 f"channels and {len(sides)} sides are wanted, such as {self.image}"
             )
         return tuple(_size("image", size, 1) for size in shape)
+
+
+def class_count(graph: Graph) -> int | None:
+    """Classes that a network tells apart; None where its loss does not count them."""
+    for node in graph.nodes:
+        if node.op == "softmax_cross_entropy" and LABEL in node.inputs:
+            return graph.tensors[node.inputs[0]].shape[1]
+    return None
 
 
 def _size(name: str, value: int, least: int) -> int:

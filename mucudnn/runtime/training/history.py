@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from mucudnn.runtime.training.trainer import StepResult
+from mucudnn.runtime.training.stepping import StepResult
 
 __all__ = ["EpochReport", "Position"]
 
