@@ -71,6 +71,7 @@ class Evaluator:
         self._zeros = {
             spec.name: np.zeros(spec.shape, spec.dtype)
             for spec in graph.with_role(Role.INPUT)
+            if spec.name != IMAGE
         }
 
     def evaluate(self, batches: Epochs) -> Evaluation:

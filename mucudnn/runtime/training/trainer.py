@@ -161,12 +161,13 @@ class Trainer:
         )
 
     def __repr__(self) -> str:
-        budget = (
-            "no budget" if self._budget is None else format_bytes(self._budget.nbytes)
+        budget = self._budget
+        limit = (
+            "no budget" if budget is None else f"within {format_bytes(budget.nbytes)}"
         )
         return (
             f"<Trainer of {self.graph.parameter_count:,} parameters, "
-            f"batch {self.batch}, on {self.backend.name}, {budget}, "
+            f"batch {self.batch}, on {self.backend.name}, {limit}, "
             f"{self.steps:,} steps done>"
         )
 
