@@ -122,7 +122,7 @@ def test_only_damaged_ones_are_an_error(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(at(1))
     (tmp_path / "step-00000001.safetensors").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match=r"step 1: .* no arrays: .*too small"):
+    with pytest.raises(CheckpointError, match=r"step 1: .* as arrays: .*too small"):
         checkpoints.load(WORDS)
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mucudnn.arguments import an_integer, integers
+from mucudnn.arguments import an_integer
 from mucudnn.ir.graph import Graph, Role
 from mucudnn.ir.shapes import Ints
-from mucudnn.models.model import IMAGE, LABEL, class_count
+from mucudnn.models.model import IMAGE, LABEL, class_count, full_image
 
 __all__ = ["FunctionModel"]
 
@@ -81,7 +81,7 @@ class FunctionModel:
             TypeError: The function returns something else than a graph.
         """
         an_integer("batch", batch, least=1)
-        shape = None if image is None else self._full(image)
+        shape = None if image is None else full_image(image, self.image)
         asked = {
             "image": shape,
             "classes": classes,
@@ -109,14 +109,6 @@ class FunctionModel:
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return frozenset(_OPTIONS)
         return frozenset(parameters) & frozenset(_OPTIONS)
-
-    def _full(self, image: Ints) -> tuple[int, ...]:
-        """(C, *spatial), from that, all sides or one side."""
-        channels, *sides = self.image
-        if isinstance(image, int):
-            return (channels, *(image for _ in sides))
-        sizes = integers("image", image, least=1)
-        return sizes if len(sizes) != len(sides) else (channels, *sizes)
 
     def _check(self, graph: object) -> None:
         if not isinstance(graph, Graph):

@@ -115,8 +115,8 @@ def _opened(path: Path, read: Callable[[Any], T]) -> T:
     try:
         with safe_open(path, "numpy") as file:
             return read(file)
-    except (SafetensorError, AttributeError, ValueError) as e:  # or NumPy cannot
-        raise ValueError(f"{path.name} holds no arrays: {e}") from e
+    except (SafetensorError, AttributeError, TypeError, ValueError) as e:
+        raise ValueError(f"{path.name} cannot be read as arrays: {e}") from e
 
 
 def _tensors(file: Any) -> dict[str, Any]:
