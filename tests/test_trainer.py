@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import threading
 import weakref
 
 import numpy as np
@@ -509,13 +510,27 @@ def test_one_line_says_what_it_is():
     assert "batch 8, on cpu, within 1.0 MiB, 0 steps done" in repr(bounded)
 
 
-def test_what_is_closed_is_free():
-    with trainer() as made:
-        take(made, 1)
-        arena = weakref.ref(made._arena._executors[0])
-    made.close()
+def test_what_is_closed_is_free(tmp_path):
+    """Without a collection of garbage: device memory does not wait for one."""
+    threads = threading.active_count()
     gc.collect()
-    assert arena() is None
+    gc.disable()
+    try:
+        with trainer() as made:
+            budget = MemoryBudget(
+                nbytes=made.peak_bytes * 9 // 10, convolutions="fixed", disk=tmp_path
+            )
+            take(made, 1)
+            arena = weakref.ref(made._arena._executors[0])
+        assert arena() is None
+        with trainer(budget=budget) as bounded:
+            take(bounded, 2)
+            arena = weakref.ref(bounded._arena._executors[0])
+        assert arena() is None
+    finally:
+        gc.enable()
+    assert threading.active_count() == threads
+    made.close()
     images, labels = examples(BATCH)
     for call in (
         lambda: made.step(images, labels),

@@ -7,6 +7,7 @@ and one arena for all that does not outlive a step.
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -147,7 +148,7 @@ class Trainer:
         self._evaluator = (
             None
             if graphs.evaluation is None
-            else Evaluator(graphs.evaluation, lambda: self._arena.take(-1))
+            else Evaluator(graphs.evaluation, partial(self._arena.take, -1))
         )
         self.batch = self._stepper.batch
         self.steps = 0
