@@ -510,11 +510,15 @@ def test_one_line_says_what_it_is():
     assert "batch 8, on cpu, within 1.0 MiB, 0 steps done" in repr(bounded)
 
 
+def copying():
+    return [t.name for t in threading.enumerate() if "copies" in t.name]
+
+
 def test_what_is_closed_is_free(tmp_path):
     """Without a collection of garbage: device memory does not wait for one."""
-    threads = threading.active_count()
     gc.collect()
     gc.disable()
+    before = copying()
     try:
         with trainer() as made:
             budget = MemoryBudget(
@@ -526,10 +530,11 @@ def test_what_is_closed_is_free(tmp_path):
         with trainer(budget=budget) as bounded:
             take(bounded, 2)
             arena = weakref.ref(bounded._arena._executors[0])
+            assert len(copying()) > len(before)
         assert arena() is None
+        assert copying() == before
     finally:
         gc.enable()
-    assert threading.active_count() == threads
     made.close()
     images, labels = examples(BATCH)
     for call in (
