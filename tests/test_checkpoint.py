@@ -240,7 +240,7 @@ def test_killed_at_any_moment_it_can_go_on(tmp_path):
     assert process.returncode == 0
 
 
-# What versions up to 0.2 wrote
+# What earlier versions wrote
 
 
 def save_first_schema(folder, step, change=lambda body: None):

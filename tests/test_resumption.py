@@ -246,6 +246,13 @@ def test_arrays_come_back_as_they_were(tmp_path):
         assert found[name].flags.writeable
 
 
+@pytest.mark.parametrize("values", [np.zeros(2, "c16"), np.array(["cat"])])
+def test_arrays_that_the_format_cannot_hold(tmp_path, values):
+    with pytest.raises(ValueError, match="safetensors file cannot hold"):
+        write_arrays(tmp_path / "x", {"x": values}, {})
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_missing_tensor(folder):
     arrays = arrays_of(folder)
     arrays.popitem()

@@ -1,4 +1,4 @@
-"""Checkpoints as versions up to 0.2 wrote them, which are read and left alone.
+"""Checkpoints of schema 1, as earlier versions wrote them: read, and left alone.
 
 Each was two files: `step-N.npz` with the arrays, and `step-N.json` with the rest and
 the first one's size and checksum.

@@ -37,12 +37,17 @@ def write_arrays(
 
     Raises:
         OSError: It cannot be written; `strerror` says why.
+        ValueError: The format has no such type of numbers.
     """
     dense = {name: _dense(np.asarray(array)) for name, array in arrays.items()}
     checksums = {name: _checksum(array) for name, array in dense.items()}
     body = {**header, "tensors": checksums}
     text = json.dumps({"crc32": seal(body), **body})
-    write_whole(path, save(dense, metadata={_KEY: text}))
+    try:
+        raw = save(dense, metadata={_KEY: text})
+    except SafetensorError as e:
+        raise ValueError(f"arrays that a safetensors file cannot hold: {e}") from e
+    write_whole(path, raw)
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
