@@ -20,7 +20,8 @@ from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.microbatch import BatchPolicy
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.profiler import profile
-from mucudnn.runtime.training.trainer import Trainer, step_graphs
+from mucudnn.runtime.training.trainer import Trainer
+from mucudnn.runtime.training.training_graphs import step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["run", "table"]

@@ -3,15 +3,19 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, strategies as st
+from safetensors.numpy import load_file
 
 from mucudnn.errors import CheckpointError
 from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
-from tests.checkpointing import WORDS, arrays_at, at
+from mucudnn.runtime.training.tensor_file import seal
+from tests.checkpointing import WORDS, arrays_at, at, forge
 from tests.examples import examples
 
 SCRIPT = Path(__file__).with_name("checkpointing.py")
@@ -51,18 +55,17 @@ def test_what_is_saved_is_loaded_and_the_last_two_are_kept(tmp_path):
         same(checkpoints.load(WORDS), step)
     assert checkpoints.steps() == (11, 7)
     assert names(checkpoints.folder) == [
-        "step-00000007.json",
-        "step-00000007.npz",
-        "step-00000011.json",
-        "step-00000011.npz",
+        "step-00000007.safetensors",
+        "step-00000011.safetensors",
     ]
 
 
-def test_any_numpy_reads_the_arrays(tmp_path):
+def test_any_reader_of_the_format_has_the_arrays(tmp_path):
     Checkpoints(tmp_path).save(at(1))
-    with np.load(tmp_path / "step-00000001.npz") as arrays:
-        for name, array in arrays_at(1).items():
-            np.testing.assert_array_equal(arrays[name], array)
+    arrays = load_file(tmp_path / "step-00000001.safetensors")
+    assert arrays.keys() == arrays_at(1).keys()
+    for name, array in arrays_at(1).items():
+        np.testing.assert_array_equal(arrays[name], array)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -77,17 +80,18 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    kind=st.sampled_from(["json", "npz"]),
     where=st.floats(0, 1, exclude_max=True),
     how=st.sampled_from(["flip", "cut", "remove"]),
 )
-def test_a_damaged_one_is_passed_over(tmp_path, kind, where, how):
+def test_a_damaged_one_is_passed_over(tmp_path, where, how):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(at(1))
     checkpoints.save(at(2))
-    path = tmp_path / f"step-00000002.{kind}"
+    path = tmp_path / "step-00000002.safetensors"
     raw = bytearray(path.read_bytes())
     place = int(where * len(raw))
+    if where < 0.5:  # as often in the header, which is but a small part
+        place = int(2 * where * (8 + int.from_bytes(raw[:8], "little")))
     if how == "flip":
         raw[place] ^= 0x41
         path.write_bytes(raw)
@@ -95,7 +99,7 @@ def test_a_damaged_one_is_passed_over(tmp_path, kind, where, how):
         path.write_bytes(raw[:place])
     else:
         path.unlink()
-    if how == "remove" and kind == "json":  # then there is no such checkpoint
+    if how == "remove":  # then there is no such checkpoint
         same(checkpoints.load(WORDS), 1)
         return
     with pytest.warns(UserWarning, match="damaged .*; going on from step 1"):
@@ -109,7 +113,7 @@ def test_training_that_goes_on_from_before_a_damaged_one_forgets_it(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 9):
         checkpoints.save(at(step))
-    (tmp_path / "step-00000009.npz").write_bytes(b"")
+    (tmp_path / "step-00000009.safetensors").write_bytes(b"")
     checkpoints.save(at(2))
     assert checkpoints.steps() == (2, 1)
 
@@ -117,8 +121,8 @@ def test_training_that_goes_on_from_before_a_damaged_one_forgets_it(tmp_path):
 def test_only_damaged_ones_are_an_error(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(at(1))
-    (tmp_path / "step-00000001.npz").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match=r"step 1: .*npz has 7 bytes"):
+    (tmp_path / "step-00000001.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"step 1: .* as arrays: .*too small"):
         checkpoints.load(WORDS)
 
 
@@ -154,8 +158,7 @@ def test_other_files_are_left_alone(tmp_path):
         checkpoints.save(at(step))
     assert names(tmp_path) == [
         "notes.json",
-        "step-00000002.json",
-        "step-00000002.npz",
+        "step-00000002.safetensors",
         "step-final.json",
     ]
 
@@ -204,9 +207,9 @@ def test_at_least_one_is_kept(tmp_path, keep):
 def test_a_newer_schema_is_said_to_be_one(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(at(1))
-    path = tmp_path / "step-00000001.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
-    with pytest.raises(CheckpointError):
+    path = tmp_path / "step-00000001.safetensors"
+    forge(path, lambda body: body.update(schema=3), sealed=False)
+    with pytest.raises(CheckpointError, match=r"schema 3.*a newer one wrote it"):
         checkpoints.load(WORDS)
 
 
@@ -235,3 +238,89 @@ def test_killed_at_any_moment_it_can_go_on(tmp_path):
                 assert last > len(touches) / 2  # the later ones saved twice
         process.stdin.close()
     assert process.returncode == 0
+
+
+# What earlier versions wrote
+
+
+def save_first_schema(folder, step, change=lambda body: None):
+    """Two files: the arrays, and what says that they are whole."""
+    stem = folder / f"step-{step:08}"
+    with zipfile.ZipFile(stem.with_suffix(".npz"), "w") as archive:
+        for name, array in arrays_at(step).items():
+            with archive.open(f"{name}.npy", "w") as entry:
+                np.lib.format.write_array(entry, array)
+    raw = stem.with_suffix(".npz").read_bytes()
+    data = {"file": f"{stem.name}.npz", "nbytes": len(raw), "crc32": zlib.crc32(raw)}
+    whole = at(step)
+    body = {
+        "schema": 1,
+        "step": step,
+        "data": data,
+        "words": whole.words,
+        "progress": whole.progress,
+    }
+    change(body)
+    text = json.dumps({"crc32": seal(body), **body}, indent=1)
+    stem.with_suffix(".json").write_text(text)
+
+
+def test_older_checkpoints_are_read_and_never_touched(tmp_path):
+    for step in (3, 5):
+        save_first_schema(tmp_path, step)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    assert checkpoints.steps() == (5, 3)
+    same(checkpoints.load(WORDS), 5)
+    for step in (5, 7, 8):
+        checkpoints.save(at(step))
+        same(checkpoints.load(WORDS), step)
+    assert checkpoints.steps() == (8, 5, 3)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize("kind", ["json", "npz"])
+@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+def test_a_damaged_older_one_is_passed_over(tmp_path, kind, how):
+    for step in (1, 2):
+        save_first_schema(tmp_path, step)
+    path = tmp_path / f"step-00000002.{kind}"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 0x41
+    if how == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(raw if how == "flip" else raw[:-100])
+    checkpoints = Checkpoints(tmp_path)
+    if (kind, how) == ("json", "remove"):
+        same(checkpoints.load(WORDS), 1)
+        return
+    with pytest.warns(UserWarning, match="damaged .*; going on from step 1"):
+        same(checkpoints.load(WORDS), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda body: body.update(schema=2), "another version .* has schema 2"),
+        (lambda body: body.update(step=4), "says it is of step 4"),
+        (lambda body: body.pop("words"), "lacks 'words'"),
+        (lambda body: body.update(data=3), "checksum it had"),
+        (lambda body: body.update(progress=[]), "not of type dict"),
+    ],
+)
+def test_a_forged_older_one_says_what_is_wrong(tmp_path, change, message):
+    save_first_schema(tmp_path, 3, change)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoints(tmp_path).load(WORDS)
+
+
+@pytest.mark.parametrize("raw", [b"", b"nothing", b"PK\x03\x04 more"])
+def test_rubbish_for_older_arrays(tmp_path, raw):
+    def change(body):
+        (tmp_path / "step-00000003.npz").write_bytes(raw)
+        body["data"] |= {"nbytes": len(raw), "crc32": zlib.crc32(raw)}
+
+    save_first_schema(tmp_path, 3, change)
+    with pytest.raises(CheckpointError, match="no archive of arrays"):
+        Checkpoints(tmp_path).load(WORDS)

@@ -119,6 +119,19 @@ def evaluated(batches):
     return trainer().evaluate(batches)
 
 
+def predicted(images):
+    return trainer().predict(images)
+
+
+def written(path):
+    return trainer().save_weights(path)
+
+
+def read_back(path):
+    trainer().save_weights("weights")
+    return trainer().load_weights(path)
+
+
 def fitted(*values, **options):
     return fit(trainer(), *values, **options)
 
@@ -213,6 +226,9 @@ CALLS = {
     "Trainer.budget": (lambda budget: trainer(budget=budget), ("8MiB",), {}),
     "step": (stepped, (IMAGES[:4], LABELS[:4]), {}),
     "evaluate": (evaluated, (data.Loader(dataset(), 4),), {}),
+    "predict": (predicted, (IMAGES,), {}),
+    "save_weights": (written, ("weights",), {}),
+    "load_weights": (read_back, ("weights",), {}),
     "fit": (
         fitted,
         (data.Loader(dataset(), 4),),

@@ -4,24 +4,30 @@ import copy
 import json
 import math
 import shutil
-import zlib
 
+import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, strategies as st
+from safetensors.numpy import save
 
 from mucudnn.cli import main
 from mucudnn.errors import CheckpointError
-from mucudnn.runtime.training.checkpoint import Checkpoints, _seal
+from mucudnn.runtime.training.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit, plans_of
-from mucudnn.runtime.training.npz import pack_arrays, unpack_arrays
 from mucudnn.runtime.training.resumption import read_resumption
+from mucudnn.runtime.training.tensor_file import (
+    read_arrays,
+    read_header,
+    write_arrays,
+)
+from tests.checkpointing import forge as forge_file
 from tests.examples import examples
 from tests.training_cases import Epochs, trainer
 
 STEP = 7
-NAME = f"step-{STEP:08}"
+NAME = f"step-{STEP:08}.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -41,26 +47,12 @@ def genuine(tmp_path_factory):
 
 @pytest.fixture
 def folder(genuine, tmp_path):
-    for path in genuine.glob(f"{NAME}.*"):
-        shutil.copy(path, tmp_path)
+    shutil.copy(genuine / NAME, tmp_path)
     return tmp_path
 
 
-def forge(folder, change):
-    path = folder / f"{NAME}.json"
-    body = json.loads(path.read_text())
-    del body["crc32"]
-    change(body)
-    path.write_text(json.dumps({"crc32": _seal(body), **body}))
-
-
-def forge_data(folder, raw):
-    (folder / f"{NAME}.npz").write_bytes(raw)
-
-    def change(body):
-        body["data"] |= {"nbytes": len(raw), "crc32": zlib.crc32(raw)}
-
-    forge(folder, change)
+def forge(folder, change=lambda body: None, arrays=None, *, sealed=True):
+    forge_file(folder / NAME, change, arrays, sealed=sealed)
 
 
 def resume(folder):
@@ -97,10 +89,11 @@ FORGED = [
     (put("7", "step"), "'step' of .* is '7'"),
     (put(True, "step"), "'step' of .* is True"),
     (put(8, "step"), "says it is of step 8"),
-    (put(DELETED, "data"), "lacks 'data'"),
-    (put([], "data"), "'data' of"),
-    (put(DELETED, "data", "nbytes"), "lacks 'nbytes'"),
-    (put("x", "data", "crc32"), "'crc32' of"),
+    (put(DELETED, "tensors"), "does not state the checksums of its tensors"),
+    (put([], "tensors"), "does not state the checksums of its tensors"),
+    (put(DELETED, "tensors", "linear/bias"), "does not state the checksums"),
+    (put(5, "tensors", "no/such"), "does not state the checksums of its tensors"),
+    (put("x", "tensors", "linear/bias"), "'linear/bias' of .* not .* the checksum"),
     (put(DELETED, *AT), "progress.position: missing"),
     (put(None, *AT), "position: None is not an object"),
     (put(DELETED, *AT, "ms"), "position.ms: missing"),
@@ -135,7 +128,8 @@ FORGED = [
     (put("NONSENSE", *STEP_OF_PLAN, "algo"), r"plans\[0\]: .*no algorithm 'NONSENSE'"),
     (put(1e300, *STEP_OF_PLAN, "time_ms"), r"plans\[0\]: steps\[0\].time_ms: 1e\+300"),
     (put(-1, *STEP_OF_PLAN, "workspace"), r"plans\[0\]: .*workspace: -1"),
-    (dict.clear, "lacks 'schema'"),
+    (dict.clear, "does not state the checksums of its tensors"),
+    (put(DELETED, "schema"), "lacks 'schema'"),
 ]
 
 
@@ -188,12 +182,11 @@ def places(value, before=()):
 )
 @given(st.data())
 def test_whatever_is_written_there_is_no_traceback(genuine, folder, data):
-    path = folder / f"{NAME}.json"
-    body = json.loads((genuine / path.name).read_text())
+    shutil.copy(genuine / NAME, folder)
+    body = read_header(folder / NAME)
     del body["crc32"]  # which is always right
     place = data.draw(st.sampled_from([p for p in places(body) if p]))
     value = data.draw(st.just(DELETED) | values)
-    path.write_text(json.dumps({"crc32": 0, **body}))
     forge(folder, put(copy.deepcopy(value) if value is not DELETED else value, *place))
     try:
         found = Checkpoints(folder).load()
@@ -205,9 +198,24 @@ def test_whatever_is_written_there_is_no_traceback(genuine, folder, data):
     assert 0 <= at["batch"] <= STEP
 
 
-def test_deep_json_is_damage(folder):
-    (folder / f"{NAME}.json").write_text("[" * 100_000)
-    with pytest.raises(CheckpointError, match="nested too deeply"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ('"' + "\\ud800" + '"', "holds no JSON object"),
+    ],
+)
+def test_a_header_that_is_no_object_is_damage(folder, text, message):
+    (folder / NAME).write_bytes(save({}, metadata={"mucudnn": text}))
+    with pytest.raises(CheckpointError, match=message):
+        resume(folder)
+
+
+def test_arrays_of_somebody_else_are_no_checkpoint(folder):
+    (folder / NAME).write_bytes(save(arrays_of(folder), metadata={"format": "np"}))
+    with pytest.raises(CheckpointError, match="holds arrays, but is no checkpoint"):
         resume(folder)
 
 
@@ -215,96 +223,135 @@ def test_deep_json_is_damage(folder):
 
 
 def arrays_of(folder):
-    return unpack_arrays((folder / f"{NAME}.npz").read_bytes())
+    return read_arrays(folder / NAME, None)
 
 
-def packed(arrays):
-    import io
-
-    file = io.BytesIO()
-    pack_arrays(file, arrays)
-    return file.getvalue()
-
-
-def test_arrays_come_back_as_they_were(folder):
+def test_arrays_come_back_as_they_were(tmp_path):
     arrays = {
         "a/b.npy": np.arange(6.0).reshape(2, 3).T,
         "scalar": np.array(5),
         "none": np.zeros((0, 3), np.float16),
+        "half": np.array([1.5, np.inf, np.nan], np.float16),
+        "brain": np.array([[1.5], [-3e38]], ml_dtypes.bfloat16),
+        "pixels": np.arange(256, dtype=np.uint8)[::-2],
         "big": np.arange(3, dtype=">i4"),
     }
-    found = unpack_arrays(packed(arrays))
+    path = tmp_path / "arrays.safetensors"
+    write_arrays(path, arrays, {})
+    found = read_arrays(path, read_header(path))
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)
-        assert found[name].dtype == array.dtype
+        assert found[name].dtype == array.dtype.newbyteorder("=")
         assert found[name].flags.writeable
+
+
+@pytest.mark.parametrize("values", [np.zeros(2, "c16"), np.array(["cat"])])
+def test_arrays_that_the_format_cannot_hold(tmp_path, values):
+    with pytest.raises(ValueError, match="safetensors file cannot hold"):
+        write_arrays(tmp_path / "x", {"x": values}, {})
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_missing_tensor(folder):
     arrays = arrays_of(folder)
     arrays.popitem()
-    forge_data(folder, packed(arrays))
+    forge(folder, arrays=arrays)
     with pytest.raises(CheckpointError, match="another model: 1 are missing"):
         resume(folder)
 
 
-def test_a_tensor_of_another_shape(folder):
+def test_an_unknown_tensor(folder):
+    forge(folder, arrays=arrays_of(folder) | {"more": np.zeros(3)})
+    with pytest.raises(
+        CheckpointError, match=r"0 are missing \(\), 1 unknown \(more\)"
+    ):
+        resume(folder)
+
+
+@pytest.mark.parametrize(
+    "other", [lambda array: array[:1], lambda array: array.astype(np.float16)]
+)
+def test_a_tensor_of_another_shape_or_type(folder, other):
     arrays = arrays_of(folder)
     name = max(arrays, key=lambda name: arrays[name].size)
-    arrays[name] = arrays[name][:1]
-    forge_data(folder, packed(arrays))
+    arrays[name] = other(arrays[name])
+    forge(folder, arrays=arrays)
     with pytest.raises(CheckpointError, match="must be float32"):
         resume(folder)
 
 
-def bomb(shape):
-    """A header that claims more than there is, as long as an honest one."""
-    raw = packed({"x": np.zeros(1000, np.uint8)})
-    honest, claimed = b"(1000,)", shape.encode()
-    at = raw.index(honest)
-    pad = len(claimed) - len(honest)
-    return raw[:at] + claimed + raw[at + len(honest) :].replace(b" " * pad, b"", 1)
+def container(header, data=b""):
+    """A file of the format, well or ill."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
 
 
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        (b"", "no archive"),
-        (b"PK\x05\x06" + bytes(18), "another model"),
-        (b"nothing", "no archive"),
-        (bomb("(1000000000000000,)"), "npz: it is no archive|has 1000 bytes"),
-    ],
-)
+def one(dtype="F32", shape=(1,), begin=0, end=4, name="x"):
+    return {name: {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}}
+
+
+_X = '"x":{{"dtype":"F32","shape":[1],"data_offsets":[{},{}]}}'
+TWICE = f"{{{_X.format(0, 4)},{_X.format(4, 8)}}}".encode()
+RUBBISH = [
+    (b"", "header too small"),
+    (b"nothing", "header too small"),
+    (b"\xff" * 16, "header too large"),
+    ((10**6).to_bytes(8, "little") + b"{}", "invalid header length"),
+    (container(b"["), "invalid JSON"),
+    (container(b"[" * 100_000), "invalid JSON"),
+    (container({}), "is no checkpoint"),
+    (container({}, b"more"), "not fully covered"),
+    (container(one(), b"123"), "not fully covered"),
+    (container(TWICE, b"12345678"), "invalid offset"),
+    (container(one() | one(name="y"), b"1234"), "invalid offset"),
+    (container({"__metadata__": {"mucudnn": 3}}), "invalid type"),
+]
+
+
+@pytest.mark.parametrize(("raw", "message"), RUBBISH)
 def test_rubbish_for_arrays(folder, raw, message):
-    forge_data(folder, raw)
+    (folder / NAME).write_bytes(raw)
     with pytest.raises(CheckpointError, match=message):
         resume(folder)
 
 
-@pytest.mark.parametrize("shape", ["(10**9,)", "(1 << 40, 1 << 20)", "(-1,)", "(0.5,)"])
-def test_a_header_that_lies_is_not_believed(shape):
+@pytest.mark.parametrize(
+    "claim",
+    [
+        one(shape=[10**9]),
+        one(shape=[1 << 40, 1 << 30]),
+        one(shape=[1 << 62, 1 << 62, 0], end=0),
+        one(shape=[-1]),
+        one(shape=[0.5]),
+        one(shape=[0] * 100, end=0),
+        one(begin=4, end=0),
+        one(end=1 << 60),
+        one(dtype="F8_E4M3", shape=[4]),
+        one(dtype="NONSENSE"),
+    ],
+)
+def test_a_header_that_lies_is_not_believed(tmp_path, claim):
     """Refused before memory for it is asked for."""
-    import io
-    import zipfile
-
-    head = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {eval(shape)}, }}"
-    raw = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode()
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("x.npy", raw + bytes(80))
-    with pytest.raises(ValueError, match=r"x\.npy"):
-        unpack_arrays(file.getvalue())
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(
+        container(claim, b"1234" if claim["x"]["data_offsets"][1] else b"")
+    )
+    with pytest.raises(ValueError, match=r"x\.safetensors"):
+        read_arrays(path, None)
 
 
-@examples(300)
+@examples(300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_damaged_archives_raise_nothing_else(data):
-    raw = bytearray(packed({"x": np.arange(4.0), "y": np.array(3)}))
+def test_damaged_files_raise_nothing_else(tmp_path, data):
+    path = tmp_path / "x.safetensors"
+    write_arrays(path, {"x": np.arange(4.0), "y": np.array(3)}, {"step": 3})
+    raw = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(raw)
     try:
-        unpack_arrays(bytes(raw))
+        read_arrays(path, read_header(path))
     except ValueError:
         return
 
@@ -313,13 +360,9 @@ def test_damaged_archives_raise_nothing_else(data):
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-@pytest.mark.parametrize("schema", [2, 99, "2.0"])
+@pytest.mark.parametrize("schema", [3, 99, "3.0"])
 def test_a_newer_checkpoint_is_never_lost(folder, schema, sealed):
-    if sealed:
-        forge(folder, put(schema, "schema"))
-    else:
-        path = folder / f"{NAME}.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "schema": schema}))
+    forge(folder, put(schema, "schema"), sealed=sealed)
     (folder / "step-00000003.npz").write_bytes(b"with words that have another name")
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     checkpoints = Checkpoints(folder, keep=1)
@@ -344,17 +387,15 @@ def test_the_command_says_so_in_one_line(tmp_path):
         *("--lr-schedule", "constant"),
     )
     assert CliRunner().invoke(main, [*options, "--epochs", "1"]).exit_code == 0
-    path = tmp_path / "step-00000002.json"
-    whole = path.read_text()
+    path = tmp_path / "step-00000002.safetensors"
+    whole = path.read_bytes()
     for change, message in (
         (put(DELETED, *AT), "progress.position: missing"),
         (put("rubbish", "progress", "plans"), "plans: 'rubbish'"),
-        (put(2, "schema"), "a newer one wrote it"),
+        (put(3, "schema"), "a newer one wrote it"),
     ):
-        body = json.loads(whole)
-        del body["crc32"]
-        change(body)
-        path.write_text(json.dumps({"crc32": _seal(body), **body}))
+        path.write_bytes(whole)
+        forge_file(path, change)
         result = CliRunner().invoke(main, [*options, "--epochs", "2", "--resume"])
         assert result.exit_code == 2
         (line,) = result.stderr.splitlines()

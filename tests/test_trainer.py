@@ -1,6 +1,9 @@
 """Training steps, the loop over them, and going on where it stopped."""
 
+import gc
 import signal
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -8,10 +11,12 @@ import pytest
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam, Momentum, Sgd
+from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit, plans_of
 from mucudnn.runtime.training.step_graphs import prepare
-from mucudnn.runtime.training.trainer import Trainer, step_graphs
+from mucudnn.runtime.training.trainer import Trainer
+from mucudnn.runtime.training.training_graphs import step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 from tests.schedule_oracle import verify
@@ -402,3 +407,150 @@ def test_numbers_out_of_range(options):
 def test_no_batch_at_all():
     with pytest.raises(ValueError, match="no batch"):
         fit(trainer(), Epochs(4, 8), epochs=1)
+
+
+# -- answers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 24])
+def test_any_number_of_images_is_answered(count):
+    made = trainer()
+    take(made, 3)
+    before = weights(made)
+    images, _ = examples(24)
+    found = made.predict(images[:count])
+    assert found.shape == (count, 3)
+    assert found.dtype == np.float32
+    one_by_one = trainer(batch=1)
+    one_by_one.state.load(before)
+    for image, answer in zip(images, found, strict=False):
+        np.testing.assert_allclose(
+            one_by_one.predict(image[None])[0], answer, rtol=1e-4, atol=1e-5
+        )
+    assert_same(before, weights(made))
+
+
+def test_answers_are_what_is_evaluated():
+    made = trainer(options={"dropout": 0.5})
+    take(made, 5)
+    epochs = Epochs(20, BATCH, partial=True)
+    answers = made.predict(epochs.images)
+    found = made.evaluate(epochs)
+    assert (answers.argmax(1) == epochs.labels).sum() == found.correct
+    p = np.exp(answers) / np.exp(answers).sum(1, keepdims=True)
+    loss = -np.log(p[range(20), epochs.labels]).mean()
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_answers_within_a_budget_are_the_same():
+    made = trainer()
+    images, _ = examples(20)
+    budget = MemoryBudget(nbytes=made.peak_bytes * 9 // 10, convolutions="fixed")
+    bounded = trainer(budget=budget)
+    for one in (made, bounded):
+        take(one, 2)
+    np.testing.assert_array_equal(bounded.predict(images), made.predict(images))
+    assert bounded.peak_bytes <= budget.nbytes
+
+
+def test_answers_of_every_pixel():
+    g = GraphBuilder(training=False)
+    logits = g.conv(g.input("image", (2, 1, 4, 4)), 3, 1)
+    label = g.input("label", (2, 4, 4), "int64")
+    graph = g.build(g.softmax_cross_entropy(logits, label))
+    made = Trainer(graph, graph, tuner=Tuner(rule=QUICK), optimizer="sgd")
+    images = np.random.default_rng(0).standard_normal((5, 1, 4, 4), np.float32)
+    values = weights(made)
+    expected = np.einsum("nchw,kc->nkhw", images, values["conv/weight"][:, :, 0, 0])
+    np.testing.assert_allclose(made.predict(images), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_answers_of_a_network_without_a_classifier():
+    g = GraphBuilder(dtype="float64", training=False)
+    x = g.linear(g.flatten(g.input("image", (4, 2, 1, 1))), 2)
+    graph = g.build(g.mean_squared_error(x, g.input("label", (4, 2), "float64")))
+    made = Trainer(graph, graph, tuner=Tuner(rule=QUICK), optimizer="sgd")
+    images = np.arange(6.0).reshape(3, 2, 1, 1)
+    values = weights(made)
+    expected = images.reshape(3, 2) @ values["linear/weight"].T + values["linear/bias"]
+    np.testing.assert_allclose(made.predict(images), expected)
+
+
+@pytest.mark.parametrize(
+    ("images", "error", "message"),
+    [
+        (np.zeros((2, 6, 6)), ValueError, r"\('n', 2, 6, 6\), got \(2, 6, 6\)"),
+        (np.zeros((3, 2, 6, 5)), ValueError, "takes images of shape"),
+        (3, ValueError, "takes images of shape"),
+        ("cat", TypeError, "images must be numbers"),
+        ([[1], [1, 2]], TypeError, "even lists of numbers"),
+    ],
+)
+def test_images_that_cannot_be_answered(images, error, message):
+    with pytest.raises(error, match=message):
+        trainer().predict(images)
+
+
+def test_answers_need_the_graph_for_evaluation():
+    with pytest.raises(ValueError, match="no graph for evaluation"):
+        trainer(evaluate=False).predict(np.zeros((1, 2, 6, 6)))
+
+
+# -- from beginning to end ----------------------------------------------------------
+
+
+def test_one_line_says_what_it_is():
+    made = trainer()
+    take(made, 2)
+    assert (
+        repr(made)
+        == "<Trainer of 195 parameters, batch 8, on cpu, no budget, 2 steps done>"
+    )
+    bounded = trainer(budget=MemoryBudget(nbytes="1MiB", convolutions="fixed"))
+    assert "batch 8, on cpu, within 1.0 MiB, 0 steps done" in repr(bounded)
+
+
+def copying():
+    return [t.name for t in threading.enumerate() if "copies" in t.name]
+
+
+def test_what_is_closed_is_free(tmp_path):
+    """Without a collection of garbage: device memory does not wait for one."""
+    gc.collect()
+    gc.disable()
+    before = copying()
+    try:
+        with trainer() as made:
+            budget = MemoryBudget(
+                nbytes=made.peak_bytes * 9 // 10, convolutions="fixed", disk=tmp_path
+            )
+            take(made, 1)
+            arena = weakref.ref(made._arena._executors[0])
+        assert arena() is None
+        with trainer(budget=budget) as bounded:
+            take(bounded, 2)
+            arena = weakref.ref(bounded._arena._executors[0])
+            assert len(copying()) > len(before)
+        assert arena() is None
+        assert copying() == before
+    finally:
+        gc.enable()
+    made.close()
+    images, labels = examples(BATCH)
+    for call in (
+        lambda: made.step(images, labels),
+        lambda: made.predict(images),
+        lambda: made.evaluate(Epochs(8, 8)),
+    ):
+        with pytest.raises(ValueError, match="this trainer is closed"):
+            call()
+    other = trainer()
+    other.state.load(weights(made))
+    assert_same(weights(other), weights(made))
+
+
+def test_it_is_closed_after_an_error_too():
+    with pytest.raises(ZeroDivisionError), trainer() as made:
+        1 / 0  # noqa: B018
+    with pytest.raises(ValueError, match="closed"):
+        take(made, 1)

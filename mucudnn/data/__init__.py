@@ -1,6 +1,17 @@
 """Image data sets for training: read, ordered, augmented and prefetched, in NumPy.
 
-One file a format, all behind `Dataset`; `open_dataset` takes them by name.
+    from mucudnn import data
+
+    images = data.open_dataset("cifar10:DIR", split="train")
+    normal = data.Normalize.of(images)
+    changed = data.Compose((data.RandomCrop(4), data.RandomFlip(), normal))
+    batches = data.Loader(images, 128, transform=changed, drop_last=True)
+    for x, labels in batches.epoch(0):
+        ...
+
+One file a format, all behind `Dataset`: whatever has `classes`, `image_shape`, a length
+and `read(indices)` is one. `ArrayDataset(images, labels)` makes one of arrays, and
+`FORMATS` lists what `open_dataset` takes by name.
 """
 
 from mucudnn.data.arrays import ArrayDataset, open_arrays

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from mucudnn.arguments import integers
 from mucudnn.errors import DataError
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Subset",
     "checked_dataset",
     "checked_indices",
+    "checked_shape",
     "checked_split",
     "class_count",
     "split_indices",
@@ -113,6 +115,19 @@ def checked_split(split: Any) -> None:
     """
     if not isinstance(split, str) or split not in ("train", "test"):
         raise ValueError(f"unknown split {split!r}; choose train or test")
+
+
+def checked_shape(name: str, shape: Any) -> tuple[int, int, int]:
+    """The shape of an image.
+
+    Raises:
+        TypeError: It is no sequence of integers.
+        ValueError: It is not (C, H, W), or one of them is below 1.
+    """
+    sizes = integers(name, shape, least=1)
+    if len(sizes) != 3:
+        raise ValueError(f"{name} must be (C, H, W), got {sizes}")
+    return sizes[0], sizes[1], sizes[2]
 
 
 def checked_indices(indices: Indices, length: int) -> NDArray[np.intp]:

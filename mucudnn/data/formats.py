@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from mucudnn.arguments import an_integer, integers, of_type
+from mucudnn.arguments import an_integer, of_type
 from mucudnn.data.arrays import open_arrays
 from mucudnn.data.cifar import open_cifar10, open_cifar100
-from mucudnn.data.dataset import Dataset, Split, checked_split
+from mucudnn.data.dataset import Dataset, Split, checked_shape, checked_split
 from mucudnn.data.digits import open_digits
 from mucudnn.data.folder import open_folder
 from mucudnn.data.mnist import open_mnist
@@ -95,13 +95,6 @@ FORMATS: tuple[str, ...] = tuple(
 """How each kind of data set is asked for."""
 
 
-def _shape(image: Any) -> tuple[int, int, int]:
-    sizes = integers("image", image, least=1)
-    if len(sizes) != 3:
-        raise ValueError(f"image must be (C, H, W), got {sizes}")
-    return sizes[0], sizes[1], sizes[2]
-
-
 def open_dataset(
     spec: str,
     *,
@@ -126,7 +119,7 @@ def open_dataset(
     checked_split(split)
     an_integer("seed", seed)
     if image is not None:
-        image = _shape(image)
+        image = checked_shape("image", image)
     of_type("the name of a data set", spec, str, "a string")
     name, _, argument = spec.partition(":")
     if name not in _OPENERS:
@@ -139,6 +132,6 @@ def open_dataset(
     if not usage and argument:
         raise ValueError(f"{name} takes nothing after its name, got {argument!r}")
     dataset = opener(_Request(argument, split, image, seed))
-    if image is None or tuple(image) == dataset.image_shape:
+    if image is None or image == dataset.image_shape:
         return dataset
     return Resized(dataset, image)

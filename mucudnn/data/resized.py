@@ -5,8 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.arguments import integers
-from mucudnn.data.dataset import Dataset, Images, Indices, Labels, checked_dataset
+from mucudnn.data.dataset import (
+    Dataset,
+    Images,
+    Indices,
+    Labels,
+    checked_dataset,
+    checked_shape,
+)
 
 __all__ = ["Resized"]
 
@@ -31,11 +37,9 @@ class Resized:
 
     def __post_init__(self) -> None:
         checked_dataset(self.dataset)
-        sizes = integers("image_shape", self.image_shape)
-        if len(sizes) != 3:
-            raise ValueError(f"image_shape must be (C, H, W), got {sizes}")
-        has, wants = self.dataset.image_shape[0], self.image_shape[0]
-        if min(self.image_shape) < 1 or (has != wants and {has, wants} != {1, 3}):
+        wants, *_ = checked_shape("image_shape", self.image_shape)
+        has = self.dataset.image_shape[0]
+        if has != wants and {has, wants} != {1, 3}:
             raise ValueError(
                 f"images of shape {self.dataset.image_shape} cannot become "
                 f"{self.image_shape}; they can have any size and "

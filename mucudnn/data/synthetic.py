@@ -5,19 +5,19 @@ class's pattern, a random brightness and pixel noise. All of it follows from the
 and the index, so one index is always one image, in any order and on any thread.
 """
 
-import numbers
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.arguments import an_integer, integers, of_type
+from mucudnn.arguments import a_number, an_integer
 from mucudnn.data.dataset import (
     Images,
     Indices,
     Labels,
     Split,
     checked_indices,
+    checked_shape,
     checked_split,
 )
 
@@ -53,24 +53,13 @@ class SyntheticDataset:
     split: Split = "train"
 
     def __post_init__(self) -> None:
-        for name in ("length", "classes", "seed"):
-            an_integer(name, getattr(self, name))
-        shape = integers("image_shape", self.image_shape)
-        if len(shape) != 3:
-            raise ValueError(f"image_shape must be (C, H, W), got {shape}")
-        of_type("noise", self.noise, numbers.Real, "a number")
+        for name in ("length", "classes"):
+            an_integer(name, getattr(self, name), least=1, most=_MOST)
+        an_integer("seed", self.seed, least=0)
+        for size in checked_shape("image_shape", self.image_shape):
+            an_integer("a size of image_shape", size, most=_MOST)
+        a_number("noise", self.noise, least=0, most=100)
         checked_split(self.split)
-        sizes = (self.length, self.classes, *self.image_shape)
-        if not 1 <= min(sizes) <= max(sizes) <= _MOST:
-            raise ValueError(
-                f"length, classes and image shape must be positive, at most {_MOST}, "
-                f"got {self.length}, {self.classes} and {self.image_shape}"
-            )
-        if self.seed < 0 or not 0 <= self.noise <= 100:
-            raise ValueError(
-                "the seed must be 0 or more and the noise from 0 to 100, got "
-                f"{self.seed} and {self.noise}"
-            )
 
     def __len__(self) -> int:
         return self.length

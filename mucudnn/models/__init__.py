@@ -1,7 +1,14 @@
-"""Networks of the literature, by name: `get_model("resnet50")(batch=32)` is a graph.
+"""Networks of the literature: each is a function of its batch that returns a graph.
 
-Each is a `Model`: call it with a batch size, and another image size or number of
-classes, to get its forward graph with the loss.
+    from mucudnn import models
+
+    training = models.resnet20(128)
+    evaluation = models.resnet20(128, training=False)
+    wide = models.resnet50(32, image=288, classes=10, dtype="float32", seed=1)
+    any_name = models.get_model("resnet:6,32,48,6")(8)
+
+The graph is the forward pass with the loss: what `mucudnn.Trainer` takes. A function of
+one's own becomes such a network by `get_model(function)`, which checks what it returns.
 """
 
 import warnings
@@ -18,7 +25,7 @@ from mucudnn.models.function import FunctionModel
 from mucudnn.models.googlenet import googlenet, googlenet_plain
 from mucudnn.models.inception_v4 import inception_v4
 from mucudnn.models.lenet import lenet
-from mucudnn.models.model import IMAGE, LABEL, Model
+from mucudnn.models.model import IMAGE, LABEL, Model, class_count
 from mucudnn.models.overfeat import overfeat
 from mucudnn.models.resnet import (
     resnet18,
@@ -45,48 +52,48 @@ __all__ = [
     "MODELS",
     "FunctionModel",
     "Model",
+    "alexnet",
+    "alexnet_owt",
+    "cifar_quick",
+    "class_count",
+    "densenet40",
+    "densenet121",
+    "digits",
     "get_model",
+    "googlenet",
+    "googlenet_plain",
+    "inception_v4",
+    "lenet",
     "model_names",
     "network_name",
+    "overfeat",
+    "resnet18",
+    "resnet20",
+    "resnet32",
+    "resnet34",
+    "resnet44",
+    "resnet50",
+    "resnet56",
+    "resnet101",
+    "resnet110",
+    "resnet152",
     "resnet_superneurons",
+    "unet2d",
+    "unet2d_bn",
+    "unet3d",
+    "unet3d_plain",
+    "vgg16",
+    "vgg19",
+    "vgg116",
+    "vgg216",
+    "vgg316",
+    "vgg416",
 ]
 
 _GROUP = "mucudnn.models"
 
 MODELS: Mapping[str, Model] = MappingProxyType(
-    {
-        "alexnet": alexnet,
-        "alexnet_owt": alexnet_owt,
-        "cifar_quick": cifar_quick,
-        "densenet40": densenet40,
-        "densenet121": densenet121,
-        "digits": digits,
-        "googlenet": googlenet,
-        "googlenet_plain": googlenet_plain,
-        "inception_v4": inception_v4,
-        "lenet": lenet,
-        "overfeat": overfeat,
-        "resnet18": resnet18,
-        "resnet20": resnet20,
-        "resnet32": resnet32,
-        "resnet34": resnet34,
-        "resnet44": resnet44,
-        "resnet50": resnet50,
-        "resnet56": resnet56,
-        "resnet101": resnet101,
-        "resnet110": resnet110,
-        "resnet152": resnet152,
-        "unet2d": unet2d,
-        "unet2d_bn": unet2d_bn,
-        "unet3d": unet3d,
-        "unet3d_plain": unet3d_plain,
-        "vgg16": vgg16,
-        "vgg19": vgg19,
-        "vgg116": vgg116,
-        "vgg216": vgg216,
-        "vgg316": vgg316,
-        "vgg416": vgg416,
-    }
+    {name: value for name in __all__ if isinstance(value := globals().get(name), Model)}
 )
 """Name -> network; `get_model` knows the family `resnet:n1,n2,n3,n4`, too."""
 

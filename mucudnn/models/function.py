@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mucudnn.arguments import an_integer, integers
+from mucudnn.arguments import an_integer
 from mucudnn.ir.graph import Graph, Role
 from mucudnn.ir.shapes import Ints
-from mucudnn.models.model import IMAGE, LABEL
+from mucudnn.models.model import IMAGE, LABEL, class_count, full_image
 
 __all__ = ["FunctionModel"]
 
@@ -57,7 +57,7 @@ class FunctionModel:
     @property
     def classes(self) -> int:
         """Number of classes likewise; 2 where the loss does not count them."""
-        return _classes(self(1)) or 2
+        return class_count(self(1)) or 2
 
     @property
     def flexible(self) -> bool:
@@ -81,7 +81,7 @@ class FunctionModel:
             TypeError: The function returns something else than a graph.
         """
         an_integer("batch", batch, least=1)
-        shape = None if image is None else self._full(image)
+        shape = None if image is None else full_image(image, self.image)
         asked = {
             "image": shape,
             "classes": classes,
@@ -110,14 +110,6 @@ class FunctionModel:
             return frozenset(_OPTIONS)
         return frozenset(parameters) & frozenset(_OPTIONS)
 
-    def _full(self, image: Ints) -> tuple[int, ...]:
-        """(C, *spatial), from that, all sides or one side."""
-        channels, *sides = self.image
-        if isinstance(image, int):
-            return (channels, *(image for _ in sides))
-        sizes = integers("image", image, least=1)
-        return sizes if len(sizes) != len(sides) else (channels, *sizes)
-
     def _check(self, graph: object) -> None:
         if not isinstance(graph, Graph):
             raise TypeError(
@@ -144,7 +136,7 @@ class FunctionModel:
         classes: int | None,
         dtype: str,
     ) -> None:
-        spec, count = graph.tensors[IMAGE], _classes(graph)
+        spec, count = graph.tensors[IMAGE], class_count(graph)
         differences: list[tuple[str, Any, Any]] = [("batch", batch, spec.shape[0])]
         if image is not None:
             differences.append(("image", image, spec.shape[1:]))
@@ -166,10 +158,3 @@ class FunctionModel:
                     f"one with {node.op}, which is for training; let the function "
                     "take `training` and hand it to GraphBuilder(training=training)"
                 )
-
-
-def _classes(graph: Graph) -> int | None:
-    for node in graph.nodes:
-        if node.op == "softmax_cross_entropy" and LABEL in node.inputs:
-            return graph.tensors[node.inputs[0]].shape[1]
-    return None

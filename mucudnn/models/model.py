@@ -4,7 +4,6 @@ A body turns an image into logits; around it go the inputs, the loss and the cou
 right answers.
 """
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.shapes import Ints
 
-__all__ = ["IMAGE", "LABEL", "Body", "Model"]
+__all__ = ["IMAGE", "LABEL", "Body", "Model", "class_count", "full_image"]
 
 IMAGE = "image"
 """Name of the input that images are fed to, (N, C, *spatial)."""
@@ -74,11 +73,14 @@ class Model:
             ValueError: A size is out of range, or the image too small for the layers;
                 the message shows both.
         """
-        shape = (_size("batch", batch, 1), *self._image_shape(image))
-        count = self.classes if classes is None else _size("classes", classes, 2)
+        n = an_integer("batch", batch, least=1)
+        shape = self.image if image is None else full_image(image, self.image)
+        count = (
+            self.classes if classes is None else an_integer("classes", classes, least=2)
+        )
         g = GraphBuilder(dtype=dtype, training=training, seed=seed)
-        logits, *sides = self.body(g, g.input(IMAGE, shape), count)
-        n, _, *spatial = g.shape(logits)
+        logits, *sides = self.body(g, g.input(IMAGE, (n, *shape)), count)
+        _, _, *spatial = g.shape(logits)
         label = g.input(LABEL, (n, *spatial), "int64")
         loss = g.softmax_cross_entropy(logits, label)
         for side in sides:
@@ -87,30 +89,31 @@ class Model:
         ks = (1, _TOP) if count > _MANY_CLASSES else (1,)
         return g.build(loss, *(g.accuracy(logits, label, k) for k in ks))
 
-    def _image_shape(self, image: Ints | None) -> tuple[int, ...]:
-        if image is None:
-            return self.image
-        channels, *sides = self.image
-        if not isinstance(image, Iterable):
-            side = an_integer("image", image, least=1)
-            shape: tuple[int, ...] = (channels, *(side for _ in sides))
-        elif len(sizes := integers("image", image, least=1)) == len(sides):
-            shape = (channels, *sizes)
-        else:
-            shape = sizes
-        if len(shape) != len(self.image):
-            raise ValueError(
-                f"image {shape} has {len(shape)} sizes; a side, {len(sides)} sides, or "
-                f"channels and {len(sides)} sides are wanted, such as {self.image}"
-            )
-        return tuple(_size("image", size, 1) for size in shape)
+
+def full_image(image: Ints, own: tuple[int, ...]) -> tuple[int, ...]:
+    """(C, *spatial), from that, all sides or one side, of a network with an own shape.
+
+    Raises:
+        TypeError: These are no whole numbers.
+        ValueError: They are too many or too few, or one is below 1.
+    """
+    channels, *sides = own
+    if not isinstance(image, Iterable):
+        side = an_integer("image", image, least=1)
+        return (channels, *(side for _ in sides))
+    sizes = integers("image", image, least=1)
+    shape = (channels, *sizes) if len(sizes) == len(sides) else sizes
+    if len(shape) != len(own):
+        raise ValueError(
+            f"image {shape} has {len(shape)} sizes; a side, {len(sides)} sides, or "
+            f"channels and {len(sides)} sides are wanted, such as {own}"
+        )
+    return shape
 
 
-def _size(name: str, value: int, least: int) -> int:
-    try:
-        size = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-    if size < least:
-        raise ValueError(f"{name} must be at least {least}, got {size}")
-    return size
+def class_count(graph: Graph) -> int | None:
+    """Classes that a network tells apart; None where its loss does not count them."""
+    for node in graph.nodes:
+        if node.op == "softmax_cross_entropy" and LABEL in node.inputs:
+            return graph.tensors[node.inputs[0]].shape[1]
+    return None

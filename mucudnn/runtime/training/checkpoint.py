@@ -1,42 +1,41 @@
 """Training that can be killed at any moment and goes on from its last checkpoint.
 
-A checkpoint is two files, `step-N.npz` with the arrays and `step-N.json` with the rest
-and the first one's size and checksum. Each appears whole, the JSON last: what has a
-JSON file is complete. The one before is kept until the next is complete, so a crash or
-a full disk costs at most the steps since then.
+A checkpoint is one file, `step-N.safetensors`: the arrays, and beside them where the
+training stood. It appears whole or not at all, and the one before is kept until it is
+there, so a crash or a full disk costs at most the steps since then.
 
 What another version wrote, by its schema number, is not understood, and so it is never
-replaced or deleted.
+replaced or deleted. Schema 1 (two files, `step-N.json` and `step-N.npz`) is still read.
 """
 
 import contextlib
 import json
-import os
 import reprlib
 import warnings
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mucudnn.arguments import a_path, an_integer
 from mucudnn.errors import CheckpointError
-from mucudnn.files import flush_folder, read_whole, write_whole
-from mucudnn.runtime.training.npz import pack_arrays, unpack_arrays
+from mucudnn.files import flush_folder
+from mucudnn.runtime.training.first_schema import (
+    FIRST_SCHEMA,
+    read_first_arrays,
+    read_first_header,
+)
+from mucudnn.runtime.training.tensor_file import (
+    read_arrays,
+    read_header,
+    write_arrays,
+)
 
 __all__ = ["Checkpoint", "Checkpoints"]
 
-_SCHEMA = 1
-_UNFINISHED = ".partial"
-_JSON = {
-    "schema": int,
-    "step": int,
-    "data": dict,
-    "words": dict,
-    "progress": dict,
-}
-_DATA = {"nbytes": int, "crc32": int}
+_SCHEMA = 2
+_SUFFIX = ".safetensors"
+_HEADER = {"schema": int, "step": int, "words": dict, "progress": dict}
 
 
 class _OtherVersionError(ValueError):
@@ -80,13 +79,7 @@ class Checkpoints:
 
     def steps(self) -> tuple[int, ...]:
         """The steps there are checkpoints of, newest first; not yet verified."""
-        found = []
-        if self.folder.is_dir():
-            for path in self.folder.glob("step-*.json"):
-                number = path.stem.removeprefix("step-")
-                if number.isdecimal() and path == self._paths(int(number))[1]:
-                    found.append(int(number))
-        return tuple(sorted(found, reverse=True))
+        return tuple(sorted({*self._steps(_SUFFIX), *self._steps(".json")})[::-1])
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint; then forget those that are too old.
@@ -95,25 +88,22 @@ class Checkpoints:
             CheckpointError: It cannot be written, or another version's is in its
                 place; those before it are unharmed.
         """
-        data, text = self._paths(checkpoint.step)
-        if self._of_other_version(checkpoint.step):
+        path = self._path(checkpoint.step)
+        if _of_other_version(path):
             raise CheckpointError(
                 f"cannot write the checkpoint of step {checkpoint.step} to "
                 f"{self.folder}: there is one of another version of mucudnn, which "
                 "stays; name another folder"
             )
+        header = {
+            "schema": _SCHEMA,
+            "step": checkpoint.step,
+            "words": dict(checkpoint.words),
+            "progress": dict(checkpoint.progress),
+        }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            nbytes, crc = _write(data, lambda f: pack_arrays(f, checkpoint.arrays))
-            body = {
-                "schema": _SCHEMA,
-                "step": checkpoint.step,
-                "data": {"file": data.name, "nbytes": nbytes, "crc32": crc},
-                "words": dict(checkpoint.words),
-                "progress": dict(checkpoint.progress),
-            }
-            sealed = json.dumps({"crc32": _seal(body), **body}, indent=1)
-            write_whole(text, sealed.encode())
+            write_arrays(path, checkpoint.arrays, header)
             flush_folder(self.folder)
         except OSError as e:
             raise CheckpointError(
@@ -164,39 +154,27 @@ class Checkpoints:
         return None
 
     def _read(self, step: int) -> Checkpoint:
-        data, text = self._paths(step)
-        body = _object(text)
-        _check_schema(text, body)
-        if body.pop("crc32", None) != _seal(body):
-            raise ValueError(f"{text.name} does not have the checksum it states")
-        _check_members(text.name, body, _JSON)
-        _check_members(f"data of {text.name}", body["data"], _DATA)
-        if body["step"] != step:
-            raise ValueError(f"{text.name} says it is of step {body['step']}")
-        stated = body["data"]
-        raw = read_whole(data)
-        if len(raw) != stated["nbytes"]:
-            raise ValueError(
-                f"{data.name} has {len(raw)} bytes, not {stated['nbytes']}"
-            )
-        if zlib.crc32(raw) != stated["crc32"]:
-            raise ValueError(f"{data.name} does not have the checksum it had")
-        try:
-            arrays = unpack_arrays(raw)
-        except ValueError as e:
-            raise ValueError(f"{data.name}: {e}") from e
-        return Checkpoint(step, arrays, body["words"], body["progress"])
-
-    def _of_other_version(self, step: int) -> bool:
-        """Whether there is one that this version must not touch."""
-        _, text = self._paths(step)
-        try:
-            _check_schema(text, _object(text))
-        except _OtherVersionError:
-            return True
-        except (OSError, ValueError):
-            pass
-        return False
+        path = self._path(step)
+        if path.exists():
+            header = _header(path)
+            _check_schema(path, header, _SCHEMA)
+            arrays = read_arrays(path, header)
+        else:
+            path = path.with_suffix(".json")
+            header = read_first_header(path)
+            _check_schema(path, header, FIRST_SCHEMA)
+            arrays = read_first_arrays(path, header)
+        for name, kind in _HEADER.items():
+            if name not in header:
+                raise ValueError(f"{path.name} lacks {name!r}")
+            if type(header[name]) is not kind:
+                raise ValueError(
+                    f"{name!r} of {path.name} is {reprlib.repr(header[name])}, not of "
+                    f"type {kind.__name__}"
+                )
+        if header["step"] != step:
+            raise ValueError(f"{path.name} says it is of step {header['step']}")
+        return Checkpoint(step, arrays, header["words"], header["progress"])
 
     def _check_words(self, found: Checkpoint, words: Mapping[str, Any]) -> None:
         asked = json.loads(json.dumps(dict(words)))
@@ -215,93 +193,66 @@ class Checkpoints:
         What is of a later step was damaged, or training would not have gone on from
         before it; or it is of another version.
         """
-        steps = self.steps()
-        others = [step for step in steps if self._of_other_version(step)]
-        ours = [step for step in steps if step <= newest and step not in others]
-        kept = [*ours[: self._keep], *others]
+        steps = self._steps(_SUFFIX)
+        others = [step for step in steps if _of_other_version(self._path(step))]
+        ours = sorted(s for s in steps if s <= newest and s not in others)
+        kept = [*ours[-self._keep :], *others]
         with contextlib.suppress(OSError):
             for step in steps:
                 if step not in kept:
-                    data, text = self._paths(step)
-                    text.unlink(missing_ok=True)  # first: data alone is no checkpoint
-                    data.unlink(missing_ok=True)
-            if not others:  # whose data may have any name
-                for path in self._leftovers():
-                    path.unlink(missing_ok=True)
+                    self._path(step).unlink(missing_ok=True)
+            for path in self.folder.glob(".step-*.partial"):
+                path.unlink(missing_ok=True)
 
-    def _leftovers(self) -> Iterator[Path]:
-        complete = {self._paths(step)[0] for step in self.steps()}
-        for dot in ("", "."):
-            yield from self.folder.glob(f"{dot}step-*{_UNFINISHED}")
-        for path in self.folder.glob("step-*.npz"):
-            if path not in complete:
-                yield path
+    def _steps(self, suffix: str) -> list[int]:
+        """The steps that files of one kind are named after."""
+        if not self.folder.is_dir():
+            return []
+        numbers = (
+            (path, path.stem.removeprefix("step-"))
+            for path in self.folder.glob(f"step-*{suffix}")
+        )
+        return [
+            int(number)
+            for path, number in numbers
+            if number.isdecimal() and path == self._path(int(number), suffix)
+        ]
 
-    def _paths(self, step: int) -> tuple[Path, Path]:
-        stem = f"step-{step:08}"
-        return self.folder / f"{stem}.npz", self.folder / f"{stem}.json"
+    def _path(self, step: int, suffix: str = _SUFFIX) -> Path:
+        return self.folder / f"step-{step:08}{suffix}"
 
 
-def _object(text: Path) -> dict[str, Any]:
-    """What a JSON file says."""
+def _header(path: Path) -> dict[str, Any]:
+    header = read_header(path)
+    if header is None:
+        raise ValueError(f"{path.name} holds arrays, but is no checkpoint")
+    return header
+
+
+def _of_other_version(path: Path) -> bool:
+    """Whether there is a checkpoint that this version must not touch."""
     try:
-        body = json.loads(read_whole(text))
-    except RecursionError as e:
-        raise ValueError(f"{text.name} is nested too deeply") from e
-    except ValueError as e:
-        raise ValueError(f"{text.name} is not JSON: {e}") from e
-    if not isinstance(body, dict):
-        raise ValueError(f"{text.name} holds no JSON object")  # noqa: TRY004 (a file)
-    return body
+        _check_schema(path, _header(path), _SCHEMA)
+    except _OtherVersionError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
 
 
-def _check_schema(text: Path, body: Mapping[str, Any]) -> None:
+def _check_schema(path: Path, header: Mapping[str, Any], known: int) -> None:
     """Raise an `_OtherVersionError` where a file states a schema that is not ours.
 
     Whatever its checksum: another version may make it in another way.
     """
-    schema = body.get("schema", _SCHEMA)
-    if type(schema) is int and schema == _SCHEMA:
+    schema = header.get("schema", known)
+    if type(schema) is int and schema == known:
         return
-    newer = isinstance(schema, int | float) and schema > _SCHEMA
+    newer = isinstance(schema, int | float) and schema > known
     raise _OtherVersionError(
-        f"{text.name} has schema {reprlib.repr(schema)}, this version reads {_SCHEMA}"
+        f"{path.name} has schema {reprlib.repr(schema)}, this version reads {known}"
         + (", a newer one wrote it" if newer else "")
     )
-
-
-def _check_members(
-    where: str, body: Mapping[str, Any], kinds: Mapping[str, type]
-) -> None:
-    for name, kind in kinds.items():
-        if name not in body:
-            raise ValueError(f"{where} lacks {name!r}")
-        if type(body[name]) is not kind:
-            raise ValueError(
-                f"{name!r} of {where} is {reprlib.repr(body[name])}, not of type "
-                f"{kind.__name__}"
-            )
-
-
-def _write(path: Path, fill: Callable[[BinaryIO], object]) -> tuple[int, int]:
-    """Fill a file; returns its size and checksum."""
-    size, crc = 0, 0
-
-    def filled(file: BinaryIO) -> None:
-        nonlocal size, crc
-        fill(file)
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        while block := file.read(1 << 20):
-            crc = zlib.crc32(block, crc)
-
-    write_whole(path, filled)
-    return size, crc
-
-
-def _seal(body: Mapping[str, Any]) -> int:
-    """Checksum of what a JSON file says, however it is laid out."""
-    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
 def _word(value: Any) -> str:

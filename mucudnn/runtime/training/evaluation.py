@@ -1,30 +1,24 @@
-"""How good a network is on a set of images, of any number."""
+"""How good a network is on a set of images, and what it answers, of any number."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from mucudnn.ir.graph import Graph, Role
+from mucudnn.models.model import IMAGE, LABEL, class_count
 from mucudnn.runtime.executor import Executor
+from mucudnn.runtime.training.feeds import (
+    as_images,
+    as_labels,
+    cast,
+    check_batches,
+    image_and_label,
+)
+from mucudnn.runtime.training.training_graphs import answers_of
 
-__all__ = [
-    "IMAGE",
-    "LABEL",
-    "Evaluation",
-    "Evaluator",
-    "as_images",
-    "as_labels",
-    "cast",
-    "check_batches",
-    "class_count",
-    "image_and_label",
-    "read",
-]
-
-IMAGE, LABEL = "image", "label"
-"""Inputs of every network that is trained or evaluated here."""
+__all__ = ["Epochs", "Evaluation", "Evaluator", "read"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +52,26 @@ class Epochs(Protocol):
 class Evaluator:
     """Runs a network's graph for evaluation.
 
-    A last batch that is smaller is filled up with copies of its first image. What
-    those contribute is known from a batch of nothing else: in evaluation an image
-    knows nothing of its neighbours.
+    A last batch that is smaller is filled up with copies of its first image: in
+    evaluation an image knows nothing of its neighbours. What the copies contribute to
+    the figures is known from a batch of nothing else.
 
     Args:
-        graph: With the inputs `image` and `label`; its outputs are the loss and how
-            many answers are right.
-        executor: Runs it.
+        graph: With the inputs `image` and `label`; its outputs are the loss, how many
+            answers are right, and the answers.
+        take: Gives the executor that runs it.
     """
 
-    def __init__(self, graph: Graph, executor: Executor) -> None:
+    def __init__(self, graph: Graph, take: Callable[[], Executor]) -> None:
         self._graph = graph
-        self._executor = executor
-        self._batch = graph.tensors[IMAGE].shape[0]
+        self._take = take
+        self._answers = answers_of(graph)
+        self._batch, *self._image = graph.tensors[IMAGE].shape
         self._classes = class_count(graph)
-        self._others = {
+        self._zeros = {
             spec.name: np.zeros(spec.shape, spec.dtype)
             for spec in graph.with_role(Role.INPUT)
-            if spec.name not in (IMAGE, LABEL)
+            if spec.name != IMAGE
         }
 
     def evaluate(self, batches: Epochs) -> Evaluation:
@@ -96,21 +91,40 @@ class Evaluator:
             raise ValueError("there is no image to evaluate on")
         return Evaluation(loss / labels, correct, labels)
 
+    def predict(self, images: Any) -> Any:
+        """The network's answers to images; see `Trainer.predict`."""
+        if self._answers is None:
+            raise ValueError(
+                "this network compares nothing with its labels, so it is not known "
+                "which of its tensors are answers"
+            )
+        images = as_images(images)
+        if list(images.shape[1:]) != self._image:
+            raise ValueError(
+                f"the network takes images of shape {('n', *self._image)}, got "
+                f"{images.shape}"
+            )
+        spec = self._graph.tensors[self._answers]
+        found = np.empty((len(images), *spec.shape[1:]), spec.dtype)
+        for begin in range(0, len(images), self._batch):
+            rows = images[begin : begin + self._batch]
+            results = self._run({IMAGE: rows[self._filled(len(rows))]})
+            found[begin : begin + len(rows)] = results[self._answers][: len(rows)]
+        return found
+
     def _on(self, images: Any, labels: Any) -> Evaluation:
         size, full = len(images), self._batch
-        shape = self._graph.tensors[IMAGE].shape
         rest = self._graph.tensors[LABEL].shape[1:]
-        if images.shape[1:] != shape[1:] or labels.shape != (size, *rest):
+        if list(images.shape[1:]) != self._image or labels.shape != (size, *rest):
             raise ValueError(
-                f"evaluation takes images of shape {('n', *shape[1:])} and labels of "
+                f"evaluation takes images of shape {('n', *self._image)} and labels of "
                 f"shape {('n', *rest)}, got {images.shape} and {labels.shape}"
             )
         if size >= full:
-            return self._run(images, labels)
-        first = np.zeros(full, int)
-        filled = np.concatenate([np.arange(size), first[size:]])
-        padded = self._run(images[filled], labels[filled])
-        alone = self._run(images[first], labels[first])
+            return self._figures(images, labels)
+        filled, first = self._filled(size), np.zeros(full, int)
+        padded = self._figures(images[filled], labels[filled])
+        alone = self._figures(images[first], labels[first])
         copies = full - size
         return Evaluation(
             (padded.loss * full - alone.loss * copies) / size,
@@ -118,99 +132,22 @@ class Evaluator:
             labels.size,
         )
 
-    def _run(self, images: Any, labels: Any) -> Evaluation:
-        feeds = {
-            IMAGE: cast(self._graph, IMAGE, images),
-            LABEL: cast(self._graph, LABEL, labels),
-        }
-        found = self._executor.run(feeds | self._others)
+    def _filled(self, size: int) -> Any:
+        """Places in a batch of so many images, of which the first fills it up."""
+        places = np.arange(self._batch)
+        return np.where(places < size, places, 0)
+
+    def _figures(self, images: Any, labels: Any) -> Evaluation:
+        found = self._run({IMAGE: images, LABEL: labels})
         return Evaluation(*read(self._graph, found), labels.size)
 
-
-def as_images(images: Any) -> Any:
-    """An array of numbers, from one or from nested lists.
-
-    Raises:
-        TypeError: It is something else, or the lists have several lengths.
-    """
-    found = _array("images", images)
-    if found.dtype.kind not in "buif":
-        raise TypeError(f"images must be numbers, got {found.dtype} {found.shape}")
-    return found
-
-
-def as_labels(labels: Any, classes: int | None) -> Any:
-    """An array of classes, from one or from a list.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: A label is no class.
-    """
-    found = _array("labels", labels)
-    if found.dtype.kind == "f" and (found == np.floor(found)).all():
-        found = found.astype(np.int64)
-    if found.dtype.kind not in "iu":
-        raise TypeError(
-            f"labels must be whole numbers, one an image, got {found.dtype} "
-            f"{found.shape}"
-        )
-    if classes is not None and found.size:
-        low, high = int(found.min()), int(found.max())
-        if low < 0 or high >= classes:
-            raise ValueError(
-                f"labels must be from 0 to {classes - 1}, the network has {classes} "
-                f"classes; they reach from {low} to {high}"
-            )
-    return found
-
-
-def class_count(graph: Graph) -> int | None:
-    """Classes that a network tells apart; None where its loss does not count them."""
-    for node in graph.nodes:
-        if node.op == "softmax_cross_entropy" and LABEL in node.inputs:
-            return graph.tensors[node.inputs[0]].shape[1]
-    return None
-
-
-def check_batches(name: str, batches: object) -> None:
-    """Refuse what has no epochs.
-
-    Raises:
-        TypeError: It has none.
-    """
-    if not callable(getattr(batches, "epoch", None)):
-        raise TypeError(
-            f"{name} must have epochs of (images, labels), as a mucudnn.data.Loader "
-            f"has, got {batches!r}; Loader(ArrayDataset(images, labels), batch) makes "
-            "one of arrays"
-        )
-
-
-def image_and_label(batch: Any) -> tuple[Any, Any]:
-    """The two halves of a batch.
-
-    Raises:
-        TypeError: It has not two.
-    """
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        parts = len(batch) if isinstance(batch, tuple | list) else type(batch).__name__
-        raise TypeError(f"a batch is a pair (images, labels), got {parts}")
-    return batch[0], batch[1]
-
-
-def _array(name: str, values: Any) -> Any:
-    try:
-        return np.asarray(values)
-    except (TypeError, ValueError) as e:
-        raise TypeError(f"{name} must be an array or even lists of numbers: {e}") from e
-
-
-def cast(graph: Graph, name: str, values: Any) -> Any:
-    """An input's values in its data type."""
-    return np.asarray(values).astype(graph.tensors[name].dtype, copy=False)
+    def _run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        feeds = {name: cast(self._graph, name, inputs[name]) for name in inputs}
+        return self._take().run(self._zeros | feeds)
 
 
 def read(graph: Graph, found: Mapping[str, Any]) -> tuple[float, int]:
     """Loss and right answers among the outputs of a run; 0 where none are counted."""
-    loss, *counts = graph.outputs
+    loss, *others = graph.outputs
+    counts = [name for name in others if graph.tensors[name].shape == ()]
     return float(found[loss]), int(found[counts[0]]) if counts else 0

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from mucudnn.runtime.training.trainer import StepResult
+from mucudnn.runtime.training.evaluation import Evaluation
+from mucudnn.runtime.training.stepping import StepResult
 
 __all__ = ["EpochReport", "Position"]
 
@@ -71,17 +72,29 @@ class Position:
             learning_rate=result.learning_rate,
         )
 
+    def report(self, tested: Evaluation | None) -> EpochReport:
+        """What has come of the epoch so far."""
+        return EpochReport(
+            epoch=self.epoch,
+            loss=self.mean_loss,
+            accuracy=self.accuracy,
+            test_loss=None if tested is None else tested.loss,
+            test_accuracy=None if tested is None else tested.accuracy,
+            images_per_s=self.images_per_s,
+            learning_rate=self.learning_rate,
+        )
+
     @property
     def mean_loss(self) -> float:
-        """Of this epoch so far."""
+        """Mean loss of this epoch so far."""
         return self.loss / max(1, self.labels)
 
     @property
     def accuracy(self) -> float:
-        """Of this epoch so far."""
+        """Share of right answers in this epoch so far."""
         return self.correct / max(1, self.labels)
 
     @property
     def images_per_s(self) -> float:
-        """Of this epoch so far; 0 where no time passed."""
+        """Training images a second in this epoch so far; 0 where no time passed."""
         return self.images / self.ms * 1e3 if self.ms else 0.0

@@ -16,7 +16,7 @@ from mucudnn.codecs.values import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.runtime.interrupts import deferred_interrupt
 from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
-from mucudnn.runtime.training.evaluation import check_batches, image_and_label
+from mucudnn.runtime.training.feeds import check_batches, image_and_label
 from mucudnn.runtime.training.history import EpochReport, Position
 from mucudnn.runtime.training.resumption import read_resumption
 from mucudnn.runtime.training.step_graphs import Plans
@@ -85,23 +85,22 @@ def fit(
     if test is not None:
         check_batches("test", test)
     an_integer("epochs", epochs, least=1)
-    for name, value in (
-        ("max_steps", max_steps),
-        ("checkpoint_every", checkpoint_every),
+    counts = {"max_steps": max_steps, "checkpoint_every": checkpoint_every}
+    for name, count in counts.items():
+        if count is not None:
+            an_integer(name, count, least=1)
+    for name, value, kind, wanted in (
+        ("words", words, Mapping, "a mapping from names to settings"),
+        ("checkpoints", checkpoints, Checkpoints, "Checkpoints(folder)"),
+        ("resume", resume, Checkpoint, "a Checkpoint, as Checkpoints.load has"),
     ):
         if value is not None:
-            an_integer(name, value, least=1)
-    if words is not None:
-        of_type("words", words, Mapping, "a mapping from names to settings")
+            of_type(name, value, kind, wanted)
     if progress is not None:
         a_function("progress", progress, "a function of (position, report)")
-    if checkpoints is not None:
-        of_type("checkpoints", checkpoints, Checkpoints, "Checkpoints(folder)")
-    if resume is not None:
-        of_type("resume", resume, Checkpoint, "a Checkpoint, as Checkpoints.load has")
     if len(batches) == 0:
         raise ValueError("there is no batch to train on")
-    run = _Run(trainer, checkpoints, dict(words or {}), progress or _ignored)
+    run = _Run(trainer, checkpoints, dict(words or {}), progress or (lambda *_: None))
     if resume is not None:
         run.restore(resume, len(batches))
     limit = math.inf if max_steps is None else max_steps
@@ -188,21 +187,12 @@ class _Run:
 
     def close_epoch(self, test: Batches | None, *, whole: bool) -> None:
         """Evaluate, report, and move to the next epoch if this one is whole."""
-        at = self.at
         tested = None if test is None else self._trainer.evaluate(test)
-        report = EpochReport(
-            epoch=at.epoch,
-            loss=at.mean_loss,
-            accuracy=at.accuracy,
-            test_loss=None if tested is None else tested.loss,
-            test_accuracy=None if tested is None else tested.accuracy,
-            images_per_s=at.images_per_s,
-            learning_rate=at.learning_rate,
-        )
+        report = self.at.report(tested)
         self.reports.append(report)
-        self._progress(at, report)
+        self._progress(self.at, report)
         if whole:
-            self.at = Position(epoch=at.epoch + 1, steps=at.steps)
+            self.at = Position(epoch=self.at.epoch + 1, steps=self.at.steps)
 
     def save(self) -> None:
         """Write a checkpoint of this very moment, unless there is one."""
@@ -252,7 +242,3 @@ class _Run:
                 epoch=self.at.epoch,
                 step=self.at.steps,
             )
-
-
-def _ignored(position: Position, report: EpochReport | None) -> None:
-    del position, report

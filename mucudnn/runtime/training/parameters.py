@@ -7,7 +7,7 @@ the others start.
 """
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,36 +121,42 @@ class StateStore(Mapping[str, Array]):
         else:
             self._device.upload(value, self._arrays[name])
 
-    def save(self) -> dict[str, Any]:
-        """Every tensor as a NumPy array of its own."""
+    def save(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Tensors as NumPy arrays of their own; all of them if none are named."""
         return {
-            name: np.array(a) if name in self._hosted else self._device.download(a)
-            for name, a in self._arrays.items()
+            name: np.array(self._arrays[name])
+            if name in self._hosted
+            else self._device.download(self._arrays[name])
+            for name in (self._arrays if names is None else names)
         }
 
-    def load(self, values: Mapping[str, Any]) -> None:
-        """Overwrite every tensor.
+    def load(
+        self, values: Mapping[str, Any], names: Iterable[str] | None = None
+    ) -> None:
+        """Overwrite tensors, all of them if none are named, by those of the same names.
 
         Raises:
             ValueError: A tensor is missing, unknown, or of another shape or type; then
                 nothing was overwritten.
         """
-        missing = [name for name in self._specs if name not in values]
-        unknown = [name for name in values if name not in self._specs]
+        wanted = list(self._specs if names is None else names)
+        known = frozenset(wanted)
+        missing = [name for name in wanted if name not in values]
+        unknown = [name for name in values if name not in known]
         if missing or unknown:
             raise ValueError(
                 f"these are tensors of another model: {len(missing)} are missing "
                 f"({', '.join(missing[:3])}), {len(unknown)} unknown "
                 f"({', '.join(unknown[:3])})"
             )
-        for name, spec in self._specs.items():
-            value = values[name]
+        for name in wanted:
+            spec, value = self._specs[name], values[name]
             if value.shape != spec.shape or value.dtype != spec.dtype:
                 raise ValueError(
                     f"{name} must be {spec.dtype} {spec.shape}, got {value.dtype} "
                     f"{value.shape}"
                 )
-        for name in self._arrays:
+        for name in wanted:
             self._write(name, values[name])
 
 

@@ -1,87 +1,57 @@
-"""Training steps: everything a step needs derived from a forward graph, and run.
+"""A network in training: its weights, its optimizer, and what is done with them.
 
-The forward graph gets its gradients, its updates and results in place; convolutions are
-planned under the tuner's workspace limit; all that does not outlive a step lies in one
-arena, which evaluation uses in turn.
+The graphs of the step and of the evaluation share parameters, a budget if there is one,
+and one arena for all that does not outlive a step.
 """
 
-import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, Self
 
-import numpy as np
-
-from mucudnn.arguments import a_function, a_number, an_integer, of_type, one_of
-from mucudnn.ir.graph import PERSISTENT, Graph, Role
+from mucudnn.arguments import a_function, an_integer, of_type
+from mucudnn.ir.graph import Graph
 from mucudnn.ir.learning_rate import LearningRate, rate_of
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
-from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.gradient_accumulation import accumulating
+from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.mixed_precision import LOSS_SCALES, lowered
 from mucudnn.passes.graph.optimizer_updates import (
-    LEARNING_RATE,
-    STEP,
     When,
-    with_updates,
 )
 from mucudnn.passes.ordering import ORDERS, Order
 from mucudnn.passes.planning.place_step import PlacedStep
-from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.training.budget import MemoryBudget, prepare_together, tiers_for
-from mucudnn.runtime.training.evaluation import (
-    IMAGE,
-    LABEL,
-    Epochs,
-    Evaluation,
-    Evaluator,
-    as_images,
-    as_labels,
-    cast,
-    class_count,
-    read,
-)
+from mucudnn.runtime.training.budget import MemoryBudget, prepare_together
+from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.parameters import StateStore
+from mucudnn.runtime.training.shared_arena import SharedArena
 from mucudnn.runtime.training.step_graphs import (
     Plans,
     Prepared,
     plan_convolutions,
     prepare,
 )
+from mucudnn.runtime.training.stepping import Stepper, StepResult
+from mucudnn.runtime.training.training_graphs import TrainingGraphs, training_graphs
+from mucudnn.runtime.training.weights import load_weights, save_weights
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["StepResult", "Trainer", "step_graphs"]
+__all__ = ["StepResult", "Trainer"]
 
 _REMEMBERED = 101
-
-_PART = 40
-"""Bits of the step's number: parts before the last count above, for other masks."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step found out about its batch, before it changed the weights.
-
-    Attributes:
-        loss: Mean over the labels.
-        correct: Right answers.
-        labels: How many labels there are: one an image, or one a pixel.
-        images: How many images.
-        learning_rate: What the step was taken with.
-    """
-
-    loss: float
-    correct: int
-    labels: int
-    images: int
-    learning_rate: float
 
 
 class Trainer:
     """A network, its weights and its optimizer.
+
+        with Trainer(digits(64), digits(64, training=False), tuner=Tuner(),
+                     optimizer="adam", budget="64MiB") as trainer:
+            fit(trainer, batches, test, epochs=5)
+            trainer.save_weights("digits.safetensors")
+            answers = trainer.predict(images).argmax(1)
+
+    `close`, or the end of `with`, frees all but the state: that stays to be read.
 
     Args:
         training: Forward graph for training; inputs `image` and `label`, outputs the
@@ -112,8 +82,6 @@ class Trainer:
         batch: Images in a step.
         graph: Of the (last part of the) step, with updates.
         plans: Of all convolutions.
-        state: Parameters, running statistics and optimizer state; brought home first
-            from wherever they are.
         steps: Steps taken so far.
         peak_bytes: Device memory: the arena and the state.
         placed: How the step keeps its budget; None without one.
@@ -146,64 +114,47 @@ class Trainer:
         budget: MemoryBudget | int | str | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        _check_inputs(training)
         of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
         ORDERS.resolve(order)
         an_integer("seed", seed, least=0)
-        one_of("update_when", update_when, ("early", "late"))
         if plans is not None:
             of_type("plans", plans, Mapping, "a mapping from problems to plans")
         if progress is not None:
             a_function("progress", progress, "a function of (name, done, total)")
         optimizer = optimizer_of(optimizer)
         self._rate = rate_of(learning_rate, optimizer.learning_rate)
-        budget = None if budget is None else MemoryBudget.of(budget)
-        if evaluation is not None:
-            _check_inputs(evaluation)
-        if precision is not None:
-            one_of("precision", precision, LOSS_SCALES)
-        if precision is not None:
-            training = lowered(training, precision)
-            evaluation = None if evaluation is None else lowered(evaluation, precision)
-        if loss_scale is None:
-            loss_scale = 1.0 if precision is None else LOSS_SCALES[precision]
-        steps = step_graphs(
+        self._budget = None if budget is None else MemoryBudget.of(budget)
+        graphs = training_graphs(
             training,
+            evaluation,
             optimizer,
             when=update_when,
             parts=gradient_accumulation,
+            precision=precision,
             loss_scale=loss_scale,
         )
-        others = () if evaluation is None else (evaluation,)
-        for graph in others:
-            _check_same_network(graph, steps[0])
         self.backend = tuner.backend
-        self.batch = training.tensors[IMAGE].shape[0] * gradient_accumulation
-        self.graph = steps[-1]
-        self.placed: PlacedStep | None = None
-        self.plans: Plans = plans or {}
-        if budget is None or budget.convolutions == "fixed":
-            self.plans = plan_convolutions(tuner, (*steps, *others), plans)
-        prepared = self._prepared((*steps, *others), tuner, order, budget, progress)
+        self.graph = graphs.steps[-1]
+        prepared = self._prepared(graphs, tuner, order, plans, progress)
         self._state = StateStore(
             self.backend.device,
-            *steps,
+            *graphs.steps,
             seed=seed,
-            hosted=prepared[len(steps) - 1].schedule.hosted,
-            disk=None if budget is None else budget.disk,
+            hosted=prepared[len(graphs.steps) - 1].schedule.hosted,
+            disk=None if self._budget is None else self._budget.disk,
         )
+        self._weights = graphs.weights
+        self._arena = SharedArena(self.backend, prepared, self._state, self._budget)
+        self.peak_bytes = self._arena.nbytes + self._state.nbytes
+        self._stepper = Stepper(graphs, self._arena)
+        self._evaluator = (
+            None
+            if graphs.evaluation is None
+            else Evaluator(graphs.evaluation, partial(self._arena.take, -1))
+        )
+        self.batch = self._stepper.batch
         self.steps = 0
-        self._parts = gradient_accumulation
-        self._label_shape = (self.batch, *training.tensors[LABEL].shape[1:])
-        self._classes = class_count(training)
-        self._dtype = training.tensors[training.outputs[0]].dtype
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
-        bound = self._bound(prepared, budget)
-        self._last = bound[len(steps) - 1]
-        self._micro = bound[0]
-        self._evaluator = Evaluator(others[0], bound[-1]) if others else None
-        self._executors = bound
-        self._current: Executor | None = None
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -212,10 +163,31 @@ class Trainer:
             "`other.state.load(trainer.state.save())`, or by a checkpoint of `fit`"
         )
 
+    def __repr__(self) -> str:
+        budget = self._budget
+        limit = (
+            "no budget" if budget is None else f"within {format_bytes(budget.nbytes)}"
+        )
+        return (
+            f"<Trainer of {self.graph.parameter_count:,} parameters, "
+            f"batch {self.batch}, on {self.backend.name}, {limit}, "
+            f"{self.steps:,} steps done>"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what copies, and free the arena and host memory; may be called again."""
+        self._arena.close()
+
     @property
     def state(self) -> StateStore:
-        """Parameters, running statistics and optimizer state."""
-        self._use(None)
+        """Parameters, running statistics and optimizer state, home from everywhere."""
+        self._arena.park()
         return self._state
 
     @property
@@ -241,16 +213,11 @@ class Trainer:
         """
         device = self.backend.device
         rate = float(self._rate(self.steps))
-        loss, correct = 0.0, 0
         start = device.record()
-        for executor, feeds in self._runs(images, labels, rate):
-            self._use(executor)
-            part = read(self.graph, executor.run(feeds))
-            loss += part[0] / self._parts
-            correct += part[1]
+        result = self._stepper.step(images, labels, rate, self.steps)
         self._times.append(device.elapsed_ms(start, device.record()))
         self.steps += 1
-        return StepResult(loss, correct, math.prod(self._label_shape), self.batch, rate)
+        return result
 
     def profile(self, images: Any, labels: Any) -> tuple[dict[str, float], float]:
         """Train on one batch and time it.
@@ -261,9 +228,7 @@ class Trainer:
         device = self.backend.device
         rate = float(self._rate(self.steps))
         start = device.record()
-        for executor, feeds in self._runs(images, labels, rate):
-            self._use(executor)
-            _, nodes = executor.run_timed(feeds)
+        nodes = self._stepper.profile(images, labels, rate, self.steps)
         whole = device.elapsed_ms(start, device.record())
         self.steps += 1
         return nodes, whole
@@ -274,65 +239,73 @@ class Trainer:
         Raises:
             ValueError: There is no graph for evaluation, or images do not fit it.
         """
+        return self._evaluated().evaluate(batches)
+
+    def predict(self, images: Any) -> Any:
+        """What the network answers, computed as in evaluation and within the budget.
+
+        Args:
+            images: Any number of them, (n, C, *spatial): an array, or lists of numbers.
+
+        Returns:
+            A NumPy array, (n, …): the tensor that the loss compares with the labels,
+            the logits of a classifier.
+
+        Raises:
+            ValueError: There is no graph for evaluation, or images do not fit it.
+            TypeError: They are no numbers.
+        """
+        return self._evaluated().predict(images)
+
+    def save_weights(self, path: Path | str) -> None:
+        """Write parameters and running statistics to a safetensors file.
+
+        The file appears whole or not at all, and any reader of the format has it:
+        `safetensors.numpy.load_file(path)` is name -> array.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        save_weights(path, self.state.save(self._weights))
+
+    def load_weights(self, path: Path | str) -> None:
+        """Read what `save_weights` wrote, or another program under the same names.
+
+        The optimizer's state stays what it is.
+
+        Raises:
+            CheckpointError: The file cannot be read or is damaged, or a tensor is
+                missing, unknown, or of another shape or type; nothing is changed.
+        """
+        load_weights(path, self.state, self._weights)
+
+    def _evaluated(self) -> Evaluator:
         if self._evaluator is None:
             raise ValueError("this trainer was given no graph for evaluation")
-        self._use(self._executors[-1])
-        return self._evaluator.evaluate(batches)
-
-    def _use(self, executor: Executor | None) -> None:
-        """Before an executor runs, or the state is read: others bring it home."""
-        if self._current is not None and self._current is not executor:
-            self._current.park()
-        self._current = executor
-
-    def _runs(
-        self, images: Any, labels: Any, rate: float
-    ) -> Iterator[tuple[Executor, dict[str, Any]]]:
-        """What to run for a step, and on what."""
-        shape = self.graph.tensors[IMAGE].shape
-        wanted = (self.batch, *shape[1:])
-        images, labels = as_images(images), as_labels(labels, self._classes)
-        if images.shape != wanted or labels.shape != self._label_shape:
-            raise ValueError(
-                f"a step takes images of shape {wanted} and labels of shape "
-                f"{self._label_shape}, got {images.shape} and {labels.shape}"
-            )
-        for part in range(self._parts):
-            last = part == self._parts - 1
-            rows = slice(part * shape[0], (part + 1) * shape[0])
-            feeds = {
-                IMAGE: cast(self.graph, IMAGE, images[rows]),
-                LABEL: cast(self.graph, LABEL, labels[rows]),
-                LEARNING_RATE: np.array(rate, self._dtype),
-                STEP: np.array(self.steps + (0 if last else part + 1 << _PART)),
-            }
-            yield (self._last if last else self._micro), feeds
-
-    def close(self) -> None:
-        """End what copies, and give back what was copied to. The state stays."""
-        self._use(None)
-        for executor in self._executors:
-            executor.close()
-        for tiers in self._tiers:
-            tiers.close()
+        return self._evaluator
 
     def _prepared(
         self,
-        graphs: Sequence[Graph],
+        graphs: TrainingGraphs,
         tuner: Tuner,
         order: str | Order,
-        budget: MemoryBudget | None,
+        plans: Plans | None,
         progress: Callable[[str, int, int], None] | None,
     ) -> list[Prepared]:
         """Graphs planned and placed, within the budget if there is one."""
+        budget = self._budget
+        self.placed: PlacedStep | None = None
+        self.plans: Plans = plans or {}
+        if budget is None or budget.convolutions == "fixed":
+            self.plans = plan_convolutions(tuner, graphs.all, plans)
         if budget is None:
             return [
                 prepare(tuner, in_place(graph), order=order, plans=self.plans)
-                for graph in graphs
+                for graph in graphs.all
             ]
         found, self.placed = prepare_together(
             tuner,
-            graphs,
+            graphs.all,
             budget,
             first=self.graph,
             order=order,
@@ -340,90 +313,3 @@ class Trainer:
             progress=progress,
         )
         return found
-
-    def _bound(
-        self, prepared: Sequence[Prepared], budget: MemoryBudget | None
-    ) -> list[Executor]:
-        """Executors that take turns in one arena."""
-        device = self.backend.device
-        hosts = [
-            None if budget is None else tiers_for(device, p, budget) for p in prepared
-        ]
-        self._tiers = [tiers for tiers in hosts if tiers is not None]
-        nbytes = max(p.layout.nbytes for p in prepared)
-        arena = self.backend.device.allocate(nbytes)
-        self.peak_bytes = nbytes + self._state.nbytes
-        return [
-            Executor(
-                self.backend,
-                p.schedule,
-                p.layout,
-                p.plans,
-                self._state,
-                arena,
-                host=host,
-                homes=self._state.homes,
-            )
-            for p, host in zip(prepared, hosts, strict=True)
-        ]
-
-
-def step_graphs(
-    forward: Graph,
-    optimizer: Optimizer,
-    *,
-    when: When = "early",
-    parts: int = 1,
-    loss_scale: float = 1.0,
-) -> tuple[Graph, ...]:
-    """The graph of a training step, with nothing in place yet.
-
-    Args:
-        forward: A network with its loss.
-        optimizer: How gradients change parameters.
-        when: Whether updates come "early" or "late".
-        parts: How many batches of the network make one step. For several there is
-            another graph, which runs for all of them but the last.
-        loss_scale: Factor of the loss's gradient, taken out again by the updates.
-
-    Raises:
-        ValueError: A name is unknown, there is not one part, or the scale is not
-            positive.
-    """
-    if an_integer("the number of parts of a step", parts) < 1:
-        raise ValueError(f"a step has at least one part, got {parts}")
-    if not a_number("the loss scale", loss_scale, finite=False) > 0:
-        raise ValueError(f"the loss scale must be positive, got {loss_scale}")
-    graph = training_graph(forward, loss_scale=loss_scale)
-    back = 1 / loss_scale
-    if parts == 1:
-        return (with_updates(graph, optimizer, when=when, gradient_scale=back),)
-    both = accumulating(graph, optimizer, parts, when=when, gradient_scale=back)
-    return both.micro_step, both.last_step
-
-
-def _check_inputs(graph: Graph) -> None:
-    of_type(
-        "a network to train",
-        graph,
-        Graph,
-        "a Graph, such as get_model('lenet')(batch) or GraphBuilder.build() returns",
-    )
-    known = (IMAGE, LABEL, STEP)
-    found = [spec.name for spec in graph.with_role(Role.INPUT)]
-    if not {IMAGE, LABEL} <= set(found) or not set(found) <= set(known):
-        raise ValueError(
-            f"a network to train has the inputs {IMAGE!r} and {LABEL!r}, this one has "
-            f"{', '.join(found) or 'none'}"
-        )
-
-
-def _check_same_network(evaluation: Graph, training: Graph) -> None:
-    """All that evaluation reads is what training changes."""
-    for spec in evaluation.with_role(*PERSISTENT):
-        known = training.tensors.get(spec.name)
-        if known is None or (known.shape, known.dtype) != (spec.shape, spec.dtype):
-            raise ValueError(
-                f"the graph for evaluation is of another network: {spec.name!r} "
-                f"{spec.shape} is not in the one for training"
-            )

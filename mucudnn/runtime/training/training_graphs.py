@@ -1,0 +1,157 @@
+"""The graphs that a trainer runs, derived from a network's forward graphs.
+
+A training step gets gradients and updates; evaluation returns the network's answers,
+the tensor that the labels are compared with, beside its figures.
+"""
+
+from dataclasses import dataclass, replace
+
+from mucudnn.arguments import a_number, an_integer, of_type, one_of
+from mucudnn.ir.graph import PERSISTENT, Graph, Role
+from mucudnn.ir.optimizers import Optimizer
+from mucudnn.models.model import IMAGE, LABEL
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.gradient_accumulation import accumulating
+from mucudnn.passes.graph.mixed_precision import LOSS_SCALES, lowered
+from mucudnn.passes.graph.optimizer_updates import STEP, When, with_updates
+
+__all__ = ["TrainingGraphs", "answers_of", "step_graphs", "training_graphs"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingGraphs:
+    """The graphs of one network.
+
+    Attributes:
+        steps: Of a training step: one, or the one for all of its parts but the last
+            and that for the last.
+        parts: How many batches of the graphs make one step.
+        evaluation: Of the same network; None where nothing is evaluated.
+        weights: Names of parameters and running statistics: the network, without the
+            optimizer's state.
+    """
+
+    steps: tuple[Graph, ...]
+    parts: int
+    evaluation: Graph | None
+    weights: tuple[str, ...]
+
+    @property
+    def all(self) -> tuple[Graph, ...]:
+        """Those of the step, then that for evaluation."""
+        return self.steps if self.evaluation is None else (*self.steps, self.evaluation)
+
+
+def training_graphs(
+    training: Graph,
+    evaluation: Graph | None,
+    optimizer: Optimizer,
+    *,
+    when: When,
+    parts: int,
+    precision: str | None,
+    loss_scale: float | None,
+) -> TrainingGraphs:
+    """All graphs of a trainer; its arguments are explained there.
+
+    Raises:
+        ValueError: The graphs do not belong together, or a setting is out of range.
+        TypeError: A graph is something else.
+    """
+    one_of("update_when", when, ("early", "late"))
+    forward = [training] if evaluation is None else [training, evaluation]
+    for graph in forward:
+        _check_inputs(graph)
+    if precision is not None:
+        one_of("precision", precision, LOSS_SCALES)
+        forward = [lowered(graph, precision) for graph in forward]
+    if loss_scale is None:
+        loss_scale = 1.0 if precision is None else LOSS_SCALES[precision]
+    steps = step_graphs(
+        forward[0], optimizer, when=when, parts=parts, loss_scale=loss_scale
+    )
+    weights = tuple(spec.name for spec in forward[0].with_role(*PERSISTENT))
+    if evaluation is not None:
+        _check_same_network(forward[1], steps[0])
+        evaluation = _answering(forward[1])
+    return TrainingGraphs(steps, parts, evaluation, weights)
+
+
+def step_graphs(
+    forward: Graph,
+    optimizer: Optimizer,
+    *,
+    when: When = "early",
+    parts: int = 1,
+    loss_scale: float = 1.0,
+) -> tuple[Graph, ...]:
+    """The graph of a training step, with nothing in place yet.
+
+    Args:
+        forward: A network with its loss.
+        optimizer: How gradients change parameters.
+        when: Whether updates come "early" or "late".
+        parts: How many batches of the network make one step. For several there is
+            another graph, which runs for all of them but the last.
+        loss_scale: Factor of the loss's gradient, taken out again by the updates.
+
+    Raises:
+        ValueError: A name is unknown, there is not one part, or the scale is not
+            positive.
+    """
+    if an_integer("the number of parts of a step", parts) < 1:
+        raise ValueError(f"a step has at least one part, got {parts}")
+    if not a_number("the loss scale", loss_scale, finite=False) > 0:
+        raise ValueError(f"the loss scale must be positive, got {loss_scale}")
+    graph = training_graph(forward, loss_scale=loss_scale)
+    back = 1 / loss_scale
+    if parts == 1:
+        return (with_updates(graph, optimizer, when=when, gradient_scale=back),)
+    both = accumulating(graph, optimizer, parts, when=when, gradient_scale=back)
+    return both.micro_step, both.last_step
+
+
+def _check_inputs(graph: Graph) -> None:
+    of_type(
+        "a network to train",
+        graph,
+        Graph,
+        "a Graph, such as get_model('lenet')(batch) or GraphBuilder.build() returns",
+    )
+    known = (IMAGE, LABEL, STEP)
+    found = [spec.name for spec in graph.with_role(Role.INPUT)]
+    if not {IMAGE, LABEL} <= set(found) or not set(found) <= set(known):
+        raise ValueError(
+            f"a network to train has the inputs {IMAGE!r} and {LABEL!r}, this one has "
+            f"{', '.join(found) or 'none'}"
+        )
+
+
+def _check_same_network(evaluation: Graph, training: Graph) -> None:
+    """All that evaluation reads is what training changes."""
+    for spec in evaluation.with_role(*PERSISTENT):
+        known = training.tensors.get(spec.name)
+        if known is None or (known.shape, known.dtype) != (spec.shape, spec.dtype):
+            raise ValueError(
+                f"the graph for evaluation is of another network: {spec.name!r} "
+                f"{spec.shape} is not in the one for training"
+            )
+
+
+def answers_of(graph: Graph) -> str | None:
+    """The tensor, (N, …), that the labels are first compared with; None without one."""
+    batch = graph.tensors[IMAGE].shape[:1]
+    for node in graph.nodes:
+        if LABEL in node.inputs:
+            for name in node.inputs:
+                if name != LABEL and graph.tensors[name].shape[:1] == batch:
+                    return name
+    return None
+
+
+def _answering(graph: Graph) -> Graph:
+    """A graph for evaluation that returns the network's answers as well."""
+    answers = answers_of(graph)
+    if answers is None or answers in graph.outputs:
+        return graph
+    return replace(graph, outputs=(*graph.outputs, answers))
