@@ -45,7 +45,7 @@ class _Bound:
 
 
 class CudaPlan:
-    """Runs a plan; see `PlanRunner`.
+    """Runs a plan; see `Runner`.
 
     Args:
         conv: The library.
@@ -67,7 +67,7 @@ class CudaPlan:
         return self._plan
 
     def run(self, a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
-        """See `PlanRunner.run`.
+        """See `Runner.run`.
 
         Raises:
             StepFailedError: A call failed; earlier micro-batches are complete.
