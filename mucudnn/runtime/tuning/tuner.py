@@ -155,7 +155,7 @@ class Tuner:
             f"Tuner({self.backend.name}, {format_bytes(limit)} of workspace "
             f"{'a kernel' if total is None else 'in all'}, "
             f"{name_of(self.batch_policy)}, {name_of(self.planner)}, "
-            f"{len(ready)} plans ready)"
+            f"{len(ready)} ready)"
         )
 
     def __reduce__(self) -> NoReturn:

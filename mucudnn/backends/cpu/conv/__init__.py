@@ -169,8 +169,8 @@ class _Views:
         self._plain = shapes if problem.layout == "NCHW" else None
         self._dtype = np.dtype(problem.dtype) if problem.dtype in _DTYPES else None
 
-    def __call__(self, a: Any, b: Any, out: Any) -> Sequence[Any]:
-        arrays, dtype = (a, b, out), self._dtype
+    def __call__(self, a: Any, b: Any, out: Any) -> tuple[Any, Any, Any]:
+        dtype = self._dtype
         if (
             (a.shape, b.shape, out.shape) == self._plain
             and a.dtype == b.dtype == out.dtype == dtype
@@ -178,9 +178,14 @@ class _Views:
             and b.flags.c_contiguous
             and out.flags.c_contiguous
         ):
-            return arrays
-        pairs = zip(arrays, self._specs, strict=True)
-        return [_logical(array, spec, self._layout) for array, spec in pairs]
+            return a, b, out
+        one, two, three = self._specs
+        layout = self._layout
+        return (
+            _logical(a, one, layout),
+            _logical(b, two, layout),
+            _logical(out, three, layout),
+        )
 
 
 def _logical(array: Any, spec: TensorSpec, layout: str) -> Any:
