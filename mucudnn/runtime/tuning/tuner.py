@@ -97,9 +97,9 @@ class Tuner:
         self.total_workspace = (
             None if total_workspace is None else parse_bytes(total_workspace)
         )
-        if self.total_workspace is not None:
-            planner = "workspace_division"
         self.planner = PLANNERS.resolve(planner)
+        if self.total_workspace is not None:
+            self.planner = PLANNERS.resolve("workspace_division")
         self.batch_policy = batch_policy
         memory = math.inf if memory_limit is None else parse_bytes(memory_limit)
         self.memory_limit = memory
@@ -107,12 +107,13 @@ class Tuner:
             Numerics.parse(numerics) if isinstance(numerics, str) else numerics
         )
         self.rule = rule or StoppingRule()
+        self.benchmark_backends = tuple(benchmark_backends) or (self.backend,)
         self._cache_choice = cache
         self._cache: BenchmarkCache | None = open_cache(cache, self.backend)
         self._lock = Own(threading.RLock)
         self._measurer = Measurer(
             backend=self.backend,
-            backends=tuple(benchmark_backends) or (self.backend,),
+            backends=self.benchmark_backends,
             cache=lambda: self.cache,
             batch_policy=batch_policy,
             rule=self.rule,
