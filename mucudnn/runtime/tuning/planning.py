@@ -52,7 +52,7 @@ def explained(
         table: What it was made of.
         plan: To be explained.
         workspace_limit: Bytes that it was allowed.
-        verdict: What is known of a division and its undivided rival; `Verdicts.known`.
+        verdict: What is known of a division and its undivided rival; `Validator.known`.
     """
     rival = undivided(table, workspace_limit)
     divided = plan if plan.divided else _division(planner, table, workspace_limit)

@@ -240,15 +240,15 @@ class Tuner:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """What became of divided plans when they were run whole."""
-        return self._validator.verdicts.used
+        return self._validator.verdicts
 
     def explain(self, plan: ConvPlan) -> str:
         """Say in words why a plan is what it is, under the limit it was made under."""
         table, limit = self.measure(plan.problem), plan.workspace_limit
         if limit is None:
             limit = max(self.workspace_limit, plan.workspace)
-        known = self._validator.verdicts.known
-        return planning.explained(self.planner, table, plan, limit, known)
+        verdict = self._validator.known
+        return planning.explained(self.planner, table, plan, limit, verdict)
 
     def prepare(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
         """Plan ahead: afterwards the first call of each problem is a hit.

@@ -21,7 +21,7 @@ from mucudnn.runtime.tuning.kernel_bench import operands
 from mucudnn.runtime.tuning.planning import undivided as fastest_undivided
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure_together
 
-__all__ = ["REJECTED", "Choice", "Validator", "Verdicts"]
+__all__ = ["REJECTED", "Choice", "Validator"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,78 +59,12 @@ class Choice:
         return self.undivided_ms / self.planned_ms if self.planned_ms else math.inf
 
 
-class Verdicts:
-    """Ratios of a plan's time to its rival's on one device; see `Verdict.ratio`.
-
-    Args:
-        backend: Which device.
-        cache: Opens what was found out before, where the rest is remembered, too.
-    """
-
-    def __init__(self, backend: Backend, cache: Callable[[], BenchmarkCache]) -> None:
-        self._fingerprint = backend.device.fingerprint
-        self._recording = recording_of(backend)
-        self._cache = cache
-        self._used: dict[tuple[ConvProblem, str], float] = {}
-
-    @property
-    def used(self) -> tuple[Verdict, ...]:
-        """Every verdict that was reached or looked up, in order."""
-        return tuple(
-            Verdict(
-                fingerprint=self._fingerprint,
-                problem=problem,
-                signature=plans,
-                ratio=ratio,
-            )
-            for (problem, plans), ratio in self._used.items()
-        )
-
-    def recorded(self, plan: ConvPlan, rival: ConvPlan) -> float | None:
-        """What the machine found that the backend stands for, if it stands for one."""
-        if self._recording is None:
-            return None
-        return self._note(
-            plan, rival, self._recording.verdict(plan.problem, signature(plan, rival))
-        )
-
-    def known(self, plan: ConvPlan, rival: ConvPlan) -> float | None:
-        """What a recording or the cache knows."""
-        ratio = self.recorded(plan, rival)
-        if ratio is not None:
-            return ratio
-        plans = signature(plan, rival)
-        found = self._cache().get_verdict(self._fingerprint, plan.problem, plans)
-        return self._note(plan, rival, found)
-
-    def keep(
-        self, plan: ConvPlan, rival: ConvPlan, ratio: float, *, remember: bool
-    ) -> None:
-        """A verdict was reached; `remember` it for other runs, too.
-
-        Where a recording is silent nothing was run, and so nothing is kept.
-        """
-        if self._recording is not None:
-            return
-        self._note(plan, rival, ratio)
-        if remember:
-            plans = signature(plan, rival)
-            self._cache().put_verdict(self._fingerprint, plan.problem, plans, ratio)
-
-    def _note(
-        self, plan: ConvPlan, rival: ConvPlan, ratio: float | None
-    ) -> float | None:
-        if ratio is not None:
-            self._used[plan.problem, signature(plan, rival)] = ratio
-        return ratio
-
-
 class Validator:
     """Runs divided plans whole, in turn with their undivided rivals.
 
     Args:
         backend: Runs them.
-        cache: See `Verdicts`.
+        cache: Opens what was found out before, where the rest is remembered, too.
         rule: When a plan has been timed enough.
         memory_limit: Bytes for operands and workspace.
     """
@@ -143,9 +77,12 @@ class Validator:
         memory_limit: float,
     ) -> None:
         self._backend = backend
+        self._fingerprint = backend.device.fingerprint
+        self._recording = recording_of(backend)
+        self._cache = cache
         self._rule = rule
         self._memory_limit = memory_limit
-        self.verdicts = Verdicts(backend, cache)
+        self._used: dict[tuple[ConvProblem, str], float] = {}
 
     def kept(self, plan: ConvPlan, table: PerfTable) -> ConvPlan:
         """The plan, or undivided where that was not beaten when both were run.
@@ -157,7 +94,7 @@ class Validator:
         undivided = fastest_undivided(table, plan.workspace_limit or 0)
         if undivided is None or not plan.divided:
             return plan
-        ratio = self.verdicts.known(plan, undivided)
+        ratio = self.known(plan, undivided)
         if ratio is not None:
             return plan if ratio < REJECTED else undivided
         try:
@@ -181,14 +118,14 @@ class Validator:
             (timing,) = self.time_plans([plan], time_limit_s)
             rival_ms = None if undivided is None else timing.time_ms
             return _decided(plan, undivided, timing.time_ms, rival_ms)
-        if (ratio := self.verdicts.recorded(plan, undivided)) is not None:
+        if (ratio := self._recorded(plan, undivided)) is not None:
             rival_ms, won = undivided.time_ms, ratio < REJECTED
             return _decided(plan, undivided, ratio * rival_ms, rival_ms, won=won)
         ours, theirs = self.time_plans([plan, undivided], time_limit_s)
         noise_ms = max(ours.noise_ms, theirs.noise_ms)
         won = ours.time_ms < theirs.time_ms - noise_ms
         ratio = ours.time_ms / theirs.time_ms if won else REJECTED
-        self.verdicts.keep(plan, undivided, ratio, remember=ours.samples > 0)
+        self._keep(plan, undivided, ratio, remember=ours.samples > 0)
         return _decided(plan, undivided, ours.time_ms, theirs.time_ms, won=won)
 
     def time_plans(
@@ -214,6 +151,57 @@ class Validator:
             self._rule,
             deadline=time.monotonic() + time_limit_s,
         )
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Every verdict that was reached or looked up, in order."""
+        return tuple(
+            Verdict(
+                fingerprint=self._fingerprint,
+                problem=problem,
+                signature=plans,
+                ratio=ratio,
+            )
+            for (problem, plans), ratio in self._used.items()
+        )
+
+    def known(self, plan: ConvPlan, rival: ConvPlan) -> float | None:
+        """What a recording or the cache knows."""
+        ratio = self._recorded(plan, rival)
+        if ratio is not None:
+            return ratio
+        plans = signature(plan, rival)
+        found = self._cache().get_verdict(self._fingerprint, plan.problem, plans)
+        return self._note(plan, rival, found)
+
+    def _recorded(self, plan: ConvPlan, rival: ConvPlan) -> float | None:
+        """What the machine found that the backend stands for, if it stands for one."""
+        if self._recording is None:
+            return None
+        return self._note(
+            plan, rival, self._recording.verdict(plan.problem, signature(plan, rival))
+        )
+
+    def _keep(
+        self, plan: ConvPlan, rival: ConvPlan, ratio: float, *, remember: bool
+    ) -> None:
+        """A verdict was reached; `remember` it for other runs, too.
+
+        Where a recording is silent nothing was run, and so nothing is kept.
+        """
+        if self._recording is not None:
+            return
+        self._note(plan, rival, ratio)
+        if remember:
+            plans = signature(plan, rival)
+            self._cache().put_verdict(self._fingerprint, plan.problem, plans, ratio)
+
+    def _note(
+        self, plan: ConvPlan, rival: ConvPlan, ratio: float | None
+    ) -> float | None:
+        if ratio is not None:
+            self._used[plan.problem, signature(plan, rival)] = ratio
+        return ratio
 
 
 def _decided(
