@@ -152,7 +152,7 @@ def fake_backend(library=None):
         "cuda",
         device,
         conv,
-        compile=lambda plan, replay: CudaPlan(
+        binder=lambda plan, replay: CudaPlan(
             conv, plan, device.capture if replay else None
         ),
         split_alignment=ALIGNMENT,

@@ -6,9 +6,15 @@ from hypothesis import given, strategies as st
 
 from mucudnn.backends import Backend, backend_names, device_count, get_backend
 from mucudnn.backends.cpu.device import ALIGNMENT
-from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
+from mucudnn.errors import (
+    BackendError,
+    OutOfMemoryError,
+    StepFailedError,
+    UnsupportedError,
+)
+from mucudnn.ir.conv import AlgoPerf, ConvPlan
 from mucudnn.ir.tensor import TensorSpec
-from tests.doubles import arrays, problem
+from tests.doubles import arrays, plan_of, problem
 
 
 def test_an_unknown_name_lists_the_valid_ones():
@@ -134,3 +140,30 @@ def test_cpu_random_numbers_are_ordinary(cpu, dtype):
     assert array.min() < -0.5
     assert array.max() > 0.5
     assert (np.abs(array) <= 1).all()
+
+
+def test_a_refused_kernel_is_refused_in_its_turn(backend):
+    """Binding refuses nothing: what comes before it is done, and by whom is told."""
+    known, nbytes = min(backend.conv.algorithms(problem(2)), key=lambda pair: pair[1])
+    steps = ((known, 2, nbytes), ("MAGIC", 1, 0), (known, 2, nbytes))
+    rows = (AlgoPerf(algo=a, batch=n, time_ms=1.0, workspace=w) for a, n, w in steps)
+    runner = backend.bind(ConvPlan(problem(5), tuple(rows)))
+    device = backend.device
+    specs = problem(5).operands()
+    operands = [device.view(device.allocate(s.nbytes), 0, s) for s in specs]
+    workspace = device.allocate(nbytes)
+    for _ in range(2):
+        with pytest.raises(StepFailedError, match="no algorithm 'MAGIC'") as caught:
+            runner.run(*operands, workspace, False)
+        assert (caught.value.algo, caught.value.done) == ("MAGIC", 2)
+
+
+def test_bound_plans_move_a_virtual_clock_as_their_kernels_do(null):
+    whole = problem(8)
+    plan = plan_of(null, whole, ("FAST", 5), ("SLOW", 3))
+    runner, workspace = null.bind(plan), null.device.allocate(plan.workspace)
+    assert runner.plan is plan
+    runner.run(*arrays(whole), workspace, False)
+    assert null.device.now_ms == pytest.approx(5 * 0.4 + 3 * 1.0 + 2 * 0.1)
+    with pytest.raises(StepFailedError, match=f"needs {5 << 10} bytes.*got 7"):
+        runner.run(*arrays(whole), null.device.allocate(7), False)

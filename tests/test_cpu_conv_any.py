@@ -19,7 +19,6 @@ from mucudnn.backends import Backend
 from mucudnn.backends.cpu.conv import (
     ALGORITHMS,
     CpuConv,
-    gemm,
     implicit_gemm,
     implicit_precomp_gemm,
 )
@@ -36,7 +35,8 @@ from tests.doubles import QUICK
 from tests.guarded import run_guarded
 from tests.reference import operands, reference
 
-LIBRARIES = {count: CpuConv(Workers(count)) for count in (1, 2, 3, 4)}
+CREW = {count: Workers(count) for count in (1, 2, 3, 4)}
+LIBRARIES = {count: CpuConv(crew) for count, crew in CREW.items()}
 DEVICE = CpuDevice()
 NAMES = frozenset(a.name for a in ALGORITHMS)
 CREWS = st.sampled_from(sorted(LIBRARIES))
@@ -94,20 +94,14 @@ SMALL_CUTS = {
 """So small that a problem of a few pixels has the many tiles of a large one."""
 
 
-def forget_kernels():
-    for module in (gemm, implicit_precomp_gemm):
-        module._kernel.cache_clear()
-
-
 @pytest.fixture(params=["as it is", "in small cuts"])
 def cut(request, monkeypatch):
     if request.param == "in small cuts":
         for module, sizes in SMALL_CUTS.items():
             for name, size in sizes.items():
                 monkeypatch.setattr(module, name, size)
-    forget_kernels()
-    yield
-    forget_kernels()
+    for count in LIBRARIES:  # fresh ones: kernels are remembered as they were cut
+        monkeypatch.setitem(LIBRARIES, count, CpuConv(CREW[count]))
 
 
 @pytest.mark.usefixtures("cut")

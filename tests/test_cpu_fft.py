@@ -21,7 +21,8 @@ WORKERS = {count: Workers(count) for count in (1, 2, 3)}
 
 def run(algorithm, problem, a, b, workers=WORKERS[2]):
     """Result in logical axis order, with a poisoned workspace."""
-    nbytes = algorithm.workspace(problem, workers.count)
+    kernel = algorithm.kernel(problem, workers.count)
+    nbytes = kernel.nbytes
     buffer = np.full(nbytes + 64, 0xFF, np.uint8)
     start = -buffer.ctypes.data % 64
     out = np.full(problem.operands()[2].shape, np.nan, problem.dtype)
@@ -29,7 +30,7 @@ def run(algorithm, problem, a, b, workers=WORKERS[2]):
         np.moveaxis(t, -1, 1) if problem.layout == "NHWC" else t for t in (a, b, out)
     ]
     workspace = buffer[start : start + nbytes]
-    algorithm.run(problem, *logical, workspace, workers, False)
+    kernel.run(*logical, workspace, workers, False)
     return out
 
 
@@ -181,9 +182,9 @@ def test_workspace_grows_with_the_micro_batch_and_needs_no_memory_itself(algorit
         w_shape=(1 << 12, 1 << 12, 3, 3),
         padding=1,
     )
-    one = algorithm.workspace(problem.with_batch(1), 2)
-    assert algorithm.workspace(problem, 2) > 1 << 50
-    assert algorithm.workspace(problem, 2) > 1000 * one > 0
+    one = algorithm.kernel(problem.with_batch(1), 2).nbytes
+    assert algorithm.kernel(problem, 2).nbytes > 1 << 50
+    assert algorithm.kernel(problem, 2).nbytes > 1000 * one > 0
 
 
 def test_an_image_too_long_for_one_transform_is_left_to_the_tiles():

@@ -36,11 +36,12 @@ def run(problem, a, b, out=None, crew=CREW):
         accumulate = False
     else:
         accumulate = True
-    nbytes = ALGORITHM.workspace(problem, crew.count)
+    kernel = ALGORITHM.kernel(problem, crew.count)
+    nbytes = kernel.nbytes
     buffer = np.full(nbytes + 64, 0xFF, np.uint8)
     workspace = buffer[-buffer.ctypes.data % 64 :][:nbytes]
     arrays = [logical(array, problem) for array in (a, b, out)]
-    ALGORITHM.run(problem, *arrays, workspace, crew, accumulate)
+    kernel.run(*arrays, workspace, crew, accumulate)
     return out
 
 
@@ -252,7 +253,7 @@ def test_workspace_grows_with_the_micro_batch_up_to_a_block():
         w_shape=(64, 64, 3, 3),
         padding=1,
     )
-    sizes = [ALGORITHM.workspace(problem.with_batch(n), 2) for n in (1, 2, 4, 64)]
+    sizes = [ALGORITHM.kernel(problem.with_batch(n), 2).nbytes for n in (1, 2, 4, 64)]
     assert sizes[0] < sizes[1] < sizes[2] <= sizes[3] < 2 * winograd_plan._BLOCK_BYTES
 
 
@@ -262,10 +263,11 @@ def test_allocates_little_however_many_samples_there_are():
     )
     a, b = operands(problem)
     out = np.empty(problem.y_shape, problem.dtype)
-    workspace = np.empty(ALGORITHM.workspace(problem, CREW.count) + 64, np.uint8)
+    kernel = ALGORITHM.kernel(problem, CREW.count)
+    workspace = np.empty(kernel.nbytes + 64, np.uint8)
     workspace = workspace[-workspace.ctypes.data % 64 :]
     tracemalloc.start()
-    ALGORITHM.run(problem, a, b, out, workspace, CREW, False)
+    kernel.run(a, b, out, workspace, CREW, False)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 64 << 10

@@ -17,7 +17,6 @@ from mucudnn.errors import (
 )
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.passes.microbatch import aligned_batches, candidate_batches
-from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.cuda_fake import fake_backend
 from tests.cuda_work import (
     EXECUTE,
@@ -57,7 +56,7 @@ def test_the_rest_is_finished_once(direction, accumulate, k, backend, library, c
     work = Work(backend, problem)
     library.fail(EXECUTE, Status.EXECUTION_FAILED, skip=k)
     with pytest.raises(StepFailedError, match=r"\(5000\)") as caught:
-        work.run(compile_plan(backend, plan), accumulate)
+        work.run(backend.bind(plan), accumulate)
     assert (caught.value.algo, caught.value.done) == (steps[k][0], done)
     library.executions.clear()
     library.fail(EXECUTE, Status.EXECUTION_FAILED, skip=k)
@@ -76,7 +75,7 @@ def test_a_legacy_call_that_fails_is_a_failed_step(backend, library):
     work = Work(backend, problem)
     library.fail("cudnnConvolutionForward", 4004)
     with pytest.raises(StepFailedError, match="cudnnConvolutionForward") as caught:
-        work.run(compile_plan(backend, mixed(backend, problem)))
+        work.run(backend.bind(mixed(backend, problem)))
     assert caught.value.done == 3
     assert isinstance(caught.value.reason, OutOfMemoryError)
 
@@ -84,7 +83,7 @@ def test_a_legacy_call_that_fails_is_a_failed_step(backend, library):
 def test_a_handle_that_cannot_be_had_is_a_failed_step(backend, library):
     problem = layer(8)
     work = Work(backend, problem)
-    runner = compile_plan(backend, mixed(backend, problem))
+    runner = backend.bind(mixed(backend, problem))
     work.run(runner)
     backend.device.current = 64
     library.fail("cudnnSetStream", Status.BAD_PARAM)
@@ -105,7 +104,7 @@ def test_a_workspace_one_byte_short_is_refused_before_the_call(algo, backend, li
         backend.conv.run(problem, algo, work.a, work.b, work.out, short)
     with pytest.raises(BackendError, match="got 0"):
         backend.conv.run(problem, algo, work.a, work.b, work.out, None)
-    runner = compile_plan(backend, plan_of(backend, problem, (algo, 8)))
+    runner = backend.bind(plan_of(backend, problem, (algo, 8)))
     with pytest.raises(StepFailedError, match=f"needs {needed} bytes"):
         runner.run(work.a, work.b, work.out, short, False)
     assert library.executions == []
@@ -192,12 +191,12 @@ def test_misaligned_operands_are_planned_as_they_are(
 ):
     problem = layer(8, direction)
     work = Work(backend, problem, offset)
-    work.run(compile_plan(backend, plan_of(backend, problem, ("eng0", 4), ("eng2", 4))))
+    work.run(backend.bind(plan_of(backend, problem, ("eng0", 4), ("eng2", 4))))
     assert work.right()
     assert {e.alignment for e in library.executions} == {offset}
     plan = plan_of(backend, problem, ("eng1", 4), ("eng1", 4))
     with pytest.raises(StepFailedError, match="3000") as caught:
-        work.run(compile_plan(backend, plan))
+        work.run(backend.bind(plan))
     assert caught.value.done == 0
     tuner_of(backend).adopt(plan)(work.a, work.b, work.out, False)
     assert work.right()
@@ -238,9 +237,9 @@ def test_odd_images_are_divided_where_the_next_part_is_aligned(backend, library)
     table = tuner_of(backend).measure(odd)
     assert table.batches() == (8, 16)
     work = Work(backend, odd)
-    work.run(compile_plan(backend, plan_of(backend, odd, ("eng1", 8), ("eng1", 8))))
+    work.run(backend.bind(plan_of(backend, odd, ("eng1", 8), ("eng1", 8))))
     assert work.right()
     library.executions.clear()
-    work.run(compile_plan(backend, plan_of(backend, odd, ("eng0", 1), ("eng0", 15))))
+    work.run(backend.bind(plan_of(backend, odd, ("eng0", 1), ("eng0", 15))))
     assert work.right()
     assert [e.alignment for e in library.executions] == [16, 2]

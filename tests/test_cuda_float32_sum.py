@@ -11,7 +11,6 @@ from mucudnn.errors import (
 )
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import FLOAT32_SUM, HALF_SUM
-from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.cuda_fake import FakeCupy, fake_backend
 from tests.cuda_work import EXECUTE, Work, accumulating, layer, tuner_of
 from tests.cudnn_fake import FakeCudnn
@@ -50,7 +49,7 @@ def test_a_part_is_two_launches_inside_one_workspace(
     problem = half()
     work = Work(backend, problem)
     plan = plan_of(backend, problem, ("eng1+f32", 4), ("eng0+f32", 3), ("eng2+f32", 1))
-    work.run(compile_plan(backend, plan), accumulate)
+    work.run(backend.bind(plan), accumulate)
     assert work.right(accumulate)
     start, count = work.workspace.data.ptr, 8 * 4 * 3 * 3
     sums, part = 1280, 768  # 4 and 2 bytes an element, rounded up to 256
@@ -70,7 +69,7 @@ def test_float32_sums_are_closer(backend, cupy):
     work = Work(backend, problem)
     errors = []
     for algo in ("eng0", "eng0+f32"):
-        work.run(compile_plan(backend, plan_of(backend, problem, *[(algo, 1)] * 64)))
+        work.run(backend.bind(plan_of(backend, problem, *[(algo, 1)] * 64)))
         errors.append(relative_error(work.out.host, work.result))
     assert errors[1] < errors[0] / 2
 

@@ -15,7 +15,6 @@ from mucudnn.errors import BackendError, MucudnnError, OutOfMemoryError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, TF32
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.doubles import QUICK, Tight, plan_of
 from tests.reference import reference, relative_error
 from tests.test_functional import LAYERS, call, variant
@@ -246,7 +245,7 @@ def test_division_changes_nothing(parts, dtype, accumulate, layout, direction, c
     for algo in common(cuda, problem, {*parts}):
         plan = plan_of(cuda, problem, *((algo, part) for part in parts))
         workspace = cuda.device.allocate(plan.workspace)
-        runner = compile_plan(cuda, plan)
+        runner = cuda.bind(plan)
         most = tolerance(problem, cuda.conv.traits(problem, algo)) * math.sqrt(13)
         for _ in range(2):
             runner.run(work.a, work.b, work.fresh(), workspace, accumulate)
@@ -265,9 +264,7 @@ def test_parts_may_differ_in_size_and_algorithm(direction, cuda):
         ]
         plan = plan_of(cuda, problem, *steps)
         workspace = cuda.device.allocate(plan.workspace)
-        compile_plan(cuda, plan).run(
-            work.a, work.b, work.fresh(), workspace, accumulate=False
-        )
+        cuda.bind(plan).run(work.a, work.b, work.fresh(), workspace, accumulate=False)
         assert work.error() <= 4e-2, steps
 
 
@@ -345,7 +342,7 @@ def test_a_replayed_plan_computes_the_same(accumulate, direction, cuda):
     workspace = cuda.device.allocate(plan.workspace)
     results = []
     for replay in (False, True):
-        runner = compile_plan(cuda, plan, replay=replay)
+        runner = cuda.bind(plan, replay=replay)
         for _ in range(4):
             runner.run(work.a, work.b, work.fresh(), workspace, accumulate)
             results.append(work.out.tobytes())
@@ -361,7 +358,7 @@ def test_a_replayed_half_precision_sum_computes_the_same(cuda):
     plan = plan_of(cuda, problem, (algo, 4), (algo, 4))
     work = Work(problem)
     workspace = cuda.device.allocate(plan.workspace)
-    runner = compile_plan(cuda, plan, replay=True)
+    runner = cuda.bind(plan, replay=True)
     for _ in range(4):
         runner.run(work.a, work.b, work.fresh(), workspace, True)
         assert work.error(accumulate=True) <= 5e-3
@@ -432,7 +429,7 @@ def test_plans_outlive_the_thread_that_built_them(cuda):
     fresh = get_backend("cuda")
     plan = plan_of(fresh, problem, (fresh.conv.algorithms(problem)[0][0], 3))
     workspace = fresh.device.allocate(plan.workspace)
-    runner = compile_plan(fresh, plan)
+    runner = fresh.bind(plan)
 
     def run():
         runner.run(work.a, work.b, work.out, workspace, False)
@@ -567,7 +564,7 @@ def test_float32_sums_are_closer(dtype, cuda):
         for algo in (name, name + suffix):
             plan = plan_of(cuda, problem, *[(algo, 1)] * 64)
             workspace = cuda.device.allocate(plan.workspace)
-            compile_plan(cuda, plan).run(
+            cuda.bind(plan).run(
                 work.a, work.b, work.fresh(), workspace, accumulate=False
             )
             errors.append(work.error())

@@ -20,7 +20,6 @@ from mucudnn.errors import (
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.cuda_fake import FakeArray, fake_backend
 from tests.cuda_work import (
     EXECUTE,
@@ -59,7 +58,7 @@ def test_each_micro_batch_is_one_call_on_its_own_slice(
 ):
     problem = layer(8, direction, layout=layout)
     work = Work(backend, problem)
-    runner = compile_plan(backend, mixed(backend, problem))
+    runner = backend.bind(mixed(backend, problem))
     work.run(runner, accumulate)
     assert work.right(accumulate)
     done = library.executions
@@ -101,7 +100,7 @@ def test_addresses_are_those_of_slices(parts, direction, layout, dtype):
 def test_the_second_run_does_nothing_else(direction, backend, library):
     problem = layer(8, direction)
     work = Work(backend, problem)
-    runner = compile_plan(backend, mixed(backend, problem))
+    runner = backend.bind(mixed(backend, problem))
     work.run(runner)
     library.log.clear()
     work.run(runner)
@@ -113,7 +112,7 @@ def test_the_second_run_does_nothing_else(direction, backend, library):
 
 def test_new_addresses_are_bound_once_more(backend, library):
     problem = layer()
-    runner = compile_plan(backend, mixed(backend, problem))
+    runner = backend.bind(mixed(backend, problem))
     first, second = Work(backend, problem), Work(backend, problem)
     for work in (first, second, first, second):
         work.run(runner)
@@ -124,7 +123,7 @@ def test_new_addresses_are_bound_once_more(backend, library):
 
 def test_addresses_remembered_are_bounded(backend, library):
     problem = layer(1)
-    runner = compile_plan(backend, plan_of(backend, problem, ("eng0", 1)))
+    runner = backend.bind(plan_of(backend, problem, ("eng0", 1)))
     works = [Work(backend, problem) for _ in range(70)]
     for work in works:
         work.run(runner)
@@ -151,7 +150,7 @@ def test_adding_and_overwriting_are_two_calls(direction, backend):
     """On the same addresses, by turns, in a plan and outside of one."""
     problem = layer(8, direction)
     work = Work(backend, problem)
-    runner = compile_plan(backend, mixed(backend, problem))
+    runner = backend.bind(mixed(backend, problem))
     for accumulate in (False, True, False, True):
         work.run(runner, accumulate)
         assert work.right(accumulate)
@@ -174,7 +173,7 @@ def test_nothing_is_left_behind(library):
     backend = fake_backend(library)
     problem = layer()
     work = Work(backend, problem)
-    runner = compile_plan(backend, mixed(backend, problem))
+    runner = backend.bind(mixed(backend, problem))
     work.run(runner)
     assert library.objects
     del backend, runner
@@ -208,7 +207,7 @@ def test_every_shape_reaches_the_library_intact(
     work = Work(backend, problem)
     for algo in ("eng0", LEGACY[direction]):
         plan = plan_of(backend, problem, (algo, 1), (algo, problem.batch - 1))
-        work.run(compile_plan(backend, plan))
+        work.run(backend.bind(plan))
         assert work.right(), algo
 
 
@@ -331,7 +330,7 @@ def test_a_failing_engine_is_a_failed_row(backend, library):
 def test_a_stream_is_set_when_it_changes(backend, library):
     problem = layer(1)
     work = Work(backend, problem)
-    runner = compile_plan(backend, plan_of(backend, problem, ("eng0", 1)))
+    runner = backend.bind(plan_of(backend, problem, ("eng0", 1)))
     for stream in (0, 0, 64, 64, 0):
         backend.device.current = stream
         work.run(runner)
@@ -343,7 +342,7 @@ def test_a_stream_is_set_when_it_changes(backend, library):
 def test_a_thread_has_its_own_handle_as_long_as_it_lives(backend, library):
     problem = layer(2)
     work = Work(backend, problem)
-    runner = compile_plan(backend, plan_of(backend, problem, ("eng0", 1), ("eng2", 1)))
+    runner = backend.bind(plan_of(backend, problem, ("eng0", 1), ("eng2", 1)))
     work.run(runner)
     threads = [threading.Thread(target=work.run, args=(runner,)) for _ in range(2)]
     for thread in threads:
@@ -371,7 +370,7 @@ def test_a_replayed_plan_is_captured_on_its_second_run(direction, backend, libra
     problem = layer(8, direction)
     work = Work(backend, problem)
     device = backend.device
-    runner = compile_plan(backend, mixed(backend, problem), replay=True)
+    runner = backend.bind(mixed(backend, problem), replay=True)
     counts = []
     for _ in range(4):
         work.run(runner)
@@ -467,7 +466,7 @@ def test_the_fake_refuses_what_the_library_would():
     library = FakeCudnn()
     backend = fake_backend(library)
     work = Work(backend, layer(4))
-    runner = compile_plan(backend, plan_of(backend, layer(4), ("eng0", 4)))
+    runner = backend.bind(plan_of(backend, layer(4), ("eng0", 4)))
     work.run(runner)
     plan, pack = library.calls_of(EXECUTE)[0][1:]
     handle = library.executions[0].handle

@@ -53,7 +53,7 @@ def stand_in(monkeypatch, folder, *, lazy=False):
         "cuda",
         device,
         conv,
-        compile=lambda plan, replay: CudaPlan(conv, plan, None),
+        binder=lambda plan, replay: CudaPlan(conv, plan, None),
         split_alignment=ALIGNMENT,
         plan_texts=conv,
         kernels=bind(CupyLauncher(device.stream)),

@@ -1,6 +1,7 @@
 """The public convolutions: right whatever the plan, and clear about misuse."""
 
 import dataclasses
+import sys
 import threading
 
 import numpy as np
@@ -16,9 +17,12 @@ from mucudnn import (
     conv_backward_filter,
 )
 from mucudnn.backends import get_backend
+from mucudnn.backends.cpu.conv import CpuConv
+from mucudnn.backends.null import NullArray
+from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.passes.microbatch import undivided
-from tests.doubles import QUICK, plan_of, watched
+from tests.doubles import QUICK, arrays, plan_of, watched
 from tests.examples import examples
 from tests.reference import operands, reference, relative_error
 
@@ -207,7 +211,7 @@ def test_a_new_problem_keeps_the_others_ready():
     tuner = cpu_tuner()
     for batch in (1, 2, 3):
         conv2d(*operands(forward(batch)), tuner=tuner)
-    assert len(tuner.ready) == 3
+    assert len({*map(id, tuner.bound.values())}) == 3
 
 
 def test_an_adopted_plan_takes_over():
@@ -243,7 +247,112 @@ def test_threads_share_a_tuner():
         thread.join(30)
         assert not thread.is_alive()
     assert wrong == []
-    assert len(tuner.ready) == 2
+    assert len({*map(id, tuner.bound.values())}) == 2
+
+
+# --- what a call costs -------------------------------------------------------------
+
+
+def python_calls(act):
+    """How many Python functions are entered."""
+    entered = []
+
+    def note(frame, event, argument):
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return len(entered)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_second_call_enters_few_functions(parts):
+    """On the null backend, whose kernels are two functions and a sum of fractions."""
+    backend = get_backend("null")
+    problem = forward(8, padding=1)
+    x, w, _ = arrays(problem)
+    tuner = Tuner(backend=backend, cache=None)
+    tuner.adopt(plan_of(backend, problem, *[("FAST", 8 // parts)] * parts))
+
+    def act():
+        conv2d(x, w, padding=1, tuner=tuner)
+
+    act()
+    kernel = backend.conv.kernel(problem, "SLOW")
+    kernels = parts * python_calls(lambda: kernel(x, w, None, None, False))
+    assert python_calls(act) - kernels <= 20
+
+
+def test_a_second_call_works_nothing_out_again(monkeypatch):
+    """Neither problems nor geometry: what a plan needs, it was given when bound."""
+    problem = forward(6, padding=1)
+    tuner = cpu_tuner()
+    x, w = operands(problem)
+    for algo, _ in CPU.conv.algorithms(problem):
+        tuner.adopt(plan_of(CPU, problem, *[(algo, 2)] * 3))
+        first = conv2d(x, w, padding=1, tuner=tuner)
+        with monkeypatch.context() as patch:
+            patch.setattr(ConvProblem, "__init__", None)
+            patch.setattr(ConvProblem, "operands", None)
+            patch.setattr(CpuConv, "kernel", None)
+            again = conv2d(x, w, padding=1, tuner=tuner)
+        assert again.tobytes() == first.tobytes(), algo
+
+
+# --- bias --------------------------------------------------------------------------
+
+
+def biased(problem, x, w, bias):
+    shape = [1] * len(problem.x_shape)
+    shape[-1 if problem.layout == "NHWC" else 1] = len(bias)
+    return reference(problem, x, w) + bias.reshape(shape)
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_bias_is_added_once_to_every_channel(layer, layout, accumulate):
+    problem = variant(layer, Direction.FORWARD, layout)
+    x, w = operands(problem)
+    bias = np.arange(len(w), dtype=problem.dtype)[::-1]
+    spec = problem.operands()[2]
+    before = np.random.default_rng(1).uniform(-1, 1, spec.shape).astype(spec.dtype)
+    tuner = cpu_tuner()
+    tuner.adopt(plan_of(CPU, problem, ("GEMM", 4), ("IMPLICIT_GEMM", 3)))
+    out = before.copy() if accumulate else None
+    for _ in range(2):
+        if accumulate:
+            out[...] = before
+        y = call(problem, x, w, tuner, bias=bias, out=out, accumulate=accumulate)
+        expected = biased(problem, x, w, bias) + (before if accumulate else 0)
+        assert relative_error(y, expected) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_a_bias_takes_time_where_nothing_is_computed(layout):
+    backend = get_backend("null")
+    problem = forward(layout=layout)
+    x, w, y = arrays(problem)
+    tuner = Tuner(backend=backend, cache=None)
+    times = []
+    for bias in (None, None, NullArray((6,), "float32")):
+        start = backend.device.now_ms
+        assert call(problem, x, w, tuner, bias=bias).shape == y.shape
+        times.append(backend.device.now_ms - start)
+    assert times[2] > times[1]
+
+
+def test_a_backend_without_the_kernel_says_so():
+    x, w = operands(forward())
+    backend = watched("cpu")
+    tuner = Tuner(backend=backend, rule=QUICK, cache=None)
+    with pytest.raises(UnsupportedError, match="'cpu' has no kernel for 'bias'"):
+        conv2d(x, w, bias=w[:, 0, 0, 0], tuner=tuner)
+    assert backend.conv.calls == []
 
 
 # --- misuse ------------------------------------------------------------------------
@@ -305,6 +414,22 @@ Y = np.zeros((4, 6, 7, 6), np.float32)
         ),
         (lambda t: conv_backward_data(Y, W, 4, tuner=t), TypeError, "x_shape"),
         (lambda t: conv_backward_filter(X, Y, None, tuner=t), TypeError, "w_shape"),
+        (
+            lambda t: conv2d(X, W, bias=W[:3, 0, 0, 0], tuner=t),
+            ValueError,
+            r"bias must be float32 \(6,\).*got float32 \(3,\)",
+        ),
+        (
+            lambda t: conv2d(X, W, bias=np.zeros((6, 1), np.float32), tuner=t),
+            ValueError,
+            r"got float32 \(6, 1\)",
+        ),
+        (
+            lambda t: conv2d(X, W, bias=np.zeros(6), tuner=t),
+            ValueError,
+            r"bias must be float32 .*got float64",
+        ),
+        (lambda t: conv2d(X, W, bias=[0.0] * 6, tuner=t), TypeError, "bias .* list"),
         (lambda t: conv2d(X, W, out=Y[:3], tuner=t), ValueError, "out must be float32"),
         (
             lambda t: conv2d(X, W, out=Y.astype(np.float64), tuner=t),

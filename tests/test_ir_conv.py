@@ -1,7 +1,9 @@
 """Convolutions as data: what is accepted, what is refused and what follows."""
 
+import copy
 import itertools
 import math
+import pickle
 from dataclasses import fields
 
 import pytest
@@ -234,3 +236,24 @@ def test_a_plan_must_cover_the_batch(batches):
     steps = tuple(AlgoPerf(algo="A", batch=b, time_ms=1, workspace=0) for b in batches)
     with pytest.raises(ValueError, match=f"covers {sum(batches)} of 4"):
         ConvPlan(forward(), steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([("GEMM", 4)], "ConvPlan(GEMM(4), 1.5 ms, 1.0 KiB)"),
+        ([("FFT", 1)] * 4, "ConvPlan(4 × FFT(1), 6 ms, 1.0 KiB)"),
+        (
+            [("FFT", 1), ("FFT", 1), ("GEMM", 1), ("FFT", 1)],
+            "ConvPlan(2 × FFT(1) + GEMM(1) + FFT(1), 6 ms, 1.0 KiB)",
+        ),
+        ([("FFT", 1), ("FFT", 3)], "ConvPlan(FFT(1) + FFT(3), 3 ms, 1.0 KiB)"),
+    ],
+)
+def test_a_plan_says_what_it_is_in_a_line(steps, words):
+    perfs = (
+        AlgoPerf(algo=algo, batch=n, time_ms=1.5, workspace=1024) for algo, n in steps
+    )
+    plan = ConvPlan(forward().with_batch(4), tuple(perfs))
+    assert repr(plan) == str(plan) == words
+    assert pickle.loads(pickle.dumps(plan)) == plan == copy.deepcopy(plan)

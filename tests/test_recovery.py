@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 from mucudnn.backends import get_backend
-from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
+from mucudnn.errors import (
+    BackendError,
+    OutOfMemoryError,
+    StepFailedError,
+    UnsupportedError,
+)
 from mucudnn.ir.conv import Direction
-from mucudnn.runtime.tuning.bound_plan import CompiledPlan, StepFailedError, run_plan
-from mucudnn.runtime.tuning.recovery import Arena
+from mucudnn.runtime.tuning.bound_plan import Arena, run_plan
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, arrays, plan_of, problem, tight, watched
 from tests.reference import operands, reference, relative_error
@@ -166,7 +170,7 @@ def test_mistakes_of_the_caller_are_not_recovered_from():
     backend = watched("cpu")
     ready = Tuner(backend=backend).adopt(plan_of(backend, whole, ("GEMM", 4)))
     a, b = operands(whole)
-    with pytest.raises(ValueError, match="y must be float32"):
+    with pytest.raises(ValueError, match="out must be float32"):
         ready(a, b, np.empty(whole.y_shape, np.float64), False)
 
 
@@ -176,7 +180,7 @@ def test_a_failed_step_tells_how_far_it_came():
     workspace = backend.device.allocate(plan.workspace)
     for run in (
         lambda: run_plan(backend, plan, *arrays(problem()), workspace),
-        lambda: CompiledPlan(backend, plan).run(*arrays(problem()), workspace, False),
+        lambda: backend.bind(plan).run(*arrays(problem()), workspace, False),
     ):
         with pytest.raises(StepFailedError) as caught:
             run()

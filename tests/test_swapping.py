@@ -28,7 +28,6 @@ from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.executor.hazards import Pending
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
 from mucudnn.runtime.training.profiler import measure_link
-from mucudnn.runtime.tuning.bound_plan import compile_plan
 from tests.examples import examples
 from tests.graphs import NETWORKS
 from tests.schedule_oracle import verify
@@ -432,7 +431,7 @@ def null_bench(training, out_rate, in_rate):
                 plan.problem, x_shape=(step.batch, *plan.problem.x_shape[1:])
             )
             start = device.now_ms
-            compile_plan(backend, type(plan)(single, (step,))).run(
+            backend.bind(type(plan)(single, (step,))).run(
                 None, None, None, device.allocate(step.workspace), False
             )
             timed.append(replace(step, time_ms=device.now_ms - start))

@@ -1,20 +1,23 @@
 """Planning, proving and configuring, on the null backend's virtual clock."""
 
+import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, strategies as st
 
+from mucudnn import conv2d
 from mucudnn.backends import get_backend
 from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.conv_comparison import compare
 from mucudnn.suites import Layer
-from tests.doubles import QUICK, plan_of, problem, watched
+from tests.doubles import QUICK, arrays, plan_of, problem, watched
 from tests.examples import examples
 from tests.shaky import shaky
 
@@ -287,3 +290,57 @@ def test_what_a_comparison_measured_is_what_is_explained(seed):
 
 def test_the_default_rule_is_a_rule():
     assert tuner(rule=None).rule == StoppingRule()
+
+
+def test_a_tuner_says_what_it_is_in_a_line():
+    one = tuner(workspace_limit="3MiB", batch_policy="all")
+    assert repr(one) == (
+        "Tuner(null, 3.0 MiB of workspace a kernel, all, workspace_reuse, 0 ready)"
+    )
+    one = tuner(total_workspace=12 * KIB)
+    one.prepare([problem(8), problem(4)])
+    conv2d(*arrays(problem(8))[:2], tuner=one)
+    assert repr(one) == (
+        "Tuner(null, 12.0 KiB of workspace in all, powers_of_two, workspace_division, "
+        "2 ready)"
+    )
+
+
+def test_a_with_closes_and_a_closed_tuner_opens_what_it_needs(tmp_path):
+    file = tmp_path / "cache.sqlite"
+    with tuner(cache=file) as one:
+        (plan,) = one.plan([problem(8)])
+        one.compiled(problem(8))(*arrays(problem(8)))
+        cache = one.cache
+    one.close()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        cache.rows()
+    one.compiled(problem(8))(*arrays(problem(8)))
+    clock = one.backend.device.now_ms
+    assert tuner(backend=one.backend, cache=file).plan([problem(8)]) == (plan,)
+    assert one.backend.device.now_ms == clock
+    one.plan([problem(4)])
+    assert {row.problem.batch for row in one.cache.rows()} == {1, 2, 4, 8}
+    one.close()
+
+
+def test_a_cache_that_was_given_stays_open(tmp_path):
+    with BenchmarkCache(tmp_path / "cache.sqlite") as cache:
+        for _ in range(2):
+            with tuner(cache=cache) as one:
+                one.plan([problem(8)])
+        assert cache.rows()
+
+
+def test_closing_gives_workspaces_back():
+    backend = get_backend("null")
+    given = []
+    allocate = backend.device.allocate
+    backend.device.allocate = lambda nbytes: given.append(nbytes) or allocate(nbytes)
+    one = tuner(backend=backend)
+    ready = one.adopt(plan_of(backend, problem(8), ("FAST", 8)))
+    for _ in range(2):
+        for _ in range(2):
+            ready(*arrays(problem(8)))
+        one.close()
+    assert given == [8 * KIB] * 2

@@ -14,8 +14,9 @@ from mucudnn.ir.measurement import Measurement, Verdict, signature
 from mucudnn.passes.microbatch import workspace_reuse
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.database.record import record_run
+from mucudnn.runtime.tuning.measurer import LAUNCH_OVERHEAD_MS
 from mucudnn.runtime.tuning.timing import StoppingRule
-from mucudnn.runtime.tuning.tuner import LAUNCH_OVERHEAD_MS, Tuner
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.conv_comparison import compare, in_directions
 from mucudnn.suites import Layer
 from tests.doubles import problem

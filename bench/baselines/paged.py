@@ -27,7 +27,6 @@ from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.training.feeds import fed
 from mucudnn.runtime.training.profiler import kernel_of, kernel_workspaces
 from mucudnn.runtime.training.working_set import WorkingSet
-from mucudnn.runtime.tuning.bound_plan import compile_plan
 
 __all__ = ["PagedExecutor", "least_pool_bytes"]
 
@@ -243,7 +242,7 @@ def _check_room(works: Sequence[_Work], nbytes: int) -> None:
 def _launch(backend: Backend, node: Node, plans: Mapping[str, ConvPlan]) -> Launch:
     """What runs a node."""
     if node.op == "conv":
-        runner = compile_plan(backend, plans[node.name])
+        runner = backend.bind(plans[node.name])
         return lambda inputs, outputs, workspace: runner.run(
             inputs[0], inputs[1], outputs[0], workspace, False
         )

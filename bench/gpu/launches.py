@@ -14,7 +14,6 @@ from mucudnn.backends.cuda.conv import CudaConv, operands_of
 from mucudnn.backends.cuda.conv.plan import step_operands
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
-from mucudnn.runtime.tuning.bound_plan import compile_plan
 
 __all__ = ["launches"]
 
@@ -104,7 +103,7 @@ def _host_us(
 def _compiled(
     backend: Backend, plan: ConvPlan, whole: Bound, scratch: Any, replay: bool
 ) -> Callable[[], None]:
-    compiled = compile_plan(backend, plan, replay=replay)
+    compiled = backend.bind(plan, replay=replay)
     return lambda: compiled.run(whole.a, whole.b, whole.out, scratch, False)
 
 

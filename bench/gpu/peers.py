@@ -18,7 +18,6 @@ from bench.table import render
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.passes.microbatch import PLANNERS
-from mucudnn.runtime.tuning.bound_plan import compile_plan
 from mucudnn.runtime.tuning.kernel_bench import limited
 from mucudnn.runtime.tuning.timing import Timing
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -149,7 +148,7 @@ def _ours(job: Job, table: PerfTable, errors: dict[str, str]) -> dict[str, Rival
     found = {}
     for name, plan in plans.items():
         scratch = backend.device.allocate(plan.workspace)
-        compiled = compile_plan(backend, plan)
+        compiled = backend.bind(plan)
         run = functools.partial(
             compiled.run, bound.a, bound.b, bound.out, scratch, False
         )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
+from mucudnn.backends.runner import Call, PlanRunner, per_slice
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.numerics import Traits
 from mucudnn.ir.tensor import TensorSpec
@@ -17,8 +18,8 @@ __all__ = [
     "Device",
     "Event",
     "Kernel",
-    "PlanRunner",
     "PlanTexts",
+    "Runner",
     "Ticket",
 ]
 
@@ -207,8 +208,8 @@ class ConvLibrary(Protocol):
         ...
 
 
-class PlanRunner(Protocol):
-    """A plan with everything prebuilt that does not depend on the operands."""
+class Runner(Protocol):
+    """A bound plan: everything is prebuilt that does not depend on the operands."""
 
     @property
     def plan(self) -> ConvPlan:
@@ -283,9 +284,9 @@ class Backend:
         name: What `get_backend` loads it by.
         device: Memory and a clock.
         conv: Convolution algorithms.
-        compile: Makes a runner of a plan, where the backend has a better one than
-            calling `conv.run` for each micro-batch. The flag asks to replay the whole
-            plan as one launch.
+        binder: Binds a plan, where the backend does it better than by calling
+            `conv.run` for each micro-batch. The flag asks to replay the whole plan as
+            one launch.
         index: Which of the devices of that name.
         split_alignment: Bytes that the operands of a micro-batch must be aligned to;
             sizes that would break it are no candidates.
@@ -298,12 +299,25 @@ class Backend:
     name: str
     device: Device
     conv: ConvLibrary
-    compile: Callable[[ConvPlan, bool], PlanRunner] | None = None
+    binder: Callable[[ConvPlan, bool], Runner] | None = None
     index: int = 0
     split_alignment: int = 1
     fragile: bool = False
     plan_texts: PlanTexts | None = None
     kernels: Mapping[str, Kernel] = field(default_factory=dict, compare=False)
+
+    def bind(self, plan: ConvPlan, *, replay: bool = False) -> Runner:
+        """A plan ready to run; with `replay` as one launch, where that can be had."""
+        if self.binder is not None:
+            return self.binder(plan, replay)
+
+        def kernel(problem: ConvProblem, algo: str) -> Call:
+            run = self.conv.run
+            return lambda a, b, out, workspace, accumulate: run(
+                problem, algo, a, b, out, workspace, accumulate=accumulate
+            )
+
+        return PlanRunner(plan, per_slice(plan, kernel))
 
     def __copy__(self) -> "Backend":
         return replace(self)

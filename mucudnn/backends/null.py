@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mucudnn.backends.base import Backend, Kernel
+from mucudnn.backends.runner import Call, PlanRunner, per_step
 from mucudnn.backends.virtual import (
     VirtualArray as NullArray,
     VirtualDevice as NullDevice,
@@ -62,13 +63,26 @@ class NullConv:
         accumulate: bool = False,
     ) -> None:
         """Only time passes."""
-        if algo not in _MS_PER_SAMPLE:
-            raise UnsupportedError(f"null backend has no algorithm {algo!r}")
-        if algo == "FAST":
-            needed = _FAST_BYTES_PER_SAMPLE * problem.batch
-            if workspace is None or workspace.shape[0] < needed:
-                raise BackendError(f"FAST needs {needed} bytes of workspace")
-        self._device.advance(problem.batch * _MS_PER_SAMPLE[algo] + _LAUNCH_MS)
+        nbytes, ms = _cost(problem, algo)
+        if nbytes and (workspace is None or workspace.shape[0] < nbytes):
+            raise BackendError(f"{algo} needs {nbytes} bytes of workspace")
+        self._device.advance(ms)
+
+    def kernel(self, problem: ConvProblem, algo: str) -> Call:
+        """A kernel with everything worked out.
+
+        Raises:
+            UnsupportedError: There is no such algorithm.
+        """
+        return self._device.kernel(problem, algo, *_cost(problem, algo))
+
+
+def _cost(problem: ConvProblem, algo: str) -> tuple[int, float]:
+    """Bytes of workspace, and ms."""
+    if algo not in _MS_PER_SAMPLE:
+        raise UnsupportedError(f"null backend has no algorithm {algo!r}")
+    nbytes = _FAST_BYTES_PER_SAMPLE * problem.batch if algo == "FAST" else 0
+    return nbytes, problem.batch * _MS_PER_SAMPLE[algo] + _LAUNCH_MS
 
 
 class NullKernels(Mapping[str, Kernel]):
@@ -109,4 +123,12 @@ def load(argument: str, device: int) -> Backend:
     """A fresh null backend with its own clock."""
     null = NullDevice()
     kernels = NullKernels(null)
-    return Backend("null", null, NullConv(null), index=device, kernels=kernels)
+    conv = NullConv(null)
+    return Backend(
+        "null",
+        null,
+        conv,
+        binder=lambda plan, replay: PlanRunner(plan, per_step(plan, conv.kernel)),
+        index=device,
+        kernels=kernels,
+    )

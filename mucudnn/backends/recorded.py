@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from mucudnn.backends.base import Backend
+from mucudnn.backends.runner import Call, PlanRunner, per_step
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.codecs.recordings import MOST, read_recording, recorded_fingerprints
-from mucudnn.errors import BackendError, BackendUnavailableError, UnsupportedError
+from mucudnn.errors import BackendUnavailableError, UnsupportedError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.measurement import Measurement, Recording, Verdict
@@ -99,6 +100,14 @@ class RecordedConv:
         accumulate: bool = False,
     ) -> None:
         """Let the recorded time pass; see `ConvLibrary.run` for the errors."""
+        self.kernel(problem, algo)(a, b, out, workspace, accumulate)
+
+    def kernel(self, problem: ConvProblem, algo: str) -> Call:
+        """A recorded kernel with everything worked out.
+
+        Raises:
+            UnsupportedError: It was not recorded, or as a failure.
+        """
         rows = self._rows.get(problem)
         if rows is None:
             raise UnsupportedError(f"{problem} was {self._missing(problem)}")
@@ -110,13 +119,7 @@ class RecordedConv:
             )
         if perf.error is not None:
             raise UnsupportedError(f"{algo} failed on {problem}: {perf.error}")
-        given = 0 if workspace is None else workspace.nbytes
-        if given < perf.workspace:
-            raise BackendError(
-                f"{algo} needs {perf.workspace} bytes of workspace for {problem}, "
-                f"got {given}"
-            )
-        self._device.advance(perf.time_ms)
+        return self._device.kernel(problem, algo, perf.workspace, perf.time_ms)
 
     def _missing(self, problem: ConvProblem) -> str:
         sizes = ", ".join(map(str, self.sizes(problem)))
@@ -169,6 +172,7 @@ def load(argument: str, device: int) -> Backend:
         f"recorded:{argument}",
         clock,
         conv,
+        binder=lambda plan, replay: PlanRunner(plan, per_step(plan, conv.kernel)),
         index=device,
         split_alignment=recording.alignments.get(fingerprint, 1),
     )

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from mucudnn.backends.runner import Call
 from mucudnn.backends.virtual_copies import Clock, VirtualCopier
+from mucudnn.errors import BackendError
+from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.tensor import TensorSpec, itemsize
 
 __all__ = ["LINK_BYTES_PER_MS", "VirtualArray", "VirtualDevice"]
@@ -35,6 +38,10 @@ class VirtualArray:
         start, stop, step = window.indices(self.shape[0])
         length = max(0, stop - start) if step == 1 else len(range(start, stop, step))
         return VirtualArray((length, *self.shape[1:]), self.dtype)
+
+    def reshape(self, shape: tuple[int, ...]) -> "VirtualArray":
+        """The same bytes, of as many elements."""
+        return VirtualArray(shape, self.dtype)
 
 
 class VirtualDevice:
@@ -69,9 +76,33 @@ class VirtualDevice:
         """The virtual time."""
         return float(self._clock.now)
 
-    def advance(self, ms: float) -> None:
+    def advance(self, ms: float | Fraction) -> None:
         """Let time pass."""
-        self._clock.now += Fraction(ms)
+        self._clock.now += ms if isinstance(ms, Fraction) else Fraction(ms)
+
+    def kernel(self, problem: ConvProblem, algo: str, nbytes: int, ms: float) -> Call:
+        """A kernel that needs workspace and takes time, and does nothing else.
+
+        It takes the operands of any batch: they need not be cut into slices.
+
+        Args:
+            problem: What it is for, to be named in errors.
+            algo: Likewise.
+            nbytes: Of workspace; a `BackendError` if it is given less.
+            ms: Exactly.
+        """
+        advance, exactly = self.advance, Fraction(ms)
+
+        def call(a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
+            if nbytes and (workspace is None or workspace.shape[0] < nbytes):
+                given = 0 if workspace is None else workspace.shape[0]
+                raise BackendError(
+                    f"{algo} needs {nbytes} bytes of workspace for {problem}, "
+                    f"got {given}"
+                )
+            advance(exactly)
+
+        return call
 
     def allocate(self, nbytes: int) -> VirtualArray:
         """No memory, of the right size."""

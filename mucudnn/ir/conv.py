@@ -9,10 +9,12 @@ import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from mucudnn.arguments import an_integer, integers, one_of
 from mucudnn.ir.numerics import NATIVE
 from mucudnn.ir.shapes import named_padding, per_axis
+from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.status import RowStatus
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
 
@@ -287,7 +289,7 @@ class PerfTable:
         return min(fits, key=lambda p: (p.cost_ms, p.workspace), default=None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ConvPlan:
     """How to run a problem: micro-batches in order, sharing one workspace.
 
@@ -296,13 +298,11 @@ class ConvPlan:
 
     problem: ConvProblem
     steps: tuple[AlgoPerf, ...]
-    time_ms: float = field(init=False, repr=False, compare=False)
+    time_ms: float = field(init=False, compare=False)
     """Predicted time: the micro-batches run one after another."""
-    workspace: int = field(init=False, repr=False, compare=False)
+    workspace: int = field(init=False, compare=False)
     """Bytes of workspace: the micro-batches reuse the same buffer."""
-    workspace_limit: int | None = field(
-        default=None, kw_only=True, repr=False, compare=False
-    )
+    workspace_limit: int | None = field(default=None, kw_only=True, compare=False)
     """Bytes of workspace that it was allowed; None where nobody said."""
 
     def __post_init__(self) -> None:
@@ -312,6 +312,15 @@ class ConvPlan:
         times, sizes = zip(*((s.time_ms, s.workspace) for s in self.steps), strict=True)
         object.__setattr__(self, "time_ms", sum(times))
         object.__setattr__(self, "workspace", max(sizes))
+
+    def __repr__(self) -> str:
+        """Such as `ConvPlan(8 × FFT(16) + GEMM(3), 3.2 ms, 12 MiB)`."""
+        parts = []
+        for (algo, batch), alike in groupby(self.steps, lambda s: (s.algo, s.batch)):
+            times = sum(1 for _ in alike)
+            parts.append(f"{times} × " * (times > 1) + f"{algo}({batch})")
+        size = format_bytes(self.workspace)
+        return f"ConvPlan({' + '.join(parts)}, {self.time_ms:.3g} ms, {size})"
 
     def under(self, workspace_limit: int) -> "ConvPlan":
         """The same plan, made under a limit."""

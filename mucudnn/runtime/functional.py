@@ -5,17 +5,18 @@ every later one is a dictionary lookup and the kernels.
 """
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mucudnn.arguments import an_integer, integers, one_of
-from mucudnn.backends import Device
+from mucudnn.backends import Backend
+from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import LAYOUTS, ConvPlan, ConvProblem, Direction
-from mucudnn.ir.tensor import TensorSpec
+from mucudnn.runtime.tuning.bound_plan import check_out
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = [
-    "ReadyConv",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -34,6 +35,7 @@ def conv1d(
     x: Any,
     w: Any,
     *,
+    bias: Any = None,
     stride: Ints = 1,
     padding: Padding = 0,
     dilation: Ints = 1,
@@ -45,14 +47,15 @@ def conv1d(
 ) -> Any:
     """Correlate x (N, C, W) with w (K, C // groups, S); `conv2d` tells the rest."""
     options = (stride, padding, dilation, groups, layout)
-    signature = (Direction.FORWARD, 1, None, options)
-    return _call(signature, x, w, tuner, out, accumulate)
+    signature = ("forward", 1, None, options)
+    return _call(signature, x, w, tuner, out, accumulate, bias)
 
 
 def conv2d(
     x: Any,
     w: Any,
     *,
+    bias: Any = None,
     stride: Ints = 1,
     padding: Padding = 0,
     dilation: Ints = 1,
@@ -67,6 +70,7 @@ def conv2d(
     Args:
         x: Input; with layout `NHWC` it is (N, H, W, C) and w is (K, R, S, C // groups).
         w: Filter, of the same data type.
+        bias: (K,) of the same data type, added to every pixel of the output.
         stride: Step of the filter; an int or one an axis, like the next two.
         padding: Zeros at both ends of each spatial axis; "valid" is none, "same" what
             gives the output the size of the input, with stride 1.
@@ -86,14 +90,15 @@ def conv2d(
         PlanningError: No algorithm fits the tuner's workspace limit.
     """
     options = (stride, padding, dilation, groups, layout)
-    signature = (Direction.FORWARD, 2, None, options)
-    return _call(signature, x, w, tuner, out, accumulate)
+    signature = ("forward", 2, None, options)
+    return _call(signature, x, w, tuner, out, accumulate, bias)
 
 
 def conv3d(
     x: Any,
     w: Any,
     *,
+    bias: Any = None,
     stride: Ints = 1,
     padding: Padding = 0,
     dilation: Ints = 1,
@@ -105,8 +110,8 @@ def conv3d(
 ) -> Any:
     """Correlate x (N, C, D, H, W) with w (K, C // groups, T, R, S); see `conv2d`."""
     options = (stride, padding, dilation, groups, layout)
-    signature = (Direction.FORWARD, 3, None, options)
-    return _call(signature, x, w, tuner, out, accumulate)
+    signature = ("forward", 3, None, options)
+    return _call(signature, x, w, tuner, out, accumulate, bias)
 
 
 def conv_backward_data(
@@ -125,18 +130,8 @@ def conv_backward_data(
 ) -> Any:
     """Gradient of a convolution with respect to its input, in 1, 2 or 3 dimensions.
 
-    Args:
-        dy: Gradient of the output, stored as the output is.
-        w: Filter.
-        x_shape: Shape of the input, as it is stored (`NHWC`: channels last).
-        stride: Options of the forward call; see `conv2d` for all of them.
-        padding: As above.
-        dilation: As above.
-        groups: As above.
-        layout: As above.
-        tuner: As above.
-        out: As above.
-        accumulate: As above.
+    `dy` is the gradient of the output, stored as the output is, and `x_shape` the shape
+    of the input as it is stored (`NHWC`: channels last); `conv2d` tells the rest.
 
     Returns:
         dx, of shape `x_shape`.
@@ -145,7 +140,7 @@ def conv_backward_data(
         ValueError: dy's shape is not what x_shape and w give.
     """
     options = (stride, padding, dilation, groups, layout)
-    signature = (Direction.BACKWARD_DATA, None, _shape("x_shape", x_shape), options)
+    signature = ("backward_data", None, _shape("x_shape", x_shape), options)
     return _call(signature, dy, w, tuner, out, accumulate)
 
 
@@ -165,19 +160,9 @@ def conv_backward_filter(
 ) -> Any:
     """Gradient of a convolution with respect to its filter, in 1, 2 or 3 dimensions.
 
-    Args:
-        x: Input.
-        dy: Gradient of the output.
-        w_shape: Shape of the filter, as it is stored.
-        stride: Options of the forward call; see `conv2d` for all of them.
-        padding: As above.
-        dilation: As above.
-        groups: As above.
-        layout: As above.
-        tuner: As above.
-        out: As above; with `accumulate` the gradient is added to it, once, however
-            many micro-batches there are.
-        accumulate: As above.
+    `dy` is the gradient of the output and `w_shape` the shape of the filter as it is
+    stored. With `accumulate` the gradient is added to `out` once, however many
+    micro-batches there are; `conv2d` tells the rest.
 
     Returns:
         dw, of shape `w_shape`.
@@ -186,7 +171,7 @@ def conv_backward_filter(
         ValueError: dy's shape is not what x and w_shape give.
     """
     options = (stride, padding, dilation, groups, layout)
-    signature = (Direction.BACKWARD_FILTER, None, _shape("w_shape", w_shape), options)
+    signature = ("backward_filter", None, _shape("w_shape", w_shape), options)
     return _call(signature, x, dy, tuner, out, accumulate)
 
 
@@ -207,7 +192,8 @@ def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 _Options = tuple[Any, Any, Any, int, str]
-_Signature = tuple[Direction, int | None, tuple[int, ...] | None, _Options]
+_Signature = tuple[str, int | None, tuple[int, ...] | None, _Options]
+"""Direction, spatial axes, shape of the result, and stride, padding … layout."""
 
 
 def _call(
@@ -217,6 +203,7 @@ def _call(
     tuner: Tuner | None,
     out: Any,
     accumulate: bool,
+    bias: Any = None,
 ) -> Any:
     """Run what is ready for this signature and these operands, or make it ready."""
     if tuner is None:
@@ -226,23 +213,48 @@ def _call(
             f"tuner must be a mucudnn.Tuner, got {tuner!r}; leave it out for one that "
             "is configured by the environment"
         )
-    known = tuner.ready
     try:
         key = (signature, a.shape, b.shape, a.dtype, b.dtype)
-        ready = known.get(key)
+        ready = tuner.bound.get(key)
     except AttributeError:
         kinds = f"{type(a).__name__} and {type(b).__name__}"
         raise TypeError(f"operands must be arrays, got {kinds}") from None
     except TypeError:  # a list among the options does not hash
-        direction, rank, shape, options = signature
-        signature = (direction, rank, shape, _hashable(options))
+        signature = (*signature[:3], _hashable(signature[3]))
         key = (signature, a.shape, b.shape, a.dtype, b.dtype)
-        ready = known.get(key)
+        ready = tuner.bound.get(key)
+    if bias is not None:
+        _check_bias(tuner.backend, bias, b)
     if ready is None:
         problem = _problem(signature, a, b)
-        _check_out(tuner.backend.device, problem.operands()[2], out, accumulate)
-        ready = known[key] = ReadyConv(tuner, problem)
-    return ready(a, b, out, accumulate)
+        check_out(tuner.backend.device, problem.operands()[2], out, accumulate)
+        ready = tuner.bound[key] = tuner.compiled(problem)
+    out = ready(a, b, out, accumulate)
+    if bias is not None:
+        _add_bias(tuner.backend, bias, out, channels_last=signature[3][4] == "NHWC")
+    return out
+
+
+def _check_bias(backend: Backend, bias: Any, w: Any) -> None:
+    try:
+        shape, dtype = bias.shape, bias.dtype
+    except AttributeError:
+        raise TypeError(f"bias must be an array, got {type(bias).__name__}") from None
+    if shape != w.shape[:1] or dtype != w.dtype:
+        raise ValueError(
+            f"bias must be {w.dtype} {tuple(w.shape[:1])}, one number an output "
+            f"channel of w {tuple(w.shape)}, got {dtype} {tuple(shape)}"
+        )
+    if backend.kernels.get("bias") is None:
+        raise UnsupportedError(f"backend {backend.name!r} has no kernel for 'bias'")
+
+
+def _add_bias(backend: Backend, bias: Any, y: Any, *, channels_last: bool) -> None:
+    """Add a number a channel in place; the kernel takes channels as the second axis."""
+    if channels_last:
+        y = y.reshape((math.prod(y.shape[:-1]), y.shape[-1]))
+    bias = backend.device.dense(bias)
+    backend.kernels["bias"].run([y, bias], [y], {}, None)
 
 
 def _hashable(options: _Options) -> _Options:
@@ -262,45 +274,9 @@ def _frozen(name: str, value: Padding) -> int | str | tuple[int, ...]:
     return integers(name, value)
 
 
-class ReadyConv:
-    """A planned convolution that takes the user's arrays."""
-
-    def __init__(self, tuner: Tuner, problem: ConvProblem) -> None:
-        self._run = tuner.compiled(problem)
-        self._device = tuner.backend.device
-        self._out = problem.operands()[2]
-        self._nbytes = self._out.nbytes
-
-    def __call__(self, a: Any, b: Any, out: Any, accumulate: bool) -> Any:
-        """Compute into `out`, or into a new array; the operands' shapes are known."""
-        device, spec = self._device, self._out
-        if out is None and not accumulate:
-            out = device.view(device.allocate(self._nbytes), 0, spec)
-        else:
-            _check_out(device, spec, out, accumulate)
-        self._run(device.dense(a), device.dense(b), out, accumulate)
-        return out
-
-
-def _check_out(device: Device, spec: TensorSpec, out: Any, accumulate: bool) -> None:
-    """Refuse an `out` that cannot take the result, before anything is measured."""
-    if out is None:
-        if accumulate:
-            raise ValueError("accumulate=True adds to `out`, which was not given")
-        return
-    try:
-        shape, dtype = out.shape, out.dtype
-    except AttributeError:
-        raise TypeError(f"out must be an array, got {type(out).__name__}") from None
-    if shape != spec.shape or dtype != spec.dtype:
-        raise ValueError(f"out must be {spec.dtype} {spec.shape}, got {dtype} {shape}")
-    if device.dense(out) is not out:
-        raise ValueError("out must be densely packed, in the order of the layout")
-
-
 def _problem(signature: _Signature, a: Any, b: Any) -> ConvProblem:
-    direction, rank, shape, options = signature
-    stride, padding, dilation, groups, layout = options
+    way, rank, shape, (stride, padding, dilation, groups, layout) = signature
+    direction = Direction(way)
     if str(a.dtype) != str(b.dtype):
         raise ValueError(f"operands are of two data types, {a.dtype} and {b.dtype}")
     if rank is not None and len(a.shape) != rank + 2:

@@ -24,4 +24,11 @@ def load(argument: str, device: int) -> Backend:
     from mucudnn.backends.cpu.threads import Workers
 
     workers = Workers()
-    return Backend("cpu", CpuDevice(), CpuConv(workers), kernels=bind(workers))
+    conv = CpuConv(workers)
+    return Backend(
+        "cpu",
+        CpuDevice(),
+        conv,
+        binder=lambda plan, replay: conv.bind(plan),
+        kernels=bind(workers),
+    )

@@ -80,7 +80,7 @@ def _present(index: int) -> Backend:
         "cuda",
         device,
         conv,
-        compile=lambda plan, replay: CudaPlan(
+        binder=lambda plan, replay: CudaPlan(
             conv, plan, device.capture if replay else None
         ),
         index=index,

@@ -13,7 +13,7 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.measurement import Recording
 from mucudnn.ir.numerics import Numerics
 from mucudnn.passes.microbatch import aligned_batches, pareto_plans
-from mucudnn.runtime.tuning.tuner import LAUNCH_OVERHEAD_MS
+from mucudnn.runtime.tuning.measurer import LAUNCH_OVERHEAD_MS
 
 __all__ = ["RecordedFronts", "read_fronts"]
 

@@ -34,7 +34,6 @@ from mucudnn.passes.placement.layout import Layout
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.hazards import DEVICE, Pending, PendingCopy, Span
 from mucudnn.runtime.executor.host_memory import Place
-from mucudnn.runtime.tuning.bound_plan import compile_plan
 
 __all__ = ["Call", "Memory", "Program", "Step", "bind"]
 
@@ -276,7 +275,7 @@ class _Binder:
         inputs = [self._array(name) for name in node.inputs]
         outputs = [self._array(name) for name in node.outputs]
         if node.op == "conv":
-            runner = compile_plan(self._backend, self._plans[node.name])
+            runner = self._backend.bind(self._plans[node.name])
             a, b = inputs
             out = outputs[0]
             return lambda: runner.run(a, b, out, workspace, False)

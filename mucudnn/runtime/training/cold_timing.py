@@ -18,7 +18,6 @@ from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.tensor import ITEMSIZE, Role, TensorSpec
 from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.training.working_set import WorkingSet
-from mucudnn.runtime.tuning.bound_plan import compile_plan
 from mucudnn.runtime.tuning.timing import StoppingRule, measure
 
 __all__ = [
@@ -86,7 +85,7 @@ class ColdBench:
             a, b, out = (self._pool.view(s.name, s) for s in needed.operands)
             self._device.randomize(a)
             self._device.randomize(b)
-            runner = compile_plan(self._backend, plan)
+            runner = self._backend.bind(plan)
             return self._median(lambda: runner.run(a, b, out, scratch, False))
 
     def link(self, nbytes: int = LINK_BYTES) -> tuple[float, float]:

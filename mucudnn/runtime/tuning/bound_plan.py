@@ -1,62 +1,23 @@
-"""Run a plan: micro-batches one after another, filter gradients accumulating."""
+"""A plan bound to a backend, ready for the user's arrays, that survives.
 
-from mucudnn.backends.base import Array, Backend, Buffer, PlanRunner
-from mucudnn.errors import MucudnnError, StepFailedError
+A workspace that cannot be had is answered by the next smaller plan. A kernel that fails
+after some micro-batches is answered by finishing the samples that are left with the
+algorithm that asks for least; what was written stays, so that nothing is added twice.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mucudnn.backends.base import Array, Backend, Buffer, Device, Runner
+from mucudnn.errors import MucudnnError, OutOfMemoryError, StepFailedError
 from mucudnn.ir.conv import ConvPlan, Direction
+from mucudnn.ir.tensor import TensorSpec
 
-__all__ = ["CompiledPlan", "StepFailedError", "compile_plan", "run_plan"]
+__all__ = ["Arena", "BoundPlan", "check_out", "run_plan"]
 
-
-class CompiledPlan:
-    """A plan bound to a backend, its sub-problems and slices prebuilt."""
-
-    def __init__(self, backend: Backend, plan: ConvPlan) -> None:
-        self.plan = plan
-        self._conv = backend.conv
-        self._to_filter = plan.problem.direction is Direction.BACKWARD_FILTER
-        self._steps = tuple(
-            (window, plan.problem.with_batch(step.batch), step.algo)
-            for window, step in plan.slices()
-        )
-
-    def run(
-        self, a: Array, b: Array, out: Array, workspace: Buffer, accumulate: bool
-    ) -> None:
-        """Write the result to `out`, or add it with `accumulate`.
-
-        Forward and backward data write disjoint slices. A filter gradient adds up over
-        micro-batches: the first obeys `accumulate`, those after it always add.
-
-        Raises:
-            StepFailedError: A kernel failed; earlier micro-batches are complete.
-        """
-        run = self._conv.run
-        whole = len(self._steps) == 1
-        for window, problem, algo in self._steps:
-            try:
-                if whole:
-                    run(problem, algo, a, b, out, workspace, accumulate=accumulate)
-                elif self._to_filter:
-                    add = accumulate or window.start > 0
-                    x, dy = a[window], b[window]
-                    run(problem, algo, x, dy, out, workspace, accumulate=add)
-                else:
-                    src, dst = a[window], out[window]
-                    run(problem, algo, src, b, dst, workspace, accumulate=accumulate)
-            except (MucudnnError, MemoryError) as e:
-                raise StepFailedError(algo, window.start, e) from e
-
-
-def compile_plan(
-    backend: Backend, plan: ConvPlan, *, replay: bool = False
-) -> PlanRunner:
-    """The backend's own runner of a plan, or one call of its library a micro-batch.
-
-    With `replay` a backend that can launches the whole plan at once.
-    """
-    if backend.compile is not None:
-        return backend.compile(plan, replay)
-    return CompiledPlan(backend, plan)
+logger = logging.getLogger(__name__)
 
 
 def run_plan(
@@ -72,9 +33,183 @@ def run_plan(
     """Run the micro-batches of a plan once.
 
     Operands are those of `ConvLibrary.run` for the whole mini-batch; `workspace` holds
-    at least `plan.workspace` bytes.
+    at least `plan.workspace` bytes. To run it often, bind it: `backend.bind(plan)`.
 
     Raises:
         StepFailedError: A kernel failed.
     """
-    compile_plan(backend, plan).run(a, b, out, workspace, accumulate)
+    backend.bind(plan).run(a, b, out, workspace, accumulate)
+
+
+class Arena:
+    """One growing workspace a queue, shared by all convolutions that go to it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buffers: WeakKeyDictionary[Hashable, tuple[int, Buffer]]
+        self._buffers = WeakKeyDictionary()
+
+    def get(self, nbytes: int) -> Buffer:
+        """At least `nbytes` bytes; their contents are undefined.
+
+        Raises:
+            OutOfMemoryError: The device has no room.
+        """
+        queue = self._device.queue()
+        held, buffer = self._buffers.get(queue, (-1, None))
+        if nbytes > held:
+            self._buffers.pop(queue, None)
+            del buffer  # never two at once
+            buffer = self._device.allocate(nbytes)
+            self._buffers[queue] = nbytes, buffer
+        return buffer
+
+    def release(self) -> None:
+        """Give all of it back, once nobody uses it; what is asked for next is new."""
+        self._buffers.clear()
+
+
+class BoundPlan:
+    """A plan that takes the user's arrays, with others to fall back to.
+
+    Args:
+        backend: Runs the kernels.
+        plan: The first choice.
+        smaller: Makes plans for the same problem, among them some with less workspace;
+            asked only once memory is short.
+        arena: Where workspace comes from.
+        replay: Whether the backend should launch the whole plan at once.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        plan: ConvPlan,
+        smaller: Callable[[ConvPlan], Sequence[ConvPlan]],
+        arena: Arena,
+        *,
+        replay: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._device = backend.device
+        self._smaller = smaller
+        self._arena = arena
+        self._replay = replay
+        self._out = plan.problem.operands()[2]
+        self._nbytes = self._out.nbytes
+        self.use(plan)
+
+    @property
+    def plan(self) -> ConvPlan:
+        """The plan in use; a smaller one than planned once memory was short."""
+        return self._runner.plan
+
+    def use(self, plan: ConvPlan) -> None:
+        """Run another plan of the same problem from now on."""
+        self._runner = self._backend.bind(plan, replay=self._replay)
+
+    def __call__(
+        self, a: Array, b: Array, out: Array = None, accumulate: bool = False
+    ) -> Array:
+        """Compute into `out`, or into a new array.
+
+        Args:
+            a: First operand; its shape and type are known to be right.
+            b: Second operand, likewise.
+            out: Where the result goes; checked.
+            accumulate: Add to `out` instead of overwriting it.
+
+        Raises:
+            ValueError: `out` cannot take the result.
+            OutOfMemoryError: There is no room even for the smallest plan.
+            StepFailedError: A kernel failed and so did every other algorithm.
+        """
+        device = self._device
+        if out is None and not accumulate:
+            out = device.view(device.allocate(self._nbytes), 0, self._out)
+        else:
+            check_out(device, self._out, out, accumulate)
+        a, b = device.dense(a), device.dense(b)
+        runner = self._runner
+        try:
+            workspace = self._arena.get(runner.plan.workspace)
+        except OutOfMemoryError as e:
+            runner, workspace = self._fitting(runner, e)
+        try:
+            runner.run(a, b, out, workspace, accumulate)
+        except StepFailedError as e:
+            logger.warning("%s; finishing with another algorithm", e)
+            self._finish(e, a, b, out, accumulate)
+        return out
+
+    def _fitting(self, runner: Runner, error: OutOfMemoryError) -> tuple[Runner, Any]:
+        """The largest smaller plan that memory has room for, and its workspace.
+
+        They belong together: another thread may fall back further meanwhile.
+        """
+        while True:
+            plan = runner.plan
+            fits = [p for p in self._smaller(plan) if p.workspace < plan.workspace]
+            if not fits:
+                raise error
+            smaller = max(fits, key=lambda p: p.workspace)
+            logger.warning(
+                "%s; falling back from %d to %d bytes of workspace",
+                error,
+                plan.workspace,
+                smaller.workspace,
+            )
+            runner = self._backend.bind(smaller, replay=self._replay)
+            self._runner = runner
+            try:
+                return runner, self._arena.get(smaller.workspace)
+            except OutOfMemoryError as e:
+                error = e
+
+    def _finish(
+        self, failure: StepFailedError, a: Array, b: Array, out: Array, accumulate: bool
+    ) -> None:
+        """Run the samples that are left, undivided, with the least workspace."""
+        whole = self.plan.problem
+        done = failure.done
+        problem = whole.with_batch(whole.batch - done)
+        window = slice(done, whole.batch)
+        if whole.direction is Direction.BACKWARD_FILTER:
+            operands = (a[window], b[window], out)
+            accumulate = accumulate or done > 0
+        else:
+            operands = (a[window], b, out[window])
+        conv = self._backend.conv
+        for algo, nbytes in sorted(conv.algorithms(problem), key=lambda pair: pair[1]):
+            if algo == failure.algo:
+                continue
+            try:
+                workspace = self._arena.get(nbytes)
+                conv.run(problem, algo, *operands, workspace, accumulate=accumulate)
+            except (MucudnnError, MemoryError) as e:
+                logger.warning("%s failed too: %s", algo, e)
+            else:
+                logger.warning("%s finished the last %d samples", algo, problem.batch)
+                return
+        raise failure
+
+
+def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) -> None:
+    """Refuse an `out` that cannot take the result.
+
+    Raises:
+        ValueError: It is of another shape, type or order, or is missing.
+        TypeError: It is no array.
+    """
+    if out is None:
+        if accumulate:
+            raise ValueError("accumulate=True adds to `out`, which was not given")
+        return
+    try:
+        shape, dtype = out.shape, out.dtype
+    except AttributeError:
+        raise TypeError(f"out must be an array, got {type(out).__name__}") from None
+    if shape != spec.shape or dtype != spec.dtype:
+        raise ValueError(f"out must be {spec.dtype} {spec.shape}, got {dtype} {shape}")
+    if device.dense(out) is not out:
+        raise ValueError("out must be densely packed, in the order of the layout")

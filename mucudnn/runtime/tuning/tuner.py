@@ -1,61 +1,44 @@
-"""Problem -> measurements -> plan, and the check that the plan keeps its word."""
+"""Problem -> measurements -> plan -> convolution: the front of all four.
 
-import logging
+`measurer` fills tables, `planning` divides by them, `validation` proves divisions and
+`bound_plan` runs them.
+"""
+
 import math
 import os
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NoReturn, Self
 
 from mucudnn.backends import Backend, get_backend
-from mucudnn.backends.recorded import recording_of
-from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.forks import Own
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.measurement import Verdict
 from mucudnn.ir.numerics import Numerics
-from mucudnn.ir.sizes import parse_bytes
-from mucudnn.passes.convolution.explain import Trial, explain
-from mucudnn.passes.convolution.pareto import check_divisible
-from mucudnn.passes.microbatch import (
-    PLANNERS,
-    BatchPolicy,
-    Planner,
-    candidate_batches,
-    divided_by,
-    pareto_plans,
-)
-from mucudnn.runtime.environment import (
-    USERS,
-    CacheChoice,
-    open_cache,
-    tuner_options,
-)
-from mucudnn.runtime.tuning.bound_plan import compile_plan
+from mucudnn.ir.sizes import format_bytes, parse_bytes
+from mucudnn.passes.microbatch import PLANNERS, BatchPolicy, Planner, pareto_plans
+from mucudnn.passes.registry import name_of
+from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.environment import USERS, CacheChoice, open_cache, tuner_options
+from mucudnn.runtime.tuning import planning
+from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.kernel_bench import limited, operands
+from mucudnn.runtime.tuning.measurer import Measurer
 from mucudnn.runtime.tuning.plan_texts import restore_plans
-from mucudnn.runtime.tuning.recovery import Arena, ResilientPlan
-from mucudnn.runtime.tuning.sweep import Progress, Sweep
-from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure_together
-from mucudnn.runtime.tuning.validation import REJECTED, Choice, Verdicts, decided
+from mucudnn.runtime.tuning.sweep import Progress
+from mucudnn.runtime.tuning.timing import StoppingRule, Timing
+from mucudnn.runtime.tuning.validation import Choice, Validator
 
 __all__ = ["Choice", "Progress", "Tuner"]
 
-logger = logging.getLogger(__name__)
-
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
 """Bytes; µ-cuDNN's default."""
-
-LAUNCH_OVERHEAD_MS = 0.005
-"""What one more micro-batch costs the host, beyond the kernel's own time."""
 
 
 class Tuner:
     """Measures convolutions, plans them and runs the plans.
 
-    Its arguments are the configuration; threads may share it.
+    Its arguments are the configuration; threads may share it. A `with` closes it.
 
     Args:
         backend: A backend or its name.
@@ -114,44 +97,44 @@ class Tuner:
         self.total_workspace = (
             None if total_workspace is None else parse_bytes(total_workspace)
         )
-        candidate_batches(1, batch_policy)
-        self.batch_policy = batch_policy
         self.planner = PLANNERS.resolve(planner)
         if self.total_workspace is not None:
             self.planner = PLANNERS.resolve("workspace_division")
-        self.cache = open_cache(cache, self.backend)
-        self.memory_limit = (
-            math.inf if memory_limit is None else parse_bytes(memory_limit)
-        )
-        self.time_limit_s = math.inf if time_limit_s is None else time_limit_s
-        self.prune = prune
-        self.validates = validate
+        self.batch_policy = batch_policy
+        memory = math.inf if memory_limit is None else parse_bytes(memory_limit)
+        self.memory_limit = memory
         self.numerics = (
             Numerics.parse(numerics) if isinstance(numerics, str) else numerics
         )
-        self.replay = replay
         self.rule = rule or StoppingRule()
-        self.progress = progress
         self.benchmark_backends = tuple(benchmark_backends) or (self.backend,)
-        for other in self.benchmark_backends:
-            if other.device.fingerprint != self.backend.device.fingerprint:
-                raise ValueError(
-                    "measurements do not carry over between "
-                    f"{self.backend.device.fingerprint!r} and "
-                    f"{other.device.fingerprint!r}; use devices of one model"
-                )
-        self.ready: dict[object, Any] = {}  # call signature -> what runs it
-        self._verdicts = Verdicts(self.backend, self.cache)
-        self._isolation = Isolation(isolate)
-        self._arena = Arena(self.backend.device)
-        self._tables: dict[ConvProblem, PerfTable] = {}
-        self._compiled: dict[ConvProblem, ResilientPlan] = {}
+        self._cache_choice = cache
+        self._cache: BenchmarkCache | None = open_cache(cache, self.backend)
         self._lock = Own(threading.RLock)
+        self._measurer = Measurer(
+            backend=self.backend,
+            backends=self.benchmark_backends,
+            cache=lambda: self.cache,
+            batch_policy=batch_policy,
+            rule=self.rule,
+            numerics=self.numerics,
+            memory_limit=memory,
+            time_limit_s=math.inf if time_limit_s is None else time_limit_s,
+            prune=prune,
+            progress=progress,
+            isolation=Isolation(isolate),
+            lock=self._lock,
+        )
+        self._validator = Validator(self.backend, lambda: self.cache, self.rule, memory)
+        self._validates, self._replay = validate, replay
+        self._arena = Arena(self.backend.device)
+        self.bound: dict[Hashable, BoundPlan] = {}
+        """By problem, and by what it was called with: the fast way to the same plan."""
 
     @classmethod
     def from_env(
         cls, environ: Mapping[str, str] | None = None, **overrides: Any
-    ) -> "Tuner":
+    ) -> Self:
         """A tuner configured by µ-cuDNN's environment variables.
 
         `MUCUDNN_BATCH_SIZE_POLICY`, `MUCUDNN_WORKSPACE_LIMIT`,
@@ -166,6 +149,16 @@ class Tuner:
         env = os.environ if environ is None else environ
         return cls(**tuner_options(env, overrides))
 
+    def __repr__(self) -> str:
+        total, ready = self.total_workspace, {*map(id, self.bound.values())}
+        limit = self.workspace_limit if total is None else total
+        return (
+            f"Tuner({self.backend.name}, {format_bytes(limit)} of workspace "
+            f"{'a kernel' if total is None else 'in all'}, "
+            f"{name_of(self.batch_policy)}, {name_of(self.planner)}, "
+            f"{len(ready)} ready)"
+        )
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Tuner cannot be copied or pickled, as it holds a device, a lock and a "
@@ -173,13 +166,33 @@ class Tuner:
             "with the same arguments, which finds in the same cache what was measured"
         )
 
-    def close(self) -> None:
-        """End the processes that measured; a later measurement starts new ones.
+    def __enter__(self) -> Self:
+        return self
 
-        They end with the tuner, too, and with the program, however that ends.
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release workspaces, child processes and the cache's file.
+
+        A `BenchmarkCache` that was given stays open. The tuner may still be used: what
+        it needs is opened or started anew.
         """
         with self._lock.mine:
-            self._isolation.close()
+            self._measurer.isolation.close()
+            self._arena.release()
+            given = isinstance(self._cache_choice, BenchmarkCache)
+            if not given and self._cache is not None and self._cache.path is not None:
+                self._cache.close()
+                self._cache = None
+
+    @property
+    def cache(self) -> BenchmarkCache:
+        """Where measurements are remembered."""
+        with self._lock.mine:
+            if self._cache is None:
+                self._cache = open_cache(self._cache_choice, self.backend)
+            return self._cache
 
     def measure(
         self,
@@ -188,52 +201,8 @@ class Tuner:
         time_limit_s: float | None = None,
         memory_limit: float = math.inf,
     ) -> PerfTable:
-        """Every algorithm at every candidate micro-batch size.
-
-        Rows of failed algorithms carry the error. Rows that a limit prevented carry
-        the limit; such a table is not remembered.
-
-        Args:
-            problem: What to measure.
-            time_limit_s: Seconds; the tuner's own if not given.
-            memory_limit: Bytes; the tuner's own holds as well.
-
-        Raises:
-            PlanningError: There are too many samples to be divided.
-        """
-        if (table := self._tables.get(problem)) is not None:
-            return table
-        with self._lock.mine:  # two at once would disturb each other
-            if (table := self._tables.get(problem)) is None:
-                table = self._sweep(problem, time_limit_s, memory_limit)
-            return table
-
-    def _sweep(
-        self, problem: ConvProblem, time_limit_s: float | None, memory_limit: float
-    ) -> PerfTable:
-        limit = self.time_limit_s if time_limit_s is None else time_limit_s
-        if self.batch_policy != "undivided":
-            every = self.batch_policy == "all"
-            sizes = problem.batch if every else problem.batch.bit_length()
-            check_divisible(problem.batch, sizes)
-        sweep = Sweep(
-            backends=self.benchmark_backends,
-            cache=self.cache,
-            rule=self.rule,
-            numerics=self.numerics,
-            memory_limit=min(self.memory_limit, memory_limit),
-            deadline=time.monotonic() + limit,
-            progress=self.progress,
-            isolation=self._isolation,
-        )
-        # What was recorded takes no time to ask for, and all of it was planned with.
-        prune = self.prune and recording_of(self.backend) is None
-        table = sweep.table(
-            problem, self.batch_policy, prune=prune, overhead=LAUNCH_OVERHEAD_MS
-        )
-        if not any(limited(perf) for perf in table.perfs):
-            self._tables[problem] = table
-        return table
+        """Every algorithm at every candidate micro-batch size; see `Measurer.table`."""
+        return self._measurer.table(problem, time_limit_s, memory_limit)
 
     def plan(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
         """One plan a problem, each at least as fast as undivided under its limit.
@@ -242,24 +211,15 @@ class Tuner:
             PlanningError: A problem has no plan within the limit.
         """
         tables = [self.measure(problem) for problem in problems]
-        total = self.total_workspace
-        limit = self.workspace_limit if total is None else total
-        plans = tuple(
-            plan.under(limit if total is None else plan.workspace)  # its share
-            for plan in divided_by(self.planner, tables, limit)
-        )
-        if not self.validates:
+        limit, total = self.workspace_limit, self.total_workspace
+        plans = planning.plans_within(self.planner, tables, limit, total)
+        if not self._validates:
             return plans
-        return tuple(
-            self._kept(table, plan) for table, plan in zip(tables, plans, strict=True)
-        )
+        return tuple(map(self._validator.kept, plans, tables))
 
     def undivided(self, table: PerfTable, workspace_limit: int) -> ConvPlan | None:
         """The fastest single call within the limit, or None."""
-        try:
-            return PLANNERS.resolve("undivided")([table], workspace_limit)[0]
-        except PlanningError:
-            return None
+        return planning.undivided(table, workspace_limit)
 
     def validate(
         self,
@@ -268,59 +228,27 @@ class Tuner:
         *,
         time_limit_s: float = math.inf,
     ) -> Choice:
-        """Measure a plan and its undivided rival in one run; keep the faster.
+        """The faster of two plans, run in turn; see `Validator.choice`."""
+        return self._validator.choice(plan, undivided, time_limit_s)
 
-        A recording answers with what its machine found, where that ran both.
-
-        Raises:
-            OutOfMemoryError: The operands do not fit the memory limit.
-            StepFailedError: A kernel failed.
-        """
-        if undivided is None or undivided.steps == plan.steps:
-            (timing,) = self.time_plans([plan], time_limit_s=time_limit_s)
-            rival_ms = None if undivided is None else timing.time_ms
-            return decided(plan, undivided, timing.time_ms, rival_ms)
-        if (ratio := self._verdicts.recorded(plan, undivided)) is not None:
-            rival_ms, won = undivided.time_ms, ratio < REJECTED
-            return decided(plan, undivided, ratio * rival_ms, rival_ms, won=won)
-        ours, theirs = self.time_plans([plan, undivided], time_limit_s=time_limit_s)
-        noise_ms = max(ours.noise_ms, theirs.noise_ms)
-        won = ours.time_ms < theirs.time_ms - noise_ms
-        ratio = ours.time_ms / theirs.time_ms if won else REJECTED
-        self._verdicts.keep(plan, undivided, ratio, remember=ours.samples > 0)
-        return decided(plan, undivided, ours.time_ms, theirs.time_ms, won=won)
+    def time_plans(
+        self, plans: Sequence[ConvPlan], *, time_limit_s: float = math.inf
+    ) -> tuple[Timing, ...]:
+        """Run plans of one problem in turn; see `Validator.time_plans`."""
+        return self._validator.time_plans(plans, time_limit_s)
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """What became of divided plans when they were run whole."""
-        return self._verdicts.used
+        return self._validator.verdicts
 
-    def compiled(self, problem: ConvProblem) -> ResilientPlan:
-        """The plan of a problem, ready to run; planned on first use."""
-        if (ready := self._compiled.get(problem)) is not None:
-            return ready
-        with self._lock.mine:
-            if (ready := self._compiled.get(problem)) is None:
-                (plan,) = self.plan([problem])
-                ready = self.adopt(plan)
-            return ready
-
-    def adopt(self, plan: ConvPlan) -> ResilientPlan:
-        """Run `plan` from now on for its problem (plans made ahead, or by hand)."""
-        restore_plans(self.backend, self.cache, plan)
-
-        def smaller() -> Sequence[ConvPlan]:
-            return pareto_plans(self.measure(plan.problem), plan.workspace)
-
-        ready = ResilientPlan(
-            self.backend, plan, smaller, self._arena, replay=self.replay
-        )
-        with self._lock.mine:
-            known = self._compiled.get(plan.problem)
-            self._compiled[plan.problem] = ready
-            if known is not None:
-                self.ready.clear()
-        return ready
+    def explain(self, plan: ConvPlan) -> str:
+        """Say in words why a plan is what it is, under the limit it was made under."""
+        table, limit = self.measure(plan.problem), plan.workspace_limit
+        if limit is None:
+            limit = max(self.workspace_limit, plan.workspace)
+        verdict = self._validator.known
+        return planning.explained(self.planner, table, plan, limit, verdict)
 
     def prepare(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
         """Plan ahead: afterwards the first call of each problem is a hit.
@@ -328,68 +256,29 @@ class Tuner:
         With `total_workspace` this is how kernels come to share it: all of them must
         be named in one call.
         """
-        plans = self.plan(problems)
-        for plan in plans:
-            self.adopt(plan)
-        return plans
+        return tuple(self.adopt(plan).plan for plan in self.plan(problems))
 
-    def explain(self, plan: ConvPlan) -> str:
-        """Say in words why a plan is what it is, under the limit it was made under."""
-        table = self.measure(plan.problem)
-        limit = plan.workspace_limit
-        if limit is None:
-            limit = max(self.workspace_limit, plan.workspace)
-        rival = self.undivided(table, limit)
-        division = plan if plan.divided else self._division(table, limit)
-        if rival is None or division is None:
-            return explain(table, plan, limit)
-        trial = Trial(division, self._verdicts.known(division, rival))
-        return explain(table, plan, limit, trial)
+    def compiled(self, problem: ConvProblem) -> BoundPlan:
+        """The plan of a problem, ready to run; planned on first use."""
+        if (ready := self.bound.get(problem)) is not None:
+            return ready
+        with self._lock.mine:
+            if (ready := self.bound.get(problem)) is None:
+                (ready,) = map(self.adopt, self.plan([problem]))
+            return ready
 
-    def _division(self, table: PerfTable, limit: int) -> ConvPlan | None:
-        """What an undivided plan was preferred to, if the planner wanted to divide."""
-        try:
-            (plan,) = self.planner([table], limit)
-        except PlanningError:
-            return None
-        return plan if plan.divided else None
+    def adopt(self, plan: ConvPlan) -> BoundPlan:
+        """Run `plan` from now on for its problem (plans made ahead, or by hand)."""
+        restore_plans(self.backend, self.cache, plan)
+        with self._lock.mine:
+            if (known := self.bound.get(plan.problem)) is not None:
+                known.use(plan)
+                return known
+            ready = BoundPlan(
+                self.backend, plan, self._smaller, self._arena, replay=self._replay
+            )
+            self.bound[plan.problem] = ready
+            return ready
 
-    def _kept(self, table: PerfTable, plan: ConvPlan) -> ConvPlan:
-        """The plan, or undivided where that was not beaten when both were run."""
-        alone = self.total_workspace is None
-        limit = self.workspace_limit if alone else plan.workspace
-        undivided = self.undivided(table, limit)
-        if undivided is None or not plan.divided:
-            return plan
-        ratio = self._verdicts.known(plan, undivided)
-        if ratio is not None:
-            return plan if ratio < REJECTED else undivided
-        try:
-            return self.validate(plan, undivided).plan
-        except MucudnnError as e:
-            logger.warning("%s is not divided, for want of proof: %s", plan.problem, e)
-            return undivided
-
-    def time_plans(
-        self, plans: Sequence[ConvPlan], *, time_limit_s: float = math.inf
-    ) -> tuple[Timing, ...]:
-        """Run plans of one problem in turn and time each as a whole.
-
-        Raises:
-            OutOfMemoryError: Operands and workspace do not fit the memory limit.
-        """
-        backend = self.backend
-        workspace = max(plan.workspace for plan in plans)
-        a, b, out = operands(backend, plans[0].problem, workspace, self.memory_limit)
-        scratch = backend.device.allocate(workspace)
-
-        def runner(plan: ConvPlan) -> Callable[[], None]:
-            compiled = compile_plan(backend, plan)
-            return lambda: compiled.run(a, b, out, scratch, False)
-
-        return measure_together(
-            [runner(plan) for plan in plans],
-            backend.device,
-            self.rule,
-            deadline=time.monotonic() + time_limit_s,
-        )
+    def _smaller(self, plan: ConvPlan) -> Sequence[ConvPlan]:
+        return pareto_plans(self.measure(plan.problem), plan.workspace)

@@ -5,16 +5,25 @@ is run once before it is trusted. That is a measurement like any other: a cache
 remembers it, and a recording carries it to machines that cannot run the plans.
 """
 
+import logging
 import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mucudnn.backends.base import Backend
 from mucudnn.backends.recorded import recording_of
-from mucudnn.ir.conv import ConvPlan, ConvProblem
+from mucudnn.errors import MucudnnError
+from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.measurement import Verdict, signature
 from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.tuning.kernel_bench import operands
+from mucudnn.runtime.tuning.planning import undivided as fastest_undivided
+from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure_together
 
-__all__ = ["REJECTED", "Choice", "Verdicts", "decided"]
+__all__ = ["REJECTED", "Choice", "Validator"]
+
+logger = logging.getLogger(__name__)
 
 REJECTED = 1.0
 """Ratio of a plan that did not win by more than the noise."""
@@ -50,7 +59,152 @@ class Choice:
         return self.undivided_ms / self.planned_ms if self.planned_ms else math.inf
 
 
-def decided(
+class Validator:
+    """Runs divided plans whole, in turn with their undivided rivals.
+
+    Args:
+        backend: Runs them.
+        cache: Opens what was found out before, where the rest is remembered, too.
+        rule: When a plan has been timed enough.
+        memory_limit: Bytes for operands and workspace.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        cache: Callable[[], BenchmarkCache],
+        rule: StoppingRule,
+        memory_limit: float,
+    ) -> None:
+        self._backend = backend
+        self._fingerprint = backend.device.fingerprint
+        self._recording = recording_of(backend)
+        self._cache = cache
+        self._rule = rule
+        self._memory_limit = memory_limit
+        self._used: dict[tuple[ConvProblem, str], float] = {}
+
+    def kept(self, plan: ConvPlan, table: PerfTable) -> ConvPlan:
+        """The plan, or undivided where that was not beaten when both were run.
+
+        Args:
+            plan: Knows the limit it was made under, which is undivided's, too.
+            table: What it was made of.
+        """
+        undivided = fastest_undivided(table, plan.workspace_limit or 0)
+        if undivided is None or not plan.divided:
+            return plan
+        ratio = self.known(plan, undivided)
+        if ratio is not None:
+            return plan if ratio < REJECTED else undivided
+        try:
+            return self.choice(plan, undivided).plan
+        except MucudnnError as e:
+            logger.warning("%s is not divided, for want of proof: %s", plan.problem, e)
+            return undivided
+
+    def choice(
+        self, plan: ConvPlan, undivided: ConvPlan | None, time_limit_s: float = math.inf
+    ) -> Choice:
+        """Measure a plan and its undivided rival in one run; keep the faster.
+
+        A recording answers with what its machine found, where that ran both.
+
+        Raises:
+            OutOfMemoryError: The operands do not fit the memory limit.
+            StepFailedError: A kernel failed.
+        """
+        if undivided is None or undivided.steps == plan.steps:
+            (timing,) = self.time_plans([plan], time_limit_s)
+            rival_ms = None if undivided is None else timing.time_ms
+            return _decided(plan, undivided, timing.time_ms, rival_ms)
+        if (ratio := self._recorded(plan, undivided)) is not None:
+            rival_ms, won = undivided.time_ms, ratio < REJECTED
+            return _decided(plan, undivided, ratio * rival_ms, rival_ms, won=won)
+        ours, theirs = self.time_plans([plan, undivided], time_limit_s)
+        noise_ms = max(ours.noise_ms, theirs.noise_ms)
+        won = ours.time_ms < theirs.time_ms - noise_ms
+        ratio = ours.time_ms / theirs.time_ms if won else REJECTED
+        self._keep(plan, undivided, ratio, remember=ours.samples > 0)
+        return _decided(plan, undivided, ours.time_ms, theirs.time_ms, won=won)
+
+    def time_plans(
+        self, plans: Sequence[ConvPlan], time_limit_s: float = math.inf
+    ) -> tuple[Timing, ...]:
+        """Run plans of one problem in turn and time each as a whole.
+
+        Raises:
+            OutOfMemoryError: Operands and workspace do not fit the memory limit.
+        """
+        backend = self._backend
+        workspace = max(plan.workspace for plan in plans)
+        a, b, out = operands(backend, plans[0].problem, workspace, self._memory_limit)
+        scratch = backend.device.allocate(workspace)
+
+        def call(plan: ConvPlan) -> Callable[[], None]:
+            runner = backend.bind(plan)
+            return lambda: runner.run(a, b, out, scratch, False)
+
+        return measure_together(
+            [call(plan) for plan in plans],
+            backend.device,
+            self._rule,
+            deadline=time.monotonic() + time_limit_s,
+        )
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Every verdict that was reached or looked up, in order."""
+        return tuple(
+            Verdict(
+                fingerprint=self._fingerprint,
+                problem=problem,
+                signature=plans,
+                ratio=ratio,
+            )
+            for (problem, plans), ratio in self._used.items()
+        )
+
+    def known(self, plan: ConvPlan, rival: ConvPlan) -> float | None:
+        """What a recording or the cache knows."""
+        ratio = self._recorded(plan, rival)
+        if ratio is not None:
+            return ratio
+        plans = signature(plan, rival)
+        found = self._cache().get_verdict(self._fingerprint, plan.problem, plans)
+        return self._note(plan, rival, found)
+
+    def _recorded(self, plan: ConvPlan, rival: ConvPlan) -> float | None:
+        """What the machine found that the backend stands for, if it stands for one."""
+        if self._recording is None:
+            return None
+        return self._note(
+            plan, rival, self._recording.verdict(plan.problem, signature(plan, rival))
+        )
+
+    def _keep(
+        self, plan: ConvPlan, rival: ConvPlan, ratio: float, *, remember: bool
+    ) -> None:
+        """A verdict was reached; `remember` it for other runs, too.
+
+        Where a recording is silent nothing was run, and so nothing is kept.
+        """
+        if self._recording is not None:
+            return
+        self._note(plan, rival, ratio)
+        if remember:
+            plans = signature(plan, rival)
+            self._cache().put_verdict(self._fingerprint, plan.problem, plans, ratio)
+
+    def _note(
+        self, plan: ConvPlan, rival: ConvPlan, ratio: float | None
+    ) -> float | None:
+        if ratio is not None:
+            self._used[plan.problem, signature(plan, rival)] = ratio
+        return ratio
+
+
+def _decided(
     plan: ConvPlan,
     undivided: ConvPlan | None,
     planned_ms: float,
@@ -71,69 +225,3 @@ def decided(
         predicted_ms=plan.time_ms,
         rejected=rejected,
     )
-
-
-class Verdicts:
-    """Ratios of a plan's time to its rival's on one device; see `Verdict.ratio`.
-
-    Args:
-        backend: Which device.
-        cache: What was found out before, and where the rest is remembered.
-    """
-
-    def __init__(self, backend: Backend, cache: BenchmarkCache) -> None:
-        self._fingerprint = backend.device.fingerprint
-        self._recording = recording_of(backend)
-        self._cache = cache
-        self._used: dict[tuple[ConvProblem, str], float] = {}
-
-    @property
-    def used(self) -> tuple[Verdict, ...]:
-        """Every verdict that was reached or looked up, in order."""
-        return tuple(
-            Verdict(
-                fingerprint=self._fingerprint,
-                problem=problem,
-                signature=plans,
-                ratio=ratio,
-            )
-            for (problem, plans), ratio in self._used.items()
-        )
-
-    def recorded(self, plan: ConvPlan, rival: ConvPlan) -> float | None:
-        """What the machine found that the backend stands for, if it stands for one."""
-        if self._recording is None:
-            return None
-        return self._note(
-            plan, rival, self._recording.verdict(plan.problem, signature(plan, rival))
-        )
-
-    def known(self, plan: ConvPlan, rival: ConvPlan) -> float | None:
-        """What a recording or the cache knows."""
-        ratio = self.recorded(plan, rival)
-        if ratio is not None:
-            return ratio
-        plans = signature(plan, rival)
-        found = self._cache.get_verdict(self._fingerprint, plan.problem, plans)
-        return self._note(plan, rival, found)
-
-    def keep(
-        self, plan: ConvPlan, rival: ConvPlan, ratio: float, *, remember: bool
-    ) -> None:
-        """A verdict was reached; `remember` it for other runs, too.
-
-        Where a recording is silent nothing was run, and so nothing is kept.
-        """
-        if self._recording is not None:
-            return
-        self._note(plan, rival, ratio)
-        if remember:
-            plans = signature(plan, rival)
-            self._cache.put_verdict(self._fingerprint, plan.problem, plans, ratio)
-
-    def _note(
-        self, plan: ConvPlan, rival: ConvPlan, ratio: float | None
-    ) -> float | None:
-        if ratio is not None:
-            self._used[plan.problem, signature(plan, rival)] = ratio
-        return ratio

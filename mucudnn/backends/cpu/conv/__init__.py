@@ -1,5 +1,6 @@
 """Convolution algorithms in NumPy, named as cuDNN names them; one file each."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,11 @@ from mucudnn.backends.cpu.conv import (
     implicit_precomp_gemm,
     winograd_nonfused,
 )
-from mucudnn.backends.cpu.conv.algorithm import Algorithm
+from mucudnn.backends.cpu.conv.algorithm import Algorithm, Kernel
 from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.runner import Call, Library, PlanRunner, per_slice
 from mucudnn.errors import BackendError, UnsupportedError
-from mucudnn.ir.conv import ConvProblem
+from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.numerics import Traits
 from mucudnn.ir.tensor import TensorSpec
 
@@ -33,6 +35,11 @@ ALGORITHMS: tuple[Algorithm, ...] = (
 
 _DTYPES = ("float32", "float64")
 
+_KERNELS = 512
+"""How many kernels are remembered for the next time; they hold no arrays."""
+
+_NOTHING = np.empty(0, np.uint8)
+
 
 class CpuConv:
     """The CPU's convolution library.
@@ -44,11 +51,13 @@ class CpuConv:
     def __init__(self, workers: Workers | None = None) -> None:
         self._workers = workers or Workers()
         self._by_name = {a.name: a for a in ALGORITHMS}
+        self._kernel = functools.lru_cache(_KERNELS)(self._planned)
+        self._bound = functools.lru_cache(_KERNELS)(self._checked)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
         """(name, workspace bytes) of every algorithm that can run `problem`."""
         return [
-            (a.name, a.workspace(problem, self._workers.count))
+            (a.name, self._kernel(a.name, problem).nbytes)
             for a in ALGORITHMS
             if _excluded(a, problem) is None
         ]
@@ -74,6 +83,37 @@ class CpuConv:
         accumulate: bool = False,
     ) -> None:
         """Run one kernel; see `ConvLibrary.run`."""
+        views, call = self._bound(problem, algo)
+        call(*views(a, b, out), workspace, accumulate)
+
+    def bind(self, plan: ConvPlan) -> "CpuRunner":
+        """Everything that does not depend on the operands, worked out once."""
+        return CpuRunner(plan, self.kernel)
+
+    def kernel(self, problem: ConvProblem, algo: str) -> Call:
+        """One kernel, to be called with views in logical axis order.
+
+        Raises:
+            UnsupportedError: The algorithm cannot run the problem.
+        """
+        kernel, workers = self._kernel(algo, problem), self._workers
+        run, needed = kernel.run, kernel.nbytes
+
+        def call(a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
+            scratch = _NOTHING if workspace is None else workspace[:needed]
+            if scratch.nbytes < needed:
+                raise BackendError(
+                    f"{algo} needs {needed} bytes of workspace for {problem}, got "
+                    f"{scratch.nbytes}"
+                )
+            run(a, b, out, scratch, workers, accumulate)
+
+        return call
+
+    def _checked(self, problem: ConvProblem, algo: str) -> tuple["_Views", Call]:
+        return _Views(problem), self.kernel(problem, algo)
+
+    def _planned(self, algo: str, problem: ConvProblem) -> Kernel:
         try:
             algorithm = self._by_name[algo]
         except KeyError:
@@ -83,24 +123,69 @@ class CpuConv:
             ) from None
         if (reason := _excluded(algorithm, problem)) is not None:
             raise UnsupportedError(f"{algo} cannot run {problem}: {reason}")
-        a, b, out = (
-            _logical(array, spec, problem.layout)
-            for array, spec in zip((a, b, out), problem.operands(), strict=True)
-        )
-        needed = algorithm.workspace(problem, self._workers.count)
-        given = 0 if workspace is None else workspace.nbytes
-        if given < needed:
-            raise BackendError(
-                f"{algo} needs {needed} bytes of workspace for {problem}, got {given}"
-            )
-        scratch = np.empty(0, np.uint8) if workspace is None else workspace[:needed]
-        algorithm.run(problem, a, b, out, scratch, self._workers, accumulate)
+        return algorithm.kernel(problem, self._workers.count)
+
+
+class CpuRunner:
+    """Runs a plan on operands that are checked once; see `Runner`.
+
+    Args:
+        plan: What to run.
+        library: Makes its kernels.
+    """
+
+    def __init__(self, plan: ConvPlan, library: Library) -> None:
+        self.plan = plan
+        self._views = _Views(plan.problem)
+        self._runner = PlanRunner(plan, per_slice(plan, library))
+
+    def run(self, a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
+        """See `Runner.run`.
+
+        Raises:
+            ValueError: An array is not what the problem says.
+            StepFailedError: A kernel failed; earlier micro-batches are complete.
+        """
+        self._runner.run(*self._views(a, b, out), workspace, accumulate)
 
 
 def _excluded(algorithm: Algorithm, problem: ConvProblem) -> str | None:
     if problem.dtype not in _DTYPES:
         return f"dtype is {problem.dtype}, the CPU has {' and '.join(_DTYPES)}"
     return algorithm.excluded(problem)
+
+
+class _Views:
+    """Stored arrays of a problem as views with axes (first, channels, *spatial).
+
+    Channels last, such a view itself is accepted too: (N, C, H, W) with the strides of
+    (N, H, W, C), as PyTorch keeps it.
+    """
+
+    def __init__(self, problem: ConvProblem) -> None:
+        self._specs = problem.operands()
+        self._layout = problem.layout
+        shapes = tuple(spec.shape for spec in self._specs)
+        self._plain = shapes if problem.layout == "NCHW" else None
+        self._dtype = np.dtype(problem.dtype) if problem.dtype in _DTYPES else None
+
+    def __call__(self, a: Any, b: Any, out: Any) -> tuple[Any, Any, Any]:
+        dtype = self._dtype
+        if (
+            (a.shape, b.shape, out.shape) == self._plain
+            and a.dtype == b.dtype == out.dtype == dtype
+            and a.flags.c_contiguous
+            and b.flags.c_contiguous
+            and out.flags.c_contiguous
+        ):
+            return a, b, out
+        one, two, three = self._specs
+        layout = self._layout
+        return (
+            _logical(a, one, layout),
+            _logical(b, two, layout),
+            _logical(out, three, layout),
+        )
 
 
 def _logical(array: Any, spec: TensorSpec, layout: str) -> Any:

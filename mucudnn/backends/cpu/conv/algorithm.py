@@ -1,4 +1,4 @@
-"""What an algorithm of the CPU library is: a name and three functions."""
+"""What an algorithm of the CPU library is: a name and two functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,34 +7,14 @@ from typing import Any, Protocol
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem
 
-__all__ = ["Algorithm", "Kernel", "RunFn", "runs_everything"]
-
-
-class RunFn(Protocol):
-    """Run one kernel inside the workspace it is given."""
-
-    def __call__(
-        self,
-        problem: ConvProblem,
-        a: Any,
-        b: Any,
-        out: Any,
-        workspace: Any,
-        workers: Workers,
-        accumulate: bool,
-    ) -> None:
-        """Arrays are views in logical axis order, whatever `problem.layout` says.
-
-        (N, C, *spatial) and (K, C // groups, *kernel); with `NHWC` their strides are
-        channels-last. `workspace` is 64-byte aligned bytes, exactly as many as asked.
-        Apart from it, two workers may allocate less than 64 KiB together, and each
-        further one 16 KiB: NumPy's buffers are a thread's own.
-        """
-        ...
+__all__ = ["Algorithm", "Kernel", "runs_everything"]
 
 
 class Kernel(Protocol):
-    """One problem planned for some workers: what it needs, and how to run it."""
+    """One problem planned for some workers: what it needs, and how to run it.
+
+    It holds sizes and strides and no arrays, so that threads can share it.
+    """
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +30,14 @@ class Kernel(Protocol):
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """As `RunFn`, without the problem."""
+        """Run inside the workspace; `workers` are as many as it was planned for.
+
+        Arrays are views in logical axis order, whatever `problem.layout` says:
+        (N, C, *spatial) and (K, C // groups, *kernel); with `NHWC` their strides are
+        channels-last. `workspace` is 64-byte aligned bytes, exactly as many as asked.
+        Apart from it, two workers may allocate less than 64 KiB together, and each
+        further one 16 KiB: NumPy's buffers are a thread's own.
+        """
         ...
 
 
@@ -65,38 +52,10 @@ class Algorithm:
 
     Attributes:
         name: cuDNN's name for it.
+        kernel: (problem, number of workers) -> what runs it.
         excluded: Problem -> why it cannot be run, or None if it can.
-        workspace: (problem, number of workers) -> exact bytes needed.
-        run: The kernel.
     """
 
     name: str
-    excluded: Callable[[ConvProblem], str | None]
-    workspace: Callable[[ConvProblem, int], int]
-    run: RunFn
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        kernel: Callable[[ConvProblem, int], Kernel],
-        excluded: Callable[[ConvProblem], str | None] = runs_everything,
-    ) -> "Algorithm":
-        """An algorithm whose kernels are objects, made from (problem, workers)."""
-
-        def workspace(problem: ConvProblem, workers: int) -> int:
-            return kernel(problem, workers).nbytes
-
-        def run(
-            problem: ConvProblem,
-            a: Any,
-            b: Any,
-            out: Any,
-            workspace: Any,
-            workers: Workers,
-            accumulate: bool,
-        ) -> None:
-            planned = kernel(problem, workers.count)
-            planned.run(a, b, out, workspace, workers, accumulate)
-
-        return cls(name, excluded, workspace, run)
+    kernel: Callable[[ConvProblem, int], Kernel]
+    excluded: Callable[[ConvProblem], str | None] = runs_everything

@@ -3,6 +3,7 @@
 The same layout function sizes a workspace and cuts it, so the two cannot disagree.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,20 +20,23 @@ Region = tuple[tuple[int, ...], str]
 
 def nbytes(regions: Sequence[Region]) -> int:
     """Bytes that `carve` needs for these regions."""
-    return sum(_padded(region) for region in regions)
+    return sum(_extent(region)[1] for region in regions)
 
 
 def carve(workspace: Any, regions: Sequence[Region]) -> list[Any]:
     """Uninitialised arrays over consecutive, aligned parts of `workspace`."""
     arrays, offset = [], 0
-    for shape, dtype in regions:
-        size = math.prod(shape) * np.dtype(dtype).itemsize
+    for region in regions:
+        shape, dtype = region
+        size, padded = _extent(region)
         arrays.append(workspace[offset : offset + size].view(dtype).reshape(shape))
-        offset += _padded((shape, dtype))
+        offset += padded
     return arrays
 
 
-def _padded(region: Region) -> int:
+@functools.lru_cache(maxsize=4096)
+def _extent(region: Region) -> tuple[int, int]:
+    """Bytes of an array, and bytes to the next one."""
     shape, dtype = region
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return size, -(-size // ALIGNMENT) * ALIGNMENT

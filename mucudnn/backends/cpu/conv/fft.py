@@ -33,4 +33,4 @@ def _excluded(problem: ConvProblem) -> str | None:
     return None
 
 
-ALGORITHM = Algorithm.of("FFT", _kernel, _excluded)
+ALGORITHM = Algorithm("FFT", _kernel, _excluded)

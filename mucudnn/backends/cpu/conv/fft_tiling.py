@@ -34,4 +34,4 @@ def _excluded(problem: ConvProblem) -> str | None:
     return None
 
 
-ALGORITHM = Algorithm.of("FFT_TILING", _kernel, _excluded)
+ALGORITHM = Algorithm("FFT_TILING", _kernel, _excluded)

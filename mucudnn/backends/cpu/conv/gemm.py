@@ -4,7 +4,6 @@ All patches of the micro-batch are written to the workspace, which grows with it
 multiplied at once: the largest products that can be had, where images are small.
 """
 
-import functools
 import math
 
 from mucudnn.backends.cpu.conv.algorithm import Algorithm, Kernel
@@ -16,7 +15,6 @@ from mucudnn.ir.conv import ConvProblem, Direction
 __all__ = ["ALGORITHM"]
 
 
-@functools.lru_cache(maxsize=256)  # sizes and strides, no arrays
 def _kernel(problem: ConvProblem, workers: int) -> Kernel:
     match problem.direction:
         case Direction.FORWARD:
@@ -27,4 +25,4 @@ def _kernel(problem: ConvProblem, workers: int) -> Kernel:
             return FilterGradient(problem, workers, math.inf)
 
 
-ALGORITHM = Algorithm.of("GEMM", _kernel)
+ALGORITHM = Algorithm("GEMM", _kernel)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from mucudnn.backends.cpu.conv.algorithm import Algorithm, runs_everything
+from mucudnn.backends.cpu.conv.algorithm import Algorithm
 from mucudnn.backends.cpu.conv.lowering.gather import (
     Axis,
     Cut,
@@ -40,58 +40,64 @@ _Reach = tuple[slice, slice] | None
 """Outputs (within a tile) that a tap reaches, and what it reads for them."""
 
 
-def _workspace(problem: ConvProblem, workers: int) -> int:
-    return 0
+class ImplicitGemm:
+    """The products of one problem, gather by gather.
 
+    Args:
+        problem: In any direction.
+        workers: However many; most of it is done by one.
+    """
 
-def _run(
-    problem: ConvProblem,
-    a: Any,
-    b: Any,
-    out: Any,
-    workspace: Any,
-    workers: Workers,
-    accumulate: bool,
-) -> None:
-    groups = problem.groups
-    if problem.direction is Direction.BACKWARD_FILTER:
-        dw = grouped(out, groups, 0)
-        if not accumulate:
-            dw[...] = 0
-        blocked = _Blocked(problem, forward_gather(problem))
-        blocked.filter_gradient(
-            grouped(a, groups, 1), grouped(b, groups, 1), dw, workers
+    nbytes = 0
+
+    def __init__(self, problem: ConvProblem, workers: int) -> None:
+        self._problem = problem
+        gathers = [forward_gather(problem)]
+        if problem.direction is Direction.BACKWARD_DATA:
+            gathers = list(backward_gathers(problem))
+        self._gathers = gathers
+        self._by_pixel = problem.direction is Direction.FORWARD and not (
+            math.prod(problem.w_shape[2:]) > 1
+            or any(problem.padding)
+            or any(step > 1 for step in problem.stride)
         )
-        return
-    source, dest = grouped(a, groups, 1), grouped(out, groups, 1)
-    w = grouped(b, groups, 0)
-    if problem.direction is Direction.FORWARD:
-        if not accumulate and _multiply_pixels(problem, source, w, dest, workers):
+
+    def run(
+        self,
+        a: Any,
+        b: Any,
+        out: Any,
+        workspace: Any,
+        workers: Workers,
+        accumulate: bool,
+    ) -> None:
+        """Write (or add) the result; see `Kernel`."""
+        problem, groups = self._problem, self._problem.groups
+        if problem.direction is Direction.BACKWARD_FILTER:
+            dw = grouped(out, groups, 0)
+            if not accumulate:
+                dw[...] = 0
+            x, dy = grouped(a, groups, 1), grouped(b, groups, 1)
+            _Blocked(problem, self._gathers[0]).filter_gradient(x, dy, dw, workers)
             return
-        gathers = iter([forward_gather(problem)])
-    else:
-        w = w.swapaxes(1, 2)
-        gathers = backward_gathers(problem)
-    if not accumulate:
-        dest[...] = 0
-    for gather in gathers:
-        filters, target = w[(..., *gather.taps)], dest[(..., *gather.outs)]
-        _Blocked(problem, gather).correlate(source, filters, target, workers)
+        source, dest = grouped(a, groups, 1), grouped(out, groups, 1)
+        w = grouped(b, groups, 0)
+        if not accumulate:
+            if self._by_pixel and _multiply_pixels(source, w, dest, workers):
+                return
+            dest[...] = 0
+        if problem.direction is Direction.BACKWARD_DATA:
+            w = w.swapaxes(1, 2)
+        for gather in self._gathers:
+            filters, target = w[(..., *gather.taps)], dest[(..., *gather.outs)]
+            _Blocked(problem, gather).correlate(source, filters, target, workers)
 
 
-ALGORITHM = Algorithm("IMPLICIT_GEMM", runs_everything, _workspace, _run)
+ALGORITHM = Algorithm("IMPLICIT_GEMM", ImplicitGemm)
 
 
-def _multiply_pixels(
-    problem: ConvProblem, x: Any, w: Any, y: Any, workers: Workers
-) -> bool:
-    """Multiply by x itself where a patch is a pixel; False where it is not."""
-    if (
-        math.prod(problem.w_shape[2:]) > 1
-        or any(problem.padding)
-        or any(step > 1 for step in problem.stride)
-    ):
-        return False
+def _multiply_pixels(x: Any, w: Any, y: Any, workers: Workers) -> bool:
+    """Multiply by x itself, where a patch is a pixel; False where strides forbid it."""
     rank = x.ndim - 3
     inputs, outputs = as_matrix(x, 1, rank), as_matrix(y, 1, rank)
     filters = as_matrix(w, 1, 1 + rank)

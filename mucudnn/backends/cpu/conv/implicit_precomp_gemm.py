@@ -5,8 +5,6 @@ of what the tile reads; the patches are copied into a buffer that stays in cache
 multiplied at once. Workspace does not grow with the batch.
 """
 
-import functools
-
 from mucudnn.backends.cpu.conv.algorithm import Algorithm, Kernel
 from mucudnn.backends.cpu.conv.lowering.correlation import Correlation
 from mucudnn.backends.cpu.conv.lowering.filter_gradient import FilterGradient
@@ -19,7 +17,6 @@ _TILE_BYTES = 768 << 10  # patches that stay in a core's second-level cache
 _FEW_CHANNELS = 16  # rows below which a product does not fill the vector units
 
 
-@functools.lru_cache(maxsize=256)  # sizes and strides, no arrays
 def _kernel(problem: ConvProblem, workers: int) -> Kernel:
     if problem.direction is Direction.BACKWARD_FILTER:
         return FilterGradient(problem, workers, _TILE_BYTES)
@@ -32,4 +29,4 @@ def _kernel(problem: ConvProblem, workers: int) -> Kernel:
     return Correlation(problem, workers, _TILE_BYTES)
 
 
-ALGORITHM = Algorithm.of("IMPLICIT_PRECOMP_GEMM", _kernel)
+ALGORITHM = Algorithm("IMPLICIT_PRECOMP_GEMM", _kernel)

@@ -38,40 +38,49 @@ def excluded(problem: ConvProblem) -> str | None:
     return None
 
 
-def workspace(problem: ConvProblem, nworkers: int) -> int:
-    """Bytes for the transformed filter and block of tiles, and for the workers."""
-    return carve.nbytes(_regions(problem, make_plan(problem, nworkers), nworkers))
+class Winograd:
+    """One problem, cut into blocks of tiles.
+
+    Args:
+        problem: One that is not `excluded`.
+        workers: How many threads will share the work.
+    """
+
+    def __init__(self, problem: ConvProblem, workers: int) -> None:
+        self._problem = problem
+        self._plan = make_plan(problem, workers)
+        self._regions = _regions(problem, self._plan, workers)
+        self.nbytes = carve.nbytes(self._regions)
+
+    def run(
+        self,
+        a: Any,
+        b: Any,
+        out: Any,
+        workspace: Any,
+        workers: Workers,
+        accumulate: bool,
+    ) -> None:
+        """Write (or add) the result; see `Kernel`."""
+        problem, plan, minimal = self._problem, self._plan, self._plan.minimal
+        arrays = carve.carve(workspace, self._regions)
+        kernel, inner, outer, spare, even, odd, *bands = arrays
+        adjoint = problem.direction is Direction.BACKWARD_FILTER
+        half, scratch = len(bands) // 2, (even, odd)
+        matrix = minimal.input_matrix()
+        source = Tiles(plan, plan.source, a, matrix, inner, bands[:half], scratch)
+        matrix, image = minimal.output_matrix(), b if adjoint else out
+        result = Tiles(plan, plan.result, image, matrix, outer, bands[half:], scratch)
+        w = Filter(problem, minimal, kernel)
+        if adjoint:
+            _sum_gradient(plan, source, result, w, spare, workers)
+            w.gradient(out, spare, accumulate, workers)
+        else:
+            w.transform(b, workers)
+            _correlate(plan, source, result, w, spare if accumulate else None, workers)
 
 
-def run(
-    problem: ConvProblem,
-    a: Any,
-    b: Any,
-    out: Any,
-    workspace: Any,
-    workers: Workers,
-    accumulate: bool,
-) -> None:
-    """See `RunFn`."""
-    plan = make_plan(problem, workers.count)
-    regions = _regions(problem, plan, workers.count)
-    kernel, inner, outer, spare, even, odd, *bands = carve.carve(workspace, regions)
-    adjoint = problem.direction is Direction.BACKWARD_FILTER
-    half, minimal, scratch = len(bands) // 2, plan.minimal, (even, odd)
-    matrix = minimal.input_matrix()
-    source = Tiles(plan, plan.source, a, matrix, inner, bands[:half], scratch)
-    matrix, image = minimal.output_matrix(), b if adjoint else out
-    result = Tiles(plan, plan.result, image, matrix, outer, bands[half:], scratch)
-    w = Filter(problem, minimal, kernel)
-    if adjoint:
-        _sum_gradient(plan, source, result, w, spare, workers)
-        w.gradient(out, spare, accumulate, workers)
-    else:
-        w.transform(b, workers)
-        _correlate(plan, source, result, w, spare if accumulate else None, workers)
-
-
-ALGORITHM = Algorithm("WINOGRAD_NONFUSED", excluded, workspace, run)
+ALGORITHM = Algorithm("WINOGRAD_NONFUSED", Winograd, excluded)
 
 
 Product = tuple[int, slice]

@@ -45,7 +45,7 @@ class _Bound:
 
 
 class CudaPlan:
-    """Runs a plan; see `PlanRunner`.
+    """Runs a plan; see `Runner`.
 
     Args:
         conv: The library.
@@ -60,6 +60,10 @@ class CudaPlan:
         self._plan = plan
         self._capture = capture
         self._known: dict[tuple[int, int, int, int, bool], _Bound] = {}
+        micro = {n: plan.problem.with_batch(n) for n in {s.batch for s in plan.steps}}
+        self._parts = [
+            (step, window.start, micro[step.batch]) for window, step in plan.slices()
+        ]
 
     @property
     def plan(self) -> ConvPlan:
@@ -67,7 +71,7 @@ class CudaPlan:
         return self._plan
 
     def run(self, a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
-        """See `PlanRunner.run`.
+        """See `Runner.run`.
 
         Raises:
             StepFailedError: A call failed; earlier micro-batches are complete.
@@ -87,25 +91,21 @@ class CudaPlan:
 
     def _bind(self, operands: Operands, accumulate: bool) -> _Bound:
         steps = []
-        for window, step in self._plan.slices():
-            micro = self._plan.problem.with_batch(step.batch)
+        sums = self._plan.problem.direction is Direction.BACKWARD_FILTER
+        for step, start, micro in self._parts:
             try:
                 launches = self._conv.launches(
                     micro,
                     step.algo,
-                    step_operands(self._plan, window.start, operands),
-                    first=window.start == 0 or not self._sums,
+                    step_operands(self._plan, start, operands),
+                    first=start == 0 or not sums,
                     accumulate=accumulate,
                 )
             except MucudnnError as e:
                 raise StepFailedError(step.algo, 0, e) from e
-            steps.append((step, window.start, launches))
+            steps.append((step, start, launches))
         calls = [(c.function, c.arguments) for _, _, cs in steps for c in cs]
         return _Bound(steps, calls)
-
-    @property
-    def _sums(self) -> bool:
-        return self._plan.problem.direction is Direction.BACKWARD_FILTER
 
     def _launch(self, bound: _Bound) -> None:
         position, session = 0, self._conv.session

@@ -10,6 +10,7 @@ workspace, which therefore grows with the micro-batch.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ _Job = tuple[Separable, Sequence[Any], Any, Any]
 """A transform, its tables, the tensor and the spectrum."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Spectral:
     """A convolution whose spatial axes have been cut into tiles.
 
@@ -48,10 +49,10 @@ class Spectral:
     workers: int
     axes: tuple[Axis, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Exact workspace."""
-        return nbytes(self._regions(self.workers))
+        return nbytes(self._regions)
 
     def run(
         self,
@@ -62,8 +63,8 @@ class Spectral:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Compute one kernel; arguments as `RunFn` has them."""
-        arrays = carve(workspace, self._regions(workers.count))
+        """Compute one kernel; see `Kernel`."""
+        arrays = carve(workspace, self._regions)
         basis, xs, ys, scratch, *arrays = arrays
         *tables, kernel = arrays
         self._fill_tables(tables)
@@ -90,11 +91,11 @@ class Spectral:
                 products.gradient(workers, basis, flat_x, flat_y, kernel, scratch)
                 _reduce(workers, kernel, self._stored(out).reshape(-1), accumulate)
 
-    @property
+    @cached_property
     def _x(self) -> Separable:
         return self._separable(self.problem.x_shape, [axis.x for axis in self.axes])
 
-    @property
+    @cached_property
     def _y(self) -> Separable:
         return self._separable(self.problem.y_shape, [axis.y for axis in self.axes])
 
@@ -111,11 +112,11 @@ class Spectral:
             dtype=self.problem.dtype,
         )
 
-    @property
+    @cached_property
     def _lengths(self) -> tuple[int, ...]:
         return tuple(axis.length for axis in self.axes)
 
-    @property
+    @cached_property
     def _products(self) -> Products:
         tiles = math.prod(len(axis.x) for axis in self.axes)
         count = sum(frequencies(self._lengths))
@@ -129,9 +130,10 @@ class Spectral:
         p = self.problem
         return basis_scratch(self._lengths, p.w_shape[:1:-1], p.dtype)
 
-    def _regions(self, nworkers: int) -> list[Region]:
+    @cached_property
+    def _regions(self) -> list[Region]:
         """Basis, spectra, scratch a worker; tables; the filter or its shares."""
-        p, products = self.problem, self._products
+        p, products, nworkers = self.problem, self._products, self.workers
         each = max(
             *(nbytes(s.scratch(*s.chunk_shape(nworkers))) for s in (self._x, self._y)),
             nbytes(products.scratch()),

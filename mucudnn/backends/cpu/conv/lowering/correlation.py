@@ -112,7 +112,7 @@ class Correlation:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Write (or add) the result; see `RunFn`."""
+        """Write (or add) the result; see `Kernel`."""
         weights, *buffers = carve(workspace, self.regions)
         source = grouped(source, self._groups, 1)
         dest = grouped(dest, self._groups, 1)

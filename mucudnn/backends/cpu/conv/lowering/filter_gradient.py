@@ -87,7 +87,7 @@ class FilterGradient:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Write (or add) the result; see `RunFn`."""
+        """Write (or add) the result; see `Kernel`."""
         arrays = carve(workspace, self.regions)
         sums, buffers = arrays[: len(self._sums)], arrays[len(self._sums) :]
         each = len(self._own)

@@ -1,0 +1,99 @@
+"""A bound plan as a list of calls, one a micro-batch.
+
+What does not depend on the operands is worked out when a plan is bound. A kernel that
+its library refuses is refused when its turn comes, so that the micro-batches before it
+are done and the rest can be finished by another.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mucudnn.errors import MucudnnError, StepFailedError
+from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
+
+__all__ = ["Call", "Library", "PlanRunner", "per_slice", "per_step"]
+
+Call = Callable[[Any, Any, Any, Any, bool], None]
+"""(a, b, out, workspace, accumulate): one kernel, with everything prebuilt."""
+
+Library = Callable[[ConvProblem, str], Call]
+"""Makes the call of an algorithm at a micro-batch size; may refuse."""
+
+
+class PlanRunner:
+    """Makes the calls of a plan; see `Runner`.
+
+    Args:
+        plan: What to run.
+        calls: One a micro-batch, in order, each on the operands of the whole batch.
+    """
+
+    def __init__(self, plan: ConvPlan, calls: Sequence[Call]) -> None:
+        self.plan = plan
+        self._calls = tuple(calls)
+
+    def run(self, a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
+        """See `Runner.run`.
+
+        Raises:
+            StepFailedError: A kernel failed; earlier micro-batches are complete.
+        """
+        done = 0
+        try:
+            for call in self._calls:
+                call(a, b, out, workspace, accumulate)
+                done += 1
+        except (MucudnnError, MemoryError) as e:
+            steps = self.plan.steps
+            samples = sum(step.batch for step in steps[:done])
+            raise StepFailedError(steps[done].algo, samples, e) from e
+
+
+def per_step(plan: ConvPlan, library: Library) -> list[Call]:
+    """The kernel of each micro-batch; those that are alike are made once."""
+    made: dict[tuple[int, str], Call] = {}
+    for step in plan.steps:
+        key = step.batch, step.algo
+        if key not in made:
+            try:
+                made[key] = library(plan.problem.with_batch(step.batch), step.algo)
+            except (MucudnnError, MemoryError) as e:
+                made[key] = _refused(e)
+    return [made[step.batch, step.algo] for step in plan.steps]
+
+
+def per_slice(plan: ConvPlan, library: Library) -> list[Call]:
+    """The kernel of each micro-batch on its slice of the whole batch.
+
+    Forward and backward data write disjoint slices. A filter gradient adds up over
+    micro-batches: the first obeys `accumulate`, those after it always add.
+    """
+    calls = per_step(plan, library)
+    if not plan.divided:
+        return calls
+    place = _adding if plan.problem.direction is Direction.BACKWARD_FILTER else _writing
+    windows = (window for window, _ in plan.slices())
+    return [place(call, window) for call, window in zip(calls, windows, strict=True)]
+
+
+def _writing(kernel: Call, window: slice) -> Call:
+    def call(a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
+        kernel(a[window], b, out[window], workspace, accumulate)
+
+    return call
+
+
+def _adding(kernel: Call, window: slice) -> Call:
+    later = window.start > 0
+
+    def call(a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
+        kernel(a[window], b[window], out, workspace, accumulate or later)
+
+    return call
+
+
+def _refused(error: Exception) -> Call:
+    def call(a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
+        raise error
+
+    return call
