@@ -3,7 +3,7 @@
 from mucudnn.cli.progress import Show
 from mucudnn.report.words import DIRECTIONS, limit_text, speedup_text
 from mucudnn.runtime.tuning.sweep import Progress
-from mucudnn.studies.algorithm_survey import Surveyed
+from mucudnn.studies.algorithm_survey import SurveyProgress
 from mucudnn.studies.conv_comparison import Advance
 from mucudnn.suites import Layer
 
@@ -31,7 +31,7 @@ class LayerProgress:
             )
         self._at(at.layer, at.index, at.total, outcomes)
 
-    def surveyed(self, at: Surveyed) -> None:
+    def surveyed(self, at: SurveyProgress) -> None:
         """A layer begins or its algorithms are known."""
         counts = ""
         if at.result is not None:

@@ -13,9 +13,9 @@ from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
     from mucudnn.runtime.tuning.tuner import Tuner
-    from mucudnn.studies.algorithm_survey import Census
+    from mucudnn.studies.algorithm_survey import AlgorithmSurvey
 
-__all__ = ["refuse_measuring", "take_census"]
+__all__ = ["refuse_measuring", "take_survey"]
 
 
 def refuse_measuring(options: Mapping[str, object]) -> None:
@@ -34,7 +34,7 @@ def refuse_measuring(options: Mapping[str, object]) -> None:
         )
 
 
-def take_census(
+def take_survey(
     ctx: click.Context,
     tuner: "Tuner",
     layers: Sequence[Layer],
@@ -46,12 +46,12 @@ def take_census(
     """Ask for all algorithms and show them; Ctrl-C shows what is done."""
     from mucudnn.cli.layer_progress import LayerProgress
     from mucudnn.cli.progress import progress_display
-    from mucudnn.studies.algorithm_survey import CensusInterrupted, census
+    from mucudnn.studies.algorithm_survey import SurveyInterrupted, survey_algorithms
 
     interrupted = False
     with progress_display(len(layers), lines=verbose) as show:
         try:
-            found = census(
+            found = survey_algorithms(
                 tuner.backend,
                 layers,
                 tuner.batch_policy,
@@ -59,16 +59,16 @@ def take_census(
                 numerics=tuner.numerics,
                 progress=LayerProgress(show).surveyed,
             )
-        except CensusInterrupted as e:
-            found, interrupted = e.census, True
+        except SurveyInterrupted as e:
+            found, interrupted = e.survey, True
     _show(found, json_file)
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
 
 
-def _show(found: "Census", json_file: str | None) -> None:
-    from mucudnn.report.census import census_tables
+def _show(found: "AlgorithmSurvey", json_file: str | None) -> None:
+    from mucudnn.report.algorithm_survey import survey_tables
     from mucudnn.report.text import write_tables
 
     data: Any = found.to_json()
-    emit(json_file, data, lambda: write_tables(census_tables(found), sys.stdout))
+    emit(json_file, data, lambda: write_tables(survey_tables(found), sys.stdout))

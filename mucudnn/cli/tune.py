@@ -27,7 +27,7 @@ from mucudnn.cli.output import (
     write_file,
 )
 from mucudnn.cli.own_code import import_option
-from mucudnn.cli.plan_only import refuse_measuring, take_census
+from mucudnn.cli.plan_only import refuse_measuring, take_survey
 from mucudnn.cli.recording import Record, recording
 from mucudnn.suites import SUITES, Layer, load_suite
 
@@ -146,7 +146,7 @@ def tune(
         )
         alone: Any = {"benchmark_backends": (), "total_workspace": None}
         tuner = make_tuner(settings | {"cache_path": "none"}, **alone)
-        take_census(
+        take_survey(
             ctx, tuner, layers, limits or (), json_file=json_file, verbose=verbose
         )
         return
