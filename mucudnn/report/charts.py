@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
+from mucudnn.report.axes import Frame, linear_scale
 from mucudnn.report.markup import Markup, tag
 from mucudnn.report.svg import (
     COLOURS,
@@ -22,7 +23,7 @@ from mucudnn.report.words import (
 )
 from mucudnn.studies.outcome import LayerResult, Outcome
 
-__all__ = ["curve", "drawn_front", "timeline", "undivided_perfs"]
+__all__ = ["curve", "drawn_front", "plan_bar", "timeline", "undivided_perfs"]
 
 _WIDTH = 360.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 350.0, 34.0, 216.0
@@ -116,6 +117,20 @@ def timeline(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
         for i, outcome in enumerate(layer.outcomes)
     )
     return drawing(_WIDTH, _ROW * len(layer.outcomes), f"Plans: {label}", rows)
+
+
+def plan_bar(plan: ConvPlan, colours: Mapping[str, int]) -> Markup:
+    """The micro-batches of one plan one after another, as long as their times."""
+    frame = Frame(left=4.0, right=716.0, top=4.0, bottom=_BAR + 10)
+    x = linear_scale(plan.time_ms, frame.left, frame.right)
+    return drawing(
+        720,
+        frame.bottom + 34,
+        f"Micro-batches: {plan_text(plan)}, {ms_text(plan.time_ms)} ms, "
+        f"{bytes_text(plan.workspace)} of workspace",
+        _segments(plan, frame.left, frame.right, frame.top, colours),
+        frame.horizontal(x, "milliseconds"),
+    )
 
 
 def _axes(x: Scale, y: Scale) -> Iterator[Markup]:

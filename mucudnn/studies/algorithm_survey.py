@@ -16,6 +16,7 @@ from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.status import RowStatus
+from mucudnn.notebook import drawn
 from mucudnn.passes.microbatch import (
     BatchPolicy,
     aligned_batches,
@@ -230,6 +231,10 @@ class AlgorithmSurvey:
             "interrupted": len(self.layers) < self.asked,
             "layers": [layer.to_json(self.limits) for layer in self.layers],
         }
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return drawn("algorithm_survey", self)
 
 
 @dataclass(frozen=True, slots=True)

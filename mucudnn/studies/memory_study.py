@@ -21,6 +21,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.shapes import Ints
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.models import get_model, network_name
+from mucudnn.notebook import drawn
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.ordering.orders import Order, ordered
@@ -185,6 +186,10 @@ class MemoryStudy:
             "min_budget_bytes": dict(self.min_budget),
             "interrupted": self.interrupted,
         }
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return drawn("memory_study", self)
 
     def _row(self, technique: Technique) -> dict[str, Any]:
         plan = technique.plan
