@@ -33,10 +33,11 @@ from mucudnn.ir.sizes import exact_bytes
 from mucudnn.models import FunctionModel
 
 if TYPE_CHECKING:
+    from mucudnn.cli.progress import Show
     from mucudnn.ir.profile import Profile
     from mucudnn.passes.planning.evaluate import StepPlan
     from mucudnn.passes.planning.place_step import PlacedStep
-    from mucudnn.studies.memory_study import MemoryStudy, Progress, StepSpec
+    from mucudnn.studies.memory_study import MemoryStudy, StepSpec
 
 __all__ = ["memory"]
 
@@ -258,7 +259,7 @@ def _chosen(asked: tuple[str, ...], table: Table) -> tuple[str, ...]:
 
 
 def _measured(
-    spec: "StepSpec", cache_path: str | None, progress: "Progress"
+    spec: "StepSpec", cache_path: str | None, progress: "Show"
 ) -> "Profile | None":
     """A profile of the step on the CPU; None for a device that is estimated."""
     if spec.device != _CPU:
