@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main
-from mucudnn.cli.exit_codes import ExitCode
+from mucudnn.cli.app import ExitCode
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.planning.plan_step import policy_names
 

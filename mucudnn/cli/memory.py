@@ -6,28 +6,32 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mucudnn.cli.app import BadInputError, bad_input
-from mucudnn.cli.exit_codes import ExitCode
-from mucudnn.cli.numbers import MOST_IMAGES, count
+from mucudnn.cli.app import BadInputError, ExitCode, bad_input
+from mucudnn.cli.cache import cache_option, open_cache, refuse_foreign_file
 from mucudnn.cli.options import (
+    MOST_IMAGES,
+    Table,
     byte_size,
-    cache_option,
+    count,
+    flag,
+    image_size,
     json_option,
-    open_cache,
-    refuse_foreign_file,
+    names_of_all,
+    option,
+    report_option,
+    strategy,
 )
 from mucudnn.cli.output import emit, output_file, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
-from mucudnn.cli.strategy_options import (
-    StrategyOption,
-    Table,
-    names_of_all,
-    optimizers,
+from mucudnn.cli.train_options import (
+    list_models,
+    listing_option,
+    model_argument,
+    optimizer_option,
     orders,
     policies,
     schedulers,
 )
-from mucudnn.cli.train_options import image_size, list_models
 from mucudnn.ir.devices import DEVICES
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.models import FunctionModel
@@ -57,108 +61,73 @@ _CODES = (
 
 @click.command(epilog=_CODES)
 @import_option
-@click.argument("model", metavar="[MODEL | FILE.py:FUNCTION]", required=False)
-@click.option(
+@model_argument
+@option(
     "--batch",
-    type=count(1, MOST_IMAGES),
-    help=f"Images in a step; {_BATCH} by default, {_CPU_BATCH} on the CPU.",
+    f"Images in a step; {_BATCH} by default, {_CPU_BATCH} on the CPU.",
+    count(1, MOST_IMAGES),
 )
-@click.option(
-    "--image",
-    type=image_size,
-    metavar="SIZE",
-    help="Size of an image, such as 224 or 3x64x96; by default the network's own.",
+@option(
+    "--image SIZE",
+    "Size of an image, such as 224 or 3x64x96; by default the network's own.",
+    image_size,
 )
-@click.option(
-    "--budget",
-    type=byte_size,
-    metavar="SIZE",
-    help="Memory for everything; by default what the device has, and a curve of "
-    "smaller budgets.",
+@option(
+    "--budget SIZE",
+    "Memory for everything; by default what the device has, and a curve of smaller "
+    "budgets.",
+    byte_size,
 )
-@click.option(
+@strategy(
     "--policy",
-    "policies",
-    cls=StrategyOption,
-    table=policies,
+    "What may be kept, offloaded or computed again.",
+    policies,
     several=_ALL,
     default=_ALL,
-    show_default=True,
-    help="What may be kept, offloaded or computed again.",
+    name="policies",
 )
-@click.option(
+@strategy(
     "--scheduler",
-    "schedulers",
-    cls=StrategyOption,
-    table=schedulers,
+    "When copies run, or all; by default the policy's own.",
+    schedulers,
     several=_ALL,
     default=(),
-    help="When copies run, or all; by default the policy's own.",
+    name="schedulers",
 )
-@click.option(
+@option(
     "--device",
-    type=click.Choice([_CPU, *DEVICES]),
+    "cpu is measured; all others are estimated from published figures.",
+    click.Choice([_CPU, *DEVICES]),
     default="h200",
-    show_default=True,
-    help="cpu is measured; all others are estimated from published figures.",
 )
-@click.option(
-    "--recording",
-    "recordings",
-    multiple=True,
-    metavar="FILE",
-    help="Measurements of that device, as `tune --record` writes them: convolutions "
-    "that they know are not estimated. Repeatable.",
+@option(
+    "--recording FILE",
+    "Measurements of that device, as `tune --record` writes them: convolutions that "
+    "they know are not estimated. Repeatable.",
+    repeatable=True,
+    name="recordings",
 )
-@click.option(
-    "--optimizer",
-    cls=StrategyOption,
-    table=optimizers,
-    default="momentum",
-    show_default=True,
-    help="How weights change.",
-)
-@click.option(
-    "--order",
-    cls=StrategyOption,
-    table=orders,
-    default="builder",
-    show_default=True,
-    help="In which order nodes run.",
-)
-@click.option(
-    "--curve", is_flag=True, help="Also plan for several budgets, when one is given."
-)
-@click.option(
-    "--max-batch", is_flag=True, help="Look for the largest batch within the budget."
-)
-@click.option(
-    "--min-budget", is_flag=True, help="Look for the least budget of every policy."
-)
+@optimizer_option
+@strategy("--order", "In which order nodes run.", orders, default="builder")
+@flag("--curve", "Also plan for several budgets, when one is given.")
+@flag("--max-batch", "Look for the largest batch within the budget.")
+@flag("--min-budget", "Look for the least budget of every policy.")
 @json_option
-@click.option(
-    "--report",
-    "report_file",
-    type=output_file,
-    metavar="FILE",
-    help="Write one HTML page with charts.",
+@report_option
+@option(
+    "--trace FILE",
+    "Write the best plan's step for Perfetto or chrome://tracing.",
+    output_file,
+    name="trace_file",
 )
-@click.option(
-    "--trace",
-    "trace_file",
-    type=output_file,
-    metavar="FILE",
-    help="Write the best plan's step for Perfetto or chrome://tracing.",
-)
-@click.option(
-    "--snapshot",
-    "snapshot_file",
-    type=output_file,
-    metavar="FILE",
-    help="Write its memory for PyTorch's memory_viz, a pickle.",
+@option(
+    "--snapshot FILE",
+    "Write its memory for PyTorch's memory_viz, a pickle.",
+    output_file,
+    name="snapshot_file",
 )
 @cache_option
-@click.option("--list", "listing", is_flag=True, help="List the networks.")
+@listing_option
 @click.pass_context
 def memory(
     ctx: click.Context,

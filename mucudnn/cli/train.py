@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from mucudnn.cli.app import BadInputError, bad_input
-from mucudnn.cli.exit_codes import ExitCode
-from mucudnn.cli.options import cache_option, json_option
+from mucudnn.cli.app import BadInputError, ExitCode, bad_input
+from mucudnn.cli.cache import cache_option
+from mucudnn.cli.options import json_option
 from mucudnn.cli.output import emit, refuse_unwritable
 from mucudnn.cli.own_code import import_option
 from mucudnn.cli.train_options import (
     data_options,
     learning_options,
     list_models,
+    listing_option,
+    model_argument,
     run_options,
 )
 from mucudnn.cli.tune import make_tuner
@@ -24,8 +26,8 @@ from mucudnn.ir.learning_rate import parse_learning_rate
 from mucudnn.ir.optimizers import Momentum, Optimizer, parse_optimizer
 
 if TYPE_CHECKING:
+    from mucudnn.cli.progress import TrainProgress
     from mucudnn.cli.train_data import Work
-    from mucudnn.cli.train_progress import TrainProgress
     from mucudnn.passes.planning.place_step import PlacedStep
     from mucudnn.runtime.training.budget import MemoryBudget
     from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
@@ -37,13 +39,13 @@ __all__ = ["train"]
 
 @click.command()
 @import_option
-@click.argument("model", metavar="[MODEL | FILE.py:FUNCTION]", required=False)
+@model_argument
 @data_options
 @learning_options
 @run_options
 @cache_option
 @json_option
-@click.option("--list", "listing", is_flag=True, help="List the networks.")
+@listing_option
 @click.pass_context
 def train(
     ctx: click.Context,
@@ -106,8 +108,7 @@ class _Training:
 
     def run(self, *, quiet: bool) -> bool:
         """Train; whether Ctrl-C ended it."""
-        from mucudnn.cli.progress import progress_display
-        from mucudnn.cli.train_progress import TrainProgress
+        from mucudnn.cli.progress import TrainProgress, progress_display
         from mucudnn.runtime.training.loop import fit
 
         settings, work = self._settings, self._work
