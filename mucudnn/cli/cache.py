@@ -6,7 +6,7 @@ import warnings
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -23,12 +23,12 @@ __all__ = ["cache", "cache_option", "open_cache", "refuse_foreign_file"]
 
 _SQLITE = b"SQLite format 3\0"
 
-cache_option: Any = option(
+cache_option = option(
     "--cache PATH|none",
     "Where measurements are remembered; by default your cache directory.",
     name="cache_path",
 )
-_options: Any = group(cache_option, json_option)
+_options = group(cache_option, json_option)
 
 
 @click.group(cls=Commands, invoke_without_command=True)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mucudnn.cli.app import BadInputError, bad_input
-from mucudnn.cli.options import MOST_IMAGES, F, Option, count, group, option
+from mucudnn.cli.options import MOST_IMAGES, Option, count, group, option
 from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
 from mucudnn.ir.tensor import ITEMSIZE
 from mucudnn.suites import SUITES, Layer, load_suite, parse_problem, read_layers_file
@@ -95,7 +95,7 @@ def query_of(sources: tuple[str, ...], settings: Mapping[str, Any]) -> LayerQuer
     return LayerQuery(sources, **{name: settings[name] for name in names})
 
 
-def layer_options(default_directions: str) -> Option[F]:
+def layer_options(default_directions: str) -> Option:
     """Which convolutions, beside the suites and files."""
     return group(
         option(

@@ -13,6 +13,7 @@ from mucudnn.cli.options import (
     Table,
     byte_size,
     count,
+    file_option,
     flag,
     image_size,
     json_option,
@@ -21,7 +22,7 @@ from mucudnn.cli.options import (
     report_option,
     strategy,
 )
-from mucudnn.cli.output import emit, output_file, refuse_same, save, write_file
+from mucudnn.cli.output import emit, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
 from mucudnn.cli.train_options import (
     list_models,
@@ -39,8 +40,6 @@ from mucudnn.models import FunctionModel
 if TYPE_CHECKING:
     from mucudnn.cli.progress import Show
     from mucudnn.ir.profile import Profile
-    from mucudnn.passes.planning.evaluate import StepPlan
-    from mucudnn.passes.planning.place_step import PlacedStep
     from mucudnn.studies.memory_study import MemoryStudy, StepSpec
 
 __all__ = ["memory"]
@@ -114,32 +113,16 @@ _CODES = (
 @flag("--min-budget", "Look for the least budget of every policy.")
 @json_option
 @report_option
-@option(
-    "--trace FILE",
-    "Write the best plan's step for Perfetto or chrome://tracing.",
-    output_file,
-    name="trace_file",
-)
-@option(
-    "--snapshot FILE",
-    "Write its memory for PyTorch's memory_viz, a pickle.",
-    output_file,
-    name="snapshot_file",
-)
+@file_option("trace", "Write the best plan's step for Perfetto or chrome://tracing.")
+@file_option("snapshot", "Write its memory for PyTorch's memory_viz, a pickle.")
 @cache_option
 @listing_option
 @click.pass_context
 def memory(
-    ctx: click.Context,
-    /,
-    model: str | None,
-    *,
-    json_file: str | None,
-    listing: bool,
-    **settings: Any,
+    ctx: click.Context, /, model: str | None, json_file: str | None, **settings: Any
 ) -> None:
     """Plan a training step under a budget by every technique, and compare them."""
-    if listing:
+    if settings["listing"]:
         list_models(json_file)
         return
     if model is None:
@@ -239,17 +222,15 @@ def _measured(
     cache: dict[str, Any] = {}
     if cache_path is not None:
         cache["cache"] = open_cache(cache_path)
+
+    def measuring(name: str, done: int, total: int) -> None:
+        progress(f"measuring {name}", done, total)
+
     graph = spec.graph()
     tuner = Tuner.from_env(backend=_CPU, **cache)
     with tuner.cache:
         try:
-            return profile(
-                tuner,
-                graph,
-                progress=lambda name, done, total: progress(
-                    f"measuring {name}", done, total
-                ),
-            )
+            return profile(tuner, graph, progress=measuring)
         finally:
             tuner.close()
 
@@ -267,22 +248,14 @@ def _write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:
     if found.best is None or found.best.plan is None:
         return
     if settings["trace_file"] is not None:
-        _write_trace(settings["trace_file"], found.best.plan)
+        from mucudnn.report.trace import trace_json
+
+        write_file(settings["trace_file"], trace_json(found.best.plan))
     path = settings["snapshot_file"]
     if path is not None:
+        from mucudnn.report.snapshot import snapshot_bytes
+
         if found.placed is None:
             why = found.unplaced or "interrupted before places were looked for"
             raise BadInputError(f"--snapshot {path}: {why}")
-        _write_snapshot(path, found.placed)
-
-
-def _write_trace(path: str, plan: "StepPlan") -> None:
-    from mucudnn.report.trace import trace_json
-
-    write_file(path, trace_json(plan))
-
-
-def _write_snapshot(path: str, placed: "PlacedStep") -> None:
-    from mucudnn.report.snapshot import snapshot_bytes
-
-    write_file(path, snapshot_bytes(placed))
+        write_file(path, snapshot_bytes(found.placed))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from functools import reduce
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import click
 
@@ -20,10 +20,12 @@ from mucudnn.ir.sizes import parse_bytes, parse_integer
 
 __all__ = [
     "MOST_IMAGES",
+    "Option",
     "StrategyOption",
     "byte_size",
     "byte_sizes",
     "count",
+    "file_option",
     "flag",
     "group",
     "image_size",
@@ -38,9 +40,17 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-Option = Callable[[F], F]
 Table = Callable[[], tuple[Iterable[str], Callable[[str], object]]]
 """() -> the names in a table, and what raises ValueError for one that is not there."""
+
+
+class Option(Protocol):
+    """A decorator that adds options to a command."""
+
+    def __call__(self, fn: F, /) -> F:
+        """The function, with the option."""
+        ...
+
 
 _MOST = 2**31 - 1
 """Of images, steps, layers, sides: what libraries count in 32 bits."""
@@ -208,7 +218,7 @@ def option(
     default: Any = None,
     shown: bool = True,
     repeatable: bool = False,
-) -> Option[F]:
+) -> Option:
     """Declare an option.
 
     Args:
@@ -232,7 +242,7 @@ def option(
     )
 
 
-def flag(flags: str, text: str) -> Option[F]:
+def flag(flags: str, text: str) -> Option:
     """Declare an option without a value: all its spellings, then what sets it."""
     return click.option(*flags.split(), is_flag=True, help=text)
 
@@ -245,7 +255,7 @@ def strategy(
     name: str | None = None,
     default: Any = None,
     several: str | None = None,
-) -> Option[F]:
+) -> Option:
     """Declare an option whose value is a name in a table; see `StrategyOption`."""
     given = {} if default is None else {"default": default, "show_default": True}
     return click.option(
@@ -258,17 +268,19 @@ def strategy(
     )
 
 
-def group(*options: Option[F]) -> Option[F]:
+def group(*options: Option) -> Option:
     """Several options as one decorator, in this order."""
-    return lambda fn: reduce(lambda f, option: option(f), reversed(options), fn)
+
+    def decorated(fn: F) -> F:
+        return reduce(lambda f, option: option(f), reversed(options), fn)
+
+    return decorated
 
 
-json_option = option(
-    "--json FILE",
-    "Write the results as JSON; - for standard output.",
-    output_file,
-    name="json_file",
-)
-report_option = option(
-    "--report FILE", "Write one HTML page with charts.", output_file, name="report_file"
-)
+def file_option(name: str, text: str, kind: Any = output_file) -> Option:
+    """Declare an option that names a file to write; the parameter is `<name>_file`."""
+    return option(f"--{name} FILE", text, kind, name=f"{name}_file")
+
+
+json_option = file_option("json", "Write the results as JSON; - for standard output.")
+report_option = file_option("report", "Write one HTML page with charts.")

@@ -12,7 +12,6 @@ from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
     from mucudnn.runtime.tuning.tuner import Tuner
-    from mucudnn.studies.algorithm_survey import AlgorithmSurvey
 
 __all__ = ["refuse_measuring", "take_survey"]
 
@@ -66,14 +65,14 @@ def take_survey(
             )
         except SurveyInterrupted as e:
             found, interrupted = e.survey, True
-    _show(found, settings["json_file"])
-    if interrupted:
-        ctx.exit(ExitCode.INTERRUPTED)
-
-
-def _show(found: "AlgorithmSurvey", json_file: str | None) -> None:
     from mucudnn.report.algorithm_survey import survey_tables
     from mucudnn.report.text import write_tables
 
-    data: Any = found.to_json()
-    emit(json_file, data, lambda: write_tables(survey_tables(found), sys.stdout))
+    tables = survey_tables(found)
+    emit(
+        settings["json_file"],
+        found.to_json(),
+        lambda: write_tables(tables, sys.stdout),
+    )
+    if interrupted:
+        ctx.exit(ExitCode.INTERRUPTED)

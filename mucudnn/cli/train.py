@@ -48,16 +48,10 @@ __all__ = ["train"]
 @listing_option
 @click.pass_context
 def train(
-    ctx: click.Context,
-    /,
-    model: str | None,
-    *,
-    json_file: str | None,
-    listing: bool,
-    **settings: Any,
+    ctx: click.Context, /, model: str | None, json_file: str | None, **settings: Any
 ) -> None:
     """Train a network and test it after every epoch."""
-    if listing:
+    if settings["listing"]:
         list_models(json_file)
         return
     if model is None:

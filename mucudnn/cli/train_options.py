@@ -61,15 +61,15 @@ def _schedule(text: str) -> str:
     return text
 
 
-model_argument: Any = click.argument(
+model_argument = click.argument(
     "model", metavar="[MODEL | FILE.py:FUNCTION]", required=False
 )
-listing_option: Any = flag("--list listing", "List the networks.")
-optimizer_option: Any = strategy(
+listing_option = flag("--list listing", "List the networks.")
+optimizer_option = strategy(
     "--optimizer", "How weights change.", _optimizers, default="momentum"
 )
 
-data_options: Any = group(
+data_options = group(
     option(
         "--data NAME",
         "digits, mnist:DIR, cifar10:DIR, cifar100:DIR, folder:DIR, arrays:DIR or "
@@ -93,7 +93,7 @@ data_options: Any = group(
 )
 """Which data, in which shape."""
 
-learning_options: Any = group(
+learning_options = group(
     option("--epochs", "Passes over the data.", count(), default=10),
     option("--steps", "End after so many steps.", count()),
     optimizer_option,
@@ -130,7 +130,7 @@ learning_options: Any = group(
 )
 """How the weights change."""
 
-_budget_options: Any = group(
+_budget_options = group(
     option(
         "--budget SIZE",
         "Device memory for everything; what has no room leaves or is computed again.",
@@ -156,7 +156,7 @@ _budget_options: Any = group(
     ),
 )
 
-run_options: Any = group(
+run_options = group(
     option(
         "--backend",
         "cpu, cuda, or null, which only counts; see `mucudnn info`.",
@@ -209,17 +209,15 @@ def list_models(json_file: str | None) -> None:
     """Every network with its size."""
     from mucudnn.cli.own_code import networks
 
-    rows: list[dict[str, Any]] = []
-    for name, model in networks():
-        graph = model(1)
-        rows.append(
-            {
-                "name": name,
-                "image": list(model.image),
-                "classes": model.classes,
-                "parameters": graph.parameter_count,
-            }
-        )
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "image": list(model.image),
+            "classes": model.classes,
+            "parameters": model(1).parameter_count,
+        }
+        for name, model in networks()
+    ]
 
     def show() -> None:
         for row in rows:

@@ -9,10 +9,11 @@ import click
 
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
 from mucudnn.cli.cache import cache_option, open_cache
-from mucudnn.cli.layers import LayerQuery, layer_options, query_of
+from mucudnn.cli.layers import layer_options, query_of
 from mucudnn.cli.options import (
     byte_size,
     byte_sizes,
+    file_option,
     flag,
     group,
     json_option,
@@ -59,7 +60,7 @@ def _numerics(text: str | Numerics) -> Numerics:
     return text if isinstance(text, Numerics) else parsed(text, Numerics.parse)
 
 
-tuner_options: Any = group(
+tuner_options = group(
     cache_option,
     option(
         "--backend",
@@ -128,11 +129,10 @@ tuner_options: Any = group(
 )
 @json_option
 @report_option
-@option(
-    "--record FILE",
+@file_option(
+    "record",
     "Write what was measured, for --backend recorded:FILE; .gz is compressed.",
     recording_file,
-    name="record_file",
 )
 @flag("--verbose -v", "A line a layer without a terminal.")
 @flag("--list listing", "List the suites.")
@@ -149,7 +149,10 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
     files = ("json", "report", "record")
     refuse_same({f"--{name}": settings[f"{name}_file"] for name in files})
     query = query_of(sources, settings)
-    layers = _in_directions(query)
+    found = query.layers()
+    from mucudnn.studies.conv_comparison import in_directions
+
+    layers = in_directions(found, query.directions)
     device, deepbench = settings["device"], settings["style"] == "deepbench"
     settings["backend"] = _with_device(settings["backend"], device)
     if settings["plan_only"]:
@@ -179,13 +182,6 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
         ctx.exit(ExitCode.INTERRUPTED)
     if record.complaint is not None:
         raise BadInputError(record.complaint)
-
-
-def _in_directions(query: LayerQuery) -> Sequence[Layer]:
-    layers = query.layers()
-    from mucudnn.studies.conv_comparison import in_directions
-
-    return in_directions(layers, query.directions)
 
 
 def _with_device(backend: str, device: str | None) -> str:
@@ -239,11 +235,8 @@ def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
     """A tuner from the options that were given; the environment fills in the rest."""
     from mucudnn.runtime.tuning.tuner import Tuner
 
-    names = (
-        *("backend", "batch_policy", "planner", "numerics"),
-        *("memory_limit", "workspace_limit"),
-    )
-    chosen = {name: settings.get(name) for name in names}
+    names = "backend batch_policy planner numerics memory_limit workspace_limit"
+    chosen = {name: settings.get(name) for name in names.split()}
     given = {name: value for name, value in chosen.items() if value is not None}
     if settings["exhaustive"]:
         given["prune"] = False
@@ -272,16 +265,13 @@ def _write_report(file: str | None, comparison: "Comparison", title: str) -> Non
 
 
 def _list_suites(json_file: str | None) -> None:
-    sizes = {name: len(load_suite(name)) for name in SUITES}
-    data = {
-        "suites": [
-            {"name": name, "description": text, "layers": sizes[name]}
-            for name, text in SUITES.items()
-        ]
-    }
+    suites = [
+        {"name": name, "description": text, "layers": len(load_suite(name))}
+        for name, text in SUITES.items()
+    ]
 
     def show() -> None:
-        for name, text in SUITES.items():
-            click.echo(f"{name:<20} {sizes[name]:>4} layers  {text}")
+        for s in suites:
+            click.echo(f"{s['name']:<20} {s['layers']:>4} layers  {s['description']}")
 
-    emit(json_file, data, show)
+    emit(json_file, {"suites": suites}, show)
