@@ -163,8 +163,11 @@ def test_a_line_a_result_is_enough(capsys):
 
 
 def test_a_pipe_that_nobody_reads_ends_no_work():
+    tried = []
+
     class Closed(io.StringIO):
         def write(self, text):
+            tried.append(text)
             raise BrokenPipeError
 
     ticks = Ticks()
@@ -174,6 +177,8 @@ def test_a_pipe_that_nobody_reads_ends_no_work():
     ):
         show("weigh", 0, 1, result="light")
         ticks.pass_by()
+        ticks.pass_by()
+    assert tried == ["[0/1] weigh: light\n", "mucudnn: 0:20 weigh, 0 of 1\n"]
 
 
 def test_the_thread_calls_again_and_again_until_the_end(monkeypatch):
