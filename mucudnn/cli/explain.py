@@ -27,7 +27,7 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     """Plan a layer of a suite (its name or number), or a problem, and say why."""
     query = query_of(() if source is None else (source,), settings)
     layers = _chosen(query.layers(), name)
-    from mucudnn.cli.progress import LayerProgress, progress_display
+    from mucudnn.cli.progress import LayerWords, progress_display
     from mucudnn.codecs.values import plan_to_dict
     from mucudnn.report.words import DIRECTIONS, problem_text
     from mucudnn.studies.conv_comparison import in_directions
@@ -37,7 +37,7 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     limit_s = settings["time_limit"]
     share = None if limit_s is None else limit_s / len(asked)
     with progress_display(len(asked)) as display:
-        shown = LayerProgress(display)
+        shown = LayerWords(display)
         tuner = make_tuner(settings, progress=shown.measured)
         with tuner.cache:
             for i, layer in enumerate(asked):

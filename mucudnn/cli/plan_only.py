@@ -49,7 +49,7 @@ def take_survey(
     settings: Mapping[str, Any],
 ) -> None:
     """Ask for all algorithms and show them; Ctrl-C shows what is done."""
-    from mucudnn.cli.progress import LayerProgress, progress_display
+    from mucudnn.cli.progress import LayerWords, progress_display
     from mucudnn.studies.algorithm_survey import SurveyInterrupted, survey_algorithms
 
     interrupted = False
@@ -61,7 +61,7 @@ def take_survey(
                 tuner.batch_policy,
                 settings["limits"] or (tuner.workspace_limit,),
                 numerics=tuner.numerics,
-                progress=LayerProgress(show).surveyed,
+                progress=LayerWords(show).surveyed,
             )
         except SurveyInterrupted as e:
             found, interrupted = e.survey, True

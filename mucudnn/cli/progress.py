@@ -19,14 +19,15 @@ from mucudnn.suites import Layer
 if TYPE_CHECKING:
     from mucudnn.runtime.training.history import EpochReport, Position
     from mucudnn.runtime.tuning.sweep import Progress as Measured
-    from mucudnn.studies.algorithm_survey import SurveyProgress
-    from mucudnn.studies.conv_comparison import Advance
+    from mucudnn.studies.advance import Advance
+    from mucudnn.studies.algorithm_survey import SurveyedLayer
+    from mucudnn.studies.outcome import LayerResult
 
 __all__ = [
-    "LayerProgress",
+    "LayerWords",
     "ProgressLines",
     "Show",
-    "TrainProgress",
+    "TrainingWords",
     "every_ten_seconds",
     "progress_display",
 ]
@@ -184,7 +185,7 @@ class ProgressLines:
             self._stream.flush()
 
 
-class LayerProgress:
+class LayerWords:
     """Puts layers and their measurements into words.
 
     Args:
@@ -195,7 +196,7 @@ class LayerProgress:
         self._show = show
         self._layer, self._done, self._total = "", 0, 1
 
-    def advance(self, at: "Advance") -> None:
+    def advance(self, at: "Advance[LayerResult]") -> None:
         """A layer begins or has been compared."""
         outcomes = ""
         if at.result is not None:
@@ -205,7 +206,7 @@ class LayerProgress:
             )
         self._at(at.layer, at.index, at.total, outcomes)
 
-    def surveyed(self, at: "SurveyProgress") -> None:
+    def surveyed(self, at: "Advance[SurveyedLayer]") -> None:
         """A layer begins or its algorithms are known."""
         counts = ""
         if at.result is not None:
@@ -229,7 +230,7 @@ class LayerProgress:
         self._show(self._layer, self._done, total, result=result)
 
 
-class TrainProgress:
+class TrainingWords:
     """Puts training into words: a step's for the display, an epoch's on the output.
 
     Args:

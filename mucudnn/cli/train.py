@@ -26,7 +26,7 @@ from mucudnn.ir.learning_rate import parse_learning_rate
 from mucudnn.ir.optimizers import Momentum, Optimizer, parse_optimizer
 
 if TYPE_CHECKING:
-    from mucudnn.cli.progress import TrainProgress
+    from mucudnn.cli.progress import TrainingWords
     from mucudnn.cli.train_data import Work
     from mucudnn.passes.planning.place_step import PlacedStep
     from mucudnn.runtime.training.budget import MemoryBudget
@@ -102,13 +102,13 @@ class _Training:
 
     def run(self, *, quiet: bool) -> bool:
         """Train; whether Ctrl-C ended it."""
-        from mucudnn.cli.progress import TrainProgress, progress_display
+        from mucudnn.cli.progress import TrainingWords, progress_display
         from mucudnn.runtime.training.loop import fit
 
         settings, work = self._settings, self._work
         epochs, batches = settings["epochs"], len(work.batches)
         with progress_display(batches, titled=True) as show:
-            shown = TrainProgress(show, epochs, batches, quiet=quiet)
+            shown = TrainingWords(show, epochs, batches, quiet=quiet)
             show("planning the step", 0, batches, title="preparing")
             self._trainer = self._made(shown)
 
@@ -187,7 +187,7 @@ class _Training:
             )
         return checkpoints, None
 
-    def _made(self, shown: "TrainProgress") -> "Trainer":
+    def _made(self, shown: "TrainingWords") -> "Trainer":
         from mucudnn.runtime.training.loop import plans_of
         from mucudnn.runtime.training.trainer import Trainer
 

@@ -206,11 +206,11 @@ def _compare(
     layers: Sequence[Layer], settings: Mapping[str, Any]
 ) -> tuple["Comparison", Record]:
     """Measure with progress; Ctrl-C ends with what is done."""
-    from mucudnn.cli.progress import LayerProgress, progress_display
+    from mucudnn.cli.progress import LayerWords, progress_display
     from mucudnn.studies.conv_comparison import ComparisonInterrupted, compare
 
     with progress_display(len(layers), lines=settings["verbose"]) as show:
-        shown = LayerProgress(show)
+        shown = LayerWords(show)
         tuner = make_tuner(settings, progress=shown.measured)
         with tuner.cache, recording(tuner, layers, settings["record_file"]) as record:
             try:

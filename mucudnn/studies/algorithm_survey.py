@@ -7,7 +7,7 @@ numerics do not accept are counted and otherwise left out.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.backends import Backend
@@ -23,13 +23,13 @@ from mucudnn.passes.microbatch import (
     candidate_batches,
 )
 from mucudnn.passes.registry import name_of
+from mucudnn.studies.advance import Advance, advancing
 from mucudnn.suites import Layer
 
 __all__ = [
     "Algorithm",
     "AlgorithmSurvey",
     "SurveyInterrupted",
-    "SurveyProgress",
     "SurveyedBatch",
     "SurveyedLayer",
     "WithinLimit",
@@ -237,16 +237,6 @@ class AlgorithmSurvey:
         return drawn("algorithm_survey", self)
 
 
-@dataclass(frozen=True, slots=True)
-class SurveyProgress:
-    """Where a survey has got to: a layer begun, or (with a result) done."""
-
-    layer: Layer
-    index: int
-    total: int
-    result: SurveyedLayer | None = None
-
-
 class SurveyInterrupted(KeyboardInterrupt):
     """Ctrl-C; `survey` holds the layers that were done."""
 
@@ -262,7 +252,7 @@ def survey_algorithms(
     limits: Sequence[int],
     *,
     numerics: Numerics | None = None,
-    progress: Callable[[SurveyProgress], None] | None = None,
+    progress: Callable[[Advance[SurveyedLayer]], None] | None = None,
 ) -> AlgorithmSurvey:
     """Ask the library for its algorithms at every micro-batch size of a policy.
 
@@ -296,14 +286,12 @@ def survey_algorithms(
             asked=len(layers),
         )
 
+    def survey(layer: Layer, left: int) -> SurveyedLayer:
+        return _layer(backend, layer, policy, accepted)
+
     try:
-        for i, layer in enumerate(layers):
-            begun = SurveyProgress(layer, i, len(layers))
-            if progress is not None:
-                progress(begun)
-            done.append(_layer(backend, layer, policy, accepted))
-            if progress is not None:
-                progress(replace(begun, result=done[-1]))
+        for layer in advancing(layers, survey, progress):
+            done.append(layer)
     except KeyboardInterrupt:
         raise SurveyInterrupted(found()) from None
     return found()
