@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command and end the process; see `mucudnn.cli.exit_codes`."""
+    """Run the command and end the process; see `mucudnn.cli.app.ExitCode`."""
     interrupts = None
     try:
         _open_standard_streams()

@@ -13,14 +13,14 @@ from mucudnn.errors import BackendError, BackendUnavailableError
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import Numerics
 from mucudnn.passes.microbatch import BATCH_POLICIES
-from mucudnn.report.census import census_tables
+from mucudnn.report.algorithm_survey import survey_tables
 from mucudnn.report.text import write_tables
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.algorithm_survey import (
     Algorithm,
-    BatchCensus,
-    CensusInterrupted,
-    census,
+    SurveyedBatch,
+    SurveyInterrupted,
+    survey_algorithms,
 )
 from mucudnn.studies.conv_comparison import in_directions
 from mucudnn.suites import Layer
@@ -54,12 +54,12 @@ def batches(draw):
         Algorithm(f"A{i}", nbytes, "default", True, ())
         for i, nbytes in enumerate(sizes)
     ]
-    return BatchCensus(4, tuple(algorithms))
+    return SurveyedBatch(4, tuple(algorithms))
 
 
 @given(batches(), st.integers(0, 10))
 def test_what_fits_is_by_definition(batch, limit):
-    fit = batch.fit(limit)
+    fit = batch.within(limit)
     fitting = [a for a in batch.algorithms if a.workspace <= limit]
     assert fit.algorithms == len(fitting)
     assert fit.best == (fitting[0] if fitting else None)
@@ -78,7 +78,9 @@ def test_what_fits_is_by_definition(batch, limit):
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_it_lists_exactly_what_a_tuner_would_measure(policy, words, alignment):
     backend = dataclasses.replace(crowded(9), split_alignment=alignment)
-    found = census(backend, LAYERS, policy, [0], numerics=Numerics.parse(words))
+    found = survey_algorithms(
+        backend, LAYERS, policy, [0], numerics=Numerics.parse(words)
+    )
     tuner = Tuner(
         backend=backend, batch_policy=policy, numerics=words, rule=QUICK, prune=False
     )
@@ -105,27 +107,29 @@ def test_it_lists_exactly_what_a_tuner_would_measure(policy, words, alignment):
 
 def test_nothing_is_run_or_allocated():
     backend = watched(before=unrunnable)
-    found = census(backend, LAYERS, "all", [4 * KIB])
+    found = survey_algorithms(backend, LAYERS, "all", [4 * KIB])
     assert backend.conv.calls == []
     assert [x.direction for x in found.layers] == list(Direction)
     (forward, *_) = found.layers
     assert [b.batch for b in forward.batches] == list(range(1, 13))
-    assert [b.fit(4 * KIB).algorithms for b in forward.batches] == [2] * 4 + [1] * 8
+    assert [b.within(4 * KIB).algorithms for b in forward.batches] == [2] * 4 + [1] * 8
 
 
 def test_the_first_choice_reaches_as_far_as_its_workspace():
     limits = [1, 60 * KIB, 240 * KIB, 719 * KIB, 720 * KIB]
-    (layer, *_) = census(crowded(60), LAYERS, "all", limits).layers
+    (layer, *_) = survey_algorithms(crowded(60), LAYERS, "all", limits).layers
     assert [layer.largest_batch(limit) for limit in limits] == [None, 1, 4, 11, 12]
     whole = layer.batches[-1]
     assert whole.first_choice.algo == "A0"
-    assert whole.fit(240 * KIB).best.algo == "A40"
-    assert whole.fit(240 * KIB).first_choice_fits is False
+    assert whole.within(240 * KIB).best.algo == "A40"
+    assert whole.within(240 * KIB).first_choice_fits is False
 
 
 def test_what_is_not_accepted_is_counted():
     strict = Numerics.parse("strict")
-    (layer, *_) = census(crowded(60), LAYERS, "undivided", [0], numerics=strict).layers
+    (layer, *_) = survey_algorithms(
+        crowded(60), LAYERS, "undivided", [0], numerics=strict
+    ).layers
     (batch,) = layer.batches
     tf32 = [i for i in range(60) if i % 7 != 6 and i % 3 == 2]
     assert batch.refused == len(tf32)
@@ -134,7 +138,9 @@ def test_what_is_not_accepted_is_counted():
 
 
 def test_json_has_the_promised_form():
-    found = census(crowded(8), LAYERS, "powers_of_two", [0, 64 * KIB, 64 * KIB])
+    found = survey_algorithms(
+        crowded(8), LAYERS, "powers_of_two", [0, 64 * KIB, 64 * KIB]
+    )
     data = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert (data["schema"], data["backend"]) == (1, "crowded")
     assert data["fingerprint"] == "null"
@@ -164,20 +170,20 @@ def test_json_has_the_promised_form():
 
 def test_a_library_that_fails_costs_one_size_only():
     backend = raising(BackendError("status 5"), at=(4,))
-    (layer, *_) = census(backend, LAYERS, "powers_of_two", [0]).layers
+    (layer, *_) = survey_algorithms(backend, LAYERS, "powers_of_two", [0]).layers
     counts = {b.batch: len(b.algorithms) for b in layer.batches}
     assert counts == {1: 2, 2: 2, 4: 0, 8: 2, 12: 2}
     (broken,) = (b for b in layer.batches if b.batch == 4)
     assert broken.failures == (("*", "BackendError: status 5"),)
     assert broken.to_json([0])["first_choice"] is None
-    text = printed(census(backend, LAYERS, "powers_of_two", [0]))
+    text = printed(survey_algorithms(backend, LAYERS, "powers_of_two", [0]))
     assert "no algorithm: BackendError: status 5 (1): conv forward at 4, " in text
 
 
 def test_a_missing_library_ends_it():
     backend = raising(BackendUnavailableError("no cuDNN"), at=(4,))
     with pytest.raises(BackendUnavailableError, match="no cuDNN"):
-        census(backend, LAYERS, "all", [0])
+        survey_algorithms(backend, LAYERS, "all", [0])
 
 
 def test_ctrl_c_keeps_what_is_done():
@@ -185,9 +191,9 @@ def test_ctrl_c_keeps_what_is_done():
         if at.index == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(CensusInterrupted) as caught:
-        census(crowded(3), LAYERS, "all", [0], progress=interrupt)
-    kept = caught.value.census
+    with pytest.raises(SurveyInterrupted) as caught:
+        survey_algorithms(crowded(3), LAYERS, "all", [0], progress=interrupt)
+    kept = caught.value.survey
     assert [x.direction for x in kept.layers] == list(Direction)[:2]
     assert kept.to_json()["interrupted"] is True
     assert "interrupted: 1 of 3 were not looked at" in printed(kept)
@@ -195,7 +201,7 @@ def test_ctrl_c_keeps_what_is_done():
 
 def test_progress_is_a_begin_and_an_end_a_layer():
     seen = []
-    found = census(crowded(3), LAYERS, "all", [0], progress=seen.append)
+    found = survey_algorithms(crowded(3), LAYERS, "all", [0], progress=seen.append)
     assert [at.index for at in seen] == [0, 0, 1, 1, 2, 2]
     assert [at.result for at in seen[1::2]] == list(found.layers)
     assert {at.result for at in seen[::2]} == {None}
@@ -203,21 +209,21 @@ def test_progress_is_a_begin_and_an_end_a_layer():
 
 def test_an_unknown_policy_lists_the_valid_ones():
     with pytest.raises(ValueError, match="one of: all, powers_of_two, undivided"):
-        census(crowded(3), [], "some", [0])
+        survey_algorithms(crowded(3), [], "some", [0])
 
 
 def printed(found):
     stream = io.StringIO()
-    write_tables(census_tables(found), stream)
+    write_tables(survey_tables(found), stream)
     return stream.getvalue()
 
 
 def test_tables_have_a_row_a_size_and_limit():
     limits = [1, 120 * KIB, 720 * KIB]
-    found = census(
+    found = survey_algorithms(
         crowded(60), LAYERS, "powers_of_two", limits, numerics=Numerics(tf32=False)
     )
-    sizes, reach = census_tables(found)
+    sizes, reach = survey_tables(found)
     assert len(sizes.rows) == 3 * 5 * 3
     assert len(reach.rows) == 3 * 3
     row = dict(zip(sizes.columns, sizes.rows[4], strict=True))
@@ -253,6 +259,8 @@ def test_a_terminal_has_room_for_them(columns, monkeypatch):
 
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
-    write_tables(census_tables(census(crowded(9), LAYERS, "all", [KIB])), stream)
+    write_tables(
+        survey_tables(survey_algorithms(crowded(9), LAYERS, "all", [KIB])), stream
+    )
     assert "…" not in stream.getvalue()
     assert "first" in stream.getvalue()

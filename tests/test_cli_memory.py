@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main
-from mucudnn.cli.exit_codes import ExitCode
+from mucudnn.cli.app import ExitCode
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.planning.plan_step import policy_names
 
@@ -227,8 +227,13 @@ def test_the_advised_budget_fits_and_a_byte_less_ends_with_its_own_code(asked):
 
 def test_a_largest_batch_is_an_answer_and_none_is_not():
     asked = ("lenet", *NULL, "--policy", "keep_all", "--max-batch")
-    assert run(*asked, "--budget", "5400000").exit_code == 0
-    assert run(*asked, "--budget", "1KiB").exit_code == ExitCode.NOTHING_FITS
+    some, none = (run(*asked, "--budget", size) for size in ("5400000", "1KiB"))
+    assert (some.exit_code, none.exit_code) == (0, ExitCode.NOTHING_FITS)
+    for result, fits in ((some, True), (none, False)):
+        policy, batch = result.stdout.splitlines()[-1].split()
+        assert (policy, int(batch) > 0) == ("keep_all", fits)
+    assert some.stderr == ""
+    assert none.stderr.startswith("mucudnn: error: no policy fits 1.0 KiB (1024 bytes)")
 
 
 def test_help_says_how_the_command_ends():

@@ -5,7 +5,7 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main
-from mucudnn.cli.exit_codes import ExitCode
+from mucudnn.cli.app import ExitCode
 
 NINES = "9" * 400
 ODD = [

@@ -9,9 +9,8 @@ from contextlib import contextmanager, redirect_stderr, suppress
 import pytest
 from click.testing import CliRunner
 
-from mucudnn.cli import main, progress_lines
-from mucudnn.cli.progress import progress_display
-from mucudnn.cli.progress_lines import every_ten_seconds
+from mucudnn.cli import main, progress
+from mucudnn.cli.progress import every_ten_seconds, progress_display
 
 ERASED = "\x1b[2K"
 
@@ -164,8 +163,11 @@ def test_a_line_a_result_is_enough(capsys):
 
 
 def test_a_pipe_that_nobody_reads_ends_no_work():
+    tried = []
+
     class Closed(io.StringIO):
         def write(self, text):
+            tried.append(text)
             raise BrokenPipeError
 
     ticks = Ticks()
@@ -175,10 +177,12 @@ def test_a_pipe_that_nobody_reads_ends_no_work():
     ):
         show("weigh", 0, 1, result="light")
         ticks.pass_by()
+        ticks.pass_by()
+    assert tried == ["[0/1] weigh: light\n", "mucudnn: 0:20 weigh, 0 of 1\n"]
 
 
 def test_the_thread_calls_again_and_again_until_the_end(monkeypatch):
-    monkeypatch.setattr(progress_lines, "_EVERY_S", 0.001)
+    monkeypatch.setattr(progress, "_EVERY_S", 0.001)
     called = threading.Semaphore(0)
     before = threading.active_count()
     with every_ten_seconds(called.release):
@@ -216,7 +220,7 @@ def test_long_commands_say_what_they_are_at(monkeypatch, arguments, words):
         assert 0 <= done <= max(1, total)
         seen.append(text)
 
-    monkeypatch.setattr(progress_lines.ProgressLines, "show", shown)
+    monkeypatch.setattr(progress.ProgressLines, "show", shown)
     options = [] if arguments[0] == "memory" else ["--backend", "null"]
     done = CliRunner().invoke(main, [*arguments, *options, "--cache", "none"])
     assert done.exit_code == 0, done.output
@@ -228,7 +232,7 @@ def test_long_commands_say_what_they_are_at(monkeypatch, arguments, words):
 def test_sharing_a_cache_says_what_it_is_at(monkeypatch, tmp_path, command):
     seen = []
     monkeypatch.setattr(
-        progress_lines.ProgressLines,
+        progress.ProgressLines,
         "show",
         lambda self, text, *rest: seen.append(text),
     )

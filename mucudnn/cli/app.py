@@ -1,7 +1,6 @@
 """The command group, and how a command ends.
 
-The exit codes are in `exit_codes`. A reader that closes the pipe early ends the command
-in silence.
+A reader that closes the pipe early ends the command in silence.
 """
 
 import contextlib
@@ -13,22 +12,41 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import Any, NoReturn, TextIO
 
 import click
 
-from mucudnn.cli.exit_codes import ExitCode
 from mucudnn.errors import MucudnnError
 from mucudnn.plugins import PluginWarning
 from mucudnn.runtime.interrupts import Interrupts
 
-__all__ = ["BadInputError", "Commands", "bad_input", "main"]
+__all__ = ["BadInputError", "Commands", "ExitCode", "bad_input", "main"]
 
 _CHOICES = re.compile(
     r"'(?P<word>[^']+)'(?:; choose [^:;]*of:| is neither a \w+ \() ?(?P<names>[^();]+)"
 )
 _LONG_WORD = 256
 _SHOWN = 40
+
+
+class ExitCode(IntEnum):
+    """What a shell sees in `$?`. A signal's are 128 and its number, as in shells."""
+
+    DONE = 0
+    """What was asked for is done."""
+    CLOSED_PIPE = 1
+    """Whoever read the output stopped reading."""
+    BAD_INPUT = 2
+    """What was asked for cannot be had; one line on the error stream says why."""
+    NOTHING_FITS = 4
+    """The question is answered, and the answer is that nothing fits."""
+    HUNG_UP = 129
+    """The terminal is gone (SIGHUP); what was done by then is written."""
+    INTERRUPTED = 130
+    """Ctrl-C (SIGINT); what was done by then is written."""
+    TERMINATED = 143
+    """Ended from outside (SIGTERM); what was done by then is written."""
 
 
 def suggesting(message: str) -> str:

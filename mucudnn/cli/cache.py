@@ -1,17 +1,34 @@
 """`mucudnn cache`: what is remembered, to look at, to share, to forget."""
 
+import os
 import sys
+import warnings
+from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from mucudnn.cli.app import Commands
-from mucudnn.cli.options import cache_option, json_option, open_cache
+from mucudnn.cli.app import BadInputError, Commands, bad_input
+from mucudnn.cli.options import group, json_option, option
 from mucudnn.cli.output import emit, recording_file
 from mucudnn.cli.progress import progress_display
 from mucudnn.report.text import Table, write_tables
 
-__all__ = ["cache"]
+if TYPE_CHECKING:
+    from mucudnn.runtime.database.cache import BenchmarkCache
+
+__all__ = ["cache", "cache_option", "open_cache", "refuse_foreign_file"]
+
+_SQLITE = b"SQLite format 3\0"
+
+cache_option = option(
+    "--cache PATH|none",
+    "Where measurements are remembered; by default your cache directory.",
+    name="cache_path",
+)
+_options = group(cache_option, json_option)
 
 
 @click.group(cls=Commands, invoke_without_command=True)
@@ -20,8 +37,7 @@ def cache() -> None:
 
 
 @cache.command("list")
-@cache_option
-@json_option
+@_options
 def list_(cache_path: str | None, json_file: str | None) -> None:
     """What is known, one line a device."""
     with open_cache(cache_path) as found:
@@ -39,26 +55,13 @@ def list_(cache_path: str | None, json_file: str | None) -> None:
     )
     columns = (">convolutions", ">measurements", "oldest", "newest", "device")
     table = Table(where, columns, rows)
-    data = {
-        "path": where,
-        "devices": [
-            {
-                "fingerprint": d.fingerprint,
-                "problems": d.problems,
-                "rows": d.rows,
-                "oldest": d.oldest,
-                "newest": d.newest,
-            }
-            for d in devices
-        ],
-    }
+    data = {"path": where, "devices": [asdict(device) for device in devices]}
     emit(json_file, data, lambda: write_tables((table,), sys.stdout))
 
 
 @cache.command("export")
 @click.argument("file", type=recording_file)
-@cache_option
-@json_option
+@_options
 def export(file: str, cache_path: str | None, json_file: str | None) -> None:
     """Write all measurements to FILE (compressed if it ends in .gz).
 
@@ -73,8 +76,7 @@ def export(file: str, cache_path: str | None, json_file: str | None) -> None:
 
 @cache.command("import")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
-@cache_option
-@json_option
+@_options
 def import_(file: str, cache_path: str | None, json_file: str | None) -> None:
     """Add the measurements of FILE; of two of the same thing the newer one stays."""
     with open_cache(cache_path) as found, progress_display(1) as show:
@@ -85,9 +87,8 @@ def import_(file: str, cache_path: str | None, json_file: str | None) -> None:
 
 
 @cache.command("clear")
-@click.option("--device", metavar="FINGERPRINT", help="Forget this device only.")
-@cache_option
-@json_option
+@option("--device FINGERPRINT", "Forget this device only.")
+@_options
 def clear(device: str | None, cache_path: str | None, json_file: str | None) -> None:
     """Forget everything."""
     with open_cache(cache_path) as found:
@@ -100,13 +101,49 @@ def clear(device: str | None, cache_path: str | None, json_file: str | None) -> 
 
 
 @cache.command("path")
-@cache_option
-@json_option
+@_options
 def path(cache_path: str | None, json_file: str | None) -> None:
     """Where the cache is."""
     with open_cache(cache_path) as found:
         where = str(found.path or "memory")
     emit(json_file, {"path": where}, lambda: click.echo(where))
+
+
+def open_cache(path: str | None) -> "BenchmarkCache":
+    """The cache at `path`, in memory for `none`, else the user's.
+
+    Raises:
+        BadInputError: The file that was asked for cannot be used.
+    """
+    from mucudnn.runtime.database.cache import BenchmarkCache
+    from mucudnn.runtime.environment import cache_path
+
+    if path is None:
+        return BenchmarkCache(cache_path(os.environ))
+    if path == "none":
+        return BenchmarkCache()
+    refuse_foreign_file(Path(path))
+    with warnings.catch_warnings(record=True) as complaints:
+        warnings.simplefilter("always")
+        cache = BenchmarkCache(Path(path))
+    if cache.path is None:
+        cache.close()
+        reasons = "; ".join(str(w.message) for w in complaints)
+        raise BadInputError(f"cannot keep a cache in {path}: {reasons}")
+    for complaint in complaints:
+        click.echo(f"mucudnn: warning: {complaint.message}", err=True)
+    return cache
+
+
+def refuse_foreign_file(path: Path) -> None:
+    """A mistyped `--cache` must not cost a file: it would be set aside as damaged."""
+    with bad_input():
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            start = file.read(len(_SQLITE))
+    if start and start != _SQLITE:
+        raise BadInputError(f"{path} is no cache but some other file; name another one")
 
 
 def _date(seconds: float) -> str:

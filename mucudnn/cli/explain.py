@@ -5,16 +5,11 @@ from typing import Any
 import click
 
 from mucudnn.cli.app import BadInputError
-from mucudnn.cli.options import (
-    LayerQuery,
-    byte_size,
-    json_option,
-    layer_options,
-    tuner_options,
-)
+from mucudnn.cli.layers import layer_options, query_of
+from mucudnn.cli.options import byte_size, json_option, option
 from mucudnn.cli.output import emit
 from mucudnn.cli.own_code import import_option
-from mucudnn.cli.tune import make_tuner
+from mucudnn.cli.tune import make_tuner, tuner_options
 from mucudnn.suites import Layer
 
 __all__ = ["explain"]
@@ -25,46 +20,28 @@ __all__ = ["explain"]
 @click.argument("source", metavar="[SUITE | FILE.csv]", required=False)
 @click.argument("name", metavar="[LAYER]", required=False)
 @layer_options(default_directions="forward")
-@click.option(
-    "--workspace-limit",
-    type=byte_size,
-    metavar="SIZE",
-    help="Bytes a convolution may use.",
-)
+@option("--workspace-limit SIZE", "Bytes a convolution may use.", byte_size)
 @tuner_options
 @json_option
-def explain(
-    *,
-    source: str | None,
-    name: str | None,
-    problems: tuple[str, ...],
-    directions: tuple[Any, ...],
-    batch: int | None,
-    dtype: str | None,
-    layout: str | None,
-    time_limit: float | None,
-    json_file: str | None,
-    **settings: Any,
-) -> None:
+def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     """Plan a layer of a suite (its name or number), or a problem, and say why."""
-    sources = () if source is None else (source,)
-    query = LayerQuery(sources, problems, directions, batch, dtype, layout)
+    query = query_of(() if source is None else (source,), settings)
     layers = _chosen(query.layers(), name)
-    from mucudnn.cli.layer_progress import LayerProgress
-    from mucudnn.cli.progress import progress_display
+    from mucudnn.cli.progress import LayerWords, progress_display
     from mucudnn.codecs.values import plan_to_dict
     from mucudnn.report.words import DIRECTIONS, problem_text
     from mucudnn.studies.conv_comparison import in_directions
 
     found = []
-    asked = in_directions(layers, directions)
+    asked = in_directions(layers, query.directions)
+    limit_s = settings["time_limit"]
+    share = None if limit_s is None else limit_s / len(asked)
     with progress_display(len(asked)) as display:
-        shown = LayerProgress(display)
+        shown = LayerWords(display)
         tuner = make_tuner(settings, progress=shown.measured)
         with tuner.cache:
             for i, layer in enumerate(asked):
                 shown.planned(layer, i, len(asked))
-                share = None if time_limit is None else time_limit / len(asked)
                 tuner.measure(layer.problem, time_limit_s=share)
                 (plan,) = tuner.plan([layer.problem])
                 found.append((layer, plan, tuner.explain(plan)))
@@ -91,7 +68,7 @@ def explain(
             for layer, plan, text in found
         ],
     }
-    emit(json_file, data, show)
+    emit(settings["json_file"], data, show)
 
 
 def _chosen(layers: tuple[Layer, ...], name: str | None) -> tuple[Layer, ...]:

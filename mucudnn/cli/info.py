@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from mucudnn.cli.options import cache_option, json_option, open_cache
+from mucudnn.cli.cache import cache_option, open_cache
+from mucudnn.cli.options import json_option
 from mucudnn.cli.output import emit
 from mucudnn.errors import MucudnnError
 from mucudnn.report.words import bytes_text

@@ -6,37 +6,41 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mucudnn.cli.app import BadInputError, bad_input
-from mucudnn.cli.exit_codes import ExitCode
-from mucudnn.cli.numbers import MOST_IMAGES, count
+from mucudnn.cli.app import BadInputError, ExitCode, bad_input
+from mucudnn.cli.cache import cache_option, open_cache, refuse_foreign_file
 from mucudnn.cli.options import (
-    byte_size,
-    cache_option,
-    json_option,
-    open_cache,
-    refuse_foreign_file,
-)
-from mucudnn.cli.output import emit, output_file, refuse_same, save, write_file
-from mucudnn.cli.own_code import import_option, network
-from mucudnn.cli.strategy_options import (
-    StrategyOption,
+    MOST_IMAGES,
     Table,
+    byte_size,
+    count,
+    file_option,
+    flag,
+    image_size,
+    json_option,
     names_of_all,
-    optimizers,
+    option,
+    report_option,
+    strategy,
+)
+from mucudnn.cli.output import emit, refuse_same, save, write_file
+from mucudnn.cli.own_code import import_option, network
+from mucudnn.cli.train_options import (
+    list_models,
+    listing_option,
+    model_argument,
+    optimizer_option,
     orders,
     policies,
     schedulers,
 )
-from mucudnn.cli.train_options import image_size, list_models
 from mucudnn.ir.devices import DEVICES
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.models import FunctionModel
 
 if TYPE_CHECKING:
+    from mucudnn.cli.progress import Show
     from mucudnn.ir.profile import Profile
-    from mucudnn.passes.planning.evaluate import StepPlan
-    from mucudnn.passes.planning.place_step import PlacedStep
-    from mucudnn.studies.memory_study import MemoryStudy, Progress, StepSpec
+    from mucudnn.studies.memory_study import MemoryStudy, StepSpec
 
 __all__ = ["memory"]
 
@@ -56,120 +60,69 @@ _CODES = (
 
 @click.command(epilog=_CODES)
 @import_option
-@click.argument("model", metavar="[MODEL | FILE.py:FUNCTION]", required=False)
-@click.option(
+@model_argument
+@option(
     "--batch",
-    type=count(1, MOST_IMAGES),
-    help=f"Images in a step; {_BATCH} by default, {_CPU_BATCH} on the CPU.",
+    f"Images in a step; {_BATCH} by default, {_CPU_BATCH} on the CPU.",
+    count(1, MOST_IMAGES),
 )
-@click.option(
-    "--image",
-    type=image_size,
-    metavar="SIZE",
-    help="Size of an image, such as 224 or 3x64x96; by default the network's own.",
+@option(
+    "--image SIZE",
+    "Size of an image, such as 224 or 3x64x96; by default the network's own.",
+    image_size,
 )
-@click.option(
-    "--budget",
-    type=byte_size,
-    metavar="SIZE",
-    help="Memory for everything; by default what the device has, and a curve of "
-    "smaller budgets.",
+@option(
+    "--budget SIZE",
+    "Memory for everything; by default what the device has, and a curve of smaller "
+    "budgets.",
+    byte_size,
 )
-@click.option(
+@strategy(
     "--policy",
-    "policies",
-    cls=StrategyOption,
-    table=policies,
+    "What may be kept, offloaded or computed again.",
+    policies,
     several=_ALL,
     default=_ALL,
-    show_default=True,
-    help="What may be kept, offloaded or computed again.",
+    name="policies",
 )
-@click.option(
+@strategy(
     "--scheduler",
-    "schedulers",
-    cls=StrategyOption,
-    table=schedulers,
+    "When copies run, or all; by default the policy's own.",
+    schedulers,
     several=_ALL,
     default=(),
-    help="When copies run, or all; by default the policy's own.",
+    name="schedulers",
 )
-@click.option(
+@option(
     "--device",
-    type=click.Choice([_CPU, *DEVICES]),
+    "cpu is measured; all others are estimated from published figures.",
+    click.Choice([_CPU, *DEVICES]),
     default="h200",
-    show_default=True,
-    help="cpu is measured; all others are estimated from published figures.",
 )
-@click.option(
-    "--recording",
-    "recordings",
-    multiple=True,
-    metavar="FILE",
-    help="Measurements of that device, as `tune --record` writes them: convolutions "
-    "that they know are not estimated. Repeatable.",
+@option(
+    "--recording FILE",
+    "Measurements of that device, as `tune --record` writes them: convolutions that "
+    "they know are not estimated. Repeatable.",
+    repeatable=True,
+    name="recordings",
 )
-@click.option(
-    "--optimizer",
-    cls=StrategyOption,
-    table=optimizers,
-    default="momentum",
-    show_default=True,
-    help="How weights change.",
-)
-@click.option(
-    "--order",
-    cls=StrategyOption,
-    table=orders,
-    default="builder",
-    show_default=True,
-    help="In which order nodes run.",
-)
-@click.option(
-    "--curve", is_flag=True, help="Also plan for several budgets, when one is given."
-)
-@click.option(
-    "--max-batch", is_flag=True, help="Look for the largest batch within the budget."
-)
-@click.option(
-    "--min-budget", is_flag=True, help="Look for the least budget of every policy."
-)
+@optimizer_option
+@strategy("--order", "In which order nodes run.", orders, default="builder")
+@flag("--curve", "Also plan for several budgets, when one is given.")
+@flag("--max-batch", "Look for the largest batch within the budget.")
+@flag("--min-budget", "Look for the least budget of every policy.")
 @json_option
-@click.option(
-    "--report",
-    "report_file",
-    type=output_file,
-    metavar="FILE",
-    help="Write one HTML page with charts.",
-)
-@click.option(
-    "--trace",
-    "trace_file",
-    type=output_file,
-    metavar="FILE",
-    help="Write the best plan's step for Perfetto or chrome://tracing.",
-)
-@click.option(
-    "--snapshot",
-    "snapshot_file",
-    type=output_file,
-    metavar="FILE",
-    help="Write its memory for PyTorch's memory_viz, a pickle.",
-)
+@report_option
+@file_option("trace", "Write the best plan's step for Perfetto or chrome://tracing.")
+@file_option("snapshot", "Write its memory for PyTorch's memory_viz, a pickle.")
 @cache_option
-@click.option("--list", "listing", is_flag=True, help="List the networks.")
+@listing_option
 @click.pass_context
 def memory(
-    ctx: click.Context,
-    /,
-    model: str | None,
-    *,
-    json_file: str | None,
-    listing: bool,
-    **settings: Any,
+    ctx: click.Context, /, model: str | None, json_file: str | None, **settings: Any
 ) -> None:
     """Plan a training step under a budget by every technique, and compare them."""
-    if listing:
+    if settings["listing"]:
         list_models(json_file)
         return
     if model is None:
@@ -258,7 +211,7 @@ def _chosen(asked: tuple[str, ...], table: Table) -> tuple[str, ...]:
 
 
 def _measured(
-    spec: "StepSpec", cache_path: str | None, progress: "Progress"
+    spec: "StepSpec", cache_path: str | None, progress: "Show"
 ) -> "Profile | None":
     """A profile of the step on the CPU; None for a device that is estimated."""
     if spec.device != _CPU:
@@ -269,17 +222,15 @@ def _measured(
     cache: dict[str, Any] = {}
     if cache_path is not None:
         cache["cache"] = open_cache(cache_path)
+
+    def measuring(name: str, done: int, total: int) -> None:
+        progress(f"measuring {name}", done, total)
+
     graph = spec.graph()
     tuner = Tuner.from_env(backend=_CPU, **cache)
     with tuner.cache:
         try:
-            return profile(
-                tuner,
-                graph,
-                progress=lambda name, done, total: progress(
-                    f"measuring {name}", done, total
-                ),
-            )
+            return profile(tuner, graph, progress=measuring)
         finally:
             tuner.close()
 
@@ -297,22 +248,14 @@ def _write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:
     if found.best is None or found.best.plan is None:
         return
     if settings["trace_file"] is not None:
-        _write_trace(settings["trace_file"], found.best.plan)
+        from mucudnn.report.trace import trace_json
+
+        write_file(settings["trace_file"], trace_json(found.best.plan))
     path = settings["snapshot_file"]
     if path is not None:
+        from mucudnn.report.snapshot import snapshot_bytes
+
         if found.placed is None:
             why = found.unplaced or "interrupted before places were looked for"
             raise BadInputError(f"--snapshot {path}: {why}")
-        _write_snapshot(path, found.placed)
-
-
-def _write_trace(path: str, plan: "StepPlan") -> None:
-    from mucudnn.report.trace import trace_json
-
-    write_file(path, trace_json(plan))
-
-
-def _write_snapshot(path: str, placed: "PlacedStep") -> None:
-    from mucudnn.report.snapshot import snapshot_bytes
-
-    write_file(path, snapshot_bytes(placed))
+        write_file(path, snapshot_bytes(found.placed))

@@ -1,51 +1,125 @@
-"""What several commands take: sizes, directions, layers, the tuner's settings."""
+"""How options are declared: what values are, names in tables, what commands share.
 
-import os
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+Numbers are plain decimal digits of a range that is always bounded: click's own types
+take whatever Python reads (`1_000`, other scripts' digits, infinity), and what then
+computes with it fails, or never ends. Tables are looked at when a value is read or help
+is shown: what `--import` registers and what is installed counts.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable
 from functools import reduce
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
 
 import click
 
-from mucudnn.cli.app import BadInputError, bad_input
-from mucudnn.cli.numbers import MOST_IMAGES, count, real
 from mucudnn.cli.output import output_file
-from mucudnn.cli.strategy_options import StrategyOption, batch_policies, planners
-from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
-from mucudnn.ir.numerics import NUMERICS, Numerics
-from mucudnn.ir.sizes import parse_bytes
-from mucudnn.ir.tensor import ITEMSIZE
-from mucudnn.suites import SUITES, Layer, load_suite, parse_problem, read_layers_file
-
-if TYPE_CHECKING:
-    from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.ir.sizes import parse_bytes, parse_integer
 
 __all__ = [
-    "LayerQuery",
+    "MOST_IMAGES",
+    "Option",
+    "StrategyOption",
     "byte_size",
     "byte_sizes",
-    "cache_option",
+    "count",
+    "file_option",
+    "flag",
+    "group",
+    "image_size",
     "json_option",
-    "layer_options",
-    "open_cache",
-    "refuse_foreign_file",
-    "tuner_options",
+    "names_of_all",
+    "option",
+    "parsed",
+    "real",
+    "report_option",
+    "strategy",
+    "table",
 ]
 
-_SQLITE = b"SQLite format 3\0"
-
 F = TypeVar("F", bound=Callable[..., Any])
+Table = Callable[[], tuple[Iterable[str], Callable[[str], object]]]
+"""() -> the names in a table, and what raises ValueError for one that is not there."""
+
+
+class Option(Protocol):
+    """A decorator that adds options to a command."""
+
+    def __call__(self, fn: F, /) -> F:
+        """The function, with the option."""
+        ...
+
+
+_MOST = 2**31 - 1
+"""Of images, steps, layers, sides: what libraries count in 32 bits."""
+
+MOST_IMAGES = 2**20
+"""Of a mini-batch: planning looks at each size of a part, and would not end."""
+
+_REAL = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?\s*", re.I | re.A)
+
+
+def table(module: str, name: str) -> Table:
+    """A table of strategies by where it is: its module is imported when it is used."""
+
+    def found() -> tuple[Iterable[str], Callable[[str], object]]:
+        registry = getattr(import_module(f"mucudnn.passes.{module}"), name)
+        return registry.names, registry.resolve
+
+    return found
+
+
+def parsed(text: Any, parse: Callable[[Any], Any]) -> Any:
+    """What was read; complaints of the parser are about the option's value."""
+    try:
+        return parse(text)
+    except ValueError as e:
+        raise click.BadParameter(str(e)) from e
+
+
+def count(least: int = 1, most: int = _MOST) -> Callable[[str | int], int]:
+    """A type of option: an integer from `least` to `most`."""
+
+    def integer(text: str | int) -> int:
+        try:
+            return parse_integer(str(text), least=least, most=most)
+        except ValueError as e:
+            raise click.BadParameter(f"the value is {e}") from None
+
+    return integer
+
+
+def real(
+    least: float = 0.0, most: float = math.inf, *, beyond: bool = False, of: str = ""
+) -> Callable[[str | float], float]:
+    """A type of option: a finite number.
+
+    Args:
+        least: The smallest.
+        most: The largest.
+        beyond: Whether the least itself is none of it.
+        of: What it is a number of, for messages.
+    """
+
+    def number(text: str | float) -> float:
+        value = float(text) if _REAL.fullmatch(str(text)) else math.nan
+        within = least < value <= most if beyond else least <= value <= most
+        if not (within and math.isfinite(value)):
+            above = f"above {least:g}" if beyond else f"from {least:g}"
+            upto = "" if most == math.inf else f" up to {most:g}"
+            unit = of and f" of {of}"
+            raise click.BadParameter(f"{text!r} is not a number{unit} {above}{upto}")
+        return value
+
+    return number
 
 
 def byte_size(text: str | int) -> int:
     """`64MiB` as a number."""
-    try:
-        return parse_bytes(text)
-    except ValueError as e:
-        raise click.BadParameter(str(e)) from e
+    nbytes: int = parsed(text, parse_bytes)
+    return nbytes
 
 
 def byte_sizes(text: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -55,230 +129,158 @@ def byte_sizes(text: str | tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({byte_size(size) for size in text.split(",")}))
 
 
-def _directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...]:
-    """`all`, or `forward,backward_data`; each once, in the order of a step."""
+def image_size(text: str | tuple[int, ...]) -> tuple[int, ...]:
+    """`224`, `32x48` or `3x32x48` as numbers."""
     if isinstance(text, tuple):
         return text
-    names = [name.strip() for name in text.split(",")]
-    known = [d.value for d in Direction]
-    for name in names:
-        if name not in ("all", *known):
-            valid = ", ".join(("all", *known))
-            raise click.BadParameter(f"unknown direction {name!r}; choose of: {valid}")
-    return tuple(d for d in Direction if "all" in names or d.value in names)
-
-
-def _numerics(text: str | Numerics) -> Numerics:
-    """`strict,deterministic` as a policy."""
-    if isinstance(text, Numerics):
-        return text
     try:
-        return Numerics.parse(text)
-    except ValueError as e:
-        raise click.BadParameter(str(e)) from e
-
-
-@dataclass(frozen=True, slots=True)
-class LayerQuery:
-    """Which convolutions the command line asks for, and what it changes about them."""
-
-    sources: tuple[str, ...]
-    problems: tuple[str, ...]
-    directions: tuple[Direction, ...]
-    batch: int | None
-    dtype: str | None
-    layout: str | None
-
-    @property
-    def title(self) -> str:
-        """Where they come from, in a word or two."""
-        stems = [s if s in SUITES else Path(s).stem for s in self.sources]
-        return ", ".join([*stems, *self.problems])
-
-    def layers(self) -> tuple[Layer, ...]:
-        """Every layer, forward.
-
-        Raises:
-            BadInputError: Nothing is named, or what is named does not exist.
-        """
-        if not self.sources and not self.problems:
-            raise BadInputError(
-                f"nothing to measure: name a suite ({', '.join(SUITES)}), a CSV file "
-                'or --problem "n=256,c=64,h=27,w=27,k=192,r=5,s=5,pad=2"'
-            )
-        with bad_input():
-            layers = [layer for s in self.sources for layer in _source(s)]
-            layers += [Layer(text, parse_problem(text)) for text in self.problems]
-            return tuple(
-                replace(layer, problem=self._changed(layer.problem)) for layer in layers
-            )
-
-    def _changed(self, problem: ConvProblem) -> ConvProblem:
-        if self.batch is not None:
-            problem = problem.with_batch(self.batch)
-        if problem.batch > MOST_IMAGES:
-            raise BadInputError(
-                f"a mini-batch of {problem.batch} is too large to plan; the most is "
-                f"{MOST_IMAGES}, --batch N takes another"
-            )
-        return replace(
-            problem,
-            dtype=self.dtype or problem.dtype,
-            layout=self.layout or problem.layout,
+        return tuple(
+            parse_integer(part, least=1, most=_MOST)
+            for part in text.lower().replace("×", "x").split("x")
         )
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r} is no image size; write a side (224), sides (32x48), or "
+            "channels and sides (3x32x48)"
+        ) from None
 
 
-def _source(name: str) -> Sequence[Layer]:
-    if name in SUITES:
-        return load_suite(name)
-    if not Path(name).is_file():
-        raise BadInputError(
-            f"{name!r} is neither a suite ({', '.join(SUITES)}) nor a file"
-        )
-    return read_layers_file(name)
+def names_of_all(table: Table) -> tuple[str, ...]:
+    """Every name in a table that is of use; a warning tells of those that are not."""
+    names, check = table()
+    found = []
+    for name in names:
+        try:
+            check(name)
+        except ValueError:
+            continue
+        found.append(name)
+    return tuple(found)
 
 
-def _chain(options: Iterable[Callable[[F], F]]) -> Callable[[F], F]:
-    return lambda fn: reduce(lambda f, option: option(f), reversed([*options]), fn)
+class StrategyOption(click.Option):
+    """An option that takes a name in a table.
 
-
-def layer_options(default_directions: str) -> Callable[[F], F]:
-    """Which convolutions, beside the suites and files."""
-    return _chain(
-        [
-            click.option(
-                "--problem",
-                "problems",
-                metavar="KEY=N,…",
-                multiple=True,
-                help="A convolution, e.g. n=256,c=64,h=27,w=27,k=192,r=5,s=5,pad=2. "
-                "Repeatable.",
-            ),
-            click.option(
-                "--directions",
-                type=_directions,
-                metavar="NAME,…",
-                default=default_directions,
-                show_default=True,
-                help="all, or of: forward, backward_data, backward_filter.",
-            ),
-            click.option(
-                "--batch", type=count(1, MOST_IMAGES), help="Mini-batch size instead."
-            ),
-            click.option(
-                "--dtype", type=click.Choice(list(ITEMSIZE)), help="Data type instead."
-            ),
-            click.option(
-                "--layout", type=click.Choice(LAYOUTS), help="Storage order instead."
-            ),
-        ]
-    )
-
-
-def tuner_options(fn: F) -> F:
-    """The tuner's settings; what is not given comes from the environment."""
-    options = [
-        click.option(
-            "--backend",
-            default="cpu",
-            show_default=True,
-            help="cpu, cuda, null, or recorded:FILE; see `mucudnn info`.",
-        ),
-        click.option(
-            "--policy",
-            "batch_policy",
-            cls=StrategyOption,
-            table=batch_policies,
-            help="Micro-batch sizes; powers_of_two by default.",
-        ),
-        click.option(
-            "--planner",
-            cls=StrategyOption,
-            table=planners,
-            help="What divides; workspace_reuse by default.",
-        ),
-        click.option(
-            "--numerics",
-            type=_numerics,
-            metavar="WORD,…",
-            help=f"Ways of computing to accept, of: {', '.join(NUMERICS)}.",
-        ),
-        click.option(
-            "--memory-limit",
-            type=byte_size,
-            metavar="SIZE",
-            help="For operands and workspace while measuring.",
-        ),
-        click.option(
-            "--time-limit",
-            type=real(beyond=True, of="seconds"),
-            metavar="SECONDS",
-            help="For everything together.",
-        ),
-        click.option(
-            "--exhaustive",
-            is_flag=True,
-            help="Under policy all, measure also what cannot be part of a good plan.",
-        ),
-    ]
-    return cache_option(_chain(options)(fn))
-
-
-def cache_option(fn: F) -> F:
-    """Where measurements are remembered."""
-    option = click.option(
-        "--cache",
-        "cache_path",
-        metavar="PATH|none",
-        help="Where measurements are remembered; by default your cache directory.",
-    )
-    return option(fn)
-
-
-def json_option(fn: F) -> F:
-    """Results as data."""
-    option = click.option(
-        "--json",
-        "json_file",
-        type=output_file,
-        metavar="FILE",
-        help="Write the results as JSON; - for standard output.",
-    )
-    return option(fn)
-
-
-def open_cache(path: str | None) -> "BenchmarkCache":
-    """The cache at `path`, in memory for `none`, else the user's.
-
-    Raises:
-        BadInputError: The file that was asked for cannot be used.
+    Args:
+        declarations: Of the option.
+        table: Names that there are.
+        several: Whether a comma list is taken, or a word for all of the table.
+        settings: Whatever else an option has.
     """
-    from mucudnn.runtime.database.cache import BenchmarkCache
-    from mucudnn.runtime.environment import cache_path
 
-    if path is None:
-        return BenchmarkCache(cache_path(os.environ))
-    if path == "none":
-        return BenchmarkCache()
-    refuse_foreign_file(Path(path))
-    with warnings.catch_warnings(record=True) as complaints:
-        warnings.simplefilter("always")
-        cache = BenchmarkCache(Path(path))
-    if cache.path is None:
-        cache.close()
-        reasons = "; ".join(str(w.message) for w in complaints)
-        raise BadInputError(f"cannot keep a cache in {path}: {reasons}")
-    for complaint in complaints:
-        click.echo(f"mucudnn: warning: {complaint.message}", err=True)
-    return cache
+    def __init__(
+        self,
+        declarations: list[str],
+        *,
+        table: Table,
+        several: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self._table = table
+        self._several = several
+        self._text = settings.get("help", "")
+        metavar = "NAME" if several is None else "NAME,…"
+        super().__init__(declarations, type=self._read, metavar=metavar, **settings)
+
+    def _read(self, text: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if isinstance(text, tuple):
+            return text
+        if self._several is None:
+            self._check(text)
+            return text
+        words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+        for word in words:
+            if word != self._several:
+                self._check(word)
+        return words
+
+    def _check(self, name: str) -> None:
+        _, check = self._table()
+        try:
+            check(name)
+        except ValueError as e:
+            more = "" if self._several is None else f", or {self._several}"
+            raise click.BadParameter(f"{e}{more}") from e
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """With the names that there are now."""
+        names, _ = self._table()
+        self.help = f"{self._text} One of: {', '.join(names)}."
+        return super().get_help_record(ctx)
 
 
-def refuse_foreign_file(path: Path) -> None:
-    """A mistyped `--cache` must not cost a file: it would be set aside as damaged."""
-    with bad_input():
-        if not path.is_file():
-            return
-        with path.open("rb") as file:
-            start = file.read(len(_SQLITE))
-    if start and start != _SQLITE:
-        raise BadInputError(f"{path} is no cache but some other file; name another one")
+def option(
+    flag: str,
+    text: str,
+    kind: Any = None,
+    *,
+    name: str | None = None,
+    default: Any = None,
+    shown: bool = True,
+    repeatable: bool = False,
+) -> Option:
+    """Declare an option.
+
+    Args:
+        flag: As `--workspace-limit SIZE`: what stands for its value behind it.
+        text: For `--help`.
+        kind: Type of its value; text if not given.
+        name: The parameter, if it is not called as the flag.
+        default: If it is not given.
+        shown: Whether `--help` tells the default.
+        repeatable: Whether it may be given several times.
+    """
+    long, _, metavar = flag.partition(" ")
+    given = {} if default is None else {"default": default, "show_default": shown}
+    return click.option(
+        *((long,) if name is None else (long, name)),
+        help=text,
+        type=kind,
+        metavar=metavar or None,
+        multiple=repeatable,
+        **given,
+    )
+
+
+def flag(flags: str, text: str) -> Option:
+    """Declare an option without a value: all its spellings, then what sets it."""
+    return click.option(*flags.split(), is_flag=True, help=text)
+
+
+def strategy(
+    flag: str,
+    text: str,
+    table: Table,
+    *,
+    name: str | None = None,
+    default: Any = None,
+    several: str | None = None,
+) -> Option:
+    """Declare an option whose value is a name in a table; see `StrategyOption`."""
+    given = {} if default is None else {"default": default, "show_default": True}
+    return click.option(
+        *((flag,) if name is None else (flag, name)),
+        cls=StrategyOption,
+        table=table,
+        several=several,
+        help=text,
+        **given,
+    )
+
+
+def group(*options: Option) -> Option:
+    """Several options as one decorator, in this order."""
+
+    def decorated(fn: F) -> F:
+        return reduce(lambda f, option: option(f), reversed(options), fn)
+
+    return decorated
+
+
+def file_option(name: str, text: str, kind: Any = output_file) -> Option:
+    """Declare an option that names a file to write; the parameter is `<name>_file`."""
+    return option(f"--{name} FILE", text, kind, name=f"{name}_file")
+
+
+json_option = file_option("json", "Write the results as JSON; - for standard output.")
+report_option = file_option("report", "Write one HTML page with charts.")

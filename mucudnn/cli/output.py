@@ -4,20 +4,30 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mucudnn.cli.app import BadInputError
+from mucudnn.errors import CacheError
 from mucudnn.files import check_writable, descriptor_of, write_whole
 from mucudnn.runtime.interrupts import deferred_interrupt
 
+if TYPE_CHECKING:
+    from mucudnn.ir.conv import PerfTable
+    from mucudnn.runtime.tuning.tuner import Tuner
+    from mucudnn.suites import Layer
+
 __all__ = [
     "STDOUT",
+    "Record",
     "emit",
     "output_file",
+    "recording",
     "recording_file",
     "refuse_same",
     "refuse_unwritable",
@@ -161,3 +171,48 @@ def save(*writers: Callable[[], None]) -> None:
                 failures.append(e)
     if failures:
         raise failures[0]
+
+
+@dataclass
+class Record:
+    """A recording in the making.
+
+    Attributes:
+        tables: What the run used, older measurements of a cache included.
+        complaint: Why there is no file.
+    """
+
+    tables: list["PerfTable"] = field(default_factory=list)
+    complaint: str | None = None
+
+
+@contextlib.contextmanager
+def recording(
+    tuner: "Tuner", layers: Sequence["Layer"], file: str | None
+) -> Iterator[Record]:
+    """Write a recording when the block ends, even by an error or by Ctrl-C."""
+    record, since = Record(), time.time()
+    done = False
+    try:
+        yield record
+        done = True
+    finally:
+        if file is not None:
+            with deferred_interrupt():
+                _write_recording(record, tuner, layers, file, since)
+        if record.complaint is not None and not done:
+            click.echo(f"mucudnn: warning: {record.complaint}", err=True)
+
+
+def _write_recording(
+    record: Record, tuner: "Tuner", layers: Sequence["Layer"], file: str, since: float
+) -> None:
+    from mucudnn.runtime.database.record import record_run
+
+    problems = [layer.problem for layer in layers]
+    try:
+        rows = record_run(file, tuner, problems, record.tables, since)
+    except CacheError as e:
+        record.complaint = str(e)
+    else:
+        click.echo(f"{rows} measurements written to {file}", err=True)

@@ -6,69 +6,73 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mucudnn.cli.app import BadInputError
-from mucudnn.cli.exit_codes import ExitCode
+from mucudnn.cli.app import BadInputError, ExitCode
 from mucudnn.cli.output import emit
 from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
     from mucudnn.runtime.tuning.tuner import Tuner
-    from mucudnn.studies.algorithm_survey import Census
 
-__all__ = ["refuse_measuring", "take_census"]
+__all__ = ["refuse_measuring", "take_survey"]
+
+_MEASURING = {
+    "report_file": "--report",
+    "record_file": "--record",
+    "style": "--format deepbench",
+    "total_workspace": "--total-workspace",
+    "planner": "--planner",
+    "memory_limit": "--memory-limit",
+    "time_limit": "--time-limit",
+    "exhaustive": "--exhaustive",
+}
+"""What makes sense only with measurements: parameter -> as it is written."""
 
 
-def refuse_measuring(options: Mapping[str, object]) -> None:
+def refuse_measuring(settings: Mapping[str, Any]) -> None:
     """Complain about options that make sense only with measurements.
-
-    Args:
-        options: What was given for each, by its spelling; empty if it was not given.
 
     Raises:
         BadInputError: One was given; names all of them.
     """
-    given = [name for name, value in options.items() if value]
+    asked = {**settings, "style": settings["style"] == "deepbench"}
+    given = [option for name, option in _MEASURING.items() if asked[name]]
     if given:
         raise BadInputError(
             f"--plan-only measures nothing and so takes no {', no '.join(given)}"
         )
 
 
-def take_census(
+def take_survey(
     ctx: click.Context,
     tuner: "Tuner",
     layers: Sequence[Layer],
-    limits: Sequence[int],
-    *,
-    json_file: str | None,
-    verbose: bool,
+    settings: Mapping[str, Any],
 ) -> None:
     """Ask for all algorithms and show them; Ctrl-C shows what is done."""
-    from mucudnn.cli.layer_progress import LayerProgress
-    from mucudnn.cli.progress import progress_display
-    from mucudnn.studies.algorithm_survey import CensusInterrupted, census
+    from mucudnn.cli.progress import LayerWords, progress_display
+    from mucudnn.studies.algorithm_survey import SurveyInterrupted, survey_algorithms
 
     interrupted = False
-    with progress_display(len(layers), lines=verbose) as show:
+    with progress_display(len(layers), lines=settings["verbose"]) as show:
         try:
-            found = census(
+            found = survey_algorithms(
                 tuner.backend,
                 layers,
                 tuner.batch_policy,
-                limits or (tuner.workspace_limit,),
+                settings["limits"] or (tuner.workspace_limit,),
                 numerics=tuner.numerics,
-                progress=LayerProgress(show).surveyed,
+                progress=LayerWords(show).surveyed,
             )
-        except CensusInterrupted as e:
-            found, interrupted = e.census, True
-    _show(found, json_file)
-    if interrupted:
-        ctx.exit(ExitCode.INTERRUPTED)
-
-
-def _show(found: "Census", json_file: str | None) -> None:
-    from mucudnn.report.census import census_tables
+        except SurveyInterrupted as e:
+            found, interrupted = e.survey, True
+    from mucudnn.report.algorithm_survey import survey_tables
     from mucudnn.report.text import write_tables
 
-    data: Any = found.to_json()
-    emit(json_file, data, lambda: write_tables(census_tables(found), sys.stdout))
+    tables = survey_tables(found)
+    emit(
+        settings["json_file"],
+        found.to_json(),
+        lambda: write_tables(tables, sys.stdout),
+    )
+    if interrupted:
+        ctx.exit(ExitCode.INTERRUPTED)

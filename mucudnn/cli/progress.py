@@ -1,14 +1,42 @@
-"""How far a long command has got: a bar in a terminal, elsewhere some lines."""
+"""How far a long command has got: a bar in a terminal, lines elsewhere.
+
+Whoever reads a log later, or follows it, sees that the work goes on and at what. Work
+that takes less than ten seconds writes nothing.
+"""
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import TYPE_CHECKING, Protocol, TextIO
 
-from mucudnn.cli.progress_lines import ProgressLines, Repeat, every_ten_seconds
+import click
 
-__all__ = ["Show", "progress_display"]
+from mucudnn.report.words import DIRECTIONS, limit_text, speedup_text
+from mucudnn.suites import Layer
+
+if TYPE_CHECKING:
+    from mucudnn.runtime.training.history import EpochReport, Position
+    from mucudnn.runtime.tuning.sweep import Progress as Measured
+    from mucudnn.studies.advance import Advance
+    from mucudnn.studies.algorithm_survey import SurveyedLayer
+    from mucudnn.studies.outcome import LayerResult
+
+__all__ = [
+    "LayerWords",
+    "ProgressLines",
+    "Show",
+    "TrainingWords",
+    "every_ten_seconds",
+    "progress_display",
+]
+
+_EVERY_S = 10.0
+_END_S = 1.0  # whoever reads the error stream may have stopped
+
+Repeat = Callable[[Callable[[], None]], AbstractContextManager[None]]
+"""Calls a function again and again within its context."""
 
 
 class Show(Protocol):
@@ -27,6 +55,27 @@ class Show(Protocol):
             result: What came of it; only lines say so.
         """
         ...
+
+
+@contextmanager
+def every_ten_seconds(tick: Callable[[], None]) -> Iterator[None]:
+    """Call a function every ten seconds, from a thread: the work may be one long call.
+
+    A first call comes after ten seconds.
+    """
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(_EVERY_S):
+            tick()
+
+    thread = threading.Thread(target=run, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(_END_S)
 
 
 @contextmanager
@@ -88,3 +137,150 @@ def _bar(total: int, *, titled: bool) -> Iterator[Show]:
 
     with progress:
         yield move
+
+
+class ProgressLines:
+    """What is known of the work, as lines.
+
+    Args:
+        stream: Where to.
+        results: Whether every result is a line, too.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        results: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._results = results
+        self._clock = clock
+        self._start = clock()
+        self._at = "starting"
+        self._told = False
+
+    def show(
+        self, text: str, done: int, total: int, *, title: str = "", result: str = ""
+    ) -> None:
+        """See `Show`."""
+        self._at = f"{title + ', ' if title else ''}{text}, {done} of {total}"
+        if self._results and result:
+            self._told = True
+            self._write(f"[{done}/{total}] {text}: {result}")
+
+    def tick(self) -> None:
+        """Say where the work is, unless a result has said so since the last time."""
+        if not self._told:
+            seconds = round(self._clock() - self._start)
+            minutes, seconds = divmod(seconds, 60)
+            self._write(f"mucudnn: {minutes}:{seconds:02d} {self._at}")
+        self._told = False
+
+    def _write(self, line: str) -> None:
+        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
+
+
+class LayerWords:
+    """Puts layers and their measurements into words.
+
+    Args:
+        show: Where to.
+    """
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._layer, self._done, self._total = "", 0, 1
+
+    def advance(self, at: "Advance[LayerResult]") -> None:
+        """A layer begins or has been compared."""
+        outcomes = ""
+        if at.result is not None:
+            outcomes = ", ".join(
+                f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
+                for o in at.result.outcomes
+            )
+        self._at(at.layer, at.index, at.total, outcomes)
+
+    def surveyed(self, at: "Advance[SurveyedLayer]") -> None:
+        """A layer begins or its algorithms are known."""
+        counts = ""
+        if at.result is not None:
+            batches = at.result.batches
+            most = max(len(batch.algorithms) for batch in batches)
+            counts = f"up to {most} algorithms at {len(batches)} sizes"
+        self._at(at.layer, at.index, at.total, counts)
+
+    def planned(self, layer: Layer, index: int, total: int) -> None:
+        """A layer begins, of which nothing but its plan is wanted."""
+        self._at(layer, index, total, "")
+
+    def measured(self, at: "Measured") -> None:
+        """One algorithm was timed at one size."""
+        text = f"{self._layer}: {at.algo}({at.batch}) {at.done}/{at.total}"
+        self._show(text, self._done, self._total)
+
+    def _at(self, layer: Layer, index: int, total: int, result: str) -> None:
+        self._layer = f"{layer.name} {DIRECTIONS[layer.problem.direction]}"
+        self._done, self._total = index + bool(result), total
+        self._show(self._layer, self._done, total, result=result)
+
+
+class TrainingWords:
+    """Puts training into words: a step's for the display, an epoch's on the output.
+
+    Args:
+        show: Where a step is shown; it takes titles.
+        epochs: How many there will be.
+        batches: Steps of one.
+        quiet: Write no lines: the output is for data.
+    """
+
+    def __init__(self, show: Show, epochs: int, batches: int, *, quiet: bool) -> None:
+        self._show = show
+        self._epochs = epochs
+        self._batches = batches
+        self._quiet = quiet
+
+    def measured(self, at: "Measured") -> None:
+        """Before the first step: a convolution's algorithm was timed."""
+        text = f"{at.algo}({at.batch}) {DIRECTIONS[at.problem.direction]}"
+        self._show(text, at.done, at.total, title="measuring")
+
+    def prepared(self, name: str, done: int, total: int) -> None:
+        """Before the first step: a node is measured for a plan within the budget."""
+        if done < total:
+            self._show(f"measuring {name}", done, total, title="preparing")
+        else:
+            self._show("planning the step", done, total, title="preparing")
+
+    def __call__(self, at: "Position", report: "EpochReport | None") -> None:
+        """A step was taken, or an epoch is over."""
+        if report is None:
+            self._show(
+                f"loss {at.mean_loss:.4f}  accuracy {at.accuracy:.2%}  "
+                f"{at.images_per_s:,.0f} images/s",
+                at.batch,
+                self._batches,
+                title=f"epoch {at.epoch + 1}/{self._epochs}",
+            )
+        elif not self._quiet:
+            click.echo(_report_line(report, self._epochs))
+            sys.stdout.flush()
+
+
+def _report_line(report: "EpochReport", epochs: int) -> str:
+    """One epoch on one line."""
+    parts = [
+        f"epoch {report.epoch + 1}/{epochs}",
+        f"loss {report.loss:.4f}",
+        f"accuracy {report.accuracy:.2%}",
+    ]
+    if report.test_accuracy is not None:
+        parts.append(f"test accuracy {report.test_accuracy:.2%}")
+    parts.append(f"{report.images_per_s:,.0f} images/s")
+    return "  ".join(parts)

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from mucudnn.cli.app import BadInputError, bad_input
-from mucudnn.cli.exit_codes import ExitCode
-from mucudnn.cli.options import cache_option, json_option
+from mucudnn.cli.app import BadInputError, ExitCode, bad_input
+from mucudnn.cli.cache import cache_option
+from mucudnn.cli.options import json_option
 from mucudnn.cli.output import emit, refuse_unwritable
 from mucudnn.cli.own_code import import_option
 from mucudnn.cli.train_options import (
     data_options,
     learning_options,
     list_models,
+    listing_option,
+    model_argument,
     run_options,
 )
 from mucudnn.cli.tune import make_tuner
@@ -24,8 +26,8 @@ from mucudnn.ir.learning_rate import parse_learning_rate
 from mucudnn.ir.optimizers import Momentum, Optimizer, parse_optimizer
 
 if TYPE_CHECKING:
+    from mucudnn.cli.progress import TrainingWords
     from mucudnn.cli.train_data import Work
-    from mucudnn.cli.train_progress import TrainProgress
     from mucudnn.passes.planning.place_step import PlacedStep
     from mucudnn.runtime.training.budget import MemoryBudget
     from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
@@ -37,25 +39,19 @@ __all__ = ["train"]
 
 @click.command()
 @import_option
-@click.argument("model", metavar="[MODEL | FILE.py:FUNCTION]", required=False)
+@model_argument
 @data_options
 @learning_options
 @run_options
 @cache_option
 @json_option
-@click.option("--list", "listing", is_flag=True, help="List the networks.")
+@listing_option
 @click.pass_context
 def train(
-    ctx: click.Context,
-    /,
-    model: str | None,
-    *,
-    json_file: str | None,
-    listing: bool,
-    **settings: Any,
+    ctx: click.Context, /, model: str | None, json_file: str | None, **settings: Any
 ) -> None:
     """Train a network and test it after every epoch."""
-    if listing:
+    if settings["listing"]:
         list_models(json_file)
         return
     if model is None:
@@ -106,14 +102,13 @@ class _Training:
 
     def run(self, *, quiet: bool) -> bool:
         """Train; whether Ctrl-C ended it."""
-        from mucudnn.cli.progress import progress_display
-        from mucudnn.cli.train_progress import TrainProgress
+        from mucudnn.cli.progress import TrainingWords, progress_display
         from mucudnn.runtime.training.loop import fit
 
         settings, work = self._settings, self._work
         epochs, batches = settings["epochs"], len(work.batches)
         with progress_display(batches, titled=True) as show:
-            shown = TrainProgress(show, epochs, batches, quiet=quiet)
+            shown = TrainingWords(show, epochs, batches, quiet=quiet)
             show("planning the step", 0, batches, title="preparing")
             self._trainer = self._made(shown)
 
@@ -192,7 +187,7 @@ class _Training:
             )
         return checkpoints, None
 
-    def _made(self, shown: "TrainProgress") -> "Trainer":
+    def _made(self, shown: "TrainingWords") -> "Trainer":
         from mucudnn.runtime.training.loop import plans_of
         from mucudnn.runtime.training.trainer import Trainer
 

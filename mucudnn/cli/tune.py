@@ -1,177 +1,180 @@
 """`mucudnn tune`: planned against undivided, for a suite, a file or a problem."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mucudnn.cli.app import BadInputError, bad_input
-from mucudnn.cli.exit_codes import ExitCode
+from mucudnn.cli.app import BadInputError, ExitCode, bad_input
+from mucudnn.cli.cache import cache_option, open_cache
+from mucudnn.cli.layers import layer_options, query_of
 from mucudnn.cli.options import (
-    LayerQuery,
     byte_size,
     byte_sizes,
+    file_option,
+    flag,
+    group,
     json_option,
-    layer_options,
-    open_cache,
-    tuner_options,
+    option,
+    parsed,
+    real,
+    report_option,
+    strategy,
+    table,
 )
 from mucudnn.cli.output import (
+    Record,
     emit,
-    output_file,
+    recording,
     recording_file,
     refuse_same,
     save,
     write_file,
 )
 from mucudnn.cli.own_code import import_option
-from mucudnn.cli.plan_only import refuse_measuring, take_census
-from mucudnn.cli.recording import Record, recording
+from mucudnn.cli.plan_only import refuse_measuring, take_survey
+from mucudnn.ir.numerics import NUMERICS, Numerics
 from mucudnn.suites import SUITES, Layer, load_suite
 
 if TYPE_CHECKING:
     from mucudnn.runtime.tuning.tuner import Tuner
     from mucudnn.studies.conv_comparison import Comparison
 
-__all__ = ["make_tuner", "tune"]
+__all__ = ["batch_policies", "make_tuner", "tune", "tuner_options"]
 
 _DESCRIBED = "cuda"
 """The backend that can list algorithms from a description of a device."""
+
+
+def batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
+    """Micro-batch sizes."""
+    from mucudnn.passes.microbatch import BATCH_POLICIES, candidate_batches
+
+    return BATCH_POLICIES.table, lambda name: candidate_batches(1, name)
+
+
+def _numerics(text: str | Numerics) -> Numerics:
+    """`strict,deterministic` as a policy."""
+    return text if isinstance(text, Numerics) else parsed(text, Numerics.parse)
+
+
+tuner_options = group(
+    cache_option,
+    option(
+        "--backend",
+        "cpu, cuda, null, or recorded:FILE; see `mucudnn info`.",
+        default="cpu",
+    ),
+    strategy(
+        "--policy",
+        "Micro-batch sizes; powers_of_two by default.",
+        batch_policies,
+        name="batch_policy",
+    ),
+    strategy(
+        "--planner",
+        "What divides; workspace_reuse by default.",
+        table("microbatch", "PLANNERS"),
+    ),
+    option(
+        "--numerics WORD,…",
+        f"Ways of computing to accept, of: {', '.join(NUMERICS)}.",
+        _numerics,
+    ),
+    option(
+        "--memory-limit SIZE", "For operands and workspace while measuring.", byte_size
+    ),
+    option(
+        "--time-limit SECONDS",
+        "For everything together.",
+        real(beyond=True, of="seconds"),
+    ),
+    flag(
+        "--exhaustive",
+        "Under policy all, measure also what cannot be part of a good plan.",
+    ),
+)
+"""The tuner's settings; what is not given comes from the environment."""
 
 
 @click.command()
 @import_option
 @click.argument("sources", metavar="[SUITE | FILE.csv]...", nargs=-1)
 @layer_options(default_directions="all")
-@click.option(
-    "--workspace-limit",
-    "limits",
-    type=byte_sizes,
-    metavar="SIZE,…",
-    help="Bytes a convolution may use; several make one comparison each.",
+@option(
+    "--workspace-limit SIZE,…",
+    "Bytes a convolution may use; several make one comparison each.",
+    byte_sizes,
+    name="limits",
 )
-@click.option(
-    "--total-workspace",
-    type=byte_size,
-    metavar="SIZE",
-    help="Also divide this many bytes among all convolutions.",
+@option(
+    "--total-workspace SIZE",
+    "Also divide this many bytes among all convolutions.",
+    byte_size,
 )
 @tuner_options
-@click.option(
-    "--plan-only",
-    is_flag=True,
-    help="Measure nothing: list which algorithms there are and which fit.",
+@flag("--plan-only", "Measure nothing: list which algorithms there are and which fit.")
+@option(
+    "--device FILE|NAME",
+    "With --plan-only and --backend cuda: a description of a device instead.",
 )
-@click.option(
-    "--device",
-    metavar="FILE|NAME",
-    help="With --plan-only and --backend cuda: a description of a device instead.",
-)
-@click.option(
+@option(
     "--format",
-    "style",
-    type=click.Choice(["table", "deepbench"]),
+    "What to print.",
+    click.Choice(["table", "deepbench"]),
     default="table",
-    show_default=True,
-    help="What to print.",
+    name="style",
 )
 @json_option
-@click.option(
-    "--report",
-    "report_file",
-    type=output_file,
-    metavar="FILE",
-    help="Write one HTML page with charts.",
+@report_option
+@file_option(
+    "record",
+    "Write what was measured, for --backend recorded:FILE; .gz is compressed.",
+    recording_file,
 )
-@click.option(
-    "--record",
-    "record_file",
-    type=recording_file,
-    metavar="FILE",
-    help="Write what was measured, for --backend recorded:FILE; .gz is compressed.",
-)
-@click.option(
-    "--verbose", "-v", is_flag=True, help="A line a layer without a terminal."
-)
-@click.option("--list", "listing", is_flag=True, help="List the suites.")
+@flag("--verbose -v", "A line a layer without a terminal.")
+@flag("--list listing", "List the suites.")
 @click.pass_context
-def tune(
-    ctx: click.Context,
-    /,
-    sources: tuple[str, ...],
-    problems: tuple[str, ...],
-    directions: tuple[Any, ...],
-    batch: int | None,
-    dtype: str | None,
-    layout: str | None,
-    limits: tuple[int, ...] | None,
-    total_workspace: int | None,
-    time_limit: float | None,
-    plan_only: bool,
-    device: str | None,
-    style: str,
-    json_file: str | None,
-    report_file: str | None,
-    record_file: str | None,
-    verbose: bool,
-    listing: bool,
-    **settings: Any,
-) -> None:
+def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> None:
     """Measure convolutions, divide their mini-batches, compare with undivided.
 
     Undivided is the fastest single call within the same workspace limit. Both times of
     a speed-up are measured in one run.
     """
-    if listing:
-        _list_suites(json_file)
+    if settings["listing"]:
+        _list_suites(settings["json_file"])
         return
-    refuse_same({"--json": json_file, "--report": report_file, "--record": record_file})
-    query = LayerQuery(sources, problems, directions, batch, dtype, layout)
-    layers = _in_directions(query)
+    files = ("json", "report", "record")
+    refuse_same({f"--{name}": settings[f"{name}_file"] for name in files})
+    query = query_of(sources, settings)
+    found = query.layers()
+    from mucudnn.studies.conv_comparison import in_directions
+
+    layers = in_directions(found, query.directions)
+    device, deepbench = settings["device"], settings["style"] == "deepbench"
     settings["backend"] = _with_device(settings["backend"], device)
-    if plan_only:
-        refuse_measuring(
-            {
-                "--report": report_file,
-                "--record": record_file,
-                "--format deepbench": style == "deepbench",
-                "--total-workspace": total_workspace,
-                "--planner": settings["planner"],
-                "--memory-limit": settings["memory_limit"],
-                "--time-limit": time_limit,
-                "--exhaustive": settings["exhaustive"],
-            }
-        )
+    if settings["plan_only"]:
+        refuse_measuring(settings)
         alone: Any = {"benchmark_backends": (), "total_workspace": None}
         tuner = make_tuner(settings | {"cache_path": "none"}, **alone)
-        take_census(
-            ctx, tuner, layers, limits or (), json_file=json_file, verbose=verbose
-        )
+        take_survey(ctx, tuner, layers, settings)
         return
     if device is not None:
         raise BadInputError(
             f"--device {device} describes a device and measures nothing: add "
             "--plan-only, or run without --device where the device is"
         )
-    if style == "deepbench":
+    if deepbench:
         from mucudnn.report.deepbench import check_deepbench
 
         with bad_input():
             check_deepbench(layer.problem for layer in layers)
-    comparison, record = _compare(
-        layers,
-        settings,
-        limits,
-        total_workspace=total_workspace,
-        time_limit=time_limit,
-        record_file=record_file,
-        verbose=verbose,
-    )
+    comparison, record = _compare(layers, settings)
     save(
-        lambda: _show(comparison, style, json_file),
-        lambda: _write_report(report_file, comparison, query.title),
+        lambda: _show(comparison, settings["json_file"], deepbench=deepbench),
+        lambda: _write_report(settings["report_file"], comparison, query.title),
     )
     if len(comparison.layers) < comparison.asked:
         if record.complaint is not None:
@@ -179,13 +182,6 @@ def tune(
         ctx.exit(ExitCode.INTERRUPTED)
     if record.complaint is not None:
         raise BadInputError(record.complaint)
-
-
-def _in_directions(query: LayerQuery) -> Sequence[Layer]:
-    layers = query.layers()
-    from mucudnn.studies.conv_comparison import in_directions
-
-    return in_directions(layers, query.directions)
 
 
 def _with_device(backend: str, device: str | None) -> str:
@@ -207,32 +203,26 @@ def _with_device(backend: str, device: str | None) -> str:
 
 
 def _compare(
-    layers: Sequence[Layer],
-    settings: Mapping[str, Any],
-    limits: tuple[int, ...] | None,
-    *,
-    total_workspace: int | None,
-    time_limit: float | None,
-    record_file: str | None,
-    verbose: bool,
+    layers: Sequence[Layer], settings: Mapping[str, Any]
 ) -> tuple["Comparison", Record]:
     """Measure with progress; Ctrl-C ends with what is done."""
-    from mucudnn.cli.layer_progress import LayerProgress
-    from mucudnn.cli.progress import progress_display
+    from mucudnn.cli.progress import LayerWords, progress_display
     from mucudnn.studies.conv_comparison import ComparisonInterrupted, compare
 
-    with progress_display(len(layers), lines=verbose) as show:
-        shown = LayerProgress(show)
+    with progress_display(len(layers), lines=settings["verbose"]) as show:
+        shown = LayerWords(show)
         tuner = make_tuner(settings, progress=shown.measured)
-        with tuner.cache, recording(tuner, layers, record_file) as record:
+        with tuner.cache, recording(tuner, layers, settings["record_file"]) as record:
             try:
                 comparison = compare(
                     tuner,
                     layers,
-                    limits or (tuner.workspace_limit,),
+                    settings["limits"] or (tuner.workspace_limit,),
                     planner=settings["planner"] or "workspace_reuse",
-                    total_workspace=total_workspace or tuner.total_workspace,
-                    time_limit_s=time_limit,
+                    total_workspace=(
+                        settings["total_workspace"] or tuner.total_workspace
+                    ),
+                    time_limit_s=settings["time_limit"],
                     progress=shown.advance,
                 )
             except ComparisonInterrupted as e:
@@ -245,11 +235,8 @@ def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
     """A tuner from the options that were given; the environment fills in the rest."""
     from mucudnn.runtime.tuning.tuner import Tuner
 
-    names = (
-        *("backend", "batch_policy", "planner", "numerics"),
-        *("memory_limit", "workspace_limit"),
-    )
-    chosen = {name: settings.get(name) for name in names}
+    names = "backend batch_policy planner numerics memory_limit workspace_limit"
+    chosen = {name: settings.get(name) for name in names.split()}
     given = {name: value for name, value in chosen.items() if value is not None}
     if settings["exhaustive"]:
         given["prune"] = False
@@ -259,12 +246,12 @@ def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
         return Tuner.from_env(**given, **more)
 
 
-def _show(comparison: "Comparison", style: str, json_file: str | None) -> None:
+def _show(comparison: "Comparison", json_file: str | None, *, deepbench: bool) -> None:
     from mucudnn.report.deepbench import deepbench_tables
     from mucudnn.report.text import comparison_tables, write_tables
 
     def show() -> None:
-        tables = deepbench_tables if style == "deepbench" else comparison_tables
+        tables = deepbench_tables if deepbench else comparison_tables
         write_tables(tables(comparison), sys.stdout)
 
     emit(json_file, comparison.to_json(), show)
@@ -278,16 +265,13 @@ def _write_report(file: str | None, comparison: "Comparison", title: str) -> Non
 
 
 def _list_suites(json_file: str | None) -> None:
-    sizes = {name: len(load_suite(name)) for name in SUITES}
-    data = {
-        "suites": [
-            {"name": name, "description": text, "layers": sizes[name]}
-            for name, text in SUITES.items()
-        ]
-    }
+    suites = [
+        {"name": name, "description": text, "layers": len(load_suite(name))}
+        for name, text in SUITES.items()
+    ]
 
     def show() -> None:
-        for name, text in SUITES.items():
-            click.echo(f"{name:<20} {sizes[name]:>4} layers  {text}")
+        for s in suites:
+            click.echo(f"{s['name']:<20} {s['layers']:>4} layers  {s['description']}")
 
-    emit(json_file, data, show)
+    emit(json_file, {"suites": suites}, show)

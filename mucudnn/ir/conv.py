@@ -17,6 +17,7 @@ from mucudnn.ir.shapes import named_padding, per_axis
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.status import RowStatus
 from mucudnn.ir.tensor import ITEMSIZE, TensorSpec
+from mucudnn.notebook import drawn
 
 __all__ = ["LAYOUTS", "AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "PerfTable"]
 
@@ -330,6 +331,10 @@ class ConvPlan:
     def divided(self) -> bool:
         """Whether there is more than one micro-batch."""
         return len(self.steps) > 1
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return drawn("conv_plan", self)
 
     def slices(self) -> Iterator[tuple[slice, AlgoPerf]]:
         """Each micro-batch as a slice of the batch axis and its algorithm."""

@@ -1,25 +1,86 @@
-"""Axes of wide pictures: bytes upwards, time or bytes along, and step functions."""
+"""Scales, ticks, axes, and step functions along them."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mucudnn.report.markup import Markup, tag
-from mucudnn.report.svg import Scale
 
 __all__ = [
     "Frame",
+    "Scale",
+    "byte_scale",
     "bytes_axis",
     "columns",
     "linear_scale",
     "steps_path",
+    "time_scale",
     "unit_of",
 ]
 
 _UNITS = (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30))
-_MOST_TICKS = 7
-_MOST_ALONG = 13
+_LOG_FROM = 6.0
+"""Times that differ by more than this factor are drawn on a logarithmic axis."""
+_MOST_TICKS, _MOST_ALONG, _MOST_OF_LAYER = 7, 13, 6
+"""On an axis: upwards, along, and in the small pictures of a layer."""
 _SHORT = 5
+"""Letters of a unit that fit beside the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From values to coordinates, linear or logarithmic to base 2.
+
+    Attributes:
+        low: Value at `start`.
+        high: Value at `stop`.
+        start: Coordinate.
+        stop: Coordinate.
+        ticks: Values to label.
+        logarithmic: Whether factors, not differences, are equally long.
+        zero: Where 0 is drawn on a logarithmic scale, which has no room for it.
+    """
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    ticks: tuple[float, ...]
+    logarithmic: bool = False
+    zero: float | None = None
+
+    def __call__(self, value: float) -> float:
+        """The coordinate of a value."""
+        if self.zero is not None and value <= 0:
+            return self.zero
+        low, high = self.low, self.high
+        if self.logarithmic:
+            low, high, value = math.log2(low), math.log2(high), math.log2(value)
+        share = (value - low) / (high - low)
+        return self.start + share * (self.stop - self.start)
+
+
+def byte_scale(values: Iterable[int], start: float, stop: float) -> Scale:
+    """Logarithmic, 0 at the left edge a little apart from the rest."""
+    positive = [value for value in values if value > 0] or [1024]
+    low = 2 ** math.floor(math.log2(min(positive)))
+    high = 2 ** math.ceil(math.log2(max(positive)))
+    if low == high:
+        low, high = low / 2, high * 2
+    first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
+    step = max(1, math.ceil((last - first) / (_MOST_OF_LAYER - 2)))
+    powers = range(first, last + 1, step)
+    ticks = (0.0, *(float(2**power) for power in powers))
+    return Scale(low, high, start + 36, stop, ticks, logarithmic=True, zero=start)
+
+
+def time_scale(values: Sequence[float], start: float, stop: float) -> Scale:
+    """From 0, or logarithmic where the slowest is many times the fastest."""
+    low, high = min(values), max(values)
+    if low > 0 and high / low > _LOG_FROM:
+        low, high = low / 1.15, high * 1.15
+        return Scale(low, high, start, stop, _log_ticks(low, high), logarithmic=True)
+    return linear_scale(high * 1.08 or 1.0, start, stop, most_ticks=_MOST_OF_LAYER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +99,24 @@ class Frame:
     top: float
     bottom: float
 
-    def vertical(self, scale: Scale, unit: str, per_unit: float) -> Iterator[Markup]:
-        """Lines across with numbers at the left, the unit above them."""
+    def grid(self, scale: Scale, per_unit: float = 1.0) -> Iterator[Markup]:
+        """Lines across with numbers at the left."""
         for value in scale.ticks:
             at = scale(value)
             yield tag("line", class_="grid", x1=self.left, x2=self.right, y1=at, y2=at)
             text = f"{value / per_unit:g}"
             yield tag("text", text, class_="tick end", x=self.left - 6, y=at + 3.5)
+
+    def base(self, scale: Scale, text: Callable[[float], str]) -> Iterator[Markup]:
+        """The axis at the bottom and its numbers."""
+        y = self.bottom
+        yield tag("line", class_="axis", x1=self.left, x2=self.right, y1=y, y2=y)
+        for value in scale.ticks:
+            yield tag("text", text(value), class_="tick mid", x=scale(value), y=y + 15)
+
+    def vertical(self, scale: Scale, unit: str, per_unit: float) -> Iterator[Markup]:
+        """The grid, the unit of its numbers above them."""
+        yield from self.grid(scale, per_unit)
         long = len(unit) > _SHORT
         class_, x = ("name", 2.0) if long else ("name end", self.left - 6)
         yield tag("text", unit, class_=class_, x=x, y=self.top - 10)
@@ -52,20 +124,8 @@ class Frame:
     def horizontal(
         self, scale: Scale, name: str, per_unit: float = 1.0
     ) -> Iterator[Markup]:
-        """The axis at the bottom, its numbers, and at its end what they are."""
-        yield tag(
-            "line",
-            class_="axis",
-            x1=self.left,
-            x2=self.right,
-            y1=self.bottom,
-            y2=self.bottom,
-        )
-        for value in scale.ticks:
-            text = f"{value / per_unit:g}"
-            yield tag(
-                "text", text, class_="tick mid", x=scale(value), y=self.bottom + 15
-            )
+        """The axis at the bottom, and at its end what its numbers are."""
+        yield from self.base(scale, lambda value: f"{value / per_unit:g}")
         yield tag("text", name, class_="name end", x=self.right, y=self.bottom + 30)
 
 
@@ -150,3 +210,17 @@ def steps_path(points: Iterable[tuple[float, float]]) -> str:
             continue
         last = y
     return "".join(parts)
+
+
+def _log_ticks(low: float, high: float) -> tuple[float, ...]:
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        ticks = tuple(
+            factor * 10.0**e
+            for e in exponents
+            for factor in factors
+            if low <= factor * 10.0**e <= high
+        )
+        if len(ticks) <= _MOST_TICKS:
+            break
+    return ticks

@@ -3,15 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
+from mucudnn.report.axes import Frame, Scale, byte_scale, linear_scale, time_scale
 from mucudnn.report.markup import Markup, tag
-from mucudnn.report.svg import (
-    COLOURS,
-    Scale,
-    byte_scale,
-    drawing,
-    marker,
-    time_scale,
-)
+from mucudnn.report.svg import COLOURS, drawing, marker
 from mucudnn.report.words import (
     bytes_text,
     limit_text,
@@ -22,10 +16,10 @@ from mucudnn.report.words import (
 )
 from mucudnn.studies.outcome import LayerResult, Outcome
 
-__all__ = ["curve", "drawn_front", "timeline", "undivided_perfs"]
+__all__ = ["curve", "drawn_front", "plan_bar", "timeline", "undivided_perfs"]
 
 _WIDTH = 360.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 350.0, 34.0, 216.0
+_FRAME = Frame(left=40.0, right=350.0, top=34.0, bottom=216.0)
 _LABEL_GAP = 52.0
 _DIGIT = 6.4  # width of a figure at the size of bar labels
 _BAR, _ROW = 15.0, 62.0
@@ -57,9 +51,11 @@ def curve(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
     limits = [o.limit.nbytes for o in layer.outcomes if not o.limit.total]
     front = drawn_front(layer.front)
     sizes = [plan.workspace for plan in front]
-    x = byte_scale([*limits, *sizes, *(p.workspace for p in points)], _LEFT, _RIGHT)
+    x = byte_scale(
+        [*limits, *sizes, *(p.workspace for p in points)], _FRAME.left, _FRAME.right
+    )
     times = [plan.time_ms for plan in front] + [p.time_ms for p in points]
-    y = time_scale(times or [1.0], _BOTTOM, _TOP)
+    y = time_scale(times or [1.0], _FRAME.bottom, _FRAME.top)
     best = front[-1] if front else None
     label = "Time against workspace."
     if best is not None:
@@ -118,19 +114,27 @@ def timeline(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
     return drawing(_WIDTH, _ROW * len(layer.outcomes), f"Plans: {label}", rows)
 
 
+def plan_bar(plan: ConvPlan, colours: Mapping[str, int]) -> Markup:
+    """The micro-batches of one plan one after another, as long as their times."""
+    frame = Frame(left=4.0, right=716.0, top=4.0, bottom=_BAR + 10)
+    x = linear_scale(plan.time_ms, frame.left, frame.right)
+    return drawing(
+        720,
+        frame.bottom + 34,
+        f"Micro-batches: {plan_text(plan)}, {ms_text(plan.time_ms)} ms, "
+        f"{bytes_text(plan.workspace)} of workspace",
+        _segments(plan, frame.left, frame.right, frame.top, colours),
+        frame.horizontal(x, "milliseconds"),
+    )
+
+
 def _axes(x: Scale, y: Scale) -> Iterator[Markup]:
-    for value in y.ticks:
-        at = y(value)
-        yield tag("line", class_="grid", x1=_LEFT, x2=_RIGHT, y1=at, y2=at)
-        text = f"{value:g}"
-        yield tag("text", text, class_="tick end", x=_LEFT - 6, y=at + 3.5)
-    yield tag("line", class_="axis", x1=_LEFT, x2=_RIGHT, y1=_BOTTOM, y2=_BOTTOM)
-    for value in x.ticks:
-        text = bytes_text(int(value)) if value else "0"
-        yield tag("text", text, class_="tick mid", x=x(value), y=_BOTTOM + 15)
-    middle = (_LEFT + _RIGHT) / 2
-    yield tag("text", "workspace", class_="name mid", x=middle, y=_BOTTOM + 31)
-    yield tag("text", "ms", class_="name end", x=_LEFT - 6, y=_TOP - 8)
+    yield from _FRAME.grid(y)
+    yield from _FRAME.base(x, lambda value: bytes_text(int(value)) if value else "0")
+    middle = (_FRAME.left + _FRAME.right) / 2
+    bottom, left = _FRAME.bottom, _FRAME.left
+    yield tag("text", "workspace", class_="name mid", x=middle, y=bottom + 31)
+    yield tag("text", "ms", class_="name end", x=left - 6, y=_FRAME.top - 8)
 
 
 def _limits(limits: Iterable[int], x: Scale) -> Iterator[Markup]:
@@ -141,9 +145,9 @@ def _limits(limits: Iterable[int], x: Scale) -> Iterator[Markup]:
         raised = at - last < _LABEL_GAP and not raised
         last = at
         top = 10.0 if raised else 22.0
-        yield tag("line", class_="limit", x1=at, x2=at, y1=top + 3, y2=_BOTTOM)
+        yield tag("line", class_="limit", x1=at, x2=at, y1=top + 3, y2=_FRAME.bottom)
         text = bytes_text(limit)
-        anchor = "end" if at > _RIGHT - 24 else "mid"
+        anchor = "end" if at > _FRAME.right - 24 else "mid"
         where = min(at + 4, _WIDTH) if anchor == "end" else at
         yield tag("text", text, class_=f"limit-name {anchor}", x=where, y=top)
 
@@ -154,8 +158,10 @@ def _front(front: Iterable[ConvPlan], x: Scale, y: Scale) -> Iterator[Markup]:
     if not steps:
         return
     path = f"M{steps[0][0]:.1f} {steps[0][1]:.1f}"
-    path += "".join(f"H{px:.1f}V{py:.1f}" for px, py, _ in steps[1:]) + f"H{_RIGHT:g}"
-    area = f"{path}V{_BOTTOM:g}H{steps[0][0]:.1f}z"
+    path += (
+        "".join(f"H{px:.1f}V{py:.1f}" for px, py, _ in steps[1:]) + f"H{_FRAME.right:g}"
+    )
+    area = f"{path}V{_FRAME.bottom:g}H{steps[0][0]:.1f}z"
     yield tag("path", class_="area", d=area)
     yield tag("path", class_="front", d=path)
     for px, py, plan in steps:

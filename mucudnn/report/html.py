@@ -6,12 +6,12 @@ it each layer and direction with its two pictures, and the numbers behind them.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.resources import files
 
 from mucudnn.ir.conv import ConvPlan, Direction
 from mucudnn.report.charts import curve, timeline, undivided_perfs
 from mucudnn.report.markup import Child, Markup, tag
-from mucudnn.report.svg import drawing, marker
+from mucudnn.report.page import big_card, card, header, legend, page, table
+from mucudnn.report.svg import marker
 from mucudnn.report.words import (
     DIRECTIONS,
     NOTHING,
@@ -25,100 +25,82 @@ from mucudnn.report.words import (
 )
 from mucudnn.studies.outcome import Comparison, LayerResult, LimitSummary, Outcome
 
-__all__ = ["html_report"]
+__all__ = ["comparison_body", "html_report"]
 
 _OPEN_UP_TO = 24
 """Layers; more are folded up."""
 _HOTTEST = 4.0
 """Speed-up from which cells no longer get darker."""
+_CLASSES = {"algorithm": "text", "plan": "text plan", "reason": "text plan"}
+
+Layers = Sequence[tuple[str | None, Sequence[LayerResult]]]
+"""(name to lead to, directions) of every layer."""
 
 
 def html_report(comparison: Comparison, title: str) -> str:
     """The whole file, as text."""
-    colours = {algo: i for i, algo in enumerate(comparison.algorithms)}
-    style = files("mucudnn.report").joinpath("style.css").read_text(encoding="utf-8")
-    layers = _by_name(comparison.layers)
-    viewport = "width=device-width, initial-scale=1"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content=viewport),
-        tag("title", f"{title} · mucudnn"),
-        tag("style", Markup(style)),
-    )
-    body = tag(
-        "body",
-        _header(comparison, title),
-        tag("main", _cards(comparison), _map(comparison, layers)),
-        _layers(layers, colours),
-        tag("footer", "Times are medians; both times of a speed-up come from one run."),
-    )
-    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
-
-
-def _by_name(
-    layers: Sequence[LayerResult],
-) -> list[tuple[str, tuple[LayerResult, ...]]]:
-    """Layers with their directions together, in order of appearance."""
-    groups: dict[tuple[str, object], list[LayerResult]] = {}
-    for layer in layers:
-        key = (layer.name, layer.problem.with_direction(Direction.FORWARD))
-        groups.setdefault(key, []).append(layer)
-    return [(f"layer-{i}", tuple(g)) for i, g in enumerate(groups.values(), start=1)]
-
-
-def _header(comparison: Comparison, title: str) -> Markup:
     facts = (
         f"{comparison.backend} backend, {comparison.fingerprint}; "
         f"micro-batch sizes: {comparison.batch_policy}; planner: {comparison.planner}; "
         f"numerics: {comparison.numerics}"
     )
     done = len(comparison.layers)
-    return tag(
-        "header",
-        tag("p", "mucudnn", class_="brand"),
-        tag("h1", f"Micro-batched convolutions: {title}"),
-        tag("p", facts, class_="facts"),
-        [
-            tag(
-                "p",
-                f"Interrupted: {done} of {comparison.asked} convolutions are here.",
-                class_="warn",
-            )
-        ]
-        if done < comparison.asked
-        else [],
+    warning = f"Interrupted: {done} of {comparison.asked} convolutions are here."
+    warnings = [warning] if done < comparison.asked else []
+    return page(
+        title,
+        ("style.css",),
+        header(f"Micro-batched convolutions: {title}", facts, warnings),
+        comparison_body(comparison),
+        tag("footer", "Times are medians; both times of a speed-up come from one run."),
     )
 
 
-def _cards(comparison: Comparison) -> Markup:
-    cards = (_card(entry) for entry in comparison.summary)
-    return tag("div", cards, class_="cards")
+def comparison_body(comparison: Comparison, *, linked: bool = True) -> list[Markup]:
+    """Cards, the table of speed-ups, and every layer.
+
+    Args:
+        comparison: What to show.
+        linked: Whether the table leads to the layers; a page has the names that this
+            takes only once.
+    """
+    colours = {algo: i for i, algo in enumerate(comparison.algorithms)}
+    layers = _by_name(comparison.layers, linked=linked)
+    cards = tag("div", map(_card, comparison.summary), class_="cards")
+    speedups = _map(comparison, layers, "speedups" if linked else None)
+    return [tag("main", cards, speedups), *_layers(layers, colours)]
+
+
+def _by_name(layers: Sequence[LayerResult], *, linked: bool) -> Layers:
+    """Layers with their directions together, in order of appearance."""
+    groups: dict[tuple[str, object], list[LayerResult]] = {}
+    for layer in layers:
+        key = (layer.name, layer.problem.with_direction(Direction.FORWARD))
+        groups.setdefault(key, []).append(layer)
+    return [
+        (f"layer-{i}" if linked else None, group)
+        for i, group in enumerate(groups.values(), start=1)
+    ]
 
 
 def _card(entry: LimitSummary) -> Markup:
     """A limit's headline; what there was no time for has none, however few it is."""
-    content: list[Markup] = [
-        tag("p", f"Workspace limit {limit_text(entry.limit)}", class_="limit-head")
-    ]
+    head = f"Workspace limit {limit_text(entry.limit)}"
     counted = compared_text(entry)
     if entry.cut_short or entry.geomean is None:
         said, _, why = counted.partition("; ")
-        content.append(tag("p", said, class_="lacking"))
-        return tag("div", content, tag("p", why, class_="range"), class_="card")
-    big = f"{entry.geomean:.2f}×"
-    content.append(tag("p", big, tag("small", "geometric mean"), class_="big"))
-    longest = max(entry.undivided_ms, entry.planned_ms)
-    content.append(
-        tag(
-            "div",
-            _thin_bar("undivided", entry.undivided_ms, longest, None),
-            _thin_bar("planned", entry.planned_ms, longest, "ours"),
-            class_="pair",
+        return card(
+            head, tag("p", said, class_="lacking"), tag("p", why, class_="range")
         )
+    longest = max(entry.undivided_ms, entry.planned_ms)
+    pair = tag(
+        "div",
+        _thin_bar("undivided", entry.undivided_ms, longest, None),
+        _thin_bar("planned", entry.planned_ms, longest, "ours"),
+        class_="pair",
     )
     spread = f"{speedup_text(entry.worst)} to {speedup_text(entry.best)} · {counted}"
-    return tag("div", content, tag("p", spread, class_="range"), class_="card")
+    return big_card(head, speedup_text(entry.geomean), "geometric mean", spread, pair)
 
 
 def _thin_bar(
@@ -132,10 +114,7 @@ def _thin_bar(
     )
 
 
-def _map(
-    comparison: Comparison,
-    layers: Sequence[tuple[str, tuple[LayerResult, ...]]],
-) -> Markup:
+def _map(comparison: Comparison, layers: Layers, id_: str | None) -> Markup:
     """Speed-ups at a glance: layers down, directions and limits across."""
     directions = [
         d for d in Direction if any(x.direction is d for x in comparison.layers)
@@ -150,7 +129,7 @@ def _map(
     rows = (
         tag(
             "tr",
-            tag("th", tag("a", group[0].name, href=f"#{anchor}"), scope="row"),
+            tag("th", _link(group[0].name, anchor), scope="row"),
             [_heat(group, d, i) for d in directions for i in range(n)],
         )
         for anchor, group in layers
@@ -160,20 +139,23 @@ def _map(
         tag("tr", tag("th", "layer", class_="text", rowspan=2, scope="col"), names),
         tag("tr", limits),
     )
-    table = tag("table", head, tag("tbody", rows))
     return tag(
         "section",
-        tag("h2", "Speed-up over undivided", id="speedups"),
+        tag("h2", "Speed-up over undivided", id=id_),
         tag(
             "div",
-            table,
+            tag("table", head, tag("tbody", rows)),
             class_="scroll",
             tabindex=0,
             role="region",
-            aria_labelledby="speedups",
+            aria_labelledby=id_,
         ),
         class_="map",
     )
+
+
+def _link(name: str, anchor: str | None) -> Child:
+    return name if anchor is None else tag("a", name, href=f"#{anchor}")
 
 
 def _heat(group: Iterable[LayerResult], direction: Direction, index: int) -> Markup:
@@ -191,9 +173,7 @@ def _heat(group: Iterable[LayerResult], direction: Direction, index: int) -> Mar
     return tag("td", NOTHING, class_=f"none {class_ or ''}".strip())
 
 
-def _layers(
-    layers: Sequence[tuple[str, tuple[LayerResult, ...]]], colours: Mapping[str, int]
-) -> Iterator[Markup]:
+def _layers(layers: Layers, colours: Mapping[str, int]) -> Iterator[Markup]:
     unfolded = "" if len(layers) <= _OPEN_UP_TO else None
     for anchor, group in layers:
         first = group[0]
@@ -244,12 +224,8 @@ def _figures(layer: LayerResult, colours: Mapping[str, int]) -> Iterator[Markup]
     )
     used = {perf.algo for perf in undivided_perfs(layer)}
     used |= {s.algo for plan in _chosen(layer.outcomes) for s in plan.steps}
-    items = (
-        tag("li", drawing(12, 12, "", marker(i, 6, 6)), algo)
-        for algo, i in colours.items()
-        if algo in used
-    )
-    yield tag("ul", items, class_="legend", aria_label="Algorithms")
+    marks = ((marker(i, 6, 6), algo) for algo, i in colours.items() if algo in used)
+    yield legend(marks, "Algorithms")
 
 
 def _chosen(outcomes: Iterable[Outcome]) -> Iterator[ConvPlan]:
@@ -287,57 +263,26 @@ def _numbers(layer: LayerResult) -> Markup:
     front = (
         (bytes_text(p.workspace), ms_text(p.time_ms), plan_text(p)) for p in layer.front
     )
-    tables = [
-        _table(
+    tables = (
+        (
             "Plans, measured",
             (
-                "limit",
-                "undivided ms",
-                "planned ms",
-                "predicted ms",
-                "speed-up",
-                "workspace",
-                "plan",
+                *("limit", "undivided ms", "planned ms", "predicted ms", "speed-up"),
+                *("workspace", "plan"),
             ),
             outcomes,
         ),
-        _table("One call", ("algorithm", "ms", "± ms", "workspace"), undivided),
-        _table(
+        ("One call", ("algorithm", "ms", "± ms", "workspace"), undivided),
+        (
             "Divisions worth their workspace, predicted",
             ("workspace", "ms", "plan"),
             front,
         ),
-        _table(
-            "Algorithms without a measurement", ("algorithm", "reason"), layer.left_out
-        ),
-    ]
-    return tag("details", tag("summary", "Numbers"), tables, class_="numbers")
-
-
-def _table(
-    caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
-) -> Child:
-    classes = [_CLASSES.get(column) for column in columns]
-    body = [
-        tag(
-            "tr",
-            (tag("td", cell, class_=c) for cell, c in zip(row, classes, strict=True)),
-        )
-        for row in rows
-    ]
-    if not body:
-        return []
-    head = (
-        tag("th", column, class_="text" if c else None, scope="col")
-        for column, c in zip(columns, classes, strict=True)
+        ("Algorithms without a measurement", ("algorithm", "reason"), layer.left_out),
     )
-    table = tag(
-        "table",
-        tag("caption", caption),
-        tag("thead", tag("tr", head)),
-        tag("tbody", body),
+    drawn = (
+        table(columns, found, _CLASSES, caption=caption)
+        for caption, columns, rows in tables
+        if (found := list(rows))
     )
-    return tag("div", table, class_="scroll")
-
-
-_CLASSES = {"algorithm": "text", "plan": "text plan", "reason": "text plan"}
+    return tag("details", tag("summary", "Numbers"), drawn, class_="numbers")

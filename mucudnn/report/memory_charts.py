@@ -9,13 +9,14 @@ from mucudnn.passes.planning.evaluate import StepPlan, origin
 from mucudnn.passes.simulate import Lane
 from mucudnn.report.axes import (
     Frame,
+    Scale,
     bytes_axis,
     columns,
     linear_scale,
     steps_path,
 )
 from mucudnn.report.markup import Markup, tag
-from mucudnn.report.svg import Scale, drawing, marker
+from mucudnn.report.svg import drawing, marker
 from mucudnn.report.trace import LANES
 from mucudnn.report.words import bytes_text, ms_text
 

@@ -1,9 +1,7 @@
 """A memory study as one HTML file: what a step needs, and what needing less costs."""
 
-from collections.abc import Iterable, Mapping
-from importlib.resources import files
+from collections.abc import Iterable, Iterator
 
-from mucudnn.passes.planning.comparison import Technique
 from mucudnn.passes.planning.evaluate import StepPlan
 from mucudnn.passes.registry import name_of
 from mucudnn.report.markup import Child, Markup, tag
@@ -15,13 +13,18 @@ from mucudnn.report.memory_charts import (
 )
 from mucudnn.report.memory_stack import KINDS, stack_chart
 from mucudnn.report.memory_text import COLUMNS, placed_words, technique_cells
-from mucudnn.report.svg import drawing, marker
+from mucudnn.report.page import big_card, header, legend, page, swatches, table
+from mucudnn.report.svg import marker
 from mucudnn.report.words import bytes_text, ms_text, speedup_text
 from mucudnn.studies.memory_study import MemoryStudy
 
-__all__ = ["memory_report", "speed_series"]
+__all__ = ["SHEETS", "memory_body", "memory_report", "speed_series"]
+
+SHEETS = ("style.css", "memory.css")
+"""What the pictures of a step are drawn with."""
 
 _OURS = "planned"
+_CLASSES = dict.fromkeys(("policy", "scheduler", "fits", "remark"), "text")
 _QUEUES = {
     "heavy": "convolutions and matrix products",
     "light": "all other nodes",
@@ -35,27 +38,7 @@ _QUEUES = {
 
 def memory_report(study: MemoryStudy) -> str:
     """The whole file, as text."""
-    style = "".join(
-        files("mucudnn.report").joinpath(name).read_text(encoding="utf-8")
-        for name in ("style.css", "memory.css")
-    )
     title = f"{study.spec.title} within {bytes_text(study.budget)}"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{title} · mucudnn"),
-        tag("style", Markup(style)),
-    )
-    body = tag(
-        "body",
-        _header(study, title),
-        tag("main", _cards(study), _pictures(study), _table(study), _sources(study)),
-    )
-    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
-
-
-def _header(study: MemoryStudy, title: str) -> Markup:
     image = "×".join(map(str, study.image))
     facts = (
         f"Batch {study.spec.batch}, images of {image}, "
@@ -63,38 +46,38 @@ def _header(study: MemoryStudy, title: str) -> Markup:
         f"{name_of(study.spec.optimizer)}; node order: "
         f"{name_of(study.spec.order)}; {study.device}"
     )
-    notes: list[Markup] = []
+    return page(
+        title,
+        SHEETS,
+        header(f"A training step of {title}", facts, _warnings(study)),
+        memory_body(study),
+    )
+
+
+def memory_body(study: MemoryStudy) -> Markup:
+    """Cards, pictures, the table of techniques, and where figures are from."""
+    return tag("main", _cards(study), _pictures(study), _table(study), _sources(study))
+
+
+def _warnings(study: MemoryStudy) -> Iterator[str]:
     if not study.measured:
         which = (
             "Times other than those of recorded convolutions"
             if study.convolutions.measured
             else "All times"
         )
-        notes.append(
-            tag(
-                "p",
-                f"{which} are estimates from published figures of the device: they "
-                "compare techniques, they do not promise a speed.",
-                class_="warn",
-            )
+        yield (
+            f"{which} are estimates from published figures of the device: they "
+            "compare techniques, they do not promise a speed."
         )
     if study.interrupted:
-        notes.append(
-            tag("p", "Interrupted: this is what was done by then.", class_="warn")
-        )
-    return tag(
-        "header",
-        tag("p", "mucudnn", class_="brand"),
-        tag("h1", f"A training step of {title}"),
-        tag("p", facts, class_="facts"),
-        notes,
-    )
+        yield "Interrupted: this is what was done by then."
 
 
 def _cards(study: MemoryStudy) -> Markup:
     best, whole = study.best, study.unbounded
     cards = [
-        _card(
+        big_card(
             "Without a budget",
             bytes_text(whole.peak_bytes),
             "at most in use",
@@ -104,14 +87,14 @@ def _cards(study: MemoryStudy) -> Markup:
     if best is not None and best.plan is not None:
         prediction = best.plan.prediction
         cards += [
-            _card(
+            big_card(
                 f"{best.policy} within {bytes_text(study.budget)}",
                 speedup_text(study.slowdown(best)),
                 "the time of a step without a budget",
                 f"{ms_text(prediction.step_ms)} ms; no order of the same work takes "
                 f"less than {ms_text(prediction.bound_ms)} ms",
             ),
-            _card(
+            big_card(
                 "What it does for that",
                 bytes_text(prediction.out_bytes),
                 "offloaded in a step",
@@ -121,7 +104,7 @@ def _cards(study: MemoryStudy) -> Markup:
         ]
     else:
         cards.append(
-            _card(
+            big_card(
                 f"Within {bytes_text(study.budget)}",
                 "nothing fits",
                 "of what was tried",
@@ -130,7 +113,7 @@ def _cards(study: MemoryStudy) -> Markup:
         )
     if study.minimum is not None:
         cards.append(
-            _card(
+            big_card(
                 "The least budget",
                 bytes_text(study.minimum),
                 "that any policy can run the step in",
@@ -138,16 +121,6 @@ def _cards(study: MemoryStudy) -> Markup:
             )
         )
     return tag("div", cards, class_="cards")
-
-
-def _card(head: str, big: str, small: str, foot: str) -> Markup:
-    return tag(
-        "div",
-        tag("p", head, class_="limit-head"),
-        tag("p", big, tag("small", small), class_="big"),
-        tag("p", foot, class_="range"),
-        class_="card",
-    )
 
 
 def _pictures(study: MemoryStudy) -> Iterable[Markup]:
@@ -161,34 +134,27 @@ def _pictures(study: MemoryStudy) -> Iterable[Markup]:
             "How fast the step is under each budget, against its speed without one. A "
             "line ends where its policy no longer fits.",
             speed_chart(series),
-            tag(
-                "ul",
-                (
-                    tag("li", drawing(12, 12, "", _mark(i, one)), one.name)
-                    for i, one in enumerate(series)
-                ),
-                class_="legend",
+            legend(
+                (marker(i, 6, 6, filled=one.strong), one.name)
+                for i, one in enumerate(series)
             ),
         )
 
 
-def _mark(index: int, one: Series) -> Markup:
-    return marker(index, 6, 6, filled=one.strong)
-
-
 def _of_plan(study: MemoryStudy, plan: StepPlan) -> Iterable[Markup]:
+    lines = [
+        ("solid", f"{plan.policy}, within the budget"),
+        ("dash", "everything kept, without a budget"),
+    ]
+    if study.budget <= 2 * study.unbounded.peak_bytes:
+        lines.append(("line", "the budget"))
     yield _panel(
         "Memory over the step",
         "All bytes on the device, parameters, workspaces and rounding included.",
         memory_chart(plan, study.unbounded, study.budget),
-        tag(
-            "ul",
-            _line("solid", f"{plan.policy}, within the budget"),
-            _line("dash", "everything kept, without a budget"),
-            _line("line", "the budget")
-            if study.budget <= 2 * study.unbounded.peak_bytes
-            else [],
-            class_="legend",
+        legend(
+            (tag("line", class_=line, x1=0, x2=12, y1=6, y2=6), text)
+            for line, text in lines
         ),
     )
     yield _panel(
@@ -196,19 +162,18 @@ def _of_plan(study: MemoryStudy, plan: StepPlan) -> Iterable[Markup]:
         "Tensors that hold much for long, from arrival to departure; one that is "
         "offloaded and comes back is here twice. Point at one for its name and size.",
         stack_chart(plan),
-        _keys(KINDS),
+        swatches(KINDS),
     )
     yield _panel(
         "The three queues",
         "Compute, and the link in each direction. They work at the same time; where "
         "compute has to wait, its lane says so.",
         lanes_chart(plan),
-        _keys(_QUEUES),
+        swatches(_QUEUES),
     )
 
 
-def _panel(name: str, text: str, *content: Child) -> Markup:
-    picture, *rest = content
+def _panel(name: str, text: str, picture: Child, *rest: Child) -> Markup:
     return tag(
         "section",
         tag("h2", name),
@@ -219,58 +184,26 @@ def _panel(name: str, text: str, *content: Child) -> Markup:
     )
 
 
-def _keys(kinds: Mapping[str, str]) -> Markup:
-    items = (
-        tag("li", drawing(12, 12, "", _square(kind)), text)
-        for kind, text in kinds.items()
-    )
-    return tag("ul", items, class_="legend")
-
-
-def _square(kind: str) -> Markup:
-    return tag("rect", class_=f"key {kind}", x=1, y=1, width=10, height=10, rx=2)
-
-
-def _line(class_: str, text: str) -> Markup:
-    stroke = tag("line", class_=class_, x1=0, x2=12, y1=6, y2=6)
-    return tag("li", drawing(12, 12, "", stroke), text)
-
-
 def _table(study: MemoryStudy) -> Markup:
-    words = ("policy", "scheduler", "fits", "remark")
-    classes = ["text" if column in words else None for column in COLUMNS]
-    head = (
-        tag("th", column.removeprefix(">"), class_=class_, scope="col")
-        for column, class_ in zip(COLUMNS, classes, strict=True)
-    )
-    rows = (
-        tag(
-            "tr",
-            (
-                tag("td", cell, class_=class_)
-                for cell, class_ in zip(
-                    technique_cells(study, technique), classes, strict=True
-                )
-            ),
-            class_=_row_class(study, technique),
-        )
-        for technique in study.techniques
-    )
-    table = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows))
+    def row_class(row: int) -> str | None:
+        technique = study.techniques[row]
+        if technique is study.best:
+            return "best"
+        return None if technique.fits else "unfit"
+
     return _panel(
         "Every technique",
         f"Within {bytes_text(study.budget)}. The peak of one that does not fit is what "
         "it needs at the least. Bound: no order of the same computations and copies "
         "takes less.",
-        tag("div", table, class_="scroll"),
+        table(
+            [column.removeprefix(">") for column in COLUMNS],
+            (technique_cells(study, technique) for technique in study.techniques),
+            _CLASSES,
+            row_class=row_class,
+        ),
         tag("p", placed_words(study), class_="soft"),
     )
-
-
-def _row_class(study: MemoryStudy, technique: Technique) -> str | None:
-    if technique is study.best:
-        return "best"
-    return None if technique.fits else "unfit"
 
 
 def _sources(study: MemoryStudy) -> Markup:

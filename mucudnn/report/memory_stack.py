@@ -16,10 +16,17 @@ from mucudnn.passes.memory_timeline import (
     memory_points,
 )
 from mucudnn.passes.planning.evaluate import StepPlan
-from mucudnn.report.axes import Frame, bytes_axis, columns, linear_scale, steps_path
+from mucudnn.report.axes import (
+    Frame,
+    Scale,
+    bytes_axis,
+    columns,
+    linear_scale,
+    steps_path,
+)
 from mucudnn.report.markup import Markup, tag
 from mucudnn.report.memory_charts import WIDTH
-from mucudnn.report.svg import Scale, drawing
+from mucudnn.report.svg import drawing
 from mucudnn.report.words import bytes_text, ms_text
 
 __all__ = ["KINDS", "stack_chart"]
@@ -44,6 +51,13 @@ class _Layer:
     interval: Interval
     kind: str
     lower: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def stretches(self) -> Iterator[tuple[float, float, int]]:
+        """(from, to, height of the lower edge) of every level part."""
+        stops = [*(ms for ms, _ in self.lower[1:]), self.interval.stop_ms]
+        for (start, height), stop in zip(self.lower, stops, strict=True):
+            yield start, stop, height
 
 
 def stack_chart(plan: StepPlan) -> Markup:
@@ -133,13 +147,10 @@ def _state(nbytes: int, x: Scale, y: Scale) -> Markup:
 
 def _polygon(layer: _Layer, x: Scale, y: Scale) -> Iterator[Markup]:
     interval, edge = layer.interval, layer.lower
-    stops = [*(ms for ms, _ in edge[1:]), interval.stop_ms]
     upper = f"M{x(interval.start_ms):.1f} {y(edge[0][1] + interval.nbytes):.1f}"
-    for (_, height), stop in zip(edge, stops, strict=True):
+    for _, stop, height in layer.stretches:
         upper += f"V{y(height + interval.nbytes):.1f}H{x(stop):.1f}"
-    lower = ""
-    for i in range(len(edge) - 1, -1, -1):
-        lower += f"V{y(edge[i][1]):.1f}H{x(edge[i][0]):.1f}"
+    lower = "".join(f"V{y(h):.1f}H{x(start):.1f}" for start, h in reversed(edge))
     title = (
         f"{interval.name}: {bytes_text(interval.nbytes)}, from "
         f"{ms_text(interval.start_ms)} to {ms_text(interval.stop_ms)} ms"
@@ -155,13 +166,11 @@ def _polygon(layer: _Layer, x: Scale, y: Scale) -> Iterator[Markup]:
 
 def _label(layer: _Layer, x: Scale, y: Scale) -> Iterator[Markup]:
     """The name, on the longest level stretch that has room for it."""
-    interval, edge = layer.interval, layer.lower
-    stops = [*(ms for ms, _ in edge[1:]), interval.stop_ms]
-    stretches = [
+    interval = layer.interval
+    room, start, height = max(
         (x(stop) - x(start), x(start), height)
-        for (start, height), stop in zip(edge, stops, strict=True)
-    ]
-    room, start, height = max(stretches)
+        for start, stop, height in layer.stretches
+    )
     text = interval.name
     thickness = y(0) - y(interval.nbytes)
     if thickness >= _LINE and room >= _LETTER * len(text) + 8:

@@ -7,7 +7,7 @@ numerics do not accept are counted and otherwise left out.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.backends import Backend
@@ -16,23 +16,24 @@ from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.status import RowStatus
+from mucudnn.notebook import drawn
 from mucudnn.passes.microbatch import (
     BatchPolicy,
     aligned_batches,
     candidate_batches,
 )
 from mucudnn.passes.registry import name_of
+from mucudnn.studies.advance import Advance, advancing
 from mucudnn.suites import Layer
 
 __all__ = [
     "Algorithm",
-    "BatchCensus",
-    "Census",
-    "CensusInterrupted",
-    "Fit",
-    "LayerCensus",
-    "Surveyed",
-    "census",
+    "AlgorithmSurvey",
+    "SurveyInterrupted",
+    "SurveyedBatch",
+    "SurveyedLayer",
+    "WithinLimit",
+    "survey_algorithms",
 ]
 
 SCHEMA = 1
@@ -62,7 +63,7 @@ class Algorithm:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class WithinLimit:
     """What is left under a limit.
 
     Attributes:
@@ -85,7 +86,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchCensus:
+class SurveyedBatch:
     """One micro-batch size of one convolution.
 
     Attributes:
@@ -120,14 +121,16 @@ class BatchCensus:
         """Bytes that the largest needs."""
         return max((a.workspace for a in self.algorithms), default=None)
 
-    def fit(self, limit: int) -> Fit:
+    def within(self, limit: int) -> WithinLimit:
         """What fits in `limit` bytes."""
         fitting = [a for a in self.algorithms if a.workspace <= limit]
         best = fitting[0] if fitting else None
-        return Fit(len(fitting), best is not None and best is self.algorithms[0], best)
+        return WithinLimit(
+            len(fitting), best is not None and best is self.algorithms[0], best
+        )
 
     def to_json(self, limits: Sequence[int]) -> dict[str, Any]:
-        """Plain values; `Census.to_json` says which."""
+        """Plain values; `AlgorithmSurvey.to_json` says which."""
         first = self.first_choice
         return {
             "batch": self.batch,
@@ -136,7 +139,7 @@ class BatchCensus:
             "least_workspace": self.least_workspace,
             "greatest_workspace": self.greatest_workspace,
             "first_choice": None if first is None else first.to_json(),
-            "fits": {str(limit): self.fit(limit).to_json() for limit in limits},
+            "fits": {str(limit): self.within(limit).to_json() for limit in limits},
             "all": [a.to_json() for a in self.algorithms],
             "failures": [
                 {"algo": algo, "reason": reason} for algo, reason in self.failures
@@ -145,12 +148,12 @@ class BatchCensus:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCensus:
+class SurveyedLayer:
     """One direction of one layer; `batches` are ascending, the last is the whole."""
 
     name: str
     problem: ConvProblem
-    batches: tuple[BatchCensus, ...]
+    batches: tuple[SurveyedBatch, ...]
 
     @property
     def direction(self) -> Direction:
@@ -159,11 +162,11 @@ class LayerCensus:
 
     def largest_batch(self, limit: int) -> int | None:
         """The largest micro-batch at which the library's first choice fits."""
-        sizes = [b.batch for b in self.batches if b.fit(limit).first_choice_fits]
+        sizes = [b.batch for b in self.batches if b.within(limit).first_choice_fits]
         return max(sizes, default=None)
 
     def to_json(self, limits: Sequence[int]) -> dict[str, Any]:
-        """Plain values; `Census.to_json` says which."""
+        """Plain values; `AlgorithmSurvey.to_json` says which."""
         return {
             "name": self.name,
             "direction": self.direction.value,
@@ -176,7 +179,7 @@ class LayerCensus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Census:
+class AlgorithmSurvey:
     """Every layer, micro-batch size and limit.
 
     Attributes:
@@ -194,7 +197,7 @@ class Census:
     batch_policy: str
     numerics: str
     limits: tuple[int, ...]
-    layers: tuple[LayerCensus, ...]
+    layers: tuple[SurveyedLayer, ...]
     asked: int
 
     def to_json(self) -> dict[str, Any]:
@@ -229,34 +232,28 @@ class Census:
             "layers": [layer.to_json(self.limits) for layer in self.layers],
         }
 
-
-@dataclass(frozen=True, slots=True)
-class Surveyed:
-    """Where a census has got to: a layer begun, or (with a result) done."""
-
-    layer: Layer
-    index: int
-    total: int
-    result: LayerCensus | None = None
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return drawn("algorithm_survey", self)
 
 
-class CensusInterrupted(KeyboardInterrupt):
-    """Ctrl-C; `census` holds the layers that were done."""
+class SurveyInterrupted(KeyboardInterrupt):
+    """Ctrl-C; `survey` holds the layers that were done."""
 
-    def __init__(self, found: Census) -> None:
+    def __init__(self, found: AlgorithmSurvey) -> None:
         super().__init__()
-        self.census = found
+        self.survey = found
 
 
-def census(
+def survey_algorithms(
     backend: Backend,
     layers: Sequence[Layer],
     policy: BatchPolicy,
     limits: Sequence[int],
     *,
     numerics: Numerics | None = None,
-    progress: Callable[[Surveyed], None] | None = None,
-) -> Census:
+    progress: Callable[[Advance[SurveyedLayer]], None] | None = None,
+) -> AlgorithmSurvey:
     """Ask the library for its algorithms at every micro-batch size of a policy.
 
     The sizes are those that a tuner would measure on that backend.
@@ -270,16 +267,16 @@ def census(
         progress: Called when a layer begins and when it is done.
 
     Raises:
-        CensusInterrupted: Ctrl-C; carries what is done.
+        SurveyInterrupted: Ctrl-C; carries what is done.
         BackendUnavailableError: The library is missing.
         ValueError: There is no policy of that name.
     """
     accepted = numerics or Numerics()
     candidate_batches(1, policy)
-    done: list[LayerCensus] = []
+    done: list[SurveyedLayer] = []
 
-    def found() -> Census:
-        return Census(
+    def found() -> AlgorithmSurvey:
+        return AlgorithmSurvey(
             backend=backend.name,
             fingerprint=backend.device.fingerprint,
             batch_policy=name_of(policy),
@@ -289,32 +286,30 @@ def census(
             asked=len(layers),
         )
 
+    def survey(layer: Layer, left: int) -> SurveyedLayer:
+        return _layer(backend, layer, policy, accepted)
+
     try:
-        for i, layer in enumerate(layers):
-            begun = Surveyed(layer, i, len(layers))
-            if progress is not None:
-                progress(begun)
-            done.append(_layer(backend, layer, policy, accepted))
-            if progress is not None:
-                progress(replace(begun, result=done[-1]))
+        for layer in advancing(layers, survey, progress):
+            done.append(layer)
     except KeyboardInterrupt:
-        raise CensusInterrupted(found()) from None
+        raise SurveyInterrupted(found()) from None
     return found()
 
 
 def _layer(
     backend: Backend, layer: Layer, policy: BatchPolicy, numerics: Numerics
-) -> LayerCensus:
+) -> SurveyedLayer:
     problem = layer.problem
     sizes = candidate_batches(problem.batch, policy)
     aligned = aligned_batches(problem, sizes, backend.split_alignment)
     batches = (_batch(backend, problem, size, numerics) for size in aligned)
-    return LayerCensus(layer.name, problem, tuple(batches))
+    return SurveyedLayer(layer.name, problem, tuple(batches))
 
 
 def _batch(
     backend: Backend, problem: ConvProblem, size: int, numerics: Numerics
-) -> BatchCensus:
+) -> SurveyedBatch:
     """Every algorithm at one size; a library that fails costs this size only."""
     conv, micro = backend.conv, problem.with_batch(size)
     whole = size == problem.batch
@@ -333,4 +328,4 @@ def _batch(
         raise
     except MucudnnError as e:
         failures.append((_ANYTHING, f"{type(e).__name__}: {e}"))
-    return BatchCensus(size, tuple(accepted), tuple(failures))
+    return SurveyedBatch(size, tuple(accepted), tuple(failures))

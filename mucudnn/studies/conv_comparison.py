@@ -8,7 +8,7 @@ layers whose share was too small.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 from mucudnn.errors import MucudnnError, PlanningError
@@ -26,10 +26,11 @@ from mucudnn.passes.microbatch import (
 from mucudnn.passes.registry import name_of
 from mucudnn.runtime.tuning.kernel_bench import limited
 from mucudnn.runtime.tuning.tuner import Choice, Tuner
+from mucudnn.studies.advance import Advance, advancing
 from mucudnn.studies.outcome import Comparison, LayerResult, Limit, Outcome
 from mucudnn.suites import Layer
 
-__all__ = ["Advance", "Comparison", "ComparisonInterrupted", "compare", "in_directions"]
+__all__ = ["Comparison", "ComparisonInterrupted", "compare", "in_directions"]
 
 _MEASURING = 0.6
 """Share of a layer's time for its table; the rest is for checking its plans."""
@@ -40,16 +41,6 @@ _PER_KERNEL = 0.8
 _MOST_REASONS = 6
 """More are counted instead of listed."""
 _OUT_OF_TIME = "not compared: the time limit was reached"
-
-
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """Where a comparison has got to: a layer begun, or (with a result) done."""
-
-    layer: Layer
-    index: int
-    total: int
-    result: LayerResult | None = None
 
 
 class ComparisonInterrupted(KeyboardInterrupt):
@@ -79,7 +70,7 @@ def compare(
     planner: str | Planner = "workspace_reuse",
     total_workspace: int | None = None,
     time_limit_s: float | None = None,
-    progress: Callable[[Advance], None] | None = None,
+    progress: Callable[[Advance[LayerResult]], None] | None = None,
 ) -> Comparison:
     """Measure, plan and check every layer under every limit.
 
@@ -118,17 +109,16 @@ def compare(
         )
 
     share = _PER_KERNEL if total else 1.0
+
+    def one(layer: Layer, left: int) -> LayerResult:
+        return run.layer(layer, per_kernel, share, left)
+
     try:
-        for i, layer in enumerate(layers):
-            begun = Advance(layer, i, len(layers))
-            if progress is not None:
-                progress(begun)
-            done.append(run.layer(layer, per_kernel, share, len(layers) - i))
-            if progress is not None:
-                progress(replace(begun, result=done[-1]))
+        for result in advancing(layers, one, progress):
+            done.append(result)
         short = [i for i, result in enumerate(done) if _short_of_time(result)]
         for turn, i in enumerate(short):
-            done[i] = run.layer(layers[i], per_kernel, share, len(short) - turn)
+            done[i] = one(layers[i], len(short) - turn)
         results = run.divide(done, total[0]) if total else done
     except KeyboardInterrupt:
         raise ComparisonInterrupted(comparison(done, divided=False)) from None

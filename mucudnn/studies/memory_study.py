@@ -9,18 +9,19 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device
-from mucudnn.ir.graph import Graph
+from mucudnn.ir.graph import Graph, Role
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.shapes import Ints
 from mucudnn.ir.sizes import parse_bytes
-from mucudnn.models import get_model, network_name
+from mucudnn.models import IMAGE, get_model, network_name
+from mucudnn.notebook import drawn
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.ordering import Order, ordered
@@ -35,19 +36,16 @@ from mucudnn.passes.planning.comparison import (
 )
 from mucudnn.passes.planning.evaluate import StepPlan, state_bytes
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
-from mucudnn.passes.planning.plan_step import PLANNED, check_policy
+from mucudnn.passes.planning.plan_step import PLANNED, check_policy, policy_names
 from mucudnn.passes.registry import by_name, name_of
 from mucudnn.passes.residency import ResidencyPolicy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.studies.step_costs import CPU, Coverage, StepCosts
 
-__all__ = ["CPU", "SHARES", "MemoryStudy", "Progress", "StepSpec", "study_memory"]
+__all__ = ["CPU", "SHARES", "MemoryStudy", "StepSpec", "study_memory"]
 
 SHARES = (1.0, 0.7, 0.5, 0.3)
 """Budgets of the curve, as shares of what the unbounded step takes; then the least."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much is done, and of how much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +53,8 @@ class StepSpec:
     """Which training step.
 
     Attributes:
-        model: As `get_model` knows it: a name, or a function of the batch.
+        model: As `get_model` knows it: a name, or a function of the batch; or a graph
+            for that batch.
         batch: Images in a mini-batch.
         image: Another size of image than the model's.
         optimizer: A name in `OPTIMIZERS`, or an optimizer.
@@ -63,7 +62,7 @@ class StepSpec:
         device: `cpu`, or a name in `DEVICES`.
     """
 
-    model: str | Callable[..., Graph]
+    model: str | Callable[..., Graph] | Graph
     batch: int
     image: Ints | None = None
     optimizer: str | Optimizer = "momentum"
@@ -73,7 +72,7 @@ class StepSpec:
     @property
     def title(self) -> str:
         """What the network is called."""
-        return network_name(self.model)
+        return "graph" if isinstance(self.model, Graph) else network_name(self.model)
 
     def graph(self, batch: int | None = None) -> Graph:
         """The training step with its updates, in its order.
@@ -81,7 +80,10 @@ class StepSpec:
         Raises:
             ValueError: A name is not known, or a size out of range.
         """
-        forward = get_model(self.model)(batch or self.batch, image=self.image)
+        if isinstance(self.model, Graph):
+            forward = self.model
+        else:
+            forward = get_model(self.model)(batch or self.batch, image=self.image)
         step = with_updates(training_graph(forward), optimizer_of(self.optimizer))
         return ordered(self.order, step)
 
@@ -186,6 +188,10 @@ class MemoryStudy:
             "interrupted": self.interrupted,
         }
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return drawn("memory_study", self)
+
     def _row(self, technique: Technique) -> dict[str, Any]:
         plan = technique.plan
         prediction = None if plan is None else plan.prediction
@@ -225,39 +231,57 @@ def _hosted_bytes(plan: StepPlan) -> int:
 
 
 def study_memory(
-    spec: StepSpec,
+    step: Graph | StepSpec,
     *,
-    policies: Sequence[str | ResidencyPolicy],
+    policies: Sequence[str | ResidencyPolicy] | None = None,
     schedulers: Sequence[str | Scheduler] = (),
     budget: int | str | None = None,
+    device: str | None = None,
     curve: bool = False,
     max_batch: bool = False,
     min_budget: bool = False,
     profile: Profile | None = None,
     recordings: Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> MemoryStudy:
-    """Plan a step by every policy and scheduler.
+    """Plan a training step by every policy and scheduler.
+
+    What does a step of ResNet-18 take on an H100, and what does half of that cost?::
+
+        network = mucudnn.models.get_model("resnet18")(batch=32)
+        study = mucudnn.study_memory(network, budget="500MiB", device="h100")
+        study.unbounded.peak_bytes, study.minimum
+        study.best.policy, study.slowdown(study.best)
 
     Args:
-        spec: The step.
-        policies: Names in `policy_names()`, or functions.
+        step: A network with its loss, or more about its step.
+        policies: Names in `policy_names()`, or functions; if not given, all of them.
         schedulers: Names in `SCHEDULERS`, or functions; if not given, each policy's
             own.
         budget: Bytes, or "1.5GiB"; by default what the device has.
+        device: `cpu`, or a name in `DEVICES`; if not given, the step's own.
         curve: Whether to plan for several budgets, too.
         max_batch: Whether to look for the largest mini-batch of every policy.
         min_budget: Whether to look for the least budget of every policy.
         profile: Of the step, if it was measured; necessary for the CPU.
         recordings: Files with measurements of the device: convolutions that they know
             are not estimated.
-        progress: Told about every piece of work.
+        progress: Called with what is being done, how much is done, and of how much.
 
     Raises:
-        ValueError: A name is not known, a size out of range, the profile missing, or
-            the recordings know nothing of the step.
+        TypeError: The step is neither a graph nor a `StepSpec`.
+        ValueError: A name is not known, a size out of range, the profile missing, the
+            recordings know nothing of the step, or the graph is none to be trained.
         BackendUnavailableError: A recording is missing, or is something else.
     """
+    spec = _spec_of(step) if device is None else replace(_spec_of(step), device=device)
+    if max_batch and isinstance(spec.model, Graph):
+        raise ValueError(
+            f"max_batch needs other batches than {spec.batch}, and a graph has one; "
+            "pass StepSpec(model=…, batch=…) with a name or a function of the batch"
+        )
+    if policies is None:
+        policies = sorted(policy_names(), key=PLANNED.__eq__)  # the slowest comes last
     for policy in policies:
         check_policy(policy)
     for scheduler in schedulers:
@@ -273,6 +297,27 @@ def study_memory(
     )
 
 
+def _spec_of(step: object) -> StepSpec:
+    if isinstance(step, StepSpec):
+        return step
+    if not isinstance(step, Graph):
+        raise TypeError(
+            f"a step is a Graph or a StepSpec, got {step!r}; networks are made with "
+            "mucudnn.models.get_model(NAME)(batch)"
+        )
+    found = [spec.name for spec in step.with_role(Role.INPUT)]
+    if IMAGE not in found:
+        raise ValueError(
+            f"the graph has the inputs {', '.join(found) or 'none'}; {IMAGE!r} is "
+            "wanted, whose first axis is the batch"
+        )
+    if step.gradients:
+        raise ValueError(
+            "the graph computes gradients already; pass the network with its loss"
+        )
+    return StepSpec(model=step, batch=step.tensors[IMAGE].shape[0])
+
+
 class _Study:
     def __init__(
         self,
@@ -282,7 +327,7 @@ class _Study:
         policies: Sequence[str | ResidencyPolicy],
         schedulers: Sequence[str | Scheduler],
         budget: int | None,
-        say: Progress,
+        say: Callable[[str, int, int], None],
     ) -> None:
         self._spec, self._graph, self._costs = spec, graph, costs
         self._policies = by_name("policies", policies)
@@ -317,7 +362,7 @@ class _Study:
             interrupted = True
         return MemoryStudy(
             spec=self._spec,
-            image=tuple(self._graph.tensors["image"].shape[1:]),
+            image=tuple(self._graph.tensors[IMAGE].shape[1:]),
             parameters=self._graph.parameter_count,
             budget=self._budget,
             unbounded=self._unbounded,

@@ -8,6 +8,7 @@ from typing import Any
 
 from mucudnn.codecs.values import problem_to_dict
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
+from mucudnn.notebook import drawn
 from mucudnn.passes.convolution.explain import left_out
 from mucudnn.runtime.tuning.tuner import Choice
 
@@ -234,6 +235,10 @@ class Comparison:
             "layers": [layer.to_json() for layer in self.layers],
             "summary": [entry.to_json() for entry in self.summary],
         }
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return drawn("comparison", self)
 
     def _summarise(self, index: int) -> LimitSummary:
         rows = list(self._compared(index))

@@ -14,6 +14,7 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Schedule
+from mucudnn.notebook import drawn
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.rematerialize import rematerialize
 from mucudnn.passes.liveness import ALIGNMENT, rounded
@@ -190,6 +191,10 @@ class StepPlan:
     def peak_bytes(self) -> int:
         """The most device memory in use at once, parameters and state included."""
         return self.schedule.peak_bytes
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return drawn("step_plan", self)
 
     @property
     def recomputed(self) -> int:

@@ -22,6 +22,7 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
+from mucudnn.notebook import drawn
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.placement.fit_to_arena import fit_to_arena, shortest
 from mucudnn.passes.placement.grow_workspaces import (
@@ -87,6 +88,10 @@ class PlacedStep:
     plan: StepPlan
     layout: Layout
     state_bytes: int
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return drawn("placed_step", self)
 
     @property
     def nbytes(self) -> int:

@@ -88,7 +88,7 @@ def plans(*args: str) -> list:
 
 
 def test_plan_only_measures_nothing_and_answers_by_size_and_limit(tmp_path):
-    out = tmp_path / "census.json"
+    out = tmp_path / "survey.json"
     shown = done(
         *("tune", *PROBLEM, *NULL, "--plan-only", "--workspace-limit", "3KiB,64MiB"),
         *("--json", str(out)),
@@ -187,9 +187,12 @@ def test_a_device_may_be_a_name_or_a_file(gpu, tmp_path):
         assert data["layers"][0]["batches"][0]["algorithms"] == 52
 
 
-def test_benchmark_devices_play_no_part_in_a_census(gpu, monkeypatch):
+def test_benchmark_devices_play_no_part_in_a_survey(gpu, monkeypatch):
+    survey = ("tune", *PROBLEM, "--backend", "cuda", "--device", "h200", "--plan-only")
+    expected = done(*survey)
+    assert "cuda:h200: cuda/h200; numerics: tf32" in expected.splitlines()
     monkeypatch.setenv("MUCUDNN_BENCHMARK_DEVICES", "0,3")
-    done("tune", *PROBLEM, "--backend", "cuda", "--device", "h200", "--plan-only")
+    assert done(*survey) == expected
 
 
 def test_a_device_that_makes_no_sense_is_one_line(gpu, tmp_path):

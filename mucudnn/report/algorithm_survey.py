@@ -1,4 +1,4 @@
-"""A census as tables: what fits at each micro-batch size, and how far it reaches."""
+"""A survey as tables: what fits at each micro-batch size, and how far it reaches."""
 
 from collections.abc import Iterator
 
@@ -6,35 +6,42 @@ from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.explain import counted
 from mucudnn.report.text import Table
 from mucudnn.report.words import DIRECTIONS, NOTHING, bytes_text
-from mucudnn.studies.algorithm_survey import Algorithm, BatchCensus, Census, LayerCensus
+from mucudnn.studies.algorithm_survey import (
+    Algorithm,
+    AlgorithmSurvey,
+    SurveyedBatch,
+    SurveyedLayer,
+)
 
-__all__ = ["census_tables"]
+__all__ = ["survey_tables"]
 
 _MOST_PLACES = 6
 _SAME = "first choice"
 
 
-def census_tables(census: Census) -> tuple[Table, ...]:
+def survey_tables(survey: AlgorithmSurvey) -> tuple[Table, ...]:
     """Every micro-batch size under every limit, then every layer under every limit."""
-    return (_sizes(census), _reach(census))
+    return (_sizes(survey), _reach(survey))
 
 
-def _sizes(census: Census) -> Table:
+def _sizes(survey: AlgorithmSurvey) -> Table:
     rows = tuple(
         _size_row(layer, batch, limit)
-        for layer in census.layers
+        for layer in survey.layers
         for batch in layer.batches
-        for limit in census.limits
+        for limit in survey.limits
     )
     columns = (
         *("layer", "direction", ">batch", ">least", ">greatest", "first choice"),
         *(">needs", ">limit", ">fit", "best that fits", ">workspace"),
     )
-    return Table("", columns, rows, notes=tuple(_notes(census)))
+    return Table("", columns, rows, notes=tuple(_notes(survey)))
 
 
-def _size_row(layer: LayerCensus, batch: BatchCensus, limit: int) -> tuple[str, ...]:
-    fit = batch.fit(limit)
+def _size_row(
+    layer: SurveyedLayer, batch: SurveyedBatch, limit: int
+) -> tuple[str, ...]:
+    fit = batch.within(limit)
     first = batch.first_choice
     return (
         layer.name,
@@ -51,14 +58,14 @@ def _size_row(layer: LayerCensus, batch: BatchCensus, limit: int) -> tuple[str, 
     )
 
 
-def _reach(census: Census) -> Table:
+def _reach(survey: AlgorithmSurvey) -> Table:
     """The largest micro-batch of each layer at which the first choice fits."""
     rows: list[tuple[str, ...]] = []
     strong = set()
-    for layer in census.layers:
+    for layer in survey.layers:
         whole = layer.batches[-1]
-        for limit in census.limits:
-            largest, fit = layer.largest_batch(limit), whole.fit(limit)
+        for limit in survey.limits:
+            largest, fit = layer.largest_batch(limit), whole.within(limit)
             if largest is not None and largest < layer.problem.batch:
                 strong.add(len(rows))
             rows.append(
@@ -76,32 +83,32 @@ def _reach(census: Census) -> Table:
         *("layer", "direction", ">limit", ">mini-batch", ">first choice up to"),
         *("best at the mini-batch", ">workspace"),
     )
-    title = f"{census.backend}: {census.fingerprint}; numerics: {census.numerics}"
-    notes = tuple(_summary(census))
+    title = f"{survey.backend}: {survey.fingerprint}; numerics: {survey.numerics}"
+    notes = tuple(_summary(survey))
     return Table(title, columns, tuple(rows), frozenset(strong), notes)
 
 
-def _summary(census: Census) -> Iterator[str]:
-    for limit in census.limits:
-        fits = sum(x.batches[-1].fit(limit).first_choice_fits for x in census.layers)
-        divided = sum(_reached_by_dividing(x, limit) for x in census.layers)
+def _summary(survey: AlgorithmSurvey) -> Iterator[str]:
+    for limit in survey.limits:
+        fits = sum(x.batches[-1].within(limit).first_choice_fits for x in survey.layers)
+        divided = sum(_reached_by_dividing(x, limit) for x in survey.layers)
         yield (
             f"{bytes_text(limit)}: the first choice fits the whole mini-batch in "
-            f"{fits} of {len(census.layers)} convolutions, only a micro-batch in "
+            f"{fits} of {len(survey.layers)} convolutions, only a micro-batch in "
             f"{divided}"
         )
 
 
-def _reached_by_dividing(layer: LayerCensus, limit: int) -> bool:
+def _reached_by_dividing(layer: SurveyedLayer, limit: int) -> bool:
     largest = layer.largest_batch(limit)
     return largest is not None and largest < layer.problem.batch
 
 
-def _notes(census: Census) -> Iterator[str]:
+def _notes(survey: AlgorithmSurvey) -> Iterator[str]:
     """What was not accepted, where nothing is left, what was not looked at."""
     refused = {
         (f"{algo} {layer.name} {layer.direction.value}", reason)
-        for layer in census.layers
+        for layer in survey.layers
         for batch in layer.batches
         for algo, reason in batch.failures
         if RowStatus.of(reason) is RowStatus.REFUSED
@@ -109,7 +116,7 @@ def _notes(census: Census) -> Iterator[str]:
     if refused:
         yield f"not accepted, counted once a layer and direction: {counted(refused)}"
     empty: dict[str, list[str]] = {}
-    for layer in census.layers:
+    for layer in survey.layers:
         for batch in layer.batches:
             if not batch.algorithms:
                 reason = counted(batch.failures) or "the backend has none"
@@ -119,11 +126,11 @@ def _notes(census: Census) -> Iterator[str]:
         more = len(places) - _MOST_PLACES
         shown = [*places[:_MOST_PLACES], *([f"{more} more"] if more > 0 else [])]
         yield f"no algorithm: {reason}: {', '.join(shown)}"
-    if missing := census.asked - len(census.layers):
-        yield f"interrupted: {missing} of {census.asked} were not looked at"
+    if missing := survey.asked - len(survey.layers):
+        yield f"interrupted: {missing} of {survey.asked} were not looked at"
 
 
-def _best(batch: BatchCensus, best: Algorithm | None) -> str:
+def _best(batch: SurveyedBatch, best: Algorithm | None) -> str:
     if best is None:
         return NOTHING
     return _SAME if best is batch.first_choice else best.algo

@@ -1,0 +1,227 @@
+"""Plans and studies as pieces of HTML, for the cell of a notebook.
+
+Notebooks show many of them on one page: every rule of their style holds within its own
+piece only, and nothing in them has a name that another piece could have, too. They
+bring their own background, and are light or dark as the reader's system is.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.schedule import SwapOut
+from mucudnn.passes.planning.evaluate import StepPlan, origin
+from mucudnn.passes.planning.place_step import PlacedStep
+from mucudnn.passes.simulate import Prediction
+from mucudnn.report.algorithm_survey import survey_tables
+from mucudnn.report.charts import plan_bar
+from mucudnn.report.html import comparison_body
+from mucudnn.report.markup import Child, Markup, tag
+from mucudnn.report.memory_html import SHEETS, memory_body
+from mucudnn.report.memory_stack import KINDS, stack_chart
+from mucudnn.report.memory_text import heading
+from mucudnn.report.page import big_card, legend, styles, swatches, table
+from mucudnn.report.svg import marker
+from mucudnn.report.words import (
+    DIRECTIONS,
+    bytes_text,
+    ms_text,
+    plan_text,
+    problem_text,
+    runs,
+    speedup_text,
+)
+from mucudnn.studies.algorithm_survey import AlgorithmSurvey
+from mucudnn.studies.memory_study import MemoryStudy
+from mucudnn.studies.outcome import Comparison
+
+__all__ = [
+    "algorithm_survey",
+    "comparison",
+    "conv_plan",
+    "memory_study",
+    "placed_step",
+    "step_plan",
+]
+
+_CLASS = "mucudnn"
+_NAMED = 6
+"""Tensors and nodes that are listed; more are counted."""
+_SELECTORS = re.compile(r"(^|[{}])\s*([^@{}\s][^{}]*?)\s*\{")
+
+
+def conv_plan(plan: ConvPlan) -> str:
+    """Micro-batches as a bar, and what each run of equal ones takes."""
+    algorithms = dict.fromkeys(step.algo for step in plan.steps)
+    colours = {algo: i for i, algo in enumerate(algorithms)}
+    times = {(step.algo, step.batch): step for step in plan.steps}
+    rows = (
+        (
+            algo,
+            str(batch),
+            str(count),
+            ms_text(times[algo, batch].time_ms),
+            bytes_text(times[algo, batch].workspace),
+        )
+        for algo, batch, count in runs(plan)
+    )
+    limit = plan.workspace_limit
+    facts = f"{DIRECTIONS[plan.problem.direction]}, {problem_text(plan.problem)}"
+    if limit is not None:
+        facts += f"; planned within {bytes_text(limit)} of workspace"
+    return _piece(
+        ("style.css",),
+        plan_text(plan),
+        facts,
+        plan_bar(plan, colours),
+        legend(((marker(i, 6, 6), algo) for algo, i in colours.items()), "Algorithms"),
+        table(
+            ("algorithm", "micro-batch", "times", "ms each", "workspace"),
+            rows,
+            {"algorithm": "text"},
+        ),
+    )
+
+
+def step_plan(plan: StepPlan) -> str:
+    """Memory over the step, its peak, and what less of it costs."""
+    return _step(plan, ())
+
+
+def placed_step(placed: PlacedStep) -> str:
+    """As its plan, with the arena."""
+    layout = placed.layout
+    arena = big_card(
+        "With fixed offsets",
+        bytes_text(placed.nbytes),
+        "of device memory",
+        f"an arena of {bytes_text(layout.nbytes)}, {layout.fragmentation:.1%} above "
+        f"what is in use at once, and {bytes_text(placed.state_bytes)} beside it",
+    )
+    return _step(placed.plan, (arena,))
+
+
+def memory_study(study: MemoryStudy) -> str:
+    """The report's cards, pictures and table of techniques."""
+    facts = f"{heading(study)}; budget {bytes_text(study.budget)}"
+    return _piece(SHEETS, "Memory of a training step", facts, memory_body(study))
+
+
+def comparison(found: Comparison) -> str:
+    """The report's cards, table of speed-ups and layers."""
+    facts = f"{found.backend} backend, {found.fingerprint}; numerics: {found.numerics}"
+    body = comparison_body(found, linked=False)
+    return _piece(("style.css",), "Planned against undivided", facts, body)
+
+
+def algorithm_survey(survey: AlgorithmSurvey) -> str:
+    """How far each layer's first choice reaches, limit by limit."""
+    _, reach = survey_tables(survey)
+    columns = [column.removeprefix(">") for column in reach.columns]
+    texts = [name for name in reach.columns if not name.startswith(">")]
+    return _piece(
+        SHEETS,
+        "Algorithms within a limit",
+        reach.title,
+        table(
+            columns,
+            reach.rows,
+            dict.fromkeys(texts, "text"),
+            row_class=lambda row: "best" if row in reach.strong else None,
+        ),
+        tag("ul", (tag("li", note) for note in reach.notes), class_="notes"),
+    )
+
+
+def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
+    prediction = plan.prediction
+    stalls_ms = sum(prediction.stalls_ms.values())
+    leaving = [i.tensor for i in plan.schedule.instructions if isinstance(i, SwapOut)]
+    again = [node.name for node in plan.schedule.graph.nodes if "~" in node.name]
+    unbounded_ms = _unbounded_ms(prediction)
+    facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
+    if plan.budget < float("inf"):
+        facts += f", budget {bytes_text(int(plan.budget))}"
+    return _piece(
+        SHEETS,
+        "A training step",
+        facts,
+        tag(
+            "div",
+            big_card(
+                "At most in use",
+                bytes_text(plan.peak_bytes),
+                "of device memory",
+                "parameters, workspaces and rounding included",
+            ),
+            *cards,
+            big_card(
+                "Predicted slowdown",
+                speedup_text(
+                    prediction.step_ms / unbounded_ms if unbounded_ms else None
+                ),
+                "the time of a step without a budget",
+                f"{ms_text(prediction.step_ms)} ms a step, of which compute waits "
+                f"{ms_text(stalls_ms)} ms",
+            ),
+            big_card(
+                "Offloaded",
+                bytes_text(prediction.out_bytes),
+                "in a step",
+                _names(leaving, "nothing leaves"),
+            ),
+            big_card(
+                "Computed again",
+                str(len(again)),
+                "nodes",
+                _names([origin(name) for name in again], "nothing runs twice"),
+            ),
+            class_="cards",
+        ),
+        tag("div", stack_chart(plan), class_="wide"),
+        swatches(KINDS),
+    )
+
+
+def _unbounded_ms(prediction: Prediction) -> float:
+    """Every node once, as fast as it can be, with nothing to wait for."""
+    fronts, node_ms = prediction.profile.fronts, prediction.profile.node_ms
+    return sum(
+        min((plan.time_ms for plan in fronts.get(name, ())), default=ms)
+        for name, ms in node_ms.items()
+        if origin(name) == name
+    )
+
+
+def _names(names: Iterable[str], none: str) -> str:
+    """Names, each once, as many as fit in a card."""
+    distinct = list(dict.fromkeys(names))
+    more = len(distinct) - _NAMED
+    shown = ", ".join(distinct[:_NAMED]) or none
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _piece(sheets: Sequence[str], title: str, facts: str, *content: Child) -> str:
+    style = scoped(styles(*sheets)) + styles("notebook.css")
+    return tag(
+        "div",
+        tag("style", Markup(style)),
+        tag("h2", title),
+        tag("p", facts, class_="facts"),
+        content,
+        class_=_CLASS,
+    )
+
+
+def scoped(sheet: str) -> str:
+    """A style sheet whose rules hold within a piece only."""
+    return _SELECTORS.sub(_within, sheet)
+
+
+def _within(rule: re.Match[str]) -> str:
+    before, selectors = rule.groups()
+    inner = (
+        f".{_CLASS}" if one in (":root", "body") else f".{_CLASS} {one}"
+        for one in map(str.strip, selectors.split(","))
+    )
+    return f"{before}\n{', '.join(inner)} {{"

@@ -1,0 +1,71 @@
+"""`study_memory`: what it takes, and what it says of what it does not take."""
+
+import re
+
+import pytest
+
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.models import get_model
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.planning.plan_step import PLANNED, policy_names
+from mucudnn.report.memory_text import memory_tables
+from mucudnn.studies.memory_study import StepSpec, study_memory
+
+MIB = 1 << 20
+
+
+def test_a_graph_is_studied_as_its_network_is():
+    graph = get_model("lenet")(4)
+    found = study_memory(graph, device="null", policies=("keep_all",), budget=8 * MIB)
+    named = study_memory(
+        StepSpec(model="lenet", batch=4, device="null"),
+        policies=("keep_all",),
+        budget=8 * MIB,
+    )
+    data, expected = found.to_json(), named.to_json()
+    assert (data.pop("model"), expected.pop("model")) == ("graph", "lenet")
+    assert data == expected
+    assert memory_tables(found)[0].title.startswith("graph, batch 4, 1×28×28, momentum")
+
+
+def test_a_graph_is_planned_by_every_policy_our_search_last():
+    found = study_memory(get_model("lenet")(4), budget=8 * MIB)
+    tried = [technique.policy for technique in found.techniques]
+    assert sorted(tried) == sorted(policy_names())
+    assert tried[-1] == PLANNED
+    assert found.spec.device == "h200"
+
+
+def headless(batch):
+    g = GraphBuilder()
+    return g.build(g.relu(g.input("pixels", (batch, 3))))
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "error", "message"),
+    [
+        ("lenet", {}, TypeError, "a Graph or a StepSpec, got 'lenet'; networks are"),
+        (get_model, {}, TypeError, "a Graph or a StepSpec, got <function get_model"),
+        (headless(2), {}, ValueError, "has the inputs pixels; 'image' is wanted"),
+        (
+            training_graph(get_model("lenet")(2)),
+            {},
+            ValueError,
+            "computes gradients already; pass the network with its loss",
+        ),
+        (
+            get_model("lenet")(2),
+            {"max_batch": True},
+            ValueError,
+            "other batches than 2, and a graph has one; pass StepSpec",
+        ),
+        (get_model("lenet")(2), {"device": "h9"}, ValueError, "h9"),
+        (get_model("lenet")(2), {"device": "cpu"}, ValueError, "pass a profile"),
+        (get_model("lenet")(2), {"budget": "much"}, ValueError, "much"),
+        (get_model("lenet")(2), {"policies": ["best"]}, ValueError, "unknown policy"),
+    ],
+    ids=lambda x: None if not isinstance(x, str) else x[:12],
+)
+def test_what_cannot_be_studied_is_said(step, options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        study_memory(step, **options)
