@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, strategies as st
 
+from bench.baselines import paged
 from bench.baselines.paged import PagedExecutor, least_pool_bytes
 from mucudnn.backends import get_backend
 from mucudnn.backends.base import Kernel
@@ -15,7 +16,6 @@ from mucudnn.ir.graph import PERSISTENT
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.liveness import peak_bytes
-from mucudnn.runtime import paged
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier
 from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.training.parameters import StateStore
