@@ -71,8 +71,8 @@ class _Allocation:
 class BestFit:
     """Offsets for named blocks in a range of bytes; it has no memory itself.
 
-    Offsets are multiples of the arena's alignment; where the length is none, the block at the end
-    may take what is left.
+    Offsets are multiples of an arena's alignment; where the length is none, the block
+    at the end may take what is left.
 
     Args:
         nbytes: Length of the range.
