@@ -164,8 +164,11 @@ def test_a_line_a_result_is_enough(capsys):
 
 
 def test_a_pipe_that_nobody_reads_ends_no_work():
+    tried = []
+
     class Closed(io.StringIO):
         def write(self, text):
+            tried.append(text)
             raise BrokenPipeError
 
     ticks = Ticks()
@@ -175,6 +178,7 @@ def test_a_pipe_that_nobody_reads_ends_no_work():
     ):
         show("weigh", 0, 1, result="light")
         ticks.pass_by()
+    assert tried
 
 
 def test_the_thread_calls_again_and_again_until_the_end(monkeypatch):
