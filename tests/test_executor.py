@@ -233,8 +233,13 @@ def test_a_checked_run_reads_no_memory_that_was_freed(lenet):
     kept = lenet.kept()
     layout = lay_out(kept)
     arena = np.zeros(layout.nbytes, np.uint8)
-    executor, state = lenet.executor(kept, watcher=RaceDetector(), arena=arena)
-    executor.run(lenet.feeds())
+    detector = RaceDetector()
+    executor, state = lenet.executor(kept, watcher=detector, arena=arena)
+    feeds = lenet.feeds()
+    executor.run(feeds)
+    allocated = [i.tensor for i in kept.instructions if isinstance(i, Alloc)]
+    spoilt = {task.label for task in detector.tasks}
+    assert all((f"Alloc({name})" in spoilt) != (name in feeds) for name in allocated)
     assert np.isfinite(state["conv/weight"]).all()
     live = {kept.graph.storages[name] for name in kept.graph.outputs}
     used = np.zeros(layout.nbytes, bool)
