@@ -37,8 +37,8 @@ class Executor:
     Args:
         backend: Computes.
         schedule: What to run.
-        layout: Where in the arena each workspace is, and each storage that does not
-            outlive a step; a `Layout` if storages leave the device and come back.
+        layout: Where in the arena each workspace is, and each storage, every time that
+            it is there.
         plans: Convolution node -> how to run it.
         state: Arrays of the persistent tensors; shared with other executors.
         arena: Memory of `layout.nbytes` at least, which executors that do not run
