@@ -75,11 +75,8 @@ class BestFit:
     at the end may take what is left.
 
     Args:
-        nbytes: Length of the range.
+        nbytes: Length of the range; a `ValueError` if negative.
         where: What the bytes are of, for messages.
-
-    Raises:
-        ValueError: The length is negative.
     """
 
     def __init__(self, nbytes: int, where: str = "the pool") -> None:
@@ -117,10 +114,7 @@ class BestFit:
         return max(self._holes.values(), default=0)
 
     def allocate(self, name: str, nbytes: int) -> int:
-        """Reserve bytes in the smallest hole that has them, the first of equals.
-
-        Returns:
-            The offset.
+        """The offset of bytes in the smallest hole that has them, the first of equals.
 
         Raises:
             OutOfMemoryError: No hole is large enough; says what is alive, and what
@@ -143,11 +137,7 @@ class BestFit:
         return block.offset
 
     def free(self, name: str) -> None:
-        """Give a block back.
-
-        Raises:
-            ValueError: There is none of that name.
-        """
+        """Give a block back; a `ValueError` if there is none of that name."""
         block = self._block(name)
         del self._blocks[name]
         if block.reserved:
@@ -181,12 +171,9 @@ class BestFit:
         return sum(block.reserved for block in self._blocks.values())
 
     def _block(self, name: str) -> _Allocation:
-        try:
-            return self._blocks[name]
-        except KeyError:
-            raise ValueError(
-                f"{name!r} has no bytes of {self._where}; {self._alive()}"
-            ) from None
+        if name not in self._blocks:
+            raise ValueError(f"{name!r} has no bytes of {self._where}; {self._alive()}")
+        return self._blocks[name]
 
     def _cut(self, nbytes: int) -> _Allocation:
         """A block from the front of the best hole, which is large enough."""
@@ -219,8 +206,8 @@ class BestFit:
     def _alive(self) -> str:
         if not self._blocks:
             return "nothing is alive"
-        alive = largest_first({n: block.nbytes for n, block in self._blocks.items()})
-        return f"alive are {alive}"
+        sizes = {name: block.nbytes for name, block in self._blocks.items()}
+        return f"alive are {largest_first(sizes)}"
 
     def _remedy(self, nbytes: int) -> str:
         wanted = self._reserved_bytes + rounded(nbytes)
@@ -232,9 +219,11 @@ class BestFit:
             for name, block in self._blocks.items()
             if block.reserved and self._hole_without(block)[1] >= nbytes
         ]
-        if not enough:
-            return larger
-        return f"freeing {min(enough)[1]!r} would make room, {larger}"
+        return (
+            f"freeing {min(enough)[1]!r} would make room, {larger}"
+            if enough
+            else larger
+        )
 
 
 class Pool:
@@ -269,19 +258,12 @@ class Pool:
         """How full the pool is, and was."""
         return self._blocks.statistics
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._blocks
-
     def fits(self, nbytes: int) -> bool:
         """Whether a block of so many bytes could be had now."""
         return self._blocks.fits(nbytes)
 
     def allocate(self, name: str, nbytes: int) -> None:
-        """Reserve bytes under a name; errors are those of `BestFit.allocate`.
-
-        Raises:
-            ValueError: The pool is closed.
-        """
+        """As `BestFit.allocate`; a `ValueError`, too, if the pool is closed."""
         self._opened()
         self._blocks.allocate(name, nbytes)
 
@@ -292,8 +274,7 @@ class Pool:
     def view(self, name: str, spec: TensorSpec) -> Array:
         """A tensor at the start of a name's bytes; it means something until `free`.
 
-        Raises:
-            ValueError: The name has no bytes, or fewer than the tensor.
+        A `ValueError` if the name has no bytes, or fewer than the tensor.
         """
         held = self._blocks.size(name)
         if spec.nbytes > held:
