@@ -11,7 +11,6 @@
   + BackendUnavailableError (ImportError)   the library or device is missing
   + BackendError          a driver or library call returned a status
     - StepFailedError     a kernel of a plan failed
-    - ExecutionOrderError a step reads or writes memory before it may
   + OutOfMemoryError (MemoryError)
 
 Bad arguments (shapes, sizes, names) raise the builtin ValueError or TypeError.
@@ -32,7 +31,6 @@ __all__ = [
     "CacheError",
     "CheckpointError",
     "DataError",
-    "ExecutionOrderError",
     "MucudnnError",
     "OutOfMemoryError",
     "PlanningError",
@@ -179,10 +177,6 @@ class StepFailedError(BackendError):
         self.algo = algo
         self.done = done
         self.reason = reason
-
-
-class ExecutionOrderError(BackendError):
-    """Something touches memory without waiting for what used it before."""
 
 
 class OutOfMemoryError(MucudnnError, MemoryError):

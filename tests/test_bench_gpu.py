@@ -648,12 +648,10 @@ def test_bfloat16_is_the_upper_half_of_float32():
     assert np.array_equal(halves._on_host(bits, "bfloat16"), exact)
 
 
-def test_raw_calls_and_plan_launch_the_same_kernels(tmp_path, monkeypatch):
-    monkeypatch.setattr(launches, "_MOST_S", 0.0)
-    monkeypatch.setattr(launches, "_PARTS", (2,))
+def test_raw_calls_and_plan_launch_the_same_kernels(tmp_path):
     rehearsal = job(tmp_path, backend_name="cuda", batch=2, ends=time.monotonic() + 60)
     rehearsal.__dict__["backend"] = fake_backend(FakeCudnn())
-    (row,) = launches.launches(rehearsal)["rows"]
+    (row,) = launches.launches(rehearsal, divided=(2,), most_s=0.0)["rows"]
     assert row["parts"] == 2
     device_ms = row["device_ms"]
     assert device_ms["raw"] == pytest.approx(device_ms["plan"])

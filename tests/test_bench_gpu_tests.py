@@ -208,7 +208,8 @@ def test_files_without_a_marker_are_told(tmp_path):
 
 
 ENTRIES = st.lists(
-    st.tuples(st.sampled_from("abcd"), st.sampled_from(["passed", "failed", None]))
+    st.tuples(st.sampled_from("abcd"), st.sampled_from(["passed", "failed", None])),
+    min_size=1,
 )
 
 
@@ -222,8 +223,6 @@ def test_a_journal_that_was_cut_off_loses_one_line(entries, cut, tmp_path_factor
             whole.add(ended=name, outcome=outcome, message="", seconds=0.0)
     assert Journal.read(file).ended == whole.ended
     assert Journal.read(file).begun == whole.begun
-    if not entries:
-        return
     data = file.read_bytes()
     last = len(data.splitlines(keepends=True)[-1])
     file.write_bytes(data[: len(data) - min(cut, last)])

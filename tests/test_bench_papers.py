@@ -19,6 +19,7 @@ from bench.papers.published import Figure, figures
 from bench.papers.published_speeds import speeds
 from bench.papers.reach import batch_within, least_bytes, planned_depth
 from bench.papers.recompute import Mode, moments
+from bench.papers.report import figures_table
 from bench.papers.route import route
 from bench.papers.superneurons import MIB, TECHNIQUES, peaks, row
 from bench.papers.translate import translate
@@ -321,29 +322,30 @@ def test_published_figures_agree():
     assert all(one.reason for one in made if not one.agrees)
 
 
-def test_a_figure_that_must_agree_can_fail(monkeypatch, capsys):
-    good = Figure("paper", "what", "MiB", 100.0, 100.09)
-    assert not good.wrong
-    assert replace(good, ours=100.11).wrong
-    assert not replace(good, ours=100.11, mark="F").wrong
-    assert not replace(good, ours=100.11, digit=1).wrong
+GOOD = Figure("paper", "what", "MiB", 100.0, 100.09)
+
+
+def test_a_figure_that_must_agree_can_fail():
+    assert not GOOD.wrong
+    assert replace(GOOD, ours=100.11).wrong
+    assert not replace(GOOD, ours=100.11, mark="F").wrong
+    assert not replace(GOOD, ours=100.11, digit=1).wrong
     with pytest.raises(ValueError, match="neither 'F' nor 'V'"):
-        replace(good, mark="R")
+        replace(GOOD, mark="R")
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_command_fails_with_a_figure_that_must_agree(wrong, monkeypatch, capsys):
     from bench import __main__ as command
 
-    monkeypatch.setattr(papers, "figures", lambda: [replace(good, ours=200.0)])
-    monkeypatch.setattr(papers, "BATCHES", ())
-    monkeypatch.setattr(papers, "DEPTHS", ())
-    monkeypatch.setattr(papers, "PLANNED_DEPTHS", ())
-    fits = {"batch": 1, "superneurons_batch": 1, "slowdown": None}
-    monkeypatch.setattr(papers, "planned_batch", lambda name, nbytes: fits)
-    monkeypatch.setattr(papers, "DEVICES", ())
-    monkeypatch.setattr(papers, "plan_all", list)
+    bad = replace(GOOD, what="other", ours=200.0)
+    result = papers.compared([GOOD, bad] if wrong else [GOOD], {})
+    assert result["failures"] == ["other"] * wrong
+    monkeypatch.setattr(papers, "run", lambda: result)
+    monkeypatch.setattr(papers, "table", figures_table)
     monkeypatch.setattr("sys.argv", ["bench", "papers"])
-    assert command.main() == 1
-    assert "WRONG" in capsys.readouterr().out
-    monkeypatch.setattr(papers, "figures", lambda: [good])
-    assert command.main() == 0
+    assert command.main() == wrong
+    assert capsys.readouterr().out.count("WRONG") == wrong
 
 
 def test_one_row(tmp_path, monkeypatch, capsys):

@@ -24,6 +24,7 @@ from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.profiler import kernel_workspaces
+from tests.race_detector import RaceDetector
 
 MODELS = {
     "alexnet": {"image": 67, "classes": 10},
@@ -116,7 +117,7 @@ class Step:
             plan.plans,
             state,
             homes=state.homes,
-            check=True,
+            watcher=RaceDetector(),
         )
         rng = np.random.default_rng(0)
         feeds = {"lr": np.array(RATE, "f4")}

@@ -104,9 +104,11 @@ def test_damaged_pickles_raise_nothing_else(tmp_path, data):
     path = tmp_path / "damaged"
     path.write_bytes(raw)
     try:
-        read_pickled_dict(path)
+        found = read_pickled_dict(path)
     except DataError as e:
         assert str(e).startswith(f"{path}, byte ")  # noqa: PT017 (either is right)
+    else:
+        assert all(isinstance(key, str) for key in found)
 
 
 def test_label_out_of_range(tmp_path):

@@ -12,8 +12,11 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.placement.fit_to_arena import fit_to_arena
-from mucudnn.passes.placement.layout import lay_out, lives_of
-from mucudnn.passes.placement.shrinkable import Shrinkable, place_shrinkable
+from mucudnn.passes.placement.layout import lives_of
+from mucudnn.passes.placement.shrinkable import (
+    Shrinkable,
+    place_shrinkable,
+)
 from mucudnn.passes.planning.evaluate import plan_residency, state_bytes
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.scheduling.intervals import Stay
@@ -94,7 +97,7 @@ def test_copies_back_begin_as_late_as_their_link_admits():
 @pytest.mark.parametrize("scheduler", ["timed", "adaptive_window", "on_demand"])
 @pytest.mark.parametrize(
     ("model", "share"),
-    [("resnet18", 0.2), pytest.param("googlenet", 0.1, marks=pytest.mark.slow)],
+    [("resnet18", 0.2), pytest.param("googlenet", 0.3, marks=pytest.mark.slow)],
 )
 def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(model, share, scheduler):
     forward = get_model(model)(8)
@@ -108,9 +111,7 @@ def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(model, share, sche
     )
     resident = state_bytes(plan.schedule.graph, plan.schedule.resident)
     found = fit_to_arena(plan, profile, budget - resident)
-    if found is None:
-        assert lay_out(plan.schedule).nbytes > 0.9 * (budget - resident)
-        return
+    assert found is not None
     settled, layout = found
     verify(settled.schedule, granularity=ALIGNMENT)
     assert layout.nbytes <= budget - resident

@@ -203,7 +203,10 @@ def test_times_of_nothing_at_all(recording, fast):
         row["noise_ms"] = 0.0
     recording.write_text(json.dumps(document))
     args = ("tune", *ASKED, "--backend", f"recorded:{recording}", "--cache", "none")
-    json.loads(done(*args, "--json", "-").stdout)
+    (layer,) = json.loads(done(*args, "--json", "-").stdout)["layers"]
+    (plan,) = layer["plans"]
+    assert plan["planned_ms"] == fast * len(plan["steps"])
+    assert plan["undivided_ms"] == 1e11
 
 
 # Whole files

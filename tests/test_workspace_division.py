@@ -14,7 +14,6 @@ import mucudnn
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import PerfTable
 from mucudnn.models import get_model
-from mucudnn.passes.convolution import knapsack
 from mucudnn.passes.convolution.knapsack import Item, Selection, merge, reduce_to_core
 from mucudnn.passes.convolution.workspace_division import SOLVERS, divide, ilp
 from mucudnn.passes.graph.autodiff import training_graph
@@ -140,18 +139,18 @@ def test_ilp_solves_what_was_not_reduced(seed, capacity):
     assert core.cost(selection.picks) == pytest.approx(core.cost(merge(core).picks))
 
 
-def test_merging_that_runs_out_of_effort_states_its_gap(monkeypatch):
-    monkeypatch.setattr(knapsack, "_EFFORT", (10,))
-    monkeypatch.setattr(knapsack, "_MOST_EFFORT", 20)
-    groups = fronts(1, 40, 20)
-    tables = [front_table(group) for group in groups]
-    total = sum(group[-1].workspace for group in groups) // 5
-    cut = divide(tables, total, solver="exact")
-    assert cut.status == "feasible"
+def test_merging_that_runs_out_of_effort_states_its_gap():
+    tables, total = hard()
+
+    def hasty(core, time_limit_s):
+        return merge(core, effort=2, most_effort=20)
+
+    cut = divide(tables, total, solver=hasty)
+    assert (cut.status, cut.solver) == ("feasible", "hasty")
     assert cut.workspace <= total
     assert 0 < cut.gap < 0.05
-    monkeypatch.undo()
     best = divide(tables, total, solver="exact")
+    assert best.status == "optimal"
     assert cut.lower_bound_ms <= best.cost_ms <= cut.cost_ms
 
 

@@ -21,10 +21,9 @@ from mucudnn.backends.base import Array, Buffer
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.runtime.executor.best_fit import BestFit
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import Tier
-from mucudnn.runtime.executor.memory_pool import Pool
+from mucudnn.runtime.executor.memory_pool import BestFit, Pool
 
 __all__ = ["CacheStatistics", "TensorCache"]
 

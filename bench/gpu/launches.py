@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.gpu.choice import Bound, first_choice, plan_of
@@ -18,22 +18,28 @@ from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 __all__ = ["launches"]
 
 _BATCH = 32
-_PARTS = (1, 8, 32)
 _ROUNDS = 200
-_MOST_S = 2.0
 _BAR_US = 3.0
 
 
-def launches(job: Job) -> Mapping[str, Any]:
+def launches(
+    job: Job, *, divided: Sequence[int] = (1, 8, 32), most_s: float = 2.0
+) -> Mapping[str, Any]:
     """Host µs a call, and device ms, for each number of parts.
 
     The kernels are short and fewer than the driver's queue holds, so that the host
     never waits for the device.
 
+    Args:
+        job: What the work runs on.
+        divided: Numbers of parts; those larger than the batch are left out.
+        most_s: Seconds for timing the host, for each of them.
+
     Raises:
         UnsupportedError: Nothing runs.
     """
-    rows = [_one(job, parts) for parts in _PARTS if parts <= (job.batch or _BATCH)]
+    batch = job.batch or _BATCH
+    rows = [_one(job, parts, most_s) for parts in divided if parts <= batch]
     header = ("parts", "raw µs", "plan µs", "graph µs", "a part above raw µs")
     table = render(header, [[row[name] for name in _COLUMNS] for row in rows])
     return {"bar_us": _BAR_US, "rows": rows, "text": f"\n{table}"}
@@ -42,7 +48,7 @@ def launches(job: Job) -> Mapping[str, Any]:
 _COLUMNS = ("parts", "raw_us", "plan_us", "graph_us", "above_raw_us_a_part")
 
 
-def _one(job: Job, parts: int) -> dict[str, Any]:
+def _one(job: Job, parts: int, most_s: float) -> dict[str, Any]:
     backend = job.backend
     problem = ConvProblem(
         direction=Direction.FORWARD,
@@ -63,7 +69,7 @@ def _one(job: Job, parts: int) -> dict[str, Any]:
         run()
         run()
     _settle(backend)
-    host = _host_us(backend, runs, min(_MOST_S, job.left_s / 4))
+    host = _host_us(backend, runs, min(most_s, job.left_s / 4))
     samplers = {name: sampler(backend, run) for name, run in runs.items()}
     device = in_turn(samplers, RULE, job.deadline)
     return {

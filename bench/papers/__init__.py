@@ -5,6 +5,7 @@ Beside it stands what our planner does with the same networks, batches and devic
 there every byte is counted, and times are estimated from data sheets.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -26,7 +27,7 @@ from bench.papers.vdnn_networks import (
     vgg,
 )
 
-__all__ = ["run", "table"]
+__all__ = ["compared", "run", "table"]
 
 MEMORY = 12 * GIB
 """Of the papers' K40c and Titan X."""
@@ -55,10 +56,8 @@ def run() -> dict[str, Any]:
     planner = plan_all()
     windows = [windows_on(device) for device in DEVICES]
     planned = {row["name"]: _summary(row) for row in (*planner, *windows)}
-    published = [*figures(), *speeds(planner, windows)]
     return {
-        "figures": [_figure(one, planned.get(one.at)) for one in published],
-        "failures": [one.what for one in published if one.wrong],
+        **compared([*figures(), *speeds(planner, windows)], planned),
         "superneurons": [
             row(MODELS[name](image), batch)
             for name, image, batches in BATCHES
@@ -78,6 +77,22 @@ def run() -> dict[str, Any]:
         + [planned_depth(batch, MEMORY) for batch in PLANNED_DEPTHS],
         "planner": planner,
         "out_of_core": windows,
+    }
+
+
+def compared(
+    published: Iterable[Figure], planned: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Figures beside ours and beside what the planner made, and those that are wrong.
+
+    Args:
+        published: Theirs and ours.
+        planned: Case of a figure -> what stands beside it.
+    """
+    made = [_figure(one, planned.get(one.at)) for one in published]
+    return {
+        "figures": made,
+        "failures": [one["what"] for one in made if one["wrong"]],
     }
 
 

@@ -7,7 +7,7 @@ from bench.papers.planner_report import out_of_core_table, planner_table, times
 from bench.papers.published import RULES
 from bench.table import render
 
-__all__ = ["table"]
+__all__ = ["figures_table", "table"]
 
 _POLICIES = ("conv", "all")
 
@@ -21,7 +21,7 @@ def table(result: Mapping[str, Any]) -> str:
             "rules, or, marked ~, an estimate in which every byte counts. Planned: "
             "what our planner\ndoes in that memory, with room for what the paper "
             "leaves out: time over that of the same step unbounded, and its least "
-            "budget\n" + _figures(result),
+            "budget\n" + figures_table(result),
             "SuperNeurons' accounting, ours (MiB; parameters, workspace and input not "
             "counted)\n" + _superneurons(result),
             "vDNN's accounting, ours (decimal GB; most / average / offloaded)\n"
@@ -39,7 +39,8 @@ def table(result: Mapping[str, Any]) -> str:
     )
 
 
-def _figures(result: Mapping[str, Any]) -> str:
+def figures_table(result: Mapping[str, Any]) -> str:
+    """The published figures beside ours, and whether they agree."""
     header = ("paper", "figure", "unit", "paper's", "ours", "differs", "mark",
               "planned", "agrees")  # fmt: skip
     rows = [

@@ -151,17 +151,23 @@ def reduce_to_core(groups: Sequence[Sequence[Item]], capacity: int) -> Core:
     return core
 
 
-def merge(core: Core) -> Selection:
+def merge(
+    core: Core, *, effort: int = _EFFORT[-1], most_effort: int = _MOST_EFFORT
+) -> Selection:
     """Cheapest selection, by merging the groups' fronts one after another.
 
     Fronts are cut to the states with the best bounds, first narrowly, then less so:
     each better selection leaves fewer items. The pass that cut nothing has the optimum;
     if the effort runs out before, the selection is the best seen.
+
+    Args:
+        core: What to choose from.
+        effort: Extensions of states that were spent before, and found no optimum.
+        most_effort: The most that a pass may spend.
     """
-    effort = _EFFORT[-1]
     selection = Selection(core.incumbent, core.closed)
-    while not selection.optimal and effort < _MOST_EFFORT:
-        effort = min(effort * 8, _MOST_EFFORT)
+    while not selection.optimal and effort < most_effort:
+        effort = min(effort * 8, most_effort)
         selection = _merge(core, effort)
         core = core.improved(selection.picks)
         selection = Selection(core.incumbent, selection.optimal or core.closed)

@@ -22,9 +22,10 @@ from mucudnn.ir.tensor import Role
 from mucudnn.passes.placement.layout import Layout, host_blocks
 from mucudnn.passes.placement.packing import pack
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.host_memory import HostTier, Place, Tiers
-from mucudnn.runtime.executor.program import Memory, bind
-from mucudnn.runtime.executor.race_detector import OrderCheck
+from mucudnn.runtime.executor.hazards import ByteRange
+from mucudnn.runtime.executor.host_memory import HostSlot, HostTier, Tiers
+from mucudnn.runtime.executor.program import Binding, Memory, bind
+from mucudnn.runtime.executor.tasks import Call, Task, Watcher
 from mucudnn.runtime.training.feeds import fed
 
 __all__ = ["Executor"]
@@ -36,8 +37,8 @@ class Executor:
     Args:
         backend: Computes.
         schedule: What to run.
-        layout: Where in the arena each workspace is, and each storage that does not
-            outlive a step; a `Layout` if storages leave the device and come back.
+        layout: Where in the arena each workspace is, and each storage, every time that
+            it is there.
         plans: Convolution node -> how to run it.
         state: Arrays of the persistent tensors; shared with other executors.
         arena: Memory of `layout.nbytes` at least, which executors that do not run
@@ -46,8 +47,8 @@ class Executor:
             given. Not shared with executors that run at the same time.
         homes: Bytes on the host of those persistent tensors that are at home there;
             shared with other executors, for which `park` brings them up to date.
-        check: Watch every step: memory is overwritten when it is allocated and when it
-            is freed, and what touches memory too early is an error. Slow.
+        watcher: Told of every task before it is called, and overwrites memory when it
+            is allocated and when it is freed: for tests. Slow.
 
     Raises:
         UnsupportedError: The backend has no kernel for an operation.
@@ -66,7 +67,7 @@ class Executor:
         *,
         host: Tiers | None = None,
         homes: Mapping[str, Buffer] | None = None,
-        check: bool = False,
+        watcher: Watcher | None = None,
     ) -> None:
         self.arena_bytes = layout.nbytes
         self.host_bytes = 0
@@ -78,17 +79,18 @@ class Executor:
         self._copies = Copies(backend.device)
         self._carried = schedule.carried
         self._away = True
-        self._homes = {n: Place(-1, 0, (homes or {})[n]) for n in schedule.hosted}
-        places = self._places(schedule, host) | self._homes
+        self._homes = {n: HostSlot(-1, 0, (homes or {})[n]) for n in schedule.hosted}
+        slots = self._host_slots(schedule, host) | self._homes
+        memory, copies = self._memory, self._copies
         self._program = bind(
-            backend, schedule, self._memory, plans, self._copies, places, poison=check
+            Binding(backend, schedule, memory, plans, copies, slots, watcher)
         )
-        self._check = check
-        self._calls = [step.call for step in self._program.steps]
+        self._watcher = watcher
+        self._calls = [_call(task, watcher) for task in self._program.tasks]
         inputs = list(self._graph.with_role(Role.INPUT))
         self._feeds = [(spec, self._memory.array(spec.name, 0)) for spec in inputs]
         self._before_feeding = self._program.touching(
-            self._memory.span(spec.name, 0) for spec in inputs
+            self._memory.byte_range(spec.name, 0) for spec in inputs
         )
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,11 +107,8 @@ class Executor:
             BackendError: A kernel or a copy failed.
         """
         with self._step(feeds):
-            if self._check:
-                self._run_checked()
-            else:
-                for call in self._calls:
-                    call()
+            for call in self._calls:
+                call()
         return self._results()
 
     def run_timed(
@@ -128,11 +127,11 @@ class Executor:
                 call()
                 marks.append(device.record())
         results = self._results()
-        spans = zip(self._program.steps, pairwise(marks), strict=True)
+        timed = zip(self._program.tasks, pairwise(marks), strict=True)
         times = {
-            step.node: device.elapsed_ms(start, stop)
-            for step, (start, stop) in spans
-            if step.node is not None
+            task.node: device.elapsed_ms(start, stop)
+            for task, (start, stop) in timed
+            if task.node is not None
         }
         return results, times
 
@@ -148,18 +147,22 @@ class Executor:
             return
         with self._copies.of_a_step():
             self._copies.finish()
-            for number, name in enumerate(self._carried):
-                here = self._memory.bytes_of(self._memory.span(name, 0))
-                self._copies.out(number, here, self._homes[name].buffer, ())
+            for number, (here, home) in enumerate(self._carried_bytes()):
+                self._copies.out(number, here, home, ())
         self._away = True
 
     def _fetch(self) -> None:
         """Bring what is carried where a step finds it."""
-        for number, name in enumerate(self._carried):
-            here = self._memory.bytes_of(self._memory.span(name, 0))
-            self._copies.back(number, self._homes[name].buffer, here, ())
+        for number, (here, home) in enumerate(self._carried_bytes()):
+            self._copies.back(number, home, here, ())
         self._copies.finish()
         self._away = not self._carried
+
+    def _carried_bytes(self) -> Iterator[tuple[Buffer, Buffer]]:
+        """Where in the arena what is carried begins a step, and its home."""
+        for name in self._carried:
+            here = self._memory.bytes_of(self._memory.byte_range(name, 0))
+            yield here, self._homes[name].buffer
 
     def close(self) -> None:
         """End the threads or streams of copies; a later run starts new ones.
@@ -178,23 +181,25 @@ class Executor:
             with self._copies.of_a_step(carries=bool(self._carried)):
                 if self._away:
                     self._fetch()
+                if self._watcher is not None:
+                    self._watcher.begin(self._program, self._written())
                 yield
         except BaseException:
             self._away = True
             raise
 
-    def _run_checked(self) -> None:
+    def _written(self) -> tuple[ByteRange, ...]:
+        """Bytes that mean something as a step begins."""
         inputs = [spec.name for spec in self._graph.with_role(Role.INPUT)]
-        there = [self._memory.span(name, 0) for name in (*inputs, *self._carried)]
         tensors = self._graph.tensors
-        homes = [p.span(n, tensors[n].nbytes) for n, p in self._homes.items()]
-        program = self._program
-        order = OrderCheck((*there, *homes), program.before, program.copies)
-        for step in program.steps:
-            order.before(step)
-            step.call()
+        return (
+            *(self._memory.byte_range(name, 0) for name in (*inputs, *self._carried)),
+            *(h.byte_range(n, tensors[n].nbytes) for n, h in self._homes.items()),
+        )
 
-    def _places(self, schedule: Schedule, host: Tiers | None) -> dict[str, Place]:
+    def _host_slots(
+        self, schedule: Schedule, host: Tiers | None
+    ) -> dict[str, HostSlot]:
         """Where on the host each storage goes that leaves."""
         blocks = host_blocks(schedule)
         if not blocks:
@@ -219,3 +224,15 @@ class Executor:
     def __getitem__(self, tensor: str) -> Array:
         """A tensor's array at the end of a step; it means something while alive."""
         return self._memory.array(tensor, -1)
+
+
+def _call(task: Task, watcher: Watcher | None) -> Call:
+    """What runs a task; one that is watched is told of first."""
+    if watcher is None:
+        return task.call
+
+    def watched() -> None:
+        watcher.before(task)
+        task.call()
+
+    return watched

@@ -8,15 +8,15 @@ has to wait for: those still running, as far as the program knows.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["DEVICE", "Pending", "PendingCopy", "Span"]
+__all__ = ["DEVICE", "ByteRange", "Pending", "PendingCopy"]
 
 DEVICE = "device"
 """The space of the arena; other spaces are tiers of the host."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes of a storage somewhere.
+class ByteRange:
+    """Bytes of a storage, on the device or on the host.
 
     Attributes:
         space: Which memory.
@@ -30,7 +30,7 @@ class Span:
     stop: int
     storage: str
 
-    def meets(self, other: "Span") -> bool:
+    def overlaps(self, other: "ByteRange") -> bool:
         """Whether both have a byte in common."""
         return (
             self.space == other.space
@@ -54,8 +54,8 @@ class PendingCopy:
     number: int
     lane: str
     label: str
-    source: Span
-    target: Span
+    source: ByteRange
+    target: ByteRange
 
 
 class Pending:
@@ -83,16 +83,16 @@ class Pending:
             if copy.lane != done.lane or copy.number > done.number
         ]
 
-    def writing(self, span: Span) -> list[PendingCopy]:
+    def writing(self, touched: ByteRange) -> list[PendingCopy]:
         """Those that a reader of some bytes has to wait for."""
-        return [copy for copy in self._copies if copy.target.meets(span)]
+        return [copy for copy in self._copies if copy.target.overlaps(touched)]
 
-    def touching(self, span: Span) -> list[PendingCopy]:
+    def touching(self, touched: ByteRange) -> list[PendingCopy]:
         """Those that a writer of some bytes has to wait for."""
         return [
             copy
             for copy in self._copies
-            if copy.target.meets(span) or copy.source.meets(span)
+            if copy.target.overlaps(touched) or copy.source.overlaps(touched)
         ]
 
     @staticmethod

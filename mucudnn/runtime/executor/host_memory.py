@@ -22,9 +22,9 @@ from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.placement.layout import in_tiers
 from mucudnn.passes.placement.packing import Block, pack
-from mucudnn.runtime.executor.hazards import Span
+from mucudnn.runtime.executor.hazards import ByteRange
 
-__all__ = ["DiskTier", "HostTier", "Place", "Tier", "Tiers"]
+__all__ = ["DiskTier", "HostSlot", "HostTier", "Tier", "Tiers"]
 
 
 class Tier(Protocol):
@@ -111,7 +111,7 @@ class DiskTier:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HostSlot:
     """Where a tensor is while it is not on the device.
 
     Attributes:
@@ -124,10 +124,10 @@ class Place:
     offset: int
     buffer: Buffer
 
-    def span(self, storage: str, nbytes: int) -> Span:
+    def byte_range(self, storage: str, nbytes: int) -> ByteRange:
         """The bytes of a tensor here."""
         space = f"tier {self.tier}" if self.tier >= 0 else f"home of {storage}"
-        return Span(space, self.offset, self.offset + nbytes, storage)
+        return ByteRange(space, self.offset, self.offset + nbytes, storage)
 
 
 class Tiers:
@@ -142,8 +142,8 @@ class Tiers:
 
     def place(
         self, blocks: Sequence[Block], sizes: Mapping[str, int]
-    ) -> dict[str, Place]:
-        """Places for tensors that share the bytes with those at other times.
+    ) -> dict[str, HostSlot]:
+        """Slots for tensors that share the bytes with those at other times.
 
         Args:
             blocks: When they are there, and how many bytes to reserve.
@@ -163,7 +163,7 @@ class Tiers:
                 f"there are {there or 'no tiers'}"
             )
         return {
-            name: Place(tier, offset, self._tiers[tier].view(offset, sizes[name]))
+            name: HostSlot(tier, offset, self._tiers[tier].view(offset, sizes[name]))
             for name, (tier, offset) in found.items()
         }
 

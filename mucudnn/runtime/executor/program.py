@@ -1,7 +1,7 @@
 """Bind a schedule to memory: every instruction becomes a call without arguments.
 
 A storage has an offset a stay, so a tensor may be at another place after it came back,
-and its view is another. What has to be waited for is found here, once: a step that
+and its view is another. What has to be waited for is found here, once: a task that
 writes waits for copies that still use the bytes, a copy back for the copy out whose
 result it reads. A program without copies has nothing of all that.
 
@@ -9,10 +9,9 @@ Where copies may still run as the next step begins, a program is bound twice: th
 time it knows of those that the first time left running.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-
-import numpy as np
+from functools import partial
 
 from mucudnn.backends.base import Array, Backend, Buffer
 from mucudnn.errors import ScheduleError, UnsupportedError
@@ -32,40 +31,16 @@ from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.placement.layout import Layout
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.hazards import DEVICE, Pending, PendingCopy, Span
-from mucudnn.runtime.executor.host_memory import Place
+from mucudnn.runtime.executor.hazards import (
+    DEVICE,
+    ByteRange,
+    Pending,
+    PendingCopy,
+)
+from mucudnn.runtime.executor.host_memory import HostSlot
+from mucudnn.runtime.executor.tasks import Call, Program, Task, Watcher
 
-__all__ = ["Call", "Memory", "Program", "Step", "bind"]
-
-Call = Callable[[], None]
-
-_POISON = 0xFF
-"""All bits set is NaN in every floating-point type."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One call of a program, and what it does to memory.
-
-    Attributes:
-        label: The instruction that it is for.
-        call: Does it.
-        node: The node that it computes.
-        reads: Bytes that it reads.
-        writes: Bytes that it writes.
-        copy: The copy that it starts.
-        after: The copies that this one is told to wait for.
-        waits_for: The copy that it waits for.
-    """
-
-    label: str
-    call: Call
-    node: str | None = None
-    reads: tuple[Span, ...] = ()
-    writes: tuple[Span, ...] = ()
-    copy: PendingCopy | None = None
-    after: tuple[int, ...] = ()
-    waits_for: int | None = None
+__all__ = ["Binding", "Memory", "bind"]
 
 
 class Memory:
@@ -111,68 +86,50 @@ class Memory:
             self._views[name, offset] = self._device.view(self._arena, offset, spec)
         return self._views[name, offset]
 
-    def span(self, storage: str, stay: int) -> Span:
+    def byte_range(self, storage: str, stay: int) -> ByteRange:
         """The bytes of a storage in the arena."""
         offset = self._layout.stays[storage][stay]
         end = offset + self._graph.tensors[storage].nbytes
-        return Span(DEVICE, offset, end, storage)
+        return ByteRange(DEVICE, offset, end, storage)
 
-    def scratch(self, node: str, nbytes: int) -> Span | None:
+    def scratch(self, node: str, nbytes: int) -> ByteRange | None:
         """The bytes of a node's workspace; None if it has none."""
         if nbytes == 0:
             return None
         offset = self._layout.workspace_offsets[node]
-        return Span(DEVICE, offset, offset + nbytes, "")
+        return ByteRange(DEVICE, offset, offset + nbytes, "")
 
-    def bytes_of(self, span: Span) -> Buffer:
+    def bytes_of(self, part: ByteRange) -> Buffer:
         """A view of some bytes of the arena."""
-        spec = TensorSpec("bytes", (span.stop - span.start,), "uint8")
-        return self._device.view(self._arena, span.start, spec)
+        spec = TensorSpec("bytes", (part.stop - part.start,), "uint8")
+        return self._device.view(self._arena, part.start, spec)
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """A schedule as calls.
+class Binding:
+    """A schedule and all that its calls get.
 
     Attributes:
-        steps: In order.
-        before: Copies of the step before that may be running when it begins.
-        copies: How many it starts.
-    """
-
-    steps: tuple[Step, ...]
-    before: tuple[PendingCopy, ...]
-    copies: int
-
-    def touching(self, spans: Iterable[Span]) -> tuple[int, ...]:
-        """What to wait for to write some bytes before a step: copies by their calls."""
-        known = Pending(self.before)
-        found = (copy for span in spans for copy in known.touching(span))
-        last = Pending.last_of_each_lane(found)
-        return tuple(copy.number + self.copies for copy in last)
-
-
-def bind(
-    backend: Backend,
-    schedule: Schedule,
-    memory: Memory,
-    plans: Mapping[str, ConvPlan],
-    copies: Copies,
-    places: Mapping[str, Place],
-    *,
-    poison: bool = False,
-) -> Program:
-    """The program of a schedule.
-
-    Args:
         backend: Computes.
         schedule: What to run.
         memory: Of its tensors.
         plans: Convolution node -> how to run it.
         copies: Starts copies.
-        places: Storage -> where on the host it goes.
-        poison: Overwrite memory when it is allocated and when it is freed, so that
-            whoever reads it without writing it computes NaN.
+        host: Storage -> where on the host it goes.
+        watcher: Overwrites memory that is allocated and that is freed.
+    """
+
+    backend: Backend
+    schedule: Schedule
+    memory: Memory
+    plans: Mapping[str, ConvPlan]
+    copies: Copies
+    host: Mapping[str, HostSlot]
+    watcher: Watcher | None = None
+
+
+def bind(binding: Binding) -> Program:
+    """The program of a schedule.
 
     Raises:
         UnsupportedError: The backend has no kernel for an operation.
@@ -180,44 +137,33 @@ def bind(
     """
     before: tuple[PendingCopy, ...] = ()
     total = 0
-    for _ in range(2 if schedule.carried else 1):
-        binder = _Binder(
-            backend, schedule, memory, plans, copies, places, poison, before, total
-        )
-        for instruction in schedule.instructions:
+    for _ in range(2 if binding.schedule.carried else 1):
+        binder = _Binder(binding, before, total)
+        for instruction in binding.schedule.instructions:
             binder.visit(instruction)
         known, before, total = before, binder.left(), binder.count
-    return Program(tuple(binder.steps), known, total)
+    return Program(tuple(binder.tasks), known, total)
 
 
 class _Binder:
+    """Tasks so far, the copies in flight, and which stay every storage is in.
+
+    Args:
+        binding: What is bound.
+        before: Copies of the step before that may be running.
+        total: How many copies that step started.
+    """
+
     def __init__(
-        self,
-        backend: Backend,
-        schedule: Schedule,
-        memory: Memory,
-        plans: Mapping[str, ConvPlan],
-        copies: Copies,
-        places: Mapping[str, Place],
-        poison: bool,
-        before: tuple[PendingCopy, ...],
-        total: int,
+        self, binding: Binding, before: tuple[PendingCopy, ...], total: int
     ) -> None:
-        self.steps: list[Step] = []
+        self.tasks: list[Task] = []
         self.count = 0
+        self._binding = binding
+        self._memory = binding.memory
+        self._graph = binding.schedule.graph
         self._total = total
-        self._backend = backend
-        self._graph = schedule.graph
-        self._workspaces = schedule.workspaces
-        self._memory = memory
-        self._plans = plans
-        self._copies = copies
-        self._places = places
-        self._poison = poison
-        self._fed = {spec.name for spec in self._graph.with_role(Role.INPUT)}
-        self._results = {self._graph.storages[name] for name in self._graph.outputs}
-        self._carried = set(schedule.carried)
-        self._stay = dict.fromkeys(schedule.carried, 0)
+        self._stay = dict.fromkeys(binding.schedule.carried, 0)
         self._last = {copy.source.storage: copy for copy in before}
         self._pending = Pending(before)
 
@@ -229,129 +175,123 @@ class _Binder:
         match instruction:
             case Alloc(name):
                 self._stay[name] = self._stay.get(name, -1) + 1
-                if name not in self._fed or self._stay[name]:
-                    self._spoil(f"Alloc({name})", self._span(name))
+                fed = self._graph.tensors[name].role is Role.INPUT
+                if not fed or self._stay[name]:
+                    self._overwrite(f"Alloc({name})", self._device_bytes(name))
             case Free(name):
-                if name not in self._results:
-                    self._spoil(f"Free({name})", self._span(name))
+                if all(name != self._graph.storages[o] for o in self._graph.outputs):
+                    self._overwrite(f"Free({name})", self._device_bytes(name))
             case Compute(name):
                 self._compute(self._graph.by_name[name])
             case SwapOut(name):
-                source, target = self._span(name), self._host(name)
-                self._copy("out", f"SwapOut({name})", source, target)
+                self._copy("out", name)
             case SwapIn(name):
-                source, target = self._host(name), self._span(name)
-                self._copy("in", f"SwapIn({name})", source, target)
+                self._copy("in", name)
             case Wait(name):
                 if name in self._last:
                     self._wait([self._last[name]], f"Wait({name})")
-                elif name not in self._carried:
+                elif name not in self._binding.schedule.carried:
                     raise ScheduleError(f"{instruction}: nothing is being copied")
 
     def _compute(self, node: Node) -> None:
         label = f"Compute({node.name})"
-        reads = self._spans(node.inputs)
-        for span in reads:
-            for copy in self._pending.writing(span):
+        reads = self._touched(node.inputs)
+        for part in reads:
+            for copy in self._pending.writing(part):
                 raise ScheduleError(
-                    f"{label} reads {span.storage!r} while {copy.label} may be running"
+                    f"{label} reads {part.storage!r} while {copy.label} may be running"
                 )
         if node.op in VIEWS:
             return
-        writes = self._spans((*node.outputs, *node.mutates))
-        scratch = self._memory.scratch(node.name, self._workspaces.get(node.name, 0))
+        writes = self._touched((*node.outputs, *node.mutates))
+        nbytes = self._binding.schedule.workspaces.get(node.name, 0)
+        scratch = self._memory.scratch(node.name, nbytes)
         if scratch is not None:
             writes.append(scratch)
-        for span in writes:
-            self._wait(self._pending.touching(span), f"wait before {label}")
-        workspace = None if scratch is None else self._memory.bytes_of(scratch)
+        for part in writes:
+            self._wait(self._pending.touching(part), f"wait before {label}")
+        workspace = None
         if scratch is not None:
-            self._spoil(f"workspace of {node.name}", scratch)
-        call = self._call(node, workspace)
-        step = Step(label, call, node.name, tuple(reads), tuple(writes))
-        self.steps.append(step)
+            workspace = self._memory.bytes_of(scratch)
+            self._overwrite(f"workspace of {node.name}", scratch)
+        bound = self._convolution if node.op == "conv" else self._kernel
+        call = bound(node, workspace)
+        self.tasks.append(Task(label, call, node.name, tuple(reads), tuple(writes)))
 
-    def _call(self, node: Node, workspace: Buffer | None) -> Call:
-        inputs = [self._array(name) for name in node.inputs]
-        outputs = [self._array(name) for name in node.outputs]
-        if node.op == "conv":
-            runner = self._backend.bind(self._plans[node.name])
-            a, b = inputs
-            out = outputs[0]
-            return lambda: runner.run(a, b, out, workspace, False)
-        kernel = self._backend.kernels.get(node.op)
+    def _convolution(self, node: Node, workspace: Buffer | None) -> Call:
+        """The call of a convolution, by its plan."""
+        runner = self._binding.backend.bind(self._binding.plans[node.name])
+        a, b = map(self._array, node.inputs)
+        out = self._array(node.outputs[0])
+        return partial(runner.run, a, b, out, workspace, False)
+
+    def _kernel(self, node: Node, workspace: Buffer | None) -> Call:
+        """The call of any other node."""
+        backend = self._binding.backend
+        kernel = backend.kernels.get(node.op)
         if kernel is None:
             raise UnsupportedError(
-                f"backend {self._backend.name!r} has no kernel for {node.op!r} "
-                f"({node.name})"
+                f"backend {backend.name!r} has no kernel for {node.op!r} ({node.name})"
             )
-        run, attrs = kernel.run, node.attrs
-        return lambda: run(inputs, outputs, attrs, workspace)
+        inputs = [self._array(name) for name in node.inputs]
+        outputs = [self._array(name) for name in node.outputs]
+        return partial(kernel.run, inputs, outputs, node.attrs, workspace)
 
-    def _copy(self, lane: str, label: str, source: Span, target: Span) -> None:
+    def _copy(self, lane: str, storage: str) -> None:
         """Start a copy once those of the other lane that it collides with are done."""
-        number, copies = self.count, self._copies
-        self.count += 1
-        copy = PendingCopy(number, lane, label, source, target)
+        copies, slot = self._binding.copies, self._binding.host[storage]
+        device = self._device_bytes(storage)
+        host = slot.byte_range(storage, self._graph.tensors[storage].nbytes)
+        array = self._memory.bytes_of(device)
+        if lane == "out":
+            label, source, target = f"SwapOut({storage})", device, host
+            start = partial(copies.out, self.count, array, slot.buffer)
+        else:
+            label, source, target = f"SwapIn({storage})", host, device
+            start = partial(copies.back, self.count, slot.buffer, array)
         known = [*self._pending.writing(source), *self._pending.touching(target)]
         earlier = Pending.last_of_each_lane(c for c in known if c.lane != lane)
         after = tuple(c.number for c in earlier)
-        tickets = tuple(map(self._ticket, after))
-        storage = source.storage
-        there, here = self._places[storage].buffer, self._span(storage)
-        array = self._memory.bytes_of(here)
-        call: Call
-        if lane == "out":
-            call = lambda: copies.out(number, array, there, tickets)  # noqa: E731
-        else:
-            call = lambda: copies.back(number, there, array, tickets)  # noqa: E731
-        self.steps.append(
-            Step(label, call, None, (source,), (target,), copy=copy, after=after)
+        call = partial(start, tuple(map(self._ticket, after)))
+        copy = PendingCopy(self.count, lane, label, source, target)
+        self.tasks.append(
+            Task(label, call, None, (source,), (target,), copy=copy, after=after)
         )
         self._pending.add(copy)
         self._last[storage] = copy
+        self.count += 1
 
     def _wait(self, for_copies: Iterable[PendingCopy], label: str) -> None:
         """Wait for what is not known to be done."""
         for copy in Pending.last_of_each_lane(for_copies):
-            if not self._pending.has(copy.number):
-                continue
-            call = _waiting(self._copies, self._ticket(copy.number))
-            self.steps.append(Step(label, call, waits_for=copy.number))
-            self._pending.waited(copy)
+            if self._pending.has(copy.number):
+                call = partial(self._binding.copies.wait, self._ticket(copy.number))
+                self.tasks.append(Task(label, call, waits_for=copy.number))
+                self._pending.waited(copy)
 
     def _ticket(self, number: int) -> int:
         """What a copy is called as it runs: every step numbers them alike."""
         return number if number >= 0 else number + self._total
 
-    def _spoil(self, label: str, span: Span) -> None:
-        """Poison memory, unless a copy of what was in it may be running."""
-        if not self._poison or span.start == span.stop or self._pending.touching(span):
+    def _overwrite(self, label: str, part: ByteRange) -> None:
+        """Have a watcher spoil memory, unless a copy of what was in it may be running.
+
+        Whoever reads it without writing it first computes nonsense.
+        """
+        watcher = self._binding.watcher
+        empty = part.start == part.stop
+        if watcher is None or empty or self._pending.touching(part):
             return
-        target = self._memory.bytes_of(span)
-        upload, nbytes = self._backend.device.upload, span.stop - span.start
-
-        def spoil() -> None:
-            upload(np.full(nbytes, _POISON, np.uint8), target)
-
-        spoilt = Span(span.space, span.start, span.stop, "")
-        self.steps.append(Step(label, spoil, writes=(spoilt,)))
+        call = partial(watcher.overwrite, self._memory.bytes_of(part))
+        self.tasks.append(Task(label, call, writes=(replace(part, storage=""),)))
 
     def _array(self, name: str) -> Array:
         return self._memory.array(name, self._stay.get(self._graph.storages[name], 0))
 
-    def _span(self, storage: str) -> Span:
-        return self._memory.span(storage, self._stay.get(storage, 0))
+    def _device_bytes(self, storage: str) -> ByteRange:
+        return self._memory.byte_range(storage, self._stay.get(storage, 0))
 
-    def _spans(self, names: Iterable[str]) -> list[Span]:
+    def _touched(self, names: Iterable[str]) -> list[ByteRange]:
         """Bytes in the arena of some tensors."""
         storages = dict.fromkeys(self._graph.storages[name] for name in names)
-        return [self._span(s) for s in storages if self._memory.in_arena(s)]
-
-    def _host(self, storage: str) -> Span:
-        nbytes = self._graph.tensors[storage].nbytes
-        return self._places[storage].span(storage, nbytes)
-
-
-def _waiting(copies: Copies, number: int) -> Call:
-    return lambda: copies.wait(number)
+        return [self._device_bytes(s) for s in storages if self._memory.in_arena(s)]

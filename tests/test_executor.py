@@ -14,12 +14,7 @@ from mucudnn.backends.base import Kernel
 from mucudnn.backends.cpu.copies import CpuCopier
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.backends.null import NullConv, NullDevice, NullKernels
-from mucudnn.errors import (
-    BackendError,
-    ExecutionOrderError,
-    OutOfMemoryError,
-    ScheduleError,
-)
+from mucudnn.errors import BackendError, OutOfMemoryError, ScheduleError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Role
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
@@ -30,6 +25,7 @@ from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
 from mucudnn.runtime.training.profiler import measure_link
 from tests.examples import examples
 from tests.graphs import NETWORKS
+from tests.race_detector import RaceDetector, RaceError
 from tests.schedule_oracle import verify
 from tests.swapping import Bench, random_network, same
 
@@ -156,7 +152,7 @@ def test_small_networks_compute_the_same_bits(network, scheduler, make):
     for seed in range(6):
         part = [0, 0.2, 0.6][seed % 3]
         plan = bench.plan(bench.random_residency(seed), part=part, scheduler=scheduler)
-        same(lazy.run(plan.schedule, check=True), expected)
+        same(lazy.run(plan.schedule, watcher=RaceDetector()), expected)
         moved += count(plan.schedule, SwapIn)
     assert moved > 4
 
@@ -173,7 +169,7 @@ def test_models_compute_the_same_bits(model, batch, image, scheduler):
     part, seed = {"on_demand": (0.0, 4), "timed": (0.2, 0)}[scheduler]
     plan = bench.plan(bench.random_residency(seed), part=part, scheduler=scheduler)
     assert count(plan.schedule, SwapIn) > 0
-    same(bench.run(plan.schedule, steps=1, check=True), expected)
+    same(bench.run(plan.schedule, steps=1, watcher=RaceDetector()), expected)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -184,7 +180,7 @@ def test_memory_that_is_freed_under_a_copy_is_waited_for(resnet, expected, seed,
     with pytest.raises(ScheduleError, match="being copied"):
         verify(schedule)
     bench = with_copier(resnet, make)
-    same(bench.run(schedule, check=True), expected)
+    same(bench.run(schedule, watcher=RaceDetector()), expected)
     same(bench.run(schedule), expected)
 
 
@@ -203,20 +199,19 @@ def test_waiting_for_nothing_is_an_error(lenet):
 
 
 def test_the_check_finds_waits_that_binding_forgot(resnet, swapped, monkeypatch):
-    monkeypatch.setattr(Pending, "touching", lambda self, span: [])
-    monkeypatch.setattr(Pending, "writing", lambda self, span: [])
+    monkeypatch.setattr(Pending, "touching", lambda self, part: [])
+    monkeypatch.setattr(Pending, "writing", lambda self, part: [])
     bench = with_copier(resnet, LazyCopier)
     forgotten = without_waits(swapped, [SwapOut])
-    with pytest.raises(ExecutionOrderError, match=r"\(.*not ordered after Swap.*\("):
-        bench.run(forgotten, check=True)
+    with pytest.raises(RaceError, match=r"\(.*not ordered after Swap.*\("):
+        bench.run(forgotten, watcher=RaceDetector())
     unread = without_waits(swapped, [SwapIn])
-    with pytest.raises(ExecutionOrderError, match=r"reads .*not ordered after SwapIn"):
-        bench.run(unread, check=True)
+    with pytest.raises(RaceError, match=r"reads .*not ordered after SwapIn"):
+        bench.run(unread, watcher=RaceDetector())
 
 
 def test_the_check_finds_what_was_overwritten(lenet):
     kept = lenet.kept()
-    executor, _ = lenet.executor(kept, check=True)
     layout = lay_out(kept)
     computes = [i.node for i in kept.instructions if isinstance(i, Compute)]
     first = kept.graph.storages[kept.graph.by_name[computes[0]].outputs[0]]
@@ -227,21 +222,25 @@ def test_the_check_finds_what_was_overwritten(lenet):
             for name, offsets in layout.stays.items()
         },
     )
-    executor, _ = lenet.executor(kept, check=True, layout=bad)
-    with pytest.raises(ExecutionOrderError, match="has overwritten since"):
+    executor, _ = lenet.executor(kept, watcher=RaceDetector(), layout=bad)
+    with pytest.raises(RaceError, match="has overwritten since"):
         executor.run(lenet.feeds())
 
 
 def test_a_checked_run_reads_no_memory_that_was_freed(lenet):
     """A node that looks elsewhere than it should finds no number."""
     kept = lenet.kept()
-    executor, state = lenet.executor(kept, check=True)
-    arena = executor._memory._arena
-    arena[:] = 0
-    executor.run(lenet.feeds())
+    layout = lay_out(kept)
+    arena = np.zeros(layout.nbytes, np.uint8)
+    detector = RaceDetector()
+    executor, state = lenet.executor(kept, watcher=detector, arena=arena)
+    feeds = lenet.feeds()
+    executor.run(feeds)
+    allocated = [i.tensor for i in kept.instructions if isinstance(i, Alloc)]
+    spoilt = {task.label for task in detector.tasks}
+    assert all((f"Alloc({name})" in spoilt) != (name in feeds) for name in allocated)
     assert np.isfinite(state["conv/weight"]).all()
     live = {kept.graph.storages[name] for name in kept.graph.outputs}
-    layout = lay_out(kept)
     used = np.zeros(layout.nbytes, bool)
     for name in live:
         offset = layout.stays[name][-1]
@@ -336,7 +335,9 @@ def test_host_bytes_are_used_again(cpu):
     assert verify(schedule) == 1600
     for make in (CpuCopier, LazyCopier):
         backend = replace(cpu, device=Device(make))
-        executor = Executor(backend, schedule, lay_out(schedule), {}, {}, check=True)
+        executor = Executor(
+            backend, schedule, lay_out(schedule), {}, {}, watcher=RaceDetector()
+        )
         assert executor.host_bytes == 512
         x = np.linspace(-1, 1, 100, dtype=np.float32)
         found = executor.run({"x": x})[graph.outputs[0]]
@@ -352,10 +353,11 @@ def test_what_does_not_fit_in_host_memory_goes_to_disk(
     executor, _ = resnet.executor(swapped)
     half = executor.host_bytes // 2
     tiers = Tiers([HostTier(device, half), DiskTier(executor.host_bytes, tmp_path)])
-    executor, state = resnet.executor(swapped, host=tiers, check=True)
-    spaces = {step.writes[0].space for step in executor._program.steps if step.copy}
-    assert spaces == {"device", "tier 0", "tier 1"}
+    detector = RaceDetector()
+    executor, state = resnet.executor(swapped, host=tiers, watcher=detector)
     found = [executor.run(resnet.feeds(step)) for step in range(2)]
+    spaces = {task.writes[0].space for task in detector.tasks if task.copy}
+    assert spaces == {"device", "tier 0", "tier 1"}
     same((found, state.save()), expected)
     executor.close()
     with pytest.raises(OutOfMemoryError, match="that leave the device"):
@@ -364,17 +366,19 @@ def test_what_does_not_fit_in_host_memory_goes_to_disk(
 
 def test_what_moves_nothing_has_no_copier_and_no_host_memory(lenet):
     bench = with_copier(lenet, CpuCopier)
-    executor, _ = bench.executor(bench.kept())
+    detector = RaceDetector()
+    executor, _ = bench.executor(bench.kept(), watcher=detector)
     executor.run(bench.feeds())
     assert executor.host_bytes == 0
     assert not bench.backend.device.copiers
-    assert len(executor._program.steps) == sum(
-        node.op != "reshape" for node in bench.kept().graph.nodes
-    )
+    assert not any(t.copy or t.waits_for is not None for t in detector.tasks)
+    assert [t.node for t in detector.tasks if t.node] == [
+        node.name for node in bench.kept().graph.nodes if node.op != "reshape"
+    ]
 
 
-@pytest.mark.parametrize("check", [False, True])
-def test_a_copy_back_waits_for_who_is_still_leaving_its_place(cpu, check):
+@pytest.mark.parametrize("watcher", [None, RaceDetector()])
+def test_a_copy_back_waits_for_who_is_still_leaving_its_place(cpu, watcher):
     g = GraphBuilder()
     x = g.input("x", (100,))
     u = g.relu(x)
@@ -393,16 +397,13 @@ def test_a_copy_back_waits_for_who_is_still_leaving_its_place(cpu, check):
     backend = replace(cpu, device=Device(LazyCopier))
     tier = HostTier(backend.device, 4096)
     layout = Layout(places, {}, 2560, 2560)
-    options = {"host": Tiers([tier]), "check": check}
-    executor = Executor(backend, schedule, layout, {}, {}, **options)
+    host = Tiers([tier])
+    executor = Executor(backend, schedule, layout, {}, {}, host=host, watcher=watcher)
     values = np.linspace(-1, 1, 100, dtype=np.float32)
     r = np.maximum(values, 0)
     np.testing.assert_array_equal(executor.run({"x": values})[out], 2 * r + 3 * r)
-    left = next(
-        s for s in executor._program.steps if s.label == f"SwapOut({u})"
-    ).writes[0]
-    host = tier.view(left.start, 400).view(np.float32)
-    np.testing.assert_array_equal(host, r)
+    slots = tier.view(0, 2 * 512).view(np.float32).reshape(2, 128)[:, :100]
+    assert any((slot == r).all() for slot in slots)
 
 
 def test_copies_that_nobody_waits_for_end_with_the_step(cpu):
@@ -413,7 +414,9 @@ def test_copies_that_nobody_waits_for_end_with_the_step(cpu):
     instructions = (Alloc(x), Alloc(out), Compute(graph.nodes[0].name), SwapOut(out))
     schedule = Schedule(graph, instructions, {}, 800)
     backend = replace(cpu, device=Device(LazyCopier))
-    executor = Executor(backend, schedule, lay_out(schedule), {}, {}, check=True)
+    executor = Executor(
+        backend, schedule, lay_out(schedule), {}, {}, watcher=RaceDetector()
+    )
     for step in range(2):
         executor.run({"x": np.ones(100, np.float32)})
         assert backend.device.copiers[0].done == step + 1
@@ -580,9 +583,12 @@ def test_random_networks_compute_the_same_bits_in_any_budget(seed, part, schedul
     layout = check_layout(plan.schedule)
     assert layout.live_peak + bench.state_bytes(plan.schedule) <= plan.budget
     expected = bench.run(bench.kept())
-    same(bench.run(plan.schedule, check=True), expected)
+    same(bench.run(plan.schedule, watcher=RaceDetector()), expected)
     lazy = with_copier(bench, LazyCopier)
-    same(lazy.run(without_waits(plan.schedule, [SwapOut]), check=True), expected)
+    same(
+        lazy.run(without_waits(plan.schedule, [SwapOut]), watcher=RaceDetector()),
+        expected,
+    )
 
 
 def test_the_null_backend_knows_its_link():

@@ -1,0 +1,120 @@
+"""The tests themselves: each of them can fail."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+RUNS = {
+    "test_newcomer.test_what_is_right_works",
+    "test_resumption.test_damaged_archives_raise_nothing_else",
+}
+"""What fails by raising: that it runs is all that is claimed."""
+
+ORACLES = {"verify"}
+"""Functions that raise where something does not hold."""
+
+
+@cache
+def sources():
+    return {
+        path.stem: ast.parse(path.read_text("utf-8")) for path in FOLDER.glob("*.py")
+    }
+
+
+def functions(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def tops(tree):
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def calls(node):
+    """What is called in a function by a bare name: no method of something."""
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Call(func=ast.Name(name)):
+                yield name
+
+
+def claims(node):
+    """Whether a function itself says what must hold."""
+    if any(isinstance(inner, ast.Assert) for inner in ast.walk(node)):
+        return True
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Call(func=ast.Attribute(ast.Name("pytest"), attr=name)):
+                if name in {"raises", "warns", "fail"}:
+                    return True
+            case ast.Call(func=ast.Attribute(attr=name)):
+                if name.startswith("assert_"):
+                    return True
+    return False
+
+
+@cache
+def known(module):
+    """Functions that a module of the tests can call by their name, and where from."""
+    found = {node.name: (module, node) for node in tops(sources()[module])}
+    for node in ast.walk(sources()[module]):
+        match node:
+            case ast.ImportFrom(module=str(of)) if of.startswith("tests."):
+                there = known(of.removeprefix("tests."))
+                found |= {a.name: there[a.name] for a in node.names if a.name in there}
+    return found
+
+
+@cache
+def helps(module, name):
+    """Whether a function claims something, by itself or by what it calls."""
+    if name in ORACLES:
+        return True
+    where, node = known(module).get(name, (None, None))
+    return where is not None and (
+        claims(node) or any(helps(where, other) for other in {*calls(node)} - {name})
+    )
+
+
+def in_process(node):
+    """Whether it runs code elsewhere, whose failure is one here."""
+    return any(
+        isinstance(inner, ast.keyword)
+        and inner.arg == "check"
+        and ast.unparse(inner.value) == "True"
+        for inner in ast.walk(node)
+    )
+
+
+def every_test():
+    """Module and function of every test."""
+    return [
+        (module, node)
+        for module in sources()
+        for node in functions(sources()[module])
+        if module.startswith("test_") and node.name.startswith("test_")
+    ]
+
+
+def test_every_test_claims_something():
+    empty = {
+        f"{module}.{node.name}"
+        for module, node in every_test()
+        if not claims(node) and not in_process(node)
+        if not any(helps(module, name) for name in calls(node))
+    }
+    assert empty - RUNS == set()
+    assert len(every_test()) > 1000
+
+
+def test_no_test_swallows_an_error():
+    """`except X: pass` hides that nothing was looked at."""
+    silent = [
+        f"{module}.{node.name}:{handler.lineno}"
+        for module, node in every_test()
+        for handler in ast.walk(node)
+        if isinstance(handler, ast.ExceptHandler)
+        if isinstance(handler.body[0], ast.Pass)
+    ]
+    assert silent == []
