@@ -27,7 +27,6 @@ TO_MEND = {
     ("graph.rematerialize", "residency"),
     ("placement.fit_to_arena", "planning"),
     ("placement.grow_workspaces", "planning"),
-    ("residency.milp", "convolution"),
     ("residency.milp", "planning"),
     ("residency.search", "planning"),
     ("residency.search", "scheduling"),

@@ -8,7 +8,7 @@ FOLDER = Path(__file__).parent
 
 RUNS = {
     "test_newcomer.test_what_is_right_works",
-    "test_resumption.test_damaged_archives_raise_nothing_else",
+    "test_resumption.test_damaged_files_raise_nothing_else",
 }
 """What fails by raising: that it runs is all that is claimed."""
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mucudnn.ir.graph import Graph, Role
-from mucudnn.models.model import IMAGE, LABEL, class_count
+from mucudnn.models import IMAGE, LABEL, class_count
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.training.feeds import (
     as_images,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.models.model import IMAGE, LABEL, class_count
+from mucudnn.models import IMAGE, LABEL, class_count
 from mucudnn.passes.graph.optimizer_updates import LEARNING_RATE, STEP
 from mucudnn.runtime.training.evaluation import read
 from mucudnn.runtime.training.feeds import as_images, as_labels, cast

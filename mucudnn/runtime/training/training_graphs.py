@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mucudnn.arguments import a_number, an_integer, of_type, one_of
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
 from mucudnn.ir.optimizers import Optimizer
-from mucudnn.models.model import IMAGE, LABEL
+from mucudnn.models import IMAGE, LABEL
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.gradient_accumulation import accumulating
 from mucudnn.passes.graph.mixed_precision import LOSS_SCALES, lowered
