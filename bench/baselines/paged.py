@@ -25,8 +25,11 @@ from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostTier, Tier
 from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.training.feeds import fed
-from mucudnn.runtime.training.profiler import kernel_of, kernel_workspaces
-from mucudnn.runtime.training.working_set import WorkingSet
+from mucudnn.runtime.training.working_set import (
+    WorkingSet,
+    kernel_of,
+    kernel_workspaces,
+)
 from mucudnn.runtime.tuning.bound_plan import compile_plan
 
 __all__ = ["PagedExecutor", "least_pool_bytes"]

@@ -10,8 +10,9 @@ from bench.papers.capacity import GIB
 from bench.papers.models import MODELS, of_library
 from bench.papers.planner import estimated
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.planning.comparison import largest_batch, least_budget
-from mucudnn.passes.planning.plan_step import PLANNED
+from mucudnn.passes.planning.comparison import largest_batch
+from mucudnn.passes.planning.plan_step import PLANNED, minimum_budget
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.studies.memory_study import StepSpec
 
 __all__ = ["DEEPEST", "batch_within", "least_bytes", "planned_batch", "planned_depth"]
@@ -96,4 +97,4 @@ def least_bytes(model: str, image: int, batch: int, policy: str) -> int:
     """The least budget of a step with momentum on the K40c."""
     graph = StepSpec(model=model, batch=batch, image=image).graph()
     profile = estimate(graph, _DEVICE, batch_policy="undivided")
-    return least_budget(graph, profile, policy)
+    return minimum_budget(StepRequest(graph, profile, policy=policy))

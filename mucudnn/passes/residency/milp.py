@@ -25,8 +25,10 @@ from mucudnn.ir.graph import Phase
 from mucudnn.passes.convolution.ilp import cbc, solver_errors
 from mucudnn.passes.graph.recompute_chains import chain
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.planning.evaluate import Preparer, Rewritten, first_plans
-from mucudnn.passes.residency import Residency, Saved, Step, saved_tensors
+from mucudnn.passes.planning.costs import first_plans
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.rewrite import Rewritten
+from mucudnn.passes.residency import Residency, Saved, saved_tensors
 
 __all__ = ["MOST_SAVED", "Exact", "exact"]
 
@@ -57,9 +59,7 @@ class Exact:
     gap: float
 
 
-def exact(
-    step: Step, preparer: Preparer, *, most_nodes: int = _MOST_NODES
-) -> Exact | None:
+def exact(step: StepRequest, *, most_nodes: int = _MOST_NODES) -> Exact | None:
     """The best residencies by the program, which fit.
 
     Where rewriting takes more bytes than the program knew of, it is solved again with
@@ -67,7 +67,6 @@ def exact(
 
     Args:
         step: What to plan.
-        preparer: Of its graph.
         most_nodes: Of the solver's tree, each time. No clock is looked at: plans must
             not depend on what else a machine does.
 
@@ -81,10 +80,10 @@ def exact(
             # PuLP 3.3 announces 4.0, which pyproject.toml excludes.
             warnings.simplefilter("ignore", DeprecationWarning)
             for _ in range(_ROUNDS):
-                found = _Program(step, preparer, extra).solve(most_nodes)
+                found = _Program(step, extra).solve(most_nodes)
                 if found is None:
                     return None
-                excess = _excess(step, preparer(found.residency))
+                excess = _excess(step, step.rewritten(found.residency))
                 if not excess:
                     return found
                 for name, nbytes in excess.items():
@@ -94,9 +93,9 @@ def exact(
     return None
 
 
-def _excess(step: Step, ready: Rewritten) -> dict[str, float]:
+def _excess(step: StepRequest, ready: Rewritten) -> dict[str, float]:
     """Bytes beyond the budget, at nodes of the step as it was before rewriting."""
-    plans = first_plans(ready.profile, "least", None)
+    plans = first_plans(ready.profile, "least")
     _, occupancy = ready.problem(plans, math.inf).least()
     found: dict[str, float] = {}
     most = 0.0
@@ -120,15 +119,13 @@ class _Source:
 
 
 class _Program:
-    def __init__(
-        self, step: Step, preparer: Preparer, extra: Mapping[str, float]
-    ) -> None:
+    def __init__(self, step: StepRequest, extra: Mapping[str, float]) -> None:
         # Imported here: it takes longer than planning does, and few plans need it.
         import pulp
 
         self._pulp = pulp
         self._step = step
-        self._ready = preparer({})
+        self._ready = step.rewritten({})
         self._budget = step.budget
         self._extra = extra
         self._model = pulp.LpProblem("residency", pulp.LpMinimize)
@@ -275,7 +272,7 @@ class _Program:
     def _fixed(self) -> list[float]:
         """Bytes at every node whatever is decided."""
         problem = self._ready.problem(
-            first_plans(self._ready.profile, "least", None), math.inf
+            first_plans(self._ready.profile, "least"), math.inf
         )
         _, occupancy = problem.least()
         for source in self._sources.values():
@@ -305,11 +302,11 @@ class _Program:
         return found
 
 
-def _sources(step: Step) -> dict[str, _Source]:
+def _sources(step: StepRequest) -> dict[str, _Source]:
     return {source.saved.name: source for source in _each_source(step)}
 
 
-def _each_source(step: Step) -> Iterator[_Source]:
+def _each_source(step: StepRequest) -> Iterator[_Source]:
     graph = step.graph
     tensors = saved_tensors(graph)
     names = {saved.name for saved in tensors}

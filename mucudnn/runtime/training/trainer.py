@@ -20,7 +20,6 @@ from mucudnn.ir.learning_rate import LearningRate, rate_of
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.gradient_accumulation import accumulating
-from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.mixed_precision import LOSS_SCALES, lowered
 from mucudnn.passes.graph.optimizer_updates import (
     LEARNING_RATE,
@@ -31,7 +30,7 @@ from mucudnn.passes.graph.optimizer_updates import (
 from mucudnn.passes.ordering.orders import ORDERS, Order
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.training.budget import MemoryBudget, prepare_together, tiers_for
+from mucudnn.runtime.training.budget import MemoryBudget, tiers_for
 from mucudnn.runtime.training.evaluation import (
     IMAGE,
     LABEL,
@@ -45,12 +44,8 @@ from mucudnn.runtime.training.evaluation import (
     read,
 )
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.step_graphs import (
-    Plans,
-    Prepared,
-    plan_convolutions,
-    prepare,
-)
+from mucudnn.runtime.training.placed_steps import place_steps
+from mucudnn.runtime.training.step_graphs import Plans, plan_convolutions
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["StepResult", "Trainer", "step_graphs"]
@@ -180,16 +175,25 @@ class Trainer:
         self.backend = tuner.backend
         self.batch = training.tensors[IMAGE].shape[0] * gradient_accumulation
         self.graph = steps[-1]
-        self.placed: PlacedStep | None = None
         self.plans: Plans = plans or {}
         if budget is None or budget.convolutions == "fixed":
             self.plans = plan_convolutions(tuner, (*steps, *others), plans)
-        prepared = self._prepared((*steps, *others), tuner, order, budget, progress)
+        last = len(steps) - 1
+        prepared = place_steps(
+            tuner,
+            (*steps, *others),
+            budget,
+            first=last,
+            order=order,
+            plans=self.plans,
+            progress=progress,
+        )
+        self.placed = None if budget is None else prepared[last]
         self._state = StateStore(
             self.backend.device,
             *steps,
             seed=seed,
-            hosted=prepared[len(steps) - 1].schedule.hosted,
+            hosted=prepared[last].schedule.hosted,
             disk=None if budget is None else budget.disk,
         )
         self.steps = 0
@@ -199,7 +203,7 @@ class Trainer:
         self._dtype = training.tensors[training.outputs[0]].dtype
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
         bound = self._bound(prepared, budget)
-        self._last = bound[len(steps) - 1]
+        self._last = bound[last]
         self._micro = bound[0]
         self._evaluator = Evaluator(others[0], bound[-1]) if others else None
         self._executors = bound
@@ -316,33 +320,8 @@ class Trainer:
         for tiers in self._tiers:
             tiers.close()
 
-    def _prepared(
-        self,
-        graphs: Sequence[Graph],
-        tuner: Tuner,
-        order: str | Order,
-        budget: MemoryBudget | None,
-        progress: Callable[[str, int, int], None] | None,
-    ) -> list[Prepared]:
-        """Graphs planned and placed, within the budget if there is one."""
-        if budget is None:
-            return [
-                prepare(tuner, in_place(graph), order=order, plans=self.plans)
-                for graph in graphs
-            ]
-        found, self.placed = prepare_together(
-            tuner,
-            graphs,
-            budget,
-            first=self.graph,
-            order=order,
-            plans=self.plans,
-            progress=progress,
-        )
-        return found
-
     def _bound(
-        self, prepared: Sequence[Prepared], budget: MemoryBudget | None
+        self, prepared: Sequence[PlacedStep], budget: MemoryBudget | None
     ) -> list[Executor]:
         """Executors that take turns in one arena."""
         device = self.backend.device
