@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import Graph
+from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.scheduling.occupancy import uses_of
 
 __all__ = [
     "CONVOLUTIONS",
@@ -94,7 +93,7 @@ def state_bytes(graph: Graph, names: Iterable[str] | None = None) -> int:
     """Bytes of parameters and state: of some of them, or of all."""
     chosen = None if names is None else set(names)
     return sum(
-        use.nbytes
-        for use in uses_of(graph).values()
-        if use.persistent and (chosen is None or use.storage in chosen)
+        rounded(spec.nbytes)
+        for spec in graph.with_role(*PERSISTENT)
+        if chosen is None or spec.name in chosen
     )

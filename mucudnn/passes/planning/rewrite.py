@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
@@ -92,7 +93,10 @@ class Rewriter:
         self._known: OrderedDict[frozenset[tuple[str, Residency]], Rewritten] = (
             OrderedDict()
         )
-        self._saved = {saved.name for saved in saved_tensors(graph)}
+
+    @cached_property
+    def _saved(self) -> frozenset[str]:
+        return frozenset(saved.name for saved in saved_tensors(self._graph))
 
     def __call__(
         self, residency: Mapping[str, Residency], hosted: frozenset[str] | None = None
@@ -123,7 +127,8 @@ class Rewriter:
         return found
 
     def _rewritten(self, again: Mapping[str, Residency]) -> Rewritten:
-        final = in_place(rematerialize(self._graph, again, self._saved))
+        graph = self._graph
+        final = in_place(rematerialize(graph, again, self._saved) if again else graph)
         uses = uses_of(final)
         return Rewritten(
             graph=final,

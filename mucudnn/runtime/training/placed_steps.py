@@ -79,7 +79,7 @@ def _kept(tuner: Tuner, graph: Graph, order: str | Order, plans: Plans) -> Place
     scratch = {name: plan.workspace for name, plan in chosen.items() if plan.workspace}
     return place_step(
         StepRequest(
-            ordered(order, final, sizes.workspaces | scratch),
+            ordered(order, final, {**sizes.workspaces, **scratch}),
             sizes,
             policy="keep_all",
             convolutions="fixed",
