@@ -21,7 +21,6 @@ from mucudnn.passes.memory_timeline import (
 )
 from mucudnn.passes.planning.comparison import (
     best_technique,
-    largest_batch,
     largest_batch_within,
     try_technique,
 )
@@ -152,22 +151,6 @@ def test_the_least_budget_works_and_less_does_not(policy):
     assert less.short_bytes > 0
     if policy != "cost_based":  # it needs more under some larger budgets
         assert less.short_bytes == ALIGNMENT
-
-
-@given(
-    st.integers(0, 300), st.integers(-5, 400), st.integers(1, 250), st.integers(0, 1)
-)
-def test_the_largest_batch_is_found_from_any_guess(threshold, guess, most, told):
-    tried = []
-    found = largest_batch(
-        lambda batch: batch <= threshold,
-        guess=guess,
-        most=most,
-        progress=tried.append if told else None,
-    )
-    assert found == min(threshold, most)
-    assert all(1 <= batch <= most for batch in tried)
-    assert len(tried) == len(set(tried))
 
 
 @given(

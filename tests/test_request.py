@@ -39,6 +39,7 @@ def test_its_fields_and_their_defaults(lenet):
     names = [field.name for field in fields(StepRequest)]
     assert names == ["graph", "profile", *DEFAULTS]
     assert {name: getattr(lenet, name) for name in DEFAULTS} == DEFAULTS
+    assert repr(lenet.within(7)).startswith("StepRequest(budget=7, policy='planned'")
     with pytest.raises(FrozenInstanceError):
         lenet.budget = 1
 

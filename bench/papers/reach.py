@@ -10,7 +10,7 @@ from bench.papers.capacity import GIB
 from bench.papers.models import MODELS, of_library
 from bench.papers.planner import estimated
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.planning.comparison import largest_batch
+from mucudnn.passes.planning.comparison import largest_batch_within
 from mucudnn.passes.planning.plan_step import PLANNED, minimum_budget
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.studies.memory_study import StepSpec
@@ -66,7 +66,7 @@ def batch_within(model: str, image: int, policy: str, nbytes: int) -> int:
         half *= 2
     low, high = least(half), least(2 * half)
     guess = half + half * (nbytes - low) // max(1, high - low)
-    return largest_batch(lambda batch: least(batch) <= nbytes, guess=max(1, guess))
+    return largest_batch_within(least, nbytes, start=max(1, guess))
 
 
 def planned_depth(batch: int, nbytes: int, most: int = DEEPEST) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def planned_depth(batch: int, nbytes: int, most: int = DEEPEST) -> dict[str, Any
 
     few, more = least(8), least(16)
     guess = 16 + 8 * (nbytes - more) // max(1, more - few)
-    n = largest_batch(lambda n: least(n) <= nbytes, guess=max(1, guess), most=most)
+    n = largest_batch_within(least, nbytes, start=max(1, guess), most=most)
     return {
         "technique": PLANNED,
         "batch": batch,

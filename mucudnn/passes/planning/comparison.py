@@ -18,7 +18,6 @@ from mucudnn.passes.registry import name_of
 __all__ = [
     "Technique",
     "best_technique",
-    "largest_batch",
     "largest_batch_within",
     "try_technique",
     "unbounded",
@@ -86,45 +85,6 @@ def best_technique(techniques: Iterable[Technique]) -> Technique | None:
     """The fastest that fits; of equally fast ones that with the lowest peak."""
     fitting = [t for t in techniques if t.step_ms is not None]
     return min(fitting, key=lambda t: (t.step_ms or 0.0, t.peak_bytes), default=None)
-
-
-def largest_batch(
-    fits: Callable[[int], bool],
-    *,
-    guess: int = 1,
-    most: int = 1 << 20,
-    progress: Callable[[int], None] | None = None,
-) -> int:
-    """The largest mini-batch that fits; 0 if none does.
-
-    By growing steps away from a guess, then bisection.
-
-    Args:
-        fits: Whether a batch does; what holds for one holds for all smaller ones.
-        guess: Where to begin; a good one saves trials.
-        most: Where to stop looking.
-        progress: Called with every batch before it is tried.
-    """
-
-    def works(batch: int) -> bool:
-        if not 0 < batch <= most:
-            return batch <= 0
-        if progress is not None:
-            progress(batch)
-        return fits(batch)
-
-    low = high = min(max(1, guess), most)
-    stride = 1
-    if works(low):
-        while works(high := low + stride):
-            low, stride = high, 2 * stride
-    else:
-        while not works(low := max(0, high - stride)):
-            high, stride = low, 2 * stride
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if works(middle) else (low, middle)
-    return low
 
 
 def largest_batch_within(

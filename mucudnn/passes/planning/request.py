@@ -6,7 +6,7 @@ budget; nobody is handed its parts one by one. No budget is a budget of infinity
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mucudnn.arguments import a_number, of_type, one_of
@@ -60,13 +60,13 @@ class StepRequest:
         TypeError: A field is of another type.
     """
 
-    graph: Graph
-    profile: Profile
+    graph: Graph = field(repr=False)
+    profile: Profile = field(repr=False)
     budget: float = math.inf
     policy: str | ResidencyPolicy = PLANNED
     scheduler: str | Scheduler | None = None
     convolutions: str = "dynamic"
-    plans: Mapping[str, ConvPlan] | None = None
+    plans: Mapping[str, ConvPlan] | None = field(default=None, repr=False)
     hosted: frozenset[str] | None = None
     seed: Mapping[str, Residency] | None = None
 
