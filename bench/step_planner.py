@@ -15,6 +15,7 @@ from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.planning.comparison import unbounded
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.request import StepRequest
 
 __all__ = ["rows", "run"]
 
@@ -31,11 +32,11 @@ def run() -> list[dict[str, Any]]:
         graph = with_updates(training_graph(get_model(model)(batch)), Momentum())
         profile = estimate(graph, "h200")
         most = unbounded(graph, profile)
-        least = minimum_budget(graph, profile)
+        least = minimum_budget(StepRequest(graph, profile))
         for share in SHARES:
             budget = least + int(share * (most.peak_bytes - least))
             start = perf_counter()
-            placed = place_step(graph, profile, budget=budget)
+            placed = place_step(StepRequest(graph, profile, budget=budget))
             found.append(
                 {
                     "model": model,

@@ -15,12 +15,13 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.placement.layout import lay_out
-from mucudnn.passes.planning.evaluate import Preparer, plan_residency, state_bytes
+from mucudnn.passes.planning.evaluate import plan_residency, state_bytes
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import PERSISTENTS, Residency, saved_tensors
-from mucudnn.passes.scheduling.keep_all import keep_all
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.profiler import kernel_workspaces
+from mucudnn.runtime.training.working_set import kernel_workspaces
+from tests.plain_schedule import keep_all
 
 RATE = 1 << 16
 
@@ -77,25 +78,29 @@ class Bench:
 
     def plan(self, residency, *, part=0.0, scheduler="timed"):
         """A step within a budget: `part` of the way from the least to all it wants."""
-        ready = Preparer(self.graph, self.profile)(residency)
+        ready = StepRequest(self.graph, self.profile).rewritten(residency)
         least = ready.problem(self.plans_of(ready.graph), float("inf")).least()
         least = least[1].peak()[0]
         most = plan_residency(
-            self.graph,
-            self.profile,
+            StepRequest(
+                self.graph,
+                self.profile,
+                budget=float("inf"),
+                convolutions="fixed",
+                plans=self.plans,
+            ),
             {},
-            budget=float("inf"),
-            convolutions="fixed",
-            plans=self.plans,
         ).peak_bytes
         return plan_residency(
-            self.graph,
-            self.profile,
+            StepRequest(
+                self.graph,
+                self.profile,
+                budget=least + int(part * max(0, most - least)),
+                scheduler=scheduler,
+                convolutions="fixed",
+                plans=self.plans,
+            ),
             residency,
-            budget=least + int(part * max(0, most - least)),
-            scheduler=scheduler,
-            convolutions="fixed",
-            plans=self.plans,
         )
 
     def plans_of(self, graph):

@@ -9,7 +9,8 @@ from hypothesis import given, strategies as st
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.evaluate import first_plans, plan_residency, prepare
+from mucudnn.passes.planning.evaluate import first_plans, plan_residency
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import EVERYTHING, Residency
 from mucudnn.passes.scheduling.adaptive_window import PREFETCH_FACTOR, windows
 from tests.examples import examples
@@ -21,8 +22,8 @@ PAGED = {EVERYTHING: Residency.PAGE}
 
 
 def problem_of(graph, profile, residency, budget):
-    ready = prepare(graph, profile, residency)
-    plans = first_plans(ready.profile, "least", None)
+    ready = StepRequest(graph, profile).rewritten(residency)
+    plans = first_plans(ready.profile, "least")
     return ready.problem(plans, budget)
 
 
@@ -32,7 +33,7 @@ def test_both_windows_share_the_budget_and_end_empty(data):
     graph = data.draw(training_graphs(most=14, updates=data.draw(st.booleans())))
     profile = data.draw(profiles(graph))
     residency = data.draw(st.one_of(residencies(graph), st.just(PAGED)))
-    least = prepare(graph, profile, residency).least_peak()
+    least = StepRequest(graph, profile).rewritten(residency).least_peak()
     budget = least + data.draw(st.sampled_from([0, 1, 512, 2048, 10_000, 50_000]))
     problem = problem_of(graph, profile, residency, budget)
     found = windows(problem)
@@ -53,21 +54,23 @@ def test_both_windows_share_the_budget_and_end_empty(data):
 def test_without_gaps_of_its_own_everything_may_leave(data):
     graph = data.draw(training_graphs())
     profile = data.draw(profiles(graph))
-    least = prepare(graph, profile, PAGED).least_peak()
+    least = StepRequest(graph, profile).rewritten(PAGED).least_peak()
     for residency in ({}, PAGED):
         plan = plan_residency(
-            graph, profile, residency, budget=least, scheduler="adaptive_window"
+            StepRequest(graph, profile, budget=least, scheduler="adaptive_window"),
+            residency,
         )
         assert verify(plan.schedule, least, granularity=ALIGNMENT) <= least
     with pytest.raises(PlanningError, match="short"):
         plan_residency(
-            graph, profile, {}, budget=least - 1, scheduler="adaptive_window"
+            StepRequest(graph, profile, budget=least - 1, scheduler="adaptive_window"),
+            {},
         )
 
 
 def test_what_is_met_again_in_time_never_leaves():
     graph, profile, _ = layers()
-    peak = plan_residency(graph, profile, {}, budget=math.inf).peak_bytes
+    peak = plan_residency(StepRequest(graph, profile, budget=math.inf), {}).peak_bytes
     found = windows(problem_of(graph, profile, {}, peak))
     assert not any(stay.copied_in for stay in found.stays)
     tight = windows(problem_of(graph, profile, {}, peak - ALIGNMENT))
@@ -77,7 +80,7 @@ def test_what_is_met_again_in_time_never_leaves():
 def test_a_clean_copy_is_not_made_twice():
     """Paged away time and again, what nobody writes leaves the device once."""
     graph, profile, _ = layers()
-    least = prepare(graph, profile, PAGED).least_peak()
+    least = StepRequest(graph, profile).rewritten(PAGED).least_peak()
     found = windows(problem_of(graph, profile, PAGED, least))
     written = {}
     for stay in found.stays:
@@ -92,7 +95,7 @@ def test_a_clean_copy_is_not_made_twice():
 
 def test_time_does_not_matter_to_it():
     graph, profile, _ = layers()
-    least = prepare(graph, profile, PAGED).least_peak()
+    least = StepRequest(graph, profile).rewritten(PAGED).least_peak()
     slow = Profile(
         node_ms=dict.fromkeys(profile.node_ms, 100.0),
         workspaces={},

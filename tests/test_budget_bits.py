@@ -16,14 +16,14 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.planning.comparison import least_budget
 from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.place_step import place_step
-from mucudnn.passes.planning.plan_step import policy_names
+from mucudnn.passes.planning.plan_step import minimum_budget, policy_names
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.profiler import kernel_workspaces
+from mucudnn.runtime.training.working_set import kernel_workspaces
 from tests.race_detector import RaceDetector
 
 MODELS = {
@@ -74,16 +74,18 @@ class Step:
             in_bytes_per_ms=1e6,
         )
         whole = plan_residency(
-            self.graph,
-            self.profile,
+            StepRequest(
+                self.graph,
+                self.profile,
+                budget=float("inf"),
+                convolutions="fixed",
+                plans=self.plans,
+            ),
             {},
-            budget=float("inf"),
-            convolutions="fixed",
-            plans=self.plans,
         )
         self.most = whole.peak_bytes
         self.least = {
-            policy: least_budget(self.graph, self.profile, policy)
+            policy: minimum_budget(StepRequest(self.graph, self.profile, policy=policy))
             for policy in policy_names()
         }
         self.expected = self.run(float("inf"), "keep_all", "timed")
@@ -98,13 +100,15 @@ class Step:
 
     def run(self, budget, policy, scheduler):
         placed = place_step(
-            self.graph,
-            self.profile,
-            budget=budget,
-            policy=policy,
-            scheduler=scheduler,
-            convolutions="fixed",
-            plans=self.plans,
+            StepRequest(
+                self.graph,
+                self.profile,
+                budget=budget,
+                policy=policy,
+                scheduler=scheduler,
+                convolutions="fixed",
+                plans=self.plans,
+            )
         )
         assert placed.nbytes <= budget
         plan = placed.plan

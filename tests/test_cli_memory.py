@@ -257,10 +257,10 @@ def test_ctrl_c_keeps_what_is_done(monkeypatch):
 
     real = memory_study.try_technique
 
-    def interrupted(graph, profile, policy, *rest):
-        if policy == "lru":
+    def interrupted(request):
+        if request.policy == "lru":
             raise KeyboardInterrupt
-        return real(graph, profile, policy, *rest)
+        return real(request)
 
     monkeypatch.setattr(memory_study, "try_technique", interrupted)
     result = run("lenet", *NULL, "--budget", "1GiB", "--policy", "keep_all,lru")

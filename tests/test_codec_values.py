@@ -9,6 +9,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
+from mucudnn.codecs import recordings, values
 from mucudnn.codecs.recordings import Measurement
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction, PerfTable
 

@@ -10,9 +10,9 @@ from mucudnn.passes.graph.inplace import OVERWRITABLE, in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import kept, peak_bytes
 from mucudnn.passes.ordering import ORDERS
-from mucudnn.passes.scheduling.keep_all import keep_all
 from tests.graphs import NETWORKS, Symbols, graphs
 from tests.numpy_runner import execute
+from tests.plain_schedule import keep_all
 from tests.schedule_oracle import verify
 
 

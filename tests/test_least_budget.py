@@ -17,11 +17,12 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.placement.layout import lay_out
-from mucudnn.passes.planning import place_step as placed_module
+from mucudnn.passes.planning import places
 from mucudnn.passes.planning.evaluate import CONVOLUTIONS
 from mucudnn.passes.planning.least_budget import least_budget_above
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, policy_names
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS
 from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs
@@ -58,10 +59,10 @@ def way_of(draw, plans):
 def test_the_advised_budget_works_and_a_byte_less_does_not(data):
     graph, profile, plans, hosted = data.draw(steps())
     way = way_of(data.draw, plans) | {"hosted": hosted}
-    least = minimum_budget(graph, profile, **way)
+    least = minimum_budget(StepRequest(graph, profile, **way))
     asked = data.draw(st.integers(0, least - 1) | st.just(least - 1))
     with pytest.raises(PlanningError) as caught:
-        plan_step(graph, profile, budget=asked, **way)
+        plan_step(StepRequest(graph, profile, budget=asked, **way))
     error = pickle.loads(pickle.dumps(caught.value))
     advised = error.least_bytes
     assert error.short_by == advised - asked
@@ -70,9 +71,12 @@ def test_the_advised_budget_works_and_a_byte_less_does_not(data):
     assert message.startswith(f"{exact_bytes(advised - asked)} short: node '")
     assert f"the budget is {exact_bytes(asked)}" in message
     assert message.endswith(f"the least budget that works is {exact_bytes(advised)}")
-    assert plan_step(graph, profile, budget=advised, **way).peak_bytes <= advised
+    assert (
+        plan_step(StepRequest(graph, profile, budget=advised, **way)).peak_bytes
+        <= advised
+    )
     with pytest.raises(PlanningError):
-        plan_step(graph, profile, budget=advised - 1, **way)
+        plan_step(StepRequest(graph, profile, budget=advised - 1, **way))
 
 
 CLAIM = "the least budget that works is "
@@ -81,17 +85,17 @@ CLAIM = "the least budget that works is "
 def placed_by_advice(graph, profile, asked, way):
     """Refused, and then placed within what was advised; the error."""
     with pytest.raises(PlanningError) as caught:
-        place_step(graph, profile, budget=asked, **way)
+        place_step(StepRequest(graph, profile, budget=asked, **way))
     error = caught.value
     advised = error.least_bytes
     assert error.short_by == advised - asked > 0
     assert exact_bytes(advised) in str(error)
-    placed = place_step(graph, profile, budget=advised, **way)
+    placed = place_step(StepRequest(graph, profile, budget=advised, **way))
     assert placed.nbytes <= advised
     verify(placed.plan.schedule, advised, granularity=ALIGNMENT)
     if CLAIM in str(error):
         with pytest.raises(PlanningError):
-            place_step(graph, profile, budget=advised - 1, **way)
+            place_step(StepRequest(graph, profile, budget=advised - 1, **way))
     else:
         assert str(error).endswith(f"{exact_bytes(advised)} will do")
     return error
@@ -102,7 +106,7 @@ def placed_by_advice(graph, profile, asked, way):
 def test_places_are_found_within_the_advised_budget(data):
     graph, profile, plans, hosted = data.draw(steps())
     way = way_of(data.draw, plans) | {"hosted": hosted}
-    least = minimum_budget(graph, profile, **way)
+    least = minimum_budget(StepRequest(graph, profile, **way))
     asked = data.draw(st.integers(0, least - 1) | st.just(least - 1))
     placed_by_advice(graph, profile, asked, way)
 
@@ -120,13 +124,13 @@ def test_advice_holds_where_places_are_hard_to_find(data):
     graph, profile, plans, hosted = data.draw(steps(most=3))
     way = way_of(data.draw, plans) | {"hosted": hosted}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placed_module, "fit_to_arena", lambda *args, **options: None)
-        patch.setattr(placed_module, "lay_out", wasteful)
-        least = minimum_budget(graph, profile, **way)
+        patch.setattr(places, "fit_to_arena", lambda *args, **options: None)
+        patch.setattr(places, "lay_out", wasteful)
+        least = minimum_budget(StepRequest(graph, profile, **way))
         short = data.draw(st.sampled_from([1, least // 2, least]))
         errors = [placed_by_advice(graph, profile, least - short, way)]
         try:
-            place_step(graph, profile, budget=least, **way)
+            place_step(StepRequest(graph, profile, budget=least, **way))
         except PlanningError:
             errors.append(placed_by_advice(graph, profile, least, way))
         assert all(CLAIM not in str(error) for error in errors[1:])

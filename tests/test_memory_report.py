@@ -21,13 +21,17 @@ from mucudnn.passes.memory_timeline import (
 )
 from mucudnn.passes.planning.comparison import (
     best_technique,
-    largest_batch,
     largest_batch_within,
-    least_budget,
     try_technique,
 )
 from mucudnn.passes.planning.place_step import place_step
-from mucudnn.passes.planning.plan_step import PLANNED, plan_step, policy_names
+from mucudnn.passes.planning.plan_step import (
+    PLANNED,
+    minimum_budget,
+    plan_step,
+    policy_names,
+)
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.report.axes import columns, linear_scale, unit_of
 from mucudnn.report.memory_html import memory_report, speed_series
@@ -51,14 +55,21 @@ def step(model="cifar_quick", batch=8):
 
 def budget_of(share, model="cifar_quick"):
     graph, profile = step(model)
-    least = least_budget(graph, profile)
-    most = least_budget(graph, profile, "keep_all")
+    least = minimum_budget(StepRequest(graph, profile))
+    most = minimum_budget(StepRequest(graph, profile, policy="keep_all"))
     return int(least + share * (most - least))
 
 
 @cache
 def plan(policy=PLANNED, scheduler="timed", share=0.3, model="cifar_quick"):
-    technique = try_technique(*step(model), policy, scheduler, budget_of(share, model))
+    technique = try_technique(
+        StepRequest(
+            *step(model),
+            policy=policy,
+            scheduler=scheduler,
+            budget=budget_of(share, model),
+        )
+    )
     return technique.plan
 
 
@@ -127,29 +138,19 @@ def test_pauses_are_the_stalls_of_the_prediction(policy):
 @pytest.mark.parametrize("policy", policy_names())
 def test_the_least_budget_works_and_less_does_not(policy):
     graph, profile = step("lenet")
-    least = least_budget(graph, profile, policy)
-    assert try_technique(graph, profile, policy, "timed", least).fits
-    less = try_technique(graph, profile, policy, "timed", least - ALIGNMENT)
+    least = minimum_budget(StepRequest(graph, profile, policy=policy))
+    assert try_technique(
+        StepRequest(graph, profile, policy=policy, scheduler="timed", budget=least)
+    ).fits
+    less = try_technique(
+        StepRequest(
+            graph, profile, policy=policy, scheduler="timed", budget=least - ALIGNMENT
+        )
+    )
     assert not less.fits
     assert less.short_bytes > 0
     if policy != "cost_based":  # it needs more under some larger budgets
         assert less.short_bytes == ALIGNMENT
-
-
-@given(
-    st.integers(0, 300), st.integers(-5, 400), st.integers(1, 250), st.integers(0, 1)
-)
-def test_the_largest_batch_is_found_from_any_guess(threshold, guess, most, told):
-    tried = []
-    found = largest_batch(
-        lambda batch: batch <= threshold,
-        guess=guess,
-        most=most,
-        progress=tried.append if told else None,
-    )
-    assert found == min(threshold, most)
-    assert all(1 <= batch <= most for batch in tried)
-    assert len(tried) == len(set(tried))
 
 
 @given(
@@ -189,7 +190,9 @@ def test_the_largest_batch_is_that_of_trying_every_one(model):
         graph = spec(model, batch).graph()
         profile = estimate(graph, "null", batch_policy="undivided")
         for policy in policies:
-            needs[policy].append(least_budget(graph, profile, policy))
+            needs[policy].append(
+                minimum_budget(StepRequest(graph, profile, policy=policy))
+            )
     for policy, sizes in needs.items():
         assert found[policy] == sum(nbytes <= budget for nbytes in sizes) > 0
         assert sizes[found[policy] - 1] <= budget < sizes[found[policy]]
@@ -209,7 +212,9 @@ def test_planning_succeeds_at_the_largest_batch_and_fails_beyond():
 
 def plan_of(policy, batch, budget):
     graph = spec("lenet", batch).graph()
-    return plan_step(graph, estimate(graph, "null"), budget=budget, policy=policy)
+    return plan_step(
+        StepRequest(graph, estimate(graph, "null"), budget=budget, policy=policy)
+    )
 
 
 def test_parameters_that_outweigh_all_samples_mislead_nobody():
@@ -268,12 +273,15 @@ def test_limits_by_policy_agree_with_trying():
     for policy, batch in found.max_batch.items():
         graph = spec("lenet", batch).graph()
         profile = estimate(graph, "null")
-        assert least_budget(graph, profile, policy) <= 8 * MIB
+        assert minimum_budget(StepRequest(graph, profile, policy=policy)) <= 8 * MIB
         graph = spec("lenet", batch + 1).graph()
-        assert least_budget(graph, estimate(graph, "null"), policy) > 8 * MIB
+        assert (
+            minimum_budget(StepRequest(graph, estimate(graph, "null"), policy=policy))
+            > 8 * MIB
+        )
     graph, profile = step("lenet")
     for policy, least in found.min_budget.items():
-        assert least == least_budget(graph, profile, policy)
+        assert least == minimum_budget(StepRequest(graph, profile, policy=policy))
     text = [table.rows for table in memory_tables(found)][-1]
     assert [row[0] for row in text] == ["keep_all", "paging"]
 
@@ -306,7 +314,9 @@ def test_a_trace_has_three_lanes_and_the_memory(policy):
 @cache
 def placed_step(policy, share=0.3, scheduler=None):
     return place_step(
-        *step(), budget=budget_of(share), policy=policy, scheduler=scheduler
+        StepRequest(
+            *step(), budget=budget_of(share), policy=policy, scheduler=scheduler
+        )
     )
 
 
@@ -439,10 +449,10 @@ def test_an_interrupted_study_keeps_what_is_done(monkeypatch):
 
     done = []
 
-    def interrupted(*args):
+    def interrupted(request):
         if done:
             raise KeyboardInterrupt
-        done.append(try_technique(*args))
+        done.append(try_technique(request))
         return done[0]
 
     monkeypatch.setattr(memory_study, "try_technique", interrupted)

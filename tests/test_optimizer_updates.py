@@ -15,8 +15,8 @@ from mucudnn.passes.graph.dependencies import dependencies
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import live_ranges, peak_bytes
-from mucudnn.passes.scheduling.keep_all import keep_all
 from tests.graphs import NETWORKS, Symbols, chain
+from tests.plain_schedule import keep_all
 from tests.schedule_oracle import verify
 
 INPUTS = {

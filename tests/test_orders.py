@@ -13,9 +13,9 @@ from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import memory_curve, peak_bytes
 from mucudnn.passes.ordering import ORDERS, depth_first, least_peak
 from mucudnn.passes.ordering.footprint import Footprint
-from mucudnn.passes.scheduling.keep_all import keep_all
 from tests.examples import examples
 from tests.graphs import NETWORKS, Symbols, graphs, scratch
+from tests.plain_schedule import keep_all
 from tests.schedule_oracle import verify
 
 

@@ -23,6 +23,7 @@ from mucudnn.passes.microbatch import candidate_batches
 from mucudnn.passes.ordering import depth_first
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import plan_step
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import POLICIES, Residency, saved_tensors
 from mucudnn.passes.scheduling import on_demand
 from mucudnn.plugins import PluginWarning
@@ -145,11 +146,11 @@ def shortest(problem):
 
 
 def plan(step, profile, **options):
-    return plan_step(step, profile, budget=10**9, **options)
+    return plan_step(StepRequest(step, profile, budget=10**9, **options))
 
 
 def placed(step, profile, **options):
-    return place_step(step, profile, budget=10**6, **options).plan
+    return place_step(StepRequest(step, profile, budget=10**6, **options)).plan
 
 
 @pytest.mark.parametrize("way", [plan, placed])

@@ -17,6 +17,7 @@ from mucudnn.passes.placement.layout import lives_of
 from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.request import StepRequest
 
 MODELS = {"resnet18": 4, "googlenet": 2, "densenet40": 4, "alexnet": 4}
 
@@ -33,18 +34,19 @@ def step(request):
     graph = with_updates(training_graph(forward), Momentum(learning_rate=0.1))
     profile = estimate(graph, DEVICES["p100"])
     whole = plan_residency(
-        graph, profile, {}, budget=float("inf"), convolutions="fastest"
+        StepRequest(graph, profile, budget=float("inf"), convolutions="fastest"), {}
     )
-    return graph, profile, minimum_budget(graph, profile), whole.peak_bytes
+    return graph, profile, minimum_budget(StepRequest(graph, profile)), whole.peak_bytes
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("policy", ["planned", "lru"])
 def test_the_arena_keeps_the_budget_and_nothing_overlaps(step, share, policy):
     graph, profile, _, most = step
-    least = minimum_budget(graph, profile, policy=policy)
+    request = StepRequest(graph, profile, policy=policy)
+    least = minimum_budget(request)
     budget = int(1.1 * least + share * max(0, most - least))
-    placed = place_step(graph, profile, budget=budget, policy=policy)
+    placed = place_step(request.within(budget))
     assert placed.nbytes <= budget
     schedule, layout = placed.plan.schedule, placed.layout
     lives = lives_of(schedule)
@@ -77,4 +79,4 @@ def graph_bytes(schedule, name):
 def test_a_budget_below_everything_says_what_would_do(step):
     graph, profile, least, _ = step
     with pytest.raises(PlanningError, match="the least budget that works is"):
-        place_step(graph, profile, budget=least - 1)
+        place_step(StepRequest(graph, profile, budget=least - 1))

@@ -14,8 +14,8 @@ from mucudnn.passes.ordering import ORDERS
 from mucudnn.passes.placement.heuristics import Block, by_time, in_gaps, on_top
 from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.placement.packing import live_peak, pack
-from mucudnn.passes.scheduling.keep_all import keep_all
 from tests.graphs import NETWORKS, graphs, scratch
+from tests.plain_schedule import keep_all
 
 RULES = {
     "lowest hole": lambda blocks: by_time(blocks, best_fit=False),

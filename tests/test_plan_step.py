@@ -13,15 +13,10 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.evaluate import Preparer, plan_residency, prepare
+from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, policy_names
-from mucudnn.passes.residency import (
-    POLICIES,
-    RECOMPUTED,
-    Residency,
-    Step,
-    saved_tensors,
-)
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.residency import POLICIES, RECOMPUTED, Residency, saved_tensors
 from mucudnn.passes.residency.milp import exact
 from mucudnn.passes.residency.published import vdnn_all, vdnn_conv
 from mucudnn.passes.scheduling import SCHEDULERS
@@ -67,8 +62,10 @@ def model_profile(graph, rate=2e6):
 
 def budgets(graph, profile, *shares):
     """Between the least and what nothing has to move in."""
-    least = minimum_budget(graph, profile)
-    most = plan_step(graph, profile, budget=math.inf, policy="keep_all").peak_bytes
+    least = minimum_budget(StepRequest(graph, profile))
+    most = plan_step(
+        StepRequest(graph, profile, budget=math.inf, policy="keep_all")
+    ).peak_bytes
     return [least + int(share * (most - least)) for share in shares]
 
 
@@ -83,13 +80,15 @@ def test_planned_is_never_slower_than_a_named_policy(data):
     profile = data.draw(profiles(graph))
     share = data.draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
     (budget,) = budgets(graph, profile, share)
-    ours = plan_step(graph, profile, budget=budget)
+    ours = plan_step(StepRequest(graph, profile, budget=budget))
     assert verify(ours.schedule, budget, granularity=ALIGNMENT) <= budget
     assert ours.policy == "planned"
     for name, scheduler in itertools.product(names(), [*SCHEDULERS.table, None]):
         try:
             other = plan_step(
-                graph, profile, budget=budget, policy=name, scheduler=scheduler
+                StepRequest(
+                    graph, profile, budget=budget, policy=name, scheduler=scheduler
+                )
             )
         except PlanningError as refused:
             assert refused.least_bytes > budget  # noqa: PT017 (either is right)
@@ -105,20 +104,18 @@ def test_planned_is_as_good_as_every_combination(data):
     profile = data.draw(profiles(graph))
     share = data.draw(st.sampled_from([0.1, 0.4, 0.7]))
     (budget,) = budgets(graph, profile, share)
-    preparer = Preparer(graph, profile)
+    request = StepRequest(graph, profile, budget)
     best = math.inf
     largest = sorted(saved, key=lambda s: -s.nbytes)[:4]
     for choices in itertools.product(CHOICES, repeat=len(largest)):
         residency = dict(zip((s.name for s in largest), choices, strict=True))
         try:
-            plan = plan_residency(
-                graph, profile, residency, budget=budget, preparer=preparer
-            )
+            plan = plan_residency(request, residency)
         except PlanningError as refused:
             assert refused.least_bytes > budget  # noqa: PT017 (either is right)
             continue
         best = min(best, plan.prediction.step_ms)
-    ours = plan_step(graph, profile, budget=budget)
+    ours = plan_step(request)
     assert ours.prediction.step_ms <= 1.03 * best
 
 
@@ -127,11 +124,11 @@ def test_planned_is_as_good_as_every_combination(data):
 def test_the_least_budget_works_and_a_byte_less_does_not(data):
     graph = data.draw(training_graphs(most=5, updates=data.draw(st.booleans())))
     profile = data.draw(profiles(graph))
-    least = minimum_budget(graph, profile)
-    plan = plan_step(graph, profile, budget=least)
+    least = minimum_budget(StepRequest(graph, profile))
+    plan = plan_step(StepRequest(graph, profile, budget=least))
     assert verify(plan.schedule, least, granularity=ALIGNMENT) <= least
     with pytest.raises(PlanningError) as caught:
-        plan_step(graph, profile, budget=least - 1)
+        plan_step(StepRequest(graph, profile, budget=least - 1))
     message = str(caught.value)
     assert "bytes) short: node '" in message
     assert f"the least budget that works is {plan_text(least)}" in message
@@ -147,12 +144,12 @@ def plan_text(nbytes):
 def test_planned_needs_less_than_superneurons(name):
     graph = training_graph(get_model(name)(2))
     profile = model_profile(graph)
-    step = Step(graph, profile, 0.0)
-    ours = minimum_budget(graph, profile)
+    step = StepRequest(graph, profile, 0)
+    ours = minimum_budget(step)
     for policy in ("superneurons", "superneurons_speed", "superneurons_memory"):
-        other = prepare(graph, profile, POLICIES.resolve(policy)(step)).least_peak()
+        other = step.rewritten(POLICIES.resolve(policy)(step)).least_peak()
         assert ours < other
-    plan = plan_step(graph, profile, budget=ours, policy="paging")
+    plan = plan_step(StepRequest(graph, profile, budget=ours, policy="paging"))
     assert plan.peak_bytes <= ours
 
 
@@ -163,10 +160,12 @@ def test_more_memory_is_never_slower_on_models(name):
     graph = training_graph(get_model(name)(16))
     profile = model_profile(graph)
     times = [
-        plan_step(graph, profile, budget=budget).prediction.step_ms
+        plan_step(StepRequest(graph, profile, budget=budget)).prediction.step_ms
         for budget in budgets(graph, profile, 0.0, 1.0)
     ]
-    unbounded = plan_step(graph, profile, budget=math.inf).prediction.step_ms
+    unbounded = plan_step(
+        StepRequest(graph, profile, budget=math.inf)
+    ).prediction.step_ms
     assert times[0] >= times[1] >= unbounded
 
 
@@ -179,12 +178,14 @@ def vgg():
 def fits(graph, profile, residency, convolutions, budget):
     try:
         return plan_residency(
-            graph,
-            profile,
+            StepRequest(
+                graph,
+                profile,
+                budget=budget,
+                scheduler="on_demand",
+                convolutions=convolutions,
+            ),
             residency,
-            budget=budget,
-            scheduler="on_demand",
-            convolutions=convolutions,
         )
     except PlanningError:
         return None
@@ -192,35 +193,37 @@ def fits(graph, profile, residency, convolutions, budget):
 
 def test_vdnn_dyn_takes_the_first_that_fits(vgg):
     graph, profile = vgg
-    step = Step(graph, profile, math.inf)
+    step = StepRequest(graph, profile, math.inf)
     conv, every = vdnn_conv(step), vdnn_all(step)
     row = [({}, "fastest"), (conv, "fastest"), (every, "fastest")]
-    ready = prepare(graph, profile, every).least_peak()
+    ready = step.rewritten(every).least_peak()
     most = fits(graph, profile, {}, "fastest", math.inf).peak_bytes
     seen = set()
     for part in range(21):
         budget = ready + (most - ready) * part // 20
-        plan = plan_step(graph, profile, budget=budget, policy="vdnn_dyn")
+        plan = plan_step(StepRequest(graph, profile, budget=budget, policy="vdnn_dyn"))
         assert plan.peak_bytes <= budget
         assert plan.scheduler == "on_demand"
         expected = next(
             (r for r, c in row if fits(graph, profile, r, c, budget) is not None), None
         )
         if expected is None:
-            least = prepare(graph, profile, conv).least_peak()
+            least = step.rewritten(conv).least_peak()
             expected = conv if least <= budget else every
         assert plan.residency == expected
         seen.add(len(plan.residency))
     assert len(seen) > 1
     with pytest.raises(PlanningError, match="short"):
-        plan_step(graph, profile, budget=ready - 1, policy="vdnn_dyn")
+        plan_step(StepRequest(graph, profile, budget=ready - 1, policy="vdnn_dyn"))
 
 
 def test_vdnn_dyn_spends_what_is_left_on_algorithms(vgg):
     graph, profile = vgg
-    least = prepare(graph, profile, vdnn_all(Step(graph, profile, 0.0))).least_peak()
-    plan = plan_step(graph, profile, budget=least + (1 << 19), policy="vdnn_dyn")
-    smallest = fits(graph, profile, vdnn_all(Step(graph, profile, 0.0)), "least", least)
+    request = StepRequest(graph, profile, policy="vdnn_dyn")
+    every = vdnn_all(request)
+    least = request.rewritten(every).least_peak()
+    plan = plan_step(request.within(least + (1 << 19)))
+    smallest = fits(graph, profile, every, "least", least)
     assert {p.steps[0].algo for p in plan.plans.values()} > {"a"}
     assert plan.prediction.compute_ms < smallest.prediction.compute_ms
 
@@ -230,12 +233,14 @@ def test_fixed_convolutions_stay_fixed(vgg):
     plans = {name: front[1] for name, front in profile.fronts.items()}
     for policy in ("planned", "vdnn_dyn", "superneurons"):
         plan = plan_step(
-            graph,
-            profile,
-            budget=10**10,
-            policy=policy,
-            convolutions="fixed",
-            plans=plans,
+            StepRequest(
+                graph,
+                profile,
+                budget=10**10,
+                policy=policy,
+                convolutions="fixed",
+                plans=plans,
+            )
         )
         assert all(plan.plans[n] == plans[n.partition("~")[0]] for n in plan.plans)
 
@@ -247,10 +252,10 @@ def test_exact_residencies_fit(data):
     profile = data.draw(profiles(graph))
     share = data.draw(st.sampled_from([0.1, 0.5, 1.0]))
     (budget,) = budgets(graph, profile, share)
-    preparer = Preparer(graph, profile)
-    found = exact(Step(graph, profile, budget), preparer)
+    request = StepRequest(graph, profile, budget)
+    found = exact(request)
     assume(found is not None)
-    assert preparer(found.residency).least_peak() <= budget
+    assert request.rewritten(found.residency).least_peak() <= budget
     assert found.gap >= 0.0
     assert set(found.residency) <= {s.name for s in saved_tensors(graph)}
 
@@ -258,11 +263,11 @@ def test_exact_residencies_fit(data):
 def test_exact_keeps_everything_where_it_fits():
     graph = training_graph(get_model("lenet")(8))
     profile = model_profile(graph)
-    step = Step(graph, profile, 1e12)
-    found = exact(step, Preparer(graph, profile))
+    request = StepRequest(graph, profile, 1e12)
+    found = exact(request)
     assert found is not None
     assert found.residency == {}
-    unbounded = plan_step(graph, profile, budget=1e12)
+    unbounded = plan_step(request)
     assert found.step_ms == pytest.approx(unbounded.prediction.step_ms)
 
 
@@ -270,10 +275,12 @@ def test_unknown_names_are_refused():
     graph = training_graph(get_model("lenet")(2))
     profile = model_profile(graph)
     with pytest.raises(ValueError, match=r"unknown policy 'x'; choose one of: .*vdnn"):
-        plan_step(graph, profile, budget=1e9, policy="x")
+        plan_step(StepRequest(graph, profile, budget=1e9, policy="x"))
     with pytest.raises(ValueError, match="unknown scheduler 'x'"):
-        plan_step(graph, profile, budget=1e9, scheduler="x")
-    with pytest.raises(ValueError, match="unknown choice 'x' of plans"):
-        plan_step(graph, profile, budget=1e9, convolutions="x")
+        plan_step(StepRequest(graph, profile, budget=1e9, scheduler="x"))
+    with pytest.raises(
+        ValueError, match=r"unknown convolutions 'x'; choose one of: .*fixed"
+    ):
+        plan_step(StepRequest(graph, profile, budget=1e9, convolutions="x"))
     with pytest.raises(ValueError, match="fixed convolutions need their plans"):
-        plan_step(graph, profile, budget=1e9, convolutions="fixed")
+        plan_step(StepRequest(graph, profile, budget=1e9, convolutions="fixed"))

@@ -22,6 +22,7 @@ from mucudnn.passes.planning.plan_step import (
     plan_step,
     policy_names,
 )
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.simulate import simulate
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
@@ -31,16 +32,18 @@ from tests.schedule_oracle import verify
 def found_by_all(data, graph, profile):
     """One step of everything that returns one."""
     policy = data.draw(st.sampled_from(policy_names()))
-    least = minimum_budget(graph, profile, policy=policy)
+    least = minimum_budget(StepRequest(graph, profile, policy=policy))
     budget = least + data.draw(st.integers(0, 20)) * 1000
     way = {"budget": budget, "policy": policy}
     yield unbounded(graph, profile)
-    yield plan_of_least(graph, profile, policy=policy)
-    yield try_technique(graph, profile, policy, "timed", budget).plan
+    yield plan_of_least(StepRequest(graph, profile, policy=policy))
+    yield try_technique(
+        StepRequest(graph, profile, policy=policy, scheduler="timed", budget=budget)
+    ).plan
     given_ones = data.draw(residencies(graph))
-    yield plan_residency(graph, profile, given_ones, budget=float("inf"))
-    yield place_step(graph, profile, **way).plan
-    plan = plan_step(graph, profile, **way)
+    yield plan_residency(StepRequest(graph, profile, budget=float("inf")), given_ones)
+    yield place_step(StepRequest(graph, profile, **way)).plan
+    plan = plan_step(StepRequest(graph, profile, **way))
     yield plan
     yield shortest(plan, profile)
     bare = with_least_workspaces(plan, profile)

@@ -13,12 +13,12 @@ from mucudnn.models import MODELS
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.recompute_chains import EXPENSIVE, chain, is_checkpoint
 from mucudnn.passes.planning.plan_step import policy_names
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
     POLICIES,
     Residency,
-    Step,
     saved_tensors,
 )
 from tests.examples import examples
@@ -48,7 +48,7 @@ def flat_profile(graph, ms=1.0, rate=1e6):
 
 
 def step_of(graph, budget=math.inf):
-    return Step(graph, flat_profile(graph), budget)
+    return StepRequest(graph, flat_profile(graph), budget)
 
 
 def alexnet():
@@ -103,7 +103,7 @@ def test_a_chain_needs_nothing_that_is_not_there(data):
 @given(data=st.data(), name=st.sampled_from(sorted(NAMES)))
 def test_policies_speak_of_saved_tensors_only(data, name):
     graph = data.draw(training_graphs())
-    step = Step(graph, data.draw(profiles(graph)), data.draw(st.floats(0, 1e6)))
+    step = StepRequest(graph, data.draw(profiles(graph)), data.draw(st.floats(0, 1e6)))
     found = POLICIES.resolve(name)(step)
     groups = {EVERYTHING, PERSISTENTS}
     assert set(found) <= {s.name for s in saved_tensors(graph)} | groups
@@ -173,7 +173,7 @@ def test_a_slow_link_has_more_computed_again():
     policy = POLICIES.resolve("cost_based")
 
     def again(rate):
-        found = policy(Step(graph, flat_profile(graph, rate=rate), 0.0))
+        found = policy(StepRequest(graph, flat_profile(graph, rate=rate), 0.0))
         return sum(choice is Residency.RECOMPUTE for choice in found.values())
 
     assert again(1e12) == 0

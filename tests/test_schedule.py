@@ -8,8 +8,8 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Role, TensorSpec
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
 from mucudnn.passes.liveness import peak_bytes
-from mucudnn.passes.scheduling.keep_all import keep_all
 from tests.graphs import graphs, scratch
+from tests.plain_schedule import keep_all
 from tests.schedule_oracle import verify
 
 

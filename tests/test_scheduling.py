@@ -9,7 +9,8 @@ from hypothesis import given, strategies as st
 from mucudnn.errors import PlanningError, ScheduleError
 from mucudnn.ir.schedule import Alloc, Compute, Free, SwapIn, SwapOut, Wait
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.evaluate import first_plans, plan_residency, prepare
+from mucudnn.passes.planning.evaluate import first_plans, plan_residency
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import PERSISTENTS, Residency
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.scheduling.intervals import least_occupancy, split
@@ -31,9 +32,11 @@ def test_schedules_keep_every_rule_and_the_budget(data, scheduler):
     graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
     profile = data.draw(profiles(graph))
     residency = data.draw(residencies(graph))
-    least = prepare(graph, profile, residency).least_peak()
+    least = StepRequest(graph, profile).rewritten(residency).least_peak()
     budget = least + data.draw(st.sampled_from([0, 1, 512, 3000, 20_000, 10**9]))
-    plan = plan_residency(graph, profile, residency, budget=budget, scheduler=scheduler)
+    plan = plan_residency(
+        StepRequest(graph, profile, budget=budget, scheduler=scheduler), residency
+    )
     assert verify(plan.schedule, budget, granularity=ALIGNMENT) == plan.peak_bytes
     fronts = profile.fronts
     for name, chosen in plan.plans.items():
@@ -47,9 +50,12 @@ def test_a_byte_less_than_the_least_is_refused(data, scheduler):
     graph = data.draw(training_graphs())
     profile = data.draw(profiles(graph))
     residency = data.draw(residencies(graph))
-    least = prepare(graph, profile, residency).least_peak()
+    least = StepRequest(graph, profile).rewritten(residency).least_peak()
     with pytest.raises(PlanningError, match=r"1 B \(1 bytes\) short: node '"):
-        plan_residency(graph, profile, residency, budget=least - 1, scheduler=scheduler)
+        plan_residency(
+            StepRequest(graph, profile, budget=least - 1, scheduler=scheduler),
+            residency,
+        )
 
 
 @examples(40)
@@ -58,7 +64,9 @@ def test_nothing_moves_that_has_room(data, scheduler):
     graph = data.draw(training_graphs())
     profile = data.draw(profiles(graph))
     residency = data.draw(residencies(graph))
-    plan = plan_residency(graph, profile, residency, budget=10**12, scheduler=scheduler)
+    plan = plan_residency(
+        StepRequest(graph, profile, budget=10**12, scheduler=scheduler), residency
+    )
     moved = [
         i.tensor for i in plan.schedule.instructions if isinstance(i, SwapOut | SwapIn)
     ]
@@ -74,7 +82,7 @@ def test_nothing_moves_that_has_room(data, scheduler):
 def test_the_ledger_of_stays_is_their_sum(data):
     graph = data.draw(training_graphs())
     profile = data.draw(profiles(graph))
-    ready = prepare(graph, profile, data.draw(residencies(graph)))
+    ready = StepRequest(graph, profile).rewritten(data.draw(residencies(graph)))
     n = len(ready.graph.nodes)
     stays = [
         stay
@@ -126,8 +134,10 @@ def moves(paged=None):
     graph, profile, residency = layers()
     if paged is not None:
         residency = {**residency, paged: Residency.PAGE}
-    least = prepare(graph, profile, residency).least_peak()
-    return plan_residency(graph, profile, residency, budget=least + 512).schedule
+    least = StepRequest(graph, profile).rewritten(residency).least_peak()
+    return plan_residency(
+        StepRequest(graph, profile, budget=least + 512), residency
+    ).schedule
 
 
 def test_weights_are_carried_from_step_to_step():
@@ -157,8 +167,8 @@ def test_verify_misses_no_instruction(moving, kind):
 def test_stays_of_a_storage_do_not_meet(data):
     graph = data.draw(training_graphs())
     profile = data.draw(profiles(graph))
-    ready = prepare(graph, profile, data.draw(residencies(graph)))
-    plans = first_plans(ready.profile, "least", None)
+    ready = StepRequest(graph, profile).rewritten(data.draw(residencies(graph)))
+    plans = first_plans(ready.profile, "least")
     problem = ready.problem(plans, ready.least_peak() + 512)
     last = {}
     for stay in timed(problem)[0]:

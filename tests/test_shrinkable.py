@@ -19,6 +19,7 @@ from mucudnn.passes.placement.shrinkable import (
 )
 from mucudnn.passes.planning.evaluate import plan_residency, state_bytes
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling.intervals import Stay
 from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
 from tests.examples import examples
@@ -103,11 +104,17 @@ def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(model, share, sche
     forward = get_model(model)(8)
     graph = with_updates(training_graph(forward), Momentum(learning_rate=0.1))
     profile = estimate(graph, DEVICES["p100"])
-    least = minimum_budget(graph, profile)
-    whole = plan_residency(graph, profile, {}, budget=float("inf"))
+    least = minimum_budget(StepRequest(graph, profile))
+    whole = plan_residency(StepRequest(graph, profile, budget=float("inf")), {})
     budget = least + int(share * (whole.peak_bytes - least))
     plan = plan_step(
-        graph, profile, budget=int(0.97 * budget), policy="planned", scheduler=scheduler
+        StepRequest(
+            graph,
+            profile,
+            budget=int(0.97 * budget),
+            policy="planned",
+            scheduler=scheduler,
+        )
     )
     resident = state_bytes(plan.schedule.graph, plan.schedule.resident)
     found = fit_to_arena(plan, profile, budget - resident)

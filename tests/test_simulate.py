@@ -13,7 +13,8 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.planning.evaluate import plan_residency, prepare
+from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency, saved_tensors
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.simulate import simulate
@@ -100,9 +101,11 @@ def test_no_step_is_faster_than_its_bound(data, scheduler):
     graph = data.draw(training_graphs())
     profile = data.draw(profiles(graph))
     residency = data.draw(residencies(graph))
-    least = prepare(graph, profile, residency).least_peak()
+    least = StepRequest(graph, profile).rewritten(residency).least_peak()
     budget = least + data.draw(st.sampled_from([0, 512, 4096, 30_000]))
-    plan = plan_residency(graph, profile, residency, budget=budget, scheduler=scheduler)
+    plan = plan_residency(
+        StepRequest(graph, profile, budget=budget, scheduler=scheduler), residency
+    )
     found = plan.prediction
     slack = 1e-9 * max(1.0, found.step_ms)
     assert found.bound_ms <= found.step_ms + slack
@@ -120,7 +123,9 @@ def test_no_step_is_faster_than_its_bound(data, scheduler):
 def test_a_step_without_copies_is_the_sum_of_its_nodes(data):
     graph = data.draw(training_graphs())
     profile = data.draw(profiles(graph))
-    plan = plan_residency(graph, profile, {}, budget=math.inf, convolutions="fastest")
+    plan = plan_residency(
+        StepRequest(graph, profile, budget=math.inf, convolutions="fastest"), {}
+    )
     total = math.fsum(
         plan.plans[n.name].time_ms if n.op == "conv" else profile.node_ms[n.name]
         for n in graph.nodes
@@ -139,7 +144,7 @@ def test_links_without_end_leave_no_stall():
         out_bytes_per_ms=math.inf,
         in_bytes_per_ms=math.inf,
     )
-    least = prepare(graph, fast, residency).least_peak()
-    plan = plan_residency(graph, fast, residency, budget=least)
+    least = StepRequest(graph, fast).rewritten(residency).least_peak()
+    plan = plan_residency(StepRequest(graph, fast, budget=least), residency)
     assert plan.prediction.out_bytes > 0
     assert plan.prediction.step_ms == pytest.approx(plan.prediction.compute_ms)

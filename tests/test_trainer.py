@@ -11,10 +11,11 @@ import pytest
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam, Momentum, Sgd
+from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit, plans_of
-from mucudnn.runtime.training.step_graphs import prepare
+from mucudnn.runtime.training.placed_steps import place_steps
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.training.training_graphs import step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -138,7 +139,9 @@ def test_every_schedule_it_runs_is_valid():
     tuner = Tuner(backend="null", rule=QUICK)
     for graph in graphs:
         for order in ("builder", "least_peak"):
-            verify(prepare(tuner, graph, order=order).schedule)
+            (placed,) = place_steps(tuner, [graph], order=order)
+            peak = verify(placed.schedule, granularity=ALIGNMENT)
+            assert peak == placed.plan.peak_bytes
 
 
 def test_memory_is_what_lies_in_it():

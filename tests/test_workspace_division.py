@@ -22,8 +22,7 @@ from mucudnn.passes.microbatch import (
     workspace_division,
     workspace_division_exact,
 )
-from mucudnn.passes.planning.evaluate import Preparer
-from mucudnn.passes.residency import Step
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency.milp import exact
 from tests.examples import examples
 from tests.tables import divisions, perf, perf_tables, problem
@@ -236,9 +235,7 @@ def test_no_plan_depends_on_a_clock(monkeypatch):
     graph = training_graph(get_model("lenet")(8))
     profile = model_profile(graph)
     (budget,) = budgets(graph, profile, 0.5)
-    found = [
-        exact(Step(graph, profile, budget), Preparer(graph, profile)) for _ in range(2)
-    ]
+    found = [exact(StepRequest(graph, profile, budget)) for _ in range(2)]
     assert found[0] == found[1]
     assert len(started) >= 4
     for command in started:

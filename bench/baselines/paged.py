@@ -24,8 +24,11 @@ from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostTier, Tier
 from mucudnn.runtime.executor.memory_pool import Pool, PoolStatistics
 from mucudnn.runtime.training.feeds import fed
-from mucudnn.runtime.training.profiler import kernel_of, kernel_workspaces
-from mucudnn.runtime.training.working_set import WorkingSet
+from mucudnn.runtime.training.working_set import (
+    WorkingSet,
+    kernel_of,
+    kernel_workspaces,
+)
 
 __all__ = ["PagedExecutor", "least_pool_bytes"]
 

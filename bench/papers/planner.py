@@ -15,9 +15,10 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.planning.comparison import least_budget, unbounded
+from mucudnn.passes.planning.comparison import unbounded
 from mucudnn.passes.planning.evaluate import StepPlan
 from mucudnn.passes.planning.plan_step import PLANNED, minimum_budget, plan_step
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.studies.memory_study import StepSpec
 
 __all__ = ["Estimated", "estimated", "plan", "plan_all"]
@@ -40,7 +41,7 @@ class Estimated:
     @property
     def sizes(self) -> dict[str, float]:
         """What it needs at the least and at the most, in MiB."""
-        least = minimum_budget(self.graph, self.profile)
+        least = minimum_budget(StepRequest(self.graph, self.profile))
         return {
             "least_mib": least / MIB,
             "unbounded_mib": self.unbounded.peak_bytes / MIB,
@@ -59,14 +60,16 @@ class Estimated:
         row: dict[str, Any] = {"policy": policy, "asked": scheduler or "any"}
         try:
             plan = plan_step(
-                self.graph,
-                self.profile,
-                budget=budget,
-                policy=policy,
-                scheduler=scheduler,
+                StepRequest(
+                    self.graph,
+                    self.profile,
+                    budget=budget,
+                    policy=policy,
+                    scheduler=scheduler,
+                )
             )
         except PlanningError:
-            needs = least_budget(self.graph, self.profile, policy)
+            needs = minimum_budget(StepRequest(self.graph, self.profile, policy=policy))
             return row | {
                 "scheduler": scheduler,
                 "fits": False,

@@ -10,8 +10,9 @@ from bench.papers.capacity import GIB
 from bench.papers.models import MODELS, of_library
 from bench.papers.planner import estimated
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.planning.comparison import largest_batch, least_budget
-from mucudnn.passes.planning.plan_step import PLANNED
+from mucudnn.passes.planning.comparison import largest_batch_within
+from mucudnn.passes.planning.plan_step import PLANNED, minimum_budget
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.studies.memory_study import StepSpec
 
 __all__ = ["DEEPEST", "batch_within", "least_bytes", "planned_batch", "planned_depth"]
@@ -65,7 +66,7 @@ def batch_within(model: str, image: int, policy: str, nbytes: int) -> int:
         half *= 2
     low, high = least(half), least(2 * half)
     guess = half + half * (nbytes - low) // max(1, high - low)
-    return largest_batch(lambda batch: least(batch) <= nbytes, guess=max(1, guess))
+    return largest_batch_within(least, nbytes, start=max(1, guess))
 
 
 def planned_depth(batch: int, nbytes: int, most: int = DEEPEST) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def planned_depth(batch: int, nbytes: int, most: int = DEEPEST) -> dict[str, Any
 
     few, more = least(8), least(16)
     guess = 16 + 8 * (nbytes - more) // max(1, more - few)
-    n = largest_batch(lambda n: least(n) <= nbytes, guess=max(1, guess), most=most)
+    n = largest_batch_within(least, nbytes, start=max(1, guess), most=most)
     return {
         "technique": PLANNED,
         "batch": batch,
@@ -96,4 +97,4 @@ def least_bytes(model: str, image: int, batch: int, policy: str) -> int:
     """The least budget of a step with momentum on the K40c."""
     graph = StepSpec(model=model, batch=batch, image=image).graph()
     profile = estimate(graph, _DEVICE, batch_policy="undivided")
-    return least_budget(graph, profile, policy)
+    return minimum_budget(StepRequest(graph, profile, policy=policy))

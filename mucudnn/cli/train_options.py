@@ -38,7 +38,7 @@ __all__ = [
 
 _MOST_REAL = 1e30  # what float32 holds, with room to multiply
 
-orders = table("ordering.orders", "ORDERS")
+orders = table("ordering", "ORDERS")
 schedulers = table("scheduling", "SCHEDULERS")
 
 

@@ -5,229 +5,42 @@ else, but for convolutions that recordings of the device know. Ctrl-C ends a stu
 what is done.
 """
 
-import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph, Role
-from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.shapes import Ints
 from mucudnn.ir.sizes import parse_bytes
-from mucudnn.models import IMAGE, get_model, network_name
-from mucudnn.notebook import drawn
-from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.ordering import Order, ordered
+from mucudnn.models import IMAGE
 from mucudnn.passes.planning.comparison import (
     Technique,
     best_technique,
     largest_batch_within,
-    least_budget,
-    own_scheduler,
     try_technique,
     unbounded,
 )
-from mucudnn.passes.planning.evaluate import StepPlan, state_bytes
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
-from mucudnn.passes.planning.plan_step import PLANNED, check_policy, policy_names
+from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.registry import by_name, name_of
-from mucudnn.passes.residency import ResidencyPolicy
+from mucudnn.passes.residency import (
+    PLANNED,
+    ResidencyPolicy,
+    check_policy,
+    policy_names,
+)
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-from mucudnn.studies.step_costs import CPU, Coverage, StepCosts
+from mucudnn.studies.memory_findings import MemoryStudy, StepSpec
+from mucudnn.studies.step_costs import CPU, StepCosts
 
 __all__ = ["CPU", "SHARES", "MemoryStudy", "StepSpec", "study_memory"]
 
 SHARES = (1.0, 0.7, 0.5, 0.3)
 """Budgets of the curve, as shares of what the unbounded step takes; then the least."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSpec:
-    """Which training step.
-
-    Attributes:
-        model: As `get_model` knows it: a name, or a function of the batch; or a graph
-            for that batch.
-        batch: Images in a mini-batch.
-        image: Another size of image than the model's.
-        optimizer: A name in `OPTIMIZERS`, or an optimizer.
-        order: A name in `ORDERS`, or a function.
-        device: `cpu`, or a name in `DEVICES`.
-    """
-
-    model: str | Callable[..., Graph] | Graph
-    batch: int
-    image: Ints | None = None
-    optimizer: str | Optimizer = "momentum"
-    order: str | Order = "builder"
-    device: str = "h200"
-
-    @property
-    def title(self) -> str:
-        """What the network is called."""
-        return "graph" if isinstance(self.model, Graph) else network_name(self.model)
-
-    def graph(self, batch: int | None = None) -> Graph:
-        """The training step with its updates, in its order.
-
-        Raises:
-            ValueError: A name is not known, or a size out of range.
-        """
-        if isinstance(self.model, Graph):
-            forward = self.model
-        else:
-            forward = get_model(self.model)(batch or self.batch, image=self.image)
-        step = with_updates(training_graph(forward), optimizer_of(self.optimizer))
-        return ordered(self.order, step)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryStudy:
-    """What came of it.
-
-    Attributes:
-        spec: The step.
-        image: Shape of an image: (C, *spatial).
-        parameters: Elements of all parameters.
-        budget: Bytes.
-        unbounded: The step with all the memory it could use.
-        minimum: The least budget that any of the techniques can run it in.
-        figures: What costs are based on, in words.
-        convolutions: How many of them are measured.
-        techniques: One for every policy and scheduler.
-        placed: The best of them with fixed offsets in one arena, if places were found.
-        unplaced: Why none were, where there is a best one.
-        curve: The same under several budgets, with the first of the schedulers.
-        max_batch: Policy -> the largest mini-batch within the budget, if asked for.
-        min_budget: Policy -> the least budget, if asked for.
-        interrupted: Whether Ctrl-C ended it early.
-    """
-
-    spec: StepSpec
-    image: tuple[int, ...]
-    parameters: int
-    budget: int
-    unbounded: StepPlan
-    minimum: int | None
-    figures: Mapping[str, str]
-    convolutions: Coverage
-    techniques: tuple[Technique, ...]
-    placed: PlacedStep | None = None
-    unplaced: str = ""
-    curve: tuple[Technique, ...] = ()
-    max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    interrupted: bool = False
-
-    @property
-    def measured(self) -> bool:
-        """Whether all times are measurements, none estimates."""
-        return self.spec.device == CPU
-
-    @property
-    def device(self) -> str:
-        """The device in words."""
-        if self.measured:
-            return "measured on the CPU"
-        estimated = f"estimated for {get_device(self.spec.device).title}"
-        if not self.convolutions.measured:
-            return estimated
-        return f"{estimated}, {self.convolutions.words} convolutions measured"
-
-    @property
-    def costs(self) -> str:
-        """In a word or two, what times are."""
-        if self.measured:
-            return "measured"
-        return "partly measured" if self.convolutions.measured else "estimated"
-
-    @property
-    def unbounded_ms(self) -> float:
-        """Predicted time of the unbounded step."""
-        return self.unbounded.prediction.step_ms
-
-    @property
-    def best(self) -> Technique | None:
-        """The fastest that fits."""
-        return best_technique(self.techniques)
-
-    def slowdown(self, technique: Technique) -> float | None:
-        """A step's time over the unbounded one's."""
-        ms = technique.step_ms
-        return None if ms is None else ms / self.unbounded_ms
-
-    def to_json(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return {
-            "schema": 1,
-            "model": self.spec.title,
-            "batch": self.spec.batch,
-            "image": list(self.image),
-            "parameters": self.parameters,
-            "optimizer": name_of(self.spec.optimizer),
-            "order": name_of(self.spec.order),
-            "device": self.spec.device,
-            "costs": self.costs,
-            "figures": dict(self.figures),
-            "convolutions": dataclasses.asdict(self.convolutions),
-            "budget_bytes": self.budget,
-            "unbounded_bytes": self.unbounded.peak_bytes,
-            "minimum_bytes": self.minimum,
-            "rows": [self._row(technique) for technique in self.techniques],
-            "placed": self.placed and _placed(self.placed),
-            "curve": [{"budget_bytes": t.budget, **self._row(t)} for t in self.curve],
-            "max_batch": dict(self.max_batch),
-            "min_budget_bytes": dict(self.min_budget),
-            "interrupted": self.interrupted,
-        }
-
-    def _repr_html_(self) -> str:
-        """For notebooks."""
-        return drawn("memory_study", self)
-
-    def _row(self, technique: Technique) -> dict[str, Any]:
-        plan = technique.plan
-        prediction = None if plan is None else plan.prediction
-        return {
-            "policy": technique.policy,
-            "scheduler": technique.scheduler,
-            "peak_bytes": technique.peak_bytes,
-            "fits": technique.fits,
-            "short_bytes": technique.short_bytes,
-            "offloaded_bytes": prediction and prediction.out_bytes,
-            "hosted_bytes": plan and _hosted_bytes(plan),
-            "recomputed_nodes": plan and plan.recomputed,
-            "predicted_ms": technique.step_ms,
-            "unbounded_ms": self.unbounded_ms,
-            "bound_ms": prediction and prediction.bound_ms,
-            "slowdown": self.slowdown(technique),
-            "stalls_ms": dict(prediction.stalls_ms) if prediction else None,
-            "best": technique is self.best,
-        }
-
-
-def _placed(placed: PlacedStep) -> dict[str, Any]:
-    return {
-        "policy": placed.plan.policy,
-        "scheduler": placed.plan.scheduler,
-        "arena_bytes": placed.layout.nbytes,
-        "resident_bytes": placed.state_bytes,
-        "live_peak_bytes": placed.layout.live_peak,
-        "fragmentation": placed.layout.fragmentation,
-        "predicted_ms": placed.plan.prediction.step_ms,
-    }
-
-
-def _hosted_bytes(plan: StepPlan) -> int:
-    """Bytes of parameters and state that are at home on the host."""
-    return state_bytes(plan.schedule.graph, plan.schedule.hosted)
 
 
 def study_memory(
@@ -329,13 +142,13 @@ class _Study:
         budget: int | None,
         say: Callable[[str, int, int], None],
     ) -> None:
-        self._spec, self._graph, self._costs = spec, graph, costs
+        self._spec, self._costs = spec, costs
         self._policies = by_name("policies", policies)
         self._schedulers = by_name("schedulers", schedulers)
         self._say = say
-        self._profile = costs.profile
+        self._step = StepRequest(graph, costs.profile)
         say("the step without a budget", 0, 1)
-        self._unbounded = unbounded(self._graph, self._profile)
+        self._unbounded = unbounded(graph, costs.profile)
         self._budget = _memory_of(spec.device) if budget is None else budget
         self._minimum: int | None = None
         self._techniques: list[Technique] = []
@@ -362,8 +175,8 @@ class _Study:
             interrupted = True
         return MemoryStudy(
             spec=self._spec,
-            image=tuple(self._graph.tensors[IMAGE].shape[1:]),
-            parameters=self._graph.parameter_count,
+            image=tuple(self._step.graph.tensors[IMAGE].shape[1:]),
+            parameters=self._step.graph.parameter_count,
             budget=self._budget,
             unbounded=self._unbounded,
             minimum=self._minimum,
@@ -378,39 +191,35 @@ class _Study:
             interrupted=interrupted,
         )
 
-    def _schedulers_of(self, policy: str) -> Sequence[str]:
-        return tuple(self._schedulers) or (own_scheduler(policy),)
-
-    def _try(self, policy: str, scheduler: str, budget: int) -> Technique:
-        return try_technique(
-            self._graph,
-            self._profile,
-            self._policies[policy],
-            self._schedulers.get(scheduler, scheduler),
-            budget,
-        )
+    def _requests(self, step: StepRequest, policy: str) -> list[StepRequest]:
+        """A step by one policy and each of the schedulers, or the policy's own."""
+        asked = replace(step, policy=self._policies[policy])
+        schedulers = self._schedulers.values() or (asked.timing,)
+        return [asked.scheduled(scheduler) for scheduler in schedulers]
 
     def _try_techniques(self) -> None:
-        pairs = [(p, s) for p in self._policies for s in self._schedulers_of(p)]
-        for i, (policy, scheduler) in enumerate(pairs):
-            self._say(f"{policy}, {scheduler}", i, len(pairs))
-            self._techniques.append(self._try(policy, scheduler, self._budget))
+        step = self._step.within(self._budget)
+        asked = [r for policy in self._policies for r in self._requests(step, policy)]
+        for i, request in enumerate(asked):
+            policy, scheduler = name_of(request.policy), name_of(request.timing)
+            self._say(f"{policy}, {scheduler}", i, len(asked))
+            self._techniques.append(try_technique(request))
 
     def _place_best(self) -> None:
         best = best_technique(self._techniques)
-        if best is not None:
-            self._say("places in the arena", 0, 1)
-            try:
-                self._placed = place_step(
-                    self._graph,
-                    self._profile,
-                    budget=self._budget,
-                    policy=self._policies[best.policy],
-                    scheduler=self._schedulers.get(best.scheduler, best.scheduler),
-                    plan=best.plan,
-                )
-            except PlanningError as e:
-                self._unplaced = str(e)
+        if best is None:
+            return
+        self._say("places in the arena", 0, 1)
+        step = self._step.within(self._budget)
+        (request,) = (
+            request
+            for request in self._requests(step, best.policy)
+            if name_of(request.timing) == best.scheduler
+        )
+        try:
+            self._placed = place_step(request, best.plan)
+        except PlanningError as e:
+            self._unplaced = str(e)
 
     def _try_budgets(self) -> None:
         most = self._unbounded.peak_bytes
@@ -420,44 +229,32 @@ class _Study:
         pairs = [(budget, policy) for budget in budgets for policy in self._policies]
         for i, (budget, policy) in enumerate(pairs):
             self._say(f"{policy} within {budget / most:.0%}", i, len(pairs))
-            self._curve.append(
-                self._try(policy, self._schedulers_of(policy)[0], budget)
-            )
+            request, *_ = self._requests(self._step.within(budget), policy)
+            self._curve.append(try_technique(request))
 
-    def _least(self, policy: str) -> int:
+    def _least(self, step: StepRequest, policy: str) -> int:
         """The least budget of a policy with any of its schedulers."""
-        return self._least_of(self._graph, self._profile, policy)
-
-    def _least_of(self, graph: Graph, profile: Profile, policy: str) -> int:
-        return min(
-            least_budget(
-                graph,
-                profile,
-                self._policies[policy],
-                self._schedulers.get(scheduler, scheduler),
-            )
-            for scheduler in self._schedulers_of(policy)
-        )
+        return min(map(minimum_budget, self._requests(step, policy)))
 
     def _least_of_all(self) -> int:
         """The least budget of any technique; none needs less than our own search."""
         ours = (PLANNED,) if PLANNED in self._policies else self._policies
-        return min(map(self._least, ours))
+        return min(self._least(self._step, policy) for policy in ours)
 
     def _find_min_budgets(self) -> None:
         for i, policy in enumerate(self._policies):
             self._say(f"least budget of {policy}", i, len(self._policies))
-            self._min_budget[policy] = self._least(policy)
+            self._min_budget[policy] = self._least(self._step, policy)
 
     def _find_max_batches(self) -> None:
         @functools.cache
-        def step(batch: int) -> tuple[Graph, Profile]:
+        def step(batch: int) -> StepRequest:
             graph = self._spec.graph(batch)
-            return graph, self._costs.at_another_batch(graph)
+            return StepRequest(graph, self._costs.at_another_batch(graph))
 
         @functools.cache
         def least(batch: int, policy: str) -> int:
-            return self._least_of(*step(batch), policy)
+            return self._least(step(batch), policy)
 
         for i, policy in enumerate(self._policies):
 

@@ -4,7 +4,6 @@ A policy that does not fit is a row too: it says how many bytes it is short of.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -12,23 +11,14 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.planning.evaluate import StepPlan, plan_residency
-from mucudnn.passes.planning.plan_step import (
-    PLANNED,
-    VDNN_DYN,
-    minimum_budget,
-    plan_step,
-)
+from mucudnn.passes.planning.plan_step import plan_step
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.registry import name_of
-from mucudnn.passes.residency import ResidencyPolicy
-from mucudnn.passes.scheduling import Scheduler
 
 __all__ = [
     "Technique",
     "best_technique",
-    "largest_batch",
     "largest_batch_within",
-    "least_budget",
-    "own_scheduler",
     "try_technique",
     "unbounded",
 ]
@@ -77,96 +67,24 @@ class Technique:
 
 def unbounded(graph: Graph, profile: Profile) -> StepPlan:
     """The step with all the memory it could use: the fastest plans, nothing moved."""
-    return plan_residency(graph, profile, {}, budget=math.inf, policy="keep_all")
+    return plan_residency(StepRequest(graph, profile, policy="keep_all"), {})
 
 
-def own_scheduler(policy: str | ResidencyPolicy) -> str:
-    """The scheduler of a policy for which no other is asked for."""
-    return "on_demand" if policy == VDNN_DYN else "timed"
-
-
-def try_technique(
-    graph: Graph,
-    profile: Profile,
-    policy: str | ResidencyPolicy,
-    scheduler: str | Scheduler,
-    budget: int,
-) -> Technique:
-    """Plan a step by one policy and one scheduler.
-
-    Args:
-        graph: A training graph that nothing has made in-place yet.
-        profile: Of it.
-        policy: A name in `policy_names()`, or a function.
-        scheduler: A name in `SCHEDULERS`, or a function.
-        budget: Bytes for everything, parameters and state included.
-
-    Raises:
-        ValueError: A name is not known.
-    """
+def try_technique(request: StepRequest) -> Technique:
+    """Plan a step by one policy and one scheduler."""
+    policy, scheduler = name_of(request.policy), name_of(request.timing)
+    budget = int(request.budget)
     try:
-        plan = plan_step(
-            graph, profile, budget=budget, policy=policy, scheduler=scheduler
-        )
+        plan = plan_step(request.scheduled(request.timing))
     except PlanningError as e:
-        least = e.least_bytes
-        return Technique(name_of(policy), name_of(scheduler), budget, None, least)
-    return Technique(name_of(policy), name_of(scheduler), budget, plan)
+        return Technique(policy, scheduler, budget, None, e.least_bytes)
+    return Technique(policy, scheduler, budget, plan)
 
 
 def best_technique(techniques: Iterable[Technique]) -> Technique | None:
     """The fastest that fits; of equally fast ones that with the lowest peak."""
     fitting = [t for t in techniques if t.step_ms is not None]
     return min(fitting, key=lambda t: (t.step_ms or 0.0, t.peak_bytes), default=None)
-
-
-def least_budget(
-    graph: Graph,
-    profile: Profile,
-    policy: str | ResidencyPolicy = PLANNED,
-    scheduler: str | Scheduler | None = None,
-) -> int:
-    """The least bytes that a policy can run a step in; see `minimum_budget`."""
-    return minimum_budget(graph, profile, policy=policy, scheduler=scheduler)
-
-
-def largest_batch(
-    fits: Callable[[int], bool],
-    *,
-    guess: int = 1,
-    most: int = 1 << 20,
-    progress: Callable[[int], None] | None = None,
-) -> int:
-    """The largest mini-batch that fits; 0 if none does.
-
-    By growing steps away from a guess, then bisection.
-
-    Args:
-        fits: Whether a batch does; what holds for one holds for all smaller ones.
-        guess: Where to begin; a good one saves trials.
-        most: Where to stop looking.
-        progress: Called with every batch before it is tried.
-    """
-
-    def works(batch: int) -> bool:
-        if not 0 < batch <= most:
-            return batch <= 0
-        if progress is not None:
-            progress(batch)
-        return fits(batch)
-
-    low = high = min(max(1, guess), most)
-    stride = 1
-    if works(low):
-        while works(high := low + stride):
-            low, stride = high, 2 * stride
-    else:
-        while not works(low := max(0, high - stride)):
-            high, stride = low, 2 * stride
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if works(middle) else (low, middle)
-    return low
 
 
 def largest_batch_within(

@@ -1,7 +1,9 @@
 """Residencies: what a policy decides about, and every policy that ships."""
 
 from collections.abc import Mapping
+from typing import Any
 
+from mucudnn.ir.graph import Graph
 from mucudnn.passes.registry import ALL, Strategies, name_of
 from mucudnn.passes.residency.choice import (
     EVERYTHING,
@@ -38,7 +40,10 @@ __all__ = [
     "ResidencyPolicy",
     "Saved",
     "Step",
+    "check_policy",
+    "check_residencies",
     "decide",
+    "policy_names",
     "saved_tensors",
 ]
 
@@ -66,8 +71,30 @@ POLICIES: Strategies[ResidencyPolicy] = Strategies(
 )
 """What leaves; more join by `register` or by an entry point of the group.
 
-`planned` and `vdnn_dyn` decide more than residencies: see `passes.planned`.
+`planned` and `vdnn_dyn` decide more than residencies: see `passes.planning`.
 """
+
+
+def policy_names() -> tuple[str, ...]:
+    """What is taken as a policy, beside functions."""
+    return (PLANNED, VDNN_DYN, *POLICIES.names)
+
+
+def check_policy(policy: str | ResidencyPolicy) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        ValueError: A name is not known; the message lists those that are.
+        TypeError: It is neither a name nor a function.
+    """
+    if isinstance(policy, str):
+        if policy in (PLANNED, VDNN_DYN) or policy in POLICIES.table:
+            return
+        names = policy_names()
+        if policy not in names:
+            valid = ", ".join(sorted(names))
+            raise ValueError(f"unknown policy {policy!r}; choose one of: {valid}")
+    POLICIES.resolve(policy)
 
 
 def decide(policy: str | ResidencyPolicy, step: Step) -> Mapping[str, Residency]:
@@ -77,31 +104,32 @@ def decide(policy: str | ResidencyPolicy, step: Step) -> Mapping[str, Residency]
         TypeError: It decides on something else than residencies by name.
         ValueError: It is not known, or names a tensor that the step does not have.
     """
-    name = name_of(policy)
-    found = POLICIES.resolve(policy)(step)
-    _check_mapping(name, found)
-    for tensor, choice in found.items():
-        if tensor not in step.graph.tensors and tensor not in (EVERYTHING, PERSISTENTS):
-            raise ValueError(
-                f"residency policy {name!r} names {tensor!r}, which is no tensor of "
-                "the step; saved_tensors(step.graph) has those that may leave"
-            )
-        _check_residency(name, tensor, choice)
+    name = f"residency policy {name_of(policy)!r}"
+    found: object = POLICIES.resolve(policy)(step)
+    if not isinstance(found, Mapping):
+        raise TypeError(
+            f"{name} returned {found!r}; a mapping from names of tensors to Residency "
+            "is wanted, such as {} to keep everything"
+        )
+    check_residencies(name, found, step.graph)
     return found
 
 
-def _check_mapping(name: str, found: object) -> None:
-    if not isinstance(found, Mapping):
-        raise TypeError(
-            f"residency policy {name!r} returned {found!r}; a mapping from names of "
-            "tensors to Residency is wanted, such as {} to keep everything"
-        )
+def check_residencies(whose: str, found: Mapping[Any, object], graph: Graph) -> None:
+    """Refuse residencies of what is no tensor of a graph, and what is no residency.
 
-
-def _check_residency(name: str, tensor: str, choice: object) -> None:
-    if not isinstance(choice, Residency):
-        valid = ", ".join(f"Residency.{r.name}" for r in Residency)
-        raise TypeError(
-            f"residency policy {name!r} has {choice!r} for {tensor!r}; choose one of: "
-            f"{valid}"
-        )
+    Raises:
+        ValueError: There is no such tensor.
+        TypeError: It is something else than a `Residency`.
+    """
+    for tensor, choice in found.items():
+        if tensor not in graph.tensors and tensor not in (EVERYTHING, PERSISTENTS):
+            raise ValueError(
+                f"{whose} names {tensor!r}, which is no tensor of the step; "
+                "saved_tensors(step.graph) has those that may leave"
+            )
+        if not isinstance(choice, Residency):
+            valid = ", ".join(f"Residency.{r.name}" for r in Residency)
+            raise TypeError(
+                f"{whose} has {choice!r} for {tensor!r}; choose one of: {valid}"
+            )

@@ -80,21 +80,28 @@ class Saved:
     again: int
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a policy decides about.
+class Step(Protocol):
+    """What a policy may look at: a `StepRequest`, or anything that has these."""
 
-    Attributes:
-        graph: A training graph that nothing has made in-place yet.
-        profile: Of it.
-        budget: Bytes for everything.
-        hosted: Parameters and state whose home is the host, if that is decided.
-    """
+    @property
+    def graph(self) -> Graph:
+        """A training graph that nothing has made in-place yet."""
+        ...
 
-    graph: Graph
-    profile: Profile
-    budget: float
-    hosted: frozenset[str] | None = None
+    @property
+    def profile(self) -> Profile:
+        """Its costs."""
+        ...
+
+    @property
+    def budget(self) -> float:
+        """Bytes for everything; infinity if there is no limit."""
+        ...
+
+    @property
+    def hosted(self) -> frozenset[str] | None:
+        """Parameters and state whose home is the host, if that is decided."""
+        ...
 
 
 class ResidencyPolicy(Protocol):

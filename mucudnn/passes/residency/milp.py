@@ -13,6 +13,7 @@ these and the plans are integers. Copies are assumed to be hidden but for the tw
 on the phases, and to leave and return in no time; a scheduler has the last word.
 """
 
+import itertools
 import logging
 import math
 import warnings
@@ -25,8 +26,10 @@ from mucudnn.ir.graph import Phase
 from mucudnn.passes.cbc import cbc, solver_errors
 from mucudnn.passes.graph.recompute_chains import chain
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.planning.evaluate import Preparer, Rewritten, first_plans
-from mucudnn.passes.residency import Residency, Saved, Step, saved_tensors
+from mucudnn.passes.planning.costs import first_plans
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.residency import Residency, Saved, saved_tensors
+from mucudnn.passes.scheduling.occupancy import Occupancy
 
 __all__ = ["MOST_SAVED", "Exact", "exact"]
 
@@ -57,17 +60,14 @@ class Exact:
     gap: float
 
 
-def exact(
-    step: Step, preparer: Preparer, *, most_nodes: int = _MOST_NODES
-) -> Exact | None:
+def exact(request: StepRequest, *, most_nodes: int = _MOST_NODES) -> Exact | None:
     """The best residencies by the program, which fit.
 
     Where rewriting takes more bytes than the program knew of, it is solved again with
     as many bytes less at those nodes.
 
     Args:
-        step: What to plan.
-        preparer: Of its graph.
+        request: What to plan.
         most_nodes: Of the solver's tree, each time. No clock is looked at: plans must
             not depend on what else a machine does.
 
@@ -81,10 +81,8 @@ def exact(
             # PuLP 3.3 announces 4.0, which pyproject.toml excludes.
             warnings.simplefilter("ignore", DeprecationWarning)
             for _ in range(_ROUNDS):
-                found = _Program(step, preparer, extra).solve(most_nodes)
-                if found is None:
-                    return None
-                excess = _excess(step, preparer(found.residency))
+                found = _Program(request, extra).solve(most_nodes)
+                excess = found and _excess(request, found.residency)
                 if not excess:
                     return found
                 for name, nbytes in excess.items():
@@ -94,19 +92,27 @@ def exact(
     return None
 
 
-def _excess(step: Step, ready: Rewritten) -> dict[str, float]:
+def _excess(
+    request: StepRequest, residency: Mapping[str, Residency]
+) -> dict[str, float]:
     """Bytes beyond the budget, at nodes of the step as it was before rewriting."""
-    plans = first_plans(ready.profile, "least", None)
-    _, occupancy = ready.problem(plans, math.inf).least()
+    occupancy = _least(request, residency)
     found: dict[str, float] = {}
     most = 0.0
-    for position, node in enumerate(ready.graph.nodes):
-        most = max(most, occupancy[position] - step.budget)
-        if node.name in step.graph.positions:  # what came before it, came for it
+    for position, node in enumerate(request.rewritten(residency).graph.nodes):
+        most = max(most, occupancy[position] - request.budget)
+        if node.name in request.graph.positions:  # what came before it, came for it
             if most > 0:
                 found[node.name] = most
             most = 0.0
     return found
+
+
+def _least(request: StepRequest, residency: Mapping[str, Residency]) -> Occupancy:
+    """What residencies need at every node, with convolutions that need least."""
+    ready = request.rewritten(residency)
+    plans = first_plans(ready.profile, "least")
+    return ready.problem(plans, math.inf).least()[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,39 +125,49 @@ class _Source:
     parents: frozenset[str]
 
 
+def _sources(request: StepRequest) -> Iterator[_Source]:
+    graph = request.graph
+    tensors = saved_tensors(graph)
+    names = {saved.name for saved in tensors}
+    for saved in tensors:
+        nodes = chain(graph, saved.name, names.__contains__)
+        read = {graph.storages[t] for node in nodes for t in node.inputs}
+        again_ms = sum(request.profile.node_ms[node.name] for node in nodes)
+        parents = frozenset((read & names) - {saved.name})
+        yield _Source(saved, rounded(saved.nbytes), again_ms, parents)
+
+
 class _Program:
-    def __init__(
-        self, step: Step, preparer: Preparer, extra: Mapping[str, float]
-    ) -> None:
+    """The program of a step, `extra` bytes more in use at some nodes."""
+
+    def __init__(self, request: StepRequest, extra: Mapping[str, float]) -> None:
         # Imported here: it takes longer than planning does, and few plans need it.
         import pulp
 
         self._pulp = pulp
-        self._step = step
-        self._ready = preparer({})
-        self._budget = step.budget
-        self._extra = extra
+        self._request, self._extra = request, extra
         self._model = pulp.LpProblem("residency", pulp.LpMinimize)
-        self._sources = _sources(step)
-        self._offload = self._binaries("o")
-        self._again = self._binaries("r")
-        self._need: dict[tuple[str, int], Any] = {}
+        self._sources = {source.saved.name: source for source in _sources(request)}
+        self._offload, self._again = (
+            {
+                name: pulp.LpVariable(f"{kind}_{i}", cat=pulp.LpBinary)
+                for i, name in enumerate(self._sources)
+            }
+            for kind in "or"
+        )
         self._plans: dict[str, list[Any]] = {}
+        self._objective = self._times()
+        self._model += self._objective
+        for name in self._sources:
+            self._model += self._offload[name] + self._again[name] <= 1
+        self._add_memory(self._there())
 
     def solve(self, most_nodes: int) -> Exact | None:
-        """Build the program and run the solver."""
+        """Run the solver."""
         pulp, model = self._pulp, self._model
-        objective = self._objective()
-        model += objective
-        for name in self._sources:
-            model += self._offload[name] + self._again[name] <= 1
-        self._needs()
-        self._memory()
         model.solve(cbc(most_nodes, gap=_GAP))
-        if model.sol_status not in (
-            pulp.LpSolutionOptimal,
-            pulp.LpSolutionIntegerFeasible,
-        ):
+        optimal = model.sol_status == pulp.LpSolutionOptimal
+        if not optimal and model.sol_status != pulp.LpSolutionIntegerFeasible:
             _log.info("no residencies found: %s", pulp.LpStatus[model.status])
             return None
         residency = {
@@ -163,39 +179,30 @@ class _Program:
             for name, variable in variables.items()
             if (variable.varValue or 0.0) > 0.5
         }
-        step_ms = float(pulp.value(objective))
+        step_ms = float(pulp.value(self._objective))
         gap = _GAP  # where it stops, and calls that optimal
-        if model.sol_status != pulp.LpSolutionOptimal:
+        if not optimal:
             model.solve(cbc(most_nodes, mip=False))
-            bound = float(pulp.value(objective))
+            bound = float(pulp.value(self._objective))
             gap = (step_ms - bound) / max(bound, 1e-9)
         _log.debug("residencies: %.3f ms, gap %.1f %%", step_ms, 100 * gap)
         return Exact(residency, step_ms, gap)
 
-    def _binaries(self, kind: str) -> dict[str, Any]:
-        pulp = self._pulp
-        return {
-            name: pulp.LpVariable(f"{kind}_{i}", cat=pulp.LpBinary)
-            for i, name in enumerate(self._sources)
-        }
-
-    def _objective(self) -> Any:
+    def _times(self) -> Any:
         """The sum of both phases, each above its compute and its copies."""
-        pulp, model, step = self._pulp, self._model, self._step
-        profile = step.profile
+        pulp, profile = self._pulp, self._request.profile
         forward, backward = pulp.LpAffineExpression(), pulp.LpAffineExpression()
-        for i, node in enumerate(step.graph.nodes):
+        for i, node in enumerate(self._request.graph.nodes):
             phase = forward if node.phase is Phase.FORWARD else backward
-            front = profile.fronts.get(node.name)
-            if front is None:
-                phase += profile.node_ms[node.name]
-                continue
-            chosen = [
+            front = profile.fronts.get(node.name, ())
+            chosen = self._plans[node.name] = [
                 pulp.LpVariable(f"p_{i}_{j}", cat=pulp.LpBinary)
                 for j in range(len(front))
             ]
-            self._plans[node.name] = chosen
-            model += pulp.lpSum(chosen) == 1
+            if front:
+                self._model += pulp.lpSum(chosen) == 1
+            else:
+                phase += profile.node_ms[node.name]
             for plan, variable in zip(front, chosen, strict=True):
                 phase += plan.time_ms * variable
         for name, source in self._sources.items():
@@ -206,119 +213,69 @@ class _Program:
             ("backward", backward, profile.in_bytes_per_ms),
         ):
             ms = pulp.LpVariable(f"t_{label}", lowBound=0.0)
-            model += ms >= compute
-            model += ms >= pulp.lpSum(
+            self._model += ms >= compute
+            self._model += ms >= pulp.lpSum(
                 source.nbytes / rate * self._offload[name]
                 for name, source in self._sources.items()
             )
             total += ms
         return total
 
-    def _needs(self) -> None:
-        """By when a tensor has to be back for what is computed again from it."""
-        pulp = self._pulp
-        events: dict[str, set[int]] = {name: set() for name in self._sources}
-        latest_first = sorted(self._sources.values(), key=lambda s: -s.saved.first)
-        for source in latest_first:
-            name, again = source.saved.name, source.saved.again
-            for parent in source.parents:
-                until = self._sources[parent].saved.again
-                events[parent] |= {e for e in (*events[name], again) if e < until}
-        for i, (name, found) in enumerate(events.items()):
-            earlier = None
-            for event in sorted(found):
-                need = pulp.LpVariable(f"n_{i}_{event}", 0.0, 1.0)
-                self._need[name, event] = need
-                if earlier is not None:
-                    self._model += need >= earlier
-                earlier = need
-        for source in latest_first:
-            name, again = source.saved.name, source.saved.again
-            for parent in source.parents:
-                for event in (*events[name], again):
-                    if (parent, event) in self._need:
-                        mine = self._need.get((name, event), 1.0)
-                        self._model += self._need[parent, event] >= (
-                            self._again[name] + mine - 1.0
-                        )
+    def _there(self) -> Mapping[str, Mapping[int, Any]]:
+        """Tensor -> from which node on -> whether it is there until its next use.
 
-    def _memory(self) -> None:
-        """What is there at every node fits; only rows that say something new."""
-        pulp, unit = self._pulp, max(self._budget, 1.0) / _SCALE
-        largest: dict[tuple[str, ...], tuple[float, list[tuple[Any, float]]]] = {}
-        fixed, absences = self._fixed(), self._absences()
-        for position, node in enumerate(self._step.graph.nodes):
-            terms = absences[position]
-            fixed_here = fixed[position] + self._extra.get(node.name, 0.0)
-            key = tuple(variable.name for variable, _ in terms)
-            plans = self._plans.get(node.name, ())
-            if len(plans) > 1:
-                key = (*key, node.name)
-                front = self._step.profile.fronts[node.name]
-                terms = [
-                    *terms,
-                    *(
-                        (v, rounded(p.workspace))
-                        for v, p in zip(plans, front, strict=True)
-                    ),
-                ]
-                fixed_here -= rounded(front[0].workspace)
-            if key not in largest or fixed_here > largest[key][0]:
-                largest[key] = (fixed_here, terms)
-        for fixed_here, terms in largest.values():
-            if fixed_here + sum(nbytes for _, nbytes in terms) > self._budget:
-                self._model += (
-                    pulp.LpAffineExpression([(v, b / unit) for v, b in terms])
-                    <= (self._budget - fixed_here) / unit
-                )
-
-    def _fixed(self) -> list[float]:
-        """Bytes at every node whatever is decided."""
-        problem = self._ready.problem(
-            first_plans(self._ready.profile, "least", None), math.inf
-        )
-        _, occupancy = problem.least()
-        for source in self._sources.values():
-            saved = source.saved
-            occupancy.add(saved.last + 1, saved.again - 1, -source.nbytes)
-        return [occupancy[i] for i in range(len(occupancy))]
-
-    def _absences(self) -> list[list[tuple[Any, float]]]:
-        """At every node the variables that say what is there between its uses."""
-        pulp = self._pulp
-        found: list[list[tuple[Any, float]]] = [[] for _ in self._step.graph.nodes]
-        for i, (name, source) in enumerate(self._sources.items()):
-            saved = source.saved
-            events = sorted(e for n, e in self._need if n == name)
-            there = {
-                k: pulp.LpVariable(f"a_{i}_{k}", 0.0, 1.0)
-                for k in range(len(events) + 1)
+        Once it is back it stays. By when it has to be back for what is computed again
+        from it follows from when that is needed, and so on.
+        """
+        latest = sorted(self._sources.values(), key=lambda s: -s.saved.first)
+        pairs = [(source, parent) for source in latest for parent in source.parents]
+        since = {name: {s.saved.last + 1} for name, s in self._sources.items()}
+        wanted = {name: {s.saved.again} for name, s in self._sources.items()}
+        for source, parent in pairs:
+            until = self._sources[parent].saved.again
+            earlier = {at for at in wanted[source.saved.name] if at < until}
+            since[parent] |= earlier
+            wanted[parent] |= earlier
+        there = {
+            name: {
+                at: self._pulp.LpVariable(f"a_{i}_{at}", 0.0, 1.0)
+                for at in sorted(found)
             }
-            for k, variable in there.items():
-                kept = 1.0 - self._offload[name] - self._again[name]
-                self._model += variable >= kept
-                if k:
-                    self._model += variable >= self._need[name, events[k - 1]]
+            for i, (name, found) in enumerate(since.items())
+        }
+        for name, found in there.items():
+            kept = 1.0 - self._offload[name] - self._again[name]
+            for earlier, later in itertools.pairwise((kept, *found.values())):
+                self._model += later >= earlier
+        for source, parent in pairs:
+            name, again = source.saved.name, source.saved.again
+            for at in wanted[name] & there[parent].keys():
+                mine = 1.0 if at == again else there[name][at]
+                self._model += there[parent][at] >= self._again[name] + mine - 1.0
+        return there
+
+    def _add_memory(self, there: Mapping[str, Mapping[int, Any]]) -> None:
+        """What is there at every node fits."""
+        request, budget = self._request, self._request.budget
+        always = _least(request, {})
+        absent: list[list[tuple[Any, float]]] = [[] for _ in request.graph.nodes]
+        for name, source in self._sources.items():
+            saved, since = source.saved, list(there[name])
+            always.add(saved.last + 1, saved.again - 1, -source.nbytes)
             for position in range(saved.last + 1, saved.again):
-                k = bisect_right(events, position)
-                found[position].append((there[k], source.nbytes))
-        return found
-
-
-def _sources(step: Step) -> dict[str, _Source]:
-    return {source.saved.name: source for source in _each_source(step)}
-
-
-def _each_source(step: Step) -> Iterator[_Source]:
-    graph = step.graph
-    tensors = saved_tensors(graph)
-    names = {saved.name for saved in tensors}
-    for saved in tensors:
-        nodes = chain(graph, saved.name, names.__contains__)
-        read = {graph.storages[t] for node in nodes for t in node.inputs}
-        yield _Source(
-            saved,
-            rounded(saved.nbytes),
-            sum(step.profile.node_ms[node.name] for node in nodes),
-            frozenset((read & names) - {saved.name}),
-        )
+                at = since[bisect_right(since, position) - 1]
+                absent[position].append((there[name][at], source.nbytes))
+        unit = max(budget, 1.0) / _SCALE
+        for position, node in enumerate(request.graph.nodes):
+            front = request.profile.fronts.get(node.name, ())
+            sizes = [rounded(plan.workspace) for plan in front]
+            terms = [
+                *absent[position],
+                *zip(self._plans[node.name], sizes, strict=True),
+            ]
+            fixed = always[position] + self._extra.get(node.name, 0.0) - sum(sizes[:1])
+            if fixed + sum(nbytes for _, nbytes in terms) > budget:
+                scaled = self._pulp.LpAffineExpression(
+                    [(v, b / unit) for v, b in terms]
+                )
+                self._model += scaled <= (budget - fixed) / unit

@@ -5,18 +5,23 @@ step to see whether a configuration fits, this one schedules it.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.evaluate import StepPlan, first_plans, grown
-from mucudnn.passes.planning.trial import Trial
+from mucudnn.passes.planning.evaluate import (
+    StepPlan,
+    check_residency,
+    first_plans,
+    grown,
+    plan_residency,
+)
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency.choice import Residency
 from mucudnn.passes.residency.published import keep_all, vdnn_all, vdnn_conv
 
 __all__ = ["check_vdnn_dyn", "vdnn_dyn"]
 
 
-def vdnn_dyn(trial: Trial) -> StepPlan:
+def vdnn_dyn(request: StepRequest) -> StepPlan:
     """The dynamic choice of Rhu et al., "vDNN", MICRO 2016, section 3.3.
 
     Offload everything with the convolutions that need least memory: what does not fit
@@ -28,48 +33,48 @@ def vdnn_dyn(trial: Trial) -> StepPlan:
     Raises:
         PlanningError: Not even the smallest configuration fits.
     """
-    smallest = _with(trial, "least")(vdnn_all(trial.step))
-    for attempt, residency in _attempts(trial):
+    smallest = plan_residency(_with(request, "least"), vdnn_all(request))
+    for attempt, residency in _attempts(request):
         try:
-            return attempt(residency)
+            return plan_residency(attempt, residency)
         except PlanningError:
             continue
     return smallest
 
 
-def check_vdnn_dyn(trial: Trial) -> None:
+def check_vdnn_dyn(request: StepRequest) -> None:
     """Refuse what the policy would refuse, without planning it.
 
     Raises:
         PlanningError: Not even the smallest configuration fits.
     """
-    _with(trial, "least").check(vdnn_all(trial.step))
+    check_residency(_with(request, "least"), vdnn_all(request))
 
 
-def _attempts(trial: Trial) -> Iterator[tuple[Trial, Mapping[str, Residency]]]:
-    step = trial.step
-    sets = (vdnn_conv(step), vdnn_all(step))
-    fastest = _with(trial, "fastest")
-    for residency in (keep_all(step), *sets):
+def _attempts(
+    request: StepRequest,
+) -> Iterator[tuple[StepRequest, Mapping[str, Residency]]]:
+    sets = (vdnn_conv(request), vdnn_all(request))
+    fastest = _with(request, "fastest")
+    for residency in (keep_all(request), *sets):
         yield fastest, residency
-    if trial.convolutions != "fixed":
+    if request.convolutions != "fixed":
         for residency in sets:
-            yield _greedy(trial, residency), residency
+            yield _greedy(request, residency), residency
 
 
-def _with(trial: Trial, convolutions: str) -> Trial:
-    if trial.convolutions == "fixed":
-        return trial
-    return replace(trial, convolutions=convolutions)
+def _with(request: StepRequest, convolutions: str) -> StepRequest:
+    fixed = request.convolutions == "fixed"
+    return request if fixed else request.convolving(convolutions)
 
 
-def _greedy(trial: Trial, residency: Mapping[str, Residency]) -> Trial:
+def _greedy(request: StepRequest, residency: Mapping[str, Residency]) -> StepRequest:
     """Convolutions in order, each with the fastest algorithm that still fits."""
-    ready = trial.preparer(residency)
-    plans = first_plans(ready.profile, "least", None)
+    ready = request.rewritten(residency)
+    plans = first_plans(ready.profile, "least")
     try:
-        _, occupancy = ready.problem(plans, trial.step.budget).least()
+        _, occupancy = ready.problem(plans, request.budget).least()
     except PlanningError:
-        return _with(trial, "least")
+        return _with(request, "least")
     plans = grown(ready.graph, ready.profile, plans, occupancy)
-    return replace(trial, convolutions="fixed", plans=plans)
+    return request.convolving("fixed", plans)

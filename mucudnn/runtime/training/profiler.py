@@ -9,68 +9,32 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import closing
 from dataclasses import replace
 
-from mucudnn.backends.base import Backend, Kernel
-from mucudnn.errors import OutOfMemoryError, PlanningError, UnsupportedError
+from mucudnn.backends.base import Backend
+from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
-from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.convolution.explain import counted
 from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.training.cold_timing import LINK_BYTES, ColdBench, cold_bench
-from mucudnn.runtime.training.working_set import WorkingSet
+from mucudnn.runtime.training.working_set import (
+    WorkingSet,
+    kernel_workspaces,
+    working_sets,
+)
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = [
-    "kernel_of",
-    "kernel_workspaces",
-    "measure_link",
-    "measuring_bytes",
-    "profile",
-    "refine",
-]
+__all__ = ["measure_link", "profile", "refine"]
 
 _RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
 _NO_LIMIT = 1 << 62
 
 Progress = Callable[[str, int, int], None]
 """Is told a node's name, how many are done, and of how many."""
-
-
-def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:
-    """Bytes of scratch memory of every node that has a kernel and asks for some.
-
-    Raises:
-        UnsupportedError: The backend has no kernel for an operation.
-    """
-    sizes = {}
-    for node in graph.nodes:
-        if node.op == "conv" or node.op in VIEWS:
-            continue
-        kernel = kernel_of(backend, node)
-        inputs, outputs = _specs(graph, node)
-        nbytes = kernel.workspace(inputs, outputs, node.attrs)
-        if nbytes:
-            sizes[node.name] = nbytes
-    return sizes
-
-
-def kernel_of(backend: Backend, node: Node) -> Kernel:
-    """What runs a node that is neither a convolution nor a view.
-
-    Raises:
-        UnsupportedError: The backend has nothing that does.
-    """
-    kernel = backend.kernels.get(node.op)
-    if kernel is None:
-        raise UnsupportedError(
-            f"backend {backend.name!r} has no kernel for {node.op!r} ({node.name})"
-        )
-    return kernel
 
 
 def profile(
@@ -105,12 +69,13 @@ def profile(
     """
     backend = tuner.backend
     workspaces = kernel_workspaces(backend, graph)
-    _check_room(graph, workspaces, memory)
+    sets = working_sets(graph, workspaces)
+    _check_room(sets, memory)
     tell = _Teller(progress, len(graph.nodes))
     limit = min(tuner.memory_limit, math.inf if memory is None else memory)
     fronts = _fronts(tuner, graph, limit, tell)
     plans = _within(limit, (_fastest(front) for front in fronts.values()))
-    sizes = [_least_bytes(graph, workspaces)]
+    sizes = [max((s.pool_bytes for n, s in sets if n.op != "conv"), default=0)]
     sizes += [WorkingSet.of_plan(plan).pool_bytes for plan in plans]
     with cold_bench(backend, sizes, memory, rule or _RULE) as bench:
         cold_ms = {plan.problem: bench.plan_ms(plan) for plan in plans}
@@ -207,11 +172,8 @@ def _within(limit: float, plans: Iterable[ConvPlan]) -> list[ConvPlan]:
     ]
 
 
-def _check_room(
-    graph: Graph, workspaces: Mapping[str, int], memory: int | None
-) -> None:
+def _check_room(sets: Sequence[tuple[Node, WorkingSet]], memory: int | None) -> None:
     """Raise `OutOfMemoryError` where a node does not fit, before hours are spent."""
-    sets = _working_sets(graph, workspaces)
     if memory is None or not sets:
         return
     node, needed = max(sets, key=lambda pair: pair[1].pool_bytes)
@@ -221,27 +183,6 @@ def _check_room(
             f"{exact_bytes(memory)}: it uses {needed} at once; "
             f"{needed.pool_bytes} bytes are the least"
         )
-
-
-def measuring_bytes(backend: Backend, graph: Graph) -> int:
-    """The least memory that a graph can be profiled in.
-
-    Raises:
-        UnsupportedError: The backend has no kernel for an operation.
-    """
-    sets = _working_sets(graph, kernel_workspaces(backend, graph))
-    return max((needed.pool_bytes for _, needed in sets), default=0)
-
-
-def _working_sets(
-    graph: Graph, workspaces: Mapping[str, int]
-) -> list[tuple[Node, WorkingSet]]:
-    """Nodes that run, and what each of them uses at once."""
-    return [
-        (node, WorkingSet.of_node(graph, node, workspaces.get(node.name, 0)))
-        for node in graph.nodes
-        if node.op not in VIEWS
-    ]
 
 
 def _fronts(
@@ -262,18 +203,6 @@ def _fronts(
                 )
         tell.done(node)
     return fronts
-
-
-def _least_bytes(graph: Graph, workspaces: Mapping[str, int]) -> int:
-    """Bytes of a pool that holds the largest node that has a kernel."""
-    kernels = (n for n in graph.nodes if n.op != "conv" and n.op not in VIEWS)
-    return max(
-        (
-            WorkingSet.of_node(graph, node, workspaces.get(node.name, 0)).pool_bytes
-            for node in kernels
-        ),
-        default=0,
-    )
 
 
 def _in_step(front: Sequence[ConvPlan], measured: float | None) -> tuple[ConvPlan, ...]:
@@ -312,13 +241,6 @@ def _kernel_times(
         found[node.name] = times[key]
         tell.done(node)
     return found
-
-
-def _specs(graph: Graph, node: Node) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    return (
-        [graph.tensors[name] for name in node.inputs],
-        [graph.tensors[name] for name in node.outputs],
-    )
 
 
 def _signature(graph: Graph, node: Node) -> Hashable:

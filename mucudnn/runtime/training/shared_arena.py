@@ -8,20 +8,20 @@ before another gets it.
 from collections.abc import Sequence
 
 from mucudnn.backends.base import Backend
+from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.training.budget import MemoryBudget, tiers_for
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.step_graphs import Prepared
 
 __all__ = ["SharedArena"]
 
 
 class SharedArena:
-    """Executors of prepared graphs, over one state and one arena.
+    """Executors of placed graphs, over one state and one arena.
 
     Args:
         backend: Computes.
-        prepared: The graphs.
+        placed: The graphs.
         state: Whose parameters and state they are.
         budget: Says where what leaves the device goes; None if nothing does.
 
@@ -35,15 +35,15 @@ class SharedArena:
     def __init__(
         self,
         backend: Backend,
-        prepared: Sequence[Prepared],
+        placed: Sequence[PlacedStep],
         state: StateStore,
         budget: MemoryBudget | None,
     ) -> None:
         hosts = [
             None if budget is None else tiers_for(backend.device, p, budget)
-            for p in prepared
+            for p in placed
         ]
-        self.nbytes = max(p.layout.nbytes for p in prepared)
+        self.nbytes = max(p.layout.nbytes for p in placed)
         arena = backend.device.allocate(self.nbytes)
         self._tiers = [tiers for tiers in hosts if tiers is not None]
         self._executors = [
@@ -57,7 +57,7 @@ class SharedArena:
                 host=host,
                 homes=state.homes,
             )
-            for p, host in zip(prepared, hosts, strict=True)
+            for p, host in zip(placed, hosts, strict=True)
         ]
         self._current: Executor | None = None
 

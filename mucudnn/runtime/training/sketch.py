@@ -1,8 +1,9 @@
-"""A profile of sizes alone, for a step that there is no memory to measure in.
+"""A profile of sizes alone, for a step that is not measured.
 
-What a step needs at the least follows from what its kernels ask for, and they can be
-asked without running. Times are made up: all alike, but that the plan of a convolution
-that takes most is the fastest, as it might turn out to be.
+What a step needs follows from what its kernels ask for, and they can be asked without
+running. Times are made up, all alike: where everything stays on the device, nothing
+depends on them. Where convolutions are not planned yet, the plan that takes most memory
+is the fastest, as it might turn out to be.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.microbatch import candidate_batches, pareto_plans
-from mucudnn.runtime.training.profiler import kernel_workspaces
+from mucudnn.runtime.training.step_graphs import Plans
+from mucudnn.runtime.training.working_set import kernel_workspaces
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["sketch"]
@@ -23,18 +25,22 @@ _MS = 1.0
 _BYTES_PER_MS = 1e6
 
 
-def sketch(tuner: Tuner, graph: Graph) -> Profile:
-    """Sizes of a graph's workspaces; of convolutions the least and most of any plan.
+def sketch(tuner: Tuner, graph: Graph, plans: Plans | None = None) -> Profile:
+    """Sizes of a graph's workspaces.
 
     Args:
         tuner: Whose backend would run it, with micro-batches as it would.
         graph: Of a step.
+        plans: Of its convolutions; if not given, the least and the most that any plan
+            takes.
 
     Raises:
         PlanningError: A convolution has no algorithm.
         UnsupportedError: The backend has no kernel for an operation.
     """
-    known: dict[ConvProblem, tuple[ConvPlan, ...]] = {}
+    known: dict[ConvProblem, tuple[ConvPlan, ...]] = {
+        problem: (plan,) for problem, plan in (plans or {}).items()
+    }
     fronts: dict[str, tuple[ConvPlan, ...]] = {}
     for node in graph.nodes:
         if node.op == "conv":

@@ -16,21 +16,19 @@ from mucudnn.ir.graph import Graph
 from mucudnn.ir.learning_rate import LearningRate, rate_of
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import (
     When,
 )
 from mucudnn.passes.ordering import ORDERS, Order
 from mucudnn.passes.planning.place_step import PlacedStep
-from mucudnn.runtime.training.budget import MemoryBudget, prepare_together
+from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.parameters import StateStore
+from mucudnn.runtime.training.placed_steps import place_steps
 from mucudnn.runtime.training.shared_arena import SharedArena
 from mucudnn.runtime.training.step_graphs import (
     Plans,
-    Prepared,
     plan_convolutions,
-    prepare,
 )
 from mucudnn.runtime.training.stepping import Stepper, StepResult
 from mucudnn.runtime.training.training_graphs import TrainingGraphs, training_graphs
@@ -291,25 +289,21 @@ class Trainer:
         order: str | Order,
         plans: Plans | None,
         progress: Callable[[str, int, int], None] | None,
-    ) -> list[Prepared]:
+    ) -> list[PlacedStep]:
         """Graphs planned and placed, within the budget if there is one."""
         budget = self._budget
-        self.placed: PlacedStep | None = None
         self.plans: Plans = plans or {}
         if budget is None or budget.convolutions == "fixed":
             self.plans = plan_convolutions(tuner, graphs.all, plans)
-        if budget is None:
-            return [
-                prepare(tuner, in_place(graph), order=order, plans=self.plans)
-                for graph in graphs.all
-            ]
-        found, self.placed = prepare_together(
+        last = len(graphs.steps) - 1
+        found = place_steps(
             tuner,
             graphs.all,
             budget,
-            first=self.graph,
+            first=last,
             order=order,
             plans=self.plans,
             progress=progress,
         )
+        self.placed = None if budget is None else found[last]
         return found

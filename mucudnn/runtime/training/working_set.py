@@ -3,13 +3,23 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mucudnn.backends.base import Backend, Kernel
+from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 
-__all__ = ["WorkingSet", "largest_first"]
+__all__ = [
+    "WorkingSet",
+    "kernel_of",
+    "kernel_workspaces",
+    "largest_first",
+    "measuring_bytes",
+    "working_sets",
+]
 
 _NAMED = 8
 
@@ -59,6 +69,59 @@ class WorkingSet:
 
     def __str__(self) -> str:
         return largest_first({spec.name: spec.nbytes for spec in self.tensors})
+
+
+def kernel_of(backend: Backend, node: Node) -> Kernel:
+    """What runs a node that is neither a convolution nor a view.
+
+    Raises:
+        UnsupportedError: The backend has nothing that does.
+    """
+    kernel = backend.kernels.get(node.op)
+    if kernel is None:
+        raise UnsupportedError(
+            f"backend {backend.name!r} has no kernel for {node.op!r} ({node.name})"
+        )
+    return kernel
+
+
+def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:
+    """Bytes of scratch memory of every node that has a kernel and asks for some.
+
+    Raises:
+        UnsupportedError: The backend has no kernel for an operation.
+    """
+    sizes = {}
+    for node in graph.nodes:
+        if node.op == "conv" or node.op in VIEWS:
+            continue
+        inputs = [graph.tensors[name] for name in node.inputs]
+        outputs = [graph.tensors[name] for name in node.outputs]
+        nbytes = kernel_of(backend, node).workspace(inputs, outputs, node.attrs)
+        if nbytes:
+            sizes[node.name] = nbytes
+    return sizes
+
+
+def working_sets(
+    graph: Graph, workspaces: Mapping[str, int]
+) -> list[tuple[Node, WorkingSet]]:
+    """Nodes that run, and what each of them uses at once."""
+    return [
+        (node, WorkingSet.of_node(graph, node, workspaces.get(node.name, 0)))
+        for node in graph.nodes
+        if node.op not in VIEWS
+    ]
+
+
+def measuring_bytes(backend: Backend, graph: Graph) -> int:
+    """The least memory that a graph can be profiled in.
+
+    Raises:
+        UnsupportedError: The backend has no kernel for an operation.
+    """
+    sets = working_sets(graph, kernel_workspaces(backend, graph))
+    return max((needed.pool_bytes for _, needed in sets), default=0)
 
 
 def largest_first(sizes: Mapping[str, int]) -> str:

@@ -1,0 +1,99 @@
+"""What nodes cost once their convolutions' plans are chosen: times and workspaces.
+
+A profile is of the graph as it was given. Copies of its nodes, which a rewritten graph
+has, cost what their originals cost.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.graph import PERSISTENT, Graph
+from mucudnn.ir.profile import Profile
+from mucudnn.passes.liveness import rounded
+
+__all__ = [
+    "CONVOLUTIONS",
+    "fastest_of",
+    "first_plans",
+    "origin",
+    "profile_of",
+    "state_bytes",
+    "timed_by",
+    "workspaces_of",
+]
+
+CONVOLUTIONS = ("dynamic", "fastest", "least", "fixed")
+"""How convolutions get their workspace: what is free, all they want, nothing, or as
+planned before."""
+
+
+def origin(node: str) -> str:
+    """The node that a rematerialized one is a copy of; itself if it is none."""
+    return node.partition("~")[0]
+
+
+def profile_of(graph: Graph, profile: Profile) -> Profile:
+    """A profile with entries for the copies in a rematerialized graph."""
+    names = [node.name for node in graph.nodes]
+    return replace(
+        profile,
+        node_ms={name: profile.node_ms[origin(name)] for name in names},
+        workspaces={
+            name: profile.workspaces[origin(name)]
+            for name in names
+            if origin(name) in profile.workspaces
+        },
+        fronts={
+            name: profile.fronts[origin(name)]
+            for name in names
+            if origin(name) in profile.fronts
+        },
+    )
+
+
+def first_plans(
+    profile: Profile, convolutions: str, plans: Mapping[str, ConvPlan] | None = None
+) -> dict[str, ConvPlan]:
+    """Plans to schedule with; `dynamic` ones begin small and grow.
+
+    Args:
+        profile: Of the graph that is scheduled.
+        convolutions: One of `CONVOLUTIONS`.
+        plans: Convolution node -> plan, for `fixed`.
+    """
+    if convolutions == "fixed":
+        known = plans or {}
+        return {name: known[origin(name)] for name in profile.fronts}
+    if convolutions == "fastest":
+        return {name: fastest_of(front) for name, front in profile.fronts.items()}
+    return {name: front[0] for name, front in profile.fronts.items()}
+
+
+def fastest_of(front: Sequence[ConvPlan]) -> ConvPlan:
+    """The plan that takes least time, of those the one with least workspace."""
+    return min(front, key=lambda plan: (plan.time_ms, plan.workspace))
+
+
+def workspaces_of(profile: Profile, plans: Mapping[str, ConvPlan]) -> dict[str, int]:
+    """Node -> bytes of scratch memory, those of convolutions by their plans."""
+    sizes = {name: rounded(nbytes) for name, nbytes in profile.workspaces.items()}
+    sizes.update((name, rounded(plan.workspace)) for name, plan in plans.items())
+    return {name: nbytes for name, nbytes in sizes.items() if nbytes}
+
+
+def timed_by(profile: Profile, plans: Mapping[str, ConvPlan]) -> Profile:
+    """A profile whose convolutions take what their plans take."""
+    times = dict(profile.node_ms)
+    times.update((name, plan.time_ms) for name, plan in plans.items())
+    return replace(profile, node_ms=times)
+
+
+def state_bytes(graph: Graph, names: Iterable[str] | None = None) -> int:
+    """Bytes of parameters and state: of some of them, or of all."""
+    chosen = None if names is None else set(names)
+    return sum(
+        rounded(spec.nbytes)
+        for spec in graph.with_role(*PERSISTENT)
+        if chosen is None or spec.name in chosen
+    )

@@ -1,0 +1,137 @@
+"""Residencies that are worth a trial: where a search begins, and what it goes through.
+
+Between "offload everything" and "compute everything again" lies a family with one
+parameter: how many of the tensors that are cheapest to compute, per byte, are computed
+again.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mucudnn.passes.graph.recompute_chains import chain, is_checkpoint
+from mucudnn.passes.residency import (
+    EVERYTHING,
+    PERSISTENTS,
+    POLICIES,
+    RECOMPUTED,
+    Residency,
+    Saved,
+    Step,
+    decide,
+    saved_tensors,
+)
+
+__all__ = [
+    "Candidate",
+    "Change",
+    "by_cost",
+    "decided",
+    "mixed",
+    "pairs",
+    "seeds",
+    "single_changes",
+]
+
+Change = Sequence[tuple[str, Residency]]
+"""Residencies that replace others."""
+
+_OF_GROUPS = {
+    EVERYTHING: (Residency.KEEP, Residency.PAGE),
+    PERSISTENTS: (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE),
+}
+"""What may become of tensors that nothing can compute again."""
+
+_WINNING = (
+    Residency.RECOMPUTE,
+    Residency.RECOMPUTE_EACH,
+    Residency.KEEP,
+    Residency.OFFLOAD,
+    Residency.PAGE,
+)
+"""Residencies, those first to which a change most often helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A saved tensor, what it takes to compute it again, and whether that is much."""
+
+    saved: Saved
+    again_ms: float
+    checkpoint: bool
+
+
+def by_cost(step: Step) -> list[Candidate]:
+    """Saved tensors, the cheapest to compute again per byte first."""
+    tensors = saved_tensors(step.graph)
+    names = {saved.name for saved in tensors}
+    found = []
+    for saved in tensors:
+        nodes = chain(step.graph, saved.name, names.__contains__)
+        again = sum(step.profile.node_ms[node.name] for node in nodes)
+        checkpoint = is_checkpoint(step.graph, saved.name, names.__contains__)
+        found.append(Candidate(saved, again, checkpoint))
+    return sorted(found, key=lambda c: c.again_ms / max(1, c.saved.nbytes))
+
+
+def seeds(step: Step, candidates: Sequence[Candidate]) -> list[Mapping[str, Residency]]:
+    """What every policy decides, and what is least of all: where a search begins."""
+    found = list(decided(step))
+    for mode in RECOMPUTED:
+        for count in (len(candidates) // 2, len(candidates)):
+            found.append(mixed(candidates, count, mode))
+        found.append(mixed(candidates, len(candidates), mode, Residency.PAGE))
+    return found
+
+
+def decided(step: Step) -> Iterator[Mapping[str, Residency]]:
+    """What every policy decides."""
+    return (decide(name, step) for name in POLICIES.table)
+
+
+def mixed(
+    candidates: Sequence[Candidate],
+    count: int,
+    mode: Residency,
+    others: Residency = Residency.KEEP,
+) -> dict[str, Residency]:
+    """The first `count` candidates computed again, all others offloaded.
+
+    Checkpoints are never computed for every use: chains of them take quadratic time.
+
+    Args:
+        candidates: By cost.
+        count: A member of the family.
+        mode: In which way they are computed again.
+        others: What becomes of tensors that are no candidates.
+    """
+
+    def choice(index: int, candidate: Candidate) -> Residency:
+        each = mode is Residency.RECOMPUTE_EACH
+        if index >= count or (each and candidate.checkpoint):
+            return Residency.OFFLOAD
+        return mode
+
+    return {EVERYTHING: others} | {
+        c.saved.name: choice(i, c) for i, c in enumerate(candidates)
+    }
+
+
+def single_changes(names: Sequence[str]) -> Iterator[Change]:
+    """Every residency for every name.
+
+    One kind of change goes through all names before the next: what is computed again
+    instead of copied wins most, and most often.
+    """
+    for choice in _WINNING:
+        for name in names:
+            if choice in _OF_GROUPS.get(name, _WINNING):
+                yield [(name, choice)]
+
+
+def pairs(names: Sequence[str]) -> Iterator[Change]:
+    """Every two residencies for every two names."""
+    for one, other in itertools.combinations(names, 2):
+        for first in _OF_GROUPS.get(one, _WINNING):
+            for second in _OF_GROUPS.get(other, _WINNING):
+                yield [(one, first), (other, second)]

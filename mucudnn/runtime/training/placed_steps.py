@@ -1,0 +1,243 @@
+"""From graphs to what an executor runs: costs, a request, a step with places.
+
+With a budget, what a graph costs is measured. Without one everything stays on the
+device, and sizes are all that needs to be known: the same road, with a sketch for a
+profile and no end to the memory.
+
+Graphs that share parameters and state must agree about which of them never leave: the
+first to be planned decides.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mucudnn.errors import OutOfMemoryError, PlanningError
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.graph import PERSISTENT, Graph
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.sizes import exact_bytes
+from mucudnn.passes.graph.inplace import in_place
+from mucudnn.passes.liveness import rounded
+from mucudnn.passes.ordering import Order, ordered
+from mucudnn.passes.planning.place_step import PlacedStep, place_step
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.profiler import Progress, profile, refine
+from mucudnn.runtime.training.sketch import sketch
+from mucudnn.runtime.training.step_graphs import Plans, plan_convolutions
+from mucudnn.runtime.training.working_set import measuring_bytes
+from mucudnn.runtime.tuning.plan_texts import restore_plans
+from mucudnn.runtime.tuning.tuner import Tuner
+
+__all__ = ["place_steps"]
+
+_ROUNDS = 4
+"""How often a step is planned, each time with the plans it chose before measured."""
+
+
+def place_steps(
+    tuner: Tuner,
+    graphs: Sequence[Graph],
+    budget: MemoryBudget | None = None,
+    *,
+    first: int = 0,
+    order: str | Order = "builder",
+    plans: Plans | None = None,
+    progress: Progress | None = None,
+) -> list[PlacedStep]:
+    """Plan and place graphs that share parameters and state, and take turns.
+
+    Args:
+        tuner: Measures and plans convolutions; its memory limit holds as well.
+        graphs: What is run; nothing has made them in-place yet.
+        budget: Of them all; without one nothing leaves the device.
+        first: Which of them decides what of the state is at home on the host.
+        order: In which order nodes run; a name in `ORDERS`, or a function.
+        plans: Convolution plans made before; what is missing is planned.
+        progress: Called while nodes are measured.
+
+    Raises:
+        PlanningError: One cannot fit, and says how many bytes short and what will do;
+            or a convolution has no plan within the tuner's limit.
+        OutOfMemoryError: One cannot be measured; says what will do for all of it.
+    """
+    if budget is None:
+        known = plan_convolutions(tuner, tuple(graphs), plans)
+        found = [_kept(tuner, graph, order, known) for graph in graphs]
+    else:
+        found = _together(tuner, graphs, budget, first, order, plans, progress)
+    for plan in dict.fromkeys(p for placed in found for p in placed.plans.values()):
+        restore_plans(tuner.backend, tuner.cache, plan)
+    return found
+
+
+def _kept(tuner: Tuner, graph: Graph, order: str | Order, plans: Plans) -> PlacedStep:
+    """A graph whose tensors all stay on the device: so it may be in-place already."""
+    final = in_place(graph)
+    sizes = sketch(tuner, final, plans)
+    chosen = _by_node(final, plans)
+    scratch = {name: plan.workspace for name, plan in chosen.items() if plan.workspace}
+    return place_step(
+        StepRequest(
+            ordered(order, final, {**sizes.workspaces, **scratch}),
+            sizes,
+            policy="keep_all",
+            convolutions="fixed",
+            plans=chosen,
+        )
+    )
+
+
+def _by_node(graph: Graph, plans: Plans) -> dict[str, ConvPlan]:
+    return {n.name: plans[n.attrs["problem"]] for n in graph.nodes if n.op == "conv"}
+
+
+def _together(
+    tuner: Tuner,
+    graphs: Sequence[Graph],
+    budget: MemoryBudget,
+    first: int,
+    order: str | Order,
+    plans: Plans | None,
+    progress: Progress | None,
+) -> list[PlacedStep]:
+    """Graphs within a budget, the first to decide before all others."""
+    sizes = {
+        s.name: rounded(s.nbytes) for g in graphs for s in g.with_role(*PERSISTENT)
+    }
+
+    def within(graph: Graph, hosted: frozenset[str] | None) -> PlacedStep:
+        mine = {spec.name for spec in graph.with_role(*PERSISTENT)} | (hosted or set())
+        beside = sum(n for name, n in sizes.items() if name not in mine)
+        final = ordered(order, graph, {})
+        fixed = None
+        if budget.convolutions == "fixed":
+            fixed = _by_node(final, plan_convolutions(tuner, (final,), plans))
+        return _Bounded(tuner, final, budget, beside, hosted, fixed).placed(progress)
+
+    decided = within(graphs[first], None)
+    hosted = frozenset(decided.schedule.hosted)
+    return [
+        decided if i == first else within(graph, hosted)
+        for i, graph in enumerate(graphs)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounded:
+    """A graph to be placed within a budget.
+
+    Attributes:
+        tuner: Measures.
+        graph: In its order.
+        budget: Of this and others.
+        beside: Bytes of the budget that others take meanwhile.
+        hosted: Parameters and state that are at home on the host, if that is decided.
+        plans: Convolution node -> plan, if they are fixed.
+    """
+
+    tuner: Tuner
+    graph: Graph
+    budget: MemoryBudget
+    beside: int
+    hosted: frozenset[str] | None
+    plans: dict[str, ConvPlan] | None
+
+    def placed(self, progress: Progress | None) -> PlacedStep:
+        """Measure, plan and place."""
+        request = self._request(self._measured(progress))
+        try:
+            return self._refined(request)
+        except PlanningError as e:
+            advised = self._advised(e)
+            if advised is e:
+                raise
+            raise advised from e
+
+    @property
+    def _nbytes(self) -> int:
+        return self.budget.nbytes - self.beside
+
+    def _request(self, profile: Profile) -> StepRequest:
+        return self.budget.request(
+            self.graph,
+            profile,
+            beside=self.beside,
+            plans=self.plans,
+            hosted=self.hosted,
+        )
+
+    def _measured(self, progress: Progress | None) -> Profile:
+        """The profile that is given, if it is of this graph, or a new one.
+
+        Raises:
+            PlanningError: A convolution has no algorithm within the limits.
+            OutOfMemoryError: There is no room to measure.
+        """
+        given = self.budget.measured
+        names = {node.name for node in self.graph.nodes}
+        if given is not None and names <= given.node_ms.keys():
+            return given
+        final = in_place(self.graph)
+        try:
+            return profile(self.tuner, final, memory=self._nbytes, progress=progress)
+        except (OutOfMemoryError, PlanningError) as e:
+            least = max(self._measuring_bytes(), self._least_by_sizes()) + self.beside
+            raise type(e)(f"{e}; for all of the step {_will_do(least)}") from e
+
+    def _refined(self, request: StepRequest) -> PlacedStep:
+        """A placed step, planned again with the plans it chose measured in between.
+
+        Raises:
+            PlanningError: It cannot fit.
+        """
+        placed = place_step(request)
+        times: dict[ConvPlan, float] = {}
+        for _ in range(0 if self.plans is not None else _ROUNDS - 1):
+            chosen = placed.plans.values()
+            if all(plan in times for plan in chosen):
+                break
+            better = refine(
+                self.tuner, request.profile, chosen, times, memory=self._nbytes
+            )
+            request = replace(request, profile=better)
+            try:
+                placed = place_step(request)
+            except PlanningError:  # other times, other residencies: what fits is kept
+                break
+        return placed
+
+    def _advised(self, error: PlanningError) -> PlanningError:
+        """The error with what will do for measuring, and for others, as well."""
+        least = self._measuring_bytes()
+        if self.budget.convolutions == "fastest":  # in more memory others may be
+            least = max(least, self._least_by_sizes())
+        known = error.least_bytes
+        if known is None or (known >= least and not self.beside):
+            return error
+        least = max(least, known) + self.beside
+        short = least - self.budget.nbytes
+        return PlanningError(
+            f"{exact_bytes(short)} short: the budget is "
+            f"{exact_bytes(self.budget.nbytes)}, node {error.node!r} needs most; with "
+            f"what measuring takes, and others meanwhile, {_will_do(least)}",
+            node=error.node,
+            short_by=short,
+            least_bytes=least,
+        )
+
+    def _measuring_bytes(self) -> int:
+        return measuring_bytes(self.tuner.backend, in_place(self.graph))
+
+    def _least_by_sizes(self) -> int:
+        """Bytes that will do whatever is measured, as far as sizes say."""
+        sizes = sketch(self.tuner, in_place(self.graph))
+        try:
+            place_step(self._request(sizes).within(0))
+        except PlanningError as e:
+            return e.least_bytes or 0
+        return 0
+
+
+def _will_do(nbytes: int) -> str:
+    return f"{exact_bytes(nbytes)} will do"

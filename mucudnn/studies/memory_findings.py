@@ -1,0 +1,207 @@
+"""What a study of a training step's memory is asked, and what it finds."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from mucudnn.ir.devices import get_device
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.optimizers import Optimizer, optimizer_of
+from mucudnn.ir.shapes import Ints
+from mucudnn.models import get_model, network_name
+from mucudnn.notebook import drawn
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.ordering import Order, ordered
+from mucudnn.passes.planning.comparison import Technique, best_technique
+from mucudnn.passes.planning.costs import state_bytes
+from mucudnn.passes.planning.evaluate import StepPlan
+from mucudnn.passes.planning.place_step import PlacedStep
+from mucudnn.passes.registry import name_of
+from mucudnn.studies.step_costs import CPU, Coverage
+
+__all__ = ["MemoryStudy", "StepSpec"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpec:
+    """Which training step.
+
+    Attributes:
+        model: As `get_model` knows it: a name, or a function of the batch; or a graph
+            for that batch.
+        batch: Images in a mini-batch.
+        image: Another size of image than the model's.
+        optimizer: A name in `OPTIMIZERS`, or an optimizer.
+        order: A name in `ORDERS`, or a function.
+        device: `cpu`, or a name in `DEVICES`.
+    """
+
+    model: str | Callable[..., Graph] | Graph
+    batch: int
+    image: Ints | None = None
+    optimizer: str | Optimizer = "momentum"
+    order: str | Order = "builder"
+    device: str = "h200"
+
+    @property
+    def title(self) -> str:
+        """What the network is called."""
+        return "graph" if isinstance(self.model, Graph) else network_name(self.model)
+
+    def graph(self, batch: int | None = None) -> Graph:
+        """The training step with its updates, in its order.
+
+        Raises:
+            ValueError: A name is not known, or a size out of range.
+        """
+        if isinstance(self.model, Graph):
+            forward = self.model
+        else:
+            forward = get_model(self.model)(batch or self.batch, image=self.image)
+        step = with_updates(training_graph(forward), optimizer_of(self.optimizer))
+        return ordered(self.order, step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStudy:
+    """What came of it.
+
+    Attributes:
+        spec: The step.
+        image: Shape of an image: (C, *spatial).
+        parameters: Elements of all parameters.
+        budget: Bytes.
+        unbounded: The step with all the memory it could use.
+        minimum: The least budget that any of the techniques can run it in.
+        figures: What costs are based on, in words.
+        convolutions: How many of them are measured.
+        techniques: One for every policy and scheduler.
+        placed: The best of them with fixed offsets in one arena, if places were found.
+        unplaced: Why none were, where there is a best one.
+        curve: The same under several budgets, with the first of the schedulers.
+        max_batch: Policy -> the largest mini-batch within the budget, if asked for.
+        min_budget: Policy -> the least budget, if asked for.
+        interrupted: Whether Ctrl-C ended it early.
+    """
+
+    spec: StepSpec
+    image: tuple[int, ...]
+    parameters: int
+    budget: int
+    unbounded: StepPlan
+    minimum: int | None
+    figures: Mapping[str, str]
+    convolutions: Coverage
+    techniques: tuple[Technique, ...]
+    placed: PlacedStep | None = None
+    unplaced: str = ""
+    curve: tuple[Technique, ...] = ()
+    max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    interrupted: bool = False
+
+    @property
+    def measured(self) -> bool:
+        """Whether all times are measurements, none estimates."""
+        return self.spec.device == CPU
+
+    @property
+    def device(self) -> str:
+        """The device in words."""
+        if self.measured:
+            return "measured on the CPU"
+        estimated = f"estimated for {get_device(self.spec.device).title}"
+        if not self.convolutions.measured:
+            return estimated
+        return f"{estimated}, {self.convolutions.words} convolutions measured"
+
+    @property
+    def costs(self) -> str:
+        """In a word or two, what times are."""
+        if self.measured:
+            return "measured"
+        return "partly measured" if self.convolutions.measured else "estimated"
+
+    @property
+    def unbounded_ms(self) -> float:
+        """Predicted time of the unbounded step."""
+        return self.unbounded.prediction.step_ms
+
+    @property
+    def best(self) -> Technique | None:
+        """The fastest that fits."""
+        return best_technique(self.techniques)
+
+    def slowdown(self, technique: Technique) -> float | None:
+        """A step's time over the unbounded one's."""
+        ms = technique.step_ms
+        return None if ms is None else ms / self.unbounded_ms
+
+    def to_json(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "schema": 1,
+            "model": self.spec.title,
+            "batch": self.spec.batch,
+            "image": list(self.image),
+            "parameters": self.parameters,
+            "optimizer": name_of(self.spec.optimizer),
+            "order": name_of(self.spec.order),
+            "device": self.spec.device,
+            "costs": self.costs,
+            "figures": dict(self.figures),
+            "convolutions": dataclasses.asdict(self.convolutions),
+            "budget_bytes": self.budget,
+            "unbounded_bytes": self.unbounded.peak_bytes,
+            "minimum_bytes": self.minimum,
+            "rows": [self._row(technique) for technique in self.techniques],
+            "placed": self.placed and _placed(self.placed),
+            "curve": [{"budget_bytes": t.budget, **self._row(t)} for t in self.curve],
+            "max_batch": dict(self.max_batch),
+            "min_budget_bytes": dict(self.min_budget),
+            "interrupted": self.interrupted,
+        }
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return drawn("memory_study", self)
+
+    def _row(self, technique: Technique) -> dict[str, Any]:
+        plan = technique.plan
+        prediction = None if plan is None else plan.prediction
+        return {
+            "policy": technique.policy,
+            "scheduler": technique.scheduler,
+            "peak_bytes": technique.peak_bytes,
+            "fits": technique.fits,
+            "short_bytes": technique.short_bytes,
+            "offloaded_bytes": prediction and prediction.out_bytes,
+            "hosted_bytes": plan and _hosted_bytes(plan),
+            "recomputed_nodes": plan and plan.recomputed,
+            "predicted_ms": technique.step_ms,
+            "unbounded_ms": self.unbounded_ms,
+            "bound_ms": prediction and prediction.bound_ms,
+            "slowdown": self.slowdown(technique),
+            "stalls_ms": dict(prediction.stalls_ms) if prediction else None,
+            "best": technique is self.best,
+        }
+
+
+def _placed(placed: PlacedStep) -> dict[str, Any]:
+    return {
+        "policy": placed.plan.policy,
+        "scheduler": placed.plan.scheduler,
+        "arena_bytes": placed.layout.nbytes,
+        "resident_bytes": placed.state_bytes,
+        "live_peak_bytes": placed.layout.live_peak,
+        "fragmentation": placed.layout.fragmentation,
+        "predicted_ms": placed.plan.prediction.step_ms,
+    }
+
+
+def _hosted_bytes(plan: StepPlan) -> int:
+    """Bytes of parameters and state that are at home on the host."""
+    return state_bytes(plan.schedule.graph, plan.schedule.hosted)
