@@ -13,10 +13,9 @@ from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.null import NullArray
 from mucudnn.errors import BackendError, PlanningError
 from mucudnn.ir.conv import Direction
-from mucudnn.ir.numerics import REFUSED
+from mucudnn.ir.status import RowStatus
 from mucudnn.passes.microbatch import aligned_batches, candidate_batches
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning.kernel_bench import limited
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem, tight, watched
 from tests.examples import examples
@@ -48,7 +47,8 @@ def test_every_algorithm_is_a_row_at_every_size(backend, direction):
         }
         for algo, nbytes in named.items():
             row = rows[algo, batch]
-            if row.error is not None and (backend.fragile or REFUSED in row.error):
+            refused = row.status is RowStatus.REFUSED
+            if refused or (row.error is not None and backend.fragile):
                 continue
             assert row.error is None
             assert row.workspace == nbytes
@@ -119,7 +119,11 @@ def test_a_kernel_out_of_memory_is_tried_again():
 
     backend = watched(before=fail)
     one = tuner(backend=backend)
-    assert all(limited(p) for p in one.measure(problem()).perfs if p.algo == "FAST")
+    assert all(
+        p.status is RowStatus.LIMITED
+        for p in one.measure(problem()).perfs
+        if p.algo == "FAST"
+    )
     short[0] = False
     assert all(p.error is None for p in one.measure(problem()).perfs)
 
@@ -164,7 +168,7 @@ def test_what_a_limit_prevents_is_measured_by_the_next_without_it(
     rows = {(p.algo, p.batch): p for p in short.measure(problem()).perfs}
     assert {key for key, p in rows.items() if p.error is None} == expected
     for key in rows.keys() - expected:
-        assert limited(rows[key])
+        assert rows[key].status is RowStatus.LIMITED
         assert reason in rows[key].error
     remembered = {(p.algo, p.batch) for p in cache.get_all("null", problem())}
     assert remembered == expected
@@ -232,7 +236,7 @@ def test_an_exhausted_device_still_measures_what_fits(most):
         specs = problem(perf.batch).operands()
         largest = max(perf.workspace, *(spec.nbytes for spec in specs))
         assert (perf.error is None) == (largest <= most)
-        assert limited(perf) == (largest > most)
+        assert (perf.status is RowStatus.LIMITED) == (largest > most)
 
 
 def test_nothing_is_measured_twice():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from mucudnn.backends.base import Backend
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, PerfTable
 from mucudnn.ir.numerics import Numerics, Traits
+from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.measurement_pruning import Point, next_measurements
 from mucudnn.passes.microbatch import (
     BatchPolicy,
@@ -20,8 +21,8 @@ from mucudnn.passes.microbatch import (
     candidate_batches,
 )
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning.isolation import IsolatedBench, Isolation
-from mucudnn.runtime.tuning.kernel_bench import KernelBench, limited
+from mucudnn.runtime.tuning.isolation import Isolation
+from mucudnn.runtime.tuning.kernel_bench import KernelBench
 from mucudnn.runtime.tuning.timing import StoppingRule
 
 __all__ = ["Progress", "Sweep"]
@@ -172,7 +173,7 @@ class _Work:
             for i, bench in enumerate(self._benches)
         ]
 
-        def work(share: tuple[KernelBench | IsolatedBench, list[int]]) -> None:
+        def work(share: tuple[KernelBench, list[int]]) -> None:
             bench, sizes = share
             for batch in sizes:
                 self._measure_size(bench, batch, by_batch[batch], total)
@@ -185,7 +186,7 @@ class _Work:
 
     def _measure_size(
         self,
-        bench: KernelBench | IsolatedBench,
+        bench: KernelBench,
         batch: int,
         algos: Sequence[str],
         total: int,
@@ -195,7 +196,7 @@ class _Work:
         def keep(perf: AlgoPerf) -> None:
             with self._lock:
                 self.rows[perf.algo, batch] = perf
-                if not limited(perf):
+                if perf.status is not RowStatus.LIMITED:
                     self._sweep.cache.put(self._fingerprint, micro, [perf])
                 if self._sweep.progress is not None:
                     done = len(self.rows)

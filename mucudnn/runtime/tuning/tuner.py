@@ -16,6 +16,7 @@ from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.measurement import Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import parse_bytes
+from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.explain import Trial, explain
 from mucudnn.passes.convolution.pareto import check_divisible
 from mucudnn.passes.microbatch import (
@@ -34,7 +35,7 @@ from mucudnn.runtime.environment import (
 )
 from mucudnn.runtime.tuning.bound_plan import compile_plan
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.kernel_bench import limited, operands
+from mucudnn.runtime.tuning.kernel_bench import operands
 from mucudnn.runtime.tuning.plan_texts import restore_plans
 from mucudnn.runtime.tuning.recovery import Arena, ResilientPlan
 from mucudnn.runtime.tuning.sweep import Progress, Sweep
@@ -231,7 +232,7 @@ class Tuner:
         table = sweep.table(
             problem, self.batch_policy, prune=prune, overhead=LAUNCH_OVERHEAD_MS
         )
-        if not any(limited(perf) for perf in table.perfs):
+        if not any(perf.status is RowStatus.LIMITED for perf in table.perfs):
             self._tables[problem] = table
         return table
 
