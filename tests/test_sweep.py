@@ -3,19 +3,19 @@
 import dataclasses
 import subprocess
 import sys
-import time
 import weakref
 
 import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends import Backend, get_backend
-from mucudnn.backends.null import NullArray
+from mucudnn.backends.null import NullArray, NullConv, NullDevice
 from mucudnn.errors import BackendError, PlanningError
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.status import RowStatus
 from mucudnn.passes.microbatch import aligned_batches, candidate_batches
 from mucudnn.runtime.database.cache import BenchmarkCache
+from mucudnn.runtime.tuning.sweep import Sweep
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem, tight, watched
 from tests.examples import examples
@@ -34,7 +34,7 @@ def sizes(table):
 
 @pytest.mark.parametrize("direction", Direction)
 def test_every_algorithm_is_a_row_at_every_size(backend, direction):
-    table = tuner(backend=backend).measure(problem(5, direction))
+    table = tuner(backend=backend, prune=False).measure(problem(5, direction))
     conv = backend.conv
     rows = {(p.algo, p.batch): p for p in table.perfs}
     assert len(rows) == len(table.perfs)
@@ -83,12 +83,13 @@ def test_pruning_measures_less_and_plans_as_well(limit):
     )
 
 
-def test_the_largest_size_comes_first():
+def test_sizes_descend_once_the_smallest_has_told_what_they_take():
     backend = watched()
     tuner(backend=backend).measure(problem(13))
     order = [batch for _, batch in backend.conv.calls]
-    assert order == sorted(order, reverse=True)
-    assert order[0] == 13
+    assert list(dict.fromkeys(order)) == [1, 13, 8, 4, 2]
+    rest = order[order.index(13) :]
+    assert rest == sorted(rest, reverse=True)
 
 
 @pytest.mark.parametrize("error", [BackendError, RuntimeError, ValueError])
@@ -126,6 +127,40 @@ def test_a_kernel_out_of_memory_is_tried_again():
     )
     short[0] = False
     assert all(p.error is None for p in one.measure(problem()).perfs)
+
+
+class Offered(NullConv):
+    """Algorithms of given ms a sample and bytes a micro-batch."""
+
+    def __init__(self, device, table):
+        super().__init__(device)
+        self._device, self._table = device, table
+
+    def algorithms(self, problem):
+        return [(algo, bytes_of(problem)) for algo, (_, bytes_of) in self._table]
+
+    def run(self, problem, algo, a, b, out, workspace, *, accumulate=False):
+        self._device.advance(problem.batch * dict(self._table)[algo][0])
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_what_is_hopeless_at_both_ends_is_measured_between_if_it_saves_memory(prune):
+    table = [
+        ("FAST", (1.0, lambda problem: KIB * problem.batch)),
+        ("SLOW", (3.0, lambda problem: 0)),
+        ("HOPELESS", (5.0, lambda problem: 0)),
+        ("SMALLER", (5.0, lambda problem: KIB // 2 * problem.batch)),
+    ]
+    device = NullDevice("offered")
+    backend = Backend("offered", device, Offered(device, table))
+    seen = []
+    one = tuner(backend=backend, cache=None, prune=prune, progress=seen.append)
+    rows = {(p.algo, p.batch) for p in one.measure(problem(8)).perfs}
+    every = {(algo, batch) for algo, _ in table for batch in (1, 2, 4, 8)}
+    skipped = {("HOPELESS", 2), ("HOPELESS", 4)} if prune else set()
+    assert rows == every - skipped
+    assert [p.done for p in seen] == list(range(1, len(rows) + 1))
+    assert seen[-1].total == len(rows)
 
 
 def test_nothing_works_says_what_was_tried():
@@ -179,11 +214,22 @@ def test_what_a_limit_prevents_is_measured_by_the_next_without_it(
 
 def test_a_cold_run_is_used_but_not_remembered():
     """The time is up when the first kernel has warmed up."""
-    backend = watched(before=lambda problem, algo: time.sleep(0.2))
-    one = tuner(backend=backend, time_limit_s=0.1)
-    usable = one.measure(problem()).usable
-    assert [perf.samples for perf in usable] == [0]
-    assert one.cache.rows() == ()
+    now = [0.0]
+
+    def run(problem, algo):
+        now[0] += 0.2
+
+    cache = BenchmarkCache()
+    sweep = Sweep(
+        backends=[watched(before=run)],
+        cache=cache,
+        rule=QUICK,
+        deadline=0.1,
+        clock=lambda: now[0],
+    )
+    table = sweep.table(problem(), "powers_of_two", prune=True, overhead=0.0)
+    assert [perf.samples for perf in table.usable] == [0]
+    assert cache.rows() == ()
 
 
 class Accountant:
@@ -287,7 +333,8 @@ from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import parse_problem
 
 rule = StoppingRule(min_samples=1, max_samples=2)
-tuner = Tuner(backend=sys.argv[2], cache=BenchmarkCache(sys.argv[1]), rule=rule)
+cache = BenchmarkCache(sys.argv[1])
+tuner = Tuner(backend=sys.argv[2], cache=cache, rule=rule, prune=False)
 problem = parse_problem("n=7,c=4,h=9,w=9,k=4,r=3,s=3,pad=1")
 sys.stdin.readline()
 table = tuner.measure(problem)
@@ -326,9 +373,8 @@ def test_progress_counts_every_measurement_once():
     table = one.measure(problem(13))
     assert [p.done for p in seen] == list(range(1, len(table.perfs) + 1))
     assert {p.total for p in seen} == {len(table.perfs)}
-    assert [(p.algo, p.batch) for p in seen] == sorted(
-        ((p.algo, p.batch) for p in seen), key=lambda key: -key[1]
-    )
+    sizes = list(dict.fromkeys(p.batch for p in seen))
+    assert sizes == [1, 13, 8, 4, 2]  # the smallest tells what the others will take
     one.measure(problem(13))
     assert len(seen) == len(table.perfs)
 

@@ -107,7 +107,7 @@ def test_what_was_misaligned_is_misaligned_elsewhere(tmp_path):
 def test_machines_reject_some_divisions_and_keep_others():
     """What the test above rests on."""
     verdicts = []
-    for seed in range(6):
+    for seed in range(12):
         here = Tuner(backend=shaky(seed, alignment=8), batch_policy="all", rule=ROUGH)
         plans(here, [problem(n, w_shape=(n, 3, 3, 3)) for n in (11, 12, 13, 16)])
         verdicts += here.verdicts

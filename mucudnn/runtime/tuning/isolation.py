@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 from mucudnn.backends.base import Backend
 from mucudnn.codecs.values import perf_from_dict, problem_to_dict
@@ -53,14 +54,16 @@ class Isolation:
         *,
         memory_limit: float,
         deadline: float,
+        clock: Callable[[], float] | None = None,
     ) -> KernelBench:
-        """A bench for one convolution on one device."""
+        """A bench for one convolution on one device; see `BenchTask`."""
         task = BenchTask(
             backend=backend,
             problem=problem,
             rule=rule,
             memory_limit=memory_limit,
             deadline=deadline,
+            clock=clock or time.monotonic,
         )
         if not (backend.fragile if self._wanted is None else self._wanted):
             return KernelBench(task)
@@ -128,7 +131,7 @@ class ChildTimer:
             "problem": problem_to_dict(self._task.problem),
             "rule": dataclasses.asdict(self._task.rule),
             "memory_limit": self._task.memory_limit,
-            "left_s": self._task.deadline - time.monotonic(),
+            "left_s": self._task.deadline - self._task.clock(),
         }
 
 

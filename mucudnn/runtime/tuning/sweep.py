@@ -6,6 +6,7 @@ reason and not remembered.
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -49,9 +50,10 @@ class Sweep:
         rule: When a kernel has been timed enough.
         numerics: Which ways of computing are accepted; others are not measured.
         memory_limit: Bytes for operands and workspace, on each device.
-        deadline: `time.monotonic()` after which nothing more is started.
+        deadline: Seconds on `clock` after which nothing more is started.
         progress: Called after each measurement, from one thread at a time.
         isolation: Whether to measure in this process or in children.
+    clock: Seconds, for the deadline only; children have a clock of their own.
     """
 
     backends: Sequence[Backend]
@@ -62,6 +64,7 @@ class Sweep:
     deadline: float = math.inf
     progress: Callable[[Progress], None] | None = None
     isolation: Isolation = field(default_factory=Isolation)
+    clock: Callable[[], float] = field(default_factory=lambda: time.monotonic)
 
     def table(
         self, problem: ConvProblem, policy: BatchPolicy, *, prune: bool, overhead: float
@@ -71,7 +74,8 @@ class Sweep:
         Args:
             problem: At its whole mini-batch.
             policy: Which micro-batch sizes are candidates.
-            prune: Under `all`, measure only what could enter a good plan.
+            prune: Measure only what could enter a good plan: under `all` see
+                `measurement_pruning`, else what is no `hopeless` algorithm.
             overhead: ms that starting one more micro-batch costs.
         """
         sizes = candidate_batches(problem.batch, policy)
@@ -79,12 +83,10 @@ class Sweep:
         work = _Work(self, problem, aligned_batches(problem, sizes, alignment))
         try:
             if prune and policy == "all":
-                while points := [
-                    p for p in work.promising(overhead) if p not in work.rows
-                ]:
+                while points := work.promising(overhead):
                     work.measure(points)
             else:
-                work.measure([p for p in work.workspaces if p not in work.rows])
+                work.measure(work.workspaces, skip_hopeless=prune)
         finally:
             work.release()
         rows = sorted(work.rows.values(), key=lambda p: (-p.batch, p.algo))
@@ -102,6 +104,7 @@ class _Work:
         self._fingerprint = sweep.backends[0].device.fingerprint
         self._lock = threading.Lock()
         self._sizes = tuple(sorted(sizes))
+        self._total = 0  # rows there will be, those known counted
         self._benches = [
             sweep.isolation.bench(
                 backend,
@@ -109,6 +112,7 @@ class _Work:
                 sweep.rule,
                 memory_limit=sweep.memory_limit,
                 deadline=sweep.deadline,
+                clock=sweep.clock,
             )
             for backend in sweep.backends
         ]
@@ -152,22 +156,28 @@ class _Work:
 
     def promising(self, overhead: float) -> Sequence[Point]:
         """Points that pruning asks for next."""
-        return next_measurements(
+        points = next_measurements(
             self._sizes,
             self.workspaces,
             tuple(self.rows.values()),
             launch_overhead_ms=overhead,
         )
+        return [point for point in points if point not in self.rows]
 
-    def measure(self, points: Iterable[Point]) -> None:
-        """Time the points, largest sizes first, on all devices at once."""
+    def measure(self, points: Iterable[Point], *, skip_hopeless: bool = False) -> None:
+        """Time what is not known of the points, on all devices at once.
+
+        The largest sizes come first, as buffers for them serve all others; but where
+        nothing is known the smallest one tells cheaply what the others will take.
+        """
         by_batch: dict[int, list[str]] = {}
         for algo, batch in points:
-            by_batch.setdefault(batch, []).append(algo)
+            if (algo, batch) not in self.rows:
+                by_batch.setdefault(batch, []).append(algo)
         batches = sorted(by_batch, reverse=True)
-        if math.isfinite(self._sweep.deadline) and not (self._hints or self._times()):
-            batches = [*batches[-1:], *batches[:-1]]  # it tells what the others take
-        total = len(self.rows) + sum(map(len, by_batch.values()))
+        if not (self._hints or self._times()):
+            batches = [*batches[-1:], *batches[:-1]]
+        self._total = len(self.rows) + sum(map(len, by_batch.values()))
         shares = [
             (bench, batches[i :: len(self._benches)])
             for i, bench in enumerate(self._benches)
@@ -176,7 +186,7 @@ class _Work:
         def work(share: tuple[KernelBench, list[int]]) -> None:
             bench, sizes = share
             for batch in sizes:
-                self._measure_size(bench, batch, by_batch[batch], total)
+                self._measure_size(bench, batch, by_batch[batch], skip_hopeless)
 
         if len(shares) == 1:
             work(shares[0])
@@ -189,43 +199,61 @@ class _Work:
         bench: KernelBench,
         batch: int,
         algos: Sequence[str],
-        total: int,
+        skip_hopeless: bool,
     ) -> None:
-        micro = self._problem.with_batch(batch)
-
-        def keep(perf: AlgoPerf) -> None:
-            with self._lock:
-                self.rows[perf.algo, batch] = perf
-                if perf.status is not RowStatus.LIMITED:
-                    self._sweep.cache.put(self._fingerprint, micro, [perf])
-                if self._sweep.progress is not None:
-                    done = len(self.rows)
-                    self._sweep.progress(
-                        Progress(micro, perf.algo, batch, done, max(done, total))
-                    )
-
         with self._lock:
+            if skip_hopeless:
+                offered = len(algos)
+                algos = [algo for algo in algos if not self._hopeless(algo, batch)]
+                self._total -= offered - len(algos)
             expected = {algo: self._expected_ms(algo, batch) for algo in algos}
-            best_ms = min(
-                (p.time_ms for p in self.rows.values() if p.batch == batch),
-                default=math.inf,
-            )
-        ordered = sorted(algos, key=expected.__getitem__)  # likely winners first
-        if math.isfinite(self._sweep.deadline):
-            with self._lock:
-                expected = {
-                    algo: self._cautious_ms(ms, batch) for algo, ms in expected.items()
-                }
+            ordered = sorted(algos, key=expected.__getitem__)  # likely winners first
+            if math.isfinite(self._sweep.deadline):
+                slowest = max((p.time_ms / p.batch for p in self._times()), default=0.0)
+                for algo in algos:  # one of which nothing is known is no faster
+                    expected[algo] = expected[algo] or batch * slowest
+            best_ms = self._best_ms(batch)
         workspaces = {algo: self.workspaces[algo, batch] for algo in ordered}
-        bench.run(batch, workspaces, keep, best_ms, expected)
+        bench.run(batch, workspaces, self._keep, best_ms, expected)
+
+    def _keep(self, perf: AlgoPerf) -> None:
+        micro = self._problem.with_batch(perf.batch)
+        with self._lock:
+            self.rows[perf.algo, perf.batch] = perf
+            if perf.status is not RowStatus.LIMITED:
+                self._sweep.cache.put(self._fingerprint, micro, [perf])
+            if self._sweep.progress is not None:
+                done = len(self.rows)
+                total = max(done, self._total)
+                self._sweep.progress(
+                    Progress(micro, perf.algo, perf.batch, done, total)
+                )
+
+    def _hopeless(self, algo: str, batch: int) -> bool:
+        """Whether an algorithm need not be measured between the extreme sizes.
+
+        It was far behind the best at both of them, and dividing it saves no memory:
+        at the whole mini-batch it takes no more workspace than here.
+        """
+        ends = (
+            self.rows.get((algo, self._sizes[0])),
+            self.rows.get((algo, self._sizes[-1])),
+        )
+        smallest, whole = ends
+        if smallest is None or whole is None or whole.error is not None:
+            return False
+        far = self._sweep.rule.hopeless
+        return whole.workspace <= self.workspaces[algo, batch] and all(
+            perf.time_ms > far * self._best_ms(perf.batch) for perf in (smallest, whole)
+        )
+
+    def _best_ms(self, batch: int) -> float:
+        return min(
+            (p.time_ms for p in self._times() if p.batch == batch), default=math.inf
+        )
 
     def _times(self) -> list[AlgoPerf]:
         return [perf for perf in self.rows.values() if perf.error is None]
-
-    def _cautious_ms(self, expected: float, batch: int) -> float:
-        """What a run may take of which nothing is known: as long as any other."""
-        rates = (perf.time_ms / perf.batch for perf in self._times())
-        return expected or batch * max(rates, default=0.0)
 
     def _expected_ms(self, algo: str, batch: int) -> float:
         """Time of one run, in proportion to the nearest size known; 0 if none is."""
