@@ -17,8 +17,11 @@ from mucudnn.errors import CacheError
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.measurement import Measurement, Verdict, signature
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.database.export import write_recording
-from mucudnn.runtime.database.record import record_run, run_measurements
+from mucudnn.runtime.database.recordings import (
+    record_run,
+    run_measurements,
+    write_recording,
+)
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import plan_of, problem
 

@@ -13,9 +13,9 @@ from mucudnn.ir.conv import Direction, PerfTable
 from mucudnn.ir.measurement import Measurement, Verdict, signature
 from mucudnn.passes.microbatch import workspace_reuse
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.database.record import record_run
-from mucudnn.runtime.tuning.timing import StoppingRule
-from mucudnn.runtime.tuning.tuner import LAUNCH_OVERHEAD_MS, Tuner
+from mucudnn.runtime.database.recordings import record_run
+from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS, StoppingRule
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.conv_comparison import compare, in_directions
 from mucudnn.suites import Layer
 from tests.doubles import problem

@@ -25,7 +25,7 @@ from mucudnn.errors import MucudnnError
 from mucudnn.ir.measurement import Measurement, Verdict
 from mucudnn.ir.status import RowStatus
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.database.export import write_recording
+from mucudnn.runtime.database.recordings import write_recording
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.conv_comparison import compare
 from mucudnn.studies.outcome import Comparison

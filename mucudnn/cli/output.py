@@ -75,7 +75,7 @@ def recording_file(value: str) -> str:
     path = output_file(value)
     if path == STDOUT:
         raise click.BadParameter("a recording needs a file, such as FILE.json.gz")
-    from mucudnn.runtime.database.export import spare_newer
+    from mucudnn.runtime.database.recordings import spare_newer
 
     spare_newer(Path(path))
     return path

@@ -53,7 +53,7 @@ def recording(
 def _write(
     record: Record, tuner: "Tuner", layers: Sequence[Layer], file: str, since: float
 ) -> None:
-    from mucudnn.runtime.database.record import record_run
+    from mucudnn.runtime.database.recordings import record_run
 
     problems = [layer.problem for layer in layers]
     try:

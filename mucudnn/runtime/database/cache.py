@@ -31,7 +31,7 @@ from mucudnn.errors import CacheError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.measurement import Measurement, Verdict
-from mucudnn.runtime.database.export import write_recording
+from mucudnn.runtime.database.recordings import write_recording
 from mucudnn.runtime.database.sqlite_file import (
     CacheWarning,
     RecordFile,

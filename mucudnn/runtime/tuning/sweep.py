@@ -24,7 +24,7 @@ from mucudnn.passes.microbatch import (
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.isolation import Isolation
 from mucudnn.runtime.tuning.kernel_bench import KernelBench
-from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS, StoppingRule
 
 __all__ = ["Progress", "Sweep"]
 
@@ -67,7 +67,7 @@ class Sweep:
     clock: Callable[[], float] = field(default_factory=lambda: time.monotonic)
 
     def table(
-        self, problem: ConvProblem, policy: BatchPolicy, *, prune: bool, overhead: float
+        self, problem: ConvProblem, policy: BatchPolicy, *, prune: bool
     ) -> PerfTable:
         """Measure `problem`; failing algorithms are rows, never exceptions.
 
@@ -76,21 +76,20 @@ class Sweep:
             policy: Which micro-batch sizes are candidates.
             prune: Measure only what could enter a good plan: under `all` see
                 `measurement_pruning`, else what is no `hopeless` algorithm.
-            overhead: ms that starting one more micro-batch costs.
         """
         sizes = candidate_batches(problem.batch, policy)
         alignment = self.backends[0].split_alignment
         work = _Work(self, problem, aligned_batches(problem, sizes, alignment))
         try:
             if prune and policy == "all":
-                while points := work.promising(overhead):
+                while points := work.promising():
                     work.measure(points)
             else:
                 work.measure(work.workspaces, skip_hopeless=prune)
         finally:
             work.release()
         rows = sorted(work.rows.values(), key=lambda p: (-p.batch, p.algo))
-        return PerfTable(problem, tuple(rows), overhead)
+        return PerfTable(problem, tuple(rows), LAUNCH_OVERHEAD_MS)
 
 
 class _Work:
@@ -154,13 +153,13 @@ class _Work:
         for bench in self._benches:
             bench.release()
 
-    def promising(self, overhead: float) -> Sequence[Point]:
+    def promising(self) -> Sequence[Point]:
         """Points that pruning asks for next."""
         points = next_measurements(
             self._sizes,
             self.workspaces,
             tuple(self.rows.values()),
-            launch_overhead_ms=overhead,
+            launch_overhead_ms=LAUNCH_OVERHEAD_MS,
         )
         return [point for point in points if point not in self.rows]
 

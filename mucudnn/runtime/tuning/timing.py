@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from mucudnn.backends.base import Device
 
-__all__ = ["StoppingRule", "Timing", "measure", "measure_together"]
+__all__ = [
+    "LAUNCH_OVERHEAD_MS",
+    "StoppingRule",
+    "Timing",
+    "measure",
+    "measure_together",
+]
+
+LAUNCH_OVERHEAD_MS = 0.005
+"""What one more micro-batch costs the host, beyond the kernel's own time."""
 
 _MEDIAN_ERROR = 1.2533  # standard error of a median, in units of that of a mean
 _MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation

@@ -49,9 +49,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
 """Bytes; µ-cuDNN's default."""
 
-LAUNCH_OVERHEAD_MS = 0.005
-"""What one more micro-batch costs the host, beyond the kernel's own time."""
-
 
 class Tuner:
     """Measures convolutions, plans them and runs the plans.
@@ -229,9 +226,7 @@ class Tuner:
         )
         # What was recorded takes no time to ask for, and all of it was planned with.
         prune = self.prune and recording_of(self.backend) is None
-        table = sweep.table(
-            problem, self.batch_policy, prune=prune, overhead=LAUNCH_OVERHEAD_MS
-        )
+        table = sweep.table(problem, self.batch_policy, prune=prune)
         if not any(perf.status is RowStatus.LIMITED for perf in table.perfs):
             self._tables[problem] = table
         return table
