@@ -39,8 +39,6 @@ from mucudnn.runtime.database.tables import (
     PERF,
     PLAN_TEXT,
     PUT_LAYER,
-    SCHEMA,
-    SCHEMA_VERSION,
     UNLESS_NEWER,
     VERDICT,
     Table,
@@ -74,16 +72,18 @@ class BenchmarkCache:
 
     Args:
         path: The file to remember in, made where it is missing; None is memory only.
+        timeout_s: How long to wait for other processes that write to it.
 
     A file that cannot be used never raises: see
     `mucudnn.runtime.database.sqlite_file`. Damaged rows are passed over, with a
     warning that counts them.
     """
 
-    def __init__(self, path: Path | str | None = None) -> None:
-        self._file = RecordFile(
-            None if path is None else a_path("path", path), SCHEMA_VERSION, SCHEMA
-        )
+    def __init__(
+        self, path: Path | str | None = None, *, timeout_s: float = 30.0
+    ) -> None:
+        found = None if path is None else a_path("path", path)
+        self._file = RecordFile(found, timeout_s)
         self._version = installed_version()
         self._warned = False
 
