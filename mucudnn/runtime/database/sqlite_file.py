@@ -22,6 +22,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mucudnn.forks import Own, attend
+from mucudnn.runtime.database.schema import (
+    SCHEMA,
+    ForeignError,
+    NewerError,
+    UnusableError,
+    check_tables,
+    create,
+    in_memory,
+    is_empty,
+)
 from mucudnn.runtime.database.shared_file import (
     SIDECARS,
     check_names,
@@ -29,7 +39,6 @@ from mucudnn.runtime.database.shared_file import (
     lock_alone,
     turn,
 )
-from mucudnn.runtime.database.tables import SCHEMA, SCHEMA_VERSION
 
 __all__ = ["CacheWarning", "RecordFile", "transaction", "warn"]
 
@@ -37,31 +46,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_APPLICATION_ID = int.from_bytes(b"muCD", "big")
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _READING = (sqlite3.DatabaseError, UnicodeDecodeError)
 _PRIMARY = 0xFF  # the other bits of an SQLite error code say where it happened
-_IDENTITY = """SELECT application_id, user_version,
-  (SELECT count(*) FROM sqlite_master)
-FROM pragma_application_id, pragma_user_version"""
 _ATTEMPTS = 6
 _FORK_S = 5.0
 
 
 class CacheWarning(UserWarning):
     """Measurements are not remembered in the file as it was."""
-
-
-class _UnusableError(Exception):
-    """The file is a database, but lacks a table or a column."""
-
-
-class _ForeignError(_UnusableError):
-    """The database is another application's, or of another schema version."""
-
-
-class _NewerError(Exception):
-    """The database is ours, of a later schema version."""
 
 
 class RecordFile:
@@ -83,7 +76,7 @@ class RecordFile:
         self._held: list[Any] = []  # locks, while the process forks
         self._inode = 0
         self._path: Path | None = None
-        self._db = _in_memory()
+        self._db = in_memory()
         attend(self)
         if path is None:
             return
@@ -128,7 +121,7 @@ class RecordFile:
                         raise
                     contradicted = True
                     self._db.close()
-                    self._open(self._path, found=_UnusableError(str(e)))
+                    self._open(self._path, found=UnusableError(str(e)))
                 except (sqlite3.DatabaseError, UnicodeDecodeError) as e:
                     if self._path is None:
                         raise
@@ -180,7 +173,7 @@ class RecordFile:
         if self._at_rest or self._closed or (rested and self._path is None):
             return
         self._inherited.append(self._db)
-        self._db = _in_memory()
+        self._db = in_memory()
         self._at_rest = self._path is not None and not self._closed
 
     def _open(self, file: Path, found: Exception | None = None) -> None:
@@ -198,7 +191,7 @@ class RecordFile:
                         db = self._connect(file)
                     else:
                         db = None
-            except (*_READING, _UnusableError, _NewerError, OSError) as e:
+            except (*_READING, UnusableError, NewerError, OSError) as e:
                 problem = e
                 if not _is_damage(e):
                     break
@@ -220,14 +213,14 @@ class RecordFile:
             check_same_thread=False,
         )
         try:
-            empty = _is_empty(db)
+            empty = is_empty(db)
             with contextlib.suppress(sqlite3.OperationalError):
                 db.execute("PRAGMA journal_mode = WAL")
             if empty:
                 with transaction(db):
-                    if _is_empty(db):
-                        _create(db)
-            _check_tables(db)
+                    if is_empty(db):
+                        create(db)
+            check_tables(db)
             db.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             db.close()
@@ -243,7 +236,7 @@ class RecordFile:
                 return False
             if inode(file) != self._inode:
                 return True
-            kind = "foreign" if isinstance(problem, _ForeignError) else "corrupt"
+            kind = "foreign" if isinstance(problem, ForeignError) else "corrupt"
             stamp = time.strftime("%Y%m%d-%H%M%S")
             aside, number = Path(f"{file}.{kind}-{stamp}"), 0
             while aside.exists():
@@ -258,7 +251,7 @@ class RecordFile:
 
     def _fall_back(self, file: Path, problem: Exception | None) -> None:
         """Go on in memory, with what the file can still tell."""
-        memory = _in_memory()
+        memory = in_memory()
         if not _is_damage(problem):
             self._copy_rows(file, memory)
         self._db.close()
@@ -278,7 +271,7 @@ class RecordFile:
                     contextlib.closing(sqlite3.connect(uri, 1.0, uri=True)) as source,
                     transaction(memory),
                 ):
-                    if _is_empty(source):
+                    if is_empty(source):
                         return
                     for table in SCHEMA:
                         rows = source.execute(f"SELECT * FROM {table}")
@@ -286,7 +279,7 @@ class RecordFile:
                         memory.executemany(
                             f"INSERT INTO {table} VALUES ({marks})", rows
                         )
-            except (*_READING, _UnusableError, _NewerError) as e:
+            except (*_READING, UnusableError, NewerError) as e:
                 logger.debug("%s cannot be read with %s: %s", file, access, e)
             else:
                 return
@@ -305,50 +298,6 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _in_memory() -> sqlite3.Connection:
-    db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    _create(db)
-    return db
-
-
-def _create(db: sqlite3.Connection) -> None:
-    for statement in SCHEMA.values():
-        db.execute(statement)
-    db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-
-def _is_empty(db: sqlite3.Connection) -> bool:
-    """Whether the database is new; _ForeignError if it is not ours."""
-    # One statement: between two, another process could create the tables.
-    application, version, tables = db.execute(_IDENTITY).fetchone()
-    if application == _APPLICATION_ID:
-        if version > SCHEMA_VERSION:
-            raise _NewerError(
-                f"a newer version of mucudnn wrote it (schema {version}, this one "
-                f"reads {SCHEMA_VERSION}); it stays as it is"
-            )
-        if version != SCHEMA_VERSION:
-            raise _ForeignError(
-                f"its schema version is {version}, this one reads {SCHEMA_VERSION}"
-            )
-        return False
-    if application or version or tables:
-        raise _ForeignError("it is the database of another application")
-    return True
-
-
-def _check_tables(db: sqlite3.Connection) -> None:
-    """Tables as they were made: what else a statement says would be obeyed, too."""
-    with contextlib.closing(_in_memory()) as model:
-        for table in SCHEMA:
-            if _made_by(db, table) != _made_by(model, table):
-                raise _UnusableError(f"table {table} is missing or altered")
-    query = "SELECT count(*) FROM sqlite_master WHERE type = 'trigger'"
-    if db.execute(query).fetchone() != (0,):
-        raise _UnusableError("there are triggers in it")
-
-
 def _is_damage(error: Exception | None) -> bool:
     """Whether the contents are at fault, rather than the disk or the permissions.
 
@@ -358,15 +307,9 @@ def _is_damage(error: Exception | None) -> bool:
     if isinstance(error, UnicodeDecodeError):
         return True
     if not isinstance(error, sqlite3.DatabaseError):
-        return isinstance(error, _UnusableError)
+        return isinstance(error, UnusableError)
     code: int | None = getattr(error, "sqlite_errorcode", None)
     return code is None or code & _PRIMARY in _DAMAGED
-
-
-def _made_by(db: sqlite3.Connection, table: str) -> list[tuple[str]]:
-    """The statement that made a table."""
-    query = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?"
-    return db.execute(query, (table,)).fetchall()
 
 
 def warn(message: str, stacklevel: int = 4) -> None:

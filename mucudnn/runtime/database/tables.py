@@ -1,4 +1,4 @@
-"""The tables of a cache's file: how they are made, and rows in and out of them.
+"""Rows in and out of the tables of a cache's file.
 
 A row of `layer` is a device and a convolution without its batch size; rows of the other
 tables belong to one. Statements speak of a layer by fingerprint and problem.
@@ -21,8 +21,6 @@ __all__ = [
     "PERF",
     "PLAN_TEXT",
     "PUT_LAYER",
-    "SCHEMA",
-    "SCHEMA_VERSION",
     "UNLESS_NEWER",
     "VERDICT",
     "Table",
@@ -32,47 +30,6 @@ __all__ = [
 T = TypeVar("T")
 _LayerOf = Callable[[object], LayerAt]
 
-SCHEMA_VERSION = 3
-SCHEMA = {
-    "layer": """CREATE TABLE layer (
-  id INTEGER PRIMARY KEY,
-  fingerprint TEXT NOT NULL,
-  problem TEXT NOT NULL,
-  UNIQUE (fingerprint, problem)
-)""",
-    "perf": """CREATE TABLE perf (
-  layer INTEGER NOT NULL,
-  batch INTEGER NOT NULL,
-  algo TEXT NOT NULL,
-  math_mode TEXT NOT NULL,
-  notes TEXT NOT NULL,
-  time_ms REAL,
-  workspace INTEGER NOT NULL,
-  deterministic INTEGER NOT NULL,
-  error TEXT,
-  noise_ms REAL NOT NULL,
-  samples INTEGER NOT NULL,
-  measured_at REAL NOT NULL,
-  version TEXT NOT NULL,
-  PRIMARY KEY (layer, batch, algo, math_mode),
-  CHECK ((time_ms IS NULL) = (error IS NOT NULL))
-) WITHOUT ROWID""",
-    "plan_text": """CREATE TABLE plan_text (
-  layer INTEGER NOT NULL,
-  batch INTEGER NOT NULL,
-  algo TEXT NOT NULL,
-  text TEXT NOT NULL,
-  PRIMARY KEY (layer, batch, algo)
-) WITHOUT ROWID""",
-    "verdict": """CREATE TABLE verdict (
-  layer INTEGER NOT NULL,
-  batch INTEGER NOT NULL,
-  signature TEXT NOT NULL,
-  time_ms REAL NOT NULL,
-  measured_at REAL NOT NULL,
-  PRIMARY KEY (layer, batch, signature)
-) WITHOUT ROWID""",
-}
 PUT_LAYER = "INSERT OR IGNORE INTO layer (fingerprint, problem) VALUES (?, ?)"
 OF_ALL = "(?1 IS NULL OR fingerprint = ?1) AND (?2 IS NULL OR problem = ?2)"
 OF_LAYER = "fingerprint = ? AND problem = ?"
