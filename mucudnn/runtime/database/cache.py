@@ -299,14 +299,13 @@ class BenchmarkCache:
         if wrong and not self._warned:
             self._warned = True
             of_all = [
-                row
-                for each in (PERF, VERDICT)
-                for row in self._decoded(each, OF_ALL, None, None)
+                *self._decoded(PERF, OF_ALL, None, None),
+                *self._decoded(VERDICT, OF_ALL, None, None),
             ]
             count = sum(isinstance(row, ValueError) for row in of_all)
             warn(
                 f"{count} of the {len(of_all)} rows in {self.path or 'memory'} are "
-                f"damaged and passed over; the first: {wrong[0]}",
+                f"damaged and passed over; the first: {wrong[0]}"
             )
         return tuple(row for row in found if not isinstance(row, ValueError))
 
