@@ -74,8 +74,8 @@ class Sweep:
         Args:
             problem: At its whole mini-batch.
             policy: Which micro-batch sizes are candidates.
-            prune: Measure only what could enter a good plan: under `all` see
-                `measurement_pruning`, else what is no `hopeless` algorithm.
+            prune: Measure only what could enter a good plan; see `next_measurements`
+                for `all`, `_Work.measure` for other policies.
         """
         sizes = candidate_batches(problem.batch, policy)
         alignment = self.backends[0].split_alignment
@@ -168,6 +168,11 @@ class _Work:
 
         The largest sizes come first, as buffers for them serve all others; but where
         nothing is known the smallest one tells cheaply what the others will take.
+
+        Args:
+            points: What to measure.
+            skip_hopeless: Leave out, between the extreme sizes, what was far behind at
+                both and takes no less memory when it is divided.
         """
         by_batch: dict[int, list[str]] = {}
         for algo, batch in points:
