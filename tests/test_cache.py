@@ -713,11 +713,9 @@ with warnings.catch_warnings(record=True) as caught:
         assert len(cache.rows()) >= 10
 
 
-def test_a_lock_held_for_ever_means_memory(file, monkeypatch):
+def test_a_lock_held_for_ever_means_memory(file):
     some_rows(file, 5)
-    with BenchmarkCache(file) as cache:
-        monkeypatch.setattr(cache._file, "_timeout_s", 0.0)
-        cache._file._db.execute("PRAGMA busy_timeout = 20")
+    with BenchmarkCache(file, timeout_s=0.02) as cache:
         with contextlib.closing(sqlite3.connect(file)) as db:
             db.execute("BEGIN IMMEDIATE")
             with pytest.warns(CacheWarning, match="locked") as caught:

@@ -14,7 +14,7 @@ from mucudnn import backends
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.virtual import VirtualDevice
 from mucudnn.cli import main
-from mucudnn.codecs.recordings import parse_recording, recorded_environments
+from mucudnn.codecs.recordings import read_recording, recorded_environments
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.runtime.tuning import tuner as tuner_module
 from tests.doubles import Crowded
@@ -279,7 +279,7 @@ def test_a_recording_holds_the_problems_of_the_run_only(tmp_path):
     result = run(
         "tune", *PROBLEM, *kept, "--policy", "undivided", "--record", str(file)
     )
-    rows = parse_recording(file.read_bytes())
+    rows = read_recording(file.read_bytes()).measurements
     assert {(m.problem.x_shape, m.perf.algo) for m in rows} == {
         ((8, 4, 9, 9), "FAST"),
         ((8, 4, 9, 9), "SLOW"),
@@ -312,7 +312,7 @@ def test_failed_measurements_are_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(tuner_module, "get_backend", lambda name: backend)
     file = tmp_path / "r.json"
     done("tune", *PROBLEM, *NULL, "--record", str(file))
-    rows = parse_recording(file.read_bytes())
+    rows = read_recording(file.read_bytes()).measurements
     errors = {m.perf.algo: m.perf.error for m in rows}
     assert errors == {"FAST": "ValueError: illegal address", "SLOW": None}
 
@@ -358,7 +358,7 @@ def test_ctrl_c_still_writes_the_recording(tmp_path):
     assert child.returncode == 130
     assert "Traceback" not in err
     assert "interrupted: 1 of 2" in shown
-    rows = parse_recording(file.read_bytes())
+    rows = read_recording(file.read_bytes()).measurements
     assert f"{len(rows)} measurements written to {file}" in err
     assert (2, 3, 20, 20) in {m.problem.x_shape for m in rows}
 
@@ -378,5 +378,8 @@ def test_an_error_half_way_still_writes_the_recording(tmp_path, monkeypatch):
     result = run("tune", *PROBLEM, *NULL, "--record", str(file))
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1] == "mucudnn: error: the device is lost"
-    ways = {m.problem.direction.value for m in parse_recording(file.read_bytes())}
+    ways = {
+        m.problem.direction.value
+        for m in read_recording(file.read_bytes()).measurements
+    }
     assert ways == {"forward", "backward_data"}

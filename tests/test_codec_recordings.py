@@ -8,17 +8,18 @@ from hypothesis import given, strategies as st
 from mucudnn.backends import get_backend
 from mucudnn.codecs.recordings import (
     format_recording,
-    parse_recording,
     read_recording,
     recorded_environments,
-    recorded_fingerprints,
 )
 from mucudnn.errors import CacheError
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.measurement import Measurement, Verdict, signature
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.database.export import write_recording
-from mucudnn.runtime.database.record import record_run, run_measurements
+from mucudnn.runtime.database.recordings import (
+    record_run,
+    run_measurements,
+    write_recording,
+)
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import plan_of, problem
 
@@ -50,8 +51,8 @@ def test_environments_survive(known, compress):
     rows = [row(fingerprint) for fingerprint in known]
     data = format_recording(rows, known, compress=compress)
     assert recorded_environments(data) == known
-    assert recorded_fingerprints(data) == tuple(known)
-    assert parse_recording(data) == tuple(rows)
+    assert list(recorded_environments(data)) == list(known)
+    assert read_recording(data).measurements == tuple(rows)
 
 
 @given(
@@ -113,7 +114,7 @@ def test_a_bad_verdict_is_located(place, bad, message):
     (entry,) = document["devices"][0]["problems"]
     entry["verdicts"][1][place] = bad
     with pytest.raises(ValueError, match=rf"devices\[0\].problems\[0\].{message}"):
-        parse_recording(json.dumps(document).encode())
+        read_recording(json.dumps(document).encode())
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_a_bad_alignment_is_located(bad, message):
     document = json.loads(format_recording([row()], alignments={"gpu": 16}))
     document["devices"][0]["split_alignment"] = bad
     with pytest.raises(ValueError, match=rf"devices\[0\].split_alignment: .*{message}"):
-        parse_recording(json.dumps(document).encode())
+        read_recording(json.dumps(document).encode())
 
 
 def test_what_is_not_known_is_empty():
@@ -143,14 +144,14 @@ def test_a_bad_environment_is_located(bad, message):
     document = json.loads(format_recording([row()]))
     document["devices"][0]["environment"] = bad
     with pytest.raises(ValueError, match=message):
-        parse_recording(json.dumps(document).encode())
+        read_recording(json.dumps(document).encode())
 
 
 def test_a_missing_environment_is_located():
     document = json.loads(format_recording([row()]))
     del document["devices"][0]["environment"]
     with pytest.raises(ValueError, match=r"devices\[0\].environment: missing"):
-        parse_recording(json.dumps(document).encode())
+        read_recording(json.dumps(document).encode())
 
 
 def test_a_cache_exports_an_empty_environment(tmp_path):

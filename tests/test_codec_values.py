@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.codecs import recordings, values
-from mucudnn.codecs.recordings import Measurement
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction, PerfTable
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
+from mucudnn.ir.measurement import Measurement
 
 sizes = st.integers(1, 9)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -87,12 +87,6 @@ def test_a_perf_survives(perf):
     assert values.perf_from_dict(through_json(values.perf_to_dict(perf))) == perf
 
 
-@given(problems(), st.lists(perfs(), max_size=4), times)
-def test_a_table_survives(problem, rows, overhead):
-    table = PerfTable(problem, tuple(rows), overhead)
-    assert values.table_from_dict(through_json(values.table_to_dict(table))) == table
-
-
 def test_a_plan_survives():
     plan = ConvPlan(PROBLEM, (PERF, PERF))
     assert values.plan_from_dict(through_json(values.plan_to_dict(plan))) == plan
@@ -115,8 +109,6 @@ def test_every_field_is_written():
 
 def test_infinity_is_null():
     assert values.perf_to_dict(FAILED)["time_ms"] is None
-    with pytest.raises(ValueError, match="inf"):
-        values.table_to_dict(PerfTable(PROBLEM, (), math.inf))
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
@@ -208,10 +200,10 @@ def test_a_bad_key_is_refused():
 @given(st.lists(measurements(), max_size=5), st.booleans())
 def test_a_recording_survives(rows, compress):
     data = recordings.format_recording(rows, compress=compress)
-    parsed = recordings.parse_recording(data)
+    parsed = recordings.read_recording(data).measurements
     assert sorted(map(repr, parsed)) == sorted(map(repr, rows))
     fingerprints = tuple(dict.fromkeys(row.fingerprint for row in rows))
-    assert recordings.recorded_fingerprints(data) == fingerprints
+    assert tuple(recordings.recorded_environments(data)) == fingerprints
     assert recordings.format_recording(parsed, compress=compress) == data
 
 
@@ -232,7 +224,7 @@ def test_every_truncation_is_refused(compress):
     data = recordings.format_recording(ROWS, compress=compress)
     for length in range(len(data.rstrip(b"\n"))):
         with pytest.raises(ValueError, match=r".+"):
-            recordings.parse_recording(data[:length])
+            recordings.read_recording(data[:length])
 
 
 @pytest.mark.parametrize(
@@ -270,20 +262,20 @@ def test_a_bad_recording_is_located(path, bad, message):
         place = place[step]
     place[last] = bad
     with pytest.raises(ValueError, match=message):
-        recordings.parse_recording(json.dumps(broken).encode())
+        recordings.read_recording(json.dumps(broken).encode())
 
 
 def test_other_files_are_refused():
     for data in (b"", b"\x00", b"[]", b"NaN", b"[" * 100_000, gzip.compress(b"{}")):
         with pytest.raises(ValueError, match=r".+"):
-            recordings.parse_recording(data)
+            recordings.read_recording(data)
 
 
 def test_a_device_occurs_once():
     document = json.loads(recordings.format_recording(ROWS))
     document["devices"] *= 2
     with pytest.raises(ValueError, match=r"devices\[1\].fingerprint: 'gpu' occurs"):
-        recordings.parse_recording(json.dumps(document).encode())
+        recordings.read_recording(json.dumps(document).encode())
 
 
 @pytest.mark.parametrize("limit", [None, 0, 1 << 40])

@@ -14,10 +14,14 @@ import pytest
 
 from mucudnn.backends import get_backend
 from mucudnn.errors import BackendUnavailableError
+from mucudnn.ir.status import RowStatus
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning.isolation import IsolatedBench, Isolation
-from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, limited
-from mucudnn.runtime.tuning.measuring_process import MeasuringProcess
+from mucudnn.runtime.tuning.isolation import (
+    ChildTimer,
+    Isolation,
+    MeasuringProcess,
+)
+from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, LocalTimer
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem, watched
@@ -93,9 +97,13 @@ def task_of(backend, batch=8, rule=QUICK, **limits):
     return BenchTask(backend=backend, problem=problem(batch), rule=rule, **limits)
 
 
+def child_bench(task, process, **options):
+    return KernelBench(task, ChildTimer(task, process, **options))
+
+
 def isolated(backend, hang_s=60.0, **limits):
     process = MeasuringProcess(backend.name, backend.index)
-    return process, IsolatedBench(task_of(backend, **limits), process, hang_s=hang_s)
+    return process, child_bench(task_of(backend, **limits), process, hang_s=hang_s)
 
 
 # --- the same rows -----------------------------------------------------------------
@@ -110,7 +118,7 @@ def test_rows_are_those_of_a_bench_in_this_process():
         for rule in (StoppingRule(), StoppingRule(budget_ms=math.inf, max_samples=4)):
             here = KernelBench(task_of(backend, rule=rule, **options))
             ends = task_of(backend, rule=rule, deadline=1e9, **options)
-            there = IsolatedBench(ends, process)
+            there = child_bench(ends, process)
             for batch in (8, 2):
                 algorithms = backend.conv.algorithms(problem(batch))
                 extra = [*algorithms, ("MISSING", 0)]
@@ -131,7 +139,7 @@ def test_threads_may_share_a_child():
     process = MeasuringProcess("null")
 
     def table(batch):
-        bench = IsolatedBench(task_of(backend, batch), process)
+        bench = child_bench(task_of(backend, batch), process)
         micros = [micro for micro in range(1, batch + 1) for _ in range(3)]
         return [row for n in micros for row in rows_of(bench, [("SLOW", 0)], n)]
 
@@ -173,7 +181,10 @@ def test_no_child_is_started_for_what_a_limit_forbids(installed):
     _, long = isolated(backend, deadline=time.monotonic() + 100)
     rows = rows_of(late, [("GOOD", 0)])
     rows += rows_of(long, [("GOOD", 0)], expected_ms={"GOOD": 1e6})
-    assert all(limited(row) and "the time limit" in row.error for row in rows)
+    assert all(
+        row.status is RowStatus.LIMITED and "the time limit" in row.error
+        for row in rows
+    )
     assert installed.children() == []
 
 
@@ -191,14 +202,14 @@ def test_each_misbehaving_kernel_costs_one_row(installed):
     assert list(rows) == order
     for algo, error in DIED.items():
         assert rows[algo].error == error
-        assert not limited(rows[algo])
+        assert rows[algo].status is not RowStatus.LIMITED
     assert rows["HANG"].error == (
         "the measuring process was ended after 2.12 s while running it"
     )
     assert rows["STATUS"].error == "BackendError: status 700: illegal address"
     assert rows["LIBRARY"].error == "ZeroDivisionError: in somebody's library"
     assert rows["UNSUPPORTED"].error == "UnsupportedError: not this shape"
-    assert limited(rows["MEMORY"])
+    assert rows["MEMORY"].status is RowStatus.LIMITED
     for row in (rows["PRINT"], rows["READ"], rows["GOOD"], last):
         assert row.error is None
         assert row.time_ms == pytest.approx(row.batch * 1.0 + 0.1)
@@ -272,12 +283,12 @@ def test_a_fragile_backend_is_isolated_and_others_are_not(installed):
         bench = Isolation(wanted).bench(
             get_backend(name), problem(), QUICK, memory_limit=1e9, deadline=1e9
         )
-        return type(bench)
+        return type(bench.timer)
 
-    assert kind(None, "misbehaving:GOOD") is IsolatedBench
-    assert kind(False, "misbehaving:GOOD") is KernelBench
-    assert kind(None, "null") is KernelBench
-    assert kind(True, "null") is IsolatedBench
+    assert kind(None, "misbehaving:GOOD") is ChildTimer
+    assert kind(False, "misbehaving:GOOD") is LocalTimer
+    assert kind(None, "null") is LocalTimer
+    assert kind(True, "null") is ChildTimer
 
 
 def test_isolated_tables_are_equal():

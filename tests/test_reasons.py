@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.ir.conv import AlgoPerf, PerfTable
-from mucudnn.ir.numerics import NUMERICS, REFUSED, Numerics, Traits
+from mucudnn.ir.numerics import NUMERICS, Numerics, Traits
+from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.explain import counted, explain, left_out, refused
 from mucudnn.passes.microbatch import undivided
 from mucudnn.report.html import html_report
@@ -23,7 +24,7 @@ def failed(algo, error, batch=8):
 
 names = st.sampled_from([f"A{i}" for i in range(20)])
 errors = st.one_of(
-    st.sampled_from([f"{REFUSED}it is {x}" for x in "abc"]),
+    st.sampled_from([RowStatus.REFUSED.text(f"it is {x}") for x in "abc"]),
     st.sampled_from([f"status {x}" for x in range(12)]),
 )
 

@@ -9,9 +9,12 @@ from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import TF32, Numerics
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.microbatch import pareto_plans
-from mucudnn.runtime.database.export import write_recording
-from mucudnn.runtime.database.record import record_run
-from mucudnn.runtime.database.recorded_fronts import RecordedFronts, read_fronts
+from mucudnn.runtime.database.recordings import (
+    RecordedFronts,
+    read_fronts,
+    record_run,
+    write_recording,
+)
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.memory_study import StepSpec
 from mucudnn.studies.step_costs import Coverage, StepCosts

@@ -3,7 +3,6 @@
 import dataclasses
 import subprocess
 import sys
-import time
 import weakref
 
 import pytest
@@ -13,10 +12,10 @@ from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.null import NullArray
 from mucudnn.errors import BackendError, PlanningError
 from mucudnn.ir.conv import Direction
-from mucudnn.ir.numerics import REFUSED
+from mucudnn.ir.status import RowStatus
 from mucudnn.passes.microbatch import aligned_batches, candidate_batches
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning.kernel_bench import limited
+from mucudnn.runtime.tuning.sweep import Sweep
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, problem, tight, watched
 from tests.examples import examples
@@ -48,7 +47,8 @@ def test_every_algorithm_is_a_row_at_every_size(backend, direction):
         }
         for algo, nbytes in named.items():
             row = rows[algo, batch]
-            if row.error is not None and (backend.fragile or REFUSED in row.error):
+            refused = row.status is RowStatus.REFUSED
+            if refused or (row.error is not None and backend.fragile):
                 continue
             assert row.error is None
             assert row.workspace == nbytes
@@ -83,12 +83,13 @@ def test_pruning_measures_less_and_plans_as_well(limit):
     )
 
 
-def test_the_largest_size_comes_first():
+def test_sizes_descend_once_the_smallest_has_told_what_they_take():
     backend = watched()
     tuner(backend=backend).measure(problem(13))
     order = [batch for _, batch in backend.conv.calls]
-    assert order == sorted(order, reverse=True)
-    assert order[0] == 13
+    assert list(dict.fromkeys(order)) == [1, 13, 8, 4, 2]
+    rest = order[order.index(13) :]
+    assert rest == sorted(rest, reverse=True)
 
 
 @pytest.mark.parametrize("error", [BackendError, RuntimeError, ValueError])
@@ -119,7 +120,11 @@ def test_a_kernel_out_of_memory_is_tried_again():
 
     backend = watched(before=fail)
     one = tuner(backend=backend)
-    assert all(limited(p) for p in one.measure(problem()).perfs if p.algo == "FAST")
+    assert all(
+        p.status is RowStatus.LIMITED
+        for p in one.measure(problem()).perfs
+        if p.algo == "FAST"
+    )
     short[0] = False
     assert all(p.error is None for p in one.measure(problem()).perfs)
 
@@ -164,7 +169,7 @@ def test_what_a_limit_prevents_is_measured_by_the_next_without_it(
     rows = {(p.algo, p.batch): p for p in short.measure(problem()).perfs}
     assert {key for key, p in rows.items() if p.error is None} == expected
     for key in rows.keys() - expected:
-        assert limited(rows[key])
+        assert rows[key].status is RowStatus.LIMITED
         assert reason in rows[key].error
     remembered = {(p.algo, p.batch) for p in cache.get_all("null", problem())}
     assert remembered == expected
@@ -175,11 +180,22 @@ def test_what_a_limit_prevents_is_measured_by_the_next_without_it(
 
 def test_a_cold_run_is_used_but_not_remembered():
     """The time is up when the first kernel has warmed up."""
-    backend = watched(before=lambda problem, algo: time.sleep(0.2))
-    one = tuner(backend=backend, time_limit_s=0.1)
-    usable = one.measure(problem()).usable
-    assert [perf.samples for perf in usable] == [0]
-    assert one.cache.rows() == ()
+    now = [0.0]
+
+    def run(problem, algo):
+        now[0] += 0.2
+
+    cache = BenchmarkCache()
+    sweep = Sweep(
+        backends=[watched(before=run)],
+        cache=cache,
+        rule=QUICK,
+        deadline=0.1,
+        clock=lambda: now[0],
+    )
+    table = sweep.table(problem(), "powers_of_two", prune=True)
+    assert [perf.samples for perf in table.usable] == [0]
+    assert cache.rows() == ()
 
 
 class Accountant:
@@ -232,7 +248,7 @@ def test_an_exhausted_device_still_measures_what_fits(most):
         specs = problem(perf.batch).operands()
         largest = max(perf.workspace, *(spec.nbytes for spec in specs))
         assert (perf.error is None) == (largest <= most)
-        assert limited(perf) == (largest > most)
+        assert (perf.status is RowStatus.LIMITED) == (largest > most)
 
 
 def test_nothing_is_measured_twice():
@@ -283,7 +299,8 @@ from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import parse_problem
 
 rule = StoppingRule(min_samples=1, max_samples=2)
-tuner = Tuner(backend=sys.argv[2], cache=BenchmarkCache(sys.argv[1]), rule=rule)
+cache = BenchmarkCache(sys.argv[1])
+tuner = Tuner(backend=sys.argv[2], cache=cache, rule=rule, prune=False)
 problem = parse_problem("n=7,c=4,h=9,w=9,k=4,r=3,s=3,pad=1")
 sys.stdin.readline()
 table = tuner.measure(problem)
@@ -322,9 +339,8 @@ def test_progress_counts_every_measurement_once():
     table = one.measure(problem(13))
     assert [p.done for p in seen] == list(range(1, len(table.perfs) + 1))
     assert {p.total for p in seen} == {len(table.perfs)}
-    assert [(p.algo, p.batch) for p in seen] == sorted(
-        ((p.algo, p.batch) for p in seen), key=lambda key: -key[1]
-    )
+    sizes = list(dict.fromkeys(p.batch for p in seen))
+    assert sizes == [1, 13, 8, 4, 2]  # the smallest tells what the others will take
     one.measure(problem(13))
     assert len(seen) == len(table.perfs)
 

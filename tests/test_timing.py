@@ -124,6 +124,23 @@ def test_rivals_are_timed_alike_whatever_the_budget():
     assert [t.samples for t in timings] == [3, 3]
 
 
+def test_a_clear_lead_of_slow_rivals_needs_no_third_round():
+    fast, slow, near = Scripted(40), Scripted(61), Scripted(59)
+    device = Scripted(0)
+
+    def runner(own):
+        def run():
+            own.run()
+            device.now_ms = fast.now_ms + slow.now_ms + near.now_ms
+
+        return run
+
+    ahead = measure_together([runner(fast), runner(slow)], device, RULE)
+    assert [t.samples for t in ahead] == [1, 1]
+    close = measure_together([runner(fast), runner(near)], device, RULE)
+    assert [t.samples for t in close] == [3, 3]
+
+
 def test_rivals_stop_at_the_deadline():
     device = Scripted(1)
     timings = measure_together(

@@ -25,8 +25,7 @@ from mucudnn.errors import MucudnnError
 from mucudnn.ir.measurement import Measurement, Verdict
 from mucudnn.ir.status import RowStatus
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.database.export import write_recording
-from mucudnn.runtime.tuning.kernel_bench import limited
+from mucudnn.runtime.database.recordings import write_recording
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.conv_comparison import compare
 from mucudnn.studies.outcome import Comparison
@@ -157,7 +156,7 @@ class _Stage:
         found = compare(tuner, [one], LIMITS, time_limit_s=self._left_s)
         (result,) = found.layers
         table = result.table
-        short = any(limited(p) for p in table.perfs) or any(
+        short = any(p.status is RowStatus.LIMITED for p in table.perfs) or any(
             _OUT_OF_TIME in (o.reason or "") for o in result.outcomes
         )
         whole = table.fastest(problem.batch)

@@ -8,7 +8,7 @@ from bench.gpu.job import RULE, Job, Report
 from bench.gpu.store import read_json
 from bench.gpu.work import network_layers
 from bench.table import render
-from mucudnn.runtime.tuning.kernel_bench import limited
+from mucudnn.ir.status import RowStatus
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.conv_comparison import compare
 from mucudnn.studies.outcome import Comparison
@@ -53,7 +53,7 @@ def _one(job: Job, tuner: Tuner, layers: Sequence[Layer]) -> dict[str, Any]:
         if left <= 0:
             break
         table = tuner.measure(layer.problem, time_limit_s=left)
-        measured += not any(limited(perf) for perf in table.perfs)
+        measured += not any(perf.status is RowStatus.LIMITED for perf in table.perfs)
     if measured < len(layers):
         return {"complete": False, "kernels": len(layers), "measured": measured}
     found = compare(

@@ -17,8 +17,8 @@ from bench.gpu.work import STAGES, deepbench_layers, key_of
 from bench.table import render
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.status import RowStatus
 from mucudnn.passes.microbatch import PLANNERS
-from mucudnn.runtime.tuning.kernel_bench import limited
 from mucudnn.runtime.tuning.timing import Timing
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.suites import Layer
@@ -102,7 +102,8 @@ def _one(
     """All rivals on one problem; None where its table could not be completed."""
     begun = time.monotonic()
     table = tuner.measure(problem, time_limit_s=job.left_s)
-    if any(limited(perf) for perf in table.perfs) or job.left_s < _WORTH_S / 2:
+    short = any(perf.status is RowStatus.LIMITED for perf in table.perfs)
+    if short or job.left_s < _WORTH_S / 2:
         return None
     errors: dict[str, str] = {}
     rivals = _ours(job, table, errors)

@@ -16,7 +16,11 @@ from typing import Any
 from mucudnn.backends.base import Backend
 from mucudnn.backends.runner import Call, PlanRunner, per_step
 from mucudnn.backends.virtual import VirtualDevice
-from mucudnn.codecs.recordings import MOST, read_recording, recorded_fingerprints
+from mucudnn.codecs.recordings import (
+    MOST,
+    read_recording,
+    recorded_environments,
+)
 from mucudnn.errors import BackendUnavailableError, UnsupportedError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
@@ -137,7 +141,7 @@ def device_count(argument: str) -> int:
     """How many machines the file has measurements of."""
     file = _file(argument)
     try:
-        count = len(recorded_fingerprints(_contents(file)))
+        count = len(recorded_environments(_contents(file)))
     except ValueError as e:
         raise _unreadable(file, e) from e
     if count == 0:

@@ -85,7 +85,7 @@ def recording_file(value: str) -> str:
     path = output_file(value)
     if path == STDOUT:
         raise click.BadParameter("a recording needs a file, such as FILE.json.gz")
-    from mucudnn.runtime.database.export import spare_newer
+    from mucudnn.runtime.database.recordings import spare_newer
 
     spare_newer(Path(path))
     return path
@@ -207,7 +207,7 @@ def recording(
 def _write_recording(
     record: Record, tuner: "Tuner", layers: Sequence["Layer"], file: str, since: float
 ) -> None:
-    from mucudnn.runtime.database.record import record_run
+    from mucudnn.runtime.database.recordings import record_run
 
     problems = [layer.problem for layer in layers]
     try:

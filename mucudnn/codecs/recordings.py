@@ -44,19 +44,15 @@ from mucudnn.codecs.values import (
 from mucudnn.ir.measurement import Measurement, Recording, Verdict
 
 __all__ = [
-    "KIND",
     "MOST",
     "SCHEMA",
-    "Measurement",
     "format_recording",
-    "parse_recording",
     "read_recording",
     "recorded_environments",
-    "recorded_fingerprints",
     "recorded_schema",
 ]
 
-KIND = "mucudnn-recording"
+_KIND = "mucudnn-recording"
 SCHEMA = 2
 _GZIP_MAGIC = b"\x1f\x8b"
 MOST = 1 << 29
@@ -96,7 +92,7 @@ def format_recording(
     for v in verdicts:
         members = {"batch": v.problem.batch, "signature": v.signature, "ratio": v.ratio}
         lines(v).verdicts.append(_dumps(members))
-    text = f'{{"kind": "{KIND}", "schema": {SCHEMA}, "devices": [' + ",".join(
+    text = f'{{"kind": "{_KIND}", "schema": {SCHEMA}, "devices": [' + ",".join(
         f'\n{{"fingerprint": {_dumps(name)}, '
         f'"environment": {_dumps(dict(known.get(name, {})))}, '
         + (f'"split_alignment": {aligned[name]}, ' if name in aligned else "")
@@ -124,11 +120,6 @@ def _problem_text(key: str, lines: _Lines) -> str:
         + ("]" + judged if lines.verdicts else "]")
         + "}"
     )
-
-
-def parse_recording(data: bytes) -> tuple[Measurement, ...]:
-    """The measurements of a whole recording; see `read_recording`."""
-    return read_recording(data).measurements
 
 
 def read_recording(data: bytes) -> Recording:
@@ -167,15 +158,6 @@ def read_recording(data: bytes) -> Recording:
     )
 
 
-def recorded_fingerprints(data: bytes) -> tuple[str, ...]:
-    """The devices of a recording, in order; its rows are not checked.
-
-    Raises:
-        ValueError: It is truncated or no recording.
-    """
-    return tuple(recorded_environments(data))
-
-
 def recorded_environments(data: bytes) -> dict[str, dict[str, str]]:
     """What is known of each device, by fingerprint, in order; rows are not checked.
 
@@ -191,7 +173,7 @@ def recorded_schema(data: bytes) -> float | None:
         document = load_json(_text(data))
     except ValueError:
         return None
-    if not isinstance(document, dict) or document.get("kind") != KIND:
+    if not isinstance(document, dict) or document.get("kind") != _KIND:
         return None
     return _schema_of(document)
 
@@ -214,8 +196,8 @@ class _Device(NamedTuple):
 
 def _devices(data: bytes) -> list[_Device]:
     document = load_json(_text(data))
-    if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise ValueError(f'no recording: it lacks "kind": "{KIND}"')
+    if not isinstance(document, dict) or document.get("kind") != _KIND:
+        raise ValueError(f'no recording: it lacks "kind": "{_KIND}"')
     schema = document.get("schema")
     if type(schema) is not int or schema != SCHEMA:
         newer = "; a newer one wrote it" if _schema_of(document) > SCHEMA else ""

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem
 
 __all__ = [
     "decode",
@@ -34,8 +34,6 @@ __all__ = [
     "problem_from_key",
     "problem_key",
     "problem_to_dict",
-    "table_from_dict",
-    "table_to_dict",
 ]
 
 _ANY_BATCH = "N"
@@ -76,18 +74,6 @@ def perf_from_dict(data: object) -> AlgoPerf:
     return decode_perf("perf", data)
 
 
-def table_to_dict(table: PerfTable) -> dict[str, Any]:
-    """Every field, JSON-ready."""
-    data: dict[str, Any] = _encode(table)
-    return data
-
-
-def table_from_dict(data: object) -> PerfTable:
-    """The inverse of `table_to_dict`; ValueError names the field that is wrong."""
-    table: PerfTable = _decode_fields("table", PerfTable, data)
-    return table
-
-
 def plan_to_dict(plan: ConvPlan) -> dict[str, Any]:
     """Every field, JSON-ready."""
     data: dict[str, Any] = _encode(plan)
@@ -105,7 +91,9 @@ def problem_key(problem: ConvProblem) -> str:
 
     N is no part of it, so that a measurement serves every mini-batch.
     """
-    return json.dumps(_layer(problem), sort_keys=True, separators=(",", ":"))
+    data = problem_to_dict(problem)
+    data["x_shape"][0] = _ANY_BATCH
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
 def problem_from_key(key: str, batch: int) -> ConvProblem:
@@ -127,12 +115,6 @@ def load_json(text: str) -> Any:
         return json.loads(text, parse_constant=refuse)
     except RecursionError as e:
         raise ValueError("nested too deeply") from e
-
-
-def _layer(problem: ConvProblem) -> dict[str, Any]:
-    data = problem_to_dict(problem)
-    data["x_shape"][0] = _ANY_BATCH
-    return data
 
 
 def decode_layer(where: str, data: object, batch: int) -> ConvProblem:
@@ -179,9 +161,7 @@ def _encode(value: Any) -> Any:
             if members[name] is None:
                 del members[name]
         return members
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} cannot be written as JSON")
-    if value is not None and not isinstance(value, bool | int | float | str):
+    if value is not None and not isinstance(value, int | str):
         raise TypeError(f"{value!r} cannot be written as JSON")
     return value
 

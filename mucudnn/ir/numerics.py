@@ -16,7 +16,6 @@ __all__ = [
     "HALF_SUM",
     "NATIVE",
     "NUMERICS",
-    "REFUSED",
     "TF32",
     "Numerics",
     "Traits",
@@ -33,10 +32,6 @@ DOWN_CONVERT = "down_convert"
 
 REDUCED_REDUCTION = "reduced_precision_reduction"
 """Note: partial sums are stored in less than float32."""
-
-REFUSED: str = RowStatus.REFUSED.text("")
-"""How every reason of `Numerics.refusal` begins."""
-
 
 HALF_SUM = "half_sum"
 """Note: adding a part to a half-precision result rounds the sum to half."""

@@ -14,6 +14,7 @@ from math import inf
 from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.explain import counted, left_out
 from mucudnn.passes.convolution.pareto import least_workspace
 from mucudnn.passes.microbatch import (
@@ -24,7 +25,6 @@ from mucudnn.passes.microbatch import (
     workspace_division,
 )
 from mucudnn.passes.registry import name_of
-from mucudnn.runtime.tuning.kernel_bench import limited
 from mucudnn.runtime.tuning.tuner import Choice, Tuner
 from mucudnn.studies.advance import Advance, advancing
 from mucudnn.studies.outcome import Comparison, LayerResult, Limit, Outcome
@@ -277,7 +277,7 @@ class _Run:
 
 def _short_of_time(result: LayerResult) -> bool:
     """Whether its equal share of the time was too little."""
-    return any(limited(perf) for perf in result.table.perfs) or any(
+    return any(perf.status is RowStatus.LIMITED for perf in result.table.perfs) or any(
         outcome.reason == _OUT_OF_TIME for outcome in result.outcomes
     )
 
@@ -285,7 +285,7 @@ def _short_of_time(result: LayerResult) -> bool:
 def _unusable(table: PerfTable) -> str | None:
     if table.usable:
         return None
-    withheld = [perf for perf in table.perfs if limited(perf)]
+    withheld = [perf for perf in table.perfs if perf.status is RowStatus.LIMITED]
     reasons = sorted({str(perf.error) for perf in withheld})
     if len(reasons) > _MOST_REASONS:
         return counted((perf.algo, str(perf.error)) for perf in withheld)

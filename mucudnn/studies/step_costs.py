@@ -12,7 +12,7 @@ from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.estimate import estimate
-from mucudnn.runtime.database.recorded_fronts import read_fronts
+from mucudnn.runtime.database.recordings import read_fronts
 
 __all__ = ["CPU", "Coverage", "StepCosts"]
 

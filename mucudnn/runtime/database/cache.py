@@ -9,8 +9,8 @@ import functools
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -19,99 +19,36 @@ import platformdirs
 
 from mucudnn.arguments import a_path
 from mucudnn.codecs.recordings import MOST, read_recording
-from mucudnn.codecs.rows import (
-    LATEST,
-    LayerAt,
-    check_times,
-    decode_row,
-    decode_verdict,
-)
-from mucudnn.codecs.values import decode, perf_to_dict, problem_from_key, problem_key
+from mucudnn.codecs.rows import check_times
+from mucudnn.codecs.values import problem_key
 from mucudnn.errors import CacheError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
 from mucudnn.ir.measurement import Measurement, Verdict
-from mucudnn.runtime.database.export import write_recording
+from mucudnn.runtime.database.recordings import write_recording
 from mucudnn.runtime.database.sqlite_file import (
     CacheWarning,
     RecordFile,
     transaction,
     warn,
 )
+from mucudnn.runtime.database.tables import (
+    OF_ALL,
+    OF_BATCH,
+    OF_LAYER,
+    PERF,
+    PLAN_TEXT,
+    PUT_LAYER,
+    UNLESS_NEWER,
+    VERDICT,
+    Table,
+    perf_values,
+)
 from mucudnn.version import installed_version
 
 __all__ = ["BenchmarkCache", "CacheWarning", "DeviceSummary", "default_path"]
 
 T = TypeVar("T")
-_LayerOf = Callable[[object], LayerAt]
-
-_SCHEMA_VERSION = 3
-_SCHEMA = {
-    "layer": """CREATE TABLE layer (
-  id INTEGER PRIMARY KEY,
-  fingerprint TEXT NOT NULL,
-  problem TEXT NOT NULL,
-  UNIQUE (fingerprint, problem)
-)""",
-    "perf": """CREATE TABLE perf (
-  layer INTEGER NOT NULL,
-  batch INTEGER NOT NULL,
-  algo TEXT NOT NULL,
-  math_mode TEXT NOT NULL,
-  notes TEXT NOT NULL,
-  time_ms REAL,
-  workspace INTEGER NOT NULL,
-  deterministic INTEGER NOT NULL,
-  error TEXT,
-  noise_ms REAL NOT NULL,
-  samples INTEGER NOT NULL,
-  measured_at REAL NOT NULL,
-  version TEXT NOT NULL,
-  PRIMARY KEY (layer, batch, algo, math_mode),
-  CHECK ((time_ms IS NULL) = (error IS NOT NULL))
-) WITHOUT ROWID""",
-    "plan_text": """CREATE TABLE plan_text (
-  layer INTEGER NOT NULL,
-  batch INTEGER NOT NULL,
-  algo TEXT NOT NULL,
-  text TEXT NOT NULL,
-  PRIMARY KEY (layer, batch, algo)
-) WITHOUT ROWID""",
-    "verdict": """CREATE TABLE verdict (
-  layer INTEGER NOT NULL,
-  batch INTEGER NOT NULL,
-  signature TEXT NOT NULL,
-  time_ms REAL NOT NULL,
-  measured_at REAL NOT NULL,
-  PRIMARY KEY (layer, batch, signature)
-) WITHOUT ROWID""",
-}
-_RATIO = "time_ms"  # what files call the column that holds `Verdict.ratio`
-_PERF = tuple(field.name for field in fields(AlgoPerf))
-_COLUMNS = (*_PERF, "measured_at", "version")
-_ROWS = f"""SELECT fingerprint, problem, {", ".join(f"perf.{c}" for c in _COLUMNS)}
-FROM layer JOIN perf ON perf.layer = layer.id WHERE {{condition}}
-ORDER BY fingerprint, problem, batch, algo, math_mode"""
-_VERDICTS = f"""SELECT fingerprint, problem, batch, signature, {_RATIO}
-FROM layer JOIN verdict ON verdict.layer = layer.id WHERE {{condition}}
-ORDER BY fingerprint, problem, batch, signature"""
-_OF_ALL = "(?1 IS NULL OR fingerprint = ?1) AND (?2 IS NULL OR problem = ?2)"
-_OF_LAYER = "fingerprint = ? AND problem = ?"
-_OF_BATCH = f"{_OF_LAYER} AND batch = ?"
-_OF_VERDICT = f"{_OF_BATCH} AND signature = ?"
-_LAYER = "(SELECT id FROM layer WHERE fingerprint = ? AND problem = ?)"
-_PUT_LAYER = "INSERT OR IGNORE INTO layer (fingerprint, problem) VALUES (?, ?)"
-_PUT_PERF = (
-    f"INSERT INTO perf (layer, {', '.join(_COLUMNS)}) "
-    f"VALUES ({_LAYER}, {', '.join('?' * len(_COLUMNS))}) "
-    "ON CONFLICT DO UPDATE SET "
-    + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)
-)
-_MERGE_PERF = (
-    f"{_PUT_PERF} WHERE excluded.measured_at > perf.measured_at "
-    f"OR NOT perf.measured_at BETWEEN 0 AND {LATEST}"
-)
-_MERGE_VERDICT = f"INSERT OR IGNORE INTO verdict VALUES ({_LAYER}, ?, ?, ?, ?)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +72,18 @@ class BenchmarkCache:
 
     Args:
         path: The file to remember in, made where it is missing; None is memory only.
+        timeout_s: How long to wait for other processes that write to it.
 
     A file that cannot be used never raises: see
     `mucudnn.runtime.database.sqlite_file`. Damaged rows are passed over, with a
     warning that counts them.
     """
 
-    def __init__(self, path: Path | str | None = None) -> None:
-        self._file = RecordFile(
-            None if path is None else a_path("path", path), _SCHEMA_VERSION, _SCHEMA
-        )
+    def __init__(
+        self, path: Path | str | None = None, *, timeout_s: float = 30.0
+    ) -> None:
+        found = None if path is None else a_path("path", path)
+        self._file = RecordFile(found, timeout_s)
         self._version = installed_version()
         self._warned = False
 
@@ -161,12 +100,13 @@ class BenchmarkCache:
 
     def get(self, fingerprint: str, problem: ConvProblem) -> tuple[AlgoPerf, ...]:
         """What was measured at the problem's own batch size, failures included."""
-        arguments = (fingerprint, problem_key(problem), problem.batch)
-        return self._perfs(_OF_BATCH, arguments)
+        key = (fingerprint, problem_key(problem), problem.batch)
+        return tuple(m.perf for m in self._read(PERF, OF_BATCH, *key))
 
     def get_all(self, fingerprint: str, problem: ConvProblem) -> tuple[AlgoPerf, ...]:
         """What was measured at any batch size, ascending in it."""
-        return self._perfs(_OF_LAYER, (fingerprint, problem_key(problem)))
+        key = (fingerprint, problem_key(problem))
+        return tuple(m.perf for m in self._read(PERF, OF_LAYER, *key))
 
     def put(
         self, fingerprint: str, problem: ConvProblem, perfs: Iterable[AlgoPerf]
@@ -179,22 +119,16 @@ class BenchmarkCache:
         perfs = tuple(perfs)
         for perf in perfs:
             check_times(perf.algo, perf)
-        key = problem_key(problem)
-        stamp = (time.time(), self._version)
-        rows = [(fingerprint, key, *_values(perf), *stamp) for perf in perfs]
-
-        def write(db: sqlite3.Connection) -> None:
-            with transaction(db):
-                _write(db, _PUT_PERF, rows)
-
-        self._file.do(write)
+        layer, stamp = (fingerprint, problem_key(problem)), (time.time(), self._version)
+        rows = [(*layer, *perf_values(perf), *stamp) for perf in perfs]
+        self._write((PERF.insert(), rows))
 
     def get_verdict(
         self, fingerprint: str, problem: ConvProblem, signature: str
     ) -> float | None:
         """See `Verdict.ratio`; None if the plans of that signature never ran whole."""
         key = (fingerprint, problem_key(problem), problem.batch, signature)
-        found = self._verdicts(_OF_VERDICT, key)
+        found = self._read(VERDICT, f"{OF_BATCH} AND signature = ?", *key)
         return found[0].ratio if found else None
 
     def put_verdict(
@@ -207,46 +141,23 @@ class BenchmarkCache:
         """
         if not 0 <= ratio < math.inf:
             raise ValueError(f"ratio must be finite and not negative, got {ratio}")
-        layer = (fingerprint, problem_key(problem))
-        row = (*layer, problem.batch, signature, ratio, time.time())
-
-        def write(db: sqlite3.Connection) -> None:
-            with transaction(db):
-                db.execute(_PUT_LAYER, layer)
-                db.execute(
-                    f"INSERT OR REPLACE INTO verdict VALUES ({_LAYER}, ?, ?, ?, ?)", row
-                )
-
-        self._file.do(write)
+        key = (fingerprint, problem_key(problem), problem.batch, signature)
+        self._write((VERDICT.insert(), [(*key, ratio, time.time())]))
 
     def get_plan_text(
         self, fingerprint: str, problem: ConvProblem, algo: str
     ) -> str | None:
         """The execution plan of one algorithm as its library wrote it, if known."""
-        row = self._file.do(
-            lambda db: db.execute(
-                "SELECT text FROM plan_text "
-                f"WHERE layer = {_LAYER} AND batch = ? AND algo = ?",
-                (fingerprint, problem_key(problem), problem.batch, algo),
-            ).fetchone()
-        )
-        return row[0] if row is not None and isinstance(row[0], str) else None
+        key = (fingerprint, problem_key(problem), problem.batch, algo)
+        found = self._decoded(PLAN_TEXT, f"{OF_BATCH} AND algo = ?", *key)
+        return next((text for text in found if isinstance(text, str)), None)
 
     def put_plan_text(
         self, fingerprint: str, problem: ConvProblem, algo: str, text: str
     ) -> None:
         """Remember an execution plan as its library writes it."""
-        layer = (fingerprint, problem_key(problem))
-        row = (*layer, problem.batch, algo, text)
-
-        def write(db: sqlite3.Connection) -> None:
-            with transaction(db):
-                db.execute(_PUT_LAYER, layer)
-                db.execute(
-                    f"INSERT OR REPLACE INTO plan_text VALUES ({_LAYER}, ?, ?, ?)", row
-                )
-
-        self._file.do(write)
+        key = (fingerprint, problem_key(problem), problem.batch, algo)
+        self._write((PLAN_TEXT.insert(), [(*key, text)]))
 
     def fingerprints(self) -> tuple[str, ...]:
         """Devices that something is known of, in alphabetical order."""
@@ -278,29 +189,24 @@ class BenchmarkCache:
             problem: A convolution, at any batch size; all of them without it.
         """
         key = None if problem is None else problem_key(problem)
-        return self._measurements(_OF_ALL, (fingerprint, key))
+        return self._read(PERF, OF_ALL, fingerprint, key)
 
     def verdicts(self, fingerprint: str | None = None) -> tuple[Verdict, ...]:
         """What became of plans that were run whole, on one device or on all."""
-        return self._verdicts(_OF_ALL, (fingerprint, None))
+        return self._read(VERDICT, OF_ALL, fingerprint, None)
 
     def clear(self, fingerprint: str | None = None) -> int:
         """Forget one device or everything; returns how many measurements went."""
 
         def delete(db: sqlite3.Connection) -> int:
-            layers = "(SELECT id FROM layer WHERE ?1 IS NULL OR fingerprint = ?1)"
+            named = "WHERE ?1 IS NULL OR fingerprint = ?1"
+            layers = f"WHERE layer IN (SELECT id FROM layer {named})"
             with transaction(db):
-                for table, column in (
-                    ("verdict", "layer"),
-                    ("plan_text", "layer"),
-                    ("perf", "layer"),
-                    ("layer", "id"),
-                ):
-                    where = f"WHERE {column} IN {layers}"
-                    gone = db.execute(f"DELETE FROM {table} {where}", (fingerprint,))
-                    if table == "perf":
-                        count = gone.rowcount
-            return count
+                for table in ("verdict", "plan_text"):
+                    db.execute(f"DELETE FROM {table} {layers}", (fingerprint,))
+                gone = db.execute(f"DELETE FROM perf {layers}", (fingerprint,))
+                db.execute(f"DELETE FROM layer {named}", (fingerprint,))
+            return gone.rowcount
 
         return self._file.do(delete)
 
@@ -335,36 +241,23 @@ class BenchmarkCache:
             raise CacheError(f"cannot import {file}: {e.strerror or e}") from e
         except ValueError as e:
             raise CacheError(f"cannot import {file}: {e}") from e
+        key_of, now = functools.cache(problem_key), time.time()
         rows = [
             (
-                m.fingerprint,
-                problem_key(m.problem),
-                *_values(m.perf),
-                m.measured_at,
-                m.version,
+                *(m.fingerprint, key_of(m.problem), *perf_values(m.perf)),
+                *(m.measured_at, m.version),
             )
             for m in recording.measurements
         ]
-        now = time.time()
         verdicts = [
             (
-                v.fingerprint,
-                problem_key(v.problem),
-                v.problem.batch,
-                v.signature,
-                v.ratio,
-                now,
+                *(v.fingerprint, key_of(v.problem), v.problem.batch),
+                *(v.signature, v.ratio, now),
             )
             for v in recording.verdicts
         ]
-
-        def merge(db: sqlite3.Connection) -> int:
-            with transaction(db):
-                count = _write(db, _MERGE_PERF, rows)
-                _write(db, _MERGE_VERDICT, verdicts)
-            return count
-
-        return self._file.do(merge)
+        merge = f"{PERF.insert('')} {UNLESS_NEWER}"
+        return self._write((merge, rows), (VERDICT.insert("OR IGNORE"), verdicts))
 
     def close(self) -> None:
         """Close the file; nothing else may be asked after it."""
@@ -381,91 +274,44 @@ class BenchmarkCache:
     ) -> None:
         self.close()
 
-    def _perfs(self, condition: str, arguments: Sequence[Any]) -> tuple[AlgoPerf, ...]:
-        rows = self._measurements(condition, arguments)
-        return tuple(m.perf for m in rows)
+    def _write(self, *changes: tuple[str, Sequence[tuple[Any, ...]]]) -> int:
+        """Have statements take their rows, all or nothing; rows the first one changed.
 
-    def _measurements(
-        self, condition: str, arguments: Sequence[Any]
-    ) -> tuple[Measurement, ...]:
-        return self._sound(self._read(_ROWS, condition, arguments, _measurement))
+        Every row begins with a fingerprint and a problem.
+        """
+        layers = dict.fromkeys(row[:2] for _, rows in changes for row in rows)
 
-    def _verdicts(
-        self, condition: str, arguments: Sequence[Any]
-    ) -> tuple[Verdict, ...]:
-        return self._sound(self._read(_VERDICTS, condition, arguments, _verdict))
+        def write(db: sqlite3.Connection) -> int:
+            with transaction(db):
+                db.executemany(PUT_LAYER, layers)
+                counts = [
+                    db.executemany(statement, rows).rowcount if rows else 0
+                    for statement, rows in changes
+                ]
+            return counts[0]
 
-    def _read(
-        self,
-        query: str,
-        condition: str,
-        arguments: Sequence[Any],
-        decoded: Callable[[_LayerOf, Sequence[Any]], T],
-    ) -> list[T | ValueError]:
-        """Rows, or what is wrong with them."""
-        text = query.format(condition=condition)
-        rows = self._file.do(lambda db: db.execute(text, arguments).fetchall())
-        layer_of = functools.cache(_layer_at)
-        found: list[T | ValueError] = []
-        for row in rows:
-            try:
-                found.append(decoded(layer_of, row))
-            except ValueError as e:
-                found.append(e)
-        return found
+        return self._file.do(write)
 
-    def _sound(self, found: Sequence[T | ValueError]) -> tuple[T, ...]:
+    def _read(self, table: Table[T], condition: str, *arguments: Any) -> tuple[T, ...]:
         """The rows that are as they should be; of others there is one warning."""
+        found = self._decoded(table, condition, *arguments)
         wrong = [row for row in found if isinstance(row, ValueError)]
         if wrong and not self._warned:
             self._warned = True
             of_all = [
-                *self._read(_ROWS, _OF_ALL, (None, None), _measurement),
-                *self._read(_VERDICTS, _OF_ALL, (None, None), _verdict),
+                *self._decoded(PERF, OF_ALL, None, None),
+                *self._decoded(VERDICT, OF_ALL, None, None),
             ]
             count = sum(isinstance(row, ValueError) for row in of_all)
             warn(
                 f"{count} of the {len(of_all)} rows in {self.path or 'memory'} are "
-                f"damaged and passed over; the first: {wrong[0]}",
-                stacklevel=5,
+                f"damaged and passed over; the first: {wrong[0]}"
             )
         return tuple(row for row in found if not isinstance(row, ValueError))
 
-
-def _layer_at(key: object) -> LayerAt:
-    """A convolution by its batch size, each made once: files have many rows."""
-    text: str = decode("problem", str, key)
-    return functools.cache(problem_from_key(text, 1).with_batch)
-
-
-def _measurement(layer_of: _LayerOf, row: Sequence[Any]) -> Measurement:
-    """A row as recordings have it, and so under the same rules."""
-    fingerprint, key, *values = row
-    data = dict(zip(_COLUMNS, values, strict=True))
-    if data["deterministic"] in (0, 1):
-        data["deterministic"] = bool(data["deterministic"])
-    if isinstance(data["notes"], str):
-        data["notes"] = data["notes"].split()
-    where = f"{fingerprint!r}, {data['algo']!r} at {data['batch']!r}"
-    return decode_row(where, fingerprint, layer_of(key), data)
-
-
-def _verdict(layer_of: _LayerOf, row: Sequence[Any]) -> Verdict:
-    fingerprint, key, *values = row
-    data = dict(zip(("batch", "signature", "ratio"), values, strict=True))
-    where = f"{fingerprint!r}, {data['signature']!r}"
-    return decode_verdict(where, fingerprint, layer_of(key), data)
-
-
-def _write(
-    db: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]
-) -> int:
-    """Rows that begin with a fingerprint and a problem, within a transaction."""
-    db.executemany(_PUT_LAYER, dict.fromkeys(row[:2] for row in rows))
-    return db.executemany(statement, rows).rowcount if rows else 0
-
-
-def _values(perf: AlgoPerf) -> tuple[Any, ...]:
-    values = perf_to_dict(perf)
-    values["notes"] = " ".join(perf.notes)
-    return tuple(values.values())
+    def _decoded(
+        self, table: Table[T], condition: str, *arguments: Any
+    ) -> list[T | ValueError]:
+        query = table.select(condition)
+        rows = self._file.do(lambda db: db.execute(query, arguments).fetchall())
+        return table.decode(rows)

@@ -7,28 +7,38 @@ file that cannot be written is replaced by memory, too, which takes over whateve
 still be read.
 Either way there is one warning, and the caller sees an ordinary result.
 
-SQLite finds a write-ahead log by its name, so a renamed database that is still open
-would take, and remove, the log of the new one. Hence nothing is set aside while another
-process has it open, and opening and setting aside take turns: the folder is locked.
+How processes that share the file keep out of each other's way is `shared_file`'s.
 """
 
 import contextlib
 import logging
 import os
 import sqlite3
-import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mucudnn.files import check_file
 from mucudnn.forks import Own, attend
-
-if sys.platform != "win32":
-    import fcntl
+from mucudnn.runtime.database.schema import (
+    SCHEMA,
+    ForeignError,
+    NewerError,
+    UnusableError,
+    check_tables,
+    create,
+    in_memory,
+    is_empty,
+)
+from mucudnn.runtime.database.shared_file import (
+    SIDECARS,
+    check_names,
+    inode,
+    lock_alone,
+    turn,
+)
 
 __all__ = ["CacheWarning", "RecordFile", "transaction", "warn"]
 
@@ -36,17 +46,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_APPLICATION_ID = int.from_bytes(b"muCD", "big")
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _READING = (sqlite3.DatabaseError, UnicodeDecodeError)
 _PRIMARY = 0xFF  # the other bits of an SQLite error code say where it happened
-_IDENTITY = """SELECT application_id, user_version,
-  (SELECT count(*) FROM sqlite_master)
-FROM pragma_application_id, pragma_user_version"""
-_SIDECARS = ("-wal", "-shm", "-journal")
-_SHARED_LOCK = (510, 0x40000002)  # length and offset that SQLite locks while open
 _ATTEMPTS = 6
-_TURN_S = 5.0
 _FORK_S = 5.0
 
 
@@ -54,37 +57,15 @@ class CacheWarning(UserWarning):
     """Measurements are not remembered in the file as it was."""
 
 
-class _UnusableError(Exception):
-    """The file is a database, but lacks a table or a column."""
-
-
-class _ForeignError(_UnusableError):
-    """The database is another application's, or of another schema version."""
-
-
-class _NewerError(Exception):
-    """The database is ours, of a later schema version."""
-
-
 class RecordFile:
     """One connection to a database, shared by threads; a file, or memory.
 
     Args:
         path: The file; None keeps everything in memory.
-        version: Of the schema; a file with another version is foreign.
-        schema: Table -> the statement that creates it.
         timeout_s: How long to wait for other processes.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        version: int,
-        schema: Mapping[str, str],
-        timeout_s: float = 30.0,
-    ) -> None:
-        self._version = version
-        self._schema = schema
+    def __init__(self, path: Path | None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = Own(threading.RLock)
         self._pid = os.getpid()
@@ -95,7 +76,7 @@ class RecordFile:
         self._held: list[Any] = []  # locks, while the process forks
         self._inode = 0
         self._path: Path | None = None
-        self._db = self._in_memory()
+        self._db = in_memory()
         attend(self)
         if path is None:
             return
@@ -130,7 +111,8 @@ class RecordFile:
                 self._open(self._path)
             while True:
                 try:
-                    return self._work(operation)
+                    self._at_work = True
+                    return operation(self._db)
                 except sqlite3.ProgrammingError:
                     raise
                 except sqlite3.IntegrityError as e:
@@ -139,7 +121,7 @@ class RecordFile:
                         raise
                     contradicted = True
                     self._db.close()
-                    self._open(self._path, found=_UnusableError(str(e)))
+                    self._open(self._path, found=UnusableError(str(e)))
                 except (sqlite3.DatabaseError, UnicodeDecodeError) as e:
                     if self._path is None:
                         raise
@@ -148,13 +130,8 @@ class RecordFile:
                         self._open(self._path, found=e)
                     else:
                         self._fall_back(self._path, e)
-
-    def _work(self, operation: Callable[[sqlite3.Connection], T]) -> T:
-        self._at_work = True
-        try:
-            return operation(self._db)
-        finally:
-            self._at_work = False
+                finally:
+                    self._at_work = False
 
     def close(self) -> None:
         """Close the connection; a second time does nothing."""
@@ -196,7 +173,7 @@ class RecordFile:
         if self._at_rest or self._closed or (rested and self._path is None):
             return
         self._inherited.append(self._db)
-        self._db = self._in_memory()
+        self._db = in_memory()
         self._at_rest = self._path is not None and not self._closed
 
     def _open(self, file: Path, found: Exception | None = None) -> None:
@@ -209,12 +186,12 @@ class RecordFile:
         problem = found
         for attempt in range(_ATTEMPTS):
             try:
-                with _turn(file.parent):
+                with turn(file.parent):
                     if problem is None or self._set_aside(file, problem):
                         db = self._connect(file)
                     else:
                         db = None
-            except (*_READING, _UnusableError, _NewerError, OSError) as e:
+            except (*_READING, UnusableError, NewerError, OSError) as e:
                 problem = e
                 if not _is_damage(e):
                     break
@@ -227,8 +204,8 @@ class RecordFile:
         self._fall_back(file, problem)
 
     def _connect(self, file: Path) -> sqlite3.Connection:
-        _check_names(file)
-        self._inode = _inode(file)
+        check_names(file)
+        self._inode = inode(file)
         db = sqlite3.connect(
             file,
             timeout=self._timeout_s,
@@ -236,74 +213,36 @@ class RecordFile:
             check_same_thread=False,
         )
         try:
-            empty = self._is_empty(db)
+            empty = is_empty(db)
             with contextlib.suppress(sqlite3.OperationalError):
                 db.execute("PRAGMA journal_mode = WAL")
             if empty:
                 with transaction(db):
-                    if self._is_empty(db):
-                        self._create(db)
-            self._check_tables(db)
+                    if is_empty(db):
+                        create(db)
+            check_tables(db)
             db.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             db.close()
             raise
         return db
 
-    def _in_memory(self) -> sqlite3.Connection:
-        db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self._create(db)
-        return db
-
-    def _create(self, db: sqlite3.Connection) -> None:
-        for statement in self._schema.values():
-            db.execute(statement)
-        db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-        db.execute(f"PRAGMA user_version = {self._version}")
-
-    def _is_empty(self, db: sqlite3.Connection) -> bool:
-        """Whether the database is new; _ForeignError if it is not ours."""
-        # One statement: between two, another process could create the tables.
-        application, version, tables = db.execute(_IDENTITY).fetchone()
-        if application == _APPLICATION_ID:
-            if version > self._version:
-                raise _NewerError(
-                    f"a newer version of mucudnn wrote it (schema {version}, this one "
-                    f"reads {self._version}); it stays as it is"
-                )
-            if version != self._version:
-                raise _ForeignError(
-                    f"its schema version is {version}, this one reads {self._version}"
-                )
-            return False
-        if application or version or tables:
-            raise _ForeignError("it is the database of another application")
-        return True
-
-    def _check_tables(self, db: sqlite3.Connection) -> None:
-        """Tables as they were made: what else a statement says would be obeyed, too."""
-        with contextlib.closing(self._in_memory()) as model:
-            for table in self._schema:
-                if _made_by(db, table) != _made_by(model, table):
-                    raise _UnusableError(f"table {table} is missing or altered")
-        query = "SELECT count(*) FROM sqlite_master WHERE type = 'trigger'"
-        if db.execute(query).fetchone() != (0,):
-            raise _UnusableError("there are triggers in it")
-
     def _set_aside(self, file: Path, problem: Exception) -> bool:
         """Rename the file and its companions; False if another process uses it."""
-        if _inode(file) != self._inode:
+        if inode(file) != self._inode:
             return True
         with file.open("r+b") as opened:
-            if not _lock_alone(opened.fileno()):
+            if not lock_alone(opened.fileno()):
                 return False
-            if _inode(file) != self._inode:
+            if inode(file) != self._inode:
                 return True
-            kind = "foreign" if isinstance(problem, _ForeignError) else "corrupt"
+            kind = "foreign" if isinstance(problem, ForeignError) else "corrupt"
             stamp = time.strftime("%Y%m%d-%H%M%S")
-            names = (f"{file}.{kind}-{stamp}{suffix}" for suffix in _suffixes())
-            aside = next(Path(name) for name in names if not Path(name).exists())
-            for sidecar in _SIDECARS:
+            aside, number = Path(f"{file}.{kind}-{stamp}"), 0
+            while aside.exists():
+                number += 1
+                aside = Path(f"{file}.{kind}-{stamp}-{number}")
+            for sidecar in SIDECARS:
                 with contextlib.suppress(FileNotFoundError):
                     Path(f"{file}{sidecar}").rename(f"{aside}{sidecar}")
             file.rename(aside)
@@ -312,7 +251,7 @@ class RecordFile:
 
     def _fall_back(self, file: Path, problem: Exception | None) -> None:
         """Go on in memory, with what the file can still tell."""
-        memory = self._in_memory()
+        memory = in_memory()
         if not _is_damage(problem):
             self._copy_rows(file, memory)
         self._db.close()
@@ -322,7 +261,7 @@ class RecordFile:
 
     def _copy_rows(self, file: Path, memory: sqlite3.Connection) -> None:
         try:
-            _check_names(file)
+            check_names(file)
         except OSError:
             return
         for access in ("mode=ro", "immutable=1"):
@@ -332,15 +271,15 @@ class RecordFile:
                     contextlib.closing(sqlite3.connect(uri, 1.0, uri=True)) as source,
                     transaction(memory),
                 ):
-                    if self._is_empty(source):
+                    if is_empty(source):
                         return
-                    for table in self._schema:
+                    for table in SCHEMA:
                         rows = source.execute(f"SELECT * FROM {table}")
                         marks = ", ".join("?" * len(rows.description))
                         memory.executemany(
                             f"INSERT INTO {table} VALUES ({marks})", rows
                         )
-            except (*_READING, _UnusableError, _NewerError) as e:
+            except (*_READING, UnusableError, NewerError) as e:
                 logger.debug("%s cannot be read with %s: %s", file, access, e)
             else:
                 return
@@ -368,77 +307,9 @@ def _is_damage(error: Exception | None) -> bool:
     if isinstance(error, UnicodeDecodeError):
         return True
     if not isinstance(error, sqlite3.DatabaseError):
-        return isinstance(error, _UnusableError)
+        return isinstance(error, UnusableError)
     code: int | None = getattr(error, "sqlite_errorcode", None)
     return code is None or code & _PRIMARY in _DAMAGED
-
-
-@contextlib.contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """Wait until no other process opens or renames a database in this folder.
-
-    A folder that cannot be locked, or that someone else keeps locked, is not waited
-    for: what the lock prevents is rare. Windows needs none, it refuses to rename a file
-    in use.
-    """
-    with contextlib.ExitStack() as stack:
-        if sys.platform != "win32":
-            with contextlib.suppress(OSError):
-                descriptor = os.open(folder, os.O_RDONLY)
-                stack.callback(os.close, descriptor)
-                _lock_folder(descriptor)
-        yield
-
-
-def _lock_folder(descriptor: int) -> None:
-    deadline = time.monotonic() + _TURN_S
-    while time.monotonic() < deadline:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.001)
-        else:
-            return
-
-
-def _inode(file: Path) -> int:
-    """Which file has this name just now; 0 if none has."""
-    try:
-        return file.stat().st_ino
-    except FileNotFoundError:
-        return 0
-
-
-def _lock_alone(descriptor: int) -> bool:
-    """Whether no other process has this database open; lasts until it is closed."""
-    if sys.platform == "win32":
-        return True
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, *_SHARED_LOCK)
-    except OSError:
-        return False
-    return True
-
-
-def _check_names(file: Path) -> None:
-    """Raise an `OSError` unless what has the names of a database are files."""
-    for name in (file, *(Path(f"{file}{suffix}") for suffix in _SIDECARS)):
-        with contextlib.suppress(FileNotFoundError):
-            check_file(name)
-
-
-def _made_by(db: sqlite3.Connection, table: str) -> list[tuple[str]]:
-    """The statement that made a table."""
-    query = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?"
-    return db.execute(query, (table,)).fetchall()
-
-
-def _suffixes() -> Iterator[str]:
-    yield ""
-    number = 1
-    while True:
-        yield f"-{number}"
-        number += 1
 
 
 def warn(message: str, stacklevel: int = 4) -> None:

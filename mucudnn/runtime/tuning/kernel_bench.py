@@ -8,34 +8,24 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from mucudnn.backends.base import Backend, Buffer
 from mucudnn.backends.recorded import recording_of
 from mucudnn.errors import MucudnnError, OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.numerics import Traits
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.status import RowStatus
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure
 
-__all__ = ["BenchTask", "KernelBench", "failed_perf", "limited", "operands"]
+__all__ = ["BenchTask", "KernelBench", "KernelTimer", "LocalTimer", "operands"]
 
 logger = logging.getLogger(__name__)
 
-
 _LEAST_RUNS = 2
 """A warm-up and a sample; a row of a warm-up alone is not remembered."""
-
-
-def limited(perf: AlgoPerf) -> bool:
-    """Whether a row is missing, or of a cold run only, because of a limit.
-
-    Such a row says nothing about the algorithm and must not be remembered.
-    """
-    return perf.status is RowStatus.LIMITED
 
 
 def operands(
@@ -66,8 +56,23 @@ def check_memory(
         )
 
 
-_TimeOne = Callable[[ConvProblem, str, int, float, float], AlgoPerf]
-"""Times one algorithm: problem, its name, bytes, best rival's and expected ms."""
+class KernelTimer(Protocol):
+    """Where kernels run: in this process, or in one that may be lost."""
+
+    def time(
+        self,
+        problem: ConvProblem,
+        algo: str,
+        nbytes: int,
+        best_ms: float,
+        expected_ms: float,
+    ) -> AlgoPerf:
+        """The row of one algorithm; a failure is a row, too."""
+        ...
+
+    def release(self) -> None:
+        """Give the buffers back; the next kernel makes them anew."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +84,8 @@ class BenchTask:
         problem: The convolution at its largest batch size.
         rule: When a kernel has been timed enough.
         memory_limit: Bytes that operands and workspace may take together.
-        deadline: `time.monotonic()` after which nothing more is started.
+        deadline: Seconds on `clock` after which nothing more is started.
+        clock: Seconds, for the deadline only.
     """
 
     backend: Backend
@@ -87,48 +93,54 @@ class BenchTask:
     rule: StoppingRule
     memory_limit: float = math.inf
     deadline: float = math.inf
+    clock: Callable[[], float] = field(default_factory=lambda: time.monotonic)
 
-    def in_turn(
+    def failed(
+        self, problem: ConvProblem, algo: str, nbytes: int, error: str
+    ) -> AlgoPerf:
+        """The row of an algorithm that has no time; `error` says why."""
+        return self._row(problem, algo, nbytes, Timing(math.inf, 0.0, 0), error)
+
+    def timed(
+        self, problem: ConvProblem, algo: str, nbytes: int, timing: Timing
+    ) -> AlgoPerf:
+        """The row of an algorithm that ran."""
+        return self._row(problem, algo, nbytes, timing, None)
+
+    def _row(
         self,
-        one: _TimeOne,
-        batch: int,
-        workspaces: Mapping[str, int],
-        on_done: Callable[[AlgoPerf], None],
-        best_ms: float,
-        expected_ms: Mapping[str, float] | None,
-    ) -> None:
-        """What every bench does at one size: begin what can end before the deadline."""
-        problem = self.problem.with_batch(batch)
-        for algo, nbytes in workspaces.items():
-            expected = (expected_ms or {}).get(algo, 0.0)
-            expected *= _LEAST_RUNS
-            left_s = self.deadline - time.monotonic()
-            if left_s <= expected / 1e3:
-                reason = (
-                    f"would take about {expected / 1e3:.2g} s, "
-                    f"the time limit leaves {left_s:.2g} s"
-                    if left_s > 0
-                    else "the time limit was reached"
-                )
-                traits = self.backend.conv.traits(problem, algo)
-                error = RowStatus.LIMITED.text(reason)
-                on_done(failed_perf(problem, algo, nbytes, error, traits))
-                continue
-            perf = one(problem, algo, nbytes, best_ms, expected / _LEAST_RUNS)
-            if perf.error is None:
-                best_ms = min(best_ms, perf.time_ms)
-            on_done(perf)
+        problem: ConvProblem,
+        algo: str,
+        nbytes: int,
+        timing: Timing,
+        error: str | None,
+    ) -> AlgoPerf:
+        traits = self.backend.conv.traits(problem, algo)
+        return AlgoPerf(
+            algo=algo,
+            batch=problem.batch,
+            time_ms=timing.time_ms,
+            workspace=nbytes,
+            error=error,
+            noise_ms=timing.noise_ms,
+            samples=timing.samples,
+            deterministic=traits.deterministic,
+            math_mode=traits.math_mode,
+            notes=traits.notes,
+        )
 
 
 class KernelBench:
-    """Operands and workspace for one convolution at up to `problem.batch` samples."""
+    """Times algorithms one after another, and begins what can end in time.
 
-    def __init__(self, task: BenchTask) -> None:
+    Args:
+        task: What to time, and within which limits.
+        timer: Where; in this process without it.
+    """
+
+    def __init__(self, task: BenchTask, timer: KernelTimer | None = None) -> None:
         self._task = task
-        self._operands: tuple[Buffer, ...] = ()
-        self._batch = 0
-        self._scratch: Buffer = None
-        self._scratch_bytes = -1  # none yet; an empty one is a buffer, too
+        self.timer = timer or LocalTimer(task)
 
     def run(
         self,
@@ -148,15 +160,14 @@ class KernelBench:
             expected_ms: Algorithm -> about how long one run takes, where it is known;
                 what would not end before the deadline is not begun.
         """
-        self._task.in_turn(self._one, batch, workspaces, on_done, best_ms, expected_ms)
+        problem, expected = self._task.problem.with_batch(batch), expected_ms or {}
+        for algo, nbytes in workspaces.items():
+            perf = self.time(problem, algo, nbytes, best_ms, expected.get(algo, 0.0))
+            if perf.error is None:
+                best_ms = min(best_ms, perf.time_ms)
+            on_done(perf)
 
-    def release(self) -> None:
-        """Give the buffers back; the next run makes them anew."""
-        self._operands, self._batch = (), 0
-        self._scratch, self._scratch_bytes = None, -1
-        self._task.backend.device.trim()
-
-    def _one(
+    def time(
         self,
         problem: ConvProblem,
         algo: str,
@@ -164,41 +175,71 @@ class KernelBench:
         best_ms: float,
         expected_ms: float,
     ) -> AlgoPerf:
-        backend = self._task.backend
-        traits = backend.conv.traits(problem, algo)
+        """One row: of the kernel, or of the deadline that it would not meet."""
+        needed_s = _LEAST_RUNS * expected_ms / 1e3
+        left_s = self._task.deadline - self._task.clock()
+        if left_s > needed_s:
+            return self.timer.time(problem, algo, nbytes, best_ms, expected_ms)
+        reason = (
+            f"would take about {needed_s:.2g} s, the time limit leaves {left_s:.2g} s"
+            if left_s > 0
+            else "the time limit was reached"
+        )
+        error = RowStatus.LIMITED.text(reason)
+        return self._task.failed(problem, algo, nbytes, error)
 
-        def failed(error: str) -> AlgoPerf:
-            return failed_perf(problem, algo, nbytes, error, traits)
+    def release(self) -> None:
+        """Give the buffers back; the next run makes them anew."""
+        self.timer.release()
 
+
+class LocalTimer:
+    """Runs kernels in this process; holds operands and workspace for them."""
+
+    def __init__(self, task: BenchTask) -> None:
+        self._task = task
+        self._operands: tuple[Buffer, ...] = ()
+        self._batch = 0
+        self._scratch: Buffer = None
+        self._scratch_bytes = -1  # none yet; an empty one is a buffer, too
+
+    def release(self) -> None:
+        """Give the buffers back; the next kernel makes them anew."""
+        self._operands, self._batch = (), 0
+        self._scratch, self._scratch_bytes = None, -1
+        self._task.backend.device.trim()
+
+    def time(
+        self,
+        problem: ConvProblem,
+        algo: str,
+        nbytes: int,
+        best_ms: float,
+        expected_ms: float,
+    ) -> AlgoPerf:
+        """The row of one algorithm; a failure is a row, too."""
+        task = self._task
         try:
             arrays = self._buffers(problem, nbytes)
         except OutOfMemoryError as e:
-            return failed(RowStatus.LIMITED.text(str(e)))
-        if (recording := recording_of(backend)) is not None:
+            error = RowStatus.LIMITED.text(str(e))
+            return task.failed(problem, algo, nbytes, error)
+        if (recording := recording_of(task.backend)) is not None:
             return recording.row(problem, algo)
         try:
             timing = self._timed(problem, algo, arrays, best_ms)
         except MemoryError as e:
-            return failed(RowStatus.LIMITED.text(f"out of memory: {e}"))
+            error = RowStatus.LIMITED.text(f"out of memory: {e}")
         except UnsupportedError as e:
-            return failed(RowStatus.UNSUPPORTED.text(str(e)))
-        except MucudnnError as e:
-            return failed(f"{type(e).__name__}: {e}")
+            error = RowStatus.UNSUPPORTED.text(str(e))
         except Exception as e:
             # One broken algorithm, perhaps a plug-in's, must not cost the others.
-            logger.warning("%s failed on %s", algo, problem, exc_info=True)
-            return failed(f"{type(e).__name__}: {e}")
-        return AlgoPerf(
-            algo=algo,
-            batch=problem.batch,
-            time_ms=timing.time_ms,
-            workspace=nbytes,
-            noise_ms=timing.noise_ms,
-            samples=timing.samples,
-            deterministic=traits.deterministic,
-            math_mode=traits.math_mode,
-            notes=traits.notes,
-        )
+            if not isinstance(e, MucudnnError):
+                logger.warning("%s failed on %s", algo, problem, exc_info=True)
+            error = f"{type(e).__name__}: {e}"
+        else:
+            return task.timed(problem, algo, nbytes, timing)
+        return task.failed(problem, algo, nbytes, error)
 
     def _timed(
         self,
@@ -220,6 +261,7 @@ class KernelBench:
             self._task.rule,
             deadline=self._task.deadline,
             best_ms=best_ms,
+            clock=self._task.clock,
         )
 
     def _buffers(self, problem: ConvProblem, nbytes: int) -> tuple[Any, Any, Any]:
@@ -259,20 +301,3 @@ class KernelBench:
             self._scratch, self._scratch_bytes = None, -1
             self._scratch = device.allocate(nbytes)
             self._scratch_bytes = nbytes
-
-
-def failed_perf(
-    problem: ConvProblem, algo: str, nbytes: int, error: str, traits: Traits
-) -> AlgoPerf:
-    """The row of an algorithm that has no time; `error` says why."""
-    return AlgoPerf(
-        algo=algo,
-        batch=problem.batch,
-        time_ms=math.inf,
-        workspace=nbytes,
-        error=error,
-        samples=0,
-        deterministic=traits.deterministic,
-        math_mode=traits.math_mode,
-        notes=traits.notes,
-    )

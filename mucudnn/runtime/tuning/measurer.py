@@ -11,18 +11,15 @@ from mucudnn.backends.recorded import recording_of
 from mucudnn.forks import Own
 from mucudnn.ir.conv import ConvProblem, PerfTable
 from mucudnn.ir.numerics import Numerics
+from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.pareto import check_divisible
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.kernel_bench import limited
 from mucudnn.runtime.tuning.sweep import Progress, Sweep
 from mucudnn.runtime.tuning.timing import StoppingRule
 
-__all__ = ["LAUNCH_OVERHEAD_MS", "Measurer"]
-
-LAUNCH_OVERHEAD_MS = 0.005
-"""What one more micro-batch costs the host, beyond the kernel's own time."""
+__all__ = ["Measurer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +106,7 @@ class Measurer:
         )
         # What was recorded takes no time to ask for, and all of it was planned with.
         prune = self.prune and recording_of(self.backend) is None
-        table = sweep.table(
-            problem, self.batch_policy, prune=prune, overhead=LAUNCH_OVERHEAD_MS
-        )
-        if not any(limited(perf) for perf in table.perfs):
+        table = sweep.table(problem, self.batch_policy, prune=prune)
+        if not any(perf.status is RowStatus.LIMITED for perf in table.perfs):
             self._tables[problem] = table
         return table

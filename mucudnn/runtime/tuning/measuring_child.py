@@ -1,10 +1,7 @@
-"""The child's side of measuring in a process of its own.
+"""A process that measures: what its two ends say to each other, and how it ends.
 
-JSON lines come in where stdin was and go out where stdout was. Both are taken away at
-the start: a library that prints or reads meets stderr and an empty file instead.
-Numbers may be `Infinity`, for both ends are Python.
-
-Parent to child::
+Both ends talk in JSON lines; numbers may be `Infinity`, as both are Python. Parent to
+child::
 
     {"open": {"problem": …, "rule": …, "memory_limit": …, "left_s": …}}
     {"run": {"batch": 8, "algo": "GEMM", "nbytes": 0, "best_ms": …, "expected_ms": …}}
@@ -12,6 +9,11 @@ Parent to child::
 
 Child to parent: `{"ready": true}` once, or `{"unavailable": "…"}`; then for each `run`
 first `{"begins": "GEMM"}` and in the end `{"row": …}`.
+
+The child is started with `subprocess` and not with `multiprocessing`, so that a user's
+script needs no `__main__` guard, and it sees the modules that its parent sees. Stdin
+and stdout are taken away at the start: a library that prints or reads meets stderr and
+an empty file instead.
 """
 
 import json
@@ -19,6 +21,7 @@ import logging
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,21 +30,170 @@ from typing import Any, BinaryIO
 
 from mucudnn.backends import Backend, get_backend
 from mucudnn.codecs.values import perf_to_dict, problem_from_dict
-from mucudnn.errors import MucudnnError
-from mucudnn.ir.conv import AlgoPerf, ConvProblem
+from mucudnn.errors import BackendUnavailableError, MucudnnError
+from mucudnn.ir.conv import AlgoPerf
 from mucudnn.runtime.interrupts import SIGNALS
-from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, failed_perf
+from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench
 from mucudnn.runtime.tuning.timing import StoppingRule
 
-__all__ = ["main"]
+__all__ = ["HERE_INSTEAD", "Child", "ChildEndedError", "Message", "main"]
 
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
+HERE_INSTEAD = "isolate=False measures in this process"
+"""The way out that errors name."""
+
+_END_S = 10.0  # a process that was killed is gone long before
+_TAIL_BYTES = 4096
+_TAIL_LINES = 8
+_CHUNK = 1 << 16
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from mucudnn.runtime.tuning.measuring_child import main; main()"
+)
+
+
+class ChildEndedError(Exception):
+    """The child is gone; the message says how and completes "the process …"."""
+
+
+class Child:
+    """One running child, which is told `arguments`, and what is known of its end."""
+
+    def __init__(self, *arguments: str) -> None:
+        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        command = [sys.executable or "", "-P", "-c", _START, path, *arguments]
+        pipe = subprocess.PIPE
+        try:
+            process = subprocess.Popen(
+                command, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe
+            )
+        except OSError as e:
+            raise BackendUnavailableError(
+                f"cannot start {sys.executable!r} to measure in: {e}; {HERE_INSTEAD}"
+            ) from e
+        self._process = process
+        self._pipes: tuple[Any, ...] = process.stdin, process.stdout, process.stderr
+        self._owner = os.getpid()
+        self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._tail = b""
+        self._threads = [
+            threading.Thread(target=hear, args=(stream,), daemon=True)
+            for hear, stream in (
+                (self._listen, process.stdout),
+                (self._overhear, process.stderr),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it runs and is ours: not that of the process we were forked from."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def said(self) -> str:
+        """The last lines it wrote to stderr, up to its end once it has ended."""
+        lines = self._tail.decode(errors="replace").split("\n")
+        return "\n".join([line for line in lines if line.strip()][-_TAIL_LINES:])
+
+    def say(self, message: Message) -> None:
+        """Send one message; raises `ChildEndedError` where nobody listens."""
+        try:
+            self._pipes[0].write(json.dumps(message).encode() + b"\n")
+        except OSError:
+            raise self._ended() from None
+
+    def hear(self, seconds: float) -> Message:
+        """Wait for the next message.
+
+        Raises:
+            ChildEndedError: It ended, or took longer, which has ended it.
+        """
+        try:
+            line = self._answers.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            self.end()
+            raise ChildEndedError(f"was ended after {seconds:.3g} s") from None
+        if line is None:
+            raise self._ended()
+        try:
+            message: Message = json.loads(line)
+        except ValueError:
+            self.end()
+            raise ChildEndedError("was ended: it garbled its answer") from None
+        return message
+
+    def end(self) -> None:
+        """Kill it, if it still runs, and leave nothing of it behind.
+
+        A fork of the process that started it only closes its own ends: the child is not
+        its to kill, nor has it the threads that listen.
+        """
+        if self._owner == os.getpid():
+            self._process.kill()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                logger.warning("process %d cannot be killed", self.pid)
+            deadline = time.monotonic() + 1.0
+            for thread in self._threads:  # its own children may hold stderr open
+                thread.join(max(0.0, deadline - time.monotonic()))
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _ended(self) -> ChildEndedError:
+        try:
+            status = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return ChildEndedError("was ended: it had closed its end")
+        finally:
+            self.end()
+        return ChildEndedError(f"ended {_how(status)}")
+
+    def _listen(self, stream: BinaryIO) -> None:
+        rest = b""
+        for chunk in _chunks(stream):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._answers.put(line)
+        self._answers.put(None)
+
+    def _overhear(self, stream: BinaryIO) -> None:
+        for chunk in _chunks(stream):
+            self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+            text = chunk.decode(errors="replace").rstrip()
+            logger.debug("process %d: %s", self.pid, text)
+
+
+def _chunks(stream: BinaryIO) -> Iterator[bytes]:
+    """What arrives, as it arrives, until either end is closed."""
+    try:
+        while chunk := stream.read(_CHUNK):
+            yield chunk
+    except (OSError, ValueError):  # closed at this end
+        return
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"with exit status {status}"
+    try:
+        return f"by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"by signal {-status}"
+
 
 def main() -> None:
-    """Answer requests until the parent closes its end, or is gone.
+    """The child: answer requests until the parent closes its end, or is gone.
 
     `sys.argv` ends with the backend's name and the number of its device.
     """
@@ -49,18 +201,24 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     name, index = sys.argv[-2:]
     incoming, outgoing = _take_standard_streams()
-    requests = _requests(incoming)
+    requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in incoming:
+            requests.put(json.loads(line))
+        os._exit(0)  # whatever it is at
 
     def reply(message: Message) -> None:
         outgoing.write(json.dumps(message).encode() + b"\n")
 
+    threading.Thread(target=listen, daemon=True).start()
     try:
         backend = get_backend(name, int(index))
     except (MucudnnError, ValueError) as e:
         reply({"unavailable": str(e)})
         return
     reply({"ready": True})
-    _serve(backend, requests, reply)
+    _serve(backend, iter(requests.get, None), reply)
 
 
 def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
@@ -74,62 +232,44 @@ def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
     return incoming, outgoing
 
 
-def _requests(incoming: BinaryIO) -> Iterator[Message]:
-    """What the parent asks; at the end of it the process ends, whatever it is at."""
-    waiting: queue.SimpleQueue[Message] = queue.SimpleQueue()
-
-    def listen() -> None:
-        for line in incoming:
-            waiting.put(json.loads(line))
-        os._exit(0)
-
-    threading.Thread(target=listen, daemon=True).start()
-    return iter(waiting.get, None)
-
-
 def _serve(
     backend: Backend, requests: Iterator[Message], reply: Callable[[Message], None]
 ) -> None:
+    task: BenchTask | None = None
     bench: KernelBench | None = None
-    problem: ConvProblem | None = None
     for request in requests:
         match request:
             case {"open": opened}:
                 bench = None  # its buffers first
-                problem = problem_from_dict(opened["problem"])
                 task = BenchTask(
                     backend=backend,
-                    problem=problem,
+                    problem=problem_from_dict(opened["problem"]),
                     rule=StoppingRule(**opened["rule"]),
                     memory_limit=opened["memory_limit"],
                     deadline=time.monotonic() + opened["left_s"],
                 )
                 bench = KernelBench(task)
-            case {"run": kernel} if bench is not None and problem is not None:
+            case {"run": kernel} if bench is not None and task is not None:
                 reply({"begins": kernel["algo"]})
-                micro = problem.with_batch(kernel["batch"])
-                row = _time(backend, bench, micro, kernel)
-                reply({"row": perf_to_dict(row)})
+                reply({"row": perf_to_dict(_row(task, bench, **kernel))})
             case {"release": _} if bench is not None:
                 bench.release()
 
 
-def _time(
-    backend: Backend, bench: KernelBench, problem: ConvProblem, kernel: Message
+def _row(
+    task: BenchTask,
+    bench: KernelBench,
+    *,
+    batch: int,
+    algo: str,
+    nbytes: int,
+    best_ms: float,
+    expected_ms: float,
 ) -> AlgoPerf:
     """One row; even what a bench lets through costs only this one."""
-    algo, nbytes = kernel["algo"], kernel["nbytes"]
-    rows: list[AlgoPerf] = []
+    problem = task.problem.with_batch(batch)
     try:
-        bench.run(
-            problem.batch,
-            {algo: nbytes},
-            rows.append,
-            kernel["best_ms"],
-            {algo: kernel["expected_ms"]},
-        )
+        return bench.time(problem, algo, nbytes, best_ms, expected_ms)
     except Exception as e:
         logger.warning("%s failed on %s", algo, problem, exc_info=True)
-        traits = backend.conv.traits(problem, algo)
-        return failed_perf(problem, algo, nbytes, f"{type(e).__name__}: {e}", traits)
-    return rows[0]
+        return task.failed(problem, algo, nbytes, f"{type(e).__name__}: {e}")

@@ -6,6 +6,7 @@ reason and not remembered.
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from mucudnn.backends.base import Backend
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, PerfTable
 from mucudnn.ir.numerics import Numerics, Traits
+from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.measurement_pruning import Point, next_measurements
 from mucudnn.passes.microbatch import (
     BatchPolicy,
@@ -20,9 +22,9 @@ from mucudnn.passes.microbatch import (
     candidate_batches,
 )
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning.isolation import IsolatedBench, Isolation
-from mucudnn.runtime.tuning.kernel_bench import KernelBench, limited
-from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.isolation import Isolation
+from mucudnn.runtime.tuning.kernel_bench import KernelBench
+from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS, StoppingRule
 
 __all__ = ["Progress", "Sweep"]
 
@@ -48,9 +50,10 @@ class Sweep:
         rule: When a kernel has been timed enough.
         numerics: Which ways of computing are accepted; others are not measured.
         memory_limit: Bytes for operands and workspace, on each device.
-        deadline: `time.monotonic()` after which nothing more is started.
+        deadline: Seconds on `clock` after which nothing more is started.
         progress: Called after each measurement, from one thread at a time.
         isolation: Whether to measure in this process or in children.
+    clock: Seconds, for the deadline only; children have a clock of their own.
     """
 
     backends: Sequence[Backend]
@@ -61,33 +64,32 @@ class Sweep:
     deadline: float = math.inf
     progress: Callable[[Progress], None] | None = None
     isolation: Isolation = field(default_factory=Isolation)
+    clock: Callable[[], float] = field(default_factory=lambda: time.monotonic)
 
     def table(
-        self, problem: ConvProblem, policy: BatchPolicy, *, prune: bool, overhead: float
+        self, problem: ConvProblem, policy: BatchPolicy, *, prune: bool
     ) -> PerfTable:
         """Measure `problem`; failing algorithms are rows, never exceptions.
 
         Args:
             problem: At its whole mini-batch.
             policy: Which micro-batch sizes are candidates.
-            prune: Under `all`, measure only what could enter a good plan.
-            overhead: ms that starting one more micro-batch costs.
+            prune: Under the policy `all`, measure only what could enter a good plan;
+                see `next_measurements`.
         """
         sizes = candidate_batches(problem.batch, policy)
         alignment = self.backends[0].split_alignment
         work = _Work(self, problem, aligned_batches(problem, sizes, alignment))
         try:
             if prune and policy == "all":
-                while points := [
-                    p for p in work.promising(overhead) if p not in work.rows
-                ]:
+                while points := work.promising():
                     work.measure(points)
             else:
-                work.measure([p for p in work.workspaces if p not in work.rows])
+                work.measure(work.workspaces)
         finally:
             work.release()
         rows = sorted(work.rows.values(), key=lambda p: (-p.batch, p.algo))
-        return PerfTable(problem, tuple(rows), overhead)
+        return PerfTable(problem, tuple(rows), LAUNCH_OVERHEAD_MS)
 
 
 class _Work:
@@ -101,6 +103,7 @@ class _Work:
         self._fingerprint = sweep.backends[0].device.fingerprint
         self._lock = threading.Lock()
         self._sizes = tuple(sorted(sizes))
+        self._total = 0  # rows there will be, those known counted
         self._benches = [
             sweep.isolation.bench(
                 backend,
@@ -108,6 +111,7 @@ class _Work:
                 sweep.rule,
                 memory_limit=sweep.memory_limit,
                 deadline=sweep.deadline,
+                clock=sweep.clock,
             )
             for backend in sweep.backends
         ]
@@ -149,33 +153,39 @@ class _Work:
         for bench in self._benches:
             bench.release()
 
-    def promising(self, overhead: float) -> Sequence[Point]:
+    def promising(self) -> Sequence[Point]:
         """Points that pruning asks for next."""
-        return next_measurements(
+        points = next_measurements(
             self._sizes,
             self.workspaces,
             tuple(self.rows.values()),
-            launch_overhead_ms=overhead,
+            launch_overhead_ms=LAUNCH_OVERHEAD_MS,
         )
+        return [point for point in points if point not in self.rows]
 
     def measure(self, points: Iterable[Point]) -> None:
-        """Time the points, largest sizes first, on all devices at once."""
+        """Time what is not known of the points, on all devices at once.
+
+        The largest sizes come first, as buffers for them serve all others; but where
+        nothing is known the smallest one tells cheaply what the others will take.
+        """
         by_batch: dict[int, list[str]] = {}
         for algo, batch in points:
-            by_batch.setdefault(batch, []).append(algo)
+            if (algo, batch) not in self.rows:
+                by_batch.setdefault(batch, []).append(algo)
         batches = sorted(by_batch, reverse=True)
-        if math.isfinite(self._sweep.deadline) and not (self._hints or self._times()):
-            batches = [*batches[-1:], *batches[:-1]]  # it tells what the others take
-        total = len(self.rows) + sum(map(len, by_batch.values()))
+        if not (self._hints or self._times()):
+            batches = [*batches[-1:], *batches[:-1]]
+        self._total = len(self.rows) + sum(map(len, by_batch.values()))
         shares = [
             (bench, batches[i :: len(self._benches)])
             for i, bench in enumerate(self._benches)
         ]
 
-        def work(share: tuple[KernelBench | IsolatedBench, list[int]]) -> None:
+        def work(share: tuple[KernelBench, list[int]]) -> None:
             bench, sizes = share
             for batch in sizes:
-                self._measure_size(bench, batch, by_batch[batch], total)
+                self._measure_size(bench, batch, by_batch[batch])
 
         if len(shares) == 1:
             work(shares[0])
@@ -184,47 +194,39 @@ class _Work:
             list(pool.map(work, shares))
 
     def _measure_size(
-        self,
-        bench: KernelBench | IsolatedBench,
-        batch: int,
-        algos: Sequence[str],
-        total: int,
+        self, bench: KernelBench, batch: int, algos: Sequence[str]
     ) -> None:
-        micro = self._problem.with_batch(batch)
-
-        def keep(perf: AlgoPerf) -> None:
-            with self._lock:
-                self.rows[perf.algo, batch] = perf
-                if not limited(perf):
-                    self._sweep.cache.put(self._fingerprint, micro, [perf])
-                if self._sweep.progress is not None:
-                    done = len(self.rows)
-                    self._sweep.progress(
-                        Progress(micro, perf.algo, batch, done, max(done, total))
-                    )
-
         with self._lock:
             expected = {algo: self._expected_ms(algo, batch) for algo in algos}
-            best_ms = min(
-                (p.time_ms for p in self.rows.values() if p.batch == batch),
-                default=math.inf,
-            )
-        ordered = sorted(algos, key=expected.__getitem__)  # likely winners first
-        if math.isfinite(self._sweep.deadline):
-            with self._lock:
-                expected = {
-                    algo: self._cautious_ms(ms, batch) for algo, ms in expected.items()
-                }
+            ordered = sorted(algos, key=expected.__getitem__)  # likely winners first
+            if math.isfinite(self._sweep.deadline):
+                slowest = max((p.time_ms / p.batch for p in self._times()), default=0.0)
+                for algo in algos:  # one of which nothing is known is no faster
+                    expected[algo] = expected[algo] or batch * slowest
+            best_ms = self._best_ms(batch)
         workspaces = {algo: self.workspaces[algo, batch] for algo in ordered}
-        bench.run(batch, workspaces, keep, best_ms, expected)
+        bench.run(batch, workspaces, self._keep, best_ms, expected)
+
+    def _keep(self, perf: AlgoPerf) -> None:
+        micro = self._problem.with_batch(perf.batch)
+        with self._lock:
+            self.rows[perf.algo, perf.batch] = perf
+            if perf.status is not RowStatus.LIMITED:
+                self._sweep.cache.put(self._fingerprint, micro, [perf])
+            if self._sweep.progress is not None:
+                done = len(self.rows)
+                total = max(done, self._total)
+                self._sweep.progress(
+                    Progress(micro, perf.algo, perf.batch, done, total)
+                )
+
+    def _best_ms(self, batch: int) -> float:
+        return min(
+            (p.time_ms for p in self._times() if p.batch == batch), default=math.inf
+        )
 
     def _times(self) -> list[AlgoPerf]:
         return [perf for perf in self.rows.values() if perf.error is None]
-
-    def _cautious_ms(self, expected: float, batch: int) -> float:
-        """What a run may take of which nothing is known: as long as any other."""
-        rates = (perf.time_ms / perf.batch for perf in self._times())
-        return expected or batch * max(rates, default=0.0)
 
     def _expected_ms(self, algo: str, batch: int) -> float:
         """Time of one run, in proportion to the nearest size known; 0 if none is."""

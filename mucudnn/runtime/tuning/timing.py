@@ -1,5 +1,6 @@
 """What a measurement is: warm-up, repeats, a median and its uncertainty."""
 
+import itertools
 import math
 import statistics
 import time
@@ -8,7 +9,16 @@ from dataclasses import dataclass
 
 from mucudnn.backends.base import Device
 
-__all__ = ["StoppingRule", "Timing", "measure", "measure_together"]
+__all__ = [
+    "LAUNCH_OVERHEAD_MS",
+    "StoppingRule",
+    "Timing",
+    "measure",
+    "measure_together",
+]
+
+LAUNCH_OVERHEAD_MS = 0.005
+"""What one more micro-batch costs the host, beyond the kernel's own time."""
 
 _MEDIAN_ERROR = 1.2533  # standard error of a median, in units of that of a mean
 _MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation
@@ -46,6 +56,7 @@ class StoppingRule:
             longer than the budget is timed once.
         hopeless: A kernel whose warm-up takes this many times the best of its rivals
             is not run again: the warm-up is its time.
+        clear: Of rivals timed together, a lead that one round over the budget proves.
 
     Raises:
         ValueError: The numbers of samples contradict each other.
@@ -56,6 +67,7 @@ class StoppingRule:
     margin: float = 0.01
     budget_ms: float = 120.0
     hopeless: float = 4.0
+    clear: float = 1.5
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_samples <= self.max_samples:
@@ -125,20 +137,36 @@ def measure_together(
     """Time rivals in turn, A B A B …, so that a drifting machine treats them alike.
 
     Each is timed `min_samples` times, whatever the budget: a verdict on one run apiece
-    would be a coin toss.
+    would be a coin toss. Only where every run of one, the warm-up included, took
+    `clear` times as long as every run of all others is one round beyond the budget
+    enough.
     """
     clock = clock or time.monotonic
     warm = [_sample(run, device) for run in runs]
     round_s = sum(warm) / 1e3
     samples: list[list[float]] = [[] for _ in runs]
     while not all(len(s) >= rule.min_samples and rule.enough(s) for s in samples):
-        if clock() + round_s >= deadline:
+        if clock() + round_s >= deadline or _clear(warm, samples, rule):
             break
         for run, taken in zip(runs, samples, strict=True):
             taken.append(_sample(run, device))
     if not samples[0]:
         return tuple(Timing(w, 0.0, 0) for w in warm)
     return tuple(Timing.of(taken) for taken in samples)
+
+
+def _clear(
+    warm: Sequence[float], samples: Sequence[Sequence[float]], rule: StoppingRule
+) -> bool:
+    """Whether more runs could not turn the order of slow rivals around."""
+    if len(samples) < 2 or not all(sum(taken) for taken in samples):
+        return False
+    if sum(map(sum, samples)) < rule.budget_ms:
+        return False
+    runs = sorted(
+        ([w, *taken] for w, taken in zip(warm, samples, strict=True)), key=min
+    )
+    return all(rule.clear * max(a) <= min(b) for a, b in itertools.pairwise(runs))
 
 
 def _sample(run: Callable[[], None], device: Device) -> float:

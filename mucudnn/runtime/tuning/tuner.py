@@ -16,7 +16,12 @@ from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.measurement import Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import format_bytes, parse_bytes
-from mucudnn.passes.microbatch import PLANNERS, BatchPolicy, Planner, pareto_plans
+from mucudnn.passes.microbatch import (
+    PLANNERS,
+    BatchPolicy,
+    Planner,
+    pareto_plans,
+)
 from mucudnn.passes.registry import name_of
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.environment import USERS, CacheChoice, open_cache, tuner_options
@@ -52,7 +57,8 @@ class Tuner:
             file in the user's cache directory, but for backends that compute nothing.
         memory_limit: Bytes for operands and workspaces while measuring.
         time_limit_s: Seconds that one `measure` may take.
-        prune: Under policy `all`, skip sizes that cannot be part of a good plan.
+        prune: Skip what cannot be part of a good plan: sizes under policy `all`, else
+            algorithms far behind at the extreme sizes that no division makes smaller.
         validate: Measure a divided plan once and reject it if it does not beat the
             undivided one.
         numerics: Which ways of computing are accepted, as a policy or in words

@@ -1,0 +1,237 @@
+"""Recordings as files: what a run measured, and steps planned with it elsewhere.
+
+What is in a recording is said by `mucudnn.codecs.recordings`. A file appears complete
+or not at all. The rows of a run come from the cache, which holds every measurement with
+its time: those that the run made, and older ones that it used instead of measuring
+again. What a limit kept from being measured, or cut short, is no measurement and not
+recorded. What decides a plan beside them goes along: what became of plans that were run
+whole, and how micro-batches are aligned.
+
+A recording knows kernels at some micro-batch sizes. Whatever mini-batch these make up
+has a Pareto front of divisions, found as if the machine were here.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mucudnn.backends.recorded import RecordedConv, read_file
+from mucudnn.backends.virtual import VirtualDevice
+from mucudnn.codecs.recordings import MOST, SCHEMA, format_recording, recorded_schema
+from mucudnn.errors import CacheError
+from mucudnn.files import write_whole
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.measurement import Measurement, Recording, Verdict
+from mucudnn.ir.numerics import Numerics
+from mucudnn.passes.microbatch import aligned_batches, pareto_plans
+from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS
+
+if TYPE_CHECKING:
+    from mucudnn.runtime.tuning.tuner import Tuner  # which remembers, and so comes here
+
+__all__ = [
+    "RecordedFronts",
+    "read_fronts",
+    "record_run",
+    "run_measurements",
+    "spare_newer",
+    "write_recording",
+]
+
+_NO_LIMIT = 1 << 62
+
+
+def write_recording(
+    file: Path | str,
+    measurements: Iterable[Measurement],
+    environments: Mapping[str, Mapping[str, str]] | None = None,
+    *,
+    alignments: Mapping[str, int] | None = None,
+    verdicts: Iterable[Verdict] = (),
+) -> None:
+    """Write a recording; a name in `.gz` is compressed.
+
+    Args:
+        file: Where; what is there is replaced, unless a newer version recorded it.
+        measurements: Of any number of devices.
+        environments: By fingerprint, what else is known of a device.
+        alignments: By fingerprint, bytes that micro-batches are aligned to.
+        verdicts: On plans for what was measured.
+
+    Raises:
+        CacheError: The file cannot be written, or a newer version's is there.
+    """
+    target = Path(file)
+    zipped = target.suffix == ".gz"
+    data = format_recording(
+        measurements,
+        environments,
+        alignments=alignments,
+        verdicts=verdicts,
+        compress=zipped,
+    )
+    try:
+        spare_newer(target)
+        write_whole(target, data)
+    except OSError as e:
+        raise CacheError(f"cannot write {target}: {e.strerror or e}") from e
+
+
+def spare_newer(target: Path) -> None:
+    """Raise `CacheError` where a newer version's recording would be lost."""
+    if not target.is_file():
+        return
+    with target.open("rb") as file:
+        schema = recorded_schema(file.read(MOST + 1))
+    if schema is not None and schema > SCHEMA:
+        raise CacheError(
+            f"{target} is a recording of a newer version of mucudnn (schema {schema}, "
+            f"this one writes {SCHEMA}) and stays as it is; name another file"
+        )
+
+
+def run_measurements(
+    tuner: "Tuner",
+    problems: Iterable[ConvProblem],
+    tables: Iterable[PerfTable],
+    since: float,
+) -> tuple[Measurement, ...]:
+    """Everything measured of `problems` since a time, and all that `tables` hold.
+
+    Args:
+        tuner: Whose cache and device.
+        problems: What was to be measured; micro-batches of them count.
+        tables: What was used; they may lack what an interruption left unfinished.
+        since: Seconds since 1970 at which the run began.
+    """
+    used = {(t.problem.with_batch(p.batch), p) for t in tables for p in t.perfs}
+    fingerprint = tuner.backend.device.fingerprint
+    layers = dict.fromkeys(problem.with_batch(1) for problem in problems)
+    return tuple(
+        m
+        for layer in layers
+        for m in tuner.cache.rows(fingerprint, layer)
+        if m.measured_at >= since or (m.problem, m.perf) in used
+    )
+
+
+def record_run(
+    file: Path | str,
+    tuner: "Tuner",
+    problems: Iterable[ConvProblem],
+    tables: Iterable[PerfTable],
+    since: float,
+) -> int:
+    """Write `run_measurements` and what the device says of itself; returns the rows.
+
+    Raises:
+        CacheError: There is nothing to record, or the file cannot be written.
+    """
+    rows = run_measurements(tuner, problems, tables, since)
+    if not rows:
+        raise CacheError(f"nothing was measured, so {file} was not written")
+    device, layers = tuner.backend.device, {m.problem.with_batch(1) for m in rows}
+    write_recording(
+        file,
+        rows,
+        {device.fingerprint: device.description()},
+        alignments={device.fingerprint: tuner.backend.split_alignment},
+        verdicts=[v for v in tuner.verdicts if v.problem.with_batch(1) in layers],
+    )
+    return len(rows)
+
+
+class RecordedFronts:
+    """What was recorded of one device, as Pareto fronts.
+
+    Args:
+        device: Its fingerprint.
+        conv: Its measurements.
+        split_alignment: See `Backend`.
+        numerics: Which ways of computing are accepted.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        conv: RecordedConv,
+        *,
+        split_alignment: int = 1,
+        numerics: Numerics | None = None,
+    ) -> None:
+        self.device = device
+        self._conv = conv
+        self._split_alignment = split_alignment
+        self._numerics = numerics or Numerics()
+
+    def table(self, problem: ConvProblem) -> PerfTable:
+        """All that was measured at sizes that are candidates for a mini-batch."""
+        known = [n for n in self._conv.sizes(problem) if n <= problem.batch]
+        sizes = aligned_batches(problem, known, self._split_alignment)
+        rows = [row for n in sizes for row in self._accepted(problem, n)]
+        rows.sort(key=lambda row: (-row.batch, row.algo))
+        return PerfTable(problem, tuple(rows), LAUNCH_OVERHEAD_MS)
+
+    def fronts(
+        self, problems: Iterable[ConvProblem]
+    ) -> dict[ConvProblem, tuple[ConvPlan, ...]]:
+        """The front of every problem that the measured sizes make up."""
+        found = {
+            problem: pareto_plans(self.table(problem), _NO_LIMIT)
+            for problem in dict.fromkeys(problems)
+        }
+        return {problem: front for problem, front in found.items() if front}
+
+    def _accepted(self, problem: ConvProblem, batch: int) -> list[AlgoPerf]:
+        micro, whole = problem.with_batch(batch), batch == problem.batch
+        refusal = self._numerics.refusal
+        return [
+            self._conv.row(micro, algo)
+            for algo, _ in self._conv.algorithms(micro)
+            if refusal(self._conv.traits(micro, algo), whole=whole) is None
+        ]
+
+
+def read_fronts(
+    files: Sequence[str], problems: Iterable[ConvProblem]
+) -> RecordedFronts:
+    """What recordings know of some convolutions.
+
+    Args:
+        files: Of one device, as far as they are about these convolutions; of two
+            measurements of the same thing the newer one counts.
+        problems: The convolutions of a step.
+
+    Raises:
+        BackendUnavailableError: A file is missing or no recording.
+        ValueError: None of the convolutions was measured, or on several devices.
+    """
+    wanted = tuple(dict.fromkeys(problems))
+    recordings = [read_file(file) for file in files]
+    names = dict.fromkeys(name for r in recordings for name in r.environments)
+    all_of = [_of_device(name, recordings) for name in names]
+    useful = [one for one in all_of if one.fronts(wanted)]
+    where = ", ".join(map(str, files))
+    if not useful:
+        found = {m.problem.with_batch(1) for r in recordings for m in r.measurements}
+        raise ValueError(
+            f"{where}: none of this step's {len(wanted)} different convolutions can be "
+            f"made up of the {len(found)} that were measured there; record its layers "
+            "at its mini-batch size with `mucudnn tune --record FILE`"
+        )
+    if len(useful) > 1:
+        devices = " and ".join(repr(one.device) for one in useful)
+        raise ValueError(
+            f"{where}: measured on {devices}, but a step runs on one device"
+        )
+    return useful[0]
+
+
+def _of_device(name: str, recordings: Iterable[Recording]) -> RecordedFronts:
+    alignments: dict[str, int] = {}
+    measurements = []
+    for recording in recordings:
+        alignments |= recording.alignments
+        measurements += [m for m in recording.measurements if m.fingerprint == name]
+    conv = RecordedConv(VirtualDevice(name), measurements)
+    return RecordedFronts(name, conv, split_alignment=alignments.get(name, 1))
