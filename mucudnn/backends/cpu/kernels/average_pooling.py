@@ -13,30 +13,21 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.behind import Behind
-from mucudnn.backends.cpu.kernels.tiles import (
-    BLOCK_BYTES,
-    Attrs,
-    Inputs,
-    Outputs,
-    Run,
-    share,
-    tiles,
-)
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, Call, Run, tiles
 from mucudnn.backends.cpu.kernels.windows import Axis, Windows, spatial_axes
-from mucudnn.backends.cpu.threads import Workers
 
-__all__ = ["OPERATIONS", "avg_pool", "avg_pool_grad"]
+__all__ = ["OPERATIONS"]
 
 
-def avg_pool(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def avg_pool(call: Call) -> None:
     """The mean of each window."""
-    axes = spatial_axes(inputs[0].shape, outputs[0].shape, attrs)
+    axes = spatial_axes(call.inputs[0].shape, call.outputs[0].shape, call.attrs)
     if _whole(axes):
-        _global_mean(workers, inputs[0], outputs[0])
+        _global_mean(call, call.inputs[0], call.outputs[0])
         return
-    x = inputs[0].reshape([axis.size for axis in axes])
-    y = outputs[0].reshape([axis.out for axis in axes])
-    counts = _Counts(axes, attrs["count_include_pad"])
+    x = call.inputs[0].reshape([axis.size for axis in axes])
+    y = call.outputs[0].reshape([axis.out for axis in axes])
+    counts = _Counts(axes, call.attrs["count_include_pad"])
 
     def tile(windows: Windows) -> None:
         images = {p: windows.gather(x, p, 0.0) for p in windows.phases()}
@@ -44,20 +35,18 @@ def avg_pool(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -
         total = windows.inner(windows.reduce(images, np.add))
         np.divide(total, counts.of(place, y.dtype), out=y[place])
 
-    share(workers, Windows.cover(axes, y.shape, x.itemsize), tile)
+    call.share(Windows.cover(axes, y.shape, x.itemsize), tile)
 
 
-def avg_pool_grad(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def avg_pool_grad(call: Call) -> None:
     """Dx: each dy shared out among the elements of its window."""
-    axes = spatial_axes(outputs[0].shape, inputs[0].shape, attrs)
+    axes = spatial_axes(call.outputs[0].shape, call.inputs[0].shape, call.attrs)
     if _whole(axes):
-        _global_mean_grad(workers, inputs[0], outputs[0])
+        _global_mean_grad(call, call.inputs[0], call.outputs[0])
         return
-    dy = inputs[0].reshape([axis.out for axis in axes])
-    dx = outputs[0].reshape([axis.size for axis in axes])
-    counts = _Counts(axes, attrs["count_include_pad"])
+    dy = call.inputs[0].reshape([axis.out for axis in axes])
+    dx = call.outputs[0].reshape([axis.size for axis in axes])
+    counts = _Counts(axes, call.attrs["count_include_pad"])
 
     def tile(windows: Windows) -> None:
         gradient = Behind(windows, dy)
@@ -72,7 +61,7 @@ def avg_pool_grad(
                     total = part.copy() if total is None else np.add(total, part, total)
             windows.scatter(phase, total, dx)
 
-    share(workers, Windows.of_inputs(axes, dx.itemsize), tile)
+    call.share(Windows.of_inputs(axes, dx.itemsize), tile)
 
 
 def _whole(axes: list[Axis]) -> bool:
@@ -82,7 +71,7 @@ def _whole(axes: list[Axis]) -> bool:
     )
 
 
-def _global_mean(workers: Workers, x: Any, y: Any) -> None:
+def _global_mean(call: Call, x: Any, y: Any) -> None:
     pixels = math.prod(x.shape[2:])
     planes, means = x.reshape(-1, pixels), y.reshape(-1)
     share_of = np.full(pixels, 1 / pixels, x.dtype)
@@ -90,10 +79,10 @@ def _global_mean(workers: Workers, x: Any, y: Any) -> None:
     def tile(part: tuple[slice, ...]) -> None:
         np.matmul(planes[part], share_of, out=means[part])
 
-    share(workers, tiles(means.shape, max(1, 2 * BLOCK_BYTES // x[0, 0].nbytes)), tile)
+    call.share(tiles(means.shape, max(1, 2 * BLOCK_BYTES // x[0, 0].nbytes)), tile)
 
 
-def _global_mean_grad(workers: Workers, dy: Any, dx: Any) -> None:
+def _global_mean_grad(call: Call, dy: Any, dx: Any) -> None:
     pixels = math.prod(dx.shape[2:])
     planes, column = dx.reshape(-1, pixels), dy.reshape(-1, 1)
 
@@ -101,7 +90,7 @@ def _global_mean_grad(workers: Workers, dy: Any, dx: Any) -> None:
         np.multiply(column[part], 1 / pixels, out=planes[part])
 
     rows = max(1, 2 * BLOCK_BYTES // dx[0, 0].nbytes)
-    share(workers, tiles((len(planes),), rows), tile)
+    call.share(tiles((len(planes),), rows), tile)
 
 
 class _Counts:

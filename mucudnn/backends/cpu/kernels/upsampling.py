@@ -10,33 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import (
-    BLOCK_BYTES,
-    Attrs,
-    Inputs,
-    Outputs,
-    Run,
-    share,
-    tiles,
-)
-from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, Call, Run, tiles
 
-__all__ = [
-    "OPERATIONS",
-    "upsample_bilinear",
-    "upsample_bilinear_grad",
-    "upsample_nearest",
-    "upsample_nearest_grad",
-]
+__all__ = ["OPERATIONS"]
 
 
-def upsample_nearest(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def upsample_nearest(call: Call) -> None:
     """Each pixel repeated along every axis."""
-    scale = attrs["scale"]
-    x = _planes(inputs[0])
-    y = _split(_planes(outputs[0]), scale)
+    scale = call.attrs["scale"]
+    x = _planes(call.inputs[0])
+    y = _split(_planes(call.outputs[0]), scale)
     rank = len(scale)
 
     def tile(part: tuple[slice, ...]) -> None:
@@ -47,16 +30,14 @@ def upsample_nearest(
             for k in range(1, scale[axis]):
                 out[_phase([0] * axis, k)] = out[_phase([0] * axis, 0)]
 
-    share(workers, _tiles(x, scale), tile)
+    call.share(_tiles(x, scale), tile)
 
 
-def upsample_nearest_grad(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def upsample_nearest_grad(call: Call) -> None:
     """Dx: the sum over each pixel's repetitions."""
-    dx = _planes(outputs[0])
-    scale = attrs["scale"]
-    dy = _split(_planes(inputs[0]), scale)
+    dx = _planes(call.outputs[0])
+    scale = call.attrs["scale"]
+    dy = _split(_planes(call.inputs[0]), scale)
 
     def tile(part: tuple[slice, ...]) -> None:
         out, source = dx[part], dy[_pixels(part)]
@@ -67,15 +48,13 @@ def upsample_nearest_grad(
             else:
                 out[...] = part_of
 
-    share(workers, _tiles(dx, scale), tile)
+    call.share(_tiles(dx, scale), tile)
 
 
-def upsample_bilinear(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def upsample_bilinear(call: Call) -> None:
     """Linear interpolation between pixels' centres (`align_corners=False`)."""
-    x, y = _planes(inputs[0]), _planes(outputs[0])
-    scale = attrs["scale"]
+    x, y = _planes(call.inputs[0]), _planes(call.outputs[0])
+    scale = call.attrs["scale"]
 
     def tile(part: tuple[slice, ...]) -> None:
         values = _haloed(x, part, [1] * len(scale))
@@ -87,15 +66,13 @@ def upsample_bilinear(
             _stretch(values, axis, s, grown)
             values = grown
 
-    share(workers, _tiles(x, scale), tile)
+    call.share(_tiles(x, scale), tile)
 
 
-def upsample_bilinear_grad(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def upsample_bilinear_grad(call: Call) -> None:
     """The transpose of the interpolation."""
-    dy, dx = _planes(inputs[0]), _planes(outputs[0])
-    scale = attrs["scale"]
+    dy, dx = _planes(call.inputs[0]), _planes(call.outputs[0])
+    scale = call.attrs["scale"]
 
     def tile(part: tuple[slice, ...]) -> None:
         values = _haloed(dy, _enlarged(part, scale), scale)
@@ -103,7 +80,7 @@ def upsample_bilinear_grad(
             values = _fold(values, axis, scale[axis - 1])
         dx[part] = values
 
-    share(workers, _tiles(dx, scale), tile)
+    call.share(_tiles(dx, scale), tile)
 
 
 def _planes(array: Any) -> Any:
