@@ -1,16 +1,6 @@
 """Activations, sums and products: one element at a time, any of them in place."""
 
-from typing import Any
-
-from mucudnn.backends.cuda.kernels.program import (
-    Attrs,
-    Inputs,
-    Launcher,
-    Operation,
-    Outputs,
-    Program,
-    flat,
-)
+from mucudnn.backends.cuda.kernels.program import Call, Operation, Program, flat
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
@@ -58,12 +48,10 @@ KERNEL tanh_grad(const T* a, const T* b, T* y, I count) { TWO(d * (1 - x * x)) }
 def _elementwise(kernel: str, *names: str) -> Operation:
     """An operation of one or two tensors and the attributes of these names."""
 
-    def run(
-        gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-    ) -> None:
-        (y,) = outputs
-        numbers = (float(attrs[name]) for name in names)
-        gpu.launch(PROGRAM, kernel, flat(y.size), *inputs, y, y.size, *numbers)
+    def run(call: Call) -> None:
+        (y,) = call.outputs
+        arguments = *call.inputs, y, y.size, *call.numbers(*names)
+        call.launch(PROGRAM, kernel, flat(y.size), *arguments)
 
     return Operation(run)
 

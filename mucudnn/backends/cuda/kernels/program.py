@@ -9,6 +9,7 @@ Scalars reach a kernel as `I` (a Python int), `double` (a float) or 64 bits with
 never waits for one, so a whole step can be captured as a graph.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,20 +25,19 @@ __all__ = [
     "PRELUDE",
     "THREADS",
     "Attrs",
+    "Call",
     "CupyLauncher",
-    "Inputs",
     "Launcher",
     "Operation",
-    "Outputs",
     "Program",
+    "Specs",
     "as_ncs",
     "compiler_options",
     "flat",
 ]
 
-Inputs = Sequence[Any]
-Outputs = Sequence[Any]
 Attrs = Mapping[str, Any]
+Specs = Sequence[TensorSpec]
 
 THREADS = 256
 """Of every block."""
@@ -176,18 +176,37 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an operation: dense arrays, and the GPU to launch kernels on."""
+
+    gpu: Launcher
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    attrs: Attrs
+    workspace: Any
+
+    def launch(
+        self, program: Program, kernel: str, blocks: tuple[int, ...], *arguments: Any
+    ) -> None:
+        """Start a kernel for elements of the first argument's type."""
+        self.gpu.launch(program, kernel, blocks, *arguments)
+
+    def numbers(self, *names: str) -> tuple[float, ...]:
+        """The attributes of these names as what a kernel takes as `double`."""
+        return tuple(float(self.attrs[name]) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
 class Operation:
     """A kernel of the contract before it is given its launcher.
 
     Attributes:
-        run: (launcher, inputs, outputs, attributes, workspace) -> nothing.
+        run: Launches what the operation takes.
         workspace: As `Kernel.workspace`.
     """
 
-    run: Callable[[Launcher, Inputs, Outputs, Attrs, Any], None]
-    workspace: Callable[[Sequence[TensorSpec], Sequence[TensorSpec], Attrs], int] = (
-        no_workspace
-    )
+    run: Callable[[Call], None]
+    workspace: Callable[[Specs, Specs, Attrs], int] = no_workspace
 
 
 class CupyLauncher:
@@ -304,7 +323,4 @@ def flat(count: int) -> tuple[int]:
 def as_ncs(shape: Sequence[int]) -> tuple[int, int, int]:
     """(N, C, S) of (N, C, *spatial); S is 1 without spatial axes."""
     N, C, *spatial = shape
-    S = 1
-    for size in spatial:
-        S *= size
-    return N, C, S
+    return N, C, math.prod(spatial)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mucudnn.backends.cuda.kernels.program import THREADS, as_ncs
+from mucudnn.backends.cuda.kernels.program import THREADS, Call, Program, as_ncs, flat
 
 __all__ = ["CHANNELS", "FINISH", "PARTIALS", "REDUCE", "Channels", "partials"]
 
@@ -117,6 +117,11 @@ class Channels:
     def nbytes(self) -> int:
         """Of the partial sums."""
         return 8 * self.parts * self.shape[1]
+
+    def finish(self, call: Call, program: Program, parts: Any, out: Any) -> None:
+        """Add the parts up; the program has `FINISH`."""
+        arguments = out, parts, self.parts, out.size
+        call.launch(program, "finish_channels", flat(out.size), *arguments)
 
     def buffers(self, workspace: Any, count: int) -> list[Any]:
         """The first parts of a workspace, one for each of `count` sums."""
