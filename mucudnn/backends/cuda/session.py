@@ -121,5 +121,5 @@ def describe_device(calls: Calls, index: int) -> str:
         BackendError: There is no such device.
     """
     description = Descriptor(calls, DescriptorType.DEVICEPROP)
-    description.set(Attribute.DEVICEPROP_DEVICE_ID, AttributeType.INT32, index)
+    description.set(Attribute.DEVICEPROP_DEVICE_ID, index, kind=AttributeType.INT32)
     return description.finalize().get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)
