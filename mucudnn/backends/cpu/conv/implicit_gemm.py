@@ -15,7 +15,6 @@ from numpy.lib.stride_tricks import as_strided
 
 from mucudnn.backends.cpu.conv.algorithm import Algorithm, runs_everything
 from mucudnn.backends.cpu.conv.lowering.gather import (
-    Axis,
     Cut,
     Gather,
     Tiling,
@@ -23,8 +22,7 @@ from mucudnn.backends.cpu.conv.lowering.gather import (
     backward_gathers,
     forward_gather,
     grouped,
-    overlap,
-    tap_windows,
+    read_windows,
 )
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
@@ -263,7 +261,9 @@ class _Blocked:
             )
             for axis, taps in zip(self._gather.axes, self._box(terms.taps), strict=True)
         ]
-        windows = self._windows(part, box, tile, inside)
+        windows = read_windows(
+            part, box, tile, lambda spatial: self._room((groups, channels, *spatial))
+        )
         if windows is None:
             self._lower_by_tap(part, terms.taps, reaches, by_channel, inside)
         else:
@@ -277,19 +277,11 @@ class _Blocked:
             np.copyto(target, windows)
         return columns.reshape(groups, channels * count, math.prod(outs))
 
-    def _windows(self, part: Any, box: list[Axis], tile: Any, inside: bool) -> Any:
-        """(groups, channels, *taps, *outs) of a tile; None if padding is too much."""
-        if inside:
-            return tap_windows(part, box, tile, (0,) * len(box))
-        reads = [axis.reads(t.start, t.stop) for axis, t in zip(box, tile, strict=True)]
-        shape = [*part.shape[:2], *(len(r) for r in reads)]
+    def _room(self, shape: Sequence[int]) -> Any:
+        """The buffer for padded patches in this shape; None if it is too small."""
         if math.prod(shape) > self._padded.size:
             return None
-        padded: Any = _front(self._padded, shape)
-        padded[...] = 0
-        have, want = overlap(reads, part.shape[2:])
-        np.copyto(padded[(..., *want)], part[(..., *have)])
-        return tap_windows(padded, box, tile, [-r.start for r in reads])
+        return _front(self._padded, shape)
 
     def _lower_by_tap(
         self,

@@ -25,7 +25,7 @@ from mucudnn.backends.cpu.kernels import (
     updates,
     upsampling,
 )
-from mucudnn.backends.cpu.kernels.tiles import Call, Run
+from mucudnn.backends.cpu.kernels.tiles import KernelCall, Run
 from mucudnn.backends.cpu.threads import Workers
 
 __all__ = ["KERNELS", "bind"]
@@ -57,7 +57,9 @@ def bind(workers: Workers) -> Mapping[str, Kernel]:
 
     def bound(run: Run) -> Kernel:
         return Kernel(
-            lambda inputs, outputs, attrs, _: run(Call(workers, inputs, outputs, attrs))
+            lambda inputs, outputs, attrs, _: run(
+                KernelCall(workers, inputs, outputs, attrs)
+            )
         )
 
     return {name: bound(run) for name, run in KERNELS.items()}

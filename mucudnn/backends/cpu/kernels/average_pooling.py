@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.behind import Behind
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, Call, Run, tiles
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, tiles
 from mucudnn.backends.cpu.kernels.windows import Axis, Windows, spatial_axes
 
 __all__ = ["OPERATIONS"]
 
 
-def avg_pool(call: Call) -> None:
+def avg_pool(call: KernelCall) -> None:
     """The mean of each window."""
     axes = spatial_axes(call.inputs[0].shape, call.outputs[0].shape, call.attrs)
     if _whole(axes):
@@ -38,7 +38,7 @@ def avg_pool(call: Call) -> None:
     call.share(Windows.cover(axes, y.shape, x.itemsize), tile)
 
 
-def avg_pool_grad(call: Call) -> None:
+def avg_pool_grad(call: KernelCall) -> None:
     """Dx: each dy shared out among the elements of its window."""
     axes = spatial_axes(call.outputs[0].shape, call.inputs[0].shape, call.attrs)
     if _whole(axes):
@@ -71,7 +71,7 @@ def _whole(axes: list[Axis]) -> bool:
     )
 
 
-def _global_mean(call: Call, x: Any, y: Any) -> None:
+def _global_mean(call: KernelCall, x: Any, y: Any) -> None:
     pixels = math.prod(x.shape[2:])
     planes, means = x.reshape(-1, pixels), y.reshape(-1)
     share_of = np.full(pixels, 1 / pixels, x.dtype)
@@ -82,7 +82,7 @@ def _global_mean(call: Call, x: Any, y: Any) -> None:
     call.share(tiles(means.shape, max(1, 2 * BLOCK_BYTES // x[0, 0].nbytes)), tile)
 
 
-def _global_mean_grad(call: Call, dy: Any, dx: Any) -> None:
+def _global_mean_grad(call: KernelCall, dy: Any, dx: Any) -> None:
     pixels = math.prod(dx.shape[2:])
     planes, column = dx.reshape(-1, pixels), dy.reshape(-1, 1)
 

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, Call, Run, as_ncs
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
 
 __all__ = ["OPERATIONS"]
 
 Chunks = list[tuple[slice, ...]]
 
 
-def batch_norm(call: Call) -> None:
+def batch_norm(call: KernelCall) -> None:
     """Normalise by the statistics of the batch, and move the running ones."""
     x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     gamma, beta, running_mean, running_var = call.inputs[1:]
@@ -48,7 +48,7 @@ def batch_norm(call: Call) -> None:
     call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
 
 
-def batch_norm_eval(call: Call) -> None:
+def batch_norm_eval(call: KernelCall) -> None:
     """Normalise by the running statistics."""
     x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     gamma, beta, mean, var = call.inputs[1:]
@@ -65,7 +65,7 @@ def batch_norm_eval(call: Call) -> None:
     call.tiles_of(x, tile)
 
 
-def batch_norm_grad(call: Call) -> None:
+def batch_norm_grad(call: KernelCall) -> None:
     """Dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta.
 
     x̂ is the normalised input.

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_sums
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, Call, Run, as_ncs
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
 
 __all__ = ["OPERATIONS"]
 
 
-def bias(call: Call) -> None:
+def bias(call: KernelCall) -> None:
     """Y = x + b, b of shape (C,) along axis 1."""
     x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     b = call.inputs[1][:, None]
@@ -21,7 +21,7 @@ def bias(call: Call) -> None:
     call.tiles_of(x, tile, 2 * BLOCK_BYTES)
 
 
-def bias_grad(call: Call) -> None:
+def bias_grad(call: KernelCall) -> None:
     """The sum of dy over samples and pixels."""
     dy, db = as_ncs(call.inputs[0]), call.outputs[0]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.elementwise import keep
-from mucudnn.backends.cpu.kernels.tiles import Call, Run
+from mucudnn.backends.cpu.kernels.tiles import KernelCall, Run
 
 __all__ = ["OPERATIONS"]
 
@@ -19,7 +19,7 @@ _BLOCK = 65536  # positions; part of the definition of a mask
 _WORD = 1 << 64
 
 
-def dropout(call: Call) -> None:
+def dropout(call: KernelCall) -> None:
     """Y = x / (1 - p) or, with probability p, 0."""
     x, y = call.inputs[0].reshape(-1), call.outputs[0].reshape(-1)
     p = call.attrs["p"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.erf import normal_cdf, normal_density
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, Attrs, Call, Run
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, Attrs, KernelCall, Run
 
 __all__ = ["OPERATIONS", "keep"]
 
@@ -37,7 +37,7 @@ def keep(mask: Any, values: Any, out: Any) -> None:
     np.bitwise_and(values.view(bits), wide, out=out.view(bits))
 
 
-def relu(call: Call) -> None:
+def relu(call: KernelCall) -> None:
     """max(x, 0); NaN stays."""
     (x,) = call.inputs
     # NumPy has no vector code for the maximum with a scalar.
@@ -104,7 +104,7 @@ def tanh_grad(attrs: Attrs, y: Any, dy: Any, dx: Any) -> None:
 def _each(formula: Callable[..., object], nbytes: int = BLOCK_BYTES) -> Run:
     """The kernel of a formula of (attributes, parts of inputs …, of the output)."""
 
-    def run(call: Call) -> None:
+    def run(call: KernelCall) -> None:
         block = functools.partial(formula, call.attrs)
         call.flat_blocks([*call.inputs, *call.outputs], block, nbytes)
 

@@ -13,7 +13,7 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
     Attrs,
-    Call,
+    KernelCall,
     Run,
     as_ncs,
     tiles,
@@ -68,7 +68,7 @@ class _Grouped:
         return (slice(None), g, c, s if self.affine[3] > 1 else slice(None))
 
 
-def group_norm(call: Call) -> None:
+def group_norm(call: KernelCall) -> None:
     """Normalise each group of channels of each sample by its own statistics."""
     grouped = _Grouped.of(call.inputs[0], call.attrs)
     x, y = (v.reshape(grouped.shape) for v in (call.inputs[0], call.outputs[0]))
@@ -96,7 +96,7 @@ def group_norm(call: Call) -> None:
     call.share(grouped.groups(size), block)
 
 
-def group_norm_grad(call: Call) -> None:
+def group_norm_grad(call: KernelCall) -> None:
     """As batch normalisation's, over groups; dgamma and dbeta first: dx may be dy."""
     grouped = _Grouped.of(call.inputs[0], call.attrs)
     x, dy = (v.reshape(grouped.shape) for v in call.inputs[:2])
@@ -132,7 +132,7 @@ def group_norm_grad(call: Call) -> None:
 
 
 def _affine_grads(
-    call: Call,
+    call: KernelCall,
     grouped: _Grouped,
     arrays: tuple[Any, ...],
     dgamma: Any,

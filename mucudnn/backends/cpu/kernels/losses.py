@@ -10,14 +10,20 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.sums import total_dot
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, Call, Run, as_ncs, tiles
+from mucudnn.backends.cpu.kernels.tiles import (
+    BLOCK_BYTES,
+    KernelCall,
+    Run,
+    as_ncs,
+    tiles,
+)
 
 __all__ = ["OPERATIONS"]
 
 _PIECES = 8  # a batch of logits alone is small, but worth two workers
 
 
-def softmax_cross_entropy(call: Call) -> None:
+def softmax_cross_entropy(call: KernelCall) -> None:
     """(mean of -log p[label], p).
 
     Raises:
@@ -42,7 +48,7 @@ def softmax_cross_entropy(call: Call) -> None:
     call.outputs[0][...] = total / labels.size
 
 
-def softmax_cross_entropy_grad(call: Call) -> None:
+def softmax_cross_entropy_grad(call: KernelCall) -> None:
     """(p - [1 at the label]) dloss / number of labels."""
     p, dx = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     labels = _pixel_labels(call.inputs[1], p)
@@ -59,7 +65,7 @@ def softmax_cross_entropy_grad(call: Call) -> None:
     call.share(_pixel_tiles(p), tile)
 
 
-def mean_squared_error(call: Call) -> None:
+def mean_squared_error(call: KernelCall) -> None:
     """The mean of (prediction - target)²."""
     a, b = (v.reshape(-1) for v in call.inputs)
 
@@ -71,7 +77,7 @@ def mean_squared_error(call: Call) -> None:
     call.outputs[0][...] = total / a.size
 
 
-def mean_squared_error_grad(call: Call) -> None:
+def mean_squared_error_grad(call: KernelCall) -> None:
     """2 (prediction - target) dloss / number of elements."""
     a, b = (v.reshape(-1) for v in call.inputs[:2])
     out = call.outputs[0].reshape(-1)
@@ -84,7 +90,7 @@ def mean_squared_error_grad(call: Call) -> None:
     call.tiles_of(a, tile)
 
 
-def accuracy(call: Call) -> None:
+def accuracy(call: KernelCall) -> None:
     """How many labels have fewer than k logits above their own.
 
     Raises:
@@ -127,7 +133,9 @@ def _checked(labels: Any, classes: int) -> Any:
     return labels
 
 
-def _ordered_sum(call: Call, items: Sequence[Any], fn: Callable[[Any], float]) -> float:
+def _ordered_sum(
+    call: KernelCall, items: Sequence[Any], fn: Callable[[Any], float]
+) -> float:
     parts = [0.0] * len(items)
 
     def one(number: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
     Attrs,
-    Call,
+    KernelCall,
     Run,
     as_ncs,
     tiles,
@@ -20,7 +20,7 @@ from mucudnn.backends.cpu.kernels.tiles import (
 __all__ = ["OPERATIONS"]
 
 
-def lrn(call: Call) -> None:
+def lrn(call: KernelCall) -> None:
     """Divide each element by a power of its neighbourhood's mean square."""
     x, y, attrs = as_ncs(call.inputs[0]), as_ncs(call.outputs[0]), call.attrs
 
@@ -30,7 +30,7 @@ def lrn(call: Call) -> None:
     _each_column(call, x, columns)
 
 
-def lrn_grad(call: Call) -> None:
+def lrn_grad(call: KernelCall) -> None:
     """Dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
     x, y, dy = (as_ncs(v) for v in call.inputs)
     dx = as_ncs(call.outputs[0])
@@ -51,7 +51,7 @@ def lrn_grad(call: Call) -> None:
     _each_column(call, x, columns)
 
 
-def _each_column(call: Call, x: Any, fn: Callable[[int, slice], None]) -> None:
+def _each_column(call: KernelCall, x: Any, fn: Callable[[int, slice], None]) -> None:
     """Call `fn(sample, pixels)` for all channels of some pixels at a time."""
     N, C, S = x.shape
     pixels = tiles((N, S), max(1, BLOCK_BYTES // 2 // x.itemsize // C))

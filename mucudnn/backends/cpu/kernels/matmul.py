@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import Call, Run
+from mucudnn.backends.cpu.kernels.tiles import KernelCall, Run
 
 __all__ = ["OPERATIONS"]
 
@@ -10,7 +10,7 @@ _PANELS = 16  # enough for a few workers to finish together
 _NARROWEST = 64  # columns: below, BLAS packs more than it multiplies
 
 
-def matmul(call: Call) -> None:
+def matmul(call: KernelCall) -> None:
     """Y = a b, either transposed first if asked."""
     a, b = call.inputs
     a = a.T if call.attrs["transpose_a"] else a

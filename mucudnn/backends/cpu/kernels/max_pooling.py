@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import Call, Run, tiles
+from mucudnn.backends.cpu.kernels.tiles import KernelCall, Run, tiles
 from mucudnn.backends.cpu.kernels.windows import Axis, Windows, spatial_axes
 
 __all__ = ["OPERATIONS"]
@@ -22,7 +22,7 @@ _INDEXED = 32768  # outputs whose targets are computed at a time, 8 bytes each
 Images = dict[tuple[int, ...], Any]
 
 
-def max_pool(call: Call) -> None:
+def max_pool(call: KernelCall) -> None:
     """(y, index): the maximum, and which of the window's elements it is.
 
     Of equal maxima the first counts; if one is NaN, so is the maximum.
@@ -67,7 +67,7 @@ def _search_inside(windows: Windows, images: Images, best: Any, number: Any) -> 
         number[found & windows.element(inside, tap) & ~np.isfinite(best)] = i
 
 
-def max_pool_grad(call: Call) -> None:
+def max_pool_grad(call: KernelCall) -> None:
     """Dx: each dy added at its maximum's place, in the order of the windows."""
     axes = spatial_axes(call.outputs[0].shape, call.inputs[0].shape, call.attrs)
     planes, *spatial = axes

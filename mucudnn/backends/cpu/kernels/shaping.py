@@ -4,22 +4,22 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, Call, Run
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run
 
 __all__ = ["OPERATIONS"]
 
 
-def copy(call: Call) -> None:
+def copy(call: KernelCall) -> None:
     """A copy, in the output's type."""
     _copy(call, call.inputs[0], call.outputs[0])
 
 
-def fill(call: Call) -> None:
+def fill(call: KernelCall) -> None:
     """One value everywhere."""
     _copy(call, np.asarray(call.attrs["value"], call.outputs[0].dtype), call.outputs[0])
 
 
-def concat(call: Call) -> None:
+def concat(call: KernelCall) -> None:
     """Tensors one after the other along an axis."""
     axis = call.attrs.get("axis", 1)
     start = 0
@@ -29,13 +29,13 @@ def concat(call: Call) -> None:
         start = stop
 
 
-def slice_(call: Call) -> None:
+def slice_(call: KernelCall) -> None:
     """The part between two corners."""
     pairs = zip(call.attrs["starts"], call.attrs["stops"], strict=True)
     _copy(call, call.inputs[0][tuple(slice(*pair) for pair in pairs)], call.outputs[0])
 
 
-def pad(call: Call) -> None:
+def pad(call: KernelCall) -> None:
     """Zeros around a tensor."""
     (x,), (y,) = call.inputs, call.outputs
     zero = np.zeros((), y.dtype)
@@ -52,7 +52,7 @@ def _along(axis: int, start: int, stop: int) -> tuple[slice, ...]:
     return (*[slice(None)] * axis, slice(start, stop))
 
 
-def _copy(call: Call, source: Any, target: Any) -> None:
+def _copy(call: KernelCall, source: Any, target: Any) -> None:
     if not target.ndim:
         target[...] = source
         return

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from mucudnn.backends.cpu.threads import Workers
 
-__all__ = ["BLOCK_BYTES", "Attrs", "Call", "Run", "as_ncs", "greedy", "tiles"]
+__all__ = ["BLOCK_BYTES", "Attrs", "KernelCall", "Run", "as_ncs", "greedy", "tiles"]
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ BLOCK_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KernelCall:
     """One call of a kernel: dense arrays, and the threads to share the work."""
 
     workers: Workers
@@ -61,7 +61,7 @@ class Call:
         )
 
 
-Run = Callable[[Call], None]
+Run = Callable[[KernelCall], None]
 """A kernel: writes into the outputs of its call."""
 
 

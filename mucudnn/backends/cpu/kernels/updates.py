@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import Attrs, Call, Run
+from mucudnn.backends.cpu.kernels.tiles import Attrs, KernelCall, Run
 
 __all__ = ["OPERATIONS"]
 
@@ -49,7 +49,7 @@ def rmsprop(attrs: Attrs, rate: float, w: Any, dw: Any, s: Any) -> None:
     _scaled_step(w, g, s, rate, attrs["eps"])
 
 
-def adam(call: Call) -> None:
+def adam(call: KernelCall) -> None:
     """Adam (Kingma and Ba, 2015); `decoupled`: AdamW (Loshchilov and Hutter, 2019)."""
     (w, dw, lr, step, m, v), attrs = call.inputs, call.attrs
     beta1, beta2 = attrs["beta1"], attrs["beta2"]
@@ -79,7 +79,7 @@ def adam(call: Call) -> None:
     call.flat_blocks([w, dw, m, v], block)
 
 
-def accumulate(call: Call) -> None:
+def accumulate(call: KernelCall) -> None:
     """Total += factor part."""
     factor = call.attrs["factor"]
 
@@ -92,7 +92,7 @@ def accumulate(call: Call) -> None:
 def _update(formula: Callable[..., None]) -> Run:
     """The kernel of a formula of (attributes, learning rate, parts of w, dw, state)."""
 
-    def run(call: Call) -> None:
+    def run(call: KernelCall) -> None:
         w, dw, lr, *state = call.inputs
         block = functools.partial(formula, call.attrs, float(lr))
         call.flat_blocks([w, dw, *state], block)

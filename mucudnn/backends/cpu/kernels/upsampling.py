@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, Call, Run, tiles
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, tiles
 
 __all__ = ["OPERATIONS"]
 
 
-def upsample_nearest(call: Call) -> None:
+def upsample_nearest(call: KernelCall) -> None:
     """Each pixel repeated along every axis."""
     scale = call.attrs["scale"]
     x = _planes(call.inputs[0])
@@ -33,7 +33,7 @@ def upsample_nearest(call: Call) -> None:
     call.share(_tiles(x, scale), tile)
 
 
-def upsample_nearest_grad(call: Call) -> None:
+def upsample_nearest_grad(call: KernelCall) -> None:
     """Dx: the sum over each pixel's repetitions."""
     dx = _planes(call.outputs[0])
     scale = call.attrs["scale"]
@@ -51,7 +51,7 @@ def upsample_nearest_grad(call: Call) -> None:
     call.share(_tiles(dx, scale), tile)
 
 
-def upsample_bilinear(call: Call) -> None:
+def upsample_bilinear(call: KernelCall) -> None:
     """Linear interpolation between pixels' centres (`align_corners=False`)."""
     x, y = _planes(call.inputs[0]), _planes(call.outputs[0])
     scale = call.attrs["scale"]
@@ -69,7 +69,7 @@ def upsample_bilinear(call: Call) -> None:
     call.share(_tiles(x, scale), tile)
 
 
-def upsample_bilinear_grad(call: Call) -> None:
+def upsample_bilinear_grad(call: KernelCall) -> None:
     """The transpose of the interpolation."""
     dy, dx = _planes(call.inputs[0]), _planes(call.outputs[0])
     scale = call.attrs["scale"]

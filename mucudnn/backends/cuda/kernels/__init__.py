@@ -27,7 +27,12 @@ from mucudnn.backends.cuda.kernels import (
     updates,
     upsampling,
 )
-from mucudnn.backends.cuda.kernels.program import Call, Launcher, Operation, Program
+from mucudnn.backends.cuda.kernels.program import (
+    KernelCall,
+    Launcher,
+    Operation,
+    Program,
+)
 
 __all__ = ["KERNELS", "PROGRAMS", "bind"]
 
@@ -75,7 +80,7 @@ def bind(launcher: Launcher) -> Mapping[str, Kernel]:
 
     def bound(operation: Operation) -> Kernel:
         return Kernel(
-            lambda *arguments: operation.run(Call(launcher, *arguments)),
+            lambda *arguments: operation.run(KernelCall(launcher, *arguments)),
             operation.workspace,
         )
 

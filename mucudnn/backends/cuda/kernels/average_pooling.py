@@ -10,7 +10,7 @@ import math
 from mucudnn.backends.cuda.kernels.program import (
     THREADS,
     Attrs,
-    Call,
+    KernelCall,
     Operation,
     Program,
     flat,
@@ -85,7 +85,7 @@ KERNEL avg_pool_grad(const T* dy, T* dx, I count, I padded, AXES) {
 )
 
 
-def avg_pool(call: Call) -> None:
+def avg_pool(call: KernelCall) -> None:
     """The mean of each window."""
     (x,), (y,) = call.inputs, call.outputs
     if _whole(x.shape, y.shape, call.attrs):
@@ -99,7 +99,7 @@ def avg_pool(call: Call) -> None:
     call.launch(PROGRAM, "avg_pool", flat(y.size), x, y, *arguments, *axes)
 
 
-def avg_pool_grad(call: Call) -> None:
+def avg_pool_grad(call: KernelCall) -> None:
     """Dx: each dy shared out among the elements of its window."""
     (dy,), (dx,) = call.inputs, call.outputs
     arguments = dx.size, int(call.attrs["count_include_pad"])

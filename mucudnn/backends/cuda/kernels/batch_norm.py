@@ -4,7 +4,7 @@ A block reads its part of a channel three times: for the sum, for the sum of squ
 about the mean, and to normalise. The parts of a sum are added up by whoever needs it.
 """
 
-from mucudnn.backends.cuda.kernels.program import Call, Operation, Program, Specs
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, Specs
 from mucudnn.backends.cuda.kernels.sums import CHANNELS, Channels
 
 __all__ = ["OPERATIONS", "PROGRAM"]
@@ -100,7 +100,7 @@ KERNEL batch_norm_grad(const T* x, const T* dy, const T* gamma, const T* mean,
 )
 
 
-def batch_norm(call: Call) -> None:
+def batch_norm(call: KernelCall) -> None:
     """Normalise by the statistics of the batch, and move the running ones."""
     x = call.inputs[0]
     channels = Channels.of(x.shape)
@@ -113,14 +113,14 @@ def batch_norm(call: Call) -> None:
     call.launch(PROGRAM, "batch_norm", blocks, *operands, *shape, *numbers)
 
 
-def batch_norm_eval(call: Call) -> None:
+def batch_norm_eval(call: KernelCall) -> None:
     """Normalise by the running statistics."""
     channels = Channels.of(call.inputs[0].shape)
     arguments = *call.inputs, *call.outputs, *channels.arguments, *call.numbers("eps")
     call.launch(PROGRAM, "batch_norm_eval", channels.blocks, *arguments)
 
 
-def batch_norm_grad(call: Call) -> None:
+def batch_norm_grad(call: KernelCall) -> None:
     """Dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta."""
     x, dy, _, mean, _ = call.inputs
     channels = Channels.of(x.shape)

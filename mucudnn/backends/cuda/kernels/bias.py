@@ -1,6 +1,12 @@
 """One number a channel added, and its gradient: sums over everything but channels."""
 
-from mucudnn.backends.cuda.kernels.program import Call, Operation, Program, as_ncs, flat
+from mucudnn.backends.cuda.kernels.program import (
+    KernelCall,
+    Operation,
+    Program,
+    as_ncs,
+    flat,
+)
 from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH, Channels
 
 __all__ = ["OPERATIONS", "PROGRAM"]
@@ -23,14 +29,14 @@ KERNEL bias_grad(const T* dy, double* parts, I N, I C, I S, I width) {
 )
 
 
-def bias(call: Call) -> None:
+def bias(call: KernelCall) -> None:
     """Y = x + b, b of shape (C,) along axis 1."""
     x, b = call.inputs
     _, C, S = as_ncs(x.shape)
     call.launch(PROGRAM, "bias", flat(x.size), x, b, call.outputs[0], x.size, C, S)
 
 
-def bias_grad(call: Call) -> None:
+def bias_grad(call: KernelCall) -> None:
     """The sum of dy over samples and pixels."""
     dy, db = call.inputs[0], call.outputs[0]
     channels = Channels.of(dy.shape)

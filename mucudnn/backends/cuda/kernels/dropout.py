@@ -6,7 +6,12 @@ one encryption; a block of threads then writes what they chose, adjacent threads
 adjacent elements.
 """
 
-from mucudnn.backends.cuda.kernels.program import THREADS, Call, Operation, Program
+from mucudnn.backends.cuda.kernels.program import (
+    THREADS,
+    KernelCall,
+    Operation,
+    Program,
+)
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
@@ -59,7 +64,7 @@ KERNEL dropout(const T* x, const long long* step, T* y, I count, Word seed,
 )
 
 
-def dropout(call: Call) -> None:
+def dropout(call: KernelCall) -> None:
     """Y = x / (1 - p) or, with probability p, 0."""
     import numpy as np
 

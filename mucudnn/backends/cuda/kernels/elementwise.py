@@ -1,6 +1,6 @@
 """Activations, sums and products: one element at a time, any of them in place."""
 
-from mucudnn.backends.cuda.kernels.program import Call, Operation, Program, flat
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
@@ -48,7 +48,7 @@ KERNEL tanh_grad(const T* a, const T* b, T* y, I count) { TWO(d * (1 - x * x)) }
 def _elementwise(kernel: str, *names: str) -> Operation:
     """An operation of one or two tensors and the attributes of these names."""
 
-    def run(call: Call) -> None:
+    def run(call: KernelCall) -> None:
         (y,) = call.outputs
         arguments = *call.inputs, y, y.size, *call.numbers(*names)
         call.launch(PROGRAM, kernel, flat(y.size), *arguments)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mucudnn.backends.cuda.kernels.program import (
     Attrs,
-    Call,
+    KernelCall,
     Operation,
     Program,
     Specs,
@@ -89,14 +89,14 @@ KERNEL gamma_grad(const T* x, const T* dy, const T* mean, const T* inv_std,
 )
 
 
-def group_norm(call: Call) -> None:
+def group_norm(call: KernelCall) -> None:
     """Normalise each group of channels of each sample by its own statistics."""
     rows, *sizes = _rows(call.inputs[0].shape, call.attrs)
     arguments = *call.inputs, *call.outputs, *sizes, *call.numbers("eps")
     call.launch(PROGRAM, "group_norm", (rows,), *arguments)
 
 
-def group_norm_grad(call: Call) -> None:
+def group_norm_grad(call: KernelCall) -> None:
     """As batch normalisation's, over groups; dgamma and dbeta first: dx may be dy."""
     x, dy, _, mean, inv_std = call.inputs
     dx, dgamma, dbeta = call.outputs

@@ -9,7 +9,13 @@ answer is wrong; nothing is read or written out of bounds.
 
 from collections.abc import Sequence
 
-from mucudnn.backends.cuda.kernels.program import Call, Operation, Program, as_ncs, flat
+from mucudnn.backends.cuda.kernels.program import (
+    KernelCall,
+    Operation,
+    Program,
+    as_ncs,
+    flat,
+)
 from mucudnn.backends.cuda.kernels.sums import PARTIALS, REDUCE, partials
 
 __all__ = ["OPERATIONS", "PROGRAM"]
@@ -127,7 +133,7 @@ KERNEL finish_count(const double* parts, long long* out, I count) {
 )
 
 
-def softmax_cross_entropy(call: Call) -> None:
+def softmax_cross_entropy(call: KernelCall) -> None:
     """(mean of -log p[label], p)."""
     (x, labels), (_, p) = call.inputs, call.outputs
     blocks, shape = _pixels(x.shape)
@@ -137,7 +143,7 @@ def softmax_cross_entropy(call: Call) -> None:
     _finish_mean(call, blocks, labels.size)
 
 
-def softmax_cross_entropy_grad(call: Call) -> None:
+def softmax_cross_entropy_grad(call: KernelCall) -> None:
     """(p - [1 at the label]) dloss / number of labels."""
     p, (dx,) = call.inputs[0], call.outputs
     _, C, S = as_ncs(p.shape)
@@ -145,7 +151,7 @@ def softmax_cross_entropy_grad(call: Call) -> None:
     call.launch(PROGRAM, name, flat(p.size), *call.inputs, dx, p.size, C, S)
 
 
-def mean_squared_error(call: Call) -> None:
+def mean_squared_error(call: KernelCall) -> None:
     """The mean of (prediction - target)²."""
     size = call.inputs[0].size
     blocks = (partials(size),)
@@ -154,14 +160,14 @@ def mean_squared_error(call: Call) -> None:
     _finish_mean(call, blocks, size)
 
 
-def mean_squared_error_grad(call: Call) -> None:
+def mean_squared_error_grad(call: KernelCall) -> None:
     """2 (prediction - target) dloss / number of elements."""
     (dx,) = call.outputs
     blocks = flat(dx.size)
     call.launch(PROGRAM, "mean_squared_error_grad", blocks, *call.inputs, dx, dx.size)
 
 
-def accuracy(call: Call) -> None:
+def accuracy(call: KernelCall) -> None:
     """How many labels have fewer than k logits above their own."""
     x = call.inputs[0]
     blocks, shape = _pixels(x.shape)
@@ -178,7 +184,7 @@ def _pixels(shape: Sequence[int]) -> tuple[tuple[int], tuple[int, int, int, int]
     return (min(PARTIALS, -(-N * S // width)),), (N, C, S, width)
 
 
-def _finish_mean(call: Call, blocks: tuple[int], divisor: int) -> None:
+def _finish_mean(call: KernelCall, blocks: tuple[int], divisor: int) -> None:
     """Add up what the blocks left in the workspace, into the first output."""
     out = call.outputs[0]
     arguments = call.workspace, out, blocks[0], float(divisor)

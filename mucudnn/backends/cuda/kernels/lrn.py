@@ -9,7 +9,7 @@ from typing import Any
 
 from mucudnn.backends.cuda.kernels.program import (
     Attrs,
-    Call,
+    KernelCall,
     Operation,
     Program,
     Specs,
@@ -73,7 +73,7 @@ KERNEL lrn_grad(const T* x, const T* y, const T* dy, T* dx, A* ring, I pixels, I
 )
 
 
-def lrn(call: Call) -> None:
+def lrn(call: KernelCall) -> None:
     """Divide each element by a power of its neighbourhood's mean square."""
     x = call.inputs[0]
     _, C, S = as_ncs(x.shape)
@@ -81,7 +81,7 @@ def lrn(call: Call) -> None:
     call.launch(PROGRAM, "lrn", flat(x.size), *arguments)
 
 
-def lrn_grad(call: Call) -> None:
+def lrn_grad(call: KernelCall) -> None:
     """Dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
     N, C, S = as_ncs(call.inputs[0].shape)
     operands = *call.inputs, call.outputs[0], call.workspace
@@ -89,7 +89,7 @@ def lrn_grad(call: Call) -> None:
     call.launch(PROGRAM, "lrn_grad", flat(N * S), *arguments)
 
 
-def _numbers(call: Call) -> tuple[Any, ...]:
+def _numbers(call: KernelCall) -> tuple[Any, ...]:
     return call.attrs["size"], *call.numbers("alpha", "beta", "k")
 
 

@@ -1,11 +1,11 @@
 """Products of two matrices, by cuBLAS."""
 
-from mucudnn.backends.cuda.kernels.program import Call, Operation
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation
 
 __all__ = ["OPERATIONS"]
 
 
-def matmul(call: Call) -> None:
+def matmul(call: KernelCall) -> None:
     """Y = a b, either transposed first if asked."""
     a, b = call.inputs
     a = a.T if call.attrs["transpose_a"] else a

@@ -4,7 +4,7 @@ A thread has one result: in the gradient an element of the image, which gathers 
 the windows that hold it, in their order.
 """
 
-from mucudnn.backends.cuda.kernels.program import Call, Operation, Program, flat
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
 from mucudnn.backends.cuda.kernels.windows import WINDOWS, geometry
 
 __all__ = ["OPERATIONS", "PROGRAM"]
@@ -56,7 +56,7 @@ KERNEL max_pool_grad(const T* dy, const unsigned char* index, T* dx, I count, AX
 )
 
 
-def max_pool(call: Call) -> None:
+def max_pool(call: KernelCall) -> None:
     """(y, index): the maximum, and which of the window's elements it is.
 
     Of equal maxima the first counts; if one is NaN, so is the maximum.
@@ -66,7 +66,7 @@ def max_pool(call: Call) -> None:
     call.launch(PROGRAM, "max_pool", flat(y.size), x, y, index, y.size, *axes)
 
 
-def max_pool_grad(call: Call) -> None:
+def max_pool_grad(call: KernelCall) -> None:
     """Dx: each dy at its maximum's place."""
     (dy, index), (dx,) = call.inputs, call.outputs
     axes = geometry(dx.shape, dy.shape, call.attrs)

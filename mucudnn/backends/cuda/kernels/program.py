@@ -25,8 +25,8 @@ __all__ = [
     "PRELUDE",
     "THREADS",
     "Attrs",
-    "Call",
     "CupyLauncher",
+    "KernelCall",
     "Launcher",
     "Operation",
     "Program",
@@ -176,7 +176,7 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KernelCall:
     """One call of an operation: dense arrays, and the GPU to launch kernels on."""
 
     gpu: Launcher
@@ -205,7 +205,7 @@ class Operation:
         workspace: As `Kernel.workspace`.
     """
 
-    run: Callable[[Call], None]
+    run: Callable[[KernelCall], None]
     workspace: Callable[[Specs, Specs, Attrs], int] = no_workspace
 
 

@@ -3,22 +3,22 @@
 They go to the current stream and need no memory beside what they write.
 """
 
-from mucudnn.backends.cuda.kernels.program import Call, Operation
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation
 
 __all__ = ["OPERATIONS"]
 
 
-def copy(call: Call) -> None:
+def copy(call: KernelCall) -> None:
     """A copy, in the output's type."""
     call.gpu.copy(call.inputs[0], call.outputs[0])
 
 
-def fill(call: Call) -> None:
+def fill(call: KernelCall) -> None:
     """One value everywhere."""
     call.gpu.copy(call.attrs["value"], call.outputs[0])
 
 
-def concat(call: Call) -> None:
+def concat(call: KernelCall) -> None:
     """Tensors one after the other along an axis."""
     axis = call.attrs.get("axis", 1)
     start = 0
@@ -28,7 +28,7 @@ def concat(call: Call) -> None:
         start = stop
 
 
-def slice_(call: Call) -> None:
+def slice_(call: KernelCall) -> None:
     """The part between two corners."""
     pairs = zip(call.attrs["starts"], call.attrs["stops"], strict=True)
     call.gpu.copy(
@@ -36,7 +36,7 @@ def slice_(call: Call) -> None:
     )
 
 
-def pad(call: Call) -> None:
+def pad(call: KernelCall) -> None:
     """Zeros around a tensor."""
     (x,), (y,) = call.inputs, call.outputs
     interior = []

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mucudnn.backends.cuda.kernels.program import THREADS, Call, Program, as_ncs, flat
+from mucudnn.backends.cuda.kernels.program import (
+    THREADS,
+    KernelCall,
+    Program,
+    as_ncs,
+    flat,
+)
 
 __all__ = ["CHANNELS", "FINISH", "PARTIALS", "REDUCE", "Channels", "partials"]
 
@@ -118,7 +124,7 @@ class Channels:
         """Of the partial sums."""
         return 8 * self.parts * self.shape[1]
 
-    def finish(self, call: Call, program: Program, parts: Any, out: Any) -> None:
+    def finish(self, call: KernelCall, program: Program, parts: Any, out: Any) -> None:
         """Add the parts up; the program has `FINISH`."""
         arguments = out, parts, self.parts, out.size
         call.launch(program, "finish_channels", flat(out.size), *arguments)

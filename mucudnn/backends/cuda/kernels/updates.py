@@ -4,7 +4,7 @@ Half-precision weights are computed with in float32 and rounded once; their lear
 rate has the type of the weights.
 """
 
-from mucudnn.backends.cuda.kernels.program import Call, Operation, Program, flat
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
@@ -87,7 +87,7 @@ _COMMON = ("weight_decay", "gradient_scale")
 def _update(kernel: str, *names: str, flags: tuple[str, ...] = ()) -> Operation:
     """An update with the attributes of these names, in the kernel's order."""
 
-    def run(call: Call) -> None:
+    def run(call: KernelCall) -> None:
         size = call.inputs[0].size
         numbers = *call.numbers(*names), *(int(call.attrs[name]) for name in flags)
         call.launch(PROGRAM, kernel, flat(size), *call.inputs, size, *numbers)

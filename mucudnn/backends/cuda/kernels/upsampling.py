@@ -6,7 +6,7 @@ itself. A thread has one result; gradients gather from the pixels that theirs ha
 into.
 """
 
-from mucudnn.backends.cuda.kernels.program import Call, Operation, Program, flat
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
@@ -116,7 +116,7 @@ KERNEL upsample_bilinear_grad(const T* dy, T* dx, I count, AXES) {
 def _resampling(kernel: str, *, gradient: bool) -> Operation:
     """An operation between a small image and a large one."""
 
-    def run(call: Call) -> None:
+    def run(call: KernelCall) -> None:
         (given,), (made,) = call.inputs, call.outputs
         small = made if gradient else given
         axes = list(zip(small.shape[2:], call.attrs["scale"], strict=True))
