@@ -35,12 +35,7 @@ _C_TYPES: Mapping[AttributeType, Any] = MappingProxyType(
 
 
 class Descriptor:
-    """One object of the library, destroyed with this one.
-
-    Args:
-        calls: The library.
-        kind: What to create.
-    """
+    """One object of the library, destroyed with this one."""
 
     def __init__(self, calls: Calls, kind: DescriptorType) -> None:
         self._calls = calls
@@ -59,12 +54,8 @@ class Descriptor:
     ) -> "Descriptor":
         """Set an attribute to one value or several; returns itself.
 
-        Descriptors among the values are kept alive as long as this one.
-
-        Args:
-            attribute: Which.
-            values: At least one; all of one type.
-            kind: How they are passed, where their Python type does not say it.
+        Descriptors among the values are kept alive as long as this one. `kind` says
+        how values are passed where their Python type does not.
         """
         if kind is None:
             kind = _KINDS.get(type(values[0]), AttributeType.INT64)

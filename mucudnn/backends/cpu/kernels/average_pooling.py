@@ -94,12 +94,7 @@ def _global_mean_grad(call: KernelCall, dy: Any, dx: Any) -> None:
 
 
 class _Counts:
-    """How many elements each window counts.
-
-    Args:
-        axes: Of the images.
-        padded: Whether the padding counts.
-    """
+    """How many elements each window counts, the padding's among them if `padded`."""
 
     def __init__(self, axes: list[Axis], padded: bool) -> None:
         self._rank = len(axes)

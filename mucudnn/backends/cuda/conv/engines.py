@@ -35,13 +35,9 @@ Knobs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine with its knobs set.
+    """One engine with its knobs set, and the bytes it asks for, exactly.
 
-    Attributes:
-        name: `eng22_k5=2_k14=0`, as cuDNN's own front end writes it.
-        workspace: Bytes it asks for, exactly.
-        traits: How it computes.
-        config: The configuration itself.
+    It is called `eng22_k5=2_k14=0`, say, as cuDNN's own front end writes it.
     """
 
     name: str
@@ -71,13 +67,10 @@ def parse_engine_name(name: str) -> tuple[int, Knobs]:
 def engines(
     calls: Calls, graph: Descriptor, device: Descriptor | None, dtype: str
 ) -> tuple[Engine, ...]:
-    """All engine configurations for an operation graph, cuDNN's favourites first.
+    """All engine configurations for a finalized graph, cuDNN's favourites first.
 
-    Args:
-        calls: The library.
-        graph: A finalized operation graph.
-        device: A device description, where there is no device.
-        dtype: Of the operands: decides what a tensor core means.
+    `device` is a description, where there is no device. The operands' `dtype` decides
+    what a tensor core means.
     """
     found: dict[str, Engine] = {}
     for config in _configurations(calls, graph, device):

@@ -49,11 +49,7 @@ class GraphRow:
 
 
 class GraphLibrary:
-    """Lists engines and builds their plans.
-
-    Args:
-        session: Where the library runs.
-    """
+    """Lists engines and builds their plans."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -88,11 +88,7 @@ def legacy_names(direction: Direction) -> Mapping[str, tuple[IntEnum, MathType]]
 
 
 class LegacyLibrary:
-    """Lists and calls the algorithms of the first API; needs a device.
-
-    Args:
-        session: Where the library runs.
-    """
+    """Lists and calls the algorithms of the first API; needs a device."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

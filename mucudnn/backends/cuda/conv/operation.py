@@ -78,14 +78,8 @@ def operation_graph(
 ) -> Descriptor:
     """A finalized graph: out = convolution + (out if `accumulate`).
 
-    Groups need no attribute: the filter has C // groups channels.
-
-    Args:
-        calls: The library.
-        problem: What to compute.
-        accumulate: Whether beta is 1 instead of 0.
-        alignment: Bytes that all operands' addresses are multiples of.
-        handle: cuDNN handle; None where there is no device.
+    Groups need no attribute: the filter has C // groups channels. All operands'
+    addresses are multiples of `alignment`; there is no handle where there is no device.
 
     Raises:
         UnsupportedError: cuDNN does not have such a convolution.

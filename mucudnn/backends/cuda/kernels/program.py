@@ -102,11 +102,7 @@ typedef INDEX I;
 
 @dataclass(frozen=True)
 class Program:
-    """The kernels of one file.
-
-    Attributes:
-        body: CUDA C; a kernel begins with the word KERNEL.
-    """
+    """The kernels of one file, in CUDA C: each begins with the word KERNEL."""
 
     body: str
 

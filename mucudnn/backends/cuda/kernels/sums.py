@@ -89,10 +89,7 @@ KERNEL finish_channels(T* out, const double* parts, I count, I C) {
 class Channels:
     """How the sums over an array (N, C, S) are divided.
 
-    Attributes:
-        shape: N, C, S.
-        width: Channels of a block.
-        parts: Blocks of the same channels.
+    A block has `width` channels; `parts` blocks have the same ones.
     """
 
     shape: tuple[int, int, int]

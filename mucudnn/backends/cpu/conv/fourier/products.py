@@ -47,7 +47,7 @@ class Products:
 
     Attributes:
         problem: The convolution.
-        frequencies: Of every spectrum.
+        frequencies: How many a spectrum has.
         rows: Samples times tiles.
     """
 

@@ -54,16 +54,8 @@ class Chunk:
 class Separable:
     """How one tensor (N, C, *spatial) is transformed.
 
-    Sequences run over the spatial axes, the innermost first.
-
-    Attributes:
-        batch: N.
-        channels: C.
-        lengths: Points of the transform.
-        sizes: Size of each axis of the tensor.
-        windows: The tiles of each axis.
-        channels_last: Whether channels are contiguous, rather than the innermost axis.
-        dtype: Data type of the tensor.
+    Sequences run over the spatial axes, the innermost first: points of the transform,
+    sizes of the tensor, and tiles. Channels last, the channels are contiguous.
     """
 
     batch: int

@@ -39,10 +39,7 @@ class _Part:
 class Correlation:
     """Lower a tile, multiply it, write it; tiles are independent of each other.
 
-    Args:
-        problem: Forward or backward data.
-        workers: How many threads will share the work.
-        tile_bytes: Patches to lower at a time, about; infinity for all of them at once.
+    About `tile_bytes` of patches are lowered at a time; if infinite, all of them.
     """
 
     def __init__(self, problem: ConvProblem, workers: int, tile_bytes: float) -> None:

@@ -29,10 +29,7 @@ class FilterGradient:
     Where the filter is small every worker sums its own share of the tiles; where it is
     large every worker sums all tiles for its own share of the channels.
 
-    Args:
-        problem: Backward filter.
-        workers: How many threads will share the work.
-        tile_bytes: Patches to lower at a time, about; infinity for all of them at once.
+    About `tile_bytes` of patches are lowered at a time; if infinite, all of them.
     """
 
     def __init__(self, problem: ConvProblem, workers: int, tile_bytes: float) -> None:

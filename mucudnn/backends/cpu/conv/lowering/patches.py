@@ -19,16 +19,10 @@ __all__ = ["Patches", "matrix_buffer", "multiply", "packed", "padded_buffer"]
 
 
 class Patches:
-    """Lowers tiles of one tensor for one gather.
+    """Lowers tiles of one tensor, of this spatial shape, for one gather.
 
-    Args:
-        axes: What to read along each spatial axis.
-        spatial: Spatial shape of the tensor.
-        channels: Channels to lower at a time, at most, over all groups.
-        samples: Samples to lower at a time, at most.
-        tile: Outputs along each axis to lower at a time, at most.
-        channels_last: Order of the buffers.
-        dtype: Of the tensor.
+    At a time at most so many channels (over all groups), samples, and outputs along
+    each axis.
     """
 
     def __init__(
@@ -63,10 +57,7 @@ class Patches:
     def lower(self, source: Any, tile: Sequence[slice], buffers: Sequence[Any]) -> Any:
         """Patches of `source` (samples, groups, channels, *spatial) as a matrix.
 
-        Args:
-            source: A view of some samples and channels.
-            tile: Outputs wanted, with explicit bounds.
-            buffers: Arrays of `regions`; overwritten.
+        `tile` has explicit bounds; `buffers` are arrays of `regions`, overwritten.
 
         Returns:
             (groups, reduction, pixels); reduction is (channel, *tap) or, channels
@@ -93,11 +84,7 @@ def padded_buffer(
 ) -> Any:
     """A flat buffer as (samples, groups, channels, *spatial), in the layout's order.
 
-    Args:
-        buffer: At least as many elements as that has.
-        shape: Whose first three sizes are those of samples, groups, channels.
-        spatial: The other sizes.
-        channels_last: Whether channels are contiguous in memory.
+    `shape` is that of any tensor with so many samples, groups and channels.
     """
     n, g, c = shape[:3]
     flat, rank = buffer[: n * g * c * math.prod(spatial)], len(spatial)

@@ -36,11 +36,8 @@ _LEAST_PIXELS = 256  # below this, BLAS spends its time packing the filter
 class Scattering:
     """Samples, or blocks of channels of one, are independent of each other.
 
-    Args:
-        problem: Backward data.
-        workers: How many threads will share the work.
-        tile_bytes: Patches to multiply at a time, about; infinity for a whole share of
-            the samples.
+    About `tile_bytes` of patches are multiplied at a time; if infinite, those of a
+    worker's whole share of the samples.
     """
 
     def __init__(self, problem: ConvProblem, workers: int, tile_bytes: float) -> None:
@@ -84,7 +81,7 @@ class Scattering:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Write (or add) dx; see `Algorithm.run`."""
+        """Write (or add) dx; see `Kernel.run`."""
         buffers = carve(workspace, self.regions)
         each = len(self._own)
         groups = self._problem.groups
