@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.behind import Behind
 from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, tiles
 from mucudnn.backends.cpu.kernels.windows import Axis, Windows, spatial_axes
 
@@ -49,7 +48,7 @@ def avg_pool_grad(call: KernelCall) -> None:
     counts = _Counts(axes, call.attrs["count_include_pad"])
 
     def tile(windows: Windows) -> None:
-        gradient = Behind(windows, dy)
+        gradient = _Behind(windows, dy)
         share_of = gradient.image[gradient.inside]
         share_of /= counts.of(gradient.source, dy.dtype)
         for phase in itertools.product(*(range(axis.stride) for axis in axes)):
@@ -91,6 +90,39 @@ def _global_mean_grad(call: KernelCall, dy: Any, dx: Any) -> None:
 
     rows = max(1, 2 * BLOCK_BYTES // dx[0, 0].nbytes)
     call.share(tiles((len(planes),), rows), tile)
+
+
+class _Behind:
+    """Results of the windows that reach back to a tile: those before it, and its own.
+
+    Zero where there is no window, so that a gradient needs no care at the borders.
+
+    Attributes:
+        image: A copy of the results, an element a window, of `windows.lengths`.
+        inside: The part of `image` that has windows.
+        source: The part of `results` that it is a copy of.
+    """
+
+    def __init__(self, windows: Windows, results: Any) -> None:
+        self._size, self._spare = windows.size, windows.spare
+        self._flat = np.zeros(self._size + self._spare, results.dtype)
+        self.image = self._flat[: self._size].reshape(windows.lengths)
+        inside, source = [], []
+        for axis, start, length in zip(
+            windows.axes, windows.starts, windows.lengths, strict=True
+        ):
+            first = start - axis.reach
+            low = min(length, max(0, -first))
+            high = max(low, min(length, axis.out - first))
+            inside.append(slice(low, high))
+            source.append(slice(first + low, first + high))
+        self.inside, self.source = tuple(inside), tuple(source)
+        self.image[self.inside] = results[self.source]
+
+    def displaced(self, offset: int) -> Any:
+        """Of each position the window that has its element at this offset there."""
+        start = self._spare - offset
+        return self._flat[start : start + self._size]
 
 
 class _Counts:
