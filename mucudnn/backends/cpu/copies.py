@@ -93,7 +93,7 @@ class CpuCopier:
     def back(
         self, source: Any, target: Any, after: Sequence[CpuTicket] = ()
     ) -> CpuTicket:
-        """Copy from there."""
+        """Copy from host memory that plays the host."""
         return self._start("from the host", source, target, after)
 
     def wait(self, ticket: CpuTicket) -> None:

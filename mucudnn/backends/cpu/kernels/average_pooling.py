@@ -120,7 +120,7 @@ class _Behind:
         self.image[self.inside] = results[self.source]
 
     def displaced(self, offset: int) -> Any:
-        """Of each position the window that has its element at this offset there."""
+        """For each position, the window whose element at this offset lies there."""
         start = self._spare - offset
         return self._flat[start : start + self._size]
 

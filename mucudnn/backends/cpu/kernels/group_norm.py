@@ -63,7 +63,7 @@ class _Grouped:
             yield (*part, *inner)
 
     def affine_part(self, part: Part) -> Part:
-        """What of gamma goes with a part of x."""
+        """The part of gamma that goes with a part of x."""
         _, g, c, s = part
         return (slice(None), g, c, s if self.affine[3] > 1 else slice(None))
 
@@ -97,7 +97,7 @@ def group_norm(call: KernelCall) -> None:
 
 
 def group_norm_grad(call: KernelCall) -> None:
-    """As batch normalisation's, over groups; dgamma and dbeta first: dx may be dy."""
+    """Dx as batch normalisation's, over groups; after dgamma, dbeta: it may be dy."""
     grouped = _Grouped.of(call.inputs[0], call.attrs)
     x, dy = (v.reshape(grouped.shape) for v in call.inputs[:2])
     gamma = call.inputs[2].reshape(grouped.affine)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 Attrs = Mapping[str, Any]
 
 BLOCK_BYTES = 256 << 10
-"""Of each operand of a tile."""
+"""Bytes of each operand of a tile."""
 
 
 @dataclass(frozen=True, slots=True)

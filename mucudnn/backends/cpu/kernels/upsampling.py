@@ -94,7 +94,7 @@ def _tiles(x: Any, scale: Sequence[int]) -> list[tuple[slice, ...]]:
 
 
 def _repetition(phase: Sequence[int], scale: Sequence[int]) -> tuple[slice, ...]:
-    """Of a large image, one repetition of the pixels along each of the first axes."""
+    """Where a large image has one repetition of each pixel, along the first axes."""
     pairs = zip(phase, scale, strict=False)
     return (slice(None), *(slice(k, None, s) for k, s in pairs))
 

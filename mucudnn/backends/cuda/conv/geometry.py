@@ -63,7 +63,7 @@ class Geometry:
         )
 
     def strides(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of a densely packed tensor, in elements, in the order (N, C, *spatial)."""
+        """Those of a densely packed tensor, in elements, as (N, C, *spatial)."""
         return strides_of(shape, channels_last=self.channels_last)
 
 

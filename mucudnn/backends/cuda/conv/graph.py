@@ -111,7 +111,7 @@ class GraphLibrary:
             BackendError: The workspace is too small.
         """
         plan = self.plan(key)
-        needed = plan_workspace(plan)
+        (needed,) = plan.get(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE)
         if operands.nbytes < needed:
             raise BackendError(
                 f"{key.algo} needs {needed} bytes of workspace for {key.problem}, "
@@ -148,9 +148,3 @@ class GraphLibrary:
         else:
             raise UnsupportedError("a plan needs a device or its description")
         return plan
-
-
-def plan_workspace(plan: Descriptor) -> int:
-    """Bytes that a finalized plan asks for."""
-    size: int = plan.get(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE)[0]
-    return size

@@ -32,18 +32,27 @@ from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32, Traits
 
 __all__ = ["LegacyLibrary", "LegacyRow", "legacy_names"]
 
-_C_NAMES: Mapping[Direction, str] = MappingProxyType(
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a direction is called in C, and its algorithms."""
+
+    name: str
+    algorithms: type[IntEnum]
+    documented_nondeterministic: tuple[int, ...]
+
+
+_KINDS: Mapping[Direction, _Kind] = MappingProxyType(
     {
-        Direction.FORWARD: "Forward",
-        Direction.BACKWARD_DATA: "BackwardData",
-        Direction.BACKWARD_FILTER: "BackwardFilter",
-    }
-)
-_ALGORITHMS: Mapping[Direction, type[IntEnum]] = MappingProxyType(
-    {
-        Direction.FORWARD: ForwardAlgo,
-        Direction.BACKWARD_DATA: BackwardDataAlgo,
-        Direction.BACKWARD_FILTER: BackwardFilterAlgo,
+        Direction.FORWARD: _Kind("Forward", ForwardAlgo, ()),
+        Direction.BACKWARD_DATA: _Kind(
+            "BackwardData", BackwardDataAlgo, (BackwardDataAlgo.ALGO_0,)
+        ),
+        Direction.BACKWARD_FILTER: _Kind(
+            "BackwardFilter",
+            BackwardFilterAlgo,
+            (BackwardFilterAlgo.ALGO_0, BackwardFilterAlgo.ALGO_3),
+        ),
     }
 )
 _SUFFIXES: Mapping[MathType, str] = MappingProxyType(
@@ -56,16 +65,6 @@ _SUFFIXES: Mapping[MathType, str] = MappingProxyType(
 )
 _LARGEST_INT = 2**31 - 1
 _LISTINGS = 4096
-_DOCUMENTED_NONDETERMINISTIC: Mapping[Direction, tuple[int, ...]] = MappingProxyType(
-    {
-        Direction.FORWARD: (),
-        Direction.BACKWARD_DATA: (BackwardDataAlgo.ALGO_0,),
-        Direction.BACKWARD_FILTER: (
-            BackwardFilterAlgo.ALGO_0,
-            BackwardFilterAlgo.ALGO_3,
-        ),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def legacy_names(direction: Direction) -> Mapping[str, tuple[IntEnum, MathType]]
     return {
         f"{algo.name}{suffix}": (algo, math)
         for math, suffix in _SUFFIXES.items()
-        for algo in _ALGORITHMS[direction]
+        for algo in _KINDS[direction].algorithms
     }
 
 
@@ -144,7 +143,7 @@ class LegacyLibrary:
         data = operands.a, operands.b
         if problem.direction is Direction.BACKWARD_DATA:
             data = operands.b, operands.a
-        name = f"cudnnConvolution{_C_NAMES[problem.direction]}"
+        name = f"cudnnConvolution{_KINDS[problem.direction].name}"
         arguments = (
             ctypes.addressof(one),
             a,
@@ -166,7 +165,7 @@ class LegacyLibrary:
 
         Where it gives none, by its documentation.
         """
-        most = len(_ALGORITHMS[problem.direction]) * len(MathType)
+        most = len(_KINDS[problem.direction].algorithms) * len(MathType)
         perfs, count = (AlgoPerf * most)(), ctypes.c_int()
         try:
             self._ask(
@@ -175,7 +174,7 @@ class LegacyLibrary:
                 *(most, ctypes.byref(count), perfs),
             )
         except MucudnnError:
-            return frozenset(_DOCUMENTED_NONDETERMINISTIC[problem.direction])
+            return frozenset(_KINDS[problem.direction].documented_nondeterministic)
         return frozenset(
             perf.algo
             for perf in perfs[: count.value]
@@ -189,7 +188,7 @@ class LegacyLibrary:
 
     def _ask(self, what: str, bound: "_Bound", *arguments: Any) -> None:
         """Call `cudnnGetConvolution…` of the problem's direction."""
-        name = f"cudnnGetConvolution{_C_NAMES[bound.direction]}{what}"
+        name = f"cudnnGetConvolution{_KINDS[bound.direction].name}{what}"
         a, b, out = bound.tensors
         handle = self._session.handle()
         self._calls.call(name, handle, a, b, bound.convolution, out, *arguments)

@@ -97,7 +97,7 @@ def group_norm(call: KernelCall) -> None:
 
 
 def group_norm_grad(call: KernelCall) -> None:
-    """As batch normalisation's, over groups; dgamma and dbeta first: dx may be dy."""
+    """Dx as batch normalisation's, over groups; after dgamma, dbeta: it may be dy."""
     x, dy, _, mean, inv_std = call.inputs
     dx, dgamma, dbeta = call.outputs
     channels = _channels(x.shape, call.attrs)

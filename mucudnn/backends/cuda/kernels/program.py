@@ -40,7 +40,7 @@ Attrs = Mapping[str, Any]
 Specs = Sequence[TensorSpec]
 
 THREADS = 256
-"""Of every block."""
+"""Threads of every block."""
 
 _MOST_BLOCKS = 1 << 16
 _NARROW = 1 << 30
@@ -108,7 +108,7 @@ class Program:
 
     @property
     def source(self) -> str:
-        """What the compiler is given."""
+        """The text that the compiler is given."""
         return PRELUDE + self.body
 
     @property

@@ -98,7 +98,7 @@ class Channels:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> "Channels":
-        """For a tensor (N, C, *spatial)."""
+        """How to divide a tensor (N, C, *spatial)."""
         N, C, S = as_ncs(shape)
         width = 1 if S >= _SMALL_IMAGE else _LANES
         across = -(-C // width)
@@ -108,7 +108,7 @@ class Channels:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Of a kernel that makes a `Channel`."""
+        """The grid of a kernel that makes a `Channel`."""
         return -(-self.shape[1] // self.width), self.parts
 
     @property
@@ -118,7 +118,7 @@ class Channels:
 
     @property
     def nbytes(self) -> int:
-        """Of the partial sums."""
+        """Bytes of the partial sums."""
         return 8 * self.parts * self.shape[1]
 
     def finish(self, call: KernelCall, program: Program, parts: Any, out: Any) -> None:

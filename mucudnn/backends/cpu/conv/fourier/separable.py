@@ -28,7 +28,7 @@ from mucudnn.backends.cpu.conv.fourier.dft import (
 __all__ = ["Chunk", "Separable"]
 
 _CHUNK_BYTES = 1 << 20
-"""Of intermediate arrays; about a core's second-level cache."""
+"""Bytes of intermediate arrays; about a core's second-level cache."""
 
 _CHANNELS = 16
 """A chunk smaller than a sample has a multiple of so many channels."""

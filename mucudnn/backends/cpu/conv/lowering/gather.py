@@ -289,14 +289,9 @@ class Tiling:
     def __getitem__(self, index: int) -> Cut:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        cut = []
-        for size, block, count in zip(
-            reversed(self._sizes),
-            reversed(self.largest),
-            reversed(self._counts),
-            strict=True,
-        ):
-            index, at = divmod(index, count)
-            cut.append(slice(at * block, min((at + 1) * block, size)))
-        samples, *tile = reversed(cut)
+        places = map(int, np.unravel_index(index, self._counts))
+        samples, *tile = (
+            slice(at * block, min((at + 1) * block, size))
+            for at, block, size in zip(places, self.largest, self._sizes, strict=True)
+        )
         return samples, tuple(tile)
