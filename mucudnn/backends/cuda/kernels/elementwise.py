@@ -56,18 +56,13 @@ def _elementwise(kernel: str, *names: str) -> Operation:
     return Operation(run)
 
 
+_ATTRIBUTES = {
+    "leaky_relu": ("slope",),
+    "leaky_relu_grad": ("slope",),
+    "scale": ("factor",),
+}
+
 OPERATIONS: dict[str, Operation] = {
-    "add": _elementwise("add"),
-    "gelu": _elementwise("gelu"),
-    "gelu_grad": _elementwise("gelu_grad"),
-    "leaky_relu": _elementwise("leaky_relu", "slope"),
-    "leaky_relu_grad": _elementwise("leaky_relu_grad", "slope"),
-    "multiply": _elementwise("multiply"),
-    "relu": _elementwise("relu"),
-    "relu_grad": _elementwise("relu_grad"),
-    "scale": _elementwise("scale", "factor"),
-    "sigmoid": _elementwise("sigmoid"),
-    "sigmoid_grad": _elementwise("sigmoid_grad"),
-    "tanh": _elementwise("tanh_"),
-    "tanh_grad": _elementwise("tanh_grad"),
+    kernel.removesuffix("_"): _elementwise(kernel, *_ATTRIBUTES.get(kernel, ()))
+    for kernel in PROGRAM.kernels
 }

@@ -9,7 +9,7 @@ pixel line instead of one large product, and need no transposition either.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,19 +106,15 @@ class Separable:
         step = max(1, planes // _CHANNELS) * _CHANNELS
         return 1, min(step, self.channels)
 
-    def chunks(self, nworkers: int) -> range:
-        """Numbers of all the chunks."""
+    def chunks(self, nworkers: int) -> Iterator[Chunk]:
+        """All of them, made as they are asked for: thousands would be memory too."""
         samples, channels = self.chunk_shape(nworkers)
-        return range(-(-self.batch // samples) * -(-self.channels // channels))
-
-    def chunk(self, number: int, nworkers: int) -> Chunk:
-        """One of them."""
-        samples, channels = self.chunk_shape(nworkers)
-        n, c = divmod(number, -(-self.channels // channels))
-        return Chunk(
-            slice(n * samples, min((n + 1) * samples, self.batch)),
-            slice(c * channels, min((c + 1) * channels, self.channels)),
-        )
+        for n in range(0, self.batch, samples):
+            for c in range(0, self.channels, channels):
+                yield Chunk(
+                    slice(n, min(n + samples, self.batch)),
+                    slice(c, min(c + channels, self.channels)),
+                )
 
     def forward(
         self,
