@@ -8,6 +8,7 @@ number of windows up has added.
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,13 @@ def avg_pool(call: KernelCall) -> None:
         return
     x = call.inputs[0].reshape([axis.size for axis in axes])
     y = call.outputs[0].reshape([axis.out for axis in axes])
-    counts = _Counts(axes, call.attrs["count_include_pad"])
+    counts = [_count(axis, call.attrs["count_include_pad"]) for axis in axes]
 
     def tile(windows: Windows) -> None:
         images = {p: windows.gather(x, p, 0.0) for p in windows.phases()}
         place = windows.outputs()
         total = windows.inner(windows.reduce(images, np.add))
-        np.divide(total, counts.of(place, y.dtype), out=y[place])
+        np.divide(total, _divisors(counts, place, y.dtype), out=y[place])
 
     call.share(Windows.cover(axes, y.shape, x.itemsize), tile)
 
@@ -45,12 +46,12 @@ def avg_pool_grad(call: KernelCall) -> None:
         return
     dy = call.inputs[0].reshape([axis.out for axis in axes])
     dx = call.outputs[0].reshape([axis.size for axis in axes])
-    counts = _Counts(axes, call.attrs["count_include_pad"])
+    counts = [_count(axis, call.attrs["count_include_pad"]) for axis in axes]
 
     def tile(windows: Windows) -> None:
         gradient = _Behind(windows, dy)
         share_of = gradient.image[gradient.inside]
-        share_of /= counts.of(gradient.source, dy.dtype)
+        share_of /= _divisors(counts, gradient.source, dy.dtype)
         for phase in itertools.product(*(range(axis.stride) for axis in axes)):
             total: Any = None
             for tap in windows.taps():
@@ -125,23 +126,15 @@ class _Behind:
         return self._flat[start : start + self._size]
 
 
-class _Counts:
-    """How many elements each window counts, the padding's among them if `padded`."""
+def _divisors(counts: Sequence[Any], place: tuple[slice, ...], dtype: Any) -> Any:
+    """How many elements some windows count, to divide by; one number if all alike.
 
-    def __init__(self, axes: list[Axis], padded: bool) -> None:
-        self._rank = len(axes)
-        self._along = [_count(axis, padded) for axis in axes]
-
-    def of(self, place: tuple[slice, ...], dtype: Any) -> Any:
-        """The counts of some windows, to divide by; one number if all are equal."""
-        along = [counts[part] for counts, part in zip(self._along, place, strict=True)]
-        if all((counts == counts[:1]).all() for counts in along):
-            return dtype.type(math.prod(int(counts[:1].sum()) for counts in along))
-        columns = (
-            counts.reshape([-1 if i == axis else 1 for i in range(self._rank)])
-            for axis, counts in enumerate(along)
-        )
-        return functools.reduce(np.multiply, columns).astype(dtype)
+    `counts` are those along each axis.
+    """
+    along = [of[part] for of, part in zip(counts, place, strict=True)]
+    if all((of == of[:1]).all() for of in along):
+        return dtype.type(math.prod(int(of[:1].sum()) for of in along))
+    return functools.reduce(np.multiply.outer, along).astype(dtype)
 
 
 def _count(axis: Axis, padded: bool) -> Any:
