@@ -36,15 +36,14 @@ class _Handle:
     """A cuDNN handle, destroyed with this; `stream` is what it was last set to."""
 
     def __init__(self, calls: Calls) -> None:
-        self._calls, self.stream, self.address = calls, -1, 0
-        pointer = ctypes.c_void_p()
-        calls.call("cudnnCreate", ctypes.byref(pointer))
-        self.address = pointer.value or 0
+        self._calls, self._pointer, self.stream = calls, ctypes.c_void_p(), -1
+        calls.call("cudnnCreate", ctypes.byref(self._pointer))
+        self.address = self._pointer.value or 0
 
     def __del__(self) -> None:
-        if self.address:
+        if self._pointer:
             with contextlib.suppress(MucudnnError):
-                self._calls.call("cudnnDestroy", self.address)
+                self._calls.call("cudnnDestroy", self._pointer)
 
 
 class _Thread(threading.local):
