@@ -175,11 +175,12 @@ def read_windows(
         None where padding is read and there is no room for it.
     """
     reads = [axis.reads(t.start, t.stop) for axis, t in zip(axes, tile, strict=True)]
-    have, want = overlap(reads, source.shape[-len(axes) :])
-    if all(w.stop - w.start == len(r) for w, r in zip(want, reads, strict=True)):
+    sizes = source.shape[-len(axes) :]
+    if all(r.start >= 0 and r.stop <= n for r, n in zip(reads, sizes, strict=True)):
         return tap_windows(source, axes, tile, (0,) * len(axes))
     if (copy := padded([len(r) for r in reads])) is None:
         return None
+    have, want = overlap(reads, sizes)
     copy[...] = 0
     np.copyto(copy[(..., *want)], source[(..., *have)])
     return tap_windows(copy, axes, tile, [-r.start for r in reads])
