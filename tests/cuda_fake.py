@@ -117,14 +117,15 @@ class FakeCupy:
         self._library = library
         self.launched = []
 
-    def RawKernel(self, source, name):  # noqa: N802
-        if f"SUM({name.removeprefix('sum_')})" not in source:
+    def RawKernel(self, source, name, options):  # noqa: N802
+        if f"KERNEL {name}(" not in source:
             raise ValueError(name)
+        dtype = "float16" if "-DELEMENT=Half" in options else "bfloat16"
 
         def kernel(blocks, threads, arguments):
             def work():
-                self.launched.append((name, blocks, threads, arguments))
-                _sum(name.removeprefix("sum_"), *arguments)
+                self.launched.append((name, dtype, blocks, threads, arguments))
+                _sum(dtype, *arguments)
 
             if self._library.capturing is None:
                 work()

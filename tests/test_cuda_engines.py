@@ -24,6 +24,7 @@ from mucudnn.backends.cuda.conv.engines import (
     parse_engine_name,
 )
 from mucudnn.backends.cuda.conv.operation import operation_graph
+from mucudnn.backends.cuda.kernels.program import compiler_options
 from mucudnn.errors import BackendUnavailableError, MucudnnError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32, Numerics
@@ -394,7 +395,7 @@ def test_descriptions_are_named_by_a_prefix_and_by_a_file(tmp_path, h200):
 # --- our own kernels -----------------------------------------------------------------
 
 
-def compiled(source, name):
+def compiled(source, name, options=()):
     """Compile CUDA C for sm_90 on the CPU; the machine code."""
     nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs CuPy")
     try:
@@ -402,16 +403,16 @@ def compiled(source, name):
     except Exception as e:
         pytest.skip(f"needs NVRTC: {e}")
     try:
-        nvrtc.compileProgram(program, ("--gpu-architecture=sm_90",))
+        nvrtc.compileProgram(program, ("--gpu-architecture=sm_90", *options))
     except nvrtc.NVRTCError:
         pytest.fail(nvrtc.getProgramLog(program))
     return nvrtc.getCUBIN(program)
 
 
 def test_the_float32_sums_compile():
-    binary = compiled(float32_sum.SOURCE, "sums")
     for dtype in ("float16", "bfloat16"):
-        assert f"sum_{dtype}".encode() in binary
+        options = compiler_options(dtype, wide=True)
+        assert b"sum_parts" in compiled(float32_sum.PROGRAM.source, "sums", options)
 
 
 def test_the_spin_compiles():

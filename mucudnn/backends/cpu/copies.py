@@ -4,6 +4,7 @@
 return, so a copy that is asked for may begin at once.
 """
 
+import mmap
 import os
 import queue
 import threading
@@ -13,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.pages import let_go_of_pages
 from mucudnn.errors import BackendError
 from mucudnn.forks import Own
 
@@ -93,7 +93,7 @@ class CpuCopier:
     def back(
         self, source: Any, target: Any, after: Sequence[CpuTicket] = ()
     ) -> CpuTicket:
-        """Copy from there."""
+        """Copy from host memory that plays the host."""
         return self._start("from the host", source, target, after)
 
     def wait(self, ticket: CpuTicket) -> None:
@@ -181,7 +181,27 @@ def _carry(source: Any, target: Any, fate: _Fate, copy: Copy) -> bool:
 def _copy(source: Any, target: Any) -> None:
     np.copyto(target, source)
     for side in (source, target):
-        let_go_of_pages(side)
+        _let_go_of_pages(side)
+
+
+def _let_go_of_pages(view: Any) -> None:
+    """Give the pages of a view back to the system, if they are those of a file.
+
+    A page of a file that was touched counts as the process's own until the system needs
+    it, so that data that has left for a file would be in memory after all. Nothing is
+    lost: what was written goes to the file, what is read again comes from there, or
+    from the system's cache of it.
+    """
+    owner = view
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, memoryview):
+        owner = owner.obj
+    if not isinstance(owner, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    start = view.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    owner.madvise(mmap.MADV_DONTNEED, first, start + view.nbytes - first)
 
 
 def _bytes(array: Any) -> Any:

@@ -80,11 +80,11 @@ class CpuDevice:
         array -= 1
 
     def upload(self, source: Any, target: Any) -> None:
-        """Copy."""
+        """Copy from an array to a tensor."""
         np.copyto(target, source)
 
     def download(self, source: Any) -> Any:
-        """Copy."""
+        """A copy."""
         return source.copy()
 
     def queue(self) -> threading.Thread:

@@ -125,7 +125,7 @@ class Workers:
     def each(
         self,
         items: Iterable[T],
-        fn: Callable[[int, T], None],
+        fn: Callable[[int, T], object],
         at_most: int | None = None,
     ) -> None:
         """Call `fn(worker, item)` once an item; idle workers take the next one.

@@ -118,11 +118,7 @@ class Calls(Protocol):
 
 
 class Cudnn:
-    """The functions of a loaded library.
-
-    Args:
-        library: `libcudnn.so.9`.
-    """
+    """The functions of a loaded `libcudnn.so.9`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions: dict[str, Any] = {}

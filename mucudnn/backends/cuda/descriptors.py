@@ -7,7 +7,14 @@ from types import MappingProxyType
 from typing import Any
 
 from mucudnn.backends.cuda._cudnn import Calls
-from mucudnn.backends.cuda._enums import Attribute, AttributeType, DescriptorType
+from mucudnn.backends.cuda._enums import (
+    Attribute,
+    AttributeType,
+    ConvolutionMode,
+    DataType,
+    DescriptorType,
+    HeurMode,
+)
 from mucudnn.errors import MucudnnError
 
 __all__ = ["Descriptor"]
@@ -28,12 +35,7 @@ _C_TYPES: Mapping[AttributeType, Any] = MappingProxyType(
 
 
 class Descriptor:
-    """One object of the library, destroyed with this one.
-
-    Args:
-        calls: The library.
-        kind: What to create.
-    """
+    """One object of the library, destroyed with this one."""
 
     def __init__(self, calls: Calls, kind: DescriptorType) -> None:
         self._calls = calls
@@ -48,12 +50,15 @@ class Descriptor:
                 self._calls.call("cudnnBackendDestroyDescriptor", self.pointer)
 
     def set(
-        self, attribute: Attribute, kind: AttributeType, *values: Any
+        self, attribute: Attribute, *values: Any, kind: AttributeType | None = None
     ) -> "Descriptor":
         """Set an attribute to one value or several; returns itself.
 
-        Descriptors among the values are kept alive as long as this one.
+        Descriptors among the values are kept alive as long as this one. `kind` says
+        how values are passed where their Python type does not.
         """
+        if kind is None:
+            kind = _KINDS.get(type(values[0]), AttributeType.INT64)
         if kind is AttributeType.BACKEND_DESCRIPTOR:
             self._kept += values
             values = tuple(value.pointer for value in values)
@@ -88,7 +93,12 @@ class Descriptor:
         self._get(attribute, kind, 0, count, None)
         return count.value
 
-    def get(self, attribute: Attribute, kind: AttributeType, most: int = 1) -> Any:
+    def get(
+        self,
+        attribute: Attribute,
+        kind: AttributeType = AttributeType.INT64,
+        most: int = 1,
+    ) -> Any:
         """Up to `most` values of an attribute, as a list."""
         values, count = (_c_type(kind) * most)(), ctypes.c_int64()
         self._get(attribute, kind, most, count, values)
@@ -133,6 +143,18 @@ class Descriptor:
             ctypes.byref(count),
             array,
         )
+
+
+_KINDS: Mapping[type, AttributeType] = MappingProxyType(
+    {
+        ConvolutionMode: AttributeType.CONVOLUTION_MODE,
+        DataType: AttributeType.DATA_TYPE,
+        Descriptor: AttributeType.BACKEND_DESCRIPTOR,
+        HeurMode: AttributeType.HEUR_MODE,
+        float: AttributeType.FLOAT,
+    }
+)
+"""How values of a Python type are passed; whole numbers as INT64."""
 
 
 def _c_type(kind: AttributeType) -> Any:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from mucudnn.backends.cuda.copies import CudaCopier, pinned
 from mucudnn.backends.cuda.loading import release_text
@@ -243,62 +243,22 @@ class DescribedDevice:
         """The fields of the description."""
         return {name: str(value) for name, value in self._fields.items()}
 
-    def allocate(self, nbytes: int) -> Any:
-        """Refuse."""
-        raise self._absent()
-
     def trim(self) -> None:
         """Nothing is held."""
 
-    def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
-        """Refuse."""
-        raise self._absent()
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """What it has neither memory nor time for.
 
-    def dense(self, array: Any) -> Any:
-        """Refuse."""
-        raise self._absent()
-
-    def randomize(self, array: Any) -> None:
-        """Refuse."""
-        raise self._absent()
-
-    def upload(self, source: Any, target: Any) -> None:
-        """Refuse."""
-        raise self._absent()
-
-    def download(self, source: Any) -> Any:
-        """Refuse."""
-        raise self._absent()
-
-    def queue(self) -> Queue:
-        """Refuse."""
-        raise self._absent()
-
-    def begin(self) -> Any:
-        """Refuse."""
-        raise self._absent()
-
-    def record(self) -> Any:
-        """Refuse."""
-        raise self._absent()
-
-    def elapsed_ms(self, start: Any, stop: Any) -> float:
-        """Refuse."""
-        raise self._absent()
-
-    def host(self, nbytes: int) -> Any:
-        """Refuse."""
-        raise self._absent()
-
-    def copier(self) -> CudaCopier:
-        """Refuse."""
-        raise self._absent()
-
-    def _absent(self) -> BackendUnavailableError:
-        return BackendUnavailableError(
+        Raises:
+            BackendUnavailableError: Always.
+        """
+        raise BackendUnavailableError(
             f"{self.name} is only described, not here: its engines "
             "and workspaces can be listed (--plan-only), nothing can be run"
         )
+
+    allocate = view = dense = randomize = upload = download = _refuse
+    queue = begin = record = elapsed_ms = host = copier = _refuse
 
 
 def _dtype(name: str) -> Any:

@@ -32,20 +32,30 @@ class Session(Protocol):
         ...
 
 
-class _Thread(threading.local):
-    """A thread's handle and the stream it was last set to."""
+class _Handle:
+    """A cuDNN handle, destroyed with this; `stream` is what it was last set to."""
 
-    handle: ctypes.c_void_p | None = None
-    stream: int = -1
-    finalizer: object = None
+    def __init__(self, calls: Calls) -> None:
+        self._calls, self._pointer, self.stream = calls, ctypes.c_void_p(), -1
+        calls.call("cudnnCreate", ctypes.byref(self._pointer))
+        self.address = self._pointer.value or 0
+
+    def __del__(self) -> None:
+        if self._pointer:
+            with contextlib.suppress(MucudnnError):
+                self._calls.call("cudnnDestroy", self._pointer)
+
+
+class _Thread(threading.local):
+    """What a thread has; it goes when the thread ends."""
+
+    handle: _Handle | None = None
 
 
 class LiveSession:
     """A device that is there.
 
-    Args:
-        calls: The library.
-        current_stream: The stream that the calling thread launches on, as an address.
+    `current_stream` tells the address of the stream that its caller launches on.
     """
 
     description: Descriptor | None = None
@@ -61,29 +71,13 @@ class LiveSession:
         Raises:
             BackendError: There is no usable device.
         """
-        mine = self._thread
         stream = self._current_stream()  # first: it puts the thread on its device
-        if mine.handle is None:
-            handle = ctypes.c_void_p()
-            self.calls.call("cudnnCreate", ctypes.byref(handle))
-            mine.handle = handle
-            mine.finalizer = _Closing(self.calls, handle)
-        address = mine.handle.value or 0
-        if stream != mine.stream:
-            self.calls.call("cudnnSetStream", address, stream)
-            mine.stream = stream
-        return address
-
-
-class _Closing:
-    """Destroys a handle when its thread ends."""
-
-    def __init__(self, calls: Calls, handle: ctypes.c_void_p) -> None:
-        self._calls, self._handle = calls, handle
-
-    def __del__(self) -> None:
-        with contextlib.suppress(MucudnnError):
-            self._calls.call("cudnnDestroy", self._handle)
+        if (handle := self._thread.handle) is None:
+            handle = self._thread.handle = _Handle(self.calls)
+        if stream != handle.stream:
+            self.calls.call("cudnnSetStream", handle.address, stream)
+            handle.stream = stream
+        return handle.address
 
 
 class PaperSession:
@@ -121,5 +115,5 @@ def describe_device(calls: Calls, index: int) -> str:
         BackendError: There is no such device.
     """
     description = Descriptor(calls, DescriptorType.DEVICEPROP)
-    description.set(Attribute.DEVICEPROP_DEVICE_ID, AttributeType.INT32, index)
+    description.set(Attribute.DEVICEPROP_DEVICE_ID, index, kind=AttributeType.INT32)
     return description.finalize().get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)

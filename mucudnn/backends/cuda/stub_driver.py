@@ -32,39 +32,17 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _DRIVER_VERSION = 13000
 _VERSION_SYMBOL = "cuDriverGetVersion"
 
-SYMBOLS = (
-    "cuCtxGetCurrent",
-    "cuCtxGetLimit",
-    "cuCtxPopCurrent",
-    "cuCtxPushCurrent",
-    "cuDeviceGet",
-    "cuDeviceGetCount",
-    "cuGetErrorName",
-    "cuGetErrorString",
-    "cuInit",
-    "cuKernelGetAttribute",
-    "cuKernelGetFunction",
-    "cuKernelSetAttribute",
-    "cuLaunchCooperativeKernel",
-    "cuLaunchKernel",
-    "cuLaunchKernelEx",
-    "cuLibraryGetKernel",
-    "cuLibraryLoadData",
-    "cuLibraryLoadFromFile",
-    "cuLibraryUnload",
-    "cuLinkAddData",
-    "cuLinkComplete",
-    "cuLinkCreate",
-    "cuLinkDestroy",
-    "cuModuleGetFunction",
-    "cuModuleLoadData",
-    "cuModuleUnload",
-    "cuOccupancyMaxPotentialClusterSize",
-    "cuStreamGetCtx",
-    "cuTensorMapEncodeIm2col",
-    "cuTensorMapEncodeTiled",
-    _VERSION_SYMBOL,
-)
+_NAMES = """
+cuCtxGetCurrent cuCtxGetLimit cuCtxPopCurrent cuCtxPushCurrent cuDeviceGet
+cuDeviceGetCount cuGetErrorName cuGetErrorString cuInit cuKernelGetAttribute
+cuKernelGetFunction cuKernelSetAttribute cuLaunchCooperativeKernel cuLaunchKernel
+cuLaunchKernelEx cuLibraryGetKernel cuLibraryLoadData cuLibraryLoadFromFile
+cuLibraryUnload cuLinkAddData cuLinkComplete cuLinkCreate cuLinkDestroy
+cuModuleGetFunction cuModuleLoadData cuModuleUnload
+cuOccupancyMaxPotentialClusterSize cuStreamGetCtx cuTensorMapEncodeIm2col
+cuTensorMapEncodeTiled
+"""
+SYMBOLS = (*_NAMES.split(), _VERSION_SYMBOL)
 """The driver functions that cuDNN, in the releases tried, is linked against."""
 
 
@@ -157,14 +135,8 @@ _DYNAMIC = struct.Struct("<qQ")
 
 _EXECUTE, _WRITE, _READ = 1, 2, 4
 _LOAD_SEGMENT, _DYNAMIC_SEGMENT, _STACK_SEGMENT = 1, 2, 0x6474E551
-_DT_HASH, _DT_STRTAB, _DT_SYMTAB, _DT_STRSZ, _DT_SYMENT, _DT_SONAME = (
-    4,
-    5,
-    6,
-    10,
-    11,
-    14,
-)
+_DT_HASH, _DT_STRTAB, _DT_SYMTAB = 4, 5, 6
+_DT_STRSZ, _DT_SYMENT, _DT_SONAME = 10, 11, 14
 _GLOBAL_FUNCTION = 1 << 4 | 2
 _SOME_SECTION = 1  # there are none; any number but 0 means "defined here"
 
@@ -216,22 +188,9 @@ def _headers(machine: Machine, dynamic_at: int, dynamic_size: int) -> bytes:
     """The file header and the four segments: code, dynamic (twice) and stack."""
     identity = b"\x7fELF\x02\x01\x01"  # 64 bits, little-endian, version 1
     shared_object, version = 3, 1
-    file_header = _FILE_HEADER.pack(
-        identity,
-        shared_object,
-        machine.elf,
-        version,
-        0,
-        _FILE_HEADER.size,
-        0,
-        0,
-        _FILE_HEADER.size,
-        _SEGMENT.size,
-        4,
-        0,
-        0,
-        0,
-    )
+    size, segments, sections = _FILE_HEADER.size, (_SEGMENT.size, 4), (0, 0, 0)
+    fields = (shared_object, machine.elf, version, 0, size, 0, 0, size)
+    file_header = _FILE_HEADER.pack(identity, *fields, *segments, *sections)
     # A page further in memory than in the file: no page is both code and data.
     address = dynamic_at + _PAGE
     return file_header + b"".join(

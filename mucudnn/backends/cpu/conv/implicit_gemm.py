@@ -23,8 +23,7 @@ from mucudnn.backends.cpu.conv.lowering.gather import (
     backward_gathers,
     forward_gather,
     grouped,
-    overlap,
-    tap_windows,
+    read_windows,
 )
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
@@ -151,9 +150,9 @@ class _Blocked:
 
         def work(worker: int, cut: Cut) -> None:
             samples, tile = cut
-            sample, reaches = source[samples.start], self._reaches(source, tile)
+            sample = source[samples.start]
             for terms in self._blocks(*source.shape[1:3]):
-                columns = self._lower(sample, terms, tile, reaches)
+                columns = self._lower(sample, terms, tile)
                 groups, _, pixels = columns.shape
                 block = self._filters_of(w, terms) if matrix is None else None
                 for rows in _cuts(w.shape[1], max(1, _ROWS // groups)):
@@ -176,8 +175,7 @@ class _Blocked:
 
         def work(worker: int, terms: _Terms) -> None:
             for samples, tile in self._tiling:
-                reaches = self._reaches(x, tile)
-                columns = self._lower(x[samples.start], terms, tile, reaches)
+                columns = self._lower(x[samples.start], terms, tile)
                 groups, count, pixels = columns.shape
                 for rows in _cuts(dy.shape[2], max(1, _ROWS // groups)):
                     part = dy[(samples.start, terms.groups, rows, *tile)]
@@ -225,29 +223,7 @@ class _Blocked:
             size *= axis.taps
         return size
 
-    def _reaches(self, source: Any, tile: Any) -> list[list[_Reach]]:
-        """For each axis and each tap along it, which outputs of a tile it reaches."""
-        result = []
-        for axis, t, size in zip(
-            self._gather.axes, tile, source.shape[3:], strict=True
-        ):
-            reaches: list[_Reach] = []
-            for j in range(axis.taps):
-                low, high = axis.inside(j, size, t.start, t.stop)
-                at, step = axis.start + j * axis.tap_step, axis.out_step
-                inner = slice(low - t.start, high - t.start)
-                read = slice(at + low * step, at + (high - 1) * step + 1, step)
-                reaches.append((inner, read) if low < high else None)
-            result.append(reaches)
-        return result
-
-    def _lower(
-        self,
-        source: Any,
-        terms: _Terms,
-        tile: Any,
-        reaches: list[list[_Reach]],
-    ) -> Any:
+    def _lower(self, source: Any, terms: _Terms, tile: Any) -> Any:
         """Patches of one sample (G, C, *spatial) as (groups, terms, pixels)."""
         part = source[terms.groups, terms.channels]
         groups, channels = part.shape[:2]
@@ -256,11 +232,6 @@ class _Blocked:
         shape = (count, channels) if self._last else (channels, count)
         columns = _front(self._columns, (groups, *shape, *outs))
         by_channel = columns.swapaxes(1, 2) if self._last else columns
-        inside = all(
-            r is not None and r[0].stop - r[0].start == out
-            for along, out in zip(reaches, outs, strict=True)
-            for r in along
-        )
         box = [
             replace(
                 axis,
@@ -269,9 +240,11 @@ class _Blocked:
             )
             for axis, taps in zip(self._gather.axes, self._box(terms.taps), strict=True)
         ]
-        windows = self._windows(part, box, tile, inside)
+        windows = read_windows(
+            part, box, tile, lambda spatial: self._room((groups, channels, *spatial))
+        )
         if windows is None:
-            self._lower_by_tap(part, terms.taps, reaches, by_channel, inside)
+            self._lower_by_tap(part, terms.taps, tile, by_channel)
         else:
             strides = by_channel.strides
             steps = [strides[2]]
@@ -283,37 +256,21 @@ class _Blocked:
             np.copyto(target, windows)
         return columns.reshape(groups, channels * count, math.prod(outs))
 
-    def _windows(self, part: Any, box: list[Axis], tile: Any, inside: bool) -> Any:
-        """(groups, channels, *taps, *outs) of a tile; None if padding is too much."""
-        if inside:
-            return tap_windows(part, box, tile, (0,) * len(box))
-        reads = [axis.reads(t.start, t.stop) for axis, t in zip(box, tile, strict=True)]
-        shape = [*part.shape[:2], *(len(r) for r in reads)]
+    def _room(self, shape: Sequence[int]) -> Any:
+        """The buffer for padded patches in this shape; None if it is too small."""
         if math.prod(shape) > self._padded.size:
             return None
-        padded: Any = _front(self._padded, shape)
-        padded[...] = 0
-        have, want = overlap(reads, part.shape[2:])
-        np.copyto(padded[(..., *want)], part[(..., *have)])
-        return tap_windows(padded, box, tile, [-r.start for r in reads])
+        return _front(self._padded, shape)
 
-    def _lower_by_tap(
-        self,
-        part: Any,
-        taps: range,
-        reaches: list[list[_Reach]],
-        columns: Any,
-        inside: bool,
-    ) -> None:
+    def _lower_by_tap(self, part: Any, taps: range, tile: Any, columns: Any) -> None:
         """Fill columns (groups, channels, taps, *outs); what no tap reaches is 0."""
-        if not inside:
-            columns[...] = 0
+        columns[...] = 0
+        sizes = part.shape[2:]
         for i, tap in enumerate(taps):
-            window = [
-                along[j] for along, j in zip(reaches, self._unravel(tap), strict=True)
-            ]
-            hit = [r for r in window if r is not None]
-            if len(hit) == len(window):
+            along = zip(self._gather.axes, self._unravel(tap), tile, sizes, strict=True)
+            reaches = [_reach(axis, j, t, size) for axis, j, t, size in along]
+            hit = [r for r in reaches if r is not None]
+            if len(hit) == len(reaches):
                 target = columns[(slice(None), slice(None), i, *(r[0] for r in hit))]
                 np.copyto(target, part[(..., *(r[1] for r in hit))])
 
@@ -348,6 +305,15 @@ class _Blocked:
             tap, j = divmod(tap, axis.taps)
             index.append(j)
         return tuple(reversed(index))
+
+
+def _reach(axis: Axis, tap: int, outs: slice, size: int) -> _Reach:
+    low, high = axis.inside(tap, size, outs.start, outs.stop)
+    if low == high:
+        return None
+    at, step = axis.start + tap * axis.tap_step, axis.out_step
+    read = slice(at + low * step, at + (high - 1) * step + 1, step)
+    return slice(low - outs.start, high - outs.start), read
 
 
 def _cuts(total: int, block: int) -> Iterator[slice]:

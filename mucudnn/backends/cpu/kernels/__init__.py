@@ -6,10 +6,8 @@ it divides its work by shapes alone, so that its results are the same bits on an
 of workers. Elementwise kernels and gradients may be given an input's memory as output.
 """
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from mucudnn.backends.base import Kernel
 from mucudnn.backends.cpu.kernels import (
@@ -27,45 +25,41 @@ from mucudnn.backends.cpu.kernels import (
     updates,
     upsampling,
 )
-from mucudnn.backends.cpu.kernels.tiles import Run
+from mucudnn.backends.cpu.kernels.tiles import KernelCall, Run
 from mucudnn.backends.cpu.threads import Workers
 
 __all__ = ["KERNELS", "bind"]
 
+_FILES = (
+    average_pooling,
+    batch_norm,
+    bias,
+    dropout,
+    elementwise,
+    group_norm,
+    losses,
+    lrn,
+    matmul,
+    max_pooling,
+    shaping,
+    updates,
+    upsampling,
+)
+
 KERNELS: Mapping[str, Run] = MappingProxyType(
-    {
-        **average_pooling.OPERATIONS,
-        **batch_norm.OPERATIONS,
-        **bias.OPERATIONS,
-        **dropout.OPERATIONS,
-        **elementwise.OPERATIONS,
-        **group_norm.OPERATIONS,
-        **losses.OPERATIONS,
-        **lrn.OPERATIONS,
-        **matmul.OPERATIONS,
-        **max_pooling.OPERATIONS,
-        **shaping.OPERATIONS,
-        **updates.OPERATIONS,
-        **upsampling.OPERATIONS,
-    }
+    {name: run for file in _FILES for name, run in file.OPERATIONS.items()}
 )
 """Operation -> its kernel, which still has to be given workers."""
 
 
 def bind(workers: Workers) -> Mapping[str, Kernel]:
     """The kernels, to run on these workers."""
-    return {
-        name: Kernel(functools.partial(_run, kernel, workers))
-        for name, kernel in KERNELS.items()
-    }
 
+    def bound(run: Run) -> Kernel:
+        return Kernel(
+            lambda inputs, outputs, attrs, _: run(
+                KernelCall(workers, inputs, outputs, attrs)
+            )
+        )
 
-def _run(
-    kernel: Run,
-    workers: Workers,
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
-    attrs: Mapping[str, Any],
-    workspace: Any,
-) -> None:
-    kernel(workers, inputs, outputs, attrs)
+    return {name: bound(run) for name, run in KERNELS.items()}

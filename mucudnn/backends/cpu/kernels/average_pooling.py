@@ -8,61 +8,50 @@ number of windows up has added.
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.behind import Behind
-from mucudnn.backends.cpu.kernels.tiles import (
-    BLOCK_BYTES,
-    Attrs,
-    Inputs,
-    Outputs,
-    Run,
-    share,
-    tiles,
-)
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, tiles
 from mucudnn.backends.cpu.kernels.windows import Axis, Windows, spatial_axes
-from mucudnn.backends.cpu.threads import Workers
 
-__all__ = ["OPERATIONS", "avg_pool", "avg_pool_grad"]
+__all__ = ["OPERATIONS"]
 
 
-def avg_pool(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def avg_pool(call: KernelCall) -> None:
     """The mean of each window."""
-    axes = spatial_axes(inputs[0].shape, outputs[0].shape, attrs)
+    axes = spatial_axes(call.inputs[0].shape, call.outputs[0].shape, call.attrs)
     if _whole(axes):
-        _global_mean(workers, inputs[0], outputs[0])
+        _global_mean(call, call.inputs[0], call.outputs[0])
         return
-    x = inputs[0].reshape([axis.size for axis in axes])
-    y = outputs[0].reshape([axis.out for axis in axes])
-    counts = _Counts(axes, attrs["count_include_pad"])
+    x = call.inputs[0].reshape([axis.size for axis in axes])
+    y = call.outputs[0].reshape([axis.out for axis in axes])
+    counts = [_count(axis, call.attrs["count_include_pad"]) for axis in axes]
 
     def tile(windows: Windows) -> None:
         images = {p: windows.gather(x, p, 0.0) for p in windows.phases()}
         place = windows.outputs()
         total = windows.inner(windows.reduce(images, np.add))
-        np.divide(total, counts.of(place, y.dtype), out=y[place])
+        np.divide(total, _divisors(counts, place, y.dtype), out=y[place])
 
-    share(workers, Windows.cover(axes, y.shape, x.itemsize), tile)
+    call.share(Windows.cover(axes, y.shape, x.itemsize), tile)
 
 
-def avg_pool_grad(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def avg_pool_grad(call: KernelCall) -> None:
     """Dx: each dy shared out among the elements of its window."""
-    axes = spatial_axes(outputs[0].shape, inputs[0].shape, attrs)
+    axes = spatial_axes(call.outputs[0].shape, call.inputs[0].shape, call.attrs)
     if _whole(axes):
-        _global_mean_grad(workers, inputs[0], outputs[0])
+        _global_mean_grad(call, call.inputs[0], call.outputs[0])
         return
-    dy = inputs[0].reshape([axis.out for axis in axes])
-    dx = outputs[0].reshape([axis.size for axis in axes])
-    counts = _Counts(axes, attrs["count_include_pad"])
+    dy = call.inputs[0].reshape([axis.out for axis in axes])
+    dx = call.outputs[0].reshape([axis.size for axis in axes])
+    counts = [_count(axis, call.attrs["count_include_pad"]) for axis in axes]
 
     def tile(windows: Windows) -> None:
-        gradient = Behind(windows, dy)
+        gradient = _Behind(windows, dy)
         share_of = gradient.image[gradient.inside]
-        share_of /= counts.of(gradient.source, dy.dtype)
+        share_of /= _divisors(counts, gradient.source, dy.dtype)
         for phase in itertools.product(*(range(axis.stride) for axis in axes)):
             total: Any = None
             for tap in windows.taps():
@@ -72,7 +61,7 @@ def avg_pool_grad(
                     total = part.copy() if total is None else np.add(total, part, total)
             windows.scatter(phase, total, dx)
 
-    share(workers, Windows.of_inputs(axes, dx.itemsize), tile)
+    call.share(Windows.of_inputs(axes, dx.itemsize), tile)
 
 
 def _whole(axes: list[Axis]) -> bool:
@@ -82,7 +71,7 @@ def _whole(axes: list[Axis]) -> bool:
     )
 
 
-def _global_mean(workers: Workers, x: Any, y: Any) -> None:
+def _global_mean(call: KernelCall, x: Any, y: Any) -> None:
     pixels = math.prod(x.shape[2:])
     planes, means = x.reshape(-1, pixels), y.reshape(-1)
     share_of = np.full(pixels, 1 / pixels, x.dtype)
@@ -90,10 +79,10 @@ def _global_mean(workers: Workers, x: Any, y: Any) -> None:
     def tile(part: tuple[slice, ...]) -> None:
         np.matmul(planes[part], share_of, out=means[part])
 
-    share(workers, tiles(means.shape, max(1, 2 * BLOCK_BYTES // x[0, 0].nbytes)), tile)
+    call.share(tiles(means.shape, max(1, 2 * BLOCK_BYTES // x[0, 0].nbytes)), tile)
 
 
-def _global_mean_grad(workers: Workers, dy: Any, dx: Any) -> None:
+def _global_mean_grad(call: KernelCall, dy: Any, dx: Any) -> None:
     pixels = math.prod(dx.shape[2:])
     planes, column = dx.reshape(-1, pixels), dy.reshape(-1, 1)
 
@@ -101,31 +90,51 @@ def _global_mean_grad(workers: Workers, dy: Any, dx: Any) -> None:
         np.multiply(column[part], 1 / pixels, out=planes[part])
 
     rows = max(1, 2 * BLOCK_BYTES // dx[0, 0].nbytes)
-    share(workers, tiles((len(planes),), rows), tile)
+    call.share(tiles((len(planes),), rows), tile)
 
 
-class _Counts:
-    """How many elements each window counts.
+class _Behind:
+    """Results of the windows that reach back to a tile: those before it, and its own.
 
-    Args:
-        axes: Of the images.
-        padded: Whether the padding counts.
+    Zero where there is no window, so that a gradient needs no care at the borders.
+
+    Attributes:
+        image: A copy of the results, an element a window, of `windows.lengths`.
+        inside: The part of `image` that has windows.
+        source: The part of `results` that it is a copy of.
     """
 
-    def __init__(self, axes: list[Axis], padded: bool) -> None:
-        self._rank = len(axes)
-        self._along = [_count(axis, padded) for axis in axes]
+    def __init__(self, windows: Windows, results: Any) -> None:
+        self._size, self._spare = windows.size, windows.spare
+        self._flat = np.zeros(self._size + self._spare, results.dtype)
+        self.image = self._flat[: self._size].reshape(windows.lengths)
+        inside, source = [], []
+        for axis, start, length in zip(
+            windows.axes, windows.starts, windows.lengths, strict=True
+        ):
+            first = start - axis.reach
+            low = min(length, max(0, -first))
+            high = max(low, min(length, axis.out - first))
+            inside.append(slice(low, high))
+            source.append(slice(first + low, first + high))
+        self.inside, self.source = tuple(inside), tuple(source)
+        self.image[self.inside] = results[self.source]
 
-    def of(self, place: tuple[slice, ...], dtype: Any) -> Any:
-        """The counts of some windows, to divide by; one number if all are equal."""
-        along = [counts[part] for counts, part in zip(self._along, place, strict=True)]
-        if all((counts == counts[:1]).all() for counts in along):
-            return dtype.type(math.prod(int(counts[:1].sum()) for counts in along))
-        columns = (
-            counts.reshape([-1 if i == axis else 1 for i in range(self._rank)])
-            for axis, counts in enumerate(along)
-        )
-        return functools.reduce(np.multiply, columns).astype(dtype)
+    def displaced(self, offset: int) -> Any:
+        """For each position, the window whose element at this offset lies there."""
+        start = self._spare - offset
+        return self._flat[start : start + self._size]
+
+
+def _divisors(counts: Sequence[Any], place: tuple[slice, ...], dtype: Any) -> Any:
+    """How many elements some windows count, to divide by; one number if all alike.
+
+    `counts` are those along each axis.
+    """
+    along = [of[part] for of, part in zip(counts, place, strict=True)]
+    if all((of == of[:1]).all() for of in along):
+        return dtype.type(math.prod(int(of[:1].sum()) for of in along))
+    return functools.reduce(np.multiply.outer, along).astype(dtype)
 
 
 def _count(axis: Axis, padded: bool) -> Any:

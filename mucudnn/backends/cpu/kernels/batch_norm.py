@@ -10,30 +10,18 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
-from mucudnn.backends.cpu.kernels.tiles import (
-    BLOCK_BYTES,
-    Attrs,
-    Inputs,
-    Outputs,
-    Run,
-    as_ncs,
-    share,
-    tiles,
-)
-from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
 
-__all__ = ["OPERATIONS", "batch_norm", "batch_norm_eval", "batch_norm_grad"]
+__all__ = ["OPERATIONS"]
 
 Chunks = list[tuple[slice, ...]]
 
 
-def batch_norm(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def batch_norm(call: KernelCall) -> None:
     """Normalise by the statistics of the batch, and move the running ones."""
-    x, y = as_ncs(inputs[0]), as_ncs(outputs[0])
-    gamma, beta, running_mean, running_var = inputs[1:]
-    mean, inv_std = outputs[1:]
+    x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
+    gamma, beta, running_mean, running_var = call.inputs[1:]
+    mean, inv_std = call.outputs[1:]
     count = x.shape[0] * x.shape[2]
 
     def block(item: tuple[slice, Chunks]) -> None:
@@ -46,27 +34,25 @@ def batch_norm(
         for chunk in chunks:
             np.subtract(x[chunk], mean[channels, None], out=y[chunk])
             squares = squares + row_dots(y[chunk], y[chunk])
-        inverse = 1 / np.sqrt(squares / count + attrs["eps"])
+        inverse = 1 / np.sqrt(squares / count + call.attrs["eps"])
         inv_std[channels] = inverse
         factor = (gamma[channels] * inverse).astype(x.dtype)[:, None]
         for chunk in chunks:
             y[chunk] *= factor
             y[chunk] += beta[channels, None]
-        if attrs["update"]:
+        if call.attrs["update"]:
             unbiased = squares / max(1, count - 1)
-            _move(running_mean[channels], centre, attrs["momentum"])
-            _move(running_var[channels], unbiased, attrs["momentum"])
+            _move(running_mean[channels], centre, call.attrs["momentum"])
+            _move(running_var[channels], unbiased, call.attrs["momentum"])
 
-    share(workers, channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
 
 
-def batch_norm_eval(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def batch_norm_eval(call: KernelCall) -> None:
     """Normalise by the running statistics."""
-    x, y = as_ncs(inputs[0]), as_ncs(outputs[0])
-    gamma, beta, mean, var = inputs[1:]
-    factor = gamma / np.sqrt(var.astype(np.float64) + attrs["eps"])
+    x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
+    gamma, beta, mean, var = call.inputs[1:]
+    factor = gamma / np.sqrt(var.astype(np.float64) + call.attrs["eps"])
     factor = factor.astype(x.dtype)[:, None]
     centre, shift = mean[:, None], beta[:, None]
 
@@ -76,18 +62,16 @@ def batch_norm_eval(
         out *= factor[channels]
         out += shift[channels]
 
-    share(workers, tiles(x.shape, BLOCK_BYTES // x.itemsize), tile)
+    call.tiles_of(x, tile)
 
 
-def batch_norm_grad(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def batch_norm_grad(call: KernelCall) -> None:
     """Dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta.
 
     x̂ is the normalised input.
     """
-    x, dy, gamma, mean, inv_std = inputs
-    dx, dgamma, dbeta = outputs
+    x, dy, gamma, mean, inv_std = call.inputs
+    dx, dgamma, dbeta = call.outputs
     x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(dx)
     count = x.shape[0] * x.shape[2]
 
@@ -114,7 +98,7 @@ def batch_norm_grad(
             np.multiply(dy[chunk], scale, out=out)
             out += deviation
 
-    share(workers, channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
 
 
 def _column(values: Any, like: Any) -> Any:

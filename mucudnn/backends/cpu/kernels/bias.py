@@ -5,35 +5,25 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_sums
-from mucudnn.backends.cpu.kernels.tiles import (
-    BLOCK_BYTES,
-    Attrs,
-    Inputs,
-    Outputs,
-    Run,
-    as_ncs,
-    share,
-    tiles,
-)
-from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
 
-__all__ = ["OPERATIONS", "bias", "bias_grad"]
+__all__ = ["OPERATIONS"]
 
 
-def bias(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def bias(call: KernelCall) -> None:
     """Y = x + b, b of shape (C,) along axis 1."""
-    x, y = as_ncs(inputs[0]), as_ncs(outputs[0])
-    b = inputs[1][:, None]
+    x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
+    b = call.inputs[1][:, None]
 
     def tile(part: tuple[slice, ...]) -> None:
         np.add(x[part], b[part[1]], out=y[part])
 
-    share(workers, tiles(x.shape, 2 * BLOCK_BYTES // x.itemsize), tile)
+    call.tiles_of(x, tile, 2 * BLOCK_BYTES)
 
 
-def bias_grad(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def bias_grad(call: KernelCall) -> None:
     """The sum of dy over samples and pixels."""
-    dy, db = as_ncs(inputs[0]), outputs[0]
+    dy, db = as_ncs(call.inputs[0]), call.outputs[0]
 
     def block(item: tuple[slice, list[tuple[slice, ...]]]) -> None:
         channels, chunks = item
@@ -42,7 +32,7 @@ def bias_grad(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) 
             total = total + row_sums(dy[chunk])
         db[channels] = total
 
-    share(workers, channel_chunks(dy.shape, BLOCK_BYTES // dy.itemsize), block)
+    call.share(channel_chunks(dy.shape, BLOCK_BYTES // dy.itemsize), block)
 
 
 OPERATIONS: dict[str, Run] = {"bias": bias, "bias_grad": bias_grad}

@@ -11,20 +11,19 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.elementwise import keep
-from mucudnn.backends.cpu.kernels.tiles import Attrs, Inputs, Outputs, Run, share
-from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cpu.kernels.tiles import KernelCall, Run
 
-__all__ = ["OPERATIONS", "dropout"]
+__all__ = ["OPERATIONS"]
 
 _BLOCK = 65536  # positions; part of the definition of a mask
 _WORD = 1 << 64
 
 
-def dropout(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def dropout(call: KernelCall) -> None:
     """Y = x / (1 - p) or, with probability p, 0."""
-    x, y = inputs[0].reshape(-1), outputs[0].reshape(-1)
-    p = attrs["p"]
-    key = attrs["seed"] % _WORD | int(inputs[1]) % _WORD << 64
+    x, y = call.inputs[0].reshape(-1), call.outputs[0].reshape(-1)
+    p = call.attrs["p"]
+    key = call.attrs["seed"] % _WORD | int(call.inputs[1]) % _WORD << 64
     if p >= 1:
         y[...] = 0
         return
@@ -35,7 +34,7 @@ def dropout(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) ->
         keep(_mask(key, number, out.size, p), x[part], out)
         out *= 1 / (1 - p)
 
-    share(workers, range(-(-x.size // _BLOCK)), block)
+    call.share(range(-(-x.size // _BLOCK)), block)
 
 
 def _mask(key: int, block: int, size: int, p: float) -> Any:

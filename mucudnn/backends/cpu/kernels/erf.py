@@ -48,7 +48,7 @@ def normal_density(x: Any) -> Any:
 
 
 def _erfc(x: Any) -> Any:
-    """Of x >= 0, which is overwritten."""
+    """The complementary error function of x >= 0, which is overwritten."""
     np.minimum(x, _FARTHEST, out=x)
     u = np.add(x, 2)
     np.divide(4, u, out=u)
@@ -70,7 +70,7 @@ def _erfc(x: Any) -> Any:
 
 @functools.lru_cache
 def _coefficients(degree: int) -> tuple[float, ...]:
-    """Of the polynomial in u, from -1 (x farthest) to 1 (x = 0); highest first."""
+    """The polynomial in u, from -1 (x farthest) to 1 (x = 0); highest power first."""
     # By cosines of the angles: Chebyshev's recurrence would lose two digits.
     angles = (np.arange(degree + 1) + 0.5) * (math.pi / (degree + 1))
     points = _LOWEST + (np.cos(angles) + 1) * (1 - _LOWEST) / 2

@@ -13,16 +13,13 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
     Attrs,
-    Inputs,
-    Outputs,
+    KernelCall,
     Run,
     as_ncs,
-    share,
     tiles,
 )
-from mucudnn.backends.cpu.threads import Workers
 
-__all__ = ["OPERATIONS", "group_norm", "group_norm_grad"]
+__all__ = ["OPERATIONS"]
 
 _LIMIT = BLOCK_BYTES
 _SAMPLES = 64  # gradients of gamma are added up in single precision over so many
@@ -66,19 +63,17 @@ class _Grouped:
             yield (*part, *inner)
 
     def affine_part(self, part: Part) -> Part:
-        """What of gamma goes with a part of x."""
+        """The part of gamma that goes with a part of x."""
         _, g, c, s = part
         return (slice(None), g, c, s if self.affine[3] > 1 else slice(None))
 
 
-def group_norm(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def group_norm(call: KernelCall) -> None:
     """Normalise each group of channels of each sample by its own statistics."""
-    grouped = _Grouped.of(inputs[0], attrs)
-    x, y = (v.reshape(grouped.shape) for v in (inputs[0], outputs[0]))
-    gamma, beta = (v.reshape(grouped.affine) for v in inputs[1:])
-    mean, inv_std = outputs[1:]
+    grouped = _Grouped.of(call.inputs[0], call.attrs)
+    x, y = (v.reshape(grouped.shape) for v in (call.inputs[0], call.outputs[0]))
+    gamma, beta = (v.reshape(grouped.affine) for v in call.inputs[1:])
+    mean, inv_std = call.outputs[1:]
     size = x.itemsize
 
     def block(part: tuple[slice, slice]) -> None:
@@ -90,7 +85,7 @@ def group_norm(
         for c in chunks:
             np.subtract(x[c], centre, out=y[c])
             squares = squares + _row_dots(y[c], y[c])
-        inv_std[part] = 1 / np.sqrt(squares / grouped.count + attrs["eps"])
+        inv_std[part] = 1 / np.sqrt(squares / grouped.count + call.attrs["eps"])
         factor = inv_std[part][..., None, None]
         for c in chunks:
             out, affine = y[c], grouped.affine_part(c)
@@ -98,20 +93,18 @@ def group_norm(
             out *= gamma[affine]
             out += beta[affine]
 
-    share(workers, grouped.groups(size), block)
+    call.share(grouped.groups(size), block)
 
 
-def group_norm_grad(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
-    """As batch normalisation's, over groups; dgamma and dbeta first: dx may be dy."""
-    grouped = _Grouped.of(inputs[0], attrs)
-    x, dy = (v.reshape(grouped.shape) for v in inputs[:2])
-    gamma = inputs[2].reshape(grouped.affine)
-    mean, inv_std = (v[..., None, None] for v in inputs[3:])
-    dx = outputs[0].reshape(grouped.shape)
-    dgamma, dbeta = (v.reshape(grouped.affine) for v in outputs[1:])
-    _affine_grads(workers, grouped, (x, dy, mean, inv_std), dgamma, dbeta)
+def group_norm_grad(call: KernelCall) -> None:
+    """Dx as batch normalisation's, over groups; after dgamma, dbeta: it may be dy."""
+    grouped = _Grouped.of(call.inputs[0], call.attrs)
+    x, dy = (v.reshape(grouped.shape) for v in call.inputs[:2])
+    gamma = call.inputs[2].reshape(grouped.affine)
+    mean, inv_std = (v[..., None, None] for v in call.inputs[3:])
+    dx = call.outputs[0].reshape(grouped.shape)
+    dgamma, dbeta = (v.reshape(grouped.affine) for v in call.outputs[1:])
+    _affine_grads(call, grouped, (x, dy, mean, inv_std), dgamma, dbeta)
     size = x.itemsize
 
     def block(part: tuple[slice, slice]) -> None:
@@ -135,11 +128,11 @@ def group_norm_grad(
             out *= inverse
             out += deviation
 
-    share(workers, grouped.groups(size), block)
+    call.share(grouped.groups(size), block)
 
 
 def _affine_grads(
-    workers: Workers,
+    call: KernelCall,
     grouped: _Grouped,
     arrays: tuple[Any, ...],
     dgamma: Any,
@@ -171,7 +164,7 @@ def _affine_grads(
         dgamma[place] = np.reshape(gammas, dgamma[place].shape)
         dbeta[place] = np.reshape(betas, dbeta[place].shape)
 
-    share(workers, _affine_parts(grouped, x.itemsize), block)
+    call.share(_affine_parts(grouped, x.itemsize), block)
 
 
 def _affine_parts(grouped: _Grouped, itemsize: int) -> list[Part]:

@@ -12,38 +12,25 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.sums import total_dot
 from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
-    Attrs,
-    Inputs,
-    Outputs,
+    KernelCall,
     Run,
     as_ncs,
-    share,
     tiles,
 )
-from mucudnn.backends.cpu.threads import Workers
 
-__all__ = [
-    "OPERATIONS",
-    "accuracy",
-    "mean_squared_error",
-    "mean_squared_error_grad",
-    "softmax_cross_entropy",
-    "softmax_cross_entropy_grad",
-]
+__all__ = ["OPERATIONS"]
 
 _PIECES = 8  # a batch of logits alone is small, but worth two workers
 
 
-def softmax_cross_entropy(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def softmax_cross_entropy(call: KernelCall) -> None:
     """(mean of -log p[label], p).
 
     Raises:
         ValueError: A label is not a class.
     """
-    x, p = as_ncs(inputs[0]), as_ncs(outputs[1])
-    labels = _pixel_labels(inputs[1], x)
+    x, p = as_ncs(call.inputs[0]), as_ncs(call.outputs[1])
+    labels = _pixel_labels(call.inputs[1], x)
 
     def tile(part: tuple[slice, slice]) -> float:
         n, s = part
@@ -57,17 +44,15 @@ def softmax_cross_entropy(
         out /= total
         return float(np.sum(np.log(total) - picked, dtype=np.float64))
 
-    total = _ordered_sum(workers, _pixel_tiles(x), tile)
-    outputs[0][...] = total / labels.size
+    total = _ordered_sum(call, _pixel_tiles(x), tile)
+    call.outputs[0][...] = total / labels.size
 
 
-def softmax_cross_entropy_grad(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def softmax_cross_entropy_grad(call: KernelCall) -> None:
     """(p - [1 at the label]) dloss / number of labels."""
-    p, dx = as_ncs(inputs[0]), as_ncs(outputs[0])
-    labels = _pixel_labels(inputs[1], p)
-    factor = float(inputs[2]) / labels.size
+    p, dx = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
+    labels = _pixel_labels(call.inputs[1], p)
+    factor = float(call.inputs[2]) / labels.size
 
     def tile(part: tuple[slice, slice]) -> None:
         n, s = part
@@ -77,46 +62,42 @@ def softmax_cross_entropy_grad(
         right = np.take_along_axis(out, chosen, axis=1) - p.dtype.type(factor)
         np.put_along_axis(out, chosen, right, axis=1)
 
-    share(workers, _pixel_tiles(p), tile)
+    call.share(_pixel_tiles(p), tile)
 
 
-def mean_squared_error(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def mean_squared_error(call: KernelCall) -> None:
     """The mean of (prediction - target)²."""
-    a, b = (v.reshape(-1) for v in inputs)
+    a, b = (v.reshape(-1) for v in call.inputs)
 
     def tile(part: tuple[slice]) -> float:
         difference = a[part] - b[part]
         return total_dot(difference, difference)
 
-    total = _ordered_sum(workers, tiles(a.shape, BLOCK_BYTES // a.itemsize), tile)
-    outputs[0][...] = total / a.size
+    total = _ordered_sum(call, tiles(a.shape, BLOCK_BYTES // a.itemsize), tile)
+    call.outputs[0][...] = total / a.size
 
 
-def mean_squared_error_grad(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def mean_squared_error_grad(call: KernelCall) -> None:
     """2 (prediction - target) dloss / number of elements."""
-    a, b = (v.reshape(-1) for v in inputs[:2])
-    out = outputs[0].reshape(-1)
-    factor = 2 * float(inputs[2]) / a.size
+    a, b = (v.reshape(-1) for v in call.inputs[:2])
+    out = call.outputs[0].reshape(-1)
+    factor = 2 * float(call.inputs[2]) / a.size
 
     def tile(part: tuple[slice, ...]) -> None:
         np.subtract(a[part], b[part], out=out[part])
         out[part] *= factor
 
-    share(workers, tiles(a.shape, BLOCK_BYTES // a.itemsize), tile)
+    call.tiles_of(a, tile)
 
 
-def accuracy(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def accuracy(call: KernelCall) -> None:
     """How many labels have fewer than k logits above their own.
 
     Raises:
         ValueError: A label is not a class.
     """
-    x = as_ncs(inputs[0])
-    labels = _pixel_labels(inputs[1], x)
+    x = as_ncs(call.inputs[0])
+    labels = _pixel_labels(call.inputs[1], x)
 
     def tile(part: tuple[slice, slice]) -> float:
         n, s = part
@@ -125,10 +106,10 @@ def accuracy(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -
         own = np.take_along_axis(logits, chosen[:, None], axis=1)
         above = np.count_nonzero(np.greater(logits, own), axis=1)
         # A NaN is above nothing, but no right answer either.
-        right = np.logical_and(above < attrs["k"], own[:, 0] == own[:, 0])
+        right = np.logical_and(above < call.attrs["k"], own[:, 0] == own[:, 0])
         return float(np.count_nonzero(right))
 
-    outputs[0][...] = _ordered_sum(workers, _pixel_tiles(x), tile)
+    call.outputs[0][...] = _ordered_sum(call, _pixel_tiles(x), tile)
 
 
 def _pixel_tiles(x: Any) -> list[Any]:
@@ -153,14 +134,14 @@ def _checked(labels: Any, classes: int) -> Any:
 
 
 def _ordered_sum(
-    workers: Workers, items: Sequence[Any], fn: Callable[[Any], float]
+    call: KernelCall, items: Sequence[Any], fn: Callable[[Any], float]
 ) -> float:
     parts = [0.0] * len(items)
 
     def one(number: int) -> None:
         parts[number] = fn(items[number])
 
-    share(workers, range(len(items)), one)
+    call.share(range(len(items)), one)
     return sum(parts)
 
 

@@ -11,50 +11,47 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
     Attrs,
-    Inputs,
-    Outputs,
+    KernelCall,
     Run,
     as_ncs,
-    share,
     tiles,
 )
-from mucudnn.backends.cpu.threads import Workers
 
-__all__ = ["OPERATIONS", "lrn", "lrn_grad"]
+__all__ = ["OPERATIONS"]
 
 
-def lrn(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def lrn(call: KernelCall) -> None:
     """Divide each element by a power of its neighbourhood's mean square."""
-    x, y = as_ncs(inputs[0]), as_ncs(outputs[0])
+    x, y, attrs = as_ncs(call.inputs[0]), as_ncs(call.outputs[0]), call.attrs
 
     def columns(n: int, s: slice) -> None:
         np.divide(x[n, :, s], _power(_base(x[n, :, s], attrs), attrs), out=y[n, :, s])
 
-    _each_column(workers, x, columns)
+    _each_column(call, x, columns)
 
 
-def lrn_grad(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def lrn_grad(call: KernelCall) -> None:
     """Dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
-    x, y, dy = (as_ncs(v) for v in inputs)
-    dx = as_ncs(outputs[0])
-    size = attrs["size"]
-    factor = -2 * attrs["alpha"] * attrs["beta"] / size
+    x, y, dy = (as_ncs(v) for v in call.inputs)
+    dx = as_ncs(call.outputs[0])
+    size = call.attrs["size"]
+    factor = -2 * call.attrs["alpha"] * call.attrs["beta"] / size
 
     def columns(n: int, s: slice) -> None:
-        base = _base(x[n, :, s], attrs)
+        base = _base(x[n, :, s], call.attrs)
         share_of = np.multiply(dy[n, :, s], y[n, :, s])
         share_of /= base
         pull = _neighbour_sums(share_of, (size - 1) // 2, size // 2)
         pull *= x[n, :, s]
         pull *= factor
         out = dx[n, :, s]
-        np.divide(dy[n, :, s], _power(base, attrs), out=out)
+        np.divide(dy[n, :, s], _power(base, call.attrs), out=out)
         out += pull
 
-    _each_column(workers, x, columns)
+    _each_column(call, x, columns)
 
 
-def _each_column(workers: Workers, x: Any, fn: Callable[[int, slice], None]) -> None:
+def _each_column(call: KernelCall, x: Any, fn: Callable[[int, slice], None]) -> None:
     """Call `fn(sample, pixels)` for all channels of some pixels at a time."""
     N, C, S = x.shape
     pixels = tiles((N, S), max(1, BLOCK_BYTES // 2 // x.itemsize // C))
@@ -64,7 +61,7 @@ def _each_column(workers: Workers, x: Any, fn: Callable[[int, slice], None]) -> 
         for n in range(samples.start, samples.stop):
             fn(n, s)
 
-    share(workers, pixels, block)
+    call.share(pixels, block)
 
 
 def _base(x: Any, attrs: Attrs) -> Any:

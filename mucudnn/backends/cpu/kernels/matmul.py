@@ -2,21 +2,20 @@
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import Attrs, Inputs, Outputs, Run, share
-from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cpu.kernels.tiles import KernelCall, Run
 
-__all__ = ["OPERATIONS", "matmul"]
+__all__ = ["OPERATIONS"]
 
 _PANELS = 16  # enough for a few workers to finish together
 _NARROWEST = 64  # columns: below, BLAS packs more than it multiplies
 
 
-def matmul(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def matmul(call: KernelCall) -> None:
     """Y = a b, either transposed first if asked."""
-    a, b = inputs
-    a = a.T if attrs["transpose_a"] else a
-    b = b.T if attrs["transpose_b"] else b
-    (y,) = outputs
+    a, b = call.inputs
+    a = a.T if call.attrs["transpose_a"] else a
+    b = b.T if call.attrs["transpose_b"] else b
+    (y,) = call.outputs
     by_rows = y.shape[0] > y.shape[1]
     size = max(y.shape)
     step = max(_NARROWEST, -(-size // _PANELS // _NARROWEST) * _NARROWEST)
@@ -28,7 +27,7 @@ def matmul(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> 
         else:
             np.matmul(a, b[:, part], out=y[:, part])
 
-    share(workers, range(0, size, step), panel)
+    call.share(range(0, size, step), panel)
 
 
 OPERATIONS: dict[str, Run] = {"matmul": matmul}

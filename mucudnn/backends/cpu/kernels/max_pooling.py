@@ -12,25 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import Attrs, Inputs, Outputs, Run, share, tiles
+from mucudnn.backends.cpu.kernels.tiles import KernelCall, Run, tiles
 from mucudnn.backends.cpu.kernels.windows import Axis, Windows, spatial_axes
-from mucudnn.backends.cpu.threads import Workers
 
-__all__ = ["OPERATIONS", "max_pool", "max_pool_grad"]
+__all__ = ["OPERATIONS"]
 
 _INDEXED = 32768  # outputs whose targets are computed at a time, 8 bytes each
 
 Images = dict[tuple[int, ...], Any]
 
 
-def max_pool(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def max_pool(call: KernelCall) -> None:
     """(y, index): the maximum, and which of the window's elements it is.
 
     Of equal maxima the first counts; if one is NaN, so is the maximum.
     """
-    axes = spatial_axes(inputs[0].shape, outputs[0].shape, attrs)
-    x = inputs[0].reshape([axis.size for axis in axes])
-    y, index = (out.reshape([axis.out for axis in axes]) for out in outputs)
+    axes = spatial_axes(call.inputs[0].shape, call.outputs[0].shape, call.attrs)
+    x = call.inputs[0].reshape([axis.size for axis in axes])
+    y, index = (out.reshape([axis.out for axis in axes]) for out in call.outputs)
 
     def tile(windows: Windows) -> None:
         images = {p: windows.gather(x, p, -np.inf) for p in windows.phases()}
@@ -42,7 +41,7 @@ def max_pool(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -
             _search_inside(windows, images, best, number)
         index[place] = windows.inner(number)
 
-    share(workers, Windows.cover(axes, y.shape, x.itemsize), tile)
+    call.share(Windows.cover(axes, y.shape, x.itemsize), tile)
 
 
 def _first_equal(windows: Windows, images: Images, best: Any) -> Any:
@@ -68,15 +67,13 @@ def _search_inside(windows: Windows, images: Images, best: Any, number: Any) -> 
         number[found & windows.element(inside, tap) & ~np.isfinite(best)] = i
 
 
-def max_pool_grad(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def max_pool_grad(call: KernelCall) -> None:
     """Dx: each dy added at its maximum's place, in the order of the windows."""
-    axes = spatial_axes(outputs[0].shape, inputs[0].shape, attrs)
+    axes = spatial_axes(call.outputs[0].shape, call.inputs[0].shape, call.attrs)
     planes, *spatial = axes
     pixels = math.prod(axis.size for axis in spatial)
-    dy, index = (v.reshape([axis.out for axis in axes]) for v in inputs)
-    dx = outputs[0].reshape(planes.size, pixels)
+    dy, index = (v.reshape([axis.out for axis in axes]) for v in call.inputs)
+    dx = call.outputs[0].reshape(planes.size, pixels)
     steps = _steps(spatial)
     parts = tiles(dy.shape[1:], _INDEXED)
     together = max(1, _INDEXED // math.prod(dy.shape[1:]))
@@ -91,7 +88,7 @@ def max_pool_grad(
             where += corners
             np.add.at(target, where.reshape(-1), dy[(some, *inner)].reshape(-1))
 
-    share(workers, tiles((planes.size,), together), block)
+    call.share(tiles((planes.size,), together), block)
 
 
 def _pitches(axes: list[Axis]) -> list[int]:

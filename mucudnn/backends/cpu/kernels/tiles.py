@@ -9,59 +9,60 @@ bits whatever the number of workers.
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mucudnn.backends.cpu.threads import Workers
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Attrs",
-    "Inputs",
-    "Outputs",
-    "Run",
-    "as_ncs",
-    "flat_blocks",
-    "greedy",
-    "share",
-    "tiles",
-]
+__all__ = ["BLOCK_BYTES", "Attrs", "KernelCall", "Run", "as_ncs", "greedy", "tiles"]
 
 T = TypeVar("T")
 
-Inputs = Sequence[Any]
-Outputs = Sequence[Any]
 Attrs = Mapping[str, Any]
-Run = Callable[[Workers, Inputs, Outputs, Attrs], None]
-"""A kernel before it is given its workers: writes into its outputs."""
 
 BLOCK_BYTES = 256 << 10
-"""Of each operand of a tile."""
+"""Bytes of each operand of a tile."""
 
 
-def share(workers: Workers, items: Sequence[T], fn: Callable[[T], object]) -> None:
-    """Call `fn(item)` for each, on all workers."""
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """One call of a kernel: dense arrays, and the threads to share the work."""
 
-    def call(worker: int, item: T) -> None:
-        fn(item)
+    workers: Workers
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    attrs: Attrs
 
-    workers.each(items, call, at_most=max(1, len(items)))
+    def share(self, items: Sequence[T], fn: Callable[[T], object]) -> None:
+        """Call `fn(item)` for each, on all workers."""
+        self.workers.each(items, lambda _, item: fn(item), max(1, len(items)))
+
+    def tiles_of(
+        self,
+        array: Any,
+        fn: Callable[[tuple[slice, ...]], object],
+        nbytes: int = BLOCK_BYTES,
+    ) -> None:
+        """Call `fn(part)` for each tile of an array."""
+        self.share(tiles(array.shape, nbytes // array.itemsize), fn)
+
+    def flat_blocks(
+        self,
+        arrays: Sequence[Any],
+        fn: Callable[..., object],
+        nbytes: int = BLOCK_BYTES,
+    ) -> None:
+        """Call `fn(*parts)` with the same contiguous range of every flattened array."""
+        flat = [a.reshape(-1) for a in arrays]
+        step = nbytes // max(a.itemsize for a in flat)
+        self.share(
+            range(0, flat[0].size, step),
+            lambda start: fn(*(a[start : start + step] for a in flat)),
+        )
 
 
-def flat_blocks(
-    workers: Workers,
-    arrays: Sequence[Any],
-    fn: Callable[..., object],
-    nbytes: int = BLOCK_BYTES,
-) -> None:
-    """Call `fn(*parts)` with the same contiguous range of every flattened array."""
-    flat = [a.reshape(-1) for a in arrays]
-    size = flat[0].size
-    step = nbytes // max(a.itemsize for a in flat)
-    share(
-        workers,
-        range(0, size, step),
-        lambda start: fn(*(a[start : start + step] for a in flat)),
-    )
+Run = Callable[[KernelCall], None]
+"""A kernel: writes into the outputs of its call."""
 
 
 def greedy(shape: Sequence[int], limit: int) -> tuple[int, ...]:

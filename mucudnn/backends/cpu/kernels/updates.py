@@ -1,65 +1,57 @@
 """Optimizer steps, in PyTorch's conventions; they overwrite weights and state."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import (
-    Attrs,
-    Inputs,
-    Outputs,
-    Run,
-    flat_blocks,
-)
-from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cpu.kernels.tiles import Attrs, KernelCall, Run
 
-__all__ = [
-    "OPERATIONS",
-    "accumulate",
-    "adagrad",
-    "adam",
-    "momentum",
-    "rmsprop",
-    "sgd",
-]
+__all__ = ["OPERATIONS"]
 
 
-def sgd(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def sgd(attrs: Attrs, rate: float, w: Any, dw: Any) -> None:
     """W -= lr g."""
-    w, dw, lr = inputs
-    rate = float(lr)
-
-    def block(w: Any, dw: Any) -> None:
-        g = _gradient(w, dw, attrs)
-        g *= rate
-        w -= g
-
-    flat_blocks(workers, [w, dw], block)
+    g = _gradient(w, dw, attrs)
+    g *= rate
+    w -= g
 
 
-def momentum(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def momentum(attrs: Attrs, rate: float, w: Any, dw: Any, m: Any) -> None:
     """M = mu m + g; w -= lr m, or with Nesterov's lr (g + mu m)."""
-    w, dw, lr, m = inputs
-    rate, mu = float(lr), attrs["momentum"]
-
-    def block(w: Any, dw: Any, m: Any) -> None:
-        g = _gradient(w, dw, attrs)
-        m *= mu
-        m += g
-        if attrs["nesterov"]:
-            g += m * mu
-        else:
-            g[...] = m
-        g *= rate
-        w -= g
-
-    flat_blocks(workers, [w, dw, m], block)
+    g = _gradient(w, dw, attrs)
+    m *= attrs["momentum"]
+    m += g
+    if attrs["nesterov"]:
+        g += m * attrs["momentum"]
+    else:
+        g[...] = m
+    g *= rate
+    w -= g
 
 
-def adam(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
+def adagrad(attrs: Attrs, rate: float, w: Any, dw: Any, s: Any) -> None:
+    """S += g²; w -= lr g / (sqrt(s) + eps)  (Duchi et al., 2011)."""
+    g = _gradient(w, dw, attrs)
+    s += np.square(g)
+    _scaled_step(w, g, s, rate, attrs["eps"])
+
+
+def rmsprop(attrs: Attrs, rate: float, w: Any, dw: Any, s: Any) -> None:
+    """S = alpha s + (1 - alpha) g²; w -= lr g / (sqrt(s) + eps)."""
+    g = _gradient(w, dw, attrs)
+    square = np.square(g)
+    square *= 1 - attrs["alpha"]
+    s *= attrs["alpha"]
+    s += square
+    _scaled_step(w, g, s, rate, attrs["eps"])
+
+
+def adam(call: KernelCall) -> None:
     """Adam (Kingma and Ba, 2015); `decoupled`: AdamW (Loshchilov and Hutter, 2019)."""
-    w, dw, lr, step, m, v = inputs
+    (w, dw, lr, step, m, v), attrs = call.inputs, call.attrs
     beta1, beta2 = attrs["beta1"], attrs["beta2"]
     count = int(step) + 1
     root = math.sqrt(1 - beta2**count)
@@ -84,48 +76,28 @@ def adam(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> No
         g *= rate
         w -= g
 
-    flat_blocks(workers, [w, dw, m, v], block)
+    call.flat_blocks([w, dw, m, v], block)
 
 
-def adagrad(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """S += g²; w -= lr g / (sqrt(s) + eps)  (Duchi et al., 2011)."""
-    w, dw, lr, s = inputs
-    rate = float(lr)
-
-    def block(w: Any, dw: Any, s: Any) -> None:
-        g = _gradient(w, dw, attrs)
-        s += np.square(g)
-        _scaled_step(w, g, s, rate, attrs["eps"])
-
-    flat_blocks(workers, [w, dw, s], block)
-
-
-def rmsprop(workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs) -> None:
-    """S = alpha s + (1 - alpha) g²; w -= lr g / (sqrt(s) + eps)."""
-    w, dw, lr, s = inputs
-    rate, alpha = float(lr), attrs["alpha"]
-
-    def block(w: Any, dw: Any, s: Any) -> None:
-        g = _gradient(w, dw, attrs)
-        square = np.square(g)
-        square *= 1 - alpha
-        s *= alpha
-        s += square
-        _scaled_step(w, g, s, rate, attrs["eps"])
-
-    flat_blocks(workers, [w, dw, s], block)
-
-
-def accumulate(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def accumulate(call: KernelCall) -> None:
     """Total += factor part."""
-    factor = attrs["factor"]
+    factor = call.attrs["factor"]
 
     def block(total: Any, part: Any) -> None:
         total += part if factor == 1 else part * factor
 
-    flat_blocks(workers, inputs, block)
+    call.flat_blocks(call.inputs, block)
+
+
+def _update(formula: Callable[..., None]) -> Run:
+    """The kernel of a formula of (attributes, learning rate, parts of w, dw, state)."""
+
+    def run(call: KernelCall) -> None:
+        w, dw, lr, *state = call.inputs
+        block = functools.partial(formula, call.attrs, float(lr))
+        call.flat_blocks([w, dw, *state], block)
+
+    return run
 
 
 def _gradient(w: Any, dw: Any, attrs: Attrs, decay: bool = True) -> Any:
@@ -147,9 +119,9 @@ def _scaled_step(w: Any, g: Any, s: Any, rate: float, eps: float) -> None:
 
 OPERATIONS: dict[str, Run] = {
     "accumulate": accumulate,
-    "adagrad": adagrad,
+    "adagrad": _update(adagrad),
     "adam": adam,
-    "momentum": momentum,
-    "rmsprop": rmsprop,
-    "sgd": sgd,
+    "momentum": _update(momentum),
+    "rmsprop": _update(rmsprop),
+    "sgd": _update(sgd),
 }

@@ -10,72 +10,50 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import (
-    BLOCK_BYTES,
-    Attrs,
-    Inputs,
-    Outputs,
-    Run,
-    share,
-    tiles,
-)
-from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, tiles
 
-__all__ = [
-    "OPERATIONS",
-    "upsample_bilinear",
-    "upsample_bilinear_grad",
-    "upsample_nearest",
-    "upsample_nearest_grad",
-]
+__all__ = ["OPERATIONS"]
 
 
-def upsample_nearest(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def upsample_nearest(call: KernelCall) -> None:
     """Each pixel repeated along every axis."""
-    scale = attrs["scale"]
-    x = _planes(inputs[0])
-    y = _split(_planes(outputs[0]), scale)
+    x, y = _planes(call.inputs[0]), _planes(call.outputs[0])
+    scale = call.attrs["scale"]
     rank = len(scale)
 
     def tile(part: tuple[slice, ...]) -> None:
-        out, source = y[_pixels(part)], x[part]
+        out, source = y[_enlarged(part, scale)], x[part]
         for k in range(scale[-1]):
-            out[_phase([0] * (rank - 1), k)] = source
+            out[_repetition([*[0] * (rank - 1), k], scale)] = source
         for axis in reversed(range(rank - 1)):
+            first = out[_repetition([0] * (axis + 1), scale)]
             for k in range(1, scale[axis]):
-                out[_phase([0] * axis, k)] = out[_phase([0] * axis, 0)]
+                out[_repetition([*[0] * axis, k], scale)] = first
 
-    share(workers, _tiles(x, scale), tile)
+    call.share(_tiles(x, scale), tile)
 
 
-def upsample_nearest_grad(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def upsample_nearest_grad(call: KernelCall) -> None:
     """Dx: the sum over each pixel's repetitions."""
-    dx = _planes(outputs[0])
-    scale = attrs["scale"]
-    dy = _split(_planes(inputs[0]), scale)
+    dy, dx = _planes(call.inputs[0]), _planes(call.outputs[0])
+    scale = call.attrs["scale"]
 
     def tile(part: tuple[slice, ...]) -> None:
-        out, source = dx[part], dy[_pixels(part)]
+        out, source = dx[part], dy[_enlarged(part, scale)]
         for number, phase in enumerate(np.ndindex(*scale)):
-            part_of = source[_phase(phase[:-1], phase[-1])]
+            repetition = source[_repetition(phase, scale)]
             if number:
-                out += part_of
+                out += repetition
             else:
-                out[...] = part_of
+                out[...] = repetition
 
-    share(workers, _tiles(dx, scale), tile)
+    call.share(_tiles(dx, scale), tile)
 
 
-def upsample_bilinear(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def upsample_bilinear(call: KernelCall) -> None:
     """Linear interpolation between pixels' centres (`align_corners=False`)."""
-    x, y = _planes(inputs[0]), _planes(outputs[0])
-    scale = attrs["scale"]
+    x, y = _planes(call.inputs[0]), _planes(call.outputs[0])
+    scale = call.attrs["scale"]
 
     def tile(part: tuple[slice, ...]) -> None:
         values = _haloed(x, part, [1] * len(scale))
@@ -87,15 +65,13 @@ def upsample_bilinear(
             _stretch(values, axis, s, grown)
             values = grown
 
-    share(workers, _tiles(x, scale), tile)
+    call.share(_tiles(x, scale), tile)
 
 
-def upsample_bilinear_grad(
-    workers: Workers, inputs: Inputs, outputs: Outputs, attrs: Attrs
-) -> None:
+def upsample_bilinear_grad(call: KernelCall) -> None:
     """The transpose of the interpolation."""
-    dy, dx = _planes(inputs[0]), _planes(outputs[0])
-    scale = attrs["scale"]
+    dy, dx = _planes(call.inputs[0]), _planes(call.outputs[0])
+    scale = call.attrs["scale"]
 
     def tile(part: tuple[slice, ...]) -> None:
         values = _haloed(dy, _enlarged(part, scale), scale)
@@ -103,7 +79,7 @@ def upsample_bilinear_grad(
             values = _fold(values, axis, scale[axis - 1])
         dx[part] = values
 
-    share(workers, _tiles(dx, scale), tile)
+    call.share(_tiles(dx, scale), tile)
 
 
 def _planes(array: Any) -> Any:
@@ -117,28 +93,10 @@ def _tiles(x: Any, scale: Sequence[int]) -> list[tuple[slice, ...]]:
     return tiles(x.shape, max(1, BLOCK_BYTES // x.itemsize // grown))
 
 
-def _split(y: Any, scale: Sequence[int]) -> Any:
-    """(planes, H s, W s) as (planes, H, s, W, s)."""
-    shape = [y.shape[0]]
-    for size, s in zip(y.shape[1:], scale, strict=True):
-        shape += [size // s, s]
-    return y.reshape(shape)
-
-
-def _pixels(part: tuple[slice, ...]) -> tuple[slice, ...]:
-    """A tile of the small image, of the large one as `_split` gives it."""
-    place = [part[0]]
-    for s in part[1:]:
-        place += [s, slice(None)]
-    return tuple(place)
-
-
-def _phase(before: Sequence[int], last: int) -> tuple[Any, ...]:
-    """Of an array as `_split` gives it, one repetition on each of the first axes."""
-    place: list[Any] = [slice(None)]
-    for k in (*before, last):
-        place += [slice(None), k]
-    return tuple(place)
+def _repetition(phase: Sequence[int], scale: Sequence[int]) -> tuple[slice, ...]:
+    """Where a large image has one repetition of each pixel, along the first axes."""
+    pairs = zip(phase, scale, strict=False)
+    return (slice(None), *(slice(k, None, s) for k, s in pairs))
 
 
 def _enlarged(part: tuple[slice, ...], scale: Sequence[int]) -> tuple[slice, ...]:
@@ -148,22 +106,12 @@ def _enlarged(part: tuple[slice, ...], scale: Sequence[int]) -> tuple[slice, ...
 
 def _haloed(x: Any, part: tuple[slice, ...], halo: Sequence[int]) -> Any:
     """A copy of a tile with its surroundings; reflections beyond the border."""
-    margins = [0, *halo]
-    shape = [p.stop - p.start + 2 * h for p, h in zip(part, margins, strict=True)]
-    copy = np.empty(shape, x.dtype)
-    inside, source = [], []
-    for size, p, h in zip(x.shape, part, margins, strict=True):
+    source, beyond = [], []
+    for size, p, h in zip(x.shape, part, (0, *halo), strict=True):
         start, stop = max(0, p.start - h), min(size, p.stop + h)
         source.append(slice(start, stop))
-        inside.append(slice(start - p.start + h, stop - p.start + h))
-    copy[tuple(inside)] = x[tuple(source)]
-    for axis, (size, p, h) in enumerate(zip(x.shape, part, margins, strict=True)):
-        turned = np.moveaxis(copy, axis, 0)
-        if p.start == 0:
-            turned[:h] = turned[h : 2 * h][::-1]
-        if h and p.stop == size:
-            turned[-h:] = turned[-2 * h : -h][::-1]
-    return copy
+        beyond.append((start - p.start + h, p.stop + h - stop))
+    return np.pad(x[tuple(source)], beyond, mode="symmetric")
 
 
 def _cut(values: Any, axis: int, part: slice) -> Any:

@@ -22,7 +22,7 @@ from mucudnn.backends.cpu.kernels.tiles import Attrs, tiles
 __all__ = ["Axis", "Windows", "spatial_axes"]
 
 _TILE_BYTES = 96 << 10
-"""Of an image of one phase; a kernel holds up to about ten of them."""
+"""Bytes of one phase's image; a kernel holds up to about ten of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,8 @@ class Axis:
 
 def spatial_axes(shape: Sequence[int], out: Sequence[int], attrs: Attrs) -> list[Axis]:
     """All axes of (N * C, *spatial), the first without windows."""
-    spatial = zip(
-        shape[2:],
-        out[2:],
-        attrs["kernel"],
-        attrs["stride"],
-        attrs["padding"],
-        strict=True,
-    )
+    windows = (attrs[name] for name in ("kernel", "stride", "padding"))
+    spatial = zip(shape[2:], out[2:], *windows, strict=True)
     return [Axis(shape[0] * shape[1], out[0] * out[1]), *(Axis(*v) for v in spatial)]
 
 
@@ -136,7 +130,8 @@ class Windows:
 
     def outputs(self) -> tuple[slice, ...]:
         """The tile's positions in a tensor of windows."""
-        return _slices(self.starts, self.counts)
+        pairs = zip(self.starts, self.counts, strict=True)
+        return tuple(slice(start, start + count) for start, count in pairs)
 
     def inner(self, flat: Any) -> Any:
         """The positions of an image, without the rest of its rows."""
@@ -206,11 +201,6 @@ class Windows:
                 shorter[prefix] = result
             images = shorter
         return images[()]
-
-
-def _slices(starts: Sequence[int], counts: Sequence[int]) -> tuple[slice, ...]:
-    pairs = zip(starts, counts, strict=True)
-    return tuple(slice(start, start + count) for start, count in pairs)
 
 
 @functools.lru_cache(maxsize=4096)  # numbers only; the same for nearly all tiles

@@ -35,13 +35,9 @@ Knobs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine with its knobs set.
+    """One engine with its knobs set, and the bytes it asks for, exactly.
 
-    Attributes:
-        name: `eng22_k5=2_k14=0`, as cuDNN's own front end writes it.
-        workspace: Bytes it asks for, exactly.
-        traits: How it computes.
-        config: The configuration itself.
+    It is called `eng22_k5=2_k14=0`, say, as cuDNN's own front end writes it.
     """
 
     name: str
@@ -71,13 +67,10 @@ def parse_engine_name(name: str) -> tuple[int, Knobs]:
 def engines(
     calls: Calls, graph: Descriptor, device: Descriptor | None, dtype: str
 ) -> tuple[Engine, ...]:
-    """All engine configurations for an operation graph, cuDNN's favourites first.
+    """All engine configurations for a finalized graph, cuDNN's favourites first.
 
-    Args:
-        calls: The library.
-        graph: A finalized operation graph.
-        device: A device description, where there is no device.
-        dtype: Of the operands: decides what a tensor core means.
+    `device` is a description, where there is no device. The operands' `dtype` decides
+    what a tensor core means.
     """
     found: dict[str, Engine] = {}
     for config in _configurations(calls, graph, device):
@@ -99,21 +92,16 @@ def configuration(
     """
     index, knobs = parse_engine_name(name)
     config = Descriptor(calls, DescriptorType.ENGINECFG)
-    config.set(
-        Attribute.ENGINECFG_ENGINE,
-        AttributeType.BACKEND_DESCRIPTOR,
-        _engine(calls, graph, device, index),
-    )
+    config.set(Attribute.ENGINECFG_ENGINE, _engine(calls, graph, device, index))
     choices = []
-    for kind, value in knobs:
+    for knob, value in knobs:
         choice = Descriptor(calls, DescriptorType.KNOB_CHOICE)
-        choice.set(Attribute.KNOB_CHOICE_KNOB_TYPE, AttributeType.KNOB_TYPE, kind)
-        choice.set(Attribute.KNOB_CHOICE_KNOB_VALUE, AttributeType.INT64, value)
+        kind = AttributeType.KNOB_TYPE
+        choice.set(Attribute.KNOB_CHOICE_KNOB_TYPE, knob, kind=kind)
+        choice.set(Attribute.KNOB_CHOICE_KNOB_VALUE, value)
         choices.append(choice.finalize())
     if choices:
-        config.set(
-            Attribute.ENGINECFG_KNOB_CHOICES, AttributeType.BACKEND_DESCRIPTOR, *choices
-        )
+        config.set(Attribute.ENGINECFG_KNOB_CHOICES, *choices)
     return config.finalize()
 
 
@@ -125,17 +113,12 @@ def _configurations(
             yield from _recommended(calls, graph, device, mode)
         except UnsupportedError:  # that list is empty
             continue
-    count = graph.get(
-        Attribute.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT, AttributeType.INT64
-    )[0]
+    (count,) = graph.get(Attribute.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT)
     for index in range(count):
         try:
             engine = _engine(calls, graph, device, index)
             config = Descriptor(calls, DescriptorType.ENGINECFG)
-            config.set(
-                Attribute.ENGINECFG_ENGINE, AttributeType.BACKEND_DESCRIPTOR, engine
-            )
-            yield config.finalize()
+            yield config.set(Attribute.ENGINECFG_ENGINE, engine).finalize()
         except MucudnnError:  # most engines are of other devices, types and shapes
             continue
 
@@ -144,14 +127,10 @@ def _recommended(
     calls: Calls, graph: Descriptor, device: Descriptor | None, mode: HeurMode
 ) -> list[Descriptor]:
     heuristic = Descriptor(calls, DescriptorType.ENGINEHEUR)
-    heuristic.set(
-        Attribute.ENGINEHEUR_OPERATION_GRAPH, AttributeType.BACKEND_DESCRIPTOR, graph
-    )
-    heuristic.set(Attribute.ENGINEHEUR_MODE, AttributeType.HEUR_MODE, mode)
+    heuristic.set(Attribute.ENGINEHEUR_OPERATION_GRAPH, graph)
+    heuristic.set(Attribute.ENGINEHEUR_MODE, mode)
     if device is not None:
-        heuristic.set(
-            Attribute.ENGINEHEUR_DEVICEPROP, AttributeType.BACKEND_DESCRIPTOR, device
-        )
+        heuristic.set(Attribute.ENGINEHEUR_DEVICEPROP, device)
     heuristic.finalize()
     results = Attribute.ENGINEHEUR_RESULTS
     count = heuristic.count(results, AttributeType.BACKEND_DESCRIPTOR)
@@ -164,22 +143,18 @@ def _engine(
     calls: Calls, graph: Descriptor, device: Descriptor | None, index: int
 ) -> Descriptor:
     engine = Descriptor(calls, DescriptorType.ENGINE)
-    engine.set(
-        Attribute.ENGINE_OPERATION_GRAPH, AttributeType.BACKEND_DESCRIPTOR, graph
-    )
-    engine.set(Attribute.ENGINE_GLOBAL_INDEX, AttributeType.INT64, index)
+    engine.set(Attribute.ENGINE_OPERATION_GRAPH, graph)
+    engine.set(Attribute.ENGINE_GLOBAL_INDEX, index)
     if device is not None:
-        engine.set(
-            Attribute.ENGINE_DEVICEPROP, AttributeType.BACKEND_DESCRIPTOR, device
-        )
+        engine.set(Attribute.ENGINE_DEVICEPROP, device)
     return engine.finalize()
 
 
 def _read(calls: Calls, config: Descriptor, dtype: str) -> Engine:
     engine = Descriptor(calls, DescriptorType.ENGINE)
     config.get_into(Attribute.ENGINECFG_ENGINE, [engine])
-    (index,) = engine.get(Attribute.ENGINE_GLOBAL_INDEX, AttributeType.INT64)
-    (workspace,) = config.get(Attribute.ENGINECFG_WORKSPACE_SIZE, AttributeType.INT64)
+    (index,) = engine.get(Attribute.ENGINE_GLOBAL_INDEX)
+    (workspace,) = config.get(Attribute.ENGINECFG_WORKSPACE_SIZE)
     return Engine(
         name=engine_name(index, _knobs(calls, config)),
         workspace=workspace,
@@ -196,7 +171,7 @@ def _knobs(calls: Calls, config: Descriptor) -> Knobs:
     knobs = []
     for choice in choices[:count]:
         (kind,) = choice.get(Attribute.KNOB_CHOICE_KNOB_TYPE, AttributeType.KNOB_TYPE)
-        (value,) = choice.get(Attribute.KNOB_CHOICE_KNOB_VALUE, AttributeType.INT64)
+        (value,) = choice.get(Attribute.KNOB_CHOICE_KNOB_VALUE)
         knobs.append((kind, value))
     return tuple(knobs)
 

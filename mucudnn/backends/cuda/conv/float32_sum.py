@@ -4,8 +4,6 @@ cuDNN adds a part to a half-precision gradient by rounding the sum to half each 
 over many parts that loses bits. Here each part goes to a buffer of its own and is added
 to a float32 sum, which is rounded once more into the gradient. Buffer and sum are part
 of the workspace: 6 bytes an element of the filter, ahead of the engine's own scratch.
-
-The kernels convert by bits and by PTX, so that they need no header of the toolkit.
 """
 
 import functools
@@ -13,56 +11,32 @@ import math
 from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
+from mucudnn.backends.cuda.kernels.program import THREADS, Program, compiler_options
 from mucudnn.backends.cuda.remedies import with_remedy
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import ConvProblem, Direction
 
-__all__ = ["SOURCE", "SUFFIX", "add_launch", "applies", "engine_operands", "scratch"]
+__all__ = ["PROGRAM", "SUFFIX", "add_launch", "applies", "engine_operands", "scratch"]
 
 SUFFIX = "+f32"
 """Ends the name of an algorithm that sums in float32."""
 
 _HALVES = ("float16", "bfloat16")
 _ALIGN = 256
-_THREADS = 256
 _MOST_BLOCKS = 1024
 
-SOURCE = r"""
-__device__ float widen_float16(unsigned short bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
+PROGRAM = Program(
+    r"""
+KERNEL sum_parts(const T* part, A* sum, T* out, I count, int first, int accumulate) {
+    EACH(i, count) {
+        A before = first ? (accumulate ? (A)out[i] : (A)0) : sum[i];
+        A after = before + (A)part[i];
+        sum[i] = after;
+        out[i] = (T)after;
+    }
 }
-__device__ unsigned short narrow_float16(float value) {
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-__device__ float widen_bfloat16(unsigned short bits) {
-    return __uint_as_float(static_cast<unsigned int>(bits) << 16);
-}
-__device__ unsigned short narrow_bfloat16(float value) {
-    unsigned int bits = __float_as_uint(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
-    return static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-#define SUM(TYPE)                                                                \
-extern "C" __global__ void sum_##TYPE(const unsigned short* part, float* sum,    \
-                                      unsigned short* out, long long count,      \
-                                      int first, int accumulate) {               \
-    long long step = static_cast<long long>(gridDim.x) * blockDim.x;             \
-    long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; \
-    for (; i < count; i += step) {                                               \
-        float before = first ? (accumulate ? widen_##TYPE(out[i]) : 0.0f)        \
-                             : sum[i];                                           \
-        float after = before + widen_##TYPE(part[i]);                            \
-        sum[i] = after;                                                          \
-        out[i] = narrow_##TYPE(after);                                           \
-    }                                                                            \
-}
-SUM(float16)
-SUM(bfloat16)
 """
+)
 
 
 def applies(problem: ConvProblem) -> bool:
@@ -101,12 +75,12 @@ def add_launch(
         accumulate: Whether it starts from what the gradient holds.
     """
     count = math.prod(problem.w_shape)
-    blocks = min(_MOST_BLOCKS, -(-count // _THREADS))
+    blocks = min(_MOST_BLOCKS, -(-count // THREADS))
     part = operands.workspace + _rounded(4 * count)
 
     def launch(handle: int, *arguments: Any) -> int:
         try:
-            _kernel(problem.dtype)((blocks,), (_THREADS,), arguments)
+            _kernel(problem.dtype)((blocks,), (THREADS,), arguments)
         except Exception as e:  # of CuPy: to compile, to load or to launch
             raise BackendError(
                 with_remedy(f"sum_{problem.dtype} cannot be launched: {e}")
@@ -130,7 +104,8 @@ def add_launch(
 def _kernel(dtype: str) -> Any:
     import cupy
 
-    return cupy.RawKernel(SOURCE, f"sum_{dtype}")
+    options = compiler_options(dtype, wide=True)
+    return cupy.RawKernel(PROGRAM.source, "sum_parts", options)
 
 
 def _rounded(nbytes: int) -> int:

@@ -21,17 +21,8 @@ DATA_TYPES = {
 class Geometry:
     """Shapes and parameters of a problem; a 1-D one is written as 2-D of height 1.
 
-    Attributes:
-        x: (N, C, *spatial).
-        w: (K, C // groups, *kernel).
-        y: (N, K, *spatial).
-        stride: One a spatial axis, like the next two.
-        padding: At both ends.
-        dilation: Distance of taps.
-        groups: Independent convolutions.
-        data_type: Of all three tensors.
-        compute_type: Of sums and scale factors.
-        channels_last: Whether the channels' stride is 1.
+    Shapes are (N, C, *spatial), (K, C // groups, *kernel) and (N, K, *spatial). Sums
+    and scale factors are of `compute_type`. Channels last, the channels' stride is 1.
     """
 
     x: tuple[int, ...]
@@ -72,7 +63,7 @@ class Geometry:
         )
 
     def strides(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of a densely packed tensor, in elements, in the order (N, C, *spatial)."""
+        """Those of a densely packed tensor, in elements, as (N, C, *spatial)."""
         return strides_of(shape, channels_last=self.channels_last)
 
 

@@ -49,11 +49,7 @@ class GraphRow:
 
 
 class GraphLibrary:
-    """Lists engines and builds their plans.
-
-    Args:
-        session: Where the library runs.
-    """
+    """Lists engines and builds their plans."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -89,11 +85,7 @@ class GraphLibrary:
             calls, description = self._session.calls, self._session.description
             config = configuration(calls, graph, description, key.algo)
             plan = self._bare_plan()
-            plan.set(
-                Attribute.EXECUTION_PLAN_ENGINE_CONFIG,
-                AttributeType.BACKEND_DESCRIPTOR,
-                config,
-            )
+            plan.set(Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config)
             self._plans.put(key, plan.finalize())
         return plan
 
@@ -119,37 +111,21 @@ class GraphLibrary:
             BackendError: The workspace is too small.
         """
         plan = self.plan(key)
-        needed = plan_workspace(plan)
+        (needed,) = plan.get(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE)
         if operands.nbytes < needed:
             raise BackendError(
                 f"{key.algo} needs {needed} bytes of workspace for {key.problem}, "
                 f"got {operands.nbytes}"
             )
         calls = self._session.calls
-        order = operand_order(key.problem.direction)
+        uids = [UIDS[name] for name in operand_order(key.problem.direction)]
+        pointers, kind = (operands.a, operands.b, operands.out), AttributeType.VOID_PTR
         pack = Descriptor(calls, DescriptorType.VARIANT_PACK)
-        pack.set(
-            Attribute.VARIANT_PACK_UNIQUE_IDS,
-            AttributeType.INT64,
-            *(UIDS[name] for name in order),
-        )
-        pack.set(
-            Attribute.VARIANT_PACK_DATA_POINTERS,
-            AttributeType.VOID_PTR,
-            operands.a,
-            operands.b,
-            operands.out,
-        )
-        pack.set(
-            Attribute.VARIANT_PACK_WORKSPACE, AttributeType.VOID_PTR, operands.workspace
-        )
-        name = "cudnnBackendExecute"
-        return Launch(
-            calls.function(name),
-            (plan.pointer, pack.finalize().pointer),
-            name,
-            (plan, pack),
-        )
+        pack.set(Attribute.VARIANT_PACK_UNIQUE_IDS, *uids)
+        pack.set(Attribute.VARIANT_PACK_DATA_POINTERS, *pointers, kind=kind)
+        pack.set(Attribute.VARIANT_PACK_WORKSPACE, operands.workspace, kind=kind)
+        name, arguments = "cudnnBackendExecute", (plan.pointer, pack.finalize().pointer)
+        return Launch(calls.function(name), arguments, name, (plan, pack))
 
     def _graph(self, key: PlanKey) -> Descriptor:
         return operation_graph(
@@ -165,21 +141,10 @@ class GraphLibrary:
         plan = Descriptor(self._session.calls, DescriptorType.EXECUTION_PLAN)
         handle = self._session.handle()
         if handle is not None:
-            plan.set(Attribute.EXECUTION_PLAN_HANDLE, AttributeType.HANDLE, handle)
-        elif self._session.description is not None:
-            plan.set(
-                Attribute.EXECUTION_PLAN_DEVICEPROP,
-                AttributeType.BACKEND_DESCRIPTOR,
-                self._session.description,
-            )
+            kind = AttributeType.HANDLE
+            plan.set(Attribute.EXECUTION_PLAN_HANDLE, handle, kind=kind)
+        elif (description := self._session.description) is not None:
+            plan.set(Attribute.EXECUTION_PLAN_DEVICEPROP, description)
         else:
             raise UnsupportedError("a plan needs a device or its description")
         return plan
-
-
-def plan_workspace(plan: Descriptor) -> int:
-    """Bytes that a finalized plan asks for."""
-    size: int = plan.get(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE, AttributeType.INT64)[
-        0
-    ]
-    return size

@@ -26,14 +26,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Addresses of two inputs, an output and a workspace.
+    """Addresses of two inputs, an output and a workspace of `nbytes`.
 
-    Attributes:
-        a: x, dy or x.
-        b: w, w or dy.
-        out: y, dx or dw.
-        workspace: Of the scratch memory.
-        nbytes: How much of that there is.
+    In the order of `ConvLibrary.run`: (x, w) -> y, (dy, w) -> dx, (x, dy) -> dw.
     """
 
     a: int

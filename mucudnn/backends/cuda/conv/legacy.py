@@ -32,18 +32,27 @@ from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32, Traits
 
 __all__ = ["LegacyLibrary", "LegacyRow", "legacy_names"]
 
-_C_NAMES: Mapping[Direction, str] = MappingProxyType(
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a direction is called in C, and its algorithms."""
+
+    name: str
+    algorithms: type[IntEnum]
+    documented_nondeterministic: tuple[int, ...]
+
+
+_KINDS: Mapping[Direction, _Kind] = MappingProxyType(
     {
-        Direction.FORWARD: "Forward",
-        Direction.BACKWARD_DATA: "BackwardData",
-        Direction.BACKWARD_FILTER: "BackwardFilter",
-    }
-)
-_ALGORITHMS: Mapping[Direction, type[IntEnum]] = MappingProxyType(
-    {
-        Direction.FORWARD: ForwardAlgo,
-        Direction.BACKWARD_DATA: BackwardDataAlgo,
-        Direction.BACKWARD_FILTER: BackwardFilterAlgo,
+        Direction.FORWARD: _Kind("Forward", ForwardAlgo, ()),
+        Direction.BACKWARD_DATA: _Kind(
+            "BackwardData", BackwardDataAlgo, (BackwardDataAlgo.ALGO_0,)
+        ),
+        Direction.BACKWARD_FILTER: _Kind(
+            "BackwardFilter",
+            BackwardFilterAlgo,
+            (BackwardFilterAlgo.ALGO_0, BackwardFilterAlgo.ALGO_3),
+        ),
     }
 )
 _SUFFIXES: Mapping[MathType, str] = MappingProxyType(
@@ -56,16 +65,6 @@ _SUFFIXES: Mapping[MathType, str] = MappingProxyType(
 )
 _LARGEST_INT = 2**31 - 1
 _LISTINGS = 4096
-_DOCUMENTED_NONDETERMINISTIC: Mapping[Direction, tuple[int, ...]] = MappingProxyType(
-    {
-        Direction.FORWARD: (),
-        Direction.BACKWARD_DATA: (BackwardDataAlgo.ALGO_0,),
-        Direction.BACKWARD_FILTER: (
-            BackwardFilterAlgo.ALGO_0,
-            BackwardFilterAlgo.ALGO_3,
-        ),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +82,12 @@ def legacy_names(direction: Direction) -> Mapping[str, tuple[IntEnum, MathType]]
     return {
         f"{algo.name}{suffix}": (algo, math)
         for math, suffix in _SUFFIXES.items()
-        for algo in _ALGORITHMS[direction]
+        for algo in _KINDS[direction].algorithms
     }
 
 
 class LegacyLibrary:
-    """Lists and calls the algorithms of the first API; needs a device.
-
-    Args:
-        session: Where the library runs.
-    """
+    """Lists and calls the algorithms of the first API; needs a device."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -144,11 +139,11 @@ class LegacyLibrary:
         bound = _Bound(self._calls, problem, row.math)
         scalar = ctypes.c_double if problem.dtype == "float64" else ctypes.c_float
         one, beta = scalar(1.0), scalar(1.0 if accumulate else 0.0)
-        a, b, out = bound.in_order(problem.direction)
+        a, b, out = bound.tensors
         data = operands.a, operands.b
         if problem.direction is Direction.BACKWARD_DATA:
             data = operands.b, operands.a
-        name = f"cudnnConvolution{_C_NAMES[problem.direction]}"
+        name = f"cudnnConvolution{_KINDS[problem.direction].name}"
         arguments = (
             ctypes.addressof(one),
             a,
@@ -170,24 +165,16 @@ class LegacyLibrary:
 
         Where it gives none, by its documentation.
         """
-        most = len(_ALGORITHMS[problem.direction]) * len(MathType)
+        most = len(_KINDS[problem.direction].algorithms) * len(MathType)
         perfs, count = (AlgoPerf * most)(), ctypes.c_int()
         try:
-            bound = _Bound(self._calls, problem, MathType.DEFAULT_MATH)
-            a, b, out = bound.in_order(problem.direction)
-            self._calls.call(
-                f"cudnnGetConvolution{_C_NAMES[problem.direction]}Algorithm_v7",
-                self._session.handle(),
-                a,
-                b,
-                bound.convolution,
-                out,
-                most,
-                ctypes.byref(count),
-                perfs,
+            self._ask(
+                "Algorithm_v7",
+                _Bound(self._calls, problem, MathType.DEFAULT_MATH),
+                *(most, ctypes.byref(count), perfs),
             )
         except MucudnnError:
-            return frozenset(_DOCUMENTED_NONDETERMINISTIC[problem.direction])
+            return frozenset(_KINDS[problem.direction].documented_nondeterministic)
         return frozenset(
             perf.algo
             for perf in perfs[: count.value]
@@ -195,103 +182,69 @@ class LegacyLibrary:
         )
 
     def _workspace(self, problem: ConvProblem, algo: IntEnum, math: MathType) -> int:
-        bound = _Bound(self._calls, problem, math)
-        a, b, out = bound.in_order(problem.direction)
-        nbytes = ctypes.c_size_t()
-        self._calls.call(
-            f"cudnnGetConvolution{_C_NAMES[problem.direction]}WorkspaceSize",
-            self._session.handle(),
-            a,
-            b,
-            bound.convolution,
-            out,
-            int(algo),
-            ctypes.byref(nbytes),
-        )
+        nbytes, bound = ctypes.c_size_t(), _Bound(self._calls, problem, math)
+        self._ask("WorkspaceSize", bound, int(algo), ctypes.byref(nbytes))
         return nbytes.value
+
+    def _ask(self, what: str, bound: "_Bound", *arguments: Any) -> None:
+        """Call `cudnnGetConvolution…` of the problem's direction."""
+        name = f"cudnnGetConvolution{_KINDS[bound.direction].name}{what}"
+        a, b, out = bound.tensors
+        handle = self._session.handle()
+        self._calls.call(name, handle, a, b, bound.convolution, out, *arguments)
 
 
 class _Bound:
     """The descriptors of one problem in one math type, destroyed with it.
 
     Attributes:
-        tensors: Addresses of those of x, w and y.
+        direction: The problem's.
+        tensors: Addresses of those of two inputs and the output, as the C functions
+            take them: for the gradient of the input (w, dy), not (dy, w).
         convolution: Address of the convolution's.
     """
 
     def __init__(self, calls: Calls, problem: ConvProblem, math: MathType) -> None:
         self._calls = calls
         self._made: list[tuple[str, int]] = []
-        geometry = Geometry.of(problem)
-        self.tensors = {
-            "x": self._tensor(geometry, geometry.x),
-            "w": self._filter(geometry),
-            "y": self._tensor(geometry, geometry.y),
+        self.direction = problem.direction
+        of = Geometry.of(problem)
+        layout = TensorFormat.NHWC if of.channels_last else TensorFormat.NCHW
+        made = {
+            "x": self._tensor(of, of.x),
+            "w": self._create("Filter", of.data_type, layout, len(of.w), _ints(of.w)),
+            "y": self._tensor(of, of.y),
         }
-        self.convolution = self._convolution(geometry, math)
+        self.convolution = self._create(
+            "Convolution",
+            len(of.stride),
+            *(_ints(of.padding), _ints(of.stride), _ints(of.dilation)),
+            ConvolutionMode.CROSS_CORRELATION,
+            of.compute_type,
+        )
+        calls.call("cudnnSetConvolutionGroupCount", self.convolution, of.groups)
+        calls.call("cudnnSetConvolutionMathType", self.convolution, math)
+        a, b, out = (made[name] for name in operand_order(problem.direction))
+        backward_data = problem.direction is Direction.BACKWARD_DATA
+        self.tensors = (b, a, out) if backward_data else (a, b, out)
 
     def __del__(self) -> None:
         for kind, pointer in self._made:
             with contextlib.suppress(MucudnnError):
                 self._calls.call(f"cudnnDestroy{kind}Descriptor", pointer)
 
-    def in_order(self, direction: Direction) -> tuple[int, int, int]:
-        """Two inputs and the output as the C functions take them.
+    def _tensor(self, of: Geometry, shape: tuple[int, ...]) -> int:
+        sizes, strides = _ints(shape), _ints(of.strides(shape))
+        return self._create("Tensor", of.data_type, len(shape), sizes, strides)
 
-        For the gradient of the input they take (w, dy), not (dy, w).
-        """
-        a, b, out = (self.tensors[name] for name in operand_order(direction))
-        if direction is Direction.BACKWARD_DATA:
-            return b, a, out
-        return a, b, out
-
-    def _create(self, kind: str) -> int:
+    def _create(self, kind: str, *values: Any) -> int:
+        """Make a descriptor and set it."""
         pointer = ctypes.c_void_p()
         self._calls.call(f"cudnnCreate{kind}Descriptor", ctypes.byref(pointer))
         address = pointer.value or 0
         self._made.append((kind, address))
+        self._calls.call(f"cudnnSet{kind}NdDescriptor", address, *values)
         return address
-
-    def _tensor(self, geometry: Geometry, shape: tuple[int, ...]) -> int:
-        tensor = self._create("Tensor")
-        self._calls.call(
-            "cudnnSetTensorNdDescriptor",
-            tensor,
-            geometry.data_type,
-            len(shape),
-            _ints(shape),
-            _ints(geometry.strides(shape)),
-        )
-        return tensor
-
-    def _filter(self, geometry: Geometry) -> int:
-        last = geometry.channels_last
-        weights = self._create("Filter")
-        self._calls.call(
-            "cudnnSetFilterNdDescriptor",
-            weights,
-            geometry.data_type,
-            TensorFormat.NHWC if last else TensorFormat.NCHW,
-            len(geometry.w),
-            _ints(geometry.w),
-        )
-        return weights
-
-    def _convolution(self, geometry: Geometry, math: MathType) -> int:
-        convolution = self._create("Convolution")
-        self._calls.call(
-            "cudnnSetConvolutionNdDescriptor",
-            convolution,
-            len(geometry.stride),
-            _ints(geometry.padding),
-            _ints(geometry.stride),
-            _ints(geometry.dilation),
-            ConvolutionMode.CROSS_CORRELATION,
-            geometry.compute_type,
-        )
-        self._calls.call("cudnnSetConvolutionGroupCount", convolution, geometry.groups)
-        self._calls.call("cudnnSetConvolutionMathType", convolution, math)
-        return convolution
 
 
 def _ints(values: tuple[int, ...]) -> Any:

@@ -35,40 +35,34 @@ class _Node:
     tensors: Mapping[str, Attribute]
 
 
+def _node(
+    kind: DescriptorType, prefix: str, x: str = "X", w: str = "W", y: str = "Y"
+) -> _Node:
+    def attribute(name: str) -> Attribute:
+        return Attribute[f"OPERATION_CONVOLUTION_{prefix}_{name}"]
+
+    return _Node(
+        kind,
+        attribute("ALPHA"),
+        attribute("BETA"),
+        attribute("CONV_DESC"),
+        {"x": attribute(x), "w": attribute(w), "y": attribute(y)},
+    )
+
+
 _NODES: Mapping[Direction, _Node] = MappingProxyType(
     {
-        Direction.FORWARD: _Node(
-            DescriptorType.OPERATION_CONVOLUTION_FORWARD,
-            Attribute.OPERATION_CONVOLUTION_FORWARD_ALPHA,
-            Attribute.OPERATION_CONVOLUTION_FORWARD_BETA,
-            Attribute.OPERATION_CONVOLUTION_FORWARD_CONV_DESC,
-            {
-                "x": Attribute.OPERATION_CONVOLUTION_FORWARD_X,
-                "w": Attribute.OPERATION_CONVOLUTION_FORWARD_W,
-                "y": Attribute.OPERATION_CONVOLUTION_FORWARD_Y,
-            },
+        Direction.FORWARD: _node(
+            DescriptorType.OPERATION_CONVOLUTION_FORWARD, "FORWARD"
         ),
-        Direction.BACKWARD_DATA: _Node(
-            DescriptorType.OPERATION_CONVOLUTION_BACKWARD_DATA,
-            Attribute.OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
-            Attribute.OPERATION_CONVOLUTION_BWD_DATA_BETA,
-            Attribute.OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC,
-            {
-                "x": Attribute.OPERATION_CONVOLUTION_BWD_DATA_DX,
-                "w": Attribute.OPERATION_CONVOLUTION_BWD_DATA_W,
-                "y": Attribute.OPERATION_CONVOLUTION_BWD_DATA_DY,
-            },
+        Direction.BACKWARD_DATA: _node(
+            DescriptorType.OPERATION_CONVOLUTION_BACKWARD_DATA, "BWD_DATA", "DX", y="DY"
         ),
-        Direction.BACKWARD_FILTER: _Node(
+        Direction.BACKWARD_FILTER: _node(
             DescriptorType.OPERATION_CONVOLUTION_BACKWARD_FILTER,
-            Attribute.OPERATION_CONVOLUTION_BWD_FILTER_ALPHA,
-            Attribute.OPERATION_CONVOLUTION_BWD_FILTER_BETA,
-            Attribute.OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC,
-            {
-                "x": Attribute.OPERATION_CONVOLUTION_BWD_FILTER_X,
-                "w": Attribute.OPERATION_CONVOLUTION_BWD_FILTER_DW,
-                "y": Attribute.OPERATION_CONVOLUTION_BWD_FILTER_DY,
-            },
+            "BWD_FILTER",
+            w="DW",
+            y="DY",
         ),
     }
 )
@@ -84,63 +78,39 @@ def operation_graph(
 ) -> Descriptor:
     """A finalized graph: out = convolution + (out if `accumulate`).
 
-    Groups need no attribute: the filter has C // groups channels.
-
-    Args:
-        calls: The library.
-        problem: What to compute.
-        accumulate: Whether beta is 1 instead of 0.
-        alignment: Bytes that all operands' addresses are multiples of.
-        handle: cuDNN handle; None where there is no device.
+    Groups need no attribute: the filter has C // groups channels. All operands'
+    addresses are multiples of `alignment`; there is no handle where there is no device.
 
     Raises:
         UnsupportedError: cuDNN does not have such a convolution.
     """
     geometry, node = Geometry.of(problem), _NODES[problem.direction]
     operation = Descriptor(calls, node.kind)
-    operation.set(node.alpha, AttributeType.FLOAT, 1.0)
-    operation.set(node.beta, AttributeType.FLOAT, 1.0 if accumulate else 0.0)
-    operation.set(
-        node.convolution,
-        AttributeType.BACKEND_DESCRIPTOR,
-        _convolution(calls, geometry),
-    )
+    operation.set(node.alpha, 1.0)
+    operation.set(node.beta, 1.0 if accumulate else 0.0)
+    operation.set(node.convolution, _convolution(calls, geometry))
     shapes = {"x": geometry.x, "w": geometry.w, "y": geometry.y}
     for name, shape in shapes.items():
         tensor = _tensor(calls, geometry, UIDS[name], shape, alignment)
-        operation.set(node.tensors[name], AttributeType.BACKEND_DESCRIPTOR, tensor)
+        operation.set(node.tensors[name], tensor)
     graph = Descriptor(calls, DescriptorType.OPERATIONGRAPH)
-    graph.set(
-        Attribute.OPERATIONGRAPH_OPS,
-        AttributeType.BACKEND_DESCRIPTOR,
-        operation.finalize(),
-    )
+    graph.set(Attribute.OPERATIONGRAPH_OPS, operation.finalize())
     if handle is not None:
-        graph.set(Attribute.OPERATIONGRAPH_HANDLE, AttributeType.HANDLE, handle)
+        kind = AttributeType.HANDLE
+        graph.set(Attribute.OPERATIONGRAPH_HANDLE, handle, kind=kind)
     return graph.finalize()
 
 
 def _convolution(calls: Calls, geometry: Geometry) -> Descriptor:
     convolution = Descriptor(calls, DescriptorType.CONVOLUTION)
-    convolution.set(
-        Attribute.CONVOLUTION_COMP_TYPE,
-        AttributeType.DATA_TYPE,
-        geometry.compute_type,
-    )
-    convolution.set(
-        Attribute.CONVOLUTION_CONV_MODE,
-        AttributeType.CONVOLUTION_MODE,
-        ConvolutionMode.CROSS_CORRELATION,
-    )
-    spatial = len(geometry.stride)
-    for attribute, values in (
-        (Attribute.CONVOLUTION_SPATIAL_DIMS, (spatial,)),
-        (Attribute.CONVOLUTION_DILATIONS, geometry.dilation),
-        (Attribute.CONVOLUTION_FILTER_STRIDES, geometry.stride),
-        (Attribute.CONVOLUTION_PRE_PADDINGS, geometry.padding),
-        (Attribute.CONVOLUTION_POST_PADDINGS, geometry.padding),
-    ):
-        convolution.set(attribute, AttributeType.INT64, *values)
+    convolution.set(Attribute.CONVOLUTION_COMP_TYPE, geometry.compute_type)
+    mode = ConvolutionMode.CROSS_CORRELATION
+    convolution.set(Attribute.CONVOLUTION_CONV_MODE, mode)
+    convolution.set(Attribute.CONVOLUTION_SPATIAL_DIMS, len(geometry.stride))
+    convolution.set(Attribute.CONVOLUTION_DILATIONS, *geometry.dilation)
+    convolution.set(Attribute.CONVOLUTION_FILTER_STRIDES, *geometry.stride)
+    convolution.set(Attribute.CONVOLUTION_PRE_PADDINGS, *geometry.padding)
+    convolution.set(Attribute.CONVOLUTION_POST_PADDINGS, *geometry.padding)
     return convolution.finalize()
 
 
@@ -152,12 +122,9 @@ def _tensor(
     alignment: int,
 ) -> Descriptor:
     tensor = Descriptor(calls, DescriptorType.TENSOR)
-    tensor.set(Attribute.TENSOR_DATA_TYPE, AttributeType.DATA_TYPE, geometry.data_type)
-    for attribute, values in (
-        (Attribute.TENSOR_UNIQUE_ID, (uid,)),
-        (Attribute.TENSOR_BYTE_ALIGNMENT, (alignment,)),
-        (Attribute.TENSOR_DIMENSIONS, shape),
-        (Attribute.TENSOR_STRIDES, geometry.strides(shape)),
-    ):
-        tensor.set(attribute, AttributeType.INT64, *values)
+    tensor.set(Attribute.TENSOR_DATA_TYPE, geometry.data_type)
+    tensor.set(Attribute.TENSOR_UNIQUE_ID, uid)
+    tensor.set(Attribute.TENSOR_BYTE_ALIGNMENT, alignment)
+    tensor.set(Attribute.TENSOR_DIMENSIONS, *shape)
+    tensor.set(Attribute.TENSOR_STRIDES, *geometry.strides(shape))
     return tensor.finalize()

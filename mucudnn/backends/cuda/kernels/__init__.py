@@ -8,10 +8,8 @@ run in place read an element before they write it, and no other.
 This package imports neither CuPy nor NumPy; sources are compiled at their first launch.
 """
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from mucudnn.backends.base import Kernel
 from mucudnn.backends.cuda.kernels import (
@@ -29,26 +27,33 @@ from mucudnn.backends.cuda.kernels import (
     updates,
     upsampling,
 )
-from mucudnn.backends.cuda.kernels.program import Launcher, Operation, Program
+from mucudnn.backends.cuda.kernels.program import (
+    KernelCall,
+    Launcher,
+    Operation,
+    Program,
+)
 
 __all__ = ["KERNELS", "PROGRAMS", "bind"]
 
+_FILES = (
+    average_pooling,
+    batch_norm,
+    bias,
+    dropout,
+    elementwise,
+    group_norm,
+    losses,
+    lrn,
+    matmul,
+    max_pooling,
+    shaping,
+    updates,
+    upsampling,
+)
+
 KERNELS: Mapping[str, Operation] = MappingProxyType(
-    {
-        **average_pooling.OPERATIONS,
-        **batch_norm.OPERATIONS,
-        **bias.OPERATIONS,
-        **dropout.OPERATIONS,
-        **elementwise.OPERATIONS,
-        **group_norm.OPERATIONS,
-        **losses.OPERATIONS,
-        **lrn.OPERATIONS,
-        **matmul.OPERATIONS,
-        **max_pooling.OPERATIONS,
-        **shaping.OPERATIONS,
-        **updates.OPERATIONS,
-        **upsampling.OPERATIONS,
-    }
+    {name: made for file in _FILES for name, made in file.OPERATIONS.items()}
 )
 """Operation -> its kernel, which still has to be given a launcher."""
 
@@ -72,18 +77,11 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
 
 def bind(launcher: Launcher) -> Mapping[str, Kernel]:
     """The kernels, to be launched by this launcher."""
-    return {
-        name: Kernel(functools.partial(_run, operation, launcher), operation.workspace)
-        for name, operation in KERNELS.items()
-    }
 
+    def bound(operation: Operation) -> Kernel:
+        return Kernel(
+            lambda *arguments: operation.run(KernelCall(launcher, *arguments)),
+            operation.workspace,
+        )
 
-def _run(
-    operation: Operation,
-    launcher: Launcher,
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
-    attrs: Mapping[str, Any],
-    workspace: Any,
-) -> None:
-    operation.run(launcher, inputs, outputs, attrs, workspace)
+    return {name: bound(operation) for name, operation in KERNELS.items()}

@@ -6,21 +6,18 @@ number of windows up has added.
 """
 
 import math
-from typing import Any
 
 from mucudnn.backends.cuda.kernels.program import (
     THREADS,
     Attrs,
-    Inputs,
-    Launcher,
+    KernelCall,
     Operation,
-    Outputs,
     Program,
     flat,
 )
 from mucudnn.backends.cuda.kernels.windows import WINDOWS, geometry
 
-__all__ = ["OPERATIONS", "PROGRAM", "avg_pool", "avg_pool_grad"]
+__all__ = ["OPERATIONS", "PROGRAM"]
 
 PROGRAM = Program(
     WINDOWS
@@ -88,30 +85,26 @@ KERNEL avg_pool_grad(const T* dy, T* dx, I count, I padded, AXES) {
 )
 
 
-def avg_pool(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def avg_pool(call: KernelCall) -> None:
     """The mean of each window."""
-    (x,), (y,) = inputs, outputs
-    if _whole(x.shape, y.shape, attrs):
+    (x,), (y,) = call.inputs, call.outputs
+    if _whole(x.shape, y.shape, call.attrs):
         pixels = math.prod(x.shape[2:])
         width = min(THREADS, 1 << (pixels.bit_length() - 1))
         blocks = flat(y.size * width)
-        gpu.launch(PROGRAM, "image_means", blocks, x, y, y.size, pixels, width)
+        call.launch(PROGRAM, "image_means", blocks, x, y, y.size, pixels, width)
         return
-    arguments = y.size, int(attrs["count_include_pad"])
-    axes = geometry(x.shape, y.shape, attrs)
-    gpu.launch(PROGRAM, "avg_pool", flat(y.size), x, y, *arguments, *axes)
+    arguments = y.size, int(call.attrs["count_include_pad"])
+    axes = geometry(x.shape, y.shape, call.attrs)
+    call.launch(PROGRAM, "avg_pool", flat(y.size), x, y, *arguments, *axes)
 
 
-def avg_pool_grad(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def avg_pool_grad(call: KernelCall) -> None:
     """Dx: each dy shared out among the elements of its window."""
-    (dy,), (dx,) = inputs, outputs
-    arguments = dx.size, int(attrs["count_include_pad"])
-    axes = geometry(dx.shape, dy.shape, attrs)
-    gpu.launch(PROGRAM, "avg_pool_grad", flat(dx.size), dy, dx, *arguments, *axes)
+    (dy,), (dx,) = call.inputs, call.outputs
+    arguments = dx.size, int(call.attrs["count_include_pad"])
+    axes = geometry(dx.shape, dy.shape, call.attrs)
+    call.launch(PROGRAM, "avg_pool_grad", flat(dx.size), dy, dx, *arguments, *axes)
 
 
 def _whole(image: tuple[int, ...], out: tuple[int, ...], attrs: Attrs) -> bool:

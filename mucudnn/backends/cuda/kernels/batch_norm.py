@@ -4,21 +4,10 @@ A block reads its part of a channel three times: for the sum, for the sum of squ
 about the mean, and to normalise. The parts of a sum are added up by whoever needs it.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
-from mucudnn.backends.cuda.kernels.program import (
-    Attrs,
-    Inputs,
-    Launcher,
-    Operation,
-    Outputs,
-    Program,
-)
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, Specs
 from mucudnn.backends.cuda.kernels.sums import CHANNELS, Channels
-from mucudnn.ir.tensor import TensorSpec
 
-__all__ = ["OPERATIONS", "PROGRAM", "batch_norm", "batch_norm_eval", "batch_norm_grad"]
+__all__ = ["OPERATIONS", "PROGRAM"]
 
 PROGRAM = Program(
     CHANNELS
@@ -111,58 +100,38 @@ KERNEL batch_norm_grad(const T* x, const T* dy, const T* gamma, const T* mean,
 )
 
 
-def batch_norm(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def batch_norm(call: KernelCall) -> None:
     """Normalise by the statistics of the batch, and move the running ones."""
-    x = inputs[0]
+    x = call.inputs[0]
     channels = Channels.of(x.shape)
-    sums, squares = channels.buffers(workspace, 2)
+    sums, squares = channels.buffers(call.workspace, 2)
     shape, blocks = channels.arguments, channels.blocks
-    gpu.launch(PROGRAM, "channel_sums", blocks, x, sums, *shape)
-    gpu.launch(PROGRAM, "channel_squares", blocks, x, sums, squares, *shape)
-    numbers = float(attrs["eps"]), float(attrs["momentum"]), int(attrs["update"])
-    gpu.launch(
-        PROGRAM,
-        "batch_norm",
-        blocks,
-        *inputs,
-        *outputs,
-        sums,
-        squares,
-        *shape,
-        *numbers,
-    )
+    call.launch(PROGRAM, "channel_sums", blocks, x, sums, *shape)
+    call.launch(PROGRAM, "channel_squares", blocks, x, sums, squares, *shape)
+    operands = *call.inputs, *call.outputs, sums, squares
+    numbers = *call.numbers("eps", "momentum"), int(call.attrs["update"])
+    call.launch(PROGRAM, "batch_norm", blocks, *operands, *shape, *numbers)
 
 
-def batch_norm_eval(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def batch_norm_eval(call: KernelCall) -> None:
     """Normalise by the running statistics."""
-    channels = Channels.of(inputs[0].shape)
-    shape, eps = channels.arguments, float(attrs["eps"])
-    gpu.launch(
-        PROGRAM, "batch_norm_eval", channels.blocks, *inputs, *outputs, *shape, eps
-    )
+    channels = Channels.of(call.inputs[0].shape)
+    arguments = *call.inputs, *call.outputs, *channels.arguments, *call.numbers("eps")
+    call.launch(PROGRAM, "batch_norm_eval", channels.blocks, *arguments)
 
 
-def batch_norm_grad(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def batch_norm_grad(call: KernelCall) -> None:
     """Dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta."""
-    x, dy, _, mean, _ = inputs
+    x, dy, _, mean, _ = call.inputs
     channels = Channels.of(x.shape)
-    sums, dots = channels.buffers(workspace, 2)
+    sums, dots = channels.buffers(call.workspace, 2)
     shape, blocks = channels.arguments, channels.blocks
-    gpu.launch(PROGRAM, "channel_dots", blocks, x, dy, mean, sums, dots, *shape)
-    gpu.launch(
-        PROGRAM, "batch_norm_grad", blocks, *inputs, *outputs, sums, dots, *shape
-    )
+    call.launch(PROGRAM, "channel_dots", blocks, x, dy, mean, sums, dots, *shape)
+    operands = *call.inputs, *call.outputs, sums, dots
+    call.launch(PROGRAM, "batch_norm_grad", blocks, *operands, *shape)
 
 
-def _two_sums(
-    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs
-) -> int:
+def _two_sums(inputs: Specs, *_: object) -> int:
     return 2 * Channels.of(inputs[0].shape).nbytes
 
 

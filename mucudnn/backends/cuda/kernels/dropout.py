@@ -6,19 +6,14 @@ one encryption; a block of threads then writes what they chose, adjacent threads
 adjacent elements.
 """
 
-from typing import Any
-
 from mucudnn.backends.cuda.kernels.program import (
     THREADS,
-    Attrs,
-    Inputs,
-    Launcher,
+    KernelCall,
     Operation,
-    Outputs,
     Program,
 )
 
-__all__ = ["OPERATIONS", "PROGRAM", "dropout"]
+__all__ = ["OPERATIONS", "PROGRAM"]
 
 _WORD = 1 << 64
 _AT_ONCE = 16 * THREADS  # positions of a block of threads
@@ -69,21 +64,19 @@ KERNEL dropout(const T* x, const long long* step, T* y, I count, Word seed,
 )
 
 
-def dropout(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def dropout(call: KernelCall) -> None:
     """Y = x / (1 - p) or, with probability p, 0."""
     import numpy as np
 
-    (x, step), (y,) = inputs, outputs
-    p = attrs["p"]
+    (x, step), (y,) = call.inputs, call.outputs
+    p = call.attrs["p"]
     if p >= 1:
-        gpu.copy(0, y)
+        call.gpu.copy(0, y)
         return
-    seed = np.uint64(attrs["seed"] % _WORD)
+    seed = np.uint64(call.attrs["seed"] % _WORD)
     threshold = min(round(p * 65536), 65535)
     blocks = (min(1 << 16, -(-x.size // _AT_ONCE)),)
-    gpu.launch(
+    call.launch(
         PROGRAM, "dropout", blocks, x, step, y, x.size, seed, threshold, 1 / (1 - p)
     )
 

@@ -1,16 +1,6 @@
 """Activations, sums and products: one element at a time, any of them in place."""
 
-from typing import Any
-
-from mucudnn.backends.cuda.kernels.program import (
-    Attrs,
-    Inputs,
-    Launcher,
-    Operation,
-    Outputs,
-    Program,
-    flat,
-)
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
@@ -58,28 +48,21 @@ KERNEL tanh_grad(const T* a, const T* b, T* y, I count) { TWO(d * (1 - x * x)) }
 def _elementwise(kernel: str, *names: str) -> Operation:
     """An operation of one or two tensors and the attributes of these names."""
 
-    def run(
-        gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-    ) -> None:
-        (y,) = outputs
-        numbers = (float(attrs[name]) for name in names)
-        gpu.launch(PROGRAM, kernel, flat(y.size), *inputs, y, y.size, *numbers)
+    def run(call: KernelCall) -> None:
+        (y,) = call.outputs
+        arguments = *call.inputs, y, y.size, *call.numbers(*names)
+        call.launch(PROGRAM, kernel, flat(y.size), *arguments)
 
     return Operation(run)
 
 
+_ATTRIBUTES = {
+    "leaky_relu": ("slope",),
+    "leaky_relu_grad": ("slope",),
+    "scale": ("factor",),
+}
+
 OPERATIONS: dict[str, Operation] = {
-    "add": _elementwise("add"),
-    "gelu": _elementwise("gelu"),
-    "gelu_grad": _elementwise("gelu_grad"),
-    "leaky_relu": _elementwise("leaky_relu", "slope"),
-    "leaky_relu_grad": _elementwise("leaky_relu_grad", "slope"),
-    "multiply": _elementwise("multiply"),
-    "relu": _elementwise("relu"),
-    "relu_grad": _elementwise("relu_grad"),
-    "scale": _elementwise("scale", "factor"),
-    "sigmoid": _elementwise("sigmoid"),
-    "sigmoid_grad": _elementwise("sigmoid_grad"),
-    "tanh": _elementwise("tanh_"),
-    "tanh_grad": _elementwise("tanh_grad"),
+    kernel.removesuffix("_"): _elementwise(kernel, *_ATTRIBUTES.get(kernel, ()))
+    for kernel in PROGRAM.kernels
 }

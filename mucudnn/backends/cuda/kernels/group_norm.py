@@ -8,22 +8,18 @@ pixels of (N, values of gamma, inner), as a batch normalisation's.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from mucudnn.backends.cuda.kernels.program import (
     Attrs,
-    Inputs,
-    Launcher,
+    KernelCall,
     Operation,
-    Outputs,
     Program,
+    Specs,
     as_ncs,
-    flat,
 )
 from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH, Channels
-from mucudnn.ir.tensor import TensorSpec
 
-__all__ = ["OPERATIONS", "PROGRAM", "group_norm", "group_norm_grad"]
+__all__ = ["OPERATIONS", "PROGRAM"]
 
 PROGRAM = Program(
     CHANNELS
@@ -93,36 +89,25 @@ KERNEL gamma_grad(const T* x, const T* dy, const T* mean, const T* inv_std,
 )
 
 
-def group_norm(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def group_norm(call: KernelCall) -> None:
     """Normalise each group of channels of each sample by its own statistics."""
-    rows, *sizes = _rows(inputs[0].shape, attrs)
-    eps = float(attrs["eps"])
-    gpu.launch(PROGRAM, "group_norm", (rows,), *inputs, *outputs, *sizes, eps)
+    rows, *sizes = _rows(call.inputs[0].shape, call.attrs)
+    arguments = *call.inputs, *call.outputs, *sizes, *call.numbers("eps")
+    call.launch(PROGRAM, "group_norm", (rows,), *arguments)
 
 
-def group_norm_grad(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
-    """As batch normalisation's, over groups; dgamma and dbeta first: dx may be dy."""
-    x, dy, _, mean, inv_std = inputs
-    dx, dgamma, dbeta = outputs
-    channels = _channels(x.shape, attrs)
-    sums = channels.buffers(workspace, 2)
-    shape, groups = channels.arguments, attrs["groups"]
-    gpu.launch(
-        PROGRAM,
-        "gamma_grad",
-        channels.blocks,
-        *(x, dy, mean, inv_std, *sums, *shape, groups),
-    )
+def group_norm_grad(call: KernelCall) -> None:
+    """Dx as batch normalisation's, over groups; after dgamma, dbeta: it may be dy."""
+    x, dy, _, mean, inv_std = call.inputs
+    dx, dgamma, dbeta = call.outputs
+    channels = _channels(x.shape, call.attrs)
+    sums = channels.buffers(call.workspace, 2)
+    arguments = x, dy, mean, inv_std, *sums, *channels.arguments, call.attrs["groups"]
+    call.launch(PROGRAM, "gamma_grad", channels.blocks, *arguments)
     for gradient, parts in zip((dgamma, dbeta), sums, strict=True):
-        size = gradient.size
-        arguments = gradient, parts, channels.parts, size
-        gpu.launch(PROGRAM, "finish_channels", flat(size), *arguments)
-    rows, *sizes = _rows(x.shape, attrs)
-    gpu.launch(PROGRAM, "group_norm_grad", (rows,), *inputs, dx, *sizes)
+        channels.finish(call, PROGRAM, parts, gradient)
+    rows, *sizes = _rows(x.shape, call.attrs)
+    call.launch(PROGRAM, "group_norm_grad", (rows,), *call.inputs, dx, *sizes)
 
 
 def _rows(shape: Sequence[int], attrs: Attrs) -> tuple[int, int, int, int]:
@@ -138,9 +123,7 @@ def _channels(shape: Sequence[int], attrs: Attrs) -> Channels:
     return Channels.of((N, math.prod(rest)) if attrs["per_element"] else shape)
 
 
-def _two_sums(
-    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs
-) -> int:
+def _two_sums(inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
     return 2 * _channels(inputs[0].shape, attrs).nbytes
 
 

@@ -8,30 +8,17 @@ answer is wrong; nothing is read or written out of bounds.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from mucudnn.backends.cuda.kernels.program import (
-    Attrs,
-    Inputs,
-    Launcher,
+    KernelCall,
     Operation,
-    Outputs,
     Program,
     as_ncs,
     flat,
 )
 from mucudnn.backends.cuda.kernels.sums import PARTIALS, REDUCE, partials
-from mucudnn.ir.tensor import TensorSpec
 
-__all__ = [
-    "OPERATIONS",
-    "PROGRAM",
-    "accuracy",
-    "mean_squared_error",
-    "mean_squared_error_grad",
-    "softmax_cross_entropy",
-    "softmax_cross_entropy_grad",
-]
+__all__ = ["OPERATIONS", "PROGRAM"]
 
 _LANES = 32
 
@@ -146,61 +133,48 @@ KERNEL finish_count(const double* parts, long long* out, I count) {
 )
 
 
-def softmax_cross_entropy(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def softmax_cross_entropy(call: KernelCall) -> None:
     """(mean of -log p[label], p)."""
-    (x, labels), (loss, p) = inputs, outputs
+    (x, labels), (_, p) = call.inputs, call.outputs
     blocks, shape = _pixels(x.shape)
-    gpu.launch(
-        PROGRAM, "softmax_cross_entropy", blocks, x, labels, p, workspace, *shape
+    call.launch(
+        PROGRAM, "softmax_cross_entropy", blocks, x, labels, p, call.workspace, *shape
     )
-    _finish_mean(gpu, workspace, loss, blocks, labels.size)
+    _finish_mean(call, blocks, labels.size)
 
 
-def softmax_cross_entropy_grad(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def softmax_cross_entropy_grad(call: KernelCall) -> None:
     """(p - [1 at the label]) dloss / number of labels."""
-    p, (dx,) = inputs[0], outputs
+    p, (dx,) = call.inputs[0], call.outputs
     _, C, S = as_ncs(p.shape)
     name = "softmax_cross_entropy_grad"
-    gpu.launch(PROGRAM, name, flat(p.size), *inputs, dx, p.size, C, S)
+    call.launch(PROGRAM, name, flat(p.size), *call.inputs, dx, p.size, C, S)
 
 
-def mean_squared_error(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def mean_squared_error(call: KernelCall) -> None:
     """The mean of (prediction - target)²."""
-    size = inputs[0].size
+    size = call.inputs[0].size
     blocks = (partials(size),)
-    gpu.launch(PROGRAM, "mean_squared_error", blocks, *inputs, workspace, size)
-    _finish_mean(gpu, workspace, outputs[0], blocks, size)
+    arguments = *call.inputs, call.workspace, size
+    call.launch(PROGRAM, "mean_squared_error", blocks, *arguments)
+    _finish_mean(call, blocks, size)
 
 
-def mean_squared_error_grad(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def mean_squared_error_grad(call: KernelCall) -> None:
     """2 (prediction - target) dloss / number of elements."""
-    (dx,) = outputs
+    (dx,) = call.outputs
     blocks = flat(dx.size)
-    gpu.launch(PROGRAM, "mean_squared_error_grad", blocks, *inputs, dx, dx.size)
+    call.launch(PROGRAM, "mean_squared_error_grad", blocks, *call.inputs, dx, dx.size)
 
 
-def accuracy(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def accuracy(call: KernelCall) -> None:
     """How many labels have fewer than k logits above their own."""
-    x, labels = inputs
+    x = call.inputs[0]
     blocks, shape = _pixels(x.shape)
-    gpu.launch(PROGRAM, "accuracy", blocks, x, labels, workspace, *shape, attrs["k"])
-    gpu.launch(
-        PROGRAM,
-        "finish_count",
-        (1,),
-        *(workspace, outputs[0], blocks[0]),
-        dtype=x.dtype,
-    )
+    arguments = *call.inputs, call.workspace, *shape, call.attrs["k"]
+    call.launch(PROGRAM, "accuracy", blocks, *arguments)
+    parts = call.workspace, call.outputs[0], blocks[0]
+    call.gpu.launch(PROGRAM, "finish_count", (1,), *parts, dtype=x.dtype)
 
 
 def _pixels(shape: Sequence[int]) -> tuple[tuple[int], tuple[int, int, int, int]]:
@@ -210,16 +184,14 @@ def _pixels(shape: Sequence[int]) -> tuple[tuple[int], tuple[int, int, int, int]
     return (min(PARTIALS, -(-N * S // width)),), (N, C, S, width)
 
 
-def _finish_mean(
-    gpu: Launcher, parts: Any, out: Any, blocks: tuple[int], divisor: int
-) -> None:
-    arguments = parts, out, blocks[0], float(divisor)
-    gpu.launch(PROGRAM, "finish_mean", (1,), *arguments, dtype=out.dtype)
+def _finish_mean(call: KernelCall, blocks: tuple[int], divisor: int) -> None:
+    """Add up what the blocks left in the workspace, into the first output."""
+    out = call.outputs[0]
+    arguments = call.workspace, out, blocks[0], float(divisor)
+    call.gpu.launch(PROGRAM, "finish_mean", (1,), *arguments, dtype=out.dtype)
 
 
-def _parts(
-    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs
-) -> int:
+def _parts(*_: object) -> int:
     return 8 * PARTIALS
 
 

@@ -5,22 +5,20 @@ gradient goes through the channels of a pixel in order and may overwrite dy on i
 so it keeps what the next channels need in the workspace, in a ring of `size` rows.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from mucudnn.backends.cuda.kernels.program import (
     Attrs,
-    Inputs,
-    Launcher,
+    KernelCall,
     Operation,
-    Outputs,
     Program,
+    Specs,
     as_ncs,
     flat,
 )
-from mucudnn.ir.tensor import TensorSpec, itemsize
+from mucudnn.ir.tensor import itemsize
 
-__all__ = ["OPERATIONS", "PROGRAM", "lrn", "lrn_grad"]
+__all__ = ["OPERATIONS", "PROGRAM"]
 
 PROGRAM = Program(
     r"""
@@ -75,34 +73,27 @@ KERNEL lrn_grad(const T* x, const T* y, const T* dy, T* dx, A* ring, I pixels, I
 )
 
 
-def lrn(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def lrn(call: KernelCall) -> None:
     """Divide each element by a power of its neighbourhood's mean square."""
-    x = inputs[0]
+    x = call.inputs[0]
     _, C, S = as_ncs(x.shape)
-    gpu.launch(
-        PROGRAM, "lrn", flat(x.size), x, outputs[0], x.size, C, S, *_numbers(attrs)
-    )
+    arguments = x, call.outputs[0], x.size, C, S, *_numbers(call)
+    call.launch(PROGRAM, "lrn", flat(x.size), *arguments)
 
 
-def lrn_grad(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def lrn_grad(call: KernelCall) -> None:
     """Dx_i = dy_i / d_i^beta - 2 alpha beta / size x_i sum_j dy_j y_j / d_j."""
-    N, C, S = as_ncs(inputs[0].shape)
-    sizes = N * S, C, S
-    arguments = *inputs, outputs[0], workspace, *sizes, *_numbers(attrs)
-    gpu.launch(PROGRAM, "lrn_grad", flat(N * S), *arguments)
+    N, C, S = as_ncs(call.inputs[0].shape)
+    operands = *call.inputs, call.outputs[0], call.workspace
+    arguments = *operands, N * S, C, S, *_numbers(call)
+    call.launch(PROGRAM, "lrn_grad", flat(N * S), *arguments)
 
 
-def _numbers(attrs: Attrs) -> tuple[Any, ...]:
-    return attrs["size"], *(float(attrs[name]) for name in ("alpha", "beta", "k"))
+def _numbers(call: KernelCall) -> tuple[Any, ...]:
+    return call.attrs["size"], *call.numbers("alpha", "beta", "k")
 
 
-def _ring(
-    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs
-) -> int:
+def _ring(inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
     N, _, S = as_ncs(inputs[0].shape)
     size: int = attrs["size"]
     return max(4, itemsize(inputs[0].dtype)) * size * N * S

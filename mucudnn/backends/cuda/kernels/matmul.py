@@ -1,26 +1,16 @@
 """Products of two matrices, by cuBLAS."""
 
-from typing import Any
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation
 
-from mucudnn.backends.cuda.kernels.program import (
-    Attrs,
-    Inputs,
-    Launcher,
-    Operation,
-    Outputs,
-)
-
-__all__ = ["OPERATIONS", "matmul"]
+__all__ = ["OPERATIONS"]
 
 
-def matmul(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def matmul(call: KernelCall) -> None:
     """Y = a b, either transposed first if asked."""
-    a, b = inputs
-    a = a.T if attrs["transpose_a"] else a
-    b = b.T if attrs["transpose_b"] else b
-    gpu.matmul(a, b, outputs[0])
+    a, b = call.inputs
+    a = a.T if call.attrs["transpose_a"] else a
+    b = b.T if call.attrs["transpose_b"] else b
+    call.gpu.matmul(a, b, call.outputs[0])
 
 
 OPERATIONS: dict[str, Operation] = {"matmul": Operation(matmul)}

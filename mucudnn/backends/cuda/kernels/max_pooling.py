@@ -4,20 +4,10 @@ A thread has one result: in the gradient an element of the image, which gathers 
 the windows that hold it, in their order.
 """
 
-from typing import Any
-
-from mucudnn.backends.cuda.kernels.program import (
-    Attrs,
-    Inputs,
-    Launcher,
-    Operation,
-    Outputs,
-    Program,
-    flat,
-)
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
 from mucudnn.backends.cuda.kernels.windows import WINDOWS, geometry
 
-__all__ = ["OPERATIONS", "PROGRAM", "max_pool", "max_pool_grad"]
+__all__ = ["OPERATIONS", "PROGRAM"]
 
 PROGRAM = Program(
     WINDOWS
@@ -66,25 +56,21 @@ KERNEL max_pool_grad(const T* dy, const unsigned char* index, T* dx, I count, AX
 )
 
 
-def max_pool(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def max_pool(call: KernelCall) -> None:
     """(y, index): the maximum, and which of the window's elements it is.
 
     Of equal maxima the first counts; if one is NaN, so is the maximum.
     """
-    (x,), (y, index) = inputs, outputs
-    axes = geometry(x.shape, y.shape, attrs)
-    gpu.launch(PROGRAM, "max_pool", flat(y.size), x, y, index, y.size, *axes)
+    (x,), (y, index) = call.inputs, call.outputs
+    axes = geometry(x.shape, y.shape, call.attrs)
+    call.launch(PROGRAM, "max_pool", flat(y.size), x, y, index, y.size, *axes)
 
 
-def max_pool_grad(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def max_pool_grad(call: KernelCall) -> None:
     """Dx: each dy at its maximum's place."""
-    (dy, index), (dx,) = inputs, outputs
-    axes = geometry(dx.shape, dy.shape, attrs)
-    gpu.launch(PROGRAM, "max_pool_grad", flat(dx.size), dy, index, dx, dx.size, *axes)
+    (dy, index), (dx,) = call.inputs, call.outputs
+    axes = geometry(dx.shape, dy.shape, call.attrs)
+    call.launch(PROGRAM, "max_pool_grad", flat(dx.size), dy, index, dx, dx.size, *axes)
 
 
 OPERATIONS: dict[str, Operation] = {

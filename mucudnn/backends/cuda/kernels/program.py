@@ -9,6 +9,7 @@ Scalars reach a kernel as `I` (a Python int), `double` (a float) or 64 bits with
 never waits for one, so a whole step can be captured as a graph.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,22 +26,21 @@ __all__ = [
     "THREADS",
     "Attrs",
     "CupyLauncher",
-    "Inputs",
+    "KernelCall",
     "Launcher",
     "Operation",
-    "Outputs",
     "Program",
+    "Specs",
     "as_ncs",
     "compiler_options",
     "flat",
 ]
 
-Inputs = Sequence[Any]
-Outputs = Sequence[Any]
 Attrs = Mapping[str, Any]
+Specs = Sequence[TensorSpec]
 
 THREADS = 256
-"""Of every block."""
+"""Threads of every block."""
 
 _MOST_BLOCKS = 1 << 16
 _NARROW = 1 << 30
@@ -102,17 +102,13 @@ typedef INDEX I;
 
 @dataclass(frozen=True)
 class Program:
-    """The kernels of one file.
-
-    Attributes:
-        body: CUDA C; a kernel begins with the word KERNEL.
-    """
+    """The kernels of one file, in CUDA C: each begins with the word KERNEL."""
 
     body: str
 
     @property
     def source(self) -> str:
-        """What the compiler is given."""
+        """The text that the compiler is given."""
         return PRELUDE + self.body
 
     @property
@@ -176,18 +172,37 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class KernelCall:
+    """One call of an operation: dense arrays, and the GPU to launch kernels on."""
+
+    gpu: Launcher
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    attrs: Attrs
+    workspace: Any
+
+    def launch(
+        self, program: Program, kernel: str, blocks: tuple[int, ...], *arguments: Any
+    ) -> None:
+        """Start a kernel for elements of the first argument's type."""
+        self.gpu.launch(program, kernel, blocks, *arguments)
+
+    def numbers(self, *names: str) -> tuple[float, ...]:
+        """The attributes of these names as what a kernel takes as `double`."""
+        return tuple(float(self.attrs[name]) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
 class Operation:
     """A kernel of the contract before it is given its launcher.
 
     Attributes:
-        run: (launcher, inputs, outputs, attributes, workspace) -> nothing.
+        run: Launches what the operation takes.
         workspace: As `Kernel.workspace`.
     """
 
-    run: Callable[[Launcher, Inputs, Outputs, Attrs, Any], None]
-    workspace: Callable[[Sequence[TensorSpec], Sequence[TensorSpec], Attrs], int] = (
-        no_workspace
-    )
+    run: Callable[[KernelCall], None]
+    workspace: Callable[[Specs, Specs, Attrs], int] = no_workspace
 
 
 class CupyLauncher:
@@ -304,7 +319,4 @@ def flat(count: int) -> tuple[int]:
 def as_ncs(shape: Sequence[int]) -> tuple[int, int, int]:
     """(N, C, S) of (N, C, *spatial); S is 1 without spatial axes."""
     N, C, *spatial = shape
-    S = 1
-    for size in spatial:
-        S *= size
-    return N, C, S
+    return N, C, math.prod(spatial)

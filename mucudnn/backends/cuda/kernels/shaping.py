@@ -3,65 +3,49 @@
 They go to the current stream and need no memory beside what they write.
 """
 
-from typing import Any
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation
 
-from mucudnn.backends.cuda.kernels.program import (
-    Attrs,
-    Inputs,
-    Launcher,
-    Operation,
-    Outputs,
-)
-
-__all__ = ["OPERATIONS", "concat", "copy", "fill", "pad", "slice_"]
+__all__ = ["OPERATIONS"]
 
 
-def copy(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def copy(call: KernelCall) -> None:
     """A copy, in the output's type."""
-    gpu.copy(inputs[0], outputs[0])
+    call.gpu.copy(call.inputs[0], call.outputs[0])
 
 
-def fill(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def fill(call: KernelCall) -> None:
     """One value everywhere."""
-    gpu.copy(attrs["value"], outputs[0])
+    call.gpu.copy(call.attrs["value"], call.outputs[0])
 
 
-def concat(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def concat(call: KernelCall) -> None:
     """Tensors one after the other along an axis."""
-    axis = attrs.get("axis", 1)
+    axis = call.attrs.get("axis", 1)
     start = 0
-    for x in inputs:
+    for x in call.inputs:
         stop = start + x.shape[axis]
-        gpu.copy(x, outputs[0][_along(axis, start, stop)])
+        call.gpu.copy(x, call.outputs[0][_along(axis, start, stop)])
         start = stop
 
 
-def slice_(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def slice_(call: KernelCall) -> None:
     """The part between two corners."""
-    pairs = zip(attrs["starts"], attrs["stops"], strict=True)
-    gpu.copy(inputs[0][tuple(slice(*pair) for pair in pairs)], outputs[0])
+    pairs = zip(call.attrs["starts"], call.attrs["stops"], strict=True)
+    call.gpu.copy(
+        call.inputs[0][tuple(slice(*pair) for pair in pairs)], call.outputs[0]
+    )
 
 
-def pad(
-    gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-) -> None:
+def pad(call: KernelCall) -> None:
     """Zeros around a tensor."""
-    (x,), (y,) = inputs, outputs
+    (x,), (y,) = call.inputs, call.outputs
     interior = []
-    for axis, before in enumerate(attrs["before"]):
+    for axis, before in enumerate(call.attrs["before"]):
         stop = before + x.shape[axis]
         interior.append(slice(before, stop))
-        gpu.copy(0, y[_along(axis, 0, before)])
-        gpu.copy(0, y[_along(axis, stop, y.shape[axis])])
-    gpu.copy(x, y[tuple(interior)])
+        call.gpu.copy(0, y[_along(axis, 0, before)])
+        call.gpu.copy(0, y[_along(axis, stop, y.shape[axis])])
+    call.gpu.copy(x, y[tuple(interior)])
 
 
 def _along(axis: int, start: int, stop: int) -> tuple[slice, ...]:

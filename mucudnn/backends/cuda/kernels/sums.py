@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mucudnn.backends.cuda.kernels.program import THREADS, as_ncs
+from mucudnn.backends.cuda.kernels.program import (
+    THREADS,
+    KernelCall,
+    Program,
+    as_ncs,
+    flat,
+)
 
 __all__ = ["CHANNELS", "FINISH", "PARTIALS", "REDUCE", "Channels", "partials"]
 
@@ -83,10 +89,7 @@ KERNEL finish_channels(T* out, const double* parts, I count, I C) {
 class Channels:
     """How the sums over an array (N, C, S) are divided.
 
-    Attributes:
-        shape: N, C, S.
-        width: Channels of a block.
-        parts: Blocks of the same channels.
+    A block has `width` channels; `parts` blocks have the same ones.
     """
 
     shape: tuple[int, int, int]
@@ -95,7 +98,7 @@ class Channels:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> "Channels":
-        """For a tensor (N, C, *spatial)."""
+        """How to divide a tensor (N, C, *spatial)."""
         N, C, S = as_ncs(shape)
         width = 1 if S >= _SMALL_IMAGE else _LANES
         across = -(-C // width)
@@ -105,7 +108,7 @@ class Channels:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Of a kernel that makes a `Channel`."""
+        """The grid of a kernel that makes a `Channel`."""
         return -(-self.shape[1] // self.width), self.parts
 
     @property
@@ -115,8 +118,13 @@ class Channels:
 
     @property
     def nbytes(self) -> int:
-        """Of the partial sums."""
+        """Bytes of the partial sums."""
         return 8 * self.parts * self.shape[1]
+
+    def finish(self, call: KernelCall, program: Program, parts: Any, out: Any) -> None:
+        """Add the parts up; the program has `FINISH`."""
+        arguments = out, parts, self.parts, out.size
+        call.launch(program, "finish_channels", flat(out.size), *arguments)
 
     def buffers(self, workspace: Any, count: int) -> list[Any]:
         """The first parts of a workspace, one for each of `count` sums."""

@@ -4,17 +4,7 @@ Half-precision weights are computed with in float32 and rounded once; their lear
 rate has the type of the weights.
 """
 
-from typing import Any
-
-from mucudnn.backends.cuda.kernels.program import (
-    Attrs,
-    Inputs,
-    Launcher,
-    Operation,
-    Outputs,
-    Program,
-    flat,
-)
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
@@ -97,13 +87,10 @@ _COMMON = ("weight_decay", "gradient_scale")
 def _update(kernel: str, *names: str, flags: tuple[str, ...] = ()) -> Operation:
     """An update with the attributes of these names, in the kernel's order."""
 
-    def run(
-        gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-    ) -> None:
-        size = inputs[0].size
-        numbers = (float(attrs[name]) for name in names)
-        chosen = (int(attrs[name]) for name in flags)
-        gpu.launch(PROGRAM, kernel, flat(size), *inputs, size, *numbers, *chosen)
+    def run(call: KernelCall) -> None:
+        size = call.inputs[0].size
+        numbers = *call.numbers(*names), *(int(call.attrs[name]) for name in flags)
+        call.launch(PROGRAM, kernel, flat(size), *call.inputs, size, *numbers)
 
     return Operation(run)
 

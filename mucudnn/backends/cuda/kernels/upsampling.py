@@ -6,17 +6,7 @@ itself. A thread has one result; gradients gather from the pixels that theirs ha
 into.
 """
 
-from typing import Any
-
-from mucudnn.backends.cuda.kernels.program import (
-    Attrs,
-    Inputs,
-    Launcher,
-    Operation,
-    Outputs,
-    Program,
-    flat,
-)
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
@@ -126,16 +116,14 @@ KERNEL upsample_bilinear_grad(const T* dy, T* dx, I count, AXES) {
 def _resampling(kernel: str, *, gradient: bool) -> Operation:
     """An operation between a small image and a large one."""
 
-    def run(
-        gpu: Launcher, inputs: Inputs, outputs: Outputs, attrs: Attrs, workspace: Any
-    ) -> None:
-        (given,), (made,) = inputs, outputs
+    def run(call: KernelCall) -> None:
+        (given,), (made,) = call.inputs, call.outputs
         small = made if gradient else given
-        axes = list(zip(small.shape[2:], attrs["scale"], strict=True))
+        axes = list(zip(small.shape[2:], call.attrs["scale"], strict=True))
         axes = [(1, 1)] * (3 - len(axes)) + axes
         numbers = (number for axis in axes for number in axis)
         blocks = flat(made.size)
-        gpu.launch(PROGRAM, kernel, blocks, given, made, made.size, *numbers)
+        call.launch(PROGRAM, kernel, blocks, given, made, made.size, *numbers)
 
     return Operation(run)
 

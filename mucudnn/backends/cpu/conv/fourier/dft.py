@@ -201,7 +201,7 @@ def merge(spectrum: Columns, r: int, out: Any, pair: float) -> None:
 def basis_scratch(
     lengths: Sequence[int], taps: Sequence[int], dtype: str
 ) -> list[Region]:
-    """What `fill_basis` needs; both sequences innermost axis first."""
+    """Arrays that `fill_basis` needs; both sequences innermost axis first."""
     regions: list[Region] = []
     for level in range(1, len(lengths)):
         size = math.prod(lengths[: level + 1]) * math.prod(taps[: level + 1])

@@ -26,7 +26,7 @@ from mucudnn.ir.conv import ConvProblem, Direction
 __all__ = ["Products"]
 
 _BLOCK_BYTES = 1 << 20
-"""Of a block's arrays; about a core's second-level cache."""
+"""Bytes of a block's arrays; about a core's second-level cache."""
 
 _LEAST = 16
 """Frequencies of a block: the product with the basis is slow with fewer."""
@@ -47,7 +47,7 @@ class Products:
 
     Attributes:
         problem: The convolution.
-        frequencies: Of every spectrum.
+        frequencies: How many a spectrum has.
         rows: Samples times tiles.
     """
 

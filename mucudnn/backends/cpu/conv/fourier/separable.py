@@ -9,7 +9,7 @@ pixel line instead of one large product, and need no transposition either.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from mucudnn.backends.cpu.conv.fourier.dft import (
 __all__ = ["Chunk", "Separable"]
 
 _CHUNK_BYTES = 1 << 20
-"""Of intermediate arrays; about a core's second-level cache."""
+"""Bytes of intermediate arrays; about a core's second-level cache."""
 
 _CHANNELS = 16
 """A chunk smaller than a sample has a multiple of so many channels."""
@@ -54,16 +54,8 @@ class Chunk:
 class Separable:
     """How one tensor (N, C, *spatial) is transformed.
 
-    Sequences run over the spatial axes, the innermost first.
-
-    Attributes:
-        batch: N.
-        channels: C.
-        lengths: Points of the transform.
-        sizes: Size of each axis of the tensor.
-        windows: The tiles of each axis.
-        channels_last: Whether channels are contiguous, rather than the innermost axis.
-        dtype: Data type of the tensor.
+    Sequences run over the spatial axes, the innermost first: points of the transform,
+    sizes of the tensor, and tiles. Channels last, the channels are contiguous.
     """
 
     batch: int
@@ -114,19 +106,15 @@ class Separable:
         step = max(1, planes // _CHANNELS) * _CHANNELS
         return 1, min(step, self.channels)
 
-    def chunks(self, nworkers: int) -> range:
-        """Numbers of all the chunks."""
+    def chunks(self, nworkers: int) -> Iterator[Chunk]:
+        """All of them, made as they are asked for: thousands would be memory too."""
         samples, channels = self.chunk_shape(nworkers)
-        return range(-(-self.batch // samples) * -(-self.channels // channels))
-
-    def chunk(self, number: int, nworkers: int) -> Chunk:
-        """One of them."""
-        samples, channels = self.chunk_shape(nworkers)
-        n, c = divmod(number, -(-self.channels // channels))
-        return Chunk(
-            slice(n * samples, min((n + 1) * samples, self.batch)),
-            slice(c * channels, min((c + 1) * channels, self.channels)),
-        )
+        for n in range(0, self.batch, samples):
+            for c in range(0, self.channels, channels):
+                yield Chunk(
+                    slice(n, min(n + samples, self.batch)),
+                    slice(c, min(c + channels, self.channels)),
+                )
 
     def forward(
         self,

@@ -25,7 +25,7 @@ from mucudnn.backends.cpu.conv.fourier.dft import (
     frequencies,
 )
 from mucudnn.backends.cpu.conv.fourier.products import Products
-from mucudnn.backends.cpu.conv.fourier.separable import Separable
+from mucudnn.backends.cpu.conv.fourier.separable import Chunk, Separable
 from mucudnn.backends.cpu.threads import Workers, short_buffers
 from mucudnn.ir.conv import ConvProblem, Direction
 
@@ -179,8 +179,7 @@ def _forward(workers: Workers, scratch: Any, job: _Job) -> None:
     """Transform a tensor into a spectrum."""
     transform, tables, spectrum, tensor = job
 
-    def work(worker: int, number: int) -> None:
-        chunk = transform.chunk(number, workers.count)
+    def work(worker: int, chunk: Chunk) -> None:
         transform.forward(tables, tensor, spectrum, chunk, scratch[worker])
 
     workers.each(transform.chunks(workers.count), work)
@@ -190,8 +189,7 @@ def _inverse(workers: Workers, scratch: Any, job: _Job, accumulate: bool) -> Non
     """Transform a spectrum into a tensor."""
     transform, tables, spectrum, tensor = job
 
-    def work(worker: int, number: int) -> None:
-        chunk = transform.chunk(number, workers.count)
+    def work(worker: int, chunk: Chunk) -> None:
         room = scratch[worker]
         transform.inverse(tables, spectrum, tensor, chunk, room, accumulate)
 

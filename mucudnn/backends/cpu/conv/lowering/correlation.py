@@ -9,19 +9,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from mucudnn.backends.cpu.conv.carve import Region, carve, nbytes
 from mucudnn.backends.cpu.conv.lowering.gather import (
     Cut,
     Gather,
     Tiling,
-    as_matrix,
     backward_gathers,
     forward_gather,
     grouped,
 )
-from mucudnn.backends.cpu.conv.lowering.patches import Patches, matrix_buffer
+from mucudnn.backends.cpu.conv.lowering.patches import Patches, multiply, packed
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 
@@ -42,10 +39,7 @@ class _Part:
 class Correlation:
     """Lower a tile, multiply it, write it; tiles are independent of each other.
 
-    Args:
-        problem: Forward or backward data.
-        workers: How many threads will share the work.
-        tile_bytes: Patches to lower at a time, about; infinity for all of them at once.
+    About `tile_bytes` of patches are lowered at a time; if infinite, all of them.
     """
 
     def __init__(self, problem: ConvProblem, workers: int, tile_bytes: float) -> None:
@@ -133,8 +127,14 @@ class Correlation:
                 own = buffers[worker * each : (worker + 1) * each]
                 samples, tile = cut
                 columns = part.patches.lower(source[samples], tile, own)
-                self._product(
-                    matrix, columns, target[(samples, ..., *tile)], own[-1], accumulate
+                out = target[(samples, ..., *tile)]
+                multiply(
+                    matrix,
+                    columns,
+                    out.transpose(1, 2, 0, *range(3, out.ndim)),
+                    own[-1],
+                    by_column=self._last,
+                    accumulate=accumulate,
                 )
 
             workers.each(part.tiling, work)
@@ -146,24 +146,4 @@ class Correlation:
         rows, channel = (1, 2) if self._forward else (2, 1)
         order = (*taps, channel) if self._last else (channel, *taps)
         ordered = w.transpose(0, rows, *order)
-        if (matrix := as_matrix(ordered, 1, 1 + self._rank)) is not None:
-            return matrix
-        copy, matrix = matrix_buffer(buffer, ordered.shape, 1, by_column=False)
-        np.copyto(copy, ordered)
-        return matrix
-
-    def _product(
-        self, matrix: Any, columns: Any, dest: Any, buffer: Any, accumulate: bool
-    ) -> None:
-        """Write (or add) matrix @ columns to (samples, groups, channels, *tile)."""
-        ordered = dest.transpose(1, 2, 0, *range(3, dest.ndim))
-        direct = None if accumulate else as_matrix(ordered, 1, 1 + self._rank)
-        if direct is not None:
-            np.matmul(matrix, columns, out=direct)
-            return
-        result, product = matrix_buffer(buffer, ordered.shape, 1, by_column=self._last)
-        np.matmul(matrix, columns, out=product)
-        if accumulate:
-            np.add(ordered, result, out=ordered)
-        else:
-            np.copyto(ordered, result)
+        return packed(ordered, 1, buffer, by_column=False)

@@ -10,11 +10,10 @@ from numpy.lib.stride_tricks import as_strided
 from mucudnn.backends.cpu.conv.carve import Region, carve, nbytes
 from mucudnn.backends.cpu.conv.lowering.gather import (
     Tiling,
-    as_matrix,
     forward_gather,
     grouped,
 )
-from mucudnn.backends.cpu.conv.lowering.patches import Patches, matrix_buffer
+from mucudnn.backends.cpu.conv.lowering.patches import Patches, multiply, packed
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem
 
@@ -30,10 +29,7 @@ class FilterGradient:
     Where the filter is small every worker sums its own share of the tiles; where it is
     large every worker sums all tiles for its own share of the channels.
 
-    Args:
-        problem: Backward filter.
-        workers: How many threads will share the work.
-        tile_bytes: Patches to lower at a time, about; infinity for all of them at once.
+    About `tile_bytes` of patches are lowered at a time; if infinite, all of them.
     """
 
     def __init__(self, problem: ConvProblem, workers: int, tile_bytes: float) -> None:
@@ -97,9 +93,9 @@ class FilterGradient:
         def own(worker: int) -> list[Any]:
             return buffers[worker * each : (worker + 1) * each]
 
+        everything = range(len(self._tiling))
         if self._by_channel:
             blocks = range(0, x.shape[2], self._block)
-            everything = range(len(self._tiling))
 
             def by_channel(worker: int, start: int) -> None:
                 c = slice(start, min(start + self._block, x.shape[2]))
@@ -110,7 +106,6 @@ class FilterGradient:
             return
         targets = [dw, *(as_strided(s, dw.shape, dw.strides) for s in sums)]
         share = -(-len(self._tiling) // self._count)
-        everything = range(len(self._tiling))
         shares = [
             (target, everything[i * share : (i + 1) * share])
             for i, target in enumerate(targets)
@@ -138,30 +133,18 @@ class FilterGradient:
         """Add (or, at first, write) the products of some tiles to dw."""
         taps = tuple(range(3, 3 + self._rank))
         ordered = dw.transpose(0, 1, *((*taps, 2) if self._last else (2, *taps)))
-        direct = as_matrix(ordered, 1, 1 + self._rank)
         for index in tiles:
             samples, tile = self._tiling[index]
             columns = self._patches.lower(x[samples], tile, buffers)
-            errors = self._errors(dy[(samples, ..., *tile)], buffers[2])
-            transposed = columns.transpose(0, 2, 1)
-            if direct is not None and not accumulate:
-                np.matmul(errors, transposed, out=direct)
-            else:
-                result, product = matrix_buffer(
-                    buffers[3], ordered.shape, 1, by_column=False
-                )
-                np.matmul(errors, transposed, out=product)
-                if accumulate:
-                    np.add(ordered, result, out=ordered)
-                else:
-                    np.copyto(ordered, result)
+            part = dy[(samples, ..., *tile)]
+            part = part.transpose(1, 2, 0, *range(3, part.ndim))
+            errors = packed(part, 1, buffers[2], by_column=self._last)
+            multiply(
+                errors,
+                columns.transpose(0, 2, 1),
+                ordered,
+                buffers[3],
+                by_column=False,
+                accumulate=accumulate,
+            )
             accumulate = True
-
-    def _errors(self, dy: Any, buffer: Any) -> Any:
-        """(groups, outputs, pixels) of a tile of dy."""
-        ordered = dy.transpose(1, 2, 0, *range(3, dy.ndim))
-        if (matrix := as_matrix(ordered, 1, 1 + self._rank)) is not None:
-            return matrix
-        copy, matrix = matrix_buffer(buffer, ordered.shape, 1, by_column=self._last)
-        np.copyto(copy, ordered)
-        return matrix

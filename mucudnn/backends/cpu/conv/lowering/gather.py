@@ -9,10 +9,11 @@ with the filter taps that reach it (so no multiplication by inserted zeros).
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from mucudnn.ir.conv import ConvProblem
@@ -27,6 +28,7 @@ __all__ = [
     "forward_gather",
     "grouped",
     "overlap",
+    "read_windows",
     "tap_windows",
 ]
 
@@ -154,30 +156,51 @@ def overlap(
     return tuple(inner), tuple(outer)
 
 
+def read_windows(
+    source: Any,
+    axes: Sequence[Axis],
+    tile: Sequence[slice],
+    padded: Callable[[Sequence[int]], Any],
+) -> Any:
+    """A view (…, *taps, *outs of the tile) of `source` or of a zero-padded copy.
+
+    Args:
+        source: (…, *spatial).
+        axes: What to read along each spatial axis.
+        tile: Outputs wanted along each axis, with explicit bounds.
+        padded: Makes room (…, *spatial) for what is read, of this spatial shape; None
+            if there is none.
+
+    Returns:
+        None where padding is read and there is no room for it.
+    """
+    reads = [axis.reads(t.start, t.stop) for axis, t in zip(axes, tile, strict=True)]
+    sizes = source.shape[-len(axes) :]
+    if all(r.start >= 0 and r.stop <= n for r, n in zip(reads, sizes, strict=True)):
+        return tap_windows(source, axes, tile, (0,) * len(axes))
+    if (copy := padded([len(r) for r in reads])) is None:
+        return None
+    have, want = overlap(reads, sizes)
+    copy[...] = 0
+    np.copyto(copy[(..., *want)], source[(..., *have)])
+    return tap_windows(copy, axes, tile, [-r.start for r in reads])
+
+
 def tap_windows(
     source: Any, axes: Sequence[Axis], tile: Sequence[slice], offset: Sequence[int]
 ) -> Any:
-    """A view (…, *taps, *outs of the tile) of source (…, *spatial); nothing is copied.
+    """A view (…, *taps, *outs of the tile) of `source`, which holds all that is read.
 
-    Args:
-        source: Holds every element read; its element 0 is position -offset.
-        axes: What to read.
-        tile: Outputs wanted along each axis, with explicit bounds.
-        offset: Along each axis, where position 0 lies in `source`.
+    Along each axis `offset` is where position 0 lies in it.
     """
     lead = source.ndim - len(axes)
-    spatial = source.strides[lead:]
-    corner = source[
-        (
-            ...,
-            *(
-                slice(axis.start + o + t.start * axis.out_step, None)
-                for axis, o, t in zip(axes, offset, tile, strict=True)
-            ),
-        )
-    ]
+    starts = (
+        slice(axis.start + o + t.start * axis.out_step, None)
+        for axis, o, t in zip(axes, offset, tile, strict=True)
+    )
+    strides = [*zip(axes, source.strides[lead:], strict=True)]
     return as_strided(
-        corner,
+        source[(..., *starts)],
         (
             *source.shape[:lead],
             *(axis.taps for axis in axes),
@@ -185,8 +208,8 @@ def tap_windows(
         ),
         (
             *source.strides[:lead],
-            *(axis.tap_step * s for axis, s in zip(axes, spatial, strict=True)),
-            *(axis.out_step * s for axis, s in zip(axes, spatial, strict=True)),
+            *(axis.tap_step * stride for axis, stride in strides),
+            *(axis.out_step * stride for axis, stride in strides),
         ),
     )
 
@@ -267,14 +290,9 @@ class Tiling:
     def __getitem__(self, index: int) -> Cut:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        cut = []
-        for size, block, count in zip(
-            reversed(self._sizes),
-            reversed(self.largest),
-            reversed(self._counts),
-            strict=True,
-        ):
-            index, at = divmod(index, count)
-            cut.append(slice(at * block, min((at + 1) * block, size)))
-        samples, *tile = reversed(cut)
+        places = map(int, np.unravel_index(index, self._counts))
+        samples, *tile = (
+            slice(at * block, min((at + 1) * block, size))
+            for at, block, size in zip(places, self.largest, self._sizes, strict=True)
+        )
         return samples, tuple(tile)

@@ -13,27 +13,16 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.conv.carve import Region
-from mucudnn.backends.cpu.conv.lowering.gather import (
-    Axis,
-    as_matrix,
-    overlap,
-    tap_windows,
-)
+from mucudnn.backends.cpu.conv.lowering.gather import Axis, as_matrix, read_windows
 
-__all__ = ["Patches", "matrix_buffer"]
+__all__ = ["Patches", "matrix_buffer", "multiply", "packed", "padded_buffer"]
 
 
 class Patches:
-    """Lowers tiles of one tensor for one gather.
+    """Lowers tiles of one tensor, of this spatial shape, for one gather.
 
-    Args:
-        axes: What to read along each spatial axis.
-        spatial: Spatial shape of the tensor.
-        channels: Channels to lower at a time, at most, over all groups.
-        samples: Samples to lower at a time, at most.
-        tile: Outputs along each axis to lower at a time, at most.
-        channels_last: Order of the buffers.
-        dtype: Of the tensor.
+    At a time at most so many channels (over all groups), samples, and outputs along
+    each axis.
     """
 
     def __init__(
@@ -47,7 +36,6 @@ class Patches:
         dtype: str,
     ) -> None:
         self._axes = tuple(axes)
-        self._spatial = tuple(spatial)
         self._last = channels_last
         pixels = samples * math.prod(tile)
         taps = math.prod(axis.taps for axis in axes)
@@ -69,53 +57,71 @@ class Patches:
     def lower(self, source: Any, tile: Sequence[slice], buffers: Sequence[Any]) -> Any:
         """Patches of `source` (samples, groups, channels, *spatial) as a matrix.
 
-        Args:
-            source: A view of some samples and channels.
-            tile: Outputs wanted, with explicit bounds.
-            buffers: Arrays of `regions`; overwritten.
+        `tile` has explicit bounds; `buffers` are arrays of `regions`, overwritten.
 
         Returns:
             (groups, reduction, pixels); reduction is (channel, *tap) or, channels
             last, (*tap, channel); pixels are (sample, *output).
         """
-        windows = self._windows(source, tile, buffers[0])
         rank = len(self._axes)
+        windows = read_windows(
+            source,
+            self._axes,
+            tile,
+            lambda spatial: padded_buffer(
+                buffers[0], source.shape, spatial, channels_last=self._last
+            ),
+        )
         taps = tuple(range(3, 3 + rank))
         outs = tuple(range(3 + rank, 3 + 2 * rank))
         reduction = (*taps, 2) if self._last else (2, *taps)
         ordered = windows.transpose(1, *reduction, 0, *outs)
-        if (matrix := as_matrix(ordered, 1 + rank, 1 + rank)) is not None:
-            return matrix
-        columns, matrix = matrix_buffer(
-            buffers[1], ordered.shape, 1 + rank, by_column=self._last
-        )
-        np.copyto(columns, ordered)
-        return matrix
+        return packed(ordered, 1 + rank, buffers[1], by_column=self._last)
 
-    def _windows(self, source: Any, tile: Sequence[slice], buffer: Any) -> Any:
-        reads = [
-            axis.reads(t.start, t.stop)
-            for axis, t in zip(self._axes, tile, strict=True)
-        ]
-        if all(
-            r.start >= 0 and r.stop <= size
-            for r, size in zip(reads, self._spatial, strict=True)
-        ):
-            return tap_windows(source, self._axes, tile, (0,) * len(reads))
-        padded = self._padded(buffer, source.shape[:3], [len(r) for r in reads])
-        padded[...] = 0
-        have, want = overlap(reads, self._spatial)
-        np.copyto(padded[(..., *want)], source[(..., *have)])
-        return tap_windows(padded, self._axes, tile, [-r.start for r in reads])
 
-    def _padded(self, buffer: Any, lead: Sequence[int], lengths: Sequence[int]) -> Any:
-        n, g, c = lead
-        size = math.prod(lead) * math.prod(lengths)
-        if self._last:
-            stored = buffer[:size].reshape(n, *lengths, g, c)
-            rank = len(lengths)
-            return stored.transpose(0, rank + 1, rank + 2, *range(1, rank + 1))
-        return buffer[:size].reshape(*lead, *lengths)
+def padded_buffer(
+    buffer: Any, shape: Sequence[int], spatial: Sequence[int], *, channels_last: bool
+) -> Any:
+    """A flat buffer as (samples, groups, channels, *spatial), in the layout's order.
+
+    `shape` is that of any tensor with so many samples, groups and channels.
+    """
+    n, g, c = shape[:3]
+    flat, rank = buffer[: n * g * c * math.prod(spatial)], len(spatial)
+    if not channels_last:
+        return flat.reshape(n, g, c, *spatial)
+    stored = flat.reshape(n, *spatial, g, c)
+    return stored.transpose(0, rank + 1, rank + 2, *range(1, rank + 1))
+
+
+def packed(array: Any, rows: int, buffer: Any, *, by_column: bool) -> Any:
+    """(group, *row axes, *column axes) as (group, row, column) that BLAS can read.
+
+    A view if there is one, else a copy in the buffer; arguments as `matrix_buffer`.
+    """
+    matrix = as_matrix(array, rows, array.ndim - 1 - rows)
+    if matrix is None:
+        copy, matrix = matrix_buffer(buffer, array.shape, rows, by_column=by_column)
+        np.copyto(copy, array)
+    return matrix
+
+
+def multiply(
+    a: Any, b: Any, out: Any, buffer: Any, *, by_column: bool, accumulate: bool
+) -> None:
+    """Write (or add) a @ b to `out` (group, row, *column axes).
+
+    By way of the buffer where BLAS cannot write it; `by_column` is the buffer's order.
+    """
+    if not accumulate and (direct := as_matrix(out, 1, out.ndim - 2)) is not None:
+        np.matmul(a, b, out=direct)
+        return
+    result, product = matrix_buffer(buffer, out.shape, 1, by_column=by_column)
+    np.matmul(a, b, out=product)
+    if accumulate:
+        np.add(out, result, out=out)
+    else:
+        np.copyto(out, result)
 
 
 def matrix_buffer(

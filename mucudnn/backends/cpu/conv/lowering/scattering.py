@@ -18,8 +18,13 @@ from mucudnn.backends.cpu.conv.lowering.gather import (
     forward_gather,
     grouped,
     overlap,
+    tap_windows,
 )
-from mucudnn.backends.cpu.conv.lowering.patches import matrix_buffer
+from mucudnn.backends.cpu.conv.lowering.patches import (
+    matrix_buffer,
+    packed,
+    padded_buffer,
+)
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem
 
@@ -31,11 +36,8 @@ _LEAST_PIXELS = 256  # below this, BLAS spends its time packing the filter
 class Scattering:
     """Samples, or blocks of channels of one, are independent of each other.
 
-    Args:
-        problem: Backward data.
-        workers: How many threads will share the work.
-        tile_bytes: Patches to multiply at a time, about; infinity for a whole share of
-            the samples.
+    About `tile_bytes` of patches are multiplied at a time; if infinite, those of a
+    worker's whole share of the samples.
     """
 
     def __init__(self, problem: ConvProblem, workers: int, tile_bytes: float) -> None:
@@ -79,7 +81,7 @@ class Scattering:
         workers: Workers,
         accumulate: bool,
     ) -> None:
-        """Write (or add) dx; see `Algorithm.run`."""
+        """Write (or add) dx; see `Kernel.run`."""
         buffers = carve(workspace, self.regions)
         each = len(self._own)
         groups = self._problem.groups
@@ -101,28 +103,18 @@ class Scattering:
         self, dy: Any, w: Any, dx: Any, buffers: Any, accumulate: bool
     ) -> None:
         rank = len(self._axes)
-        padded = self._padded(dx, buffers[0])
+        lengths = [len(r) for r in self._reads]
+        padded = padded_buffer(buffers[0], dx.shape, lengths, channels_last=self._last)
         padded[...] = 0
+        offset = [-r.start for r in self._reads]
         outs = self._problem.y_shape[2:]
         for samples, tile in Tiling(dx.shape[0], outs, self._tile):
             errors = dy[(samples, ..., *tile)]
             patches = self._patches(w, errors, buffers)
-            target = padded[samples]
+            windows = tap_windows(padded[samples], self._axes, tile, offset)
             for tap in itertools.product(*map(range, self._taps)):
-                plane = target[
-                    (
-                        ...,
-                        *(
-                            slice(
-                                j * axis.tap_step + t.start * axis.out_step,
-                                j * axis.tap_step + (t.stop - 1) * axis.out_step + 1,
-                                axis.out_step,
-                            )
-                            for j, axis, t in zip(tap, self._axes, tile, strict=True)
-                        ),
-                    )
-                ]
-                np.add(plane, patches[(slice(None),) * 3 + tap], out=plane)
+                at = (slice(None),) * 3 + tap
+                np.add(windows[at], patches[at], out=windows[at])
         have, want = overlap(self._reads, dx.shape[3:])
         inner = padded[(..., *want)]
         reached = dx[(..., *have)]
@@ -133,17 +125,6 @@ class Scattering:
                 dx[...] = 0
             np.copyto(reached, inner)
 
-    def _padded(self, dx: Any, buffer: Any) -> Any:
-        """(samples, groups, channels, *everything read), in the order of the layout."""
-        n, g, c = dx.shape[:3]
-        lengths = [len(r) for r in self._reads]
-        flat = buffer[: n * g * c * math.prod(lengths)]
-        if not self._last:
-            return flat.reshape(n, g, c, *lengths)
-        rank = len(lengths)
-        stored = flat.reshape(n, *lengths, g, c)
-        return stored.transpose(0, rank + 1, rank + 2, *range(1, rank + 1))
-
     def _patches(self, w: Any, dy: Any, buffers: Any) -> Any:
         """wᵀ @ dy as (samples, groups, channels, *taps, *outputs)."""
         rank = len(self._axes)
@@ -152,12 +133,7 @@ class Scattering:
         filters = w.transpose(0, *rows, 1)
         matrix = as_matrix(filters, 1 + rank, 1)
         ordered = dy.transpose(1, 2, 0, *range(3, dy.ndim))
-        errors = as_matrix(ordered, 1, 1 + rank)
-        if errors is None:
-            copy, errors = matrix_buffer(
-                buffers[2], ordered.shape, 1, by_column=self._last
-            )
-            np.copyto(copy, ordered)
+        errors = packed(ordered, 1, buffers[2], by_column=self._last)
         shape = (*filters.shape[:-1], *ordered.shape[2:])
         patches, product = matrix_buffer(
             buffers[1], shape, 1 + rank, by_column=self._last

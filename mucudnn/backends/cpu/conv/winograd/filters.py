@@ -36,12 +36,7 @@ class Filter:
     They are stored with the channels that are summed over first, (values, C / groups,
     K) forward and (values, K, C / groups) otherwise, so that no matrix product needs a
     transposed operand. Channels-last filters can be read along C only, and always take
-    the second form.
-
-    Args:
-        problem: The convolution.
-        minimal: F(m, 3).
-        room: As `filter_region` says.
+    the second form. `room` is an array of `filter_region`.
     """
 
     def __init__(self, problem: ConvProblem, minimal: Minimal, room: Any) -> None:
@@ -80,11 +75,8 @@ class Filter:
     def gradient(self, dw: Any, spare: Any, accumulate: bool, workers: Workers) -> None:
         """Apply the transposed transform to the values, which are a gradient.
 
-        Args:
-            dw: (K, C / groups, *kernel).
-            spare: (workers, `spare_items`).
-            accumulate: Add to `dw` instead of writing it.
-            workers: Who does it.
+        Written or added to `dw` (K, C / groups, *kernel); `spare` is (workers,
+        `spare_items`).
         """
         dw = dw.reshape(*dw.shape[:2], -1)
         values = self._stored.transpose(1, 2, 0)

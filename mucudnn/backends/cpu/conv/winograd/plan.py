@@ -38,7 +38,7 @@ _TRANSFORM_COST = 40
 """Multiply-adds of a matrix product that take as long as one transformed value."""
 
 _FILTER_COST = 40
-"""The same for one value of the transformed filter."""
+"""Multiply-adds that take as long as one value of the transformed filter."""
 
 Range = tuple[int, int]
 
@@ -175,37 +175,11 @@ def make_plan(problem: ConvProblem, workers: int) -> Plan:
     (c, source), (k, result), pads = _images(problem)
     minimal = MINIMAL[_tile(problem, result)]
     tiles = [-(-size // minimal.step) for size in result]
-    return _cut(
-        minimal,
-        problem,
-        Image(c, source, pads, minimal.points),
-        Image(k, result, (0,) * len(result), minimal.step),
-        tiles,
-        workers,
-    )
-
-
-def _cut(
-    minimal: Minimal,
-    problem: ConvProblem,
-    source: Image,
-    result: Image,
-    tiles: Sequence[int],
-    workers: int,
-) -> Plan:
     bands = pieces(tiles[0], -(-tiles[0] // _STRETCH))
     rows = max(stop - start for start, stop in bands)
-    sample_bytes = (
-        minimal.points ** len(tiles)
-        * rows
-        * math.prod(tiles[1:])
-        * (source.channels + result.channels)
-        * problem.itemsize
-    )
-    filter_bytes = (
-        minimal.points ** len(tiles) * math.prod(problem.w_shape[:2]) * problem.itemsize
-    )
-    room = max(_BLOCK_BYTES, filter_bytes)
+    tile_bytes = minimal.points ** len(tiles) * problem.itemsize  # of one channel
+    sample_bytes = tile_bytes * rows * math.prod(tiles[1:]) * (c + k)
+    room = max(_BLOCK_BYTES, tile_bytes * math.prod(problem.w_shape[:2]))
     most = min(_BLOCK_SAMPLES, max(1, room // sample_bytes))
     chunks = -(-problem.batch // most)
     samples = -(-problem.batch // chunks)
@@ -215,7 +189,14 @@ def _cut(
         if axis == 1:
             parts = max(-(-count // _STRETCH), -(-2 * workers // samples))
         ranges.append(tuple(pieces(count, min(parts, count))))
-    return Plan(minimal, problem.batch, source, result, tuple(ranges), samples)
+    return Plan(
+        minimal,
+        problem.batch,
+        Image(c, source, pads, minimal.points),
+        Image(k, result, (0,) * len(result), minimal.step),
+        tuple(ranges),
+        samples,
+    )
 
 
 def _images(

@@ -152,11 +152,7 @@ def intermediate_items(
 ) -> tuple[int, int]:
     """Items that `analyse` and `synthesise` need in each of their scratch arrays.
 
-    Args:
-        points: m + 2.
-        tiles: Tiles an axis.
-        spans: Length an axis of the stretch of the image.
-        channels: Channels of the image.
+    Of an image's stretch of so many tiles and items (`spans`) an axis.
     """
     need = [0, 0]
     for axis in range(1, len(tiles)):
@@ -201,14 +197,9 @@ def synthesise(
 ) -> None:
     """Turn products back into an image: `analyse` transposed, first axis first.
 
-    Args:
-        values: As `analyse` leaves them.
-        bands: (points * tiles, spatial) an axis, for the image's axes.
-        points: m + 2.
-        image: (*spatial, channels), of any strides; overwritten.
-        scratch: Two flat arrays of `intermediate_items`, used in turns.
-        row: None, or room for one line of the image along its last axis, (spatial,
-            channels): the result is then added to the image.
+    The arguments are those of `analyse`. With a `row`, which is room for one line of
+    the image along its last axis, (spatial, channels), the result is added to the image
+    and not written over it.
     """
     state = values
     for axis, matrix in enumerate(bands[:-1]):
