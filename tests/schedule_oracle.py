@@ -48,7 +48,9 @@ def verify(
     """
     replay = _Replay(schedule, granularity)
     replay.run()
-    if schedule.carried:  # the next step finds on the host what this one leaves there
+    if (
+        schedule.live_across
+    ):  # the next step finds on the host what this one leaves there
         replay = _Replay(schedule, granularity, replay.outdated)
         replay.run()
     if replay.peak != schedule.peak_bytes:
@@ -79,12 +81,12 @@ class _Replay:
         self._ran: set[str] = set()
         self._persistent = {spec.name for spec in graph.with_role(*PERSISTENT)}
         self._resident = set(schedule.resident)
-        self._carried = set(schedule.carried)
+        self._live_across = set(schedule.live_across)
         self._content = {
             name: {name}
             for name in self._persistent
             if graph.tensors[name].alias is None
-            and (name in self._resident or name in self._carried)
+            and (name in self._resident or name in self._live_across)
         }
         self._fed = {spec.name: {spec.name} for spec in graph.with_role(Role.INPUT)}
         self._hosted = {n: {n} for n in schedule.hosted if n not in outdated}
@@ -153,8 +155,8 @@ class _Replay:
             raise ScheduleError(f"nothing waits for the copies of {list(self._moving)}")
         results = kept(self._graph)
         visiting = self._persistent & set(self._content) - self._resident
-        if visiting != self._carried:
-            odd = sorted(visiting ^ self._carried)
+        if visiting != self._live_across:
+            odd = sorted(visiting ^ self._live_across)
             raise ScheduleError(f"the next step does not find {odd} as this one did")
         left = set(self._content) - results - self._persistent
         if leaked := sorted(left - self._unread()):
@@ -235,7 +237,7 @@ def _moving_at_the_end(schedule: Schedule) -> dict[str, type[SwapIn] | type[Swap
     found: dict[str, type[SwapIn] | type[SwapOut]] = {}
     for instruction in schedule.instructions:
         match instruction:
-            case SwapOut(name) | SwapIn(name) if name in schedule.carried:
+            case SwapOut(name) | SwapIn(name) if name in schedule.live_across:
                 found[name] = type(instruction)
             case Wait(name):
                 found.pop(name, None)

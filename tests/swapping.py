@@ -120,7 +120,7 @@ class Bench:
             layout or lay_out(schedule),
             self.plans_of(schedule.graph),
             state,
-            homes=state.homes,
+            host_buffers=state.host_buffers,
             **options,
         ), state
 

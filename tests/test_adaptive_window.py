@@ -44,7 +44,7 @@ def test_both_windows_share_the_budget_and_end_empty(data):
         assert found.in_bytes[i] + found.out_bytes[i] <= room, node.name
         assert found.prefetch_bytes[i] <= PREFETCH_FACTOR * (budget - resident)
         assert found.in_bytes[i] <= found.prefetch_bytes[i]
-        there = sum(s.nbytes for s in found.stays if s.start <= i <= s.stop)
+        there = sum(s.nbytes for s in found.intervals if s.start <= i <= s.stop)
         assert there <= found.in_bytes[i] + found.out_bytes[i], node.name
     assert found.in_bytes[-1] == found.out_bytes[-1] == found.prefetch_bytes[-1] == 0
 
@@ -72,9 +72,9 @@ def test_what_is_met_again_in_time_never_leaves():
     graph, profile, _ = layers()
     peak = plan_residency(StepRequest(graph, profile, budget=math.inf), {}).peak_bytes
     found = windows(problem_of(graph, profile, {}, peak))
-    assert not any(stay.copied_in for stay in found.stays)
+    assert not any(interval.copied_in for interval in found.intervals)
     tight = windows(problem_of(graph, profile, {}, peak - ALIGNMENT))
-    assert any(stay.copied_in for stay in tight.stays)
+    assert any(interval.copied_in for interval in tight.intervals)
 
 
 def test_a_clean_copy_is_not_made_twice():
@@ -83,13 +83,13 @@ def test_a_clean_copy_is_not_made_twice():
     least = StepRequest(graph, profile).rewritten(PAGED).least_peak()
     found = windows(problem_of(graph, profile, PAGED, least))
     written = {}
-    for stay in found.stays:
-        if stay.copied_out:
-            written.setdefault(stay.storage, []).append(stay)
-        assert stay.kept_on_host or not stay.copied_out
+    for interval in found.intervals:
+        if interval.copied_out:
+            written.setdefault(interval.storage, []).append(interval)
+        assert interval.kept_on_host or not interval.copied_out
     uses = problem_of(graph, profile, PAGED, least).uses
-    for storage, stays in written.items():
-        for one, two in pairwise(stays):
+    for storage, intervals in written.items():
+        for one, two in pairwise(intervals):
             assert any(one.last < w <= two.last for w in uses[storage].writes)
 
 
@@ -103,8 +103,8 @@ def test_time_does_not_matter_to_it():
         out_bytes_per_ms=1.0,
         in_bytes_per_ms=7.0,
     )
-    stays = [
-        windows(problem_of(graph, p, PAGED, least + 4096)).stays
+    intervals = [
+        windows(problem_of(graph, p, PAGED, least + 4096)).intervals
         for p in (profile, slow)
     ]
-    assert stays[0] == stays[1]
+    assert intervals[0] == intervals[1]

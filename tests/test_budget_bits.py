@@ -120,7 +120,7 @@ class Step:
             placed.layout,
             plan.plans,
             state,
-            homes=state.homes,
+            host_buffers=state.host_buffers,
             watcher=RaceDetector(),
         )
         rng = np.random.default_rng(0)

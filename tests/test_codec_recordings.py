@@ -93,7 +93,7 @@ def test_a_signature_tells_plans_apart():
             [("FAST", 6), ("FAST", 2)],
         )
     ]
-    signatures = {signature(plan, rival) for plan in plans for rival in plans}
+    signatures = {signature(plan, baseline) for plan in plans for baseline in plans}
     assert len(signatures) == len(plans) ** 2
 
 

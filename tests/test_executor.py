@@ -217,9 +217,9 @@ def test_the_check_finds_what_was_overwritten(lenet):
     first = kept.graph.storages[kept.graph.by_name[computes[0]].outputs[0]]
     bad = replace(
         layout,
-        stays={
-            name: tuple(layout.stays[first][0] for _ in offsets)
-            for name, offsets in layout.stays.items()
+        intervals={
+            name: tuple(layout.offsets[first][0] for _ in offsets)
+            for name, offsets in layout.offsets.items()
         },
     )
     executor, _ = lenet.executor(kept, watcher=RaceDetector(), layout=bad)
@@ -243,12 +243,12 @@ def test_a_checked_run_reads_no_memory_that_was_freed(lenet):
     live = {kept.graph.storages[name] for name in kept.graph.outputs}
     used = np.zeros(layout.nbytes, bool)
     for name in live:
-        offset = layout.stays[name][-1]
+        offset = layout.offsets[name][-1]
         used[offset : offset + kept.graph.tensors[name].nbytes] = True
     for i in kept.instructions:
         match i:
             case Free(name):
-                offset = layout.stays[name][-1]
+                offset = layout.offsets[name][-1]
                 nbytes = kept.graph.tensors[name].nbytes
                 part = slice(offset, offset + nbytes)
                 assert (arena[part][~used[part]] == 0xFF).all()
@@ -260,21 +260,21 @@ def check_layout(schedule):
     graph, end = schedule.graph, len(schedule.instructions)
     results = {graph.storages[name] for name in graph.outputs}
     fed = {spec.name for spec in graph.with_role(Role.INPUT)}
-    stays, blocks = {(name, 0): (-1, end) for name in schedule.carried}, []
+    intervals, blocks = {(name, 0): (-1, end) for name in schedule.live_across}, []
     for at, instruction in enumerate(schedule.instructions):
         match instruction:
             case Alloc(name):
-                number = len([s for s in stays if s[0] == name])
+                number = len([s for s in intervals if s[0] == name])
                 first = -1 if number == 0 and name in fed else at
-                stays[name, number] = (first, end)
+                intervals[name, number] = (first, end)
             case Free(name) if name not in results:
-                key = max(s for s in stays if s[0] == name)
-                stays[key] = (stays[key][0], at)
+                key = max(s for s in intervals if s[0] == name)
+                intervals[key] = (intervals[key][0], at)
             case Compute(name) if schedule.workspaces.get(name):
                 offset = layout.workspace_offsets[name]
                 blocks.append((at, at, offset, schedule.workspaces[name]))
-    for (name, number), (first, last) in stays.items():
-        offset = layout.stays[name][number]
+    for (name, number), (first, last) in intervals.items():
+        offset = layout.offsets[name][number]
         blocks.append((first, last, offset, graph.tensors[name].nbytes))
     for i, (a, b, low, nbytes) in enumerate(blocks):
         assert low % 512 == 0
@@ -282,8 +282,8 @@ def check_layout(schedule):
         for c, d, other, size in blocks[:i]:
             apart = b < c or d < a
             assert apart or low + nbytes <= other or other + size <= low
-    for name in schedule.carried:
-        assert layout.stays[name][0] == layout.stays[name][-1]
+    for name in schedule.live_across:
+        assert layout.offsets[name][0] == layout.offsets[name][-1]
     return layout
 
 
@@ -292,9 +292,9 @@ def test_a_layout_gives_every_stay_its_own_place(resnet, seed):
     plan = resnet.plan(resnet.random_residency(seed), part=0.1 * seed)
     layout = check_layout(plan.schedule)
     assert plan.peak_bytes == layout.live_peak + resnet.state_bytes(plan.schedule)
-    most = 1.3 if plan.schedule.carried else 1.05
+    most = 1.3 if plan.schedule.live_across else 1.05
     assert layout.live_peak <= layout.nbytes <= most * layout.live_peak
-    assert any(len(set(offsets)) > 1 for offsets in layout.stays.values())
+    assert any(len(set(offsets)) > 1 for offsets in layout.offsets.values())
 
 
 def test_host_bytes_are_reserved_until_the_last_copy_back(resnet, swapped):
@@ -461,7 +461,7 @@ def test_a_null_step_takes_what_was_predicted(network, scheduler):
             bench.random_residency(seed), part=0.1 * seed, scheduler=scheduler
         )
         executor, _ = bench.executor(plan.schedule)
-        for step in range(3 if plan.schedule.carried else 0):
+        for step in range(3 if plan.schedule.live_across else 0):
             executor.run(bench.feeds(step))
         for step in range(2):
             start = device.record()

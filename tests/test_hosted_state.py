@@ -91,7 +91,7 @@ def test_training_and_evaluation_give_the_same_bits(scheduler, where, tmp_path):
     assert schedule.hosted
     assert made.peak_bytes <= budget.nbytes < state_bytes(made.graph)
     if scheduler == "timed":
-        assert schedule.carried
+        assert schedule.live_across
     assert history(made) == history(trainer())
 
 
@@ -141,12 +141,12 @@ def test_a_checkpoint_goes_from_one_budget_to_another(tmp_path):
 
 def test_what_is_carried_is_brought_home_before_the_state_is_read():
     made = trainer(within(0.6, policy="paging", scheduler="timed"))
-    carried = made.placed.plan.schedule.carried
-    before = {name: made.state.save()[name] for name in carried}
+    live_across = made.placed.plan.schedule.live_across
+    before = {name: made.state.save()[name] for name in live_across}
     for images, labels in Images().epoch(0):
         made.step(images, labels)
     after = made.state.save()
-    changed = [name for name in carried if (before[name] != after[name]).any()]
+    changed = [name for name in live_across if (before[name] != after[name]).any()]
     assert changed
     made.close()
     assert made.state.save().keys() == after.keys()

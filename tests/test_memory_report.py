@@ -102,7 +102,7 @@ def test_the_highest_point_of_the_curve_is_the_schedules_peak(policy, scheduler)
 def test_the_curve_ends_with_what_outlives_the_step():
     found = plan()
     intervals = memory_intervals(found)
-    left = sum(i.nbytes for i in intervals if i.stays)
+    left = sum(i.nbytes for i in intervals if i.kept)
     assert memory_points(intervals)[-1][1] == left
     assert sum(i.nbytes for i in intervals if i.persistent) <= left
 
@@ -116,9 +116,9 @@ def test_an_offloaded_tensor_is_there_twice_and_never_at_the_same_time():
     assert returned
     at_home = set(found.schedule.hosted)
     assert at_home <= returned
-    for name, stays in by_name.items():
-        assert (len(stays) > 1) == (name in returned) or name in at_home
-        for before, after in itertools.pairwise(stays):
+    for name, intervals in by_name.items():
+        assert (len(intervals) > 1) == (name in returned) or name in at_home
+        for before, after in itertools.pairwise(intervals):
             assert before.last < after.first
             assert before.stop_ms <= after.start_ms
 
@@ -305,7 +305,7 @@ def test_a_trace_has_three_lanes_and_the_memory(policy):
     assert max(e["args"]["bytes"] for e in counters) == found.peak_bytes
     assert [e["ts"] for e in counters] == sorted(e["ts"] for e in counters)
     end = max(e["ts"] + e["dur"] for e in boxes) / 1e3
-    if found.schedule.carried:  # copies go on in the next step
+    if found.schedule.live_across:  # copies go on in the next step
         assert end >= 0.999 * found.prediction.step_ms
     else:
         assert end == pytest.approx(found.prediction.step_ms)
@@ -335,7 +335,7 @@ def test_a_snapshot_has_the_addresses_of_the_step(policy, share, scheduler):
     for event in events:
         if event["action"] == "alloc":
             taken.setdefault(event["frames"][0]["name"], []).append(event["addr"])
-    for name, offsets in layout.stays.items():
+    for name, offsets in layout.offsets.items():
         assert taken.pop(name) == [bottom + offset for offset in offsets]
     for node, offset in layout.workspace_offsets.items():
         assert taken.pop(WORKSPACE + node) == [bottom + offset]

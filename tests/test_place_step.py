@@ -57,7 +57,7 @@ def test_the_arena_keeps_the_budget_and_nothing_overlaps(step, share, policy):
         taken = [
             (offset, offset + size[name])
             for name, spans in lives.items()
-            for offset, (first, last) in zip(layout.stays[name], spans, strict=True)
+            for offset, (first, last) in zip(layout.offsets[name], spans, strict=True)
             if first <= at <= last
         ]
         name = instruction.node

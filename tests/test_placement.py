@@ -93,12 +93,12 @@ def check(graph, workspaces, alignment):
     placement = lay_out(keep_all(graph, workspaces), alignment=alignment)
     ranges = live_ranges(graph)
     resident = {spec.name for spec in graph.with_role(*PERSISTENT)} & ranges.keys()
-    assert placement.stays.keys() == ranges.keys() - resident
+    assert placement.offsets.keys() == ranges.keys() - resident
     spans = [
         (r.first, r.last, offset, offset + graph.tensors[name].nbytes)
         for name, r in ranges.items()
         if name not in resident
-        for offset in placement.stays[name]
+        for offset in placement.offsets[name]
     ]
     for i, node in enumerate(graph.nodes):
         if nbytes := workspaces.get(node.name, 0):

@@ -84,17 +84,18 @@ def test_the_ledger_of_stays_is_their_sum(data):
     profile = data.draw(profiles(graph))
     ready = StepRequest(graph, profile).rewritten(data.draw(residencies(graph)))
     n = len(ready.graph.nodes)
-    stays = [
-        stay
+    intervals = [
+        interval
         for use in ready.problem({}, math.inf).moving()
-        for stay in split(use, ready.swaps.get(use.storage, ()), n)
+        for interval in split(use, ready.swaps.get(use.storage, ()), n)
     ]
-    ledger = least_occupancy(stays, [7] * n, 100, 0.0)
+    ledger = least_occupancy(intervals, [7] * n, 100, 0.0)
     for i in range(n):
         there = sum(
             s.nbytes
-            for s in stays
-            if s.start <= i <= s.stop or (s.visit and s.start <= i + n <= s.stop)
+            for s in intervals
+            if s.start <= i <= s.stop
+            or (s.host_resident and s.start <= i + n <= s.stop)
         )
         assert ledger[i] == 107 + there
 
@@ -143,7 +144,7 @@ def moves(paged=None):
 def test_weights_are_carried_from_step_to_step():
     assert not moves().hosted
     schedule = moves(PERSISTENTS)
-    assert set() < set(schedule.carried) < set(schedule.hosted)
+    assert set() < set(schedule.live_across) < set(schedule.hosted)
 
 
 @pytest.mark.parametrize("kind", [Alloc, SwapOut, SwapIn, Wait, Compute, Free])
@@ -171,8 +172,8 @@ def test_stays_of_a_storage_do_not_meet(data):
     plans = first_plans(ready.profile, "least")
     problem = ready.problem(plans, ready.least_peak() + 512)
     last = {}
-    for stay in timed(problem)[0]:
-        before = last.get(stay.storage)
-        assert stay.copied_in == (stay.visit or before is not None)
-        assert before is None or before.stop < stay.start <= stay.needed
-        last[stay.storage] = stay
+    for interval in timed(problem)[0]:
+        before = last.get(interval.storage)
+        assert interval.copied_in == (interval.host_resident or before is not None)
+        assert before is None or before.stop < interval.start <= interval.needed
+        last[interval.storage] = interval

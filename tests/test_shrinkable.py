@@ -20,7 +20,7 @@ from mucudnn.passes.placement.shrinkable import (
 from mucudnn.passes.planning.evaluate import plan_residency, state_bytes
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.scheduling.intervals import Stay
+from mucudnn.passes.scheduling.intervals import ResidencyInterval
 from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
 from tests.examples import examples
 from tests.schedule_oracle import verify
@@ -74,23 +74,23 @@ def test_places_never_overlap_and_last_at_least_as_long_as_needed(blocks, share)
 
 def test_what_is_wanted_gives_way_and_what_is_needed_does_not():
     clock = Clock([1.0] * 6)
-    stays, comes_back = Shrinkable(4, 0, 0, 3, 3), Shrinkable(4, 1, 4, 5, 5)
-    for places in place_shrinkable([stays, comes_back], 4, clock, 6):
+    intervals, comes_back = Shrinkable(4, 0, 0, 3, 3), Shrinkable(4, 1, 4, 5, 5)
+    for places in place_shrinkable([intervals, comes_back], 4, clock, 6):
         assert [(p.offset, p.start, p.stop) for p in places] == [(0, 0, 3), (0, 4, 5)]
     needed = Shrinkable(4, 3, 3, 5, 5)
-    assert not list(place_shrinkable([stays, needed], 4, clock, 6))
+    assert not list(place_shrinkable([intervals, needed], 4, clock, 6))
 
 
 def test_copies_back_begin_as_late_as_their_link_admits():
     clock = Clock([1.0] * 10)
-    stays = [
-        Stay("a", 20, 0, 9, 6, 9, copied_in=True),
-        Stay("b", 10, 0, 9, 7, 9, copied_in=True),
+    intervals = [
+        ResidencyInterval("a", 20, 0, 9, 6, 9, copied_in=True),
+        ResidencyInterval("b", 10, 0, 9, 7, 9, copied_in=True),
     ]
-    assert latest_starts(stays, clock, 10.0) == [4, 6]
+    assert latest_starts(intervals, clock, 10.0) == [4, 6]
     out = [
-        Stay("a", 20, 0, 9, 0, 2, copied_out=True),
-        Stay("b", 10, 0, 9, 0, 3, copied_out=True),
+        ResidencyInterval("a", 20, 0, 9, 0, 2, copied_out=True),
+        ResidencyInterval("b", 10, 0, 9, 0, 3, copied_out=True),
     ]
     assert first_ends(out, clock, 10.0, 10) == [5, 6]
 
@@ -123,7 +123,7 @@ def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(model, share, sche
     verify(settled.schedule, granularity=ALIGNMENT)
     assert layout.nbytes <= budget - resident
     assert settled.schedule.peak_bytes <= plan.schedule.peak_bytes
-    assert {s.storage for s in settled.stays} == {s.storage for s in plan.stays}
+    assert {s.storage for s in settled.intervals} == {s.storage for s in plan.intervals}
     overlap_free(settled.schedule, layout)
 
 
@@ -131,7 +131,7 @@ def overlap_free(schedule, layout):
     taken = [
         (offset, offset + rounded(schedule.graph.tensors[name].nbytes), first, last)
         for name, lives in lives_of(schedule).items()
-        for offset, (first, last) in zip(layout.stays[name], lives, strict=True)
+        for offset, (first, last) in zip(layout.offsets[name], lives, strict=True)
     ]
     taken.sort()
     for i, (low, high, first, last) in enumerate(taken):

@@ -143,7 +143,7 @@ def test_a_comparison_comes_out_alike_elsewhere(total, tmp_path):
 
 def tried(table, ratio):
     """A recording in which the plan for 4 KiB was run whole."""
-    plan, rival = (
+    plan, baseline = (
         Tuner(backend=replayed(table), planner=planner, validate=False, **LIMIT).plan(
             [table.problem]
         )[0]
@@ -152,10 +152,10 @@ def tried(table, ratio):
     verdict = Verdict(
         fingerprint="machine",
         problem=table.problem,
-        signature=signature(plan, rival),
+        signature=signature(plan, baseline),
         ratio=ratio,
     )
-    return replayed(table, [verdict]), plan, rival
+    return replayed(table, [verdict]), plan, baseline
 
 
 LIMIT = {"workspace_limit": 4 * KIB}
@@ -171,13 +171,13 @@ DIVISIBLE = PerfTable(
 
 def test_a_recorded_verdict_wins_over_the_sum_of_its_kernels_and_the_cache():
     for ratio in (0.75, 1.0):
-        backend, plan, rival = tried(DIVISIBLE, ratio)
+        backend, plan, baseline = tried(DIVISIBLE, ratio)
         cache = BenchmarkCache()
         other = 1.0 if ratio < 1 else 0.5
-        cache.put_verdict("machine", plan.problem, signature(plan, rival), other)
+        cache.put_verdict("machine", plan.problem, signature(plan, baseline), other)
         there = Tuner(backend=backend, cache=cache, **LIMIT)
-        assert there.plan([plan.problem]) == (plan if ratio < 1 else rival,)
-        choice = there.validate(plan, rival)
+        assert there.plan([plan.problem]) == (plan if ratio < 1 else baseline,)
+        choice = there.validate(plan, baseline)
         assert choice.rejected == (ratio == 1.0)
         assert choice.speedup == 1 / ratio
         assert [v.ratio for v in there.verdicts] == [ratio]
@@ -185,12 +185,12 @@ def test_a_recorded_verdict_wins_over_the_sum_of_its_kernels_and_the_cache():
 
 
 def test_where_a_recording_is_silent_the_sum_decides_and_nothing_is_claimed():
-    _, plan, rival = tried(DIVISIBLE, 1.0)
+    _, plan, baseline = tried(DIVISIBLE, 1.0)
     there = Tuner(backend=replayed(DIVISIBLE), **LIMIT)
     assert there.plan([plan.problem]) == (plan,)
-    assert there.validate(plan, rival).planned_ms == 2.0
+    assert there.validate(plan, baseline).planned_ms == 2.0
     assert there.verdicts == ()
-    known = there.cache.get_verdict("machine", plan.problem, signature(plan, rival))
+    known = there.cache.get_verdict("machine", plan.problem, signature(plan, baseline))
     assert known is None
 
 
@@ -218,11 +218,11 @@ def test_a_run_that_was_cut_short_leaves_no_verdict_behind():
     here = Tuner(backend=get_backend("null"), **LIMIT)
     table = here.measure(problem(8))
     (plan,) = workspace_reuse([table], 4 * KIB)
-    rival = here.undivided(table, 4 * KIB)
-    here.validate(plan, rival, time_limit_s=0.0)
-    assert here.cache.get_verdict("null", problem(8), signature(plan, rival)) is None
-    here.validate(plan, rival)
-    assert here.cache.get_verdict("null", problem(8), signature(plan, rival)) < 1.0
+    baseline = here.undivided(table, 4 * KIB)
+    here.validate(plan, baseline, time_limit_s=0.0)
+    assert here.cache.get_verdict("null", problem(8), signature(plan, baseline)) is None
+    here.validate(plan, baseline)
+    assert here.cache.get_verdict("null", problem(8), signature(plan, baseline)) < 1.0
 
 
 def test_only_what_was_asked_for_is_recorded(tmp_path):

@@ -87,7 +87,7 @@ class TensorCache:
     def __init__(self, pool: Pool, tiers: Sequence[Tier], copies: Copies) -> None:
         self._pool = pool
         self._tiers = tuple(tiers)
-        self._homes = [BestFit(tier.nbytes, tier.name) for tier in tiers]
+        self._host_buffers = [BestFit(tier.nbytes, tier.name) for tier in tiers]
         self._copies = copies
         self._tensors: dict[str, _Tensor] = {}
         self._resident: dict[str, None] = {}  # the least recently used first
@@ -166,15 +166,15 @@ class TensorCache:
             raise ValueError(f"{name!r} is in use; release it afterwards")
         self._drop(name)
         if tensor.home is not None:
-            self._homes[tensor.tier].free(name)
+            self._host_buffers[tensor.tier].free(name)
         del self._tensors[name]
 
     def clear(self) -> None:
         """Forget all tensors, pinned ones included."""
         for name in self.resident:
             self._drop(name)
-        for homes in self._homes:
-            homes.clear()
+        for host_buffers in self._host_buffers:
+            host_buffers.clear()
         self._tensors.clear()
 
     def _known(self, name: str) -> _Tensor:
@@ -251,12 +251,12 @@ class TensorCache:
         for other in (None, *reversed(self._resident)):
             if other is not None:
                 self._give_up_home(other)
-            for number, homes in enumerate(self._homes):
-                if homes.fits(nbytes):
-                    offset = homes.allocate(name, nbytes)
+            for number, host_buffers in enumerate(self._host_buffers):
+                if host_buffers.fits(nbytes):
+                    offset = host_buffers.allocate(name, nbytes)
                     return number, self._tiers[number].view(offset, nbytes)
-        if self._homes:
-            self._homes[-1].allocate(name, nbytes)
+        if self._host_buffers:
+            self._host_buffers[-1].allocate(name, nbytes)
         raise OutOfMemoryError(
             f"{name!r} of {format_bytes(nbytes)} has to leave the device and there is "
             "nowhere to go; give a tier of host memory or of a disk"
@@ -265,7 +265,7 @@ class TensorCache:
     def _give_up_home(self, name: str) -> None:
         tensor = self._tensors[name]
         if tensor.home is not None:
-            self._homes[tensor.tier].free(name)
+            self._host_buffers[tensor.tier].free(name)
             tensor.home = None
             tensor.dirty = True
 

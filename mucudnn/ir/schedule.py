@@ -91,7 +91,7 @@ class Schedule:
     workspaces: Mapping[str, int]
     peak_bytes: int
     hosted: tuple[str, ...] = ()
-    carried: tuple[str, ...] = ()
+    live_across: tuple[str, ...] = ()
 
     @cached_property
     def resident(self) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class Interval:
         first: Position among all changes of memory, ascending.
         last: Position of giving back; later than of everything that overlaps.
         persistent: Whether they are parameters or state that never leave.
-        stays: Whether they are still there when the step is over.
+        kept: Whether they are still there when the step is over.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Interval:
     first: int
     last: int
     persistent: bool = False
-    stays: bool = False
+    kept: bool = False
 
 
 def memory_intervals(plan: StepPlan) -> tuple[Interval, ...]:
@@ -52,9 +52,9 @@ def memory_intervals(plan: StepPlan) -> tuple[Interval, ...]:
     taken: dict[str, Interval] = {}
     found: list[Interval] = []
 
-    def give_back(name: str, now: float, *, stays: bool = False) -> None:
+    def give_back(name: str, now: float, *, kept: bool = False) -> None:
         last = next(counter)
-        found.append(replace(taken.pop(name), stop_ms=now, last=last, stays=stays))
+        found.append(replace(taken.pop(name), stop_ms=now, last=last, kept=kept))
 
     for name, nbytes, now in _changes(plan):
         if nbytes is None:
@@ -63,7 +63,7 @@ def memory_intervals(plan: StepPlan) -> tuple[Interval, ...]:
             first, persistent = next(counter), name in resident
             taken[name] = Interval(name, nbytes, now, now, first, first, persistent)
     for name in tuple(taken):
-        give_back(name, plan.prediction.step_ms, stays=True)
+        give_back(name, plan.prediction.step_ms, kept=True)
     return tuple(sorted(found, key=lambda interval: interval.first))
 
 
@@ -74,7 +74,7 @@ def _changes(plan: StepPlan) -> Iterator[tuple[str, int | None, float]]:
     resident = set(schedule.resident)
     now = 0.0
     copied: dict[str, float] = {}
-    for name in (*schedule.resident, *schedule.carried):
+    for name in (*schedule.resident, *schedule.live_across):
         yield name, rounded(tensors[name].nbytes), now
     for instruction in schedule.instructions:
         match instruction:
@@ -99,7 +99,7 @@ def memory_points(intervals: Sequence[Interval]) -> tuple[tuple[float, int], ...
     """(time in ms, bytes from then on) at every change, in order."""
     changes = sorted(
         [(i.first, i.start_ms, i.nbytes) for i in intervals]
-        + [(i.last, i.stop_ms, -i.nbytes) for i in intervals if not i.stays]
+        + [(i.last, i.stop_ms, -i.nbytes) for i in intervals if not i.kept]
     )
     totals = itertools.accumulate(nbytes for _, _, nbytes in changes)
     return tuple((ms, total) for (_, ms, _), total in zip(changes, totals, strict=True))

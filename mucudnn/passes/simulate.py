@@ -78,11 +78,11 @@ def simulate(schedule: Schedule, profile: Profile) -> Prediction:
         profile: Node times of its graph (`rematerialize`d copies included) and links.
     """
     engines = _Engines(schedule, profile)
-    for _ in range(_STEPS_BEFORE if schedule.carried else 0):
+    for _ in range(_STEPS_BEFORE if schedule.live_across else 0):
         engines.run()
     begin = engines.now
     lanes = engines.run()
-    end = engines.now if schedule.carried else engines.settled
+    end = engines.now if schedule.live_across else engines.settled
     return Prediction(
         step_ms=end - begin,
         compute_ms=sum(x.stop_ms - x.start_ms for x in lanes if x.engine == "compute"),
@@ -162,7 +162,7 @@ def bound_ms(schedule: Schedule, profile: Profile) -> float:
     """
     program = schedule.instructions
     whole = max(_busy(schedule, profile, program, awaited=False))
-    if schedule.carried:
+    if schedule.live_across:
         return whole
     boundary = _boundary(schedule)
     before = _busy(schedule, profile, program[:boundary], awaited=True)

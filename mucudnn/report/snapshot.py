@@ -42,7 +42,7 @@ def snapshot(placed: PlacedStep) -> dict[str, Any]:
     left = [
         (address, interval)
         for address, interval in zip(addresses, intervals, strict=True)
-        if interval.stays
+        if interval.kept
     ]
     return {
         "segments": [_segment(sorted(left), size)],
@@ -55,9 +55,9 @@ def snapshot(placed: PlacedStep) -> dict[str, Any]:
 
 
 def _addresses(placed: PlacedStep, intervals: Sequence[Interval]) -> list[int]:
-    """Where the step has each of them: the stays of a storage follow one another."""
+    """Where the step has each of them: those of a storage follow one another."""
     layout, bottom = placed.layout, _BASE + placed.state_bytes
-    stays = {name: iter(offsets) for name, offsets in layout.stays.items()}
+    following = {name: iter(offsets) for name, offsets in layout.offsets.items()}
     found, free = [], _BASE
     for interval in intervals:
         if interval.persistent:
@@ -67,7 +67,7 @@ def _addresses(placed: PlacedStep, intervals: Sequence[Interval]) -> list[int]:
             node = interval.name.removeprefix(WORKSPACE)
             found.append(bottom + layout.workspace_offsets[node])
         else:
-            found.append(bottom + next(stays[interval.name]))
+            found.append(bottom + next(following[interval.name]))
     return found
 
 
@@ -80,7 +80,7 @@ def _events(
         size, name = interval.nbytes, interval.name
         taken = _event("alloc", address, size, interval.start_ms, name)
         found.append((interval.first, taken))
-        if not interval.stays:
+        if not interval.kept:
             for action in ("free_requested", "free_completed"):
                 freed = _event(action, address, size, interval.stop_ms, name)
                 found.append((interval.last, freed))

@@ -80,7 +80,7 @@ def compare(
         limits: Bytes of workspace a kernel.
         planner: What divides the mini-batches.
         total_workspace: Bytes for all layers together, divided among them by
-            `workspace_division`; one more row a layer, its rival being the fastest
+            `workspace_division`; one more row a layer, its baseline being the fastest
             undivided call within an equal share. A layer that occurs several times
             counts once.
         time_limit_s: Seconds for everything. Layers that got too little of it have a
@@ -197,9 +197,9 @@ class _Run:
                 outcomes[i] = Outcome(limit, None, str(e))
         else:
             for done, (i, plan) in enumerate(zip(able, plans, strict=True)):
-                rival = self._tuner.undivided(results[i].table, equal)
+                baseline = self._tuner.undivided(results[i].table, equal)
                 seconds = self._share(1.0, len(able) - done)
-                outcomes[i] = self._checked(plan, rival, limit, seconds)
+                outcomes[i] = self._checked(plan, baseline, limit, seconds)
             self._keep_to_total(outcomes, dict(zip(able, plans, strict=True)), limit)
         return [
             replace(result, outcomes=(*result.outcomes, outcome))
@@ -211,8 +211,9 @@ class _Run:
     ) -> None:
         """Withdraw rejections that, together, would break the total.
 
-        A rejected plan gives way to its rival, which may use an equal share where the
-        plan used less. Where the sum then exceeds the total, the plans stand after all.
+        A rejected plan gives way to its baseline, which may use an equal share where
+        the plan used less. Where the sum then exceeds the total, the plans stand after
+        all.
         """
         used = sum(o.choice.plan.workspace for o in outcomes if o.choice is not None)
         for i, plan in plans.items():
@@ -241,30 +242,30 @@ class _Run:
             return Outcome(
                 limit, None, f"nothing fits; the smallest needs {format_bytes(least)}"
             )
-        rival = self._tuner.undivided(table, limit.nbytes)
-        return self._checked(plan, rival, limit, seconds)
+        baseline = self._tuner.undivided(table, limit.nbytes)
+        return self._checked(plan, baseline, limit, seconds)
 
     def _checked(
         self,
         plan: ConvPlan,
-        rival: ConvPlan | None,
+        baseline: ConvPlan | None,
         limit: Limit,
         seconds: float | None,
     ) -> Outcome:
-        """Measure a plan against its undivided rival, unless that was done already."""
-        choice = self._choices.get((plan, rival))
+        """Measure a plan against its undivided baseline, unless that is done."""
+        choice = self._choices.get((plan, baseline))
         if choice is None:
             # Each is warmed up, and run once at least.
-            expected_ms = 2 * sum(p.time_ms for p in {plan, rival} if p is not None)
+            expected_ms = 2 * sum(p.time_ms for p in {plan, baseline} if p is not None)
             if seconds is not None and seconds <= expected_ms / 1e3:
                 return Outcome(limit, None, _OUT_OF_TIME)
             try:
                 choice = self._tuner.validate(
-                    plan, rival, time_limit_s=inf if seconds is None else seconds
+                    plan, baseline, time_limit_s=inf if seconds is None else seconds
                 )
             except MucudnnError as e:
                 return Outcome(limit, None, f"not compared: {e}")
-            self._choices[plan, rival] = choice
+            self._choices[plan, baseline] = choice
         return Outcome(limit, choice, _remark(plan.problem, choice, limit))
 
     def _share(self, of_limit: float, parts: int) -> float | None:

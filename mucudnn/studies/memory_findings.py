@@ -203,5 +203,5 @@ def _placed(placed: PlacedStep) -> dict[str, Any]:
 
 
 def _hosted_bytes(plan: StepPlan) -> int:
-    """Bytes of parameters and state that are at home on the host."""
+    """Bytes of parameters and state that are host-resident."""
     return state_bytes(plan.schedule.graph, plan.schedule.hosted)

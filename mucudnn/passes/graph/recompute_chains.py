@@ -1,10 +1,10 @@
-"""What has to run again to have a dropped tensor back."""
+"""Recompute chains: what has to run again to have a dropped tensor back."""
 
 from collections.abc import Callable
 
 from mucudnn.ir.graph import Graph, Node
 
-__all__ = ["EXPENSIVE", "chain", "is_checkpoint"]
+__all__ = ["EXPENSIVE", "is_checkpoint", "recompute_chain"]
 
 EXPENSIVE = frozenset({"conv", "matmul"})
 """Operations whose results are worth more than their bytes."""
@@ -18,7 +18,7 @@ _IN_PLACE = frozenset(
 """Operations that overwrite their input when nobody else needs it."""
 
 
-def chain(
+def recompute_chain(
     graph: Graph, tensor: str, available: Callable[[str], bool]
 ) -> tuple[Node, ...]:
     """Nodes to run again, in order, for a tensor, from what is available.

@@ -14,7 +14,12 @@ from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.layout import Layout
 from mucudnn.passes.placement.shrinkable import Place, Shrinkable, place_shrinkable
 from mucudnn.passes.planning.evaluate import StepPlan, profile_of, state_bytes, timed_by
-from mucudnn.passes.scheduling.intervals import Stay, emit, least_occupancy, shifted
+from mucudnn.passes.scheduling.intervals import (
+    ResidencyInterval,
+    emit,
+    least_occupancy,
+    shifted,
+)
 from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
 from mucudnn.passes.simulate import simulate
 
@@ -46,7 +51,7 @@ def fit_to_arena(
     known = timed_by(profile_of(graph, profile), plan.plans)
     clock = Clock([known.node_ms[node.name] for node in graph.nodes])
     for share in _LINK_SHARES:
-        wanted = _trimmed(plan.stays, known, clock, share, len(graph.nodes))
+        wanted = _trimmed(plan.intervals, known, clock, share, len(graph.nodes))
         found = _fastest(plan, known, clock, wanted, arena_bytes)
         if found is not None:
             return found
@@ -56,11 +61,11 @@ def fit_to_arena(
 def shortest(plan: StepPlan, profile: Profile) -> StepPlan:
     """The step with residency intervals that last no longer than they are needed."""
     graph = plan.schedule.graph
-    cores = [_core(interval, len(graph.nodes)) for interval in plan.stays]
+    cores = [_core(interval, len(graph.nodes)) for interval in plan.intervals]
     return _emitted(plan, cores, timed_by(profile_of(graph, profile), plan.plans))
 
 
-def _core(interval: Stay, count: int) -> Stay:
+def _core(interval: ResidencyInterval, count: int) -> ResidencyInterval:
     """From the first node that needs it to the last; without copies, as it was."""
     core = replace(
         interval,
@@ -70,7 +75,9 @@ def _core(interval: Stay, count: int) -> Stay:
     return shifted(core, -count) if core.start >= count else core
 
 
-def _emitted(plan: StepPlan, intervals: list[Stay], profile: Profile) -> StepPlan:
+def _emitted(
+    plan: StepPlan, intervals: list[ResidencyInterval], profile: Profile
+) -> StepPlan:
     """The step with other residency intervals, and what it costs then."""
     graph, workspaces = plan.schedule.graph, plan.schedule.workspaces
     scratch = [workspaces.get(node.name, 0) for node in graph.nodes]
@@ -78,7 +85,7 @@ def _emitted(plan: StepPlan, intervals: list[Stay], profile: Profile) -> StepPla
     most, _ = least_occupancy(intervals, scratch, resident, 0).peak()
     new = emit(graph, intervals, workspaces, most, plan.schedule.hosted)
     return replace(
-        plan, schedule=new, stays=intervals, prediction=simulate(new, profile)
+        plan, schedule=new, intervals=intervals, prediction=simulate(new, profile)
     )
 
 
@@ -86,7 +93,7 @@ def _fastest(
     plan: StepPlan,
     profile: Profile,
     clock: Clock,
-    wanted: Sequence[Stay],
+    wanted: Sequence[ResidencyInterval],
     arena_bytes: int,
 ) -> tuple[StepPlan, Layout] | None:
     """The fastest of the layouts that are found for intervals as they are wanted."""
@@ -113,8 +120,12 @@ def _fastest(
 
 
 def _trimmed(
-    intervals: Sequence[Stay], profile: Profile, clock: Clock, share: float, count: int
-) -> list[Stay]:
+    intervals: Sequence[ResidencyInterval],
+    profile: Profile,
+    clock: Clock,
+    share: float,
+    count: int,
+) -> list[ResidencyInterval]:
     """Intervals that last no longer than copies take with a share of the links."""
     found = list(intervals)
     coming = sorted(
@@ -140,9 +151,9 @@ def _trimmed(
     return found
 
 
-def _shrinkable(interval: Stay, count: int) -> Shrinkable:
+def _shrinkable(interval: ResidencyInterval, count: int) -> Shrinkable:
     """When an interval is needed, and when it is wanted."""
-    end = interval.stop if interval.visit else min(interval.stop, count - 1)
+    end = interval.stop if interval.host_resident else min(interval.stop, count - 1)
     return Shrinkable(
         interval.nbytes,
         interval.start,
@@ -152,7 +163,9 @@ def _shrinkable(interval: Stay, count: int) -> Shrinkable:
     )
 
 
-def _cut(interval: Stay, block: Shrinkable, place: Place, count: int) -> Stay:
+def _cut(
+    interval: ResidencyInterval, block: Shrinkable, place: Place, count: int
+) -> ResidencyInterval:
     """A residency interval that lasts as long as its place."""
     stop = interval.stop if place.stop == block.stop else place.stop
     cut = replace(interval, start=place.start, stop=stop)
@@ -165,17 +178,17 @@ def _layout(
     """Offsets in order; what is live across iterations is at both ends of the step."""
     schedule = plan.schedule
     of_storage: dict[str, list[tuple[int, int]]] = {}
-    for interval, place in zip(plan.stays, places, strict=False):
+    for interval, place in zip(plan.intervals, places, strict=False):
         of_storage.setdefault(interval.storage, []).append(
             (interval.start, place.offset)
         )
     offsets: dict[str, tuple[int, ...]] = {}
     for name, found in of_storage.items():
         ordered = tuple(offset for _, offset in sorted(found))
-        across = ordered[-1:] if name in schedule.carried else ()
+        across = ordered[-1:] if name in schedule.live_across else ()
         offsets[name] = across + ordered
     nodes = (n.name for n in schedule.graph.nodes if schedule.workspaces.get(n.name, 0))
-    scratch = (place.offset for place in places[len(plan.stays) :])
+    scratch = (place.offset for place in places[len(plan.intervals) :])
     ends = (p.offset + b.nbytes for b, p in zip(blocks, places, strict=True))
     return Layout(
         MappingProxyType(offsets),

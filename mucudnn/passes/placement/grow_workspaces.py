@@ -39,7 +39,7 @@ def with_least_workspaces(plan: StepPlan, profile: Profile) -> StepPlan:
     workspaces = workspaces_of(known, least)
     scratch = [workspaces.get(node.name, 0) for node in graph.nodes]
     resident = state_bytes(graph, plan.schedule.resident)
-    most, _ = least_occupancy(plan.stays, scratch, resident, 0).peak()
+    most, _ = least_occupancy(plan.intervals, scratch, resident, 0).peak()
     bare = replace(plan.schedule, workspaces=workspaces, peak_bytes=most)
     prediction = simulate(bare, timed_by(known, least))
     return replace(plan, schedule=bare, plans=least, prediction=prediction)
@@ -83,7 +83,7 @@ def grow_workspaces(
     prediction = simulate(schedule, timed_by(known, chosen))
     return (
         replace(plan, schedule=schedule, plans=chosen, prediction=prediction),
-        Layout(layout.stays, MappingProxyType(offsets), nbytes, most),
+        Layout(layout.offsets, MappingProxyType(offsets), nbytes, most),
     )
 
 
@@ -93,7 +93,7 @@ def _at_nodes(schedule: Schedule, layout: Layout) -> Iterator[tuple[str, list[Sp
     ends: dict[int, list[Span]] = {}
     for name, lives in lives_of(schedule).items():
         nbytes = rounded(schedule.graph.tensors[name].nbytes)
-        for offset, (first, last) in zip(layout.stays[name], lives, strict=True):
+        for offset, (first, last) in zip(layout.offsets[name], lives, strict=True):
             begins.setdefault(first, []).append((offset, offset + nbytes))
             ends.setdefault(last + 1, []).append((offset, offset + nbytes))
     taken: list[Span] = []

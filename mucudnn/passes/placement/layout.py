@@ -35,13 +35,13 @@ class Layout:
     """Where everything that is not on the device all the time lies in one arena.
 
     Attributes:
-        stays: Storage -> the offsets of its residency intervals, in order.
+        offsets: Storage -> the offsets of its residency intervals, in order.
         workspace_offsets: Node with a workspace -> offset of it.
         nbytes: Size of the arena.
         live_peak: The most bytes in use at once: a bound below `nbytes`.
     """
 
-    stays: Mapping[str, tuple[int, ...]]
+    offsets: Mapping[str, tuple[int, ...]]
     workspace_offsets: Mapping[str, int]
     nbytes: int
     live_peak: int
@@ -65,7 +65,7 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
     blocks = []
     fixed: dict[str, int] = {}
     bottom = 0
-    for name in schedule.carried:
+    for name in schedule.live_across:
         for i in (0, len(lives[name]) - 1):
             fixed[_interval(name, i)] = bottom
         bottom += rounded(schedule.graph.tensors[name].nbytes, alignment)
@@ -83,14 +83,14 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
                 scratch.append(instruction.node)
                 blocks.append(Block(_workspace(instruction.node), nbytes, at, at))
     packing = pack(blocks, fixed=fixed)
-    offsets = packing.offsets
-    stays = {
-        name: tuple(offsets[_interval(name, i)] for i in range(len(spans)))
+    found = packing.offsets
+    offsets = {
+        name: tuple(found[_interval(name, i)] for i in range(len(spans)))
         for name, spans in lives.items()
     }
     return Layout(
-        MappingProxyType(stays),
-        MappingProxyType({node: offsets[_workspace(node)] for node in scratch}),
+        MappingProxyType(offsets),
+        MappingProxyType({node: found[_workspace(node)] for node in scratch}),
         packing.nbytes,
         live_peak(blocks),
     )
@@ -152,7 +152,7 @@ def lives_of(schedule: Schedule) -> dict[str, list[tuple[int, int]]]:
     all the time.
     """
     graph, end = schedule.graph, len(schedule.instructions)
-    found = {name: [(-1, end)] for name in schedule.carried}
+    found = {name: [(-1, end)] for name in schedule.live_across}
     for at, instruction in enumerate(schedule.instructions):
         match instruction:
             case Alloc(name):

@@ -28,8 +28,8 @@ from mucudnn.passes.planning.costs import (
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import Residency
-from mucudnn.passes.scheduling import stays_of
-from mucudnn.passes.scheduling.intervals import Stay, emit
+from mucudnn.passes.scheduling import intervals_of
+from mucudnn.passes.scheduling.intervals import ResidencyInterval, emit
 from mucudnn.passes.scheduling.occupancy import Occupancy
 from mucudnn.passes.simulate import Prediction, simulate
 
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _REFUSE_WHAT_IS_LEAST = ("timed", "on_demand")
-"""Schedulers that refuse nothing but what does not fit with the shortest stays."""
+"""Schedulers that refuse nothing but what does not fit with the shortest intervals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class StepPlan:
 
     Attributes:
         schedule: What to run.
-        stays: What the schedule was made of.
+        intervals: What the schedule was made of.
         plans: Convolution node -> how to run it.
         residency: What was decided about tensors.
         prediction: What it will cost.
@@ -68,7 +68,7 @@ class StepPlan:
     """
 
     schedule: Schedule
-    stays: Sequence[Stay]
+    intervals: Sequence[ResidencyInterval]
     plans: Mapping[str, ConvPlan]
     residency: Mapping[str, Residency]
     prediction: Prediction
@@ -106,14 +106,16 @@ def plan_residency(
     ready = request.rewritten(residency)
     final, known = ready.graph, ready.profile
     chosen = first_plans(known, request.convolutions, request.plans)
-    stays, occupancy = stays_of(request.timing, ready.problem(chosen, request.budget))
+    intervals, occupancy = intervals_of(
+        request.timing, ready.problem(chosen, request.budget)
+    )
     if request.convolutions == "dynamic":
         chosen = grown(final, known, chosen, occupancy)
     workspaces = workspaces_of(known, chosen)
-    schedule = emit(final, stays, workspaces, occupancy.peak()[0], ready.away)
+    schedule = emit(final, intervals, workspaces, occupancy.peak()[0], ready.away)
     return StepPlan(
         schedule=schedule,
-        stays=tuple(stays),
+        intervals=tuple(intervals),
         plans=chosen,
         residency=residency,
         prediction=simulate(schedule, timed_by(known, chosen)),

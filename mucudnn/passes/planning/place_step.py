@@ -1,8 +1,8 @@
 """A request in, a step with places out: state and arena together keep the budget.
 
 Where places for a plan are not found, the step is scheduled for a little less. What is
-carried from step to step is hardest to place: at both ends of the step it must lie
-beside all else that is. So what is tried then is to carry less.
+live across iterations is hardest to place: at both ends of the step it must lie beside
+all else that is. So what is tried then is to have less of it.
 
 The last resort is one step that does not depend on the budget: the one that is planned
 in the least bytes, in the smallest arena that is found for it. So it is known which
@@ -44,7 +44,7 @@ _CUTS = (0.0, 0.01, 0.02, 0.04, 0.08)
 """Shares of the budget that a step may be scheduled below it, to find places."""
 
 _MANY = 5000
-"""Stays from which on the first places that are found are good enough."""
+"""Residency intervals from which on the first places that are found are good enough."""
 
 _FAR = 0.02
 """The share below which the first places that are found are good enough."""
@@ -88,7 +88,7 @@ def place_step(request: StepRequest, plan: StepPlan | None = None) -> PlacedStep
             plan = plan_step(request.within(max(0, target)))
         except PlanningError:
             break
-    others = (place(request, other) for other in _carrying_less(request, plan))
+    others = (place(request, other) for other in _keeping_less_live(request, plan))
     fitting = [other for other in others if other is not None]
     if fitting:
         return min(fitting, key=_step_ms)
@@ -123,7 +123,7 @@ def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
 def _smallest(request: StepRequest) -> PlacedStep:
     """The step that is planned in the least bytes, in the least that it is placed.
 
-    It does not depend on the budget. Of all schedulers the one that lets stays be
+    It does not depend on the budget. Of all schedulers the one that lets intervals be
     shortest finds places most easily.
 
     Raises:
@@ -143,7 +143,7 @@ def _settled(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
     """The fastest step with a plan's residencies that finds places, if any does.
 
     It is scheduled for a little less, time and again, until what the places cost is
-    little; and for a little more, where stays gave way so much that bytes are left
+    little; and for a little more, where intervals gave way so much that bytes are left
     over.
     """
     tolerable = (1 + _TOLERATED) * plan.prediction.step_ms
@@ -152,7 +152,7 @@ def _settled(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
         tried = [plan] if cut == 0.0 else list(_replanned(request, plan, cut))
         fitting += (p for t in tried if (p := place(request, t)) is not None)
         enough = any(_step_ms(placed) <= tolerable for placed in fitting)
-        hurried = cut >= _FAR or len(plan.stays) > _MANY
+        hurried = cut >= _FAR or len(plan.intervals) > _MANY
         if enough or not tried or (fitting and hurried):
             break
     if not fitting:
@@ -178,7 +178,7 @@ def _replanned(request: StepRequest, plan: StepPlan, cut: float) -> Iterator[Ste
             yield plan_residency(less.scheduled(name), plan.residency)
 
 
-def _carrying_less(request: StepRequest, plan: StepPlan) -> Iterator[StepPlan]:
+def _keeping_less_live(request: StepRequest, plan: StepPlan) -> Iterator[StepPlan]:
     """A plan's residencies with parameters and state that leave in every step.
 
     Only those that do already, or all of them.

@@ -47,7 +47,7 @@ class StepRequest:
         convolutions: How convolutions get their workspace: `dynamic` (what is free at
             each), `fastest` (all they want), `least`, or `fixed`.
         plans: Convolution node -> plan, for `fixed`.
-        hosted: Parameters and state whose home is the host, and no others, if that is
+        hosted: Parameters and state that are host-resident, and no others, if that is
             decided: by another step that shares them. It may name some that this step
             does not have.
         seed: Residencies that the search of `planned` tries beside those that the
@@ -130,7 +130,7 @@ class StepRequest:
         return self._sharing(replace(self, convolutions=convolutions, plans=plans))
 
     def hosting(self, hosted: frozenset[str] | None) -> "StepRequest":
-        """The same with it decided what is at home on the host."""
+        """The same with it decided what is host-resident."""
         return self._sharing(replace(self, hosted=hosted))
 
     @cached_property

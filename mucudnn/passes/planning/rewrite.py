@@ -105,7 +105,7 @@ class Rewriter:
 
         Args:
             residency: Of saved tensors; what is left out is kept.
-            hosted: Parameters and state whose home is the host: they leave, and no
+            hosted: Parameters and state that are host-resident: they leave, and no
                 others do, whatever residencies say. If None, residencies decide.
         """
         asked = dict(residency), hosted
@@ -156,7 +156,9 @@ class _Choices:
     ) -> None:
         phases = enumerate(node.phase for node in graph.nodes)
         self._count = len(graph.nodes)
-        self._turn = next((i for i, p in phases if p is not Phase.FORWARD), self._count)
+        self._boundary = next(
+            (i for i, p in phases if p is not Phase.FORWARD), self._count
+        )
         self._others = residency.get(EVERYTHING, Residency.KEEP)
         self._persistents = residency.get(PERSISTENTS, Residency.KEEP)
         everything = sum(spec.nbytes for spec in graph.with_role(*PERSISTENT))
@@ -177,8 +179,8 @@ class _Choices:
         if use.persistent:
             return gaps if page else sorted(gaps, key=_length)[-1:]
         inside = [(i, j) for i, j in gaps if j < self._count]
-        turn = self._turn
-        return inside if page else [(i, j) for i, j in inside if i < turn <= j]
+        boundary = self._boundary
+        return inside if page else [(i, j) for i, j in inside if i < boundary <= j]
 
     def _choice(self, use: Use) -> Residency:
         if not use.persistent:

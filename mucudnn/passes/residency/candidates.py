@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mucudnn.passes.graph.recompute_chains import chain, is_checkpoint
+from mucudnn.passes.graph.recompute_chains import is_checkpoint, recompute_chain
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
@@ -67,7 +67,7 @@ def by_cost(step: Step) -> list[Candidate]:
     names = {saved.name for saved in tensors}
     found = []
     for saved in tensors:
-        nodes = chain(step.graph, saved.name, names.__contains__)
+        nodes = recompute_chain(step.graph, saved.name, names.__contains__)
         again = sum(step.profile.node_ms[node.name] for node in nodes)
         checkpoint = is_checkpoint(step.graph, saved.name, names.__contains__)
         found.append(Candidate(saved, again, checkpoint))

@@ -5,8 +5,8 @@ that they are offloaded or computed again. What it does not name is kept. Whethe
 fits a budget is the scheduler's business.
 
 Activations are saved for the backward pass, and the gap before it is theirs. Parameters
-and optimizer state outlive the step: their gaps go round, from the last use in one step
-to the first in the next.
+and optimizer state outlive the step: their gaps are cyclic, from the last use in one
+step to the first in the next.
 """
 
 import enum
@@ -100,7 +100,7 @@ class Step(Protocol):
 
     @property
     def hosted(self) -> frozenset[str] | None:
-        """Parameters and state whose home is the host, if that is decided."""
+        """Parameters and state that are host-resident, if that is decided."""
         ...
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from mucudnn.ir.graph import Phase
 from mucudnn.passes.cbc import cbc, solver_errors
-from mucudnn.passes.graph.recompute_chains import chain
+from mucudnn.passes.graph.recompute_chains import recompute_chain
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.costs import first_plans
 from mucudnn.passes.planning.request import StepRequest
@@ -130,7 +130,7 @@ def _sources(request: StepRequest) -> Iterator[_Source]:
     tensors = saved_tensors(graph)
     names = {saved.name for saved in tensors}
     for saved in tensors:
-        nodes = chain(graph, saved.name, names.__contains__)
+        nodes = recompute_chain(graph, saved.name, names.__contains__)
         read = {graph.storages[t] for node in nodes for t in node.inputs}
         again_ms = sum(request.profile.node_ms[node.name] for node in nodes)
         parents = frozenset((read & names) - {saved.name})

@@ -8,7 +8,11 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
-from mucudnn.passes.graph.recompute_chains import EXPENSIVE, chain, is_checkpoint
+from mucudnn.passes.graph.recompute_chains import (
+    EXPENSIVE,
+    is_checkpoint,
+    recompute_chain,
+)
 from mucudnn.passes.residency.choice import (
     EVERYTHING,
     PERSISTENTS,
@@ -164,7 +168,7 @@ def cost_based(step: Step) -> Mapping[str, Residency]:
         return clock[saved.again] - clock[saved.last + 1] - moving_ms(saved)
 
     def again_ms(saved: Saved) -> float:
-        nodes = chain(graph, saved.name, lambda name: name in names)
+        nodes = recompute_chain(graph, saved.name, lambda name: name in names)
         return sum(profile.node_ms[node.name] for node in nodes)
 
     kept = _kept_bytes(step)

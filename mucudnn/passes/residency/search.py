@@ -147,18 +147,18 @@ def _offer_other_schedulers(
     these schedulers.
     """
     found = best.residency
-    rivals = []
+    others = []
     for name in SCHEDULERS.table:
         if name != request.timing:
-            rival = _Best(request.scheduled(name), _work(request) // 2)
+            other = _Best(request.scheduled(name), _work(request) // 2)
             for residency in (found, *decided(request)):
-                rival.consider(residency, free=True)
-            rivals.append(rival)
-    rival = min(rivals, key=lambda r: r.step_ms)
-    if min(best.step_ms, rival.step_ms) > _SLOW * _unbounded_ms(request):
-        _improve(candidates, rival)
-    if rival.found:
-        best.offer(rival.plan)
+                other.consider(residency, free=True)
+            others.append(other)
+    other = min(others, key=lambda r: r.step_ms)
+    if min(best.step_ms, other.step_ms) > _SLOW * _unbounded_ms(request):
+        _improve(candidates, other)
+    if other.found:
+        best.offer(other.plan)
 
 
 class _Best:

@@ -2,7 +2,7 @@
 
 from mucudnn.passes.registry import ALL, Strategies, name_of
 from mucudnn.passes.scheduling.adaptive_window import adaptive_window
-from mucudnn.passes.scheduling.intervals import Stay
+from mucudnn.passes.scheduling.intervals import ResidencyInterval
 from mucudnn.passes.scheduling.occupancy import Occupancy
 from mucudnn.passes.scheduling.on_demand import on_demand
 from mucudnn.passes.scheduling.problem import Problem, Scheduler
@@ -13,8 +13,8 @@ __all__ = [
     "Problem",
     "Scheduler",
     "adaptive_window",
+    "intervals_of",
     "on_demand",
-    "stays_of",
     "timed",
 ]
 
@@ -27,22 +27,22 @@ SCHEDULERS: Strategies[Scheduler] = Strategies(
 """When copies run; more join by `register` or by an entry point of the group."""
 
 
-def stays_of(
+def intervals_of(
     scheduler: str | Scheduler, problem: Problem
-) -> tuple[list[Stay], Occupancy]:
+) -> tuple[list[ResidencyInterval], Occupancy]:
     """What a scheduler decides, checked: it may be somebody's own.
 
     Raises:
         PlanningError: Nothing fits.
-        TypeError: It returned something else than stays and their ledger.
+        TypeError: It returned something else than intervals and their ledger.
         ValueError: It is not known.
     """
     found: object = SCHEDULERS.resolve(scheduler)(problem)
     match found:
-        case (list() as stays, Occupancy() as ledger):
-            if all(isinstance(stay, Stay) for stay in stays):
-                return stays, ledger
+        case (list() as intervals, Occupancy() as ledger):
+            if all(isinstance(interval, ResidencyInterval) for interval in intervals):
+                return intervals, ledger
     raise TypeError(
         f"scheduler {name_of(scheduler)!r} returned {type(found).__name__}; a list of "
-        "stays and their ledger are wanted, such as problem.least() has"
+        "intervals and their ledger are wanted, such as problem.least() has"
     )

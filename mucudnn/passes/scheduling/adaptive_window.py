@@ -21,7 +21,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mucudnn.passes.scheduling.intervals import Stay, Swaps
+from mucudnn.passes.scheduling.intervals import ResidencyInterval, Swaps
 from mucudnn.passes.scheduling.occupancy import Occupancy, Use
 from mucudnn.passes.scheduling.problem import Problem
 
@@ -37,27 +37,27 @@ class Windows:
     """How full the two windows were, and what came of it.
 
     Attributes:
-        stays: Of every storage that is not on the device all the time.
+        intervals: Of every storage that is not on the device all the time.
         in_bytes: Of the swap-in window as each node was planned, with prefetches that
             were given back later, and in the end.
         out_bytes: Of the swap-out window likewise.
         prefetch_bytes: Of the swap-in window with what is yet to be written, likewise.
     """
 
-    stays: tuple[Stay, ...]
+    intervals: tuple[ResidencyInterval, ...]
     in_bytes: tuple[int, ...]
     out_bytes: tuple[int, ...]
     prefetch_bytes: tuple[int, ...]
 
 
-def adaptive_window(problem: Problem) -> tuple[list[Stay], Occupancy]:
+def adaptive_window(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
     """Slide a swap-in and a swap-out window over one budget, blind to time.
 
     Where the problem names no gaps over which storages may leave, all may leave over
     all of them.
     """
-    stays = windows(problem).stays
-    return list(stays), problem.ledger(stays)
+    intervals = windows(problem).intervals
+    return list(intervals), problem.ledger(intervals)
 
 
 def windows(problem: Problem) -> Windows:
@@ -97,23 +97,23 @@ class _Item:
         self.use = use
         self.nbytes = use.nbytes
         self.leaves_after = {i for i, _ in gaps}
-        self.visits = use.persistent
-        self.state = _State.HOST if self.visits else _State.UNMET
+        self.host_resident = use.persistent
+        self.state = _State.HOST if self.host_resident else _State.UNMET
         self.count = 0
         self.held = False
         self.start = self.needed = 0
         self.last = -1
         self.came_back = False
         self.released_by = -1
-        self._host_since: int | None = -1 if self.visits else None
+        self._host_since: int | None = -1 if self.host_resident else None
 
     def enter(self, position: int, needed: int, *, came_back: bool) -> None:
-        """Begin a stay."""
+        """Begin an interval."""
         self.state = _State.IN
         self.start, self.needed, self.came_back = position, needed, came_back
 
-    def leave(self, stop: int, *, kept: bool) -> Stay:
-        """End the stay; if its bytes are wanted again, the host has them then."""
+    def leave(self, stop: int, *, kept: bool) -> ResidencyInterval:
+        """End the interval; if its bytes are wanted again, the host has them then."""
         since = self._host_since
         dirty = kept and (
             since is None or any(since < w <= self.last for w in self.use.writes)
@@ -121,7 +121,7 @@ class _Item:
         if dirty:
             self._host_since = self.last
         self.state = _State.HOST
-        return Stay(
+        return ResidencyInterval(
             self.use.storage,
             self.nbytes,
             self.start,
@@ -131,7 +131,7 @@ class _Item:
             self.came_back,
             dirty,
             kept,
-            self.visits,
+            self.host_resident,
         )
 
 
@@ -148,7 +148,7 @@ class _Planner:
         ]
         self._accesses, self._bounds = _accesses(self._items, self._count)
         self._transfers: set[int] = set()
-        self._stays: list[Stay] = []
+        self._intervals: list[ResidencyInterval] = []
         self._head = self._tail = 0
         self._in = self._out = self._prefetch = 0
 
@@ -164,13 +164,13 @@ class _Planner:
             if item.state is _State.IN:
                 item.last = self._count
                 self._gone(item)
-                self._stays.append(item.leave(self._count, kept=False))
-            elif item.state is _State.OUT:  # its home is the host
+                self._intervals.append(item.leave(self._count, kept=False))
+            elif item.state is _State.OUT:  # host-resident
                 self._out -= item.nbytes
-                self._stays.append(item.leave(self._count - 1, kept=True))
+                self._intervals.append(item.leave(self._count - 1, kept=True))
         levels.append((self._in, self._out, self._prefetch))
         inside, outside, ahead = zip(*levels, strict=True)
-        return Windows(tuple(self._stays), inside, outside, ahead)
+        return Windows(tuple(self._intervals), inside, outside, ahead)
 
     def _extend(self, node: int) -> None:
         """Let the swap-in window meet as many accesses as there is room for."""
@@ -230,7 +230,7 @@ class _Planner:
         _, item = self._accesses[self._tail]
         if item.state is _State.OUT and item.released_by == self._tail:
             self._out -= item.nbytes
-            self._stays.append(item.leave(node - 1, kept=True))
+            self._intervals.append(item.leave(node - 1, kept=True))
         self._tail += 1
 
     def _give_back(self, node: int) -> None:
@@ -250,7 +250,7 @@ class _Planner:
             return
         self._in -= item.nbytes
         if item.last >= item.start:  # it was called back: now it leaves after all
-            self._stays.append(item.leave(node - 1, kept=True))
+            self._intervals.append(item.leave(node - 1, kept=True))
         else:
             item.state = _State.HOST
 
@@ -262,9 +262,9 @@ class _Planner:
             item.last = node
             if item.count > 1:
                 item.count -= 1
-            elif node == item.use.positions[-1] and not item.visits:
+            elif node == item.use.positions[-1] and not item.host_resident:
                 self._gone(item)
-                self._stays.append(item.leave(node, kept=False))
+                self._intervals.append(item.leave(node, kept=False))
             elif node in item.leaves_after or node == item.use.positions[-1]:
                 self._gone(item)
                 self._out += item.nbytes

@@ -1,11 +1,11 @@
-"""Stays: the times that a storage is in device memory, and how they become a program.
+"""Residency intervals: when a storage is in device memory, and the program of it.
 
-A storage that is never moved has one stay, from its first use to its last. One that is
-offloaded has several, with copies between them. Parameters and state that may leave are
-at home on the host and visit the device in every step anew; a visit may begin in one
-step and end in the next. All positions are those of nodes; sums over them are what a
-budget limits, so a schedule keeps its promise whatever the copies take: a copy that is
-late is waited for.
+A storage that is never moved has one interval, from its first use to its last. One that
+is offloaded has several, with copies between them. Parameters and state that may leave
+are host-resident: they are swapped in and out in every step anew, and an interval of
+theirs may begin in one step and end in the next. All positions are those of nodes; sums
+over them are what a budget limits, so a schedule keeps its promise whatever the copies
+take: a copy that is late is waited for.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.scheduling.occupancy import Occupancy, Use
 
 __all__ = [
-    "Stay",
+    "ResidencyInterval",
     "Swaps",
     "check",
     "emit",
@@ -44,8 +44,8 @@ Swaps = Mapping[str, Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
-    """One stay of a storage in device memory.
+class ResidencyInterval:
+    """One interval of a storage in device memory.
 
     Positions of a visit that ends in the next step are counted on from this one's.
 
@@ -59,7 +59,7 @@ class Stay:
         copied_in: Whether it comes back from the host.
         copied_out: Whether it is copied to the host after `last`.
         kept_on_host: Whether it leaves with a copy on the host, made now or earlier.
-        visit: Whether the storage outlives the step and is at home on the host.
+        visit: Whether the storage outlives the step and is host-resident.
     """
 
     storage: str
@@ -71,11 +71,13 @@ class Stay:
     copied_in: bool = False
     copied_out: bool = False
     kept_on_host: bool = False
-    visit: bool = False
+    host_resident: bool = False
 
 
-def split(use: Use, gaps: Sequence[tuple[int, int]], end: int) -> list[Stay]:
-    """The shortest stays of a storage that leaves over some gaps, in order.
+def split(
+    use: Use, gaps: Sequence[tuple[int, int]], end: int
+) -> list[ResidencyInterval]:
+    """The shortest intervals of a storage that leaves over some gaps, in order.
 
     A copy out is left out where the host's copy is still good: nothing wrote the
     storage since it was made.
@@ -87,14 +89,14 @@ def split(use: Use, gaps: Sequence[tuple[int, int]], end: int) -> list[Stay]:
         end: Number of nodes.
     """
     if use.persistent:
-        return sorted(_visits(use, gaps), key=lambda stay: stay.start)
+        return sorted(_swapped(use, gaps), key=lambda interval: interval.start)
     first, last = use.positions[0], min(use.positions[-1], end)
     if not gaps:
-        return [Stay(use.storage, use.nbytes, first, last, first, last)]
+        return [ResidencyInterval(use.storage, use.nbytes, first, last, first, last)]
     begins = (first, *(j for _, j in gaps))
     ends = (*(i for i, _ in gaps), last)
     return [
-        Stay(
+        ResidencyInterval(
             use.storage,
             use.nbytes,
             start,
@@ -110,11 +112,11 @@ def split(use: Use, gaps: Sequence[tuple[int, int]], end: int) -> list[Stay]:
     ]
 
 
-def _visits(use: Use, gaps: Sequence[tuple[int, int]]) -> Iterator[Stay]:
+def _swapped(use: Use, gaps: Sequence[tuple[int, int]]) -> Iterator[ResidencyInterval]:
     """From each gap to the next, the last to the first of the next step."""
     following = (*(i for i, _ in gaps[1:]), gaps[0][0] + use.period)
     for (_, start), stop in zip(gaps, following, strict=True):
-        stay = Stay(
+        interval = ResidencyInterval(
             use.storage,
             use.nbytes,
             start,
@@ -124,9 +126,9 @@ def _visits(use: Use, gaps: Sequence[tuple[int, int]]) -> Iterator[Stay]:
             copied_in=True,
             copied_out=_written(use, start, stop),
             kept_on_host=True,
-            visit=True,
+            host_resident=True,
         )
-        yield shifted(stay, -use.period) if start >= use.period else stay
+        yield shifted(interval, -use.period) if start >= use.period else interval
 
 
 def _written(use: Use, start: int, stop: int) -> bool:
@@ -134,19 +136,19 @@ def _written(use: Use, start: int, stop: int) -> bool:
     return any(start <= at <= stop for w in use.writes for at in {w, w + use.period})
 
 
-def shifted(stay: Stay, nodes: int) -> Stay:
-    """The same stay, counted from another step."""
+def shifted(interval: ResidencyInterval, nodes: int) -> ResidencyInterval:
+    """The same interval, counted from another step."""
     return replace(
-        stay,
-        start=stay.start + nodes,
-        stop=stay.stop + nodes,
-        needed=stay.needed + nodes,
-        last=stay.last + nodes,
+        interval,
+        start=interval.start + nodes,
+        stop=interval.stop + nodes,
+        needed=interval.needed + nodes,
+        last=interval.last + nodes,
     )
 
 
-def join(before: Stay, after: Stay) -> Stay:
-    """One stay out of two of a storage with nothing between them: no copies there."""
+def join(before: ResidencyInterval, after: ResidencyInterval) -> ResidencyInterval:
+    """One interval of two of a storage with nothing between them: no copies there."""
     return replace(
         before,
         stop=after.stop,
@@ -157,19 +159,22 @@ def join(before: Stay, after: Stay) -> Stay:
 
 
 def least_occupancy(
-    stays: Iterable[Stay], workspaces: Sequence[int], resident: int, budget: float
+    intervals: Iterable[ResidencyInterval],
+    workspaces: Sequence[int],
+    resident: int,
+    budget: float,
 ) -> Occupancy:
-    """The ledger of stays as they are, over what is always there."""
+    """The ledger of intervals as they are, over what is always there."""
     n = len(workspaces)
     change = [0] * (n + 1)
     change[0] = resident
-    for stay in stays:
-        change[min(stay.start, n)] += stay.nbytes
-        if stay.visit and stay.stop >= n:
-            change[0] += stay.nbytes
-            change[stay.stop - n + 1] -= stay.nbytes
+    for interval in intervals:
+        change[min(interval.start, n)] += interval.nbytes
+        if interval.host_resident and interval.stop >= n:
+            change[0] += interval.nbytes
+            change[interval.stop - n + 1] -= interval.nbytes
         else:
-            change[min(stay.stop + 1, n)] -= stay.nbytes
+            change[min(interval.stop + 1, n)] -= interval.nbytes
     used = itertools.accumulate(change)
     return Occupancy(
         [nbytes + rest for nbytes, rest in zip(workspaces, used, strict=False)], budget
@@ -208,49 +213,55 @@ def short_of(node: str, nbytes: int, budget: float, remedy: str = "") -> Plannin
 
 def emit(
     graph: Graph,
-    stays: Sequence[Stay],
+    intervals: Sequence[ResidencyInterval],
     workspaces: Mapping[str, int],
     peak_bytes: int,
     away: Iterable[str] = (),
 ) -> Schedule:
-    """Write stays down as a program.
+    """Write intervals down as a program.
 
     At each node: what arrives is allocated and its copy begun; what the node needs is
     waited for; after it, copies out begin, and what leaves is waited for and freed.
     Results that are there at the end stay: the caller takes them out. What is `away` is
-    at home on the host, also if no node uses it.
+    host-resident, also if no node uses it.
     """
     n = len(graph.nodes)
-    begins: list[list[Stay]] = [[] for _ in range(n + 1)]
-    needs: list[list[Stay]] = [[] for _ in range(n + 1)]
-    leaves: list[list[Stay]] = [[] for _ in range(n + 1)]
-    ends: list[list[Stay]] = [[] for _ in range(n + 1)]
-    for stay in stays:
-        begins[stay.start].append(stay)
-        if stay.copied_in:
-            needs[stay.needed % n].append(stay)
-        if stay.copied_out:
-            leaves[stay.last % n].append(stay)
-        ends[stay.stop % n if stay.visit else min(stay.stop, n)].append(stay)
+    begins: list[list[ResidencyInterval]] = [[] for _ in range(n + 1)]
+    needs: list[list[ResidencyInterval]] = [[] for _ in range(n + 1)]
+    leaves: list[list[ResidencyInterval]] = [[] for _ in range(n + 1)]
+    ends: list[list[ResidencyInterval]] = [[] for _ in range(n + 1)]
+    for interval in intervals:
+        begins[interval.start].append(interval)
+        if interval.copied_in:
+            needs[interval.needed % n].append(interval)
+        if interval.copied_out:
+            leaves[interval.last % n].append(interval)
+        ends[
+            interval.stop % n if interval.host_resident else min(interval.stop, n)
+        ].append(interval)
     program: list[Instruction] = []
     for i, node in enumerate(graph.nodes):
-        for stay in begins[i]:
-            program.append(Alloc(stay.storage))
-            if stay.copied_in:
-                program.append(SwapIn(stay.storage))
-        program += (Wait(stay.storage) for stay in needs[i])
+        for interval in begins[i]:
+            program.append(Alloc(interval.storage))
+            if interval.copied_in:
+                program.append(SwapIn(interval.storage))
+        program += (Wait(interval.storage) for interval in needs[i])
         program.append(Compute(node.name))
-        program += (SwapOut(stay.storage) for stay in leaves[i])
-        for stay in ends[i]:
-            if stay.copied_out:
-                program.append(Wait(stay.storage))
-            program.append(Free(stay.storage))
-    visits = [stay for stay in stays if stay.visit]
+        program += (SwapOut(interval.storage) for interval in leaves[i])
+        for interval in ends[i]:
+            if interval.copied_out:
+                program.append(Wait(interval.storage))
+            program.append(Free(interval.storage))
+    swapped = [interval for interval in intervals if interval.host_resident]
     return Schedule(
         graph,
         tuple(program),
         workspaces,
         peak_bytes,
-        hosted=tuple(dict.fromkeys([*(stay.storage for stay in visits), *away])),
-        carried=tuple(stay.storage for stay in visits if stay.stop >= n),
+        hosted=tuple(
+            dict.fromkeys([*(interval.storage for interval in swapped), *away])
+        ),
+        live_across=tuple(
+            interval.storage for interval in swapped if interval.stop >= n
+        ),
     )

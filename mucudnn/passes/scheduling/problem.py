@@ -1,8 +1,8 @@
 """What a scheduler decides about: when what is offloaded leaves, when it comes back.
 
-Each scheduler turns gaps into stays within a budget. What is resident at a node never
-exceeds the budget in any of them; they differ in how much compute has to wait for
-copies.
+Each scheduler turns gaps into residency intervals within a budget. What is resident at
+a node never exceeds the budget in any of them; they differ in how much compute has to
+wait for copies.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Protocol
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.scheduling.intervals import (
-    Stay,
+    ResidencyInterval,
     Swaps,
     check,
     least_occupancy,
@@ -45,21 +45,21 @@ class Problem:
     budget: float
     away: frozenset[str] = frozenset()
 
-    def least(self) -> tuple[list[Stay], Occupancy]:
-        """The shortest stays, and their ledger.
+    def least(self) -> tuple[list[ResidencyInterval], Occupancy]:
+        """The shortest intervals, and their ledger.
 
         Raises:
             PlanningError: Not even they fit.
         """
         n = len(self.graph.nodes)
-        stays = [
-            stay
+        intervals = [
+            interval
             for use in self.moving()
-            for stay in split(use, self.swaps.get(use.storage, ()), n)
+            for interval in split(use, self.swaps.get(use.storage, ()), n)
         ]
-        occupancy = self.ledger(stays)
+        occupancy = self.ledger(intervals)
         check(self.graph, occupancy)
-        return stays, occupancy
+        return intervals, occupancy
 
     def moving(self) -> Iterator[Use]:
         """Uses of what is not on the device all the time."""
@@ -81,16 +81,16 @@ class Problem:
         """Bytes of scratch memory at every node."""
         return [self.workspaces.get(node.name, 0) for node in self.graph.nodes]
 
-    def ledger(self, stays: Sequence[Stay]) -> Occupancy:
-        """Bytes in use at every node with stays of all that moves."""
-        return least_occupancy(stays, self.scratch(), self.resident(), self.budget)
+    def ledger(self, intervals: Sequence[ResidencyInterval]) -> Occupancy:
+        """Bytes in use at every node with intervals of all that moves."""
+        return least_occupancy(intervals, self.scratch(), self.resident(), self.budget)
 
 
 class Scheduler(Protocol):
     """A way to time copies."""
 
-    def __call__(self, problem: Problem) -> tuple[list[Stay], Occupancy]:
-        """Stays within the budget, and their ledger.
+    def __call__(self, problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
+        """Residency intervals within the budget, and their ledger.
 
         Raises:
             PlanningError: Nothing fits.

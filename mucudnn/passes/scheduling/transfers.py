@@ -1,6 +1,6 @@
 """When nodes start, and when copies have to begin and are done.
 
-Positions are those of nodes and go round and round: every step takes as long. A link
+Positions are those of nodes, and cyclic: every step takes as long. A link
 makes one copy after the other; nobody is kept waiting. That is how a schedule would
 like it; what memory admits is another matter.
 """
@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from mucudnn.passes.scheduling.intervals import Stay
+from mucudnn.passes.scheduling.intervals import ResidencyInterval
 
 __all__ = ["Clock", "first_ends", "latest_starts"]
 
@@ -53,31 +53,31 @@ class Clock:
 
 
 def latest_starts(
-    coming: Sequence[Stay], clock: Clock, bytes_per_ms: float
+    coming: Sequence[ResidencyInterval], clock: Clock, bytes_per_ms: float
 ) -> list[int]:
     """Nodes with which copies back should begin, negative ones in the step before.
 
     Args:
-        coming: Stays that begin with a copy, in the order of their first uses.
+        coming: Intervals that begin with a copy, in the order of their first uses.
         clock: When nodes start.
         bytes_per_ms: Of the link.
     """
     wanted = []
     link_busy = math.inf
-    for stay in reversed(coming):
-        finish = min(clock.start(stay.needed), link_busy)
-        link_busy = finish - stay.nbytes / bytes_per_ms
+    for interval in reversed(coming):
+        finish = min(clock.start(interval.needed), link_busy)
+        link_busy = finish - interval.nbytes / bytes_per_ms
         wanted.append(clock.before(link_busy))
     return wanted[::-1]
 
 
 def first_ends(
-    leaving: Sequence[Stay], clock: Clock, bytes_per_ms: float, count: int
+    leaving: Sequence[ResidencyInterval], clock: Clock, bytes_per_ms: float, count: int
 ) -> list[int]:
     """The last nodes during which copies out are made.
 
     Args:
-        leaving: Stays that end with a copy, in the order of their last uses within a
+        leaving: Intervals that end with a copy, in the order of their last uses in a
             step.
         clock: When nodes start.
         bytes_per_ms: Of the link.
@@ -85,9 +85,9 @@ def first_ends(
     """
     ends = []
     link_free = -math.inf
-    for stay in leaving:
-        later = stay.last - stay.last % count
-        begin = max(link_free, clock.start(stay.last - later + 1))
-        link_free = begin + stay.nbytes / bytes_per_ms
+    for interval in leaving:
+        later = interval.last - interval.last % count
+        begin = max(link_free, clock.start(interval.last - later + 1))
+        link_free = begin + interval.nbytes / bytes_per_ms
         ends.append(clock.after(link_free) + later)
     return ends

@@ -134,7 +134,7 @@ class BenchmarkCache:
     def put_verdict(
         self, fingerprint: str, problem: ConvProblem, signature: str, ratio: float
     ) -> None:
-        """Remember how a plan did against its rival; see `Verdict.ratio`.
+        """Remember how a plan did against its baseline; see `Verdict.ratio`.
 
         Raises:
             ValueError: The ratio is negative or not finite.

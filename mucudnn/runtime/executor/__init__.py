@@ -5,9 +5,9 @@ node a call without arguments. Running it is then a loop over calls; nothing is
 allocated, and what a node costs beside its kernel is a function call. Copies run
 beside it.
 
-Parameters and state that are at home on the host visit the arena. What is there from
-step to step is fetched before the first one, and may have newer values there than at
-home: `park` brings them home.
+Parameters and state that are host-resident are swapped in and out of the arena. What is
+live across iterations is fetched before the first one, and may have newer values there
+than on the host: `park` copies them out.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ class Executor:
             at once may share; its own if not given.
         host: Where storages go that leave the device; host memory of its own if not
             given. Not shared with executors that run at the same time.
-        homes: Bytes on the host of those persistent tensors that are at home there;
+        host_buffers: Bytes on the host of persistent tensors that are host-resident;
             shared with other executors, for which `park` brings them up to date.
         watcher: Told of every task before it is called, and overwrites memory when it
             is allocated and when it is freed: for tests. Slow.
@@ -66,7 +66,7 @@ class Executor:
         arena: Buffer | None = None,
         *,
         host: Tiers | None = None,
-        homes: Mapping[str, Buffer] | None = None,
+        host_buffers: Mapping[str, Buffer] | None = None,
         watcher: Watcher | None = None,
     ) -> None:
         self.arena_bytes = layout.nbytes
@@ -77,10 +77,12 @@ class Executor:
             arena = backend.device.allocate(layout.nbytes)
         self._memory = Memory(backend, self._graph, layout, arena, state)
         self._copies = Copies(backend.device)
-        self._carried = schedule.carried
+        self._live_across = schedule.live_across
         self._away = True
-        self._homes = {n: HostSlot(-1, 0, (homes or {})[n]) for n in schedule.hosted}
-        slots = self._host_slots(schedule, host) | self._homes
+        self._host_buffers = {
+            n: HostSlot(-1, 0, (host_buffers or {})[n]) for n in schedule.hosted
+        }
+        slots = self._host_slots(schedule, host) | self._host_buffers
         memory, copies = self._memory, self._copies
         self._program = bind(
             Binding(backend, schedule, memory, plans, copies, slots, watcher)
@@ -136,7 +138,7 @@ class Executor:
         return results, times
 
     def park(self) -> None:
-        """Bring home what is carried from step to step; the next step fetches it.
+        """Swap out what is live across iterations; the next step fetches it.
 
         Afterwards the state is all there, and the arena may be used otherwise.
 
@@ -147,27 +149,27 @@ class Executor:
             return
         with self._copies.of_a_step():
             self._copies.finish()
-            for number, (here, home) in enumerate(self._carried_bytes()):
-                self._copies.out(number, here, home, ())
+            for number, (device, host) in enumerate(self._live_bytes()):
+                self._copies.out(number, device, host, ())
         self._away = True
 
     def _fetch(self) -> None:
-        """Bring what is carried where a step finds it."""
-        for number, (here, home) in enumerate(self._carried_bytes()):
-            self._copies.back(number, home, here, ())
+        """Swap in what is live across iterations, where a step finds it."""
+        for number, (device, host) in enumerate(self._live_bytes()):
+            self._copies.back(number, host, device, ())
         self._copies.finish()
-        self._away = not self._carried
+        self._away = not self._live_across
 
-    def _carried_bytes(self) -> Iterator[tuple[Buffer, Buffer]]:
-        """Where in the arena what is carried begins a step, and its home."""
-        for name in self._carried:
-            here = self._memory.bytes_of(self._memory.byte_range(name, 0))
-            yield here, self._homes[name].buffer
+    def _live_bytes(self) -> Iterator[tuple[Buffer, Buffer]]:
+        """Bytes of what is live across iterations: as a step begins, and on the host."""
+        for name in self._live_across:
+            device = self._memory.bytes_of(self._memory.byte_range(name, 0))
+            yield device, self._host_buffers[name].buffer
 
     def close(self) -> None:
         """End the threads or streams of copies; a later run starts new ones.
 
-        What is carried from step to step is lost unless it was parked. Memory is freed
+        What is live across iterations is lost unless it was parked. Memory is freed
         with the executor.
         """
         self._copies.close()
@@ -178,7 +180,7 @@ class Executor:
         """Before a step and after it."""
         self._feed(feeds)
         try:
-            with self._copies.of_a_step(carries=bool(self._carried)):
+            with self._copies.of_a_step(carries=bool(self._live_across)):
                 if self._away:
                     self._fetch()
                 if self._watcher is not None:
@@ -193,8 +195,14 @@ class Executor:
         inputs = [spec.name for spec in self._graph.with_role(Role.INPUT)]
         tensors = self._graph.tensors
         return (
-            *(self._memory.byte_range(name, 0) for name in (*inputs, *self._carried)),
-            *(h.byte_range(n, tensors[n].nbytes) for n, h in self._homes.items()),
+            *(
+                self._memory.byte_range(name, 0)
+                for name in (*inputs, *self._live_across)
+            ),
+            *(
+                h.byte_range(n, tensors[n].nbytes)
+                for n, h in self._host_buffers.items()
+            ),
         )
 
     def _host_slots(

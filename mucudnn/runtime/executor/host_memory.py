@@ -126,7 +126,7 @@ class HostSlot:
 
     def byte_range(self, storage: str, nbytes: int) -> ByteRange:
         """The bytes of a tensor here."""
-        space = f"tier {self.tier}" if self.tier >= 0 else f"home of {storage}"
+        space = f"tier {self.tier}" if self.tier >= 0 else f"host bytes of {storage}"
         return ByteRange(space, self.offset, self.offset + nbytes, storage)
 
 

@@ -1,9 +1,9 @@
 """Bind a schedule to memory: every instruction becomes a call without arguments.
 
-A storage has an offset a stay, so a tensor may be at another place after it came back,
-and its view is another. What has to be waited for is found here, once: a task that
-writes waits for copies that still use the bytes, a copy back for the copy out whose
-result it reads. A program without copies has nothing of all that.
+A storage has an offset a residency interval, so a tensor may be at another place after
+it was swapped in, and its view is another. What has to be waited for is found here,
+once: a task that writes waits for copies that still use the bytes, a copy back for the
+copy out whose result it reads. A program without copies has nothing of all that.
 
 Where copies may still run as the next step begins, a program is bound twice: the second
 time it knows of those that the first time left running.
@@ -71,24 +71,24 @@ class Memory:
 
     def in_arena(self, storage: str) -> bool:
         """Whether a storage has places in the arena: all but state that never moves."""
-        return storage in self._layout.stays
+        return storage in self._layout.offsets
 
-    def array(self, name: str, stay: int) -> Array:
-        """A tensor's view during a stay of its storage; -1 for the last."""
+    def array(self, name: str, interval: int) -> Array:
+        """A tensor's view during an interval of its storage; -1 for the last."""
         spec = self._graph.tensors[name]
         storage = self._graph.storages[name]
         if not self.in_arena(storage):
             array = self._state[storage]
             same = spec.shape == self._graph.tensors[storage].shape
             return array if same else array.reshape(spec.shape)
-        offset = self._layout.stays[storage][stay]
+        offset = self._layout.offsets[storage][interval]
         if (name, offset) not in self._views:
             self._views[name, offset] = self._device.view(self._arena, offset, spec)
         return self._views[name, offset]
 
-    def byte_range(self, storage: str, stay: int) -> ByteRange:
+    def byte_range(self, storage: str, interval: int) -> ByteRange:
         """The bytes of a storage in the arena."""
-        offset = self._layout.stays[storage][stay]
+        offset = self._layout.offsets[storage][interval]
         end = offset + self._graph.tensors[storage].nbytes
         return ByteRange(DEVICE, offset, end, storage)
 
@@ -137,7 +137,7 @@ def bind(binding: Binding) -> Program:
     """
     before: tuple[PendingCopy, ...] = ()
     total = 0
-    for _ in range(2 if binding.schedule.carried else 1):
+    for _ in range(2 if binding.schedule.live_across else 1):
         binder = _Binder(binding, before, total)
         for instruction in binding.schedule.instructions:
             binder.visit(instruction)
@@ -146,7 +146,7 @@ def bind(binding: Binding) -> Program:
 
 
 class _Binder:
-    """Tasks so far, the copies in flight, and which stay every storage is in.
+    """Tasks so far, the copies in flight, and which interval every storage is in.
 
     Args:
         binding: What is bound.
@@ -163,7 +163,7 @@ class _Binder:
         self._memory = binding.memory
         self._graph = binding.schedule.graph
         self._total = total
-        self._stay = dict.fromkeys(binding.schedule.carried, 0)
+        self._interval = dict.fromkeys(binding.schedule.live_across, 0)
         self._last = {copy.source.storage: copy for copy in before}
         self._pending = Pending(before)
 
@@ -174,9 +174,9 @@ class _Binder:
     def visit(self, instruction: Instruction) -> None:
         match instruction:
             case Alloc(name):
-                self._stay[name] = self._stay.get(name, -1) + 1
+                self._interval[name] = self._interval.get(name, -1) + 1
                 fed = self._graph.tensors[name].role is Role.INPUT
-                if not fed or self._stay[name]:
+                if not fed or self._interval[name]:
                     self._overwrite(f"Alloc({name})", self._device_bytes(name))
             case Free(name):
                 if all(name != self._graph.storages[o] for o in self._graph.outputs):
@@ -190,7 +190,7 @@ class _Binder:
             case Wait(name):
                 if name in self._last:
                     self._wait([self._last[name]], f"Wait({name})")
-                elif name not in self._binding.schedule.carried:
+                elif name not in self._binding.schedule.live_across:
                     raise ScheduleError(f"{instruction}: nothing is being copied")
 
     def _compute(self, node: Node) -> None:
@@ -286,10 +286,12 @@ class _Binder:
         self.tasks.append(Task(label, call, writes=(replace(part, storage=""),)))
 
     def _array(self, name: str) -> Array:
-        return self._memory.array(name, self._stay.get(self._graph.storages[name], 0))
+        return self._memory.array(
+            name, self._interval.get(self._graph.storages[name], 0)
+        )
 
     def _device_bytes(self, storage: str) -> ByteRange:
-        return self._memory.byte_range(storage, self._stay.get(storage, 0))
+        return self._memory.byte_range(storage, self._interval.get(storage, 0))
 
     def _touched(self, names: Iterable[str]) -> list[ByteRange]:
         """Bytes in the arena of some tensors."""

@@ -115,7 +115,7 @@ class MemoryBudget:
             profile: Its costs.
             beside: Bytes of the budget that others take meanwhile.
             plans: Convolution node -> plan, for `fixed`.
-            hosted: Parameters and state that are at home on the host, if that is
+            hosted: Parameters and state that are host-resident, if that is
                 decided.
         """
         trains = any(node.phase is Phase.BACKWARD for node in graph.nodes)

@@ -1,7 +1,7 @@
 """What outlives a step: parameters, running statistics, optimizer state.
 
 One buffer on the device, laid out in the order of declaration, and one on the host for
-those that are at home there. Every tensor starts from a stream of random numbers of its
+the host-resident ones. Every tensor starts from a stream of random numbers of its
 own, seeded by the run's seed and the tensor's name: adding a layer does not change how
 the others start.
 """
@@ -38,13 +38,13 @@ class StateStore(Mapping[str, Array]):
         device: Where they are.
         graphs: Whose they are; what has one name in several is one tensor.
         seed: Of the random numbers they start from.
-        hosted: Those that are at home on the host; where they are elsewhere meanwhile,
+        hosted: Those that are host-resident; where they are elsewhere meanwhile,
             whoever took them brings them back before they are read here.
-        disk: Folder for a file that they are at home in; host memory if None.
+        disk: Folder for a file of those that are host-resident; host memory if None.
 
     Attributes:
         nbytes: On the device.
-        homes: Bytes of those that are at home on the host.
+        host_buffers: Bytes of those that are host-resident.
 
     Raises:
         ValueError: One name means two things, or there can be no file in that folder.
@@ -72,15 +72,15 @@ class StateStore(Mapping[str, Array]):
         self._arrays = {
             s.name: device.view(self._buffer, offsets[s.name], s) for s in here
         }
-        self.homes = self._at_home(disk)
-        self._arrays |= {name: self._typed(name) for name in self.homes}
+        self.host_buffers = self._on_host(disk)
+        self._arrays |= {name: self._typed(name) for name in self.host_buffers}
         if isinstance(device, VirtualDevice):  # has no memory to fill
             return
         for name, spec in self._specs.items():
             self._write(name, _drawn(spec, initializers.get(name, Constant(0.0)), seed))
 
     def __getitem__(self, name: str) -> Array:
-        """On the device, or on the host if the tensor is at home there."""
+        """On the device, or on the host if the tensor is host-resident."""
         return self._arrays[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -98,7 +98,7 @@ class StateStore(Mapping[str, Array]):
                     f"one graph, {spec.role.value} {spec.dtype} {spec.shape} in another"
                 )
 
-    def _at_home(self, disk: Path | None) -> dict[str, Buffer]:
+    def _on_host(self, disk: Path | None) -> dict[str, Buffer]:
         specs = [spec for spec in self._specs.values() if spec.name in self._hosted]
         if not specs:
             return {}
@@ -109,11 +109,11 @@ class StateStore(Mapping[str, Array]):
         return {spec.name: tier.view(offsets[spec.name], spec.nbytes) for spec in specs}
 
     def _typed(self, name: str) -> Any:
-        """The bytes at home as an array; virtual ones have nothing to be seen."""
-        home, spec = self.homes[name], self._specs[name]
+        """The bytes on the host as an array; virtual ones have nothing to be seen."""
+        buffer, spec = self.host_buffers[name], self._specs[name]
         if isinstance(self._device, VirtualDevice):
-            return home
-        return home.view(spec.dtype).reshape(spec.shape)
+            return buffer
+        return buffer.view(spec.dtype).reshape(spec.shape)
 
     def _write(self, name: str, value: Any) -> None:
         if name in self._hosted:

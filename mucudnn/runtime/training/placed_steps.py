@@ -51,7 +51,7 @@ def place_steps(
         tuner: Measures and plans convolutions; its memory limit holds as well.
         graphs: What is run; nothing has made them in-place yet.
         budget: Of them all; without one nothing leaves the device.
-        first: Which of them decides what of the state is at home on the host.
+        first: Which of them decides what of the state is host-resident.
         order: In which order nodes run; a name in `ORDERS`, or a function.
         plans: Convolution plans made before; what is missing is planned.
         progress: Called while nodes are measured.
@@ -132,7 +132,7 @@ class _Bounded:
         graph: In its order.
         budget: Of this and others.
         beside: Bytes of the budget that others take meanwhile.
-        hosted: Parameters and state that are at home on the host, if that is decided.
+        hosted: Parameters and state that are host-resident, if that is decided.
         plans: Convolution node -> plan, if they are fixed.
     """
 

@@ -1,7 +1,7 @@
 """One arena that several executors use in turn.
 
 A training step and an evaluation never run at once, so all that does not outlive
-either lies in the same memory. Whoever had the arena before brings the state home
+either lies in the same memory. Whoever had the arena before swaps the state out
 before another gets it.
 """
 
@@ -55,7 +55,7 @@ class SharedArena:
                 state,
                 arena,
                 host=host,
-                homes=state.homes,
+                host_buffers=state.host_buffers,
             )
             for p, host in zip(placed, hosts, strict=True)
         ]
@@ -79,7 +79,7 @@ class SharedArena:
         return executor
 
     def park(self) -> None:
-        """Let the state be read: bring home what an executor has elsewhere."""
+        """Let the state be read: swap out what an executor has in the arena."""
         if self._current is not None:
             self._current.park()
         self._current = None

@@ -184,7 +184,7 @@ class Trainer:
 
     @property
     def state(self) -> StateStore:
-        """Parameters, running statistics and optimizer state, home from everywhere."""
+        """Parameters, running statistics and optimizer state, swapped out first."""
         self._arena.park()
         return self._state
 

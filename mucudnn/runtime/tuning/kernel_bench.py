@@ -156,7 +156,7 @@ class KernelBench:
             batch: Micro-batch size.
             workspaces: Algorithm -> bytes; timed in this order.
             on_done: Receives one row an algorithm, failures included.
-            best_ms: Fastest rival known at this size.
+            best_ms: The fastest known at this size.
             expected_ms: Algorithm -> about how long one run takes, where it is known;
                 what would not end before the deadline is not begun.
         """

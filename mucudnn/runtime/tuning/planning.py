@@ -52,13 +52,13 @@ def explained(
         table: What it was made of.
         plan: To be explained.
         workspace_limit: Bytes that it was allowed.
-        verdict: What is known of a division and its undivided rival; `Validator.known`.
+        verdict: What is known of a division and its baseline; `Validator.known`.
     """
-    rival = undivided(table, workspace_limit)
+    baseline = undivided(table, workspace_limit)
     divided = plan if plan.divided else _division(planner, table, workspace_limit)
-    if rival is None or divided is None:
+    if baseline is None or divided is None:
         return explain(table, plan, workspace_limit)
-    trial = Trial(divided, verdict(divided, rival))
+    trial = Trial(divided, verdict(divided, baseline))
     return explain(table, plan, workspace_limit, trial)
 
 

@@ -54,9 +54,9 @@ class StoppingRule:
         margin: Stop once the median's uncertainty is below this share of it.
         budget_ms: Stop once the samples add up to this; a kernel whose warm-up takes
             longer than the budget is timed once.
-        hopeless: A kernel whose warm-up takes this many times the best of its rivals
-            is not run again: the warm-up is its time.
-        clear: Of rivals timed together, a lead that one round over the budget proves.
+        hopeless: A kernel whose warm-up takes this many times the best of the others is
+            not run again: the warm-up is its time.
+        clear: Of what is timed together, a lead that one round over the budget proves.
 
     Raises:
         ValueError: The numbers of samples contradict each other.
@@ -107,7 +107,7 @@ def measure(
         rule: When to stop.
         deadline: On `clock`; after it the samples at hand are final, and if there are
             none the warm-up counts.
-        best_ms: Time of the best rival so far.
+        best_ms: Time of the fastest so far.
         clock: Seconds, for the deadline only; `time.monotonic` if None.
     """
     clock = clock or time.monotonic
@@ -134,7 +134,7 @@ def measure_together(
     deadline: float = math.inf,
     clock: Callable[[], float] | None = None,
 ) -> tuple[Timing, ...]:
-    """Time rivals in turn, A B A B …, so that a drifting machine treats them alike.
+    """Time several in turn, A B A B …, so that a drifting machine treats them alike.
 
     Each is timed `min_samples` times, whatever the budget: a verdict on one run apiece
     would be a coin toss. Only where every run of one, the warm-up included, took
@@ -158,7 +158,7 @@ def measure_together(
 def _clear(
     warm: Sequence[float], samples: Sequence[Sequence[float]], rule: StoppingRule
 ) -> bool:
-    """Whether more runs could not turn the order of slow rivals around."""
+    """Whether more runs could not turn the order of slow ones around."""
     if len(samples) < 2 or not all(sum(taken) for taken in samples):
         return False
     if sum(map(sum, samples)) < rule.budget_ms:

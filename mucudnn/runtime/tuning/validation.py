@@ -1,4 +1,4 @@
-"""What became of plans that were run whole, in turn with their undivided rivals.
+"""What became of plans that were run whole, in turn with their undivided baselines.
 
 Kernels that follow one another are not always as fast as each by itself, so a division
 is run once before it is trusted. That is a measurement like any other: a cache
@@ -31,7 +31,7 @@ REJECTED = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan and its rival, both measured in one run.
+    """A plan and its baseline, both measured in one run.
 
     Attributes:
         plan: What to use: the planner's plan, or `undivided` if that was not beaten.
@@ -60,7 +60,7 @@ class Choice:
 
 
 class Validator:
-    """Runs divided plans whole, in turn with their undivided rivals.
+    """Runs divided plans whole, in turn with their undivided baselines.
 
     Args:
         backend: Runs them.
@@ -106,7 +106,7 @@ class Validator:
     def choice(
         self, plan: ConvPlan, undivided: ConvPlan | None, time_limit_s: float = math.inf
     ) -> Choice:
-        """Measure a plan and its undivided rival in one run; keep the faster.
+        """Measure a plan and its undivided baseline in one run; keep the faster.
 
         A recording answers with what its machine found, where that ran both.
 
@@ -116,11 +116,11 @@ class Validator:
         """
         if undivided is None or undivided.steps == plan.steps:
             (timing,) = self.time_plans([plan], time_limit_s)
-            rival_ms = None if undivided is None else timing.time_ms
-            return _decided(plan, undivided, timing.time_ms, rival_ms)
+            baseline_ms = None if undivided is None else timing.time_ms
+            return _decided(plan, undivided, timing.time_ms, baseline_ms)
         if (ratio := self._recorded(plan, undivided)) is not None:
-            rival_ms, won = undivided.time_ms, ratio < REJECTED
-            return _decided(plan, undivided, ratio * rival_ms, rival_ms, won=won)
+            baseline_ms, won = undivided.time_ms, ratio < REJECTED
+            return _decided(plan, undivided, ratio * baseline_ms, baseline_ms, won=won)
         ours, theirs = self.time_plans([plan, undivided], time_limit_s)
         noise_ms = max(ours.noise_ms, theirs.noise_ms)
         won = ours.time_ms < theirs.time_ms - noise_ms
@@ -165,25 +165,27 @@ class Validator:
             for (problem, plans), ratio in self._used.items()
         )
 
-    def known(self, plan: ConvPlan, rival: ConvPlan) -> float | None:
+    def known(self, plan: ConvPlan, baseline: ConvPlan) -> float | None:
         """What a recording or the cache knows."""
-        ratio = self._recorded(plan, rival)
+        ratio = self._recorded(plan, baseline)
         if ratio is not None:
             return ratio
-        plans = signature(plan, rival)
+        plans = signature(plan, baseline)
         found = self._cache().get_verdict(self._fingerprint, plan.problem, plans)
-        return self._note(plan, rival, found)
+        return self._note(plan, baseline, found)
 
-    def _recorded(self, plan: ConvPlan, rival: ConvPlan) -> float | None:
+    def _recorded(self, plan: ConvPlan, baseline: ConvPlan) -> float | None:
         """What the machine found that the backend stands for, if it stands for one."""
         if self._recording is None:
             return None
         return self._note(
-            plan, rival, self._recording.verdict(plan.problem, signature(plan, rival))
+            plan,
+            baseline,
+            self._recording.verdict(plan.problem, signature(plan, baseline)),
         )
 
     def _keep(
-        self, plan: ConvPlan, rival: ConvPlan, ratio: float, *, remember: bool
+        self, plan: ConvPlan, baseline: ConvPlan, ratio: float, *, remember: bool
     ) -> None:
         """A verdict was reached; `remember` it for other runs, too.
 
@@ -191,16 +193,16 @@ class Validator:
         """
         if self._recording is not None:
             return
-        self._note(plan, rival, ratio)
+        self._note(plan, baseline, ratio)
         if remember:
-            plans = signature(plan, rival)
+            plans = signature(plan, baseline)
             self._cache().put_verdict(self._fingerprint, plan.problem, plans, ratio)
 
     def _note(
-        self, plan: ConvPlan, rival: ConvPlan, ratio: float | None
+        self, plan: ConvPlan, baseline: ConvPlan, ratio: float | None
     ) -> float | None:
         if ratio is not None:
-            self._used[plan.problem, signature(plan, rival)] = ratio
+            self._used[plan.problem, signature(plan, baseline)] = ratio
         return ratio
 
 
