@@ -161,7 +161,7 @@ class Executor:
         self._away = not self._live_across
 
     def _live_bytes(self) -> Iterator[tuple[Buffer, Buffer]]:
-        """Bytes of what is live across iterations: as a step begins, and on the host."""
+        """Bytes of what is live across iterations, on the device and on the host."""
         for name in self._live_across:
             device = self._memory.bytes_of(self._memory.byte_range(name, 0))
             yield device, self._host_buffers[name].buffer
