@@ -56,7 +56,7 @@ class Trainer:
             loss and how many answers are right.
         evaluation: The same network for evaluation, with the same names; None where
             nothing is evaluated.
-        tuner: Plans the convolutions; its backend computes.
+        tuner: Plans the convolutions; its backend computes. `Tuner()` if not given.
         optimizer: How gradients change parameters; a name works, or its class.
         learning_rate: Step -> learning rate; a number, or a schedule that does not
             depend on the end of the training. The optimizer's own if not given.
@@ -95,7 +95,7 @@ class Trainer:
         training: Graph,
         evaluation: Graph | None = None,
         *,
-        tuner: Tuner,
+        tuner: Tuner | None = None,
         optimizer: Optimizer | str | Callable[[], Optimizer],
         learning_rate: Callable[[int], float]
         | LearningRate
@@ -112,6 +112,8 @@ class Trainer:
         budget: MemoryBudget | int | str | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
+        own = tuner is None
+        tuner = Tuner() if tuner is None else tuner
         of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
         ORDERS.resolve(order)
         an_integer("seed", seed, least=0)
@@ -134,6 +136,8 @@ class Trainer:
         self.backend = tuner.backend
         self.graph = graphs.steps[-1]
         prepared = self._prepared(graphs, tuner, order, plans, progress)
+        if own:
+            tuner.close()
         self._state = StateStore(
             self.backend.device,
             *graphs.steps,
