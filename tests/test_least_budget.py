@@ -18,12 +18,12 @@ from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.planning import places
-from mucudnn.passes.planning.evaluate import CONVOLUTIONS
 from mucudnn.passes.planning.least_budget import least_budget_above
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, policy_names
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.costs import CONVOLUTIONS
 from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs
 from tests.schedule_oracle import verify

@@ -10,11 +10,7 @@ from mucudnn.passes.placement.grow_workspaces import (
 )
 from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.planning.comparison import try_technique, unbounded
-from mucudnn.passes.planning.evaluate import (
-    plan_residency,
-    profile_of,
-    timed_by,
-)
+from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import (
     minimum_budget,
@@ -23,6 +19,7 @@ from mucudnn.passes.planning.plan_step import (
     policy_names,
 )
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.scheduling.costs import profile_of, timed_by
 from mucudnn.passes.simulate import simulate
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs

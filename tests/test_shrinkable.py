@@ -17,9 +17,10 @@ from mucudnn.passes.placement.shrinkable import (
     Shrinkable,
     place_shrinkable,
 )
-from mucudnn.passes.planning.evaluate import plan_residency, state_bytes
+from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.scheduling.costs import state_bytes
 from mucudnn.passes.scheduling.intervals import ResidencyInterval
 from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
 from tests.examples import examples

@@ -22,8 +22,8 @@ from mucudnn.passes.microbatch import (
     workspace_division,
     workspace_division_exact,
 )
+from mucudnn.passes.planning.milp import exact
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.residency.milp import exact
 from tests.examples import examples
 from tests.tables import divisions, perf, perf_tables, problem
 from tests.test_plan_step import budgets, model_profile

@@ -13,13 +13,14 @@ from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.layout import Layout
 from mucudnn.passes.placement.shrinkable import Place, Shrinkable, place_shrinkable
-from mucudnn.passes.planning.evaluate import StepPlan, profile_of, state_bytes, timed_by
+from mucudnn.passes.scheduling.costs import profile_of, state_bytes, timed_by
 from mucudnn.passes.scheduling.intervals import (
     ResidencyInterval,
     emit,
     least_occupancy,
     shifted,
 )
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
 from mucudnn.passes.simulate import simulate
 

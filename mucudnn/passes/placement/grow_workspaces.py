@@ -14,8 +14,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Compute, Schedule
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.layout import Layout, lives_of
-from mucudnn.passes.planning.evaluate import (
-    StepPlan,
+from mucudnn.passes.scheduling.costs import (
     fastest_of,
     first_plans,
     profile_of,
@@ -24,6 +23,7 @@ from mucudnn.passes.planning.evaluate import (
     workspaces_of,
 )
 from mucudnn.passes.scheduling.intervals import least_occupancy
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.passes.simulate import simulate
 
 __all__ = ["grow_workspaces", "with_least_workspaces"]

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.planning.evaluate import StepPlan, plan_residency
+from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.plan_step import plan_step
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.registry import name_of
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = [
     "Technique",

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes
-from mucudnn.passes.planning.evaluate import StepPlan, plan_residency
+from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.places import (
     FRAGMENTED,
     PlacedStep,
@@ -36,6 +36,7 @@ from mucudnn.passes.planning.plan_step import (
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import short_of
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["PlacedStep", "place_step"]
 

@@ -18,8 +18,9 @@ from mucudnn.passes.placement.grow_workspaces import (
     with_least_workspaces,
 )
 from mucudnn.passes.placement.layout import Layout, lay_out
-from mucudnn.passes.planning.evaluate import StepPlan, state_bytes
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.scheduling.costs import state_bytes
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = [
     "FRAGMENTED",

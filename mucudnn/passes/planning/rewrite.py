@@ -15,12 +15,6 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.rematerialize import rematerialize
-from mucudnn.passes.planning.costs import (
-    first_plans,
-    profile_of,
-    timed_by,
-    workspaces_of,
-)
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
@@ -28,6 +22,12 @@ from mucudnn.passes.residency import (
     SMALL,
     Residency,
     saved_tensors,
+)
+from mucudnn.passes.scheduling.costs import (
+    first_plans,
+    profile_of,
+    timed_by,
+    workspaces_of,
 )
 from mucudnn.passes.scheduling.occupancy import Use, uses_of
 from mucudnn.passes.scheduling.problem import Problem

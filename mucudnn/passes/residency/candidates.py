@@ -15,9 +15,9 @@ from mucudnn.passes.residency import (
     PERSISTENTS,
     POLICIES,
     RECOMPUTED,
+    PolicyInput,
     Residency,
     Saved,
-    Step,
     decide,
     saved_tensors,
 )
@@ -61,7 +61,7 @@ class Candidate:
     checkpoint: bool
 
 
-def by_cost(step: Step) -> list[Candidate]:
+def by_cost(step: PolicyInput) -> list[Candidate]:
     """Saved tensors, the cheapest to compute again per byte first."""
     tensors = saved_tensors(step.graph)
     names = {saved.name for saved in tensors}
@@ -74,7 +74,9 @@ def by_cost(step: Step) -> list[Candidate]:
     return sorted(found, key=lambda c: c.again_ms / max(1, c.saved.nbytes))
 
 
-def seeds(step: Step, candidates: Sequence[Candidate]) -> list[Mapping[str, Residency]]:
+def seeds(
+    step: PolicyInput, candidates: Sequence[Candidate]
+) -> list[Mapping[str, Residency]]:
     """What every policy decides, and what is least of all: where a search begins."""
     found = list(decided(step))
     for mode in RECOMPUTED:
@@ -84,7 +86,7 @@ def seeds(step: Step, candidates: Sequence[Candidate]) -> list[Mapping[str, Resi
     return found
 
 
-def decided(step: Step) -> Iterator[Mapping[str, Residency]]:
+def decided(step: PolicyInput) -> Iterator[Mapping[str, Residency]]:
     """What every policy decides."""
     return (decide(name, step) for name in POLICIES.table)
 

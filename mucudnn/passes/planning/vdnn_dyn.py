@@ -7,16 +7,12 @@ step to see whether a configuration fits, this one schedules it.
 from collections.abc import Iterator, Mapping
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.evaluate import (
-    StepPlan,
-    check_residency,
-    first_plans,
-    grown,
-    plan_residency,
-)
+from mucudnn.passes.planning.evaluate import check_residency, grown, plan_residency
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.residency.choice import Residency
+from mucudnn.passes.residency import Residency
 from mucudnn.passes.residency.published import keep_all, vdnn_all, vdnn_conv
+from mucudnn.passes.scheduling.costs import first_plans
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["check_vdnn_dyn", "vdnn_dyn"]
 

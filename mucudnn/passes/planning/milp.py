@@ -26,9 +26,9 @@ from mucudnn.ir.graph import Phase
 from mucudnn.passes.cbc import cbc, solver_errors
 from mucudnn.passes.graph.recompute_chains import recompute_chain
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.planning.costs import first_plans
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency, Saved, saved_tensors
+from mucudnn.passes.scheduling.costs import first_plans
 from mucudnn.passes.scheduling.occupancy import Occupancy
 
 __all__ = ["MOST_SAVED", "Exact", "exact"]

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.evaluate import StepPlan, check_residency, plan_residency
+from mucudnn.passes.planning.evaluate import check_residency, plan_residency
+from mucudnn.passes.planning.milp import MOST_SAVED, exact
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.vdnn_dyn import vdnn_dyn
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, RECOMPUTED, Residency
 from mucudnn.passes.residency.candidates import (
     Candidate,
@@ -26,10 +28,9 @@ from mucudnn.passes.residency.candidates import (
     seeds,
     single_changes,
 )
-from mucudnn.passes.residency.milp import MOST_SAVED, exact
 from mucudnn.passes.residency.published import keep_all
-from mucudnn.passes.residency.vdnn_dyn import vdnn_dyn
 from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["search", "smallest"]
 
