@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Role
 from mucudnn.ir.schedule import (
     Alloc,
@@ -23,11 +24,13 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
+from mucudnn.notebook import drawn
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.placement.heuristics import Block, in_gaps
 from mucudnn.passes.placement.packing import live_peak, pack
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
-__all__ = ["Layout", "host_blocks", "in_tiers", "lay_out", "lives_of"]
+__all__ = ["Layout", "PlacedStep", "host_blocks", "in_tiers", "lay_out", "lives_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,43 @@ class Layout:
     def fragmentation(self) -> float:
         """Share of `live_peak` that the arena is larger than it."""
         return self.nbytes / self.live_peak - 1 if self.live_peak else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStep:
+    """A planned step, and where everything is.
+
+    Attributes:
+        plan: What was decided.
+        layout: Offsets in an arena.
+    """
+
+    plan: StepPlan
+    layout: Layout
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return drawn("placed_step", self)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is run."""
+        return self.plan.schedule
+
+    @property
+    def plans(self) -> Mapping[str, ConvPlan]:
+        """Convolution node -> how to run it."""
+        return self.plan.plans
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters and state that never leave, beside the arena."""
+        return self.plan.state_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the step, all of it."""
+        return self.layout.nbytes + self.state_bytes
 
 
 def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:

@@ -16,10 +16,10 @@ from contextlib import suppress
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes
+from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.places import (
     FRAGMENTED,
-    PlacedStep,
     as_planned,
     grown,
     packed,
@@ -161,7 +161,7 @@ def _settled(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
     best = _preferred(fitting)
     if best.layout.fragmentation > FRAGMENTED:
         more = _replanned(request, plan, -_UNUSED * best.layout.fragmentation)
-        others = (*(place(request, p) for p in more), tightened(request, best))
+        others = (*(place(request, p) for p in more), tightened(best))
         fitting += (p for p in others if p is not None)
     return _preferred(fitting)
 
