@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mucudnn.passes.placement.heuristics import Block, by_time, clash, in_gaps, on_top
+from mucudnn.passes.placement.heuristics import Block, by_time, in_gaps, on_top
 from mucudnn.passes.placement.squeaky_wheel import SqueakyWheel
 
 __all__ = ["Block", "Packing", "live_peak", "pack"]
@@ -44,42 +44,17 @@ def pack(
 
     Args:
         blocks: With distinct names; their sizes decide the offsets' alignment.
-        fixed: Block -> offset of those that must lie there; all others are placed
-            around them.
+        fixed: Block -> offset of those that must lie there, beside each other; all
+            others are placed around them.
         work: Bound on the pairs of blocks looked at; beyond it only heuristics that
             take near-linear time are tried.
-
-    Raises:
-        ValueError: A fixed block is unknown, below the arena's start, or overlaps
-            another fixed one.
     """
-    pinned = _checked(blocks, fixed or {})
+    pinned = fixed or {}
     solid = [block for block in blocks if block.nbytes]
-    offsets = {block.name: 0 for block in blocks} | pinned
+    offsets = {block.name: 0 for block in blocks} | dict(pinned)
     offsets |= _pack_solid(solid, pinned, work)
     top = max((offsets[block.name] + block.nbytes for block in solid), default=0)
     return Packing(MappingProxyType(offsets), top)
-
-
-def _checked(blocks: Sequence[Block], fixed: Mapping[str, int]) -> dict[str, int]:
-    held = [block for block in blocks if block.name in fixed]
-    if unknown := fixed.keys() - {block.name for block in held}:
-        raise ValueError(f"no block is called {min(unknown)!r}, which is to be fixed")
-    for block in held:
-        if fixed[block.name] < 0:
-            raise ValueError(
-                f"block {block.name!r} is fixed at {fixed[block.name]}; "
-                "an arena starts at 0"
-            )
-    solid = [block for block in held if block.nbytes]
-    if pair := clash(solid, [fixed[block.name] for block in solid]):
-        one, other = (
-            f"{b.name!r} ({b.nbytes} bytes at {fixed[b.name]}, from {b.first} to "
-            f"{b.last})"
-            for b in pair
-        )
-        raise ValueError(f"fixed blocks overlap: {one} and {other}; move one of them")
-    return dict(fixed)
 
 
 def _pack_solid(

@@ -29,7 +29,7 @@ from mucudnn.passes.scheduling.costs import (
     timed_by,
     workspaces_of,
 )
-from mucudnn.passes.scheduling.occupancy import Use, uses_of
+from mucudnn.passes.scheduling.occupancy import Occupancy, Use, uses_of
 from mucudnn.passes.scheduling.problem import Problem
 
 __all__ = ["Rewriter", "Rewritten"]
@@ -69,10 +69,17 @@ class Rewritten:
             self.away,
         )
 
+    def least(self) -> Occupancy:
+        """Bytes that these residencies need at every node, workspaces at their least.
+
+        It is a ledger without a budget.
+        """
+        plans = first_plans(self.profile, "least")
+        return self.problem(plans, math.inf).least()[1]
+
     def least_peak(self) -> int:
         """Bytes below which these residencies cannot be scheduled."""
-        plans = first_plans(self.profile, "least")
-        return self.problem(plans, math.inf).least()[1].peak()[0]
+        return self.least().peak()[0]
 
 
 class Rewriter:

@@ -22,6 +22,7 @@ from mucudnn.passes.residency.candidates import (
     Candidate,
     Change,
     by_cost,
+    candidates_of,
     decided,
     mixed,
     pairs,
@@ -52,7 +53,7 @@ def search(request: StepRequest) -> StepPlan:
         PlanningError: Not even what needs least fits; it is the error of what came
             closest.
     """
-    candidates = by_cost(request)
+    candidates = by_cost(candidates_of(request))
     best = _Best(request, _work(request))
     if best.consider(keep_all(request)) and best.step_ms <= _unbounded_ms(request):
         return best.plan
@@ -96,7 +97,7 @@ def smallest(
         PlanningError: None fit; it is the error of what came closest.
     """
     if begin is None:
-        begin = _begin(request, by_cost(request))
+        begin = _begin(request, by_cost(candidates_of(request)))
     closest: PlanningError | None = None
     for paged in ({PERSISTENTS: Residency.PAGE}, {}):
         for residency in begin:
