@@ -25,6 +25,7 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
 __all__ = [
     "candidates",
     "check_divisible",
+    "division_cost_ms",
     "fastest_division",
     "fastest_undivided",
     "least_workspace",
@@ -61,8 +62,12 @@ def check_divisible(batch: int, sizes: int) -> None:
 
 def plan_cost_ms(plan: ConvPlan, launch_overhead_ms: float) -> float:
     """What planners minimise: times, their noise, and the extra launches."""
-    launches = len(plan.steps) - 1
-    return sum(s.cost_ms for s in plan.steps) + launches * launch_overhead_ms
+    return division_cost_ms(plan.steps, launch_overhead_ms)
+
+
+def division_cost_ms(steps: Sequence[AlgoPerf], launch_overhead_ms: float) -> float:
+    """What a plan of these steps costs."""
+    return sum(s.cost_ms for s in steps) + (len(steps) - 1) * launch_overhead_ms
 
 
 def candidates(table: PerfTable) -> tuple[AlgoPerf, ...]:

@@ -51,30 +51,20 @@ def pack(
     """
     pinned = fixed or {}
     solid = [block for block in blocks if block.nbytes]
-    offsets = {block.name: 0 for block in blocks} | dict(pinned)
-    offsets |= _pack_solid(solid, pinned, work)
-    top = max((offsets[block.name] + block.nbytes for block in solid), default=0)
-    return Packing(MappingProxyType(offsets), top)
-
-
-def _pack_solid(
-    blocks: Sequence[Block], pinned: Mapping[str, int], work: int
-) -> dict[str, int]:
-    """The best of all attempts, until one reaches the bound."""
-    fixed = {i: pinned[b.name] for i, b in enumerate(blocks) if b.name in pinned}
-    bound = max(
-        live_peak(blocks),
-        max((offset + blocks[i].nbytes for i, offset in fixed.items()), default=0),
-    )
-    best: list[int] = [0] * len(blocks)
-    height = math.inf
-    for offsets in _attempts(blocks, fixed, bound, work):
-        top = _height(blocks, offsets)
+    held = {i: pinned[b.name] for i, b in enumerate(solid) if b.name in pinned}
+    tops = (offset + solid[i].nbytes for i, offset in held.items())
+    bound = max(live_peak(solid), *tops, 0)
+    best: Sequence[int] = ()
+    height: float = math.inf
+    for offsets in _attempts(solid, held, bound, work):
+        top = _height(solid, offsets)
         if top < height:
             best, height = offsets, top
         if height <= bound:
             break
-    return {block.name: o for block, o in zip(blocks, best, strict=True)}
+    found = {block.name: 0 for block in blocks} | dict(pinned)
+    found |= {block.name: offset for block, offset in zip(solid, best, strict=True)}
+    return Packing(MappingProxyType(found), _height(solid, best))
 
 
 def live_peak(blocks: Sequence[Block]) -> int:

@@ -9,10 +9,9 @@ import math
 from collections.abc import Mapping
 
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import Graph
-from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.rewrite import Rewritten
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.scheduling import intervals_of
@@ -46,15 +45,16 @@ def plan_residency(
         PlanningError: It cannot fit; says how many bytes short, and at which node.
     """
     ready = request.rewritten(residency)
-    final, known = ready.graph, ready.profile
+    known = ready.profile
     chosen = first_plans(known, request.convolutions, request.plans)
     intervals, occupancy = intervals_of(
         request.timing, ready.problem(chosen, request.budget)
     )
     if request.convolutions == "dynamic":
-        chosen = grown(final, known, chosen, occupancy)
+        chosen = grown(ready, chosen, occupancy)
     workspaces = workspaces_of(known, chosen)
-    schedule = emit(final, intervals, workspaces, occupancy.peak()[0], ready.away)
+    peak, _ = occupancy.peak()
+    schedule = emit(ready.graph, intervals, workspaces, peak, ready.away)
     return StepPlan(
         schedule=schedule,
         intervals=tuple(intervals),
@@ -82,15 +82,12 @@ def check_residency(request: StepRequest, residency: Mapping[str, Residency]) ->
 
 
 def grown(
-    graph: Graph,
-    profile: Profile,
-    plans: Mapping[str, ConvPlan],
-    occupancy: Occupancy,
+    ready: Rewritten, plans: Mapping[str, ConvPlan], occupancy: Occupancy
 ) -> dict[str, ConvPlan]:
     """The fastest plan in what is free at each convolution; the ledger follows."""
     found = dict(plans)
-    for position, node in enumerate(graph.nodes):
-        front = profile.fronts.get(node.name)
+    for position, node in enumerate(ready.graph.nodes):
+        front = ready.profile.fronts.get(node.name)
         if front is None:
             continue
         before = rounded(plans[node.name].workspace)

@@ -72,5 +72,5 @@ def _greedy(request: StepRequest, residency: Mapping[str, Residency]) -> StepReq
         _, occupancy = ready.problem(plans, request.budget).least()
     except PlanningError:
         return _with(request, "least")
-    plans = grown(ready.graph, ready.profile, plans, occupancy)
+    plans = grown(ready, plans, occupancy)
     return request.convolving("fixed", plans)
