@@ -1,4 +1,4 @@
-"""Places for a schedule: a storage may come back to another place than it left.
+"""Places for a schedule: a storage may be swapped in at another place than before.
 
 What is live across iterations has one place at both ends of the step; these places come
 first, at the bottom, and everything else around them.
@@ -109,11 +109,11 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
         for i in (0, len(lives[name]) - 1):
             fixed[_interval(name, i)] = bottom
         bottom += rounded(schedule.graph.tensors[name].nbytes, alignment)
-    for name, spans in lives.items():
+    for name, of_name in lives.items():
         nbytes = rounded(schedule.graph.tensors[name].nbytes, alignment)
         blocks += [
             Block(_interval(name, i), nbytes, first, last)
-            for i, (first, last) in enumerate(spans)
+            for i, (first, last) in enumerate(of_name)
         ]
     scratch = []
     for at, instruction in enumerate(schedule.instructions):
@@ -125,8 +125,8 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
     packing = pack(blocks, fixed=fixed)
     found = packing.offsets
     offsets = {
-        name: tuple(found[_interval(name, i)] for i in range(len(spans)))
-        for name, spans in lives.items()
+        name: tuple(found[_interval(name, i)] for i in range(len(of_name)))
+        for name, of_name in lives.items()
     }
     return Layout(
         MappingProxyType(offsets),

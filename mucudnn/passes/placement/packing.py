@@ -107,7 +107,7 @@ def _attempts(
     for _ in range(rounds - len(orders)):
         wheel.judge(_height(blocks, offsets))
         ends = ((i, offsets[i] + blocks[i].nbytes) for i in wheel.order)
-        wheel.turn(i for i, end in ends if end > bound)
+        wheel.reorder(i for i, end in ends if end > bound)
         offsets = in_gaps(blocks, wheel.order, fixed=fixed)
         yield offsets
 

@@ -21,7 +21,7 @@ _WORK = 25_000
 """Intervals that all rounds of one order may place together."""
 
 _BATCHES = 5
-"""How often each order has its turn."""
+"""How often each order is gone on with."""
 
 _HOPELESS = 3.0
 """Times the fewest bytes left over so far at which a round is given up."""
@@ -121,7 +121,7 @@ def _first_of(
         if not left:
             return [place for place in places if place is not None]
         wheel.judge(sum(attempt.intervals[i].nbytes for i in left))
-        wheel.turn(left)
+        wheel.reorder(left)
     return None
 
 

@@ -50,7 +50,7 @@ class Technique:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the plan; without one, what the policy needs at the least."""
+        """The plan's; without one, what the policy needs at the least."""
         if self.plan is not None:
             return self.plan.peak_bytes
         return self.least_bytes or 0
@@ -122,10 +122,10 @@ def largest_batch_within(
         if high == most:
             return most
         high = min(2 * high, most)
-    for turn in itertools.count(1):
+    for guess in itertools.count(1):
         if high - low <= 1:
             break
-        share = (budget - known) / (need - known) if turn % 3 else 0.5
+        share = (budget - known) / (need - known) if guess % 3 else 0.5
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
         found = needs(middle)
         if found <= budget:

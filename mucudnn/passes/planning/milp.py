@@ -193,7 +193,7 @@ class _Program:
     def _there(self) -> Mapping[str, Mapping[int, Any]]:
         """Tensor -> from which node on -> whether it is there until its next use.
 
-        Once it is back it stays. By when it has to be back for what is computed again
+        Once swapped in it is kept. By when that has to be for what is computed again
         from it follows from when that is needed, and so on.
         """
         saved = {name: c.saved for name, c in self._candidates.items()}

@@ -211,8 +211,8 @@ class _Best:
             return False
         self._tried.add(key)
         ready = self._request.rewritten(residency)
-        visitors = sum(ready.uses[name].persistent for name in ready.swaps)
-        self._left -= 0 if free else len(ready.graph.nodes) + visitors
+        hosted = sum(ready.uses[name].persistent for name in ready.swaps)
+        self._left -= 0 if free else len(ready.graph.nodes) + hosted
         try:
             plan = plan_residency(self._request, residency)
         except PlanningError as e:

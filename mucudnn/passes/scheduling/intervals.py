@@ -30,7 +30,6 @@ from mucudnn.passes.scheduling.occupancy import Occupancy, Use
 __all__ = [
     "ResidencyInterval",
     "Swaps",
-    "check",
     "emit",
     "join",
     "least_occupancy",
@@ -56,7 +55,7 @@ class ResidencyInterval:
         stop: Last node that it is there for; `last` or later, while it is copied out.
         needed: First node that uses it: by then a copy in has arrived.
         last: Last node that uses it.
-        copied_in: Whether it comes back from the host.
+        copied_in: Whether it is swapped in from the host.
         copied_out: Whether it is copied to the host after `last`.
         kept_on_host: Whether it leaves with a copy on the host, made now or earlier.
         host_resident: Whether the storage outlives the step and is host-resident.
@@ -179,17 +178,6 @@ def least_occupancy(
     return Occupancy(
         [nbytes + rest for nbytes, rest in zip(workspaces, used, strict=False)], budget
     )
-
-
-def check(graph: Graph, occupancy: Occupancy) -> None:
-    """Refuse what cannot fit.
-
-    Raises:
-        PlanningError: Says how many bytes short, and at which node.
-    """
-    peak, position = occupancy.peak()
-    if peak > occupancy.budget:
-        raise short_of(graph.nodes[position].name, peak, occupancy.budget)
 
 
 def short_of(node: str, nbytes: int, budget: float, remedy: str = "") -> PlanningError:

@@ -69,7 +69,7 @@ def _not_kept(problem: Problem, occupancy: Occupancy, clock: Clock) -> Swaps:
 def _pairs(
     intervals: Sequence[ResidencyInterval], count: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Residency intervals that a storage leaves from and comes back to: their indices.
+    """Indices of intervals between which a storage is swapped out and in again.
 
     And how many nodes to add to the positions of the second.
     """
