@@ -15,9 +15,10 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.placement.layout import lay_out
-from mucudnn.passes.planning.evaluate import plan_residency, state_bytes
+from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import PERSISTENTS, Residency, saved_tensors
+from mucudnn.passes.scheduling.costs import state_bytes
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.working_set import kernel_workspaces

@@ -9,10 +9,11 @@ from hypothesis import given, strategies as st
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.evaluate import first_plans, plan_residency
+from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import EVERYTHING, Residency
 from mucudnn.passes.scheduling.adaptive_window import PREFETCH_FACTOR, windows
+from mucudnn.passes.scheduling.costs import first_plans
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
 from tests.schedule_oracle import verify

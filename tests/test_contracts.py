@@ -23,17 +23,6 @@ MAY_USE = {
 MEETINGS = {"planning", "estimate"}
 """Where what is known of convolutions and of steps comes together."""
 
-TO_MEND = {
-    ("graph.rematerialize", "residency"),
-    ("placement.fit_to_arena", "planning"),
-    ("placement.grow_workspaces", "planning"),
-    ("residency.milp", "planning"),
-    ("residency.search", "planning"),
-    ("residency.search", "scheduling"),
-    ("residency.vdnn_dyn", "planning"),
-}
-"""(module of the passes, package) that should not meet, and do. Only to get shorter."""
-
 OPEN = {"mucudnn.backends.base", "mucudnn.passes.scheduling.problem"}
 """Interfaces, which anybody may name: who needs `Array` takes `Backend` from there."""
 
@@ -97,26 +86,19 @@ def room(module):
     return parts[2] if module.startswith("mucudnn.passes.") else None
 
 
-def short(module):
-    return module.removeprefix("mucudnn.passes.")
-
-
 def told(offenders):
     """A line an offender."""
     return "\n" + "\n".join(sorted(offenders))
 
 
 def test_packages_of_the_passes_are_used_in_the_order_of_a_step():
-    found = {
-        (short(i.module), room(i.of)): f"{i.module}:{i.line} imports {i.of}"
+    wrong = [
+        f"{i.module}:{i.line} imports {i.of}"
         for i in imports()
         if room(i.module) in MAY_USE
         and room(i.of) in MAY_USE.keys() - {room(i.module)} - MAY_USE[room(i.module)]
-    }
-    new = [text for pair, text in found.items() if pair not in TO_MEND]
-    assert not new, told(new)
-    mended = [f"{a} -> {b}: no longer in TO_MEND" for a, b in TO_MEND - found.keys()]
-    assert not mended, told(mended)
+    ]
+    assert not wrong, told(wrong)
 
 
 def test_every_package_of_the_passes_has_its_row():
@@ -137,9 +119,7 @@ def test_convolutions_and_steps_meet_in_planning_and_estimates():
     both = [
         f"{module} knows convolutions and steps"
         for module, found in touched.items()
-        if len(found) == 2
-        and room(module) not in MEETINGS
-        and (short(module), "convolution") not in TO_MEND
+        if len(found) == 2 and room(module) not in MEETINGS
     ]
     assert not both, told(both)
 

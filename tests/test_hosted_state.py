@@ -8,7 +8,7 @@ from mucudnn.backends.cpu import copies
 from mucudnn.errors import BackendError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam
-from mucudnn.passes.planning.evaluate import state_bytes
+from mucudnn.passes.scheduling.costs import state_bytes
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit

@@ -17,13 +17,13 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.placement.layout import lay_out
-from mucudnn.passes.planning import places
-from mucudnn.passes.planning.evaluate import CONVOLUTIONS
+from mucudnn.passes.planning import place_step as placing
 from mucudnn.passes.planning.least_budget import least_budget_above
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, policy_names
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.costs import CONVOLUTIONS
 from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs
 from tests.schedule_oracle import verify
@@ -124,8 +124,8 @@ def test_advice_holds_where_places_are_hard_to_find(data):
     graph, profile, plans, hosted = data.draw(steps(most=3))
     way = way_of(data.draw, plans) | {"hosted": hosted}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "fit_to_arena", lambda *args, **options: None)
-        patch.setattr(places, "lay_out", wasteful)
+        patch.setattr(placing, "fit_to_arena", lambda *args, **options: None)
+        patch.setattr(placing, "lay_out", wasteful)
         least = minimum_budget(StepRequest(graph, profile, **way))
         short = data.draw(st.sampled_from([1, least // 2, least]))
         errors = [placed_by_advice(graph, profile, least - short, way)]

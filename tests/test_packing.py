@@ -1,9 +1,8 @@
 import itertools
 
-import pytest
 from hypothesis import assume, example, given, strategies as st
 
-from mucudnn.passes.placement.heuristics import Block, clash, in_gaps
+from mucudnn.passes.placement.heuristics import Block, in_gaps
 from mucudnn.passes.placement.packing import live_peak, pack
 
 MOMENTS = 12
@@ -125,30 +124,3 @@ def test_both_ends_of_what_outlives_the_program_keep_their_place():
     packing = pack(some, fixed={"end": 0, "begin": 0})
     assert packing.offsets["end"] == packing.offsets["begin"] == 0
     assert packing.nbytes == live_peak(some)
-
-
-@given(some=blocks(), data=st.data())
-def test_a_clash_is_found_if_and_only_if_there_is_one(some, data):
-    some = [b for b in some if b.nbytes]
-    offsets = [data.draw(st.integers(0, 40)) for _ in some]
-    named = {b.name: o for b, o in zip(some, offsets, strict=True)}
-    pairs = overlapping(some, named)
-    found = clash(some, offsets)
-    if found is None:
-        assert pairs == []
-    else:
-        assert found in pairs or found[::-1] in pairs
-
-
-def test_fixed_blocks_that_overlap_are_named():
-    some = [Block("one", 4, 0, 5), Block("two", 4, 5, 9), Block("three", 4, 6, 9)]
-    with pytest.raises(ValueError, match=r"'one' \(4 bytes at 0.*'two' \(4 bytes at 3"):
-        pack(some, fixed={"one": 0, "two": 3})
-    assert pack(some, fixed={"one": 0, "three": 3}).nbytes >= 8
-
-
-def test_what_cannot_be_fixed_is_refused():
-    with pytest.raises(ValueError, match="no block is called 'two'"):
-        pack([Block("one", 4, 0, 5)], fixed={"two": 0})
-    with pytest.raises(ValueError, match="'one' is fixed at -1"):
-        pack([Block("one", 4, 0, 5)], fixed={"one": -1})

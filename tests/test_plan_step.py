@@ -14,10 +14,10 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.planning.milp import exact
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, policy_names
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import POLICIES, RECOMPUTED, Residency, saved_tensors
-from mucudnn.passes.residency.milp import exact
 from mucudnn.passes.residency.published import vdnn_all, vdnn_conv
 from mucudnn.passes.scheduling import SCHEDULERS
 from tests.examples import examples

@@ -8,13 +8,9 @@ from mucudnn.passes.placement.grow_workspaces import (
     grow_workspaces,
     with_least_workspaces,
 )
-from mucudnn.passes.placement.layout import lay_out
+from mucudnn.passes.placement.layout import PlacedStep, lay_out
 from mucudnn.passes.planning.comparison import try_technique, unbounded
-from mucudnn.passes.planning.evaluate import (
-    plan_residency,
-    profile_of,
-    timed_by,
-)
+from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import (
     minimum_budget,
@@ -23,6 +19,7 @@ from mucudnn.passes.planning.plan_step import (
     policy_names,
 )
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.scheduling.costs import profile_of, timed_by
 from mucudnn.passes.simulate import simulate
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
@@ -45,14 +42,14 @@ def found_by_all(data, graph, profile):
     yield place_step(StepRequest(graph, profile, **way)).plan
     plan = plan_step(StepRequest(graph, profile, **way))
     yield plan
-    yield shortest(plan, profile)
-    bare = with_least_workspaces(plan, profile)
+    yield shortest(plan)
+    bare = with_least_workspaces(plan)
     yield bare
     layout = lay_out(bare.schedule)
-    yield grow_workspaces(bare, layout, profile, layout.nbytes + 4096)[0]
-    placed = fit_to_arena(plan, profile, 2 * budget)
+    yield grow_workspaces(PlacedStep(bare, layout), layout.nbytes + 4096).plan
+    placed = fit_to_arena(plan, 2 * budget)
     assert placed is not None
-    yield placed[0]
+    yield placed.plan
 
 
 @examples(30)

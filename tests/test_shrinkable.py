@@ -17,9 +17,10 @@ from mucudnn.passes.placement.shrinkable import (
     Shrinkable,
     place_shrinkable,
 )
-from mucudnn.passes.planning.evaluate import plan_residency, state_bytes
+from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.scheduling.costs import state_bytes
 from mucudnn.passes.scheduling.intervals import ResidencyInterval
 from mucudnn.passes.scheduling.transfers import Clock, first_ends, latest_starts
 from tests.examples import examples
@@ -63,7 +64,7 @@ def test_places_never_overlap_and_last_at_least_as_long_as_needed(blocks, share)
     everything = sum(block.nbytes for block in blocks)
     limit = int(share * everything)
     clock = Clock([1.0 + at for at in range(PERIOD)])
-    found = list(place_shrinkable(blocks, limit, clock, PERIOD))
+    found = list(place_shrinkable(blocks, limit, clock))
     for places in found:
         check(blocks, places, limit)
     if limit == everything:
@@ -75,10 +76,10 @@ def test_places_never_overlap_and_last_at_least_as_long_as_needed(blocks, share)
 def test_what_is_wanted_gives_way_and_what_is_needed_does_not():
     clock = Clock([1.0] * 6)
     intervals, comes_back = Shrinkable(4, 0, 0, 3, 3), Shrinkable(4, 1, 4, 5, 5)
-    for places in place_shrinkable([intervals, comes_back], 4, clock, 6):
+    for places in place_shrinkable([intervals, comes_back], 4, clock):
         assert [(p.offset, p.start, p.stop) for p in places] == [(0, 0, 3), (0, 4, 5)]
     needed = Shrinkable(4, 3, 3, 5, 5)
-    assert not list(place_shrinkable([intervals, needed], 4, clock, 6))
+    assert not list(place_shrinkable([intervals, needed], 4, clock))
 
 
 def test_copies_back_begin_as_late_as_their_link_admits():
@@ -87,12 +88,12 @@ def test_copies_back_begin_as_late_as_their_link_admits():
         ResidencyInterval("a", 20, 0, 9, 6, 9, copied_in=True),
         ResidencyInterval("b", 10, 0, 9, 7, 9, copied_in=True),
     ]
-    assert latest_starts(intervals, clock, 10.0) == [4, 6]
+    assert latest_starts(intervals, clock, 10.0) == {0: 4, 1: 6}
     out = [
         ResidencyInterval("a", 20, 0, 9, 0, 2, copied_out=True),
         ResidencyInterval("b", 10, 0, 9, 0, 3, copied_out=True),
     ]
-    assert first_ends(out, clock, 10.0, 10) == [5, 6]
+    assert first_ends(out, clock, 10.0) == {0: 5, 1: 6}
 
 
 @pytest.mark.parametrize("scheduler", ["timed", "adaptive_window", "on_demand"])
@@ -117,9 +118,9 @@ def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(model, share, sche
         )
     )
     resident = state_bytes(plan.schedule.graph, plan.schedule.resident)
-    found = fit_to_arena(plan, profile, budget - resident)
+    found = fit_to_arena(plan, budget - resident)
     assert found is not None
-    settled, layout = found
+    settled, layout = found.plan, found.layout
     verify(settled.schedule, granularity=ALIGNMENT)
     assert layout.nbytes <= budget - resident
     assert settled.schedule.peak_bytes <= plan.schedule.peak_bytes

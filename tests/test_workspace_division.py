@@ -22,8 +22,8 @@ from mucudnn.passes.microbatch import (
     workspace_division,
     workspace_division_exact,
 )
+from mucudnn.passes.planning.milp import exact
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.residency.milp import exact
 from tests.examples import examples
 from tests.tables import divisions, perf, perf_tables, problem
 from tests.test_plan_step import budgets, model_profile
@@ -132,7 +132,7 @@ def test_ilp_solves_what_was_not_reduced(seed, capacity):
     groups = fronts(seed, 4, 4, nbytes=100)
     core = reduce_to_core(groups, capacity)
     whole = replace(core, open=tuple(tuple(range(len(g))) for g in core.groups))
-    selection = ilp(whole, 10.0)
+    selection = ilp(whole)
     assert selection.optimal
     assert core.workspace(selection.picks) <= core.capacity
     assert core.cost(selection.picks) == pytest.approx(core.cost(merge(core).picks))
@@ -141,7 +141,7 @@ def test_ilp_solves_what_was_not_reduced(seed, capacity):
 def test_merging_that_runs_out_of_effort_states_its_gap():
     tables, total = hard()
 
-    def hasty(core, time_limit_s):
+    def hasty(core):
         return merge(core, effort=2, most_effort=20)
 
     cut = divide(tables, total, solver=hasty)
@@ -162,11 +162,11 @@ def hard():
     return tables, total
 
 
-def no_solution(core, time_limit_s):
+def no_solution(core):
     return None
 
 
-def greedy_overspender(core, time_limit_s):
+def greedy_overspender(core):
     return Selection(tuple(len(group) - 1 for group in core.groups), optimal=True)
 
 
@@ -190,21 +190,6 @@ def test_a_solver_that_cannot_be_run_is_replaced(error, monkeypatch, caplog):
         plans = workspace_division(tables, total)
     assert str(error) in caplog.text
     assert plans == divide(tables, total, solver="exact").plans
-
-
-def test_the_time_limit_reaches_the_solver(monkeypatch):
-    limits = []
-    original = pulp.PULP_CBC_CMD.__init__
-
-    def spy(self, *args, **options):
-        limits.append(options["timeLimit"])
-        original(self, *args, **options)
-
-    tables, total = hard()
-    monkeypatch.setattr(pulp.PULP_CBC_CMD, "__init__", spy)
-    divide(tables, total, time_limit_s=2.5)
-    divide(tables, total, time_limit_s=float("inf"))
-    assert limits == [2.5, None]
 
 
 def commands(monkeypatch):
@@ -249,7 +234,7 @@ def test_a_program_that_is_not_reduced_ends_by_its_nodes():
     core = reduce_to_core(groups, capacity)
     everything = tuple(tuple(range(len(group))) for group in groups)
     core = replace(core, open=everything)
-    first, second = (ilp(core, float("inf"), most_nodes=1) for _ in range(2))
+    first, second = (ilp(core, most_nodes=1) for _ in range(2))
     assert first == second
     assert core.workspace(first.picks) <= core.capacity
     assert core.cost(first.picks) >= core.bound - 1e-9
@@ -267,7 +252,7 @@ def test_passes_look_at_no_clock():
 def test_a_solver_stopped_early_is_feasible_with_a_gap():
     tables, total = hard()
 
-    def stopped(core, time_limit_s):
+    def stopped(core):
         return Selection(core.incumbent, optimal=False)
 
     division = divide(tables, total, solver=stopped)
@@ -316,7 +301,4 @@ def test_everything_fits():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="exact, ilp"):
         divide([], 1, solver="glpk")
-    for seconds in (0, -1, float("nan")):
-        with pytest.raises(ValueError, match="must be positive"):
-            divide([], 1, time_limit_s=seconds)
     assert set(SOLVERS.table) == {"ilp", "exact"}

@@ -16,9 +16,9 @@ from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.planning.comparison import unbounded
-from mucudnn.passes.planning.evaluate import StepPlan
 from mucudnn.passes.planning.plan_step import PLANNED, minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.studies.memory_study import StepSpec
 
 __all__ = ["Estimated", "estimated", "plan", "plan_all"]

@@ -1,19 +1,15 @@
 """CBC, the solver of linear programs with integers that PuLP ships, as plans use it."""
 
-from math import inf, isfinite
 from typing import Any
 
 __all__ = ["cbc", "solver_errors"]
 
 
-def cbc(
-    most_nodes: int, time_limit_s: float = inf, *, gap: float = 0.0, mip: bool = True
-) -> Any:
-    """CBC, bounded by its nodes: the same program has the same answer everywhere.
+def cbc(most_nodes: int, *, gap: float = 0.0, mip: bool = True) -> Any:
+    """CBC, bounded by its nodes, by no clock: a program has one answer everywhere.
 
     Args:
         most_nodes: Of its tree; then it returns the best it has.
-        time_limit_s: Seconds as well, for who asks for it and knows what it costs.
         gap: How far from the best possible is good enough, as a fraction.
         mip: Whether to keep integers whole.
     """
@@ -26,7 +22,6 @@ def cbc(
         threads=1,
         maxNodes=most_nodes,
         gapRel=gap or None,
-        timeLimit=time_limit_s if isfinite(time_limit_s) else None,
         options=["randomSeed 1", "randomCbcSeed 1"],
     )
 

@@ -157,7 +157,7 @@ def _node_ms(
 
 
 def _matmul_flops(graph: Graph, node: Node) -> float:
-    """Of (M, K) x (K, N): the product of all three sizes is K times the others."""
+    """Twice M N K, for (M, K) x (K, N): the root of the product of all three sizes."""
     a, b, out = (math.prod(graph.tensors[name].shape) for name in node.tensors)
     return 2.0 * math.sqrt(a * b * out)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mucudnn.ir.schedule import Alloc, Compute, Free, SwapIn, SwapOut, Wait
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.planning.evaluate import StepPlan
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.passes.simulate import Lane
 
 __all__ = ["WORKSPACE", "Interval", "memory_intervals", "memory_points", "stalls"]

@@ -82,7 +82,7 @@ def simulate(schedule: Schedule, profile: Profile) -> Prediction:
         engines.run()
     begin = engines.now
     lanes = engines.run()
-    end = engines.now if schedule.live_across else engines.settled
+    end = engines.now if schedule.live_across else engines.all_done
     return Prediction(
         step_ms=end - begin,
         compute_ms=sum(x.stop_ms - x.start_ms for x in lanes if x.engine == "compute"),
@@ -110,7 +110,7 @@ class _Engines:
         self._done: dict[str, tuple[str, float]] = {}  # last copy: what waits, until
 
     @property
-    def settled(self) -> float:
+    def all_done(self) -> float:
         """When compute and all copies are done."""
         return max(self.now, *self._free.values())
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from mucudnn.ir.graph import Phase
 from mucudnn.passes.memory_timeline import memory_intervals, memory_points, stalls
-from mucudnn.passes.planning.evaluate import StepPlan, origin
+from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.passes.simulate import Lane
 from mucudnn.report.axes import (
     Frame,

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from mucudnn.passes.planning.evaluate import StepPlan
 from mucudnn.passes.registry import name_of
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.report.markup import Child, Markup, tag
 from mucudnn.report.memory_charts import (
     Series,

@@ -15,7 +15,7 @@ from mucudnn.passes.memory_timeline import (
     memory_intervals,
     memory_points,
 )
-from mucudnn.passes.planning.evaluate import StepPlan
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.report.axes import (
     Frame,
     Scale,

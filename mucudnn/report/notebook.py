@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapOut
-from mucudnn.passes.planning.evaluate import StepPlan, origin
 from mucudnn.passes.planning.place_step import PlacedStep
+from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.passes.simulate import Prediction
 from mucudnn.report.algorithm_survey import survey_tables
 from mucudnn.report.charts import plan_bar

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mucudnn.passes.memory_timeline import memory_intervals, memory_points
-from mucudnn.passes.planning.evaluate import StepPlan, origin
+from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["LANES", "trace_json"]
 

@@ -16,10 +16,10 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.comparison import Technique, best_technique
-from mucudnn.passes.planning.costs import state_bytes
-from mucudnn.passes.planning.evaluate import StepPlan
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.passes.registry import name_of
+from mucudnn.passes.scheduling.costs import state_bytes
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.studies.step_costs import CPU, Coverage
 
 __all__ = ["MemoryStudy", "StepSpec"]

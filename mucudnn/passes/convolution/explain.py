@@ -78,32 +78,29 @@ def explain(
         f"w {problem.w_shape}, {problem.dtype}, with at most "
         f"{format_bytes(workspace_limit)} of workspace:"
     ]
-    lines += _undivided_lines(table, workspace_limit)
-    lines += _plan_lines(table, plan, workspace_limit, trial)
-    lines += _excluded_lines(table, workspace_limit)
-    lines += _further_limit_lines(table, plan, workspace_limit)
+    whole = fastest_undivided(table, workspace_limit)
+    lines.append(_undivided_line(table, whole))
+    lines += _plan_lines(table, plan, whole, trial)
+    lines += _excluded_lines(table, whole, workspace_limit)
+    lines += _further_limit_lines(table, plan, whole, workspace_limit)
     lines += _failure_lines(table)
     return "\n".join(lines)
 
 
-def _undivided_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
+def _undivided_line(table: PerfTable, whole: AlgoPerf | None) -> str:
     """What would run without dividing."""
-    whole = fastest_undivided(table, workspace_limit)
     if whole is not None:
-        yield f"- Undivided, {_needs(whole)}, the fastest that fits."
-        return
+        return f"- Undivided, {_needs(whole)}, the fastest that fits."
     least = min((p.workspace for p in whole_batch(table)), default=None)
     if least is None:
-        yield "- Undivided, no algorithm was measured."
-    else:
-        yield f"- Undivided, no algorithm fits: the smallest needs {_size(least)}."
+        return "- Undivided, no algorithm was measured."
+    return f"- Undivided, no algorithm fits: the smallest needs {_size(least)}."
 
 
 def _plan_lines(
-    table: PerfTable, plan: ConvPlan, workspace_limit: int, trial: Trial | None = None
+    table: PerfTable, plan: ConvPlan, whole: AlgoPerf | None, trial: Trial | None
 ) -> Iterator[str]:
     """What the plan runs, and how it compares."""
-    whole = fastest_undivided(table, workspace_limit)
     known = {(perf.algo, perf.batch) for perf in table.perfs}
     if any((step.algo, step.batch) not in known for step in plan.steps):
         yield "- The plan is of other measurements than those it is compared with."
@@ -148,9 +145,10 @@ def _parts(plan: ConvPlan) -> str:
     )
 
 
-def _excluded_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
+def _excluded_lines(
+    table: PerfTable, whole: AlgoPerf | None, workspace_limit: int
+) -> Iterator[str]:
     """Algorithms that would be faster over the whole batch, were there more room."""
-    whole = fastest_undivided(table, workspace_limit)
     faster = sorted(
         (
             perf
@@ -171,10 +169,9 @@ def _excluded_lines(table: PerfTable, workspace_limit: int) -> Iterator[str]:
 
 
 def _further_limit_lines(
-    table: PerfTable, plan: ConvPlan, workspace_limit: int
+    table: PerfTable, plan: ConvPlan, whole: AlgoPerf | None, workspace_limit: int
 ) -> Iterator[str]:
     """What the next useful limits would buy, from the Pareto front of divisions."""
-    whole = fastest_undivided(table, workspace_limit)
     most = max((p.workspace for p in candidates(table)), default=0)
     worth: list[ConvPlan] = []
     best = plan.time_ms

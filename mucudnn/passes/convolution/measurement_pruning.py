@@ -24,7 +24,7 @@ from math import inf, isfinite, sqrt
 from typing import NamedTuple
 
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.passes.convolution.pareto import pareto_divisions
+from mucudnn.passes.convolution.pareto import division_cost_ms, pareto_divisions
 
 __all__ = ["Point", "next_measurements"]
 
@@ -105,8 +105,8 @@ def _missing(
     behind = []
     for steps in hope:
         at = bisect_right(limits, _workspace(steps)) - 1
-        cost = _cost(have[at], launch_overhead_ms) if at >= 0 else inf
-        hoped = _cost(steps, launch_overhead_ms)
+        cost = division_cost_ms(have[at], launch_overhead_ms) if at >= 0 else inf
+        hoped = division_cost_ms(steps, launch_overhead_ms)
         if cost > hoped * (1 + _TOLERANCE):
             behind.append((cost / hoped if hoped > 0 else inf, steps))
     behind.sort(key=lambda entry: -entry[0])
@@ -124,10 +124,6 @@ def _missing(
 
 def _workspace(steps: Sequence[AlgoPerf]) -> int:
     return max(step.workspace for step in steps)
-
-
-def _cost(steps: Sequence[AlgoPerf], launch_overhead_ms: float) -> float:
-    return sum(s.cost_ms for s in steps) + (len(steps) - 1) * launch_overhead_ms
 
 
 def _guesses(

@@ -25,6 +25,7 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
 __all__ = [
     "candidates",
     "check_divisible",
+    "division_cost_ms",
     "fastest_division",
     "fastest_undivided",
     "least_workspace",
@@ -61,8 +62,12 @@ def check_divisible(batch: int, sizes: int) -> None:
 
 def plan_cost_ms(plan: ConvPlan, launch_overhead_ms: float) -> float:
     """What planners minimise: times, their noise, and the extra launches."""
-    launches = len(plan.steps) - 1
-    return sum(s.cost_ms for s in plan.steps) + launches * launch_overhead_ms
+    return division_cost_ms(plan.steps, launch_overhead_ms)
+
+
+def division_cost_ms(steps: Sequence[AlgoPerf], launch_overhead_ms: float) -> float:
+    """What a plan of these steps costs."""
+    return sum(s.cost_ms for s in steps) + (len(steps) - 1) * launch_overhead_ms
 
 
 def candidates(table: PerfTable) -> tuple[AlgoPerf, ...]:
@@ -112,14 +117,11 @@ def pareto_plans(table: PerfTable, workspace_limit: int) -> tuple[ConvPlan, ...]
     rows = [p for p in candidates(table) if p.workspace <= workspace_limit]
     launch = table.launch_overhead_ms
     front: list[ConvPlan] = []
-    best = float("inf")
     for steps in pareto_divisions(table.problem.batch, rows, launch):
         plan = ConvPlan(table.problem, steps, workspace_limit=workspace_limit)
         # A gain smaller than the rounding of the plan's own sum is no gain.
-        cost_ms = plan_cost_ms(plan, launch)
-        if cost_ms < best:
+        if not front or plan_cost_ms(plan, launch) < plan_cost_ms(front[-1], launch):
             front.append(plan)
-            best = cost_ms
     return tuple(front)
 
 
@@ -153,13 +155,12 @@ def least_workspace(table: PerfTable) -> int | None:
     Raises:
         PlanningError: There are too many samples to be divided.
     """
-    smallest: dict[int, int] = {}
-    for perf in candidates(table):
-        known = smallest.get(perf.batch, perf.workspace)
-        smallest[perf.batch] = min(known, perf.workspace)
-    unit = gcd(table.problem.batch, *smallest)
+    rows = candidates(table)
+    unit = gcd(table.problem.batch, *(p.batch for p in rows))
     whole = table.problem.batch // unit
-    smallest = {batch // unit: nbytes for batch, nbytes in smallest.items()}
+    smallest: dict[int, int] = {}
+    for perf in sorted(rows, key=lambda p: -p.workspace):  # of a size, the least last
+        smallest[perf.batch // unit] = perf.workspace
     check_divisible(whole, len(smallest))
     needs: list[int | None] = [0]
     for n in range(1, whole + 1):

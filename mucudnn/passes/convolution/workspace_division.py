@@ -21,7 +21,6 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any, Literal
 
 from mucudnn.errors import PlanningError
@@ -40,12 +39,12 @@ from mucudnn.passes.convolution.pareto import (
     pareto_plans,
     plan_cost_ms,
 )
-from mucudnn.passes.registry import Strategies
+from mucudnn.passes.registry import Strategies, name_of
 
 __all__ = ["SOLVERS", "Division", "Solver", "divide", "ilp"]
 
-Solver = Callable[[Core, float], Selection | None]
-"""(core, time limit in seconds) -> a selection, or None if it has none to offer."""
+Solver = Callable[[Core], Selection | None]
+"""A selection from a core, or None if it has none to offer."""
 
 _CAPACITY = 1e4
 _DEAREST = 1e6
@@ -54,15 +53,11 @@ _MOST_NODES = 20_000
 _log = logging.getLogger(__name__)
 
 
-def ilp(
-    core: Core, time_limit_s: float, *, most_nodes: int = _MOST_NODES
-) -> Selection | None:
+def ilp(core: Core, *, most_nodes: int = _MOST_NODES) -> Selection | None:
     """Solve with CBC as PuLP ships it.
 
     Args:
         core: What to choose from.
-        time_limit_s: Seconds after which CBC returns the best it has; what that is
-            depends on the machine. Infinity leaves it to the number of nodes.
         most_nodes: Of CBC's tree.
 
     Returns:
@@ -73,7 +68,7 @@ def ilp(
         with warnings.catch_warnings():
             # PuLP 3.3 announces 4.0, which pyproject.toml excludes.
             warnings.simplefilter("ignore", DeprecationWarning)
-            return _by_cbc(core, cbc(most_nodes, time_limit_s))
+            return _by_cbc(core, cbc(most_nodes))
     except solver_errors() as error:
         _log.warning("the ILP solver cannot be run: %s", error)
         return None
@@ -121,7 +116,7 @@ def _by_cbc(core: Core, solver: Any) -> Selection | None:
     return Selection(tuple(picks), model.sol_status == pulp.LpSolutionOptimal)
 
 
-def exact(core: Core, time_limit_s: float) -> Selection:
+def exact(core: Core) -> Selection:
     """Merge the kernels' fronts. Bounded by a number of states, not by a time."""
     return merge(core)
 
@@ -166,11 +161,7 @@ class Division:
 
 
 def divide(
-    tables: Sequence[PerfTable],
-    total: int,
-    *,
-    solver: str | Solver = "ilp",
-    time_limit_s: float = inf,
+    tables: Sequence[PerfTable], total: int, *, solver: str | Solver = "ilp"
 ) -> Division:
     """Cheapest divisions of all kernels whose workspaces add up to at most `total`.
 
@@ -178,17 +169,12 @@ def divide(
         tables: Measurements, one a kernel; equal tables are examined once.
         total: Bytes of workspace for all kernels together.
         solver: `ilp` (CBC through PuLP), `exact` (front merging) or a function.
-        time_limit_s: Given to the solver. What it finds in a time depends on the
-            machine; without one its effort is bounded by counts, and the answer is the
-            same everywhere.
 
     Raises:
         PlanningError: The total is too small; the message says by how much.
-        ValueError: Unknown solver, or the time limit is not positive.
+        ValueError: Unknown solver.
     """
     solve = SOLVERS.resolve(solver)
-    if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s must be positive, got {time_limit_s}")
     if not tables:
         return Division((), 0.0, 0.0, "relaxation", "optimal")
     shared = {table: pareto_plans(table, total) for table in dict.fromkeys(tables)}
@@ -205,7 +191,7 @@ def divide(
     if core.closed:
         selection, name = Selection(core.incumbent, optimal=True), "relaxation"
     else:
-        selection, name = _solve(core, solve, time_limit_s)
+        selection, name = _solve(core, solve)
     cost = core.cost(selection.picks)
     return Division(
         plans=tuple(f[i] for f, i in zip(fronts, selection.picks, strict=True)),
@@ -216,12 +202,14 @@ def divide(
     )
 
 
-def _solve(core: Core, solve: Solver, time_limit_s: float) -> tuple[Selection, str]:
-    name = getattr(solve, "__name__", repr(solve))
-    selection = solve(core, time_limit_s)
-    if selection is not None and (excess := _excess(core, selection)) > 0:
-        _log.warning("solver %s exceeds the total by %d bytes", name, excess)
-        selection = None
+def _solve(core: Core, solve: Solver) -> tuple[Selection, str]:
+    name = name_of(solve)
+    selection = solve(core)
+    if selection is not None:
+        excess = core.workspace(selection.picks) - core.capacity
+        if excess > 0:
+            _log.warning("solver %s exceeds the total by %d bytes", name, excess)
+            selection = None
     if selection is None:
         _log.warning("solver %s gave no division; merging fronts instead", name)
         selection, name = merge(core), "exact"
@@ -231,20 +219,15 @@ def _solve(core: Core, solve: Solver, time_limit_s: float) -> tuple[Selection, s
     return selection, name
 
 
-def _excess(core: Core, selection: Selection) -> int:
-    return core.workspace(selection.picks) - core.capacity
-
-
 def _check_total(
     tables: Sequence[PerfTable], total: int, fronts: Sequence[Sequence[ConvPlan]]
 ) -> None:
-    smallest = {}
+    needed = 0
     for table, front in zip(tables, fronts, strict=True):
         least = front[0].workspace if front else least_workspace(table)
         if least is None:
             raise no_plan(table, total, least)
-        smallest[table] = least
-    needed = sum(smallest[table] for table in tables)
+        needed += least
     if needed > total:
         raise PlanningError(
             f"{len(tables)} kernels do not fit in {total} bytes of workspace together: "

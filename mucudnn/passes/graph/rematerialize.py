@@ -10,7 +10,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
-from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
+from mucudnn.ir.residency import RECOMPUTED, Residency
+from mucudnn.passes.graph.saved_tensors import saved_tensors
 
 __all__ = ["rematerialize"]
 

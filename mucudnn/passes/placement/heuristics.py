@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["Block", "by_time", "clash", "in_gaps", "on_top"]
+__all__ = ["Block", "by_time", "in_gaps", "on_top"]
 
 _NOTHING: Mapping[int, int] = MappingProxyType({})
 
@@ -179,28 +179,3 @@ def in_gaps(
             offsets[i] = end
             bisect.insort(placed, (end, end + nbytes, first, last))
     return offsets
-
-
-def clash(
-    blocks: Sequence[Block], offsets: Sequence[int]
-) -> tuple[Block, Block] | None:
-    """Two blocks that share a byte at some moment, if there are any.
-
-    Blocks alive lie in order of their offsets, so that only neighbours can meet.
-    """
-    living: list[tuple[int, int]] = []
-    ends: list[tuple[int, int, int]] = []
-    for i in sorted(range(len(blocks)), key=lambda i: blocks[i].first):
-        while ends and ends[0][0] < blocks[i].first:
-            _, *gone = heapq.heappop(ends)
-            living.pop(bisect.bisect_left(living, tuple(gone)))
-        at = bisect.bisect(living, (offsets[i], i))
-        for low, j in living[max(0, at - 1) : at + 1]:
-            if (
-                low < offsets[i] + blocks[i].nbytes
-                and offsets[i] < low + blocks[j].nbytes
-            ):
-                return blocks[j], blocks[i]
-        living.insert(at, (offsets[i], i))
-        heapq.heappush(ends, (blocks[i].last, offsets[i], i))
-    return None

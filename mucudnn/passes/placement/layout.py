@@ -1,4 +1,4 @@
-"""Places for a schedule: a storage may come back to another place than it left.
+"""Places for a schedule: a storage may be swapped in at another place than before.
 
 What is live across iterations has one place at both ends of the step; these places come
 first, at the bottom, and everything else around them.
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Role
 from mucudnn.ir.schedule import (
     Alloc,
@@ -23,11 +24,13 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
+from mucudnn.notebook import drawn
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.placement.heuristics import Block, in_gaps
 from mucudnn.passes.placement.packing import live_peak, pack
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
-__all__ = ["Layout", "host_blocks", "in_tiers", "lay_out", "lives_of"]
+__all__ = ["Layout", "PlacedStep", "host_blocks", "in_tiers", "lay_out", "lives_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,43 @@ class Layout:
         return self.nbytes / self.live_peak - 1 if self.live_peak else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedStep:
+    """A planned step, and where everything is.
+
+    Attributes:
+        plan: What was decided.
+        layout: Offsets in an arena.
+    """
+
+    plan: StepPlan
+    layout: Layout
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return drawn("placed_step", self)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is run."""
+        return self.plan.schedule
+
+    @property
+    def plans(self) -> Mapping[str, ConvPlan]:
+        """Convolution node -> how to run it."""
+        return self.plan.plans
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters and state that never leave, beside the arena."""
+        return self.plan.state_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the step, all of it."""
+        return self.layout.nbytes + self.state_bytes
+
+
 def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
     """Offsets such that what is needed at the same time does not overlap.
 
@@ -69,11 +109,11 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
         for i in (0, len(lives[name]) - 1):
             fixed[_interval(name, i)] = bottom
         bottom += rounded(schedule.graph.tensors[name].nbytes, alignment)
-    for name, spans in lives.items():
+    for name, of_name in lives.items():
         nbytes = rounded(schedule.graph.tensors[name].nbytes, alignment)
         blocks += [
             Block(_interval(name, i), nbytes, first, last)
-            for i, (first, last) in enumerate(spans)
+            for i, (first, last) in enumerate(of_name)
         ]
     scratch = []
     for at, instruction in enumerate(schedule.instructions):
@@ -85,8 +125,8 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
     packing = pack(blocks, fixed=fixed)
     found = packing.offsets
     offsets = {
-        name: tuple(found[_interval(name, i)] for i in range(len(spans)))
-        for name, spans in lives.items()
+        name: tuple(found[_interval(name, i)] for i in range(len(of_name)))
+        for name, of_name in lives.items()
     }
     return Layout(
         MappingProxyType(offsets),

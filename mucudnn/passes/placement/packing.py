@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mucudnn.passes.placement.heuristics import Block, by_time, clash, in_gaps, on_top
+from mucudnn.passes.placement.heuristics import Block, by_time, in_gaps, on_top
 from mucudnn.passes.placement.squeaky_wheel import SqueakyWheel
 
 __all__ = ["Block", "Packing", "live_peak", "pack"]
@@ -44,62 +44,27 @@ def pack(
 
     Args:
         blocks: With distinct names; their sizes decide the offsets' alignment.
-        fixed: Block -> offset of those that must lie there; all others are placed
-            around them.
+        fixed: Block -> offset of those that must lie there, beside each other; all
+            others are placed around them.
         work: Bound on the pairs of blocks looked at; beyond it only heuristics that
             take near-linear time are tried.
-
-    Raises:
-        ValueError: A fixed block is unknown, below the arena's start, or overlaps
-            another fixed one.
     """
-    pinned = _checked(blocks, fixed or {})
+    pinned = fixed or {}
     solid = [block for block in blocks if block.nbytes]
-    offsets = {block.name: 0 for block in blocks} | pinned
-    offsets |= _pack_solid(solid, pinned, work)
-    top = max((offsets[block.name] + block.nbytes for block in solid), default=0)
-    return Packing(MappingProxyType(offsets), top)
-
-
-def _checked(blocks: Sequence[Block], fixed: Mapping[str, int]) -> dict[str, int]:
-    held = [block for block in blocks if block.name in fixed]
-    if unknown := fixed.keys() - {block.name for block in held}:
-        raise ValueError(f"no block is called {min(unknown)!r}, which is to be fixed")
-    for block in held:
-        if fixed[block.name] < 0:
-            raise ValueError(
-                f"block {block.name!r} is fixed at {fixed[block.name]}; "
-                "an arena starts at 0"
-            )
-    solid = [block for block in held if block.nbytes]
-    if pair := clash(solid, [fixed[block.name] for block in solid]):
-        one, other = (
-            f"{b.name!r} ({b.nbytes} bytes at {fixed[b.name]}, from {b.first} to "
-            f"{b.last})"
-            for b in pair
-        )
-        raise ValueError(f"fixed blocks overlap: {one} and {other}; move one of them")
-    return dict(fixed)
-
-
-def _pack_solid(
-    blocks: Sequence[Block], pinned: Mapping[str, int], work: int
-) -> dict[str, int]:
-    """The best of all attempts, until one reaches the bound."""
-    fixed = {i: pinned[b.name] for i, b in enumerate(blocks) if b.name in pinned}
-    bound = max(
-        live_peak(blocks),
-        max((offset + blocks[i].nbytes for i, offset in fixed.items()), default=0),
-    )
-    best: list[int] = [0] * len(blocks)
-    height = math.inf
-    for offsets in _attempts(blocks, fixed, bound, work):
-        top = _height(blocks, offsets)
+    held = {i: pinned[b.name] for i, b in enumerate(solid) if b.name in pinned}
+    tops = (offset + solid[i].nbytes for i, offset in held.items())
+    bound = max(live_peak(solid), *tops, 0)
+    best: Sequence[int] = ()
+    height: float = math.inf
+    for offsets in _attempts(solid, held, bound, work):
+        top = _height(solid, offsets)
         if top < height:
             best, height = offsets, top
         if height <= bound:
             break
-    return {block.name: o for block, o in zip(blocks, best, strict=True)}
+    found = {block.name: 0 for block in blocks} | dict(pinned)
+    found |= {block.name: offset for block, offset in zip(solid, best, strict=True)}
+    return Packing(MappingProxyType(found), _height(solid, best))
 
 
 def live_peak(blocks: Sequence[Block]) -> int:
@@ -142,7 +107,7 @@ def _attempts(
     for _ in range(rounds - len(orders)):
         wheel.judge(_height(blocks, offsets))
         ends = ((i, offsets[i] + blocks[i].nbytes) for i in wheel.order)
-        wheel.turn(i for i, end in ends if end > bound)
+        wheel.reorder(i for i, end in ends if end > bound)
         offsets = in_gaps(blocks, wheel.order, fixed=fixed)
         yield offsets
 

@@ -21,14 +21,16 @@ _WORK = 25_000
 """Intervals that all rounds of one order may place together."""
 
 _BATCHES = 5
-"""How often each order has its turn."""
+"""How often each order is gone on with."""
 
 _HOPELESS = 3.0
 """Times the fewest bytes left over so far at which a round is given up."""
 
 _BUCKETS = 64
 
-Span = tuple[int, int]
+Positions = tuple[int, int]
+"""First and last."""
+
 Row = tuple[int, int, int, int]
 """Offset, its end, first and last position."""
 
@@ -81,19 +83,18 @@ _LARGE = 5000
 
 
 def place_shrinkable(
-    intervals: Sequence[Shrinkable], limit: int, clock: Clock, period: int
+    intervals: Sequence[Shrinkable], limit: int, clock: Clock
 ) -> Iterator[list[Place]]:
     """Places for all intervals, found in several ways.
 
     Args:
         intervals: To be placed.
         limit: Size of the arena.
-        clock: When positions are.
-        period: Positions after which everything begins again.
+        clock: When positions are, and after how many everything begins again.
     """
     rounds = min(_MOST_ROUNDS, 1 + _WORK // max(1, len(intervals)))
     batch = max(1, rounds // _BATCHES)
-    attempt = _Attempt(intervals, limit, clock, period)
+    attempt = _Attempt(intervals, limit, clock)
     keys = _KEYS[:1] if len(intervals) > _LARGE else _KEYS
     ranks = ([key(interval) for interval in intervals] for key in keys)
     wheels = [
@@ -120,7 +121,7 @@ def _first_of(
         if not left:
             return [place for place in places if place is not None]
         wheel.judge(sum(attempt.intervals[i].nbytes for i in left))
-        wheel.turn(left)
+        wheel.reorder(left)
     return None
 
 
@@ -128,18 +129,14 @@ class _Attempt:
     """Places intervals in a given order; the arguments are `place_shrinkable`'s."""
 
     def __init__(
-        self,
-        intervals: Sequence[Shrinkable],
-        limit: int,
-        clock: Clock,
-        period: int,
+        self, intervals: Sequence[Shrinkable], limit: int, clock: Clock
     ) -> None:
         self.intervals = intervals
         self._limit = limit
         self._clock = clock
-        self._period = period
-        self._whole = [_spans(b.start, b.stop, period) for b in intervals]
-        self._core = [_spans(b.needed, b.last, period) for b in intervals]
+        self._period = period = clock.count
+        self._whole = [_in_period(b.start, b.stop, period) for b in intervals]
+        self._core = [_in_period(b.needed, b.last, period) for b in intervals]
 
     def __call__(
         self, order: Sequence[int], hopeless: float
@@ -169,12 +166,12 @@ class _Attempt:
                 if missing > hopeless:
                     break
             else:
-                spans = _spans(place.start, place.stop, self._period)
-                taken.take(place.offset, interval.nbytes, spans)
+                ranges = _in_period(place.start, place.stop, self._period)
+                taken.take(place.offset, interval.nbytes, ranges)
         return found, left
 
     def _shortened(
-        self, interval: Shrinkable, core: Sequence[Span], near: Sequence[Row]
+        self, interval: Shrinkable, core: Sequence[Positions], near: Sequence[Row]
     ) -> Place | None:
         """The place that leaves most of an interval, the lowest of equal ones."""
         hard: list[Row] = []
@@ -199,7 +196,9 @@ class _Attempt:
                     return best
         return best
 
-    def _extent(self, interval: Shrinkable, offset: int, soft: Sequence[Row]) -> Span:
+    def _extent(
+        self, interval: Shrinkable, offset: int, soft: Sequence[Row]
+    ) -> Positions:
         """How long an interval can be there, with others before and after it."""
         start, stop, end = interval.start, interval.stop, offset + interval.nbytes
         inside = start >= 0 and stop < self._period
@@ -229,23 +228,23 @@ class _Taken:
         self._width = 1 + period // _BUCKETS
         self._buckets: list[list[Row]] = [[] for _ in range(_BUCKETS + 1)]
 
-    def take(self, offset: int, nbytes: int, spans: Sequence[Span]) -> None:
-        """Take bytes over some spans."""
-        for first, last in spans:
+    def take(self, offset: int, nbytes: int, ranges: Sequence[Positions]) -> None:
+        """Take bytes at some positions."""
+        for first, last in ranges:
             row = offset, offset + nbytes, first, last
             bisect.insort(self._rows, row)
             for bucket in range(first // self._width, last // self._width + 1):
                 bisect.insort(self._buckets[bucket], row)
 
-    def during(self, spans: Sequence[Span]) -> list[Row]:
-        """What is taken at any time in one or two spans, ascending."""
-        if len(spans) == 1:
-            ((first, last),) = spans
+    def during(self, ranges: Sequence[Positions]) -> list[Row]:
+        """What is taken at any time in one or two ranges, ascending."""
+        if len(ranges) == 1:
+            ((first, last),) = ranges
             bucket = first // self._width
             narrow = last // self._width == bucket
             rows = self._buckets[bucket] if narrow else self._rows
             return [row for row in rows if row[2] <= last and first <= row[3]]
-        (first, last), (begin, end) = spans
+        (first, last), (begin, end) = ranges
         return [
             row
             for row in self._rows
@@ -254,7 +253,7 @@ class _Taken:
         ]
 
 
-def _spans(first: int, last: int, period: int) -> tuple[Span, ...]:
+def _in_period(first: int, last: int, period: int) -> tuple[Positions, ...]:
     """Positions of one period that those from `first` to `last` are like."""
     if last - first + 1 >= period:
         return ((0, period - 1),)
@@ -276,8 +275,8 @@ def _lowest(rows: Sequence[Row], nbytes: int) -> int:
     return end
 
 
-def _gaps(rows: Sequence[Row], nbytes: int, limit: int) -> list[Span]:
-    """Gaps between rows that are large enough."""
+def _gaps(rows: Sequence[Row], nbytes: int, limit: int) -> list[tuple[int, int]]:
+    """Offsets and ends of the gaps between rows that are large enough."""
     found, end = [], 0
     for low, high, _, _ in rows:
         if low - end >= nbytes:

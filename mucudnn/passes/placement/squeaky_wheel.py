@@ -39,7 +39,7 @@ class SqueakyWheel:
         elif self._chance.random() < _RETURN:
             self.order = self._best
 
-    def turn(self, squeaking: Iterable[int]) -> None:
+    def reorder(self, squeaking: Iterable[int]) -> None:
         """Make the next order: those that squeaked come earlier."""
         rank = {i: r + 1.0 for r, i in enumerate(self.order)}
         for i in squeaking:

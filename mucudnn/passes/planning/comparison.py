@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.planning.evaluate import StepPlan, plan_residency
+from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.plan_step import plan_step
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.registry import name_of
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = [
     "Technique",
@@ -49,7 +50,7 @@ class Technique:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the plan; without one, what the policy needs at the least."""
+        """The plan's; without one, what the policy needs at the least."""
         if self.plan is not None:
             return self.plan.peak_bytes
         return self.least_bytes or 0
@@ -121,10 +122,10 @@ def largest_batch_within(
         if high == most:
             return most
         high = min(2 * high, most)
-    for turn in itertools.count(1):
+    for guess in itertools.count(1):
         if high - low <= 1:
             break
-        share = (budget - known) / (need - known) if turn % 3 else 0.5
+        share = (budget - known) / (need - known) if guess % 3 else 0.5
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
         found = needs(middle)
         if found <= budget:

@@ -6,89 +6,30 @@ on tensors buys faster algorithms.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import Graph
-from mucudnn.ir.profile import Profile
-from mucudnn.ir.schedule import Schedule
-from mucudnn.notebook import drawn
 from mucudnn.passes.liveness import ALIGNMENT, rounded
-from mucudnn.passes.planning.costs import (
-    CONVOLUTIONS,
-    fastest_of,
-    first_plans,
-    origin,
-    profile_of,
-    state_bytes,
-    timed_by,
-    workspaces_of,
-)
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.rewrite import Rewritten
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.scheduling import intervals_of
-from mucudnn.passes.scheduling.intervals import ResidencyInterval, emit
+from mucudnn.passes.scheduling.costs import (
+    fastest_of,
+    first_plans,
+    timed_by,
+    workspaces_of,
+)
+from mucudnn.passes.scheduling.intervals import emit
 from mucudnn.passes.scheduling.occupancy import Occupancy
-from mucudnn.passes.simulate import Prediction, simulate
+from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.passes.simulate import simulate
 
-__all__ = [
-    "CONVOLUTIONS",
-    "StepPlan",
-    "check_residency",
-    "fastest_of",
-    "first_plans",
-    "grown",
-    "origin",
-    "plan_residency",
-    "profile_of",
-    "state_bytes",
-    "timed_by",
-    "workspaces_of",
-]
+__all__ = ["check_residency", "grown", "plan_residency"]
 
 _REFUSE_WHAT_IS_LEAST = ("timed", "on_demand")
 """Schedulers that refuse nothing but what does not fit with the shortest intervals."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """A training step under a budget.
-
-    Attributes:
-        schedule: What to run.
-        intervals: What the schedule was made of.
-        plans: Convolution node -> how to run it.
-        residency: What was decided about tensors.
-        prediction: What it will cost.
-        policy: Who decided.
-        scheduler: Who timed the copies.
-        budget: Bytes that were given.
-    """
-
-    schedule: Schedule
-    intervals: Sequence[ResidencyInterval]
-    plans: Mapping[str, ConvPlan]
-    residency: Mapping[str, Residency]
-    prediction: Prediction
-    policy: str
-    scheduler: str
-    budget: float
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most device memory in use at once, parameters and state included."""
-        return self.schedule.peak_bytes
-
-    def _repr_html_(self) -> str:
-        """For notebooks."""
-        return drawn("step_plan", self)
-
-    @property
-    def recomputed(self) -> int:
-        """How many nodes run a second time or more often."""
-        return sum("~" in node.name for node in self.schedule.graph.nodes)
 
 
 def plan_residency(
@@ -104,15 +45,16 @@ def plan_residency(
         PlanningError: It cannot fit; says how many bytes short, and at which node.
     """
     ready = request.rewritten(residency)
-    final, known = ready.graph, ready.profile
+    known = ready.profile
     chosen = first_plans(known, request.convolutions, request.plans)
     intervals, occupancy = intervals_of(
         request.timing, ready.problem(chosen, request.budget)
     )
     if request.convolutions == "dynamic":
-        chosen = grown(final, known, chosen, occupancy)
+        chosen = grown(ready, chosen, occupancy)
     workspaces = workspaces_of(known, chosen)
-    schedule = emit(final, intervals, workspaces, occupancy.peak()[0], ready.away)
+    peak, _ = occupancy.peak()
+    schedule = emit(ready.graph, intervals, workspaces, peak, ready.away)
     return StepPlan(
         schedule=schedule,
         intervals=tuple(intervals),
@@ -140,15 +82,12 @@ def check_residency(request: StepRequest, residency: Mapping[str, Residency]) ->
 
 
 def grown(
-    graph: Graph,
-    profile: Profile,
-    plans: Mapping[str, ConvPlan],
-    occupancy: Occupancy,
+    ready: Rewritten, plans: Mapping[str, ConvPlan], occupancy: Occupancy
 ) -> dict[str, ConvPlan]:
     """The fastest plan in what is free at each convolution; the ledger follows."""
     found = dict(plans)
-    for position, node in enumerate(graph.nodes):
-        front = profile.fronts.get(node.name)
+    for position, node in enumerate(ready.graph.nodes):
+        front = ready.profile.fronts.get(node.name)
         if front is None:
             continue
         before = rounded(plans[node.name].workspace)

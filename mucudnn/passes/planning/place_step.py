@@ -7,6 +7,10 @@ all else that is. So what is tried then is to have less of it.
 The last resort is one step that does not depend on the budget: the one that is planned
 in the least bytes, in the smallest arena that is found for it. So it is known which
 budget will do where one is refused.
+
+What is promised is the size of the arena, not a sum: static offsets may need a little
+more than the most bytes in use at once. Then copies give way, and what convolutions may
+have of workspace comes last, from what the tensors leave free.
 """
 
 import itertools
@@ -16,17 +20,14 @@ from contextlib import suppress
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes
-from mucudnn.passes.planning.evaluate import StepPlan, plan_residency
-from mucudnn.passes.planning.places import (
-    FRAGMENTED,
-    PlacedStep,
-    as_planned,
-    grown,
-    packed,
-    place,
-    smallest,
-    tightened,
+from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.placement.fit_to_arena import fit_to_arena, shortest
+from mucudnn.passes.placement.grow_workspaces import (
+    grow_workspaces,
+    with_least_workspaces,
 )
+from mucudnn.passes.placement.layout import PlacedStep, lay_out
+from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.plan_step import (
     PLANNED,
     VDNN_DYN,
@@ -36,8 +37,15 @@ from mucudnn.passes.planning.plan_step import (
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import short_of
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["PlacedStep", "place_step"]
+
+_FRAGMENTED = 0.03
+"""Share of what is in use at once that an arena may be larger, before less is tried."""
+
+_WIDER = (0.0, 0.0025, 0.01, 0.04)
+"""Shares that the smallest arena may be larger than what is in use at once."""
 
 _SEARCHES = 4
 _CUTS = (0.0, 0.01, 0.02, 0.04, 0.08)
@@ -77,10 +85,10 @@ def place_step(request: StepRequest, plan: StepPlan | None = None) -> PlacedStep
         except PlanningError as e:
             raise _advised(e, request) from None
     if math.isinf(budget):
-        return as_planned(plan)
+        return _as_planned(plan)
     target = budget
     for _ in range(_SEARCHES):
-        found = _settled(request, plan) or packed(request, plan)
+        found = _fitted(request, plan) or _packed(request, plan)
         if found.nbytes <= budget:
             return found
         target = min(target, plan.peak_bytes) - (found.nbytes - budget)
@@ -88,13 +96,13 @@ def place_step(request: StepRequest, plan: StepPlan | None = None) -> PlacedStep
             plan = plan_step(request.within(max(0, target)))
         except PlanningError:
             break
-    others = (place(request, other) for other in _keeping_less_live(request, plan))
+    others = (_placed(request, other) for other in _keeping_less_live(request, plan))
     fitting = [other for other in others if other is not None]
     if fitting:
         return min(fitting, key=_step_ms)
     least = _smallest(request)
     if least.nbytes <= budget:
-        return grown(request, least)
+        return _grown(request, least)
     raise PlanningError(
         f"places for {exact_bytes(plan.peak_bytes)} could not be found within "
         f"{exact_bytes(int(budget))}; {exact_bytes(least.nbytes)} will do",
@@ -133,13 +141,13 @@ def _smallest(request: StepRequest) -> PlacedStep:
     tried: list[PlacedStep] = []
     for asked in (request.scheduled("on_demand"), request) if free else (request,):
         plan = plan_of_least(asked)
-        tried.append(smallest(asked, plan))
+        tried.append(_smallest_of(asked, plan))
         if tried[-1].nbytes <= plan.budget:
             break
     return min(tried, key=lambda placed: placed.nbytes)
 
 
-def _settled(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
+def _fitted(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
     """The fastest step with a plan's residencies that finds places, if any does.
 
     It is scheduled for a little less, time and again, until what the places cost is
@@ -150,7 +158,7 @@ def _settled(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
     fitting: list[PlacedStep] = []
     for cut in _CUTS:
         tried = [plan] if cut == 0.0 else list(_replanned(request, plan, cut))
-        fitting += (p for t in tried if (p := place(request, t)) is not None)
+        fitting += (p for t in tried if (p := _placed(request, t)) is not None)
         enough = any(_step_ms(placed) <= tolerable for placed in fitting)
         hurried = cut >= _FAR or len(plan.intervals) > _MANY
         if enough or not tried or (fitting and hurried):
@@ -158,9 +166,9 @@ def _settled(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
     if not fitting:
         return None
     best = _preferred(fitting)
-    if best.layout.fragmentation > FRAGMENTED:
+    if best.layout.fragmentation > _FRAGMENTED:
         more = _replanned(request, plan, -_UNUSED * best.layout.fragmentation)
-        others = (*(place(request, p) for p in more), tightened(request, best))
+        others = (*(_placed(request, p) for p in more), _tightened(best))
         fitting += (p for p in others if p is not None)
     return _preferred(fitting)
 
@@ -201,3 +209,55 @@ def _preferred(placed: Sequence[PlacedStep]) -> PlacedStep:
 
 def _step_ms(placed: PlacedStep) -> float:
     return placed.plan.prediction.step_ms
+
+
+def _placed(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
+    """Places within the budget, workspaces in what they leave free if they may be."""
+    arena = int(request.budget) - plan.state_bytes
+    found = fit_to_arena(_bare(request, plan), arena)
+    return None if found is None else _grown(request, found)
+
+
+def _packed(request: StepRequest, plan: StepPlan) -> PlacedStep:
+    """Places as low as they are found with nothing giving way; any number of bytes."""
+    placed = _as_planned(_bare(request, plan))
+    return placed if placed.nbytes > request.budget else _grown(request, placed)
+
+
+def _tightened(placed: PlacedStep) -> PlacedStep | None:
+    """The same step in an arena that is hardly larger than what is in use."""
+    arena = int((1 + _FRAGMENTED) * placed.layout.live_peak)
+    return fit_to_arena(placed.plan, arena)
+
+
+def _smallest_of(request: StepRequest, plan: StepPlan) -> PlacedStep:
+    """A step in the smallest arena that is found for it, workspaces at their least."""
+    plan = _bare(request, plan)
+    short = shortest(plan)
+    best = min(map(_as_planned, (short, plan)), key=lambda placed: placed.nbytes)
+    for share in _WIDER:
+        arena = int((1 + share) * (short.peak_bytes - plan.state_bytes))
+        arena -= arena % ALIGNMENT
+        if best.layout.nbytes <= arena:
+            break
+        found = fit_to_arena(plan, arena)
+        if found is not None:
+            return found
+    return best
+
+
+def _as_planned(plan: StepPlan) -> PlacedStep:
+    """Places as low as they are found for a plan as it is; any number of bytes."""
+    return PlacedStep(plan, lay_out(plan.schedule))
+
+
+def _grown(request: StepRequest, placed: PlacedStep) -> PlacedStep:
+    """A step that has places, with workspaces in what is free if they may be."""
+    if not request.grows:
+        return placed
+    return grow_workspaces(placed, int(request.budget) - placed.state_bytes)
+
+
+def _bare(request: StepRequest, plan: StepPlan) -> StepPlan:
+    """The step with as little workspace as may be chosen."""
+    return with_least_workspaces(plan) if request.grows else plan

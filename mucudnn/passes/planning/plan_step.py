@@ -10,9 +10,11 @@ from types import MappingProxyType
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes
-from mucudnn.passes.planning.evaluate import StepPlan, check_residency, plan_residency
+from mucudnn.passes.planning.evaluate import check_residency, plan_residency
 from mucudnn.passes.planning.least_budget import least_budget_above
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.search import search, smallest
+from mucudnn.passes.planning.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
 from mucudnn.passes.residency import (
     PLANNED,
     VDNN_DYN,
@@ -20,9 +22,8 @@ from mucudnn.passes.residency import (
     decide,
     policy_names,
 )
-from mucudnn.passes.residency.search import search, smallest
-from mucudnn.passes.residency.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
 from mucudnn.passes.scheduling.intervals import short_of
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = [
     "PLANNED",

@@ -14,7 +14,6 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
-from mucudnn.passes.planning.costs import CONVOLUTIONS
 from mucudnn.passes.planning.rewrite import Rewriter, Rewritten
 from mucudnn.passes.residency import (
     PLANNED,
@@ -25,6 +24,7 @@ from mucudnn.passes.residency import (
     check_residencies,
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
+from mucudnn.passes.scheduling.costs import CONVOLUTIONS
 
 __all__ = ["StepRequest"]
 

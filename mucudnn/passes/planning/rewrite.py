@@ -15,12 +15,6 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.rematerialize import rematerialize
-from mucudnn.passes.planning.costs import (
-    first_plans,
-    profile_of,
-    timed_by,
-    workspaces_of,
-)
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
@@ -29,7 +23,14 @@ from mucudnn.passes.residency import (
     Residency,
     saved_tensors,
 )
-from mucudnn.passes.scheduling.occupancy import Use, uses_of
+from mucudnn.passes.scheduling.costs import (
+    first_plans,
+    profile_of,
+    timed_by,
+    workspaces_of,
+)
+from mucudnn.passes.scheduling.intervals import Swaps
+from mucudnn.passes.scheduling.occupancy import Occupancy, Use, uses_of
 from mucudnn.passes.scheduling.problem import Problem
 
 __all__ = ["Rewriter", "Rewritten"]
@@ -54,8 +55,15 @@ class Rewritten:
     profile: Profile
     uses: Mapping[str, Use]
     idle: Sequence[Use]
-    swaps: Mapping[str, Sequence[tuple[int, int]]]
+    swaps: Swaps
     away: frozenset[str] = frozenset()
+
+    @property
+    def boundary(self) -> int:
+        """Position of the first node behind the forward pass."""
+        phases = enumerate(node.phase for node in self.graph.nodes)
+        behind = (i for i, phase in phases if phase is not Phase.FORWARD)
+        return next(behind, len(self.graph.nodes))
 
     def problem(self, plans: Mapping[str, ConvPlan], budget: float) -> Problem:
         """What a scheduler decides about, with convolutions planned."""
@@ -69,10 +77,17 @@ class Rewritten:
             self.away,
         )
 
+    def least(self) -> Occupancy:
+        """Bytes that these residencies need at every node, workspaces at their least.
+
+        It is a ledger without a budget.
+        """
+        plans = first_plans(self.profile, "least")
+        return self.problem(plans, math.inf).least()[1]
+
     def least_peak(self) -> int:
         """Bytes below which these residencies cannot be scheduled."""
-        plans = first_plans(self.profile, "least")
-        return self.problem(plans, math.inf).least()[1].peak()[0]
+        return self.least().peak()[0]
 
 
 class Rewriter:
@@ -120,8 +135,7 @@ class Rewriter:
                 self._known.popitem(last=False)
         self._known.move_to_end(again)
         ready = self._known[again]
-        choices = _Choices(ready.graph, residency, hosted)
-        swaps = {u.storage: g for u in ready.idle if (g := choices.gaps(u))}
+        swaps = _swaps(ready, residency, hosted)
         found = replace(ready, swaps=swaps, away=hosted or frozenset())
         self._last = asked, found
         return found
@@ -139,58 +153,54 @@ class Rewriter:
         )
 
 
-class _Choices:
-    """The gaps over which storages leave, by residencies.
+def _swaps(
+    ready: Rewritten,
+    residency: Mapping[str, Residency],
+    hosted: frozenset[str] | None,
+) -> Swaps:
+    """The gaps over which storages leave, by residencies."""
+    graph, boundary = ready.graph, ready.boundary
+    chosen = {
+        graph.storages[name]: choice
+        for name, choice in residency.items()
+        if name not in (EVERYTHING, PERSISTENTS)
+    }
+    others = residency.get(EVERYTHING, Residency.KEEP)
+    persistents = residency.get(PERSISTENTS, Residency.KEEP)
+    everything = sum(spec.nbytes for spec in graph.with_role(*PERSISTENT))
+    small = min(SMALL, everything / 1024)
+    found = {}
+    for use in ready.idle:
+        if not use.persistent:
+            choice = chosen.get(use.storage, others)
+        elif hosted is None:
+            default = Residency.KEEP if use.nbytes < small else persistents
+            choice = chosen.get(use.storage, default)
+        else:
+            choice = Residency.PAGE if use.storage in hosted else Residency.KEEP
+        if gaps := _gaps(use, choice, boundary, len(graph.nodes)):
+            found[use.storage] = gaps
+    return found
+
+
+def _gaps(
+    use: Use, choice: Residency, boundary: int, count: int
+) -> list[tuple[int, int]]:
+    """Gaps of one storage over which it leaves, ascending.
 
     Args:
-        graph: In its final order.
-        residency: Of tensors, and of what is not named.
-        hosted: Parameters and state that leave, if that is decided.
+        use: Of the storage.
+        choice: What was decided about it.
+        boundary: The first node behind the forward pass.
+        count: Nodes of the step.
     """
-
-    def __init__(
-        self,
-        graph: Graph,
-        residency: Mapping[str, Residency],
-        hosted: frozenset[str] | None,
-    ) -> None:
-        phases = enumerate(node.phase for node in graph.nodes)
-        self._count = len(graph.nodes)
-        self._boundary = next(
-            (i for i, p in phases if p is not Phase.FORWARD), self._count
-        )
-        self._others = residency.get(EVERYTHING, Residency.KEEP)
-        self._persistents = residency.get(PERSISTENTS, Residency.KEEP)
-        everything = sum(spec.nbytes for spec in graph.with_role(*PERSISTENT))
-        self._small = min(SMALL, everything / 1024)
-        self._hosted = hosted
-        self._of_storage = {
-            graph.storages[name]: choice
-            for name, choice in residency.items()
-            if name not in (EVERYTHING, PERSISTENTS)
-        }
-
-    def gaps(self, use: Use) -> list[tuple[int, int]]:
-        """Gaps of one storage, ascending."""
-        choice = self._choice(use)
-        if choice not in (Residency.OFFLOAD, Residency.PAGE):
-            return []
-        gaps, page = list(use.gaps()), choice is Residency.PAGE
-        if use.persistent:
-            return gaps if page else sorted(gaps, key=_length)[-1:]
-        inside = [(i, j) for i, j in gaps if j < self._count]
-        boundary = self._boundary
-        return inside if page else [(i, j) for i, j in inside if i < boundary <= j]
-
-    def _choice(self, use: Use) -> Residency:
-        if not use.persistent:
-            return self._of_storage.get(use.storage, self._others)
-        if self._hosted is None:
-            small = use.nbytes < self._small
-            others = Residency.KEEP if small else self._persistents
-            return self._of_storage.get(use.storage, others)
-        return Residency.PAGE if use.storage in self._hosted else Residency.KEEP
-
-
-def _length(gap: tuple[int, int]) -> int:
-    return gap[1] - gap[0]
+    match choice:
+        case Residency.PAGE if use.persistent:
+            return list(use.gaps())
+        case Residency.PAGE:
+            return [(i, j) for i, j in use.gaps() if j < count]
+        case Residency.OFFLOAD if use.persistent:
+            return sorted(use.gaps(), key=lambda gap: gap[1] - gap[0])[-1:]
+        case Residency.OFFLOAD:
+            return [(i, j) for i, j in use.gaps() if i < boundary <= j < count]
+    return []

@@ -4,17 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from mucudnn.ir.graph import Graph
+from mucudnn.ir.residency import RECOMPUTED, Residency
+from mucudnn.passes.graph.saved_tensors import Saved, saved_tensors
 from mucudnn.passes.registry import ALL, Strategies, name_of
-from mucudnn.passes.residency.choice import (
+from mucudnn.passes.residency.policy import (
     EVERYTHING,
     PERSISTENTS,
-    RECOMPUTED,
     SMALL,
-    Residency,
+    PolicyInput,
     ResidencyPolicy,
-    Saved,
-    Step,
-    saved_tensors,
 )
 from mucudnn.passes.residency.published import (
     cost_based,
@@ -36,10 +34,10 @@ __all__ = [
     "RECOMPUTED",
     "SMALL",
     "VDNN_DYN",
+    "PolicyInput",
     "Residency",
     "ResidencyPolicy",
     "Saved",
-    "Step",
     "check_policy",
     "check_residencies",
     "decide",
@@ -97,7 +95,7 @@ def check_policy(policy: str | ResidencyPolicy) -> None:
     POLICIES.resolve(policy)
 
 
-def decide(policy: str | ResidencyPolicy, step: Step) -> Mapping[str, Residency]:
+def decide(policy: str | ResidencyPolicy, step: PolicyInput) -> Mapping[str, Residency]:
     """What a policy decides, checked: it may be somebody's own.
 
     Raises:

@@ -6,7 +6,7 @@ again.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.passes.graph.recompute_chains import is_checkpoint, recompute_chain
@@ -15,9 +15,9 @@ from mucudnn.passes.residency import (
     PERSISTENTS,
     POLICIES,
     RECOMPUTED,
+    PolicyInput,
     Residency,
     Saved,
-    Step,
     decide,
     saved_tensors,
 )
@@ -26,6 +26,7 @@ __all__ = [
     "Candidate",
     "Change",
     "by_cost",
+    "candidates_of",
     "decided",
     "mixed",
     "pairs",
@@ -54,27 +55,44 @@ _WINNING = (
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A saved tensor, what it takes to compute it again, and whether that is much."""
+    """A saved tensor, and what it takes to compute it again.
+
+    Attributes:
+        saved: The tensor.
+        again_ms: What its recompute chain takes.
+        parents: Names of saved tensors that the chain reads, ascending.
+        checkpoint: Whether that is much: see `is_checkpoint`.
+    """
 
     saved: Saved
     again_ms: float
+    parents: tuple[str, ...]
     checkpoint: bool
 
 
-def by_cost(step: Step) -> list[Candidate]:
-    """Saved tensors, the cheapest to compute again per byte first."""
+def candidates_of(step: PolicyInput) -> list[Candidate]:
+    """Saved tensors, in order of production."""
     tensors = saved_tensors(step.graph)
     names = {saved.name for saved in tensors}
     found = []
     for saved in tensors:
         nodes = recompute_chain(step.graph, saved.name, names.__contains__)
         again = sum(step.profile.node_ms[node.name] for node in nodes)
+        read = {step.graph.storages[t] for node in nodes for t in node.inputs}
+        parents = tuple(sorted((read & names) - {saved.name}))
         checkpoint = is_checkpoint(step.graph, saved.name, names.__contains__)
-        found.append(Candidate(saved, again, checkpoint))
-    return sorted(found, key=lambda c: c.again_ms / max(1, c.saved.nbytes))
+        found.append(Candidate(saved, again, parents, checkpoint))
+    return found
 
 
-def seeds(step: Step, candidates: Sequence[Candidate]) -> list[Mapping[str, Residency]]:
+def by_cost(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The cheapest to compute again per byte first."""
+    return sorted(candidates, key=lambda c: c.again_ms / max(1, c.saved.nbytes))
+
+
+def seeds(
+    step: PolicyInput, candidates: Sequence[Candidate]
+) -> list[Mapping[str, Residency]]:
     """What every policy decides, and what is least of all: where a search begins."""
     found = list(decided(step))
     for mode in RECOMPUTED:
@@ -84,7 +102,7 @@ def seeds(step: Step, candidates: Sequence[Candidate]) -> list[Mapping[str, Resi
     return found
 
 
-def decided(step: Step) -> Iterator[Mapping[str, Residency]]:
+def decided(step: PolicyInput) -> Iterator[Mapping[str, Residency]]:
     """What every policy decides."""
     return (decide(name, step) for name in POLICIES.table)
 

@@ -8,19 +8,14 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
+from mucudnn.ir.residency import Residency
 from mucudnn.passes.graph.recompute_chains import (
     EXPENSIVE,
     is_checkpoint,
     recompute_chain,
 )
-from mucudnn.passes.residency.choice import (
-    EVERYTHING,
-    PERSISTENTS,
-    Residency,
-    Saved,
-    Step,
-    saved_tensors,
-)
+from mucudnn.passes.graph.saved_tensors import Saved, saved_tensors
+from mucudnn.passes.residency.policy import EVERYTHING, PERSISTENTS, PolicyInput
 
 __all__ = [
     "cost_based",
@@ -37,18 +32,18 @@ __all__ = [
 _CLASSIFIER = "matmul"
 
 
-def keep_all(step: Step) -> Mapping[str, Residency]:
+def keep_all(step: PolicyInput) -> Mapping[str, Residency]:
     """Never move anything: liveness alone."""
     del step
     return {}
 
 
-def vdnn_all(step: Step) -> Mapping[str, Residency]:
+def vdnn_all(step: PolicyInput) -> Mapping[str, Residency]:
     """Offload the input of every layer before the classifier (vDNN, section 3.1)."""
     return _offload_inputs(step.graph, convolutions_only=False)
 
 
-def vdnn_conv(step: Step) -> Mapping[str, Residency]:
+def vdnn_conv(step: PolicyInput) -> Mapping[str, Residency]:
     """Offload the inputs of convolutions: their time hides the copies best."""
     return _offload_inputs(step.graph, convolutions_only=True)
 
@@ -79,7 +74,7 @@ def _readers(graph: Graph) -> dict[str, set[str]]:
     return found
 
 
-def superneurons(step: Step) -> Mapping[str, Residency]:
+def superneurons(step: PolicyInput) -> Mapping[str, Residency]:
     """Offload checkpoints, compute the rest again by segments (cost-aware).
 
     A segment is computed once and kept where that does not raise the peak above the
@@ -88,17 +83,19 @@ def superneurons(step: Step) -> Mapping[str, Residency]:
     return _superneurons(step, lambda segment, most: segment <= most)
 
 
-def superneurons_speed(step: Step) -> Mapping[str, Residency]:
+def superneurons_speed(step: PolicyInput) -> Mapping[str, Residency]:
     """The same, every segment computed once."""
     return _superneurons(step, lambda segment, most: True)
 
 
-def superneurons_memory(step: Step) -> Mapping[str, Residency]:
+def superneurons_memory(step: PolicyInput) -> Mapping[str, Residency]:
     """The same, everything computed again for every use."""
     return _superneurons(step, lambda segment, most: False)
 
 
-def _superneurons(step: Step, once: Callable[[int, int], bool]) -> dict[str, Residency]:
+def _superneurons(
+    step: PolicyInput, once: Callable[[int, int], bool]
+) -> dict[str, Residency]:
     graph = step.graph
     tensors = saved_tensors(graph)
     names = {graph.storages[saved.name] for saved in tensors}
@@ -132,12 +129,12 @@ def _head(graph: Graph, tensor: str) -> str:
     return node.name
 
 
-def lru(step: Step) -> Mapping[str, Residency]:
+def lru(step: PolicyInput) -> Mapping[str, Residency]:
     """Everything may leave; what has room stays (the tensor cache)."""
     return {saved.name: Residency.OFFLOAD for saved in saved_tensors(step.graph)}
 
 
-def paging(step: Step) -> Mapping[str, Residency]:
+def paging(step: PolicyInput) -> Mapping[str, Residency]:
     """Everything that the node that runs does not use may be away, weights included.
 
     No other policy fits into less, and few are slower.
@@ -146,7 +143,7 @@ def paging(step: Step) -> Mapping[str, Residency]:
     return {EVERYTHING: Residency.PAGE, PERSISTENTS: Residency.PAGE}
 
 
-def cost_based(step: Step) -> Mapping[str, Residency]:
+def cost_based(step: PolicyInput) -> Mapping[str, Residency]:
     """Move what can be moved for free, then what saves most bytes a millisecond.
 
     The free time of a tensor is the time between its forward and its backward use less
@@ -182,7 +179,7 @@ def cost_based(step: Step) -> Mapping[str, Residency]:
     return found
 
 
-def _kept_bytes(step: Step) -> float:
+def _kept_bytes(step: PolicyInput) -> float:
     """What the budget leaves for saved tensors beside the largest working set."""
     graph = step.graph
     persistent = {spec.name: spec.nbytes for spec in graph.with_role(*PERSISTENT)}

@@ -30,7 +30,6 @@ from mucudnn.passes.scheduling.occupancy import Occupancy, Use
 __all__ = [
     "ResidencyInterval",
     "Swaps",
-    "check",
     "emit",
     "join",
     "least_occupancy",
@@ -47,7 +46,7 @@ Swaps = Mapping[str, Sequence[tuple[int, int]]]
 class ResidencyInterval:
     """One interval of a storage in device memory.
 
-    Positions of a visit that ends in the next step are counted on from this one's.
+    Positions in the next step are counted on from this one's.
 
     Attributes:
         storage: Its name.
@@ -56,10 +55,10 @@ class ResidencyInterval:
         stop: Last node that it is there for; `last` or later, while it is copied out.
         needed: First node that uses it: by then a copy in has arrived.
         last: Last node that uses it.
-        copied_in: Whether it comes back from the host.
+        copied_in: Whether it is swapped in from the host.
         copied_out: Whether it is copied to the host after `last`.
         kept_on_host: Whether it leaves with a copy on the host, made now or earlier.
-        visit: Whether the storage outlives the step and is host-resident.
+        host_resident: Whether the storage outlives the step and is host-resident.
     """
 
     storage: str
@@ -181,17 +180,6 @@ def least_occupancy(
     )
 
 
-def check(graph: Graph, occupancy: Occupancy) -> None:
-    """Refuse what cannot fit.
-
-    Raises:
-        PlanningError: Says how many bytes short, and at which node.
-    """
-    peak, position = occupancy.peak()
-    if peak > occupancy.budget:
-        raise short_of(graph.nodes[position].name, peak, occupancy.budget)
-
-
 def short_of(node: str, nbytes: int, budget: float, remedy: str = "") -> PlanningError:
     """The error that says what is short.
 
@@ -226,42 +214,31 @@ def emit(
     host-resident, also if no node uses it.
     """
     n = len(graph.nodes)
-    begins: list[list[ResidencyInterval]] = [[] for _ in range(n + 1)]
-    needs: list[list[ResidencyInterval]] = [[] for _ in range(n + 1)]
-    leaves: list[list[ResidencyInterval]] = [[] for _ in range(n + 1)]
-    ends: list[list[ResidencyInterval]] = [[] for _ in range(n + 1)]
+    arrivals: list[list[Instruction]] = [[] for _ in range(n + 1)]
+    waits: list[list[Instruction]] = [[] for _ in range(n + 1)]
+    copies: list[list[Instruction]] = [[] for _ in range(n + 1)]
+    departures: list[list[Instruction]] = [[] for _ in range(n + 1)]
     for interval in intervals:
-        begins[interval.start].append(interval)
+        name, stop = interval.storage, min(interval.stop, n)
+        end = departures[interval.stop % n if interval.host_resident else stop]
+        arrivals[interval.start].append(Alloc(name))
         if interval.copied_in:
-            needs[interval.needed % n].append(interval)
+            arrivals[interval.start].append(SwapIn(name))
+            waits[interval.needed % n].append(Wait(name))
         if interval.copied_out:
-            leaves[interval.last % n].append(interval)
-        ends[
-            interval.stop % n if interval.host_resident else min(interval.stop, n)
-        ].append(interval)
+            copies[interval.last % n].append(SwapOut(name))
+            end.append(Wait(name))
+        end.append(Free(name))
     program: list[Instruction] = []
     for i, node in enumerate(graph.nodes):
-        for interval in begins[i]:
-            program.append(Alloc(interval.storage))
-            if interval.copied_in:
-                program.append(SwapIn(interval.storage))
-        program += (Wait(interval.storage) for interval in needs[i])
-        program.append(Compute(node.name))
-        program += (SwapOut(interval.storage) for interval in leaves[i])
-        for interval in ends[i]:
-            if interval.copied_out:
-                program.append(Wait(interval.storage))
-            program.append(Free(interval.storage))
+        program += [*arrivals[i], *waits[i], Compute(node.name)]
+        program += [*copies[i], *departures[i]]
     swapped = [interval for interval in intervals if interval.host_resident]
     return Schedule(
         graph,
         tuple(program),
         workspaces,
         peak_bytes,
-        hosted=tuple(
-            dict.fromkeys([*(interval.storage for interval in swapped), *away])
-        ),
-        live_across=tuple(
-            interval.storage for interval in swapped if interval.stop >= n
-        ),
+        hosted=tuple(dict.fromkeys([*(i.storage for i in swapped), *away])),
+        live_across=tuple(i.storage for i in swapped if i.stop >= n),
     )

@@ -7,15 +7,15 @@ from mucudnn.passes.liveness import Use, uses_of
 __all__ = ["Occupancy", "Use", "uses_of"]
 
 _WIDTH = 32
-"""Positions of a block of a ledger."""
+"""Positions of a chunk of a ledger."""
 
 
 class Occupancy:
     """A ledger of bytes at every node position.
 
     Positions beyond the last are those of the next step, negative ones of the step
-    before: all steps are alike. Positions are kept in blocks, each with the most that
-    any of them has, so that long spans cost little.
+    before: all steps are alike. Positions are kept in chunks, each with the most that
+    any of them has, so that long ranges cost little.
 
     Args:
         workspaces: Scratch memory at each position.
@@ -25,9 +25,9 @@ class Occupancy:
     def __init__(self, workspaces: Sequence[int], budget: float) -> None:
         self._bytes = list(workspaces)
         self.budget = budget
-        blocks = range(0, len(self._bytes), _WIDTH)
-        self._most = [max(self._bytes[at : at + _WIDTH]) for at in blocks]
-        self._everywhere = [0] * len(blocks)
+        chunks = range(0, len(self._bytes), _WIDTH)
+        self._most = [max(self._bytes[at : at + _WIDTH]) for at in chunks]
+        self._everywhere = [0] * len(chunks)
 
     def __len__(self) -> int:
         return len(self._bytes)
@@ -38,7 +38,7 @@ class Occupancy:
 
     def add(self, start: int, stop: int, nbytes: int) -> None:
         """Take `nbytes` at every position from `start` up to and including `stop`."""
-        for first, last in self._spans(start, stop):
+        for first, last in self._in_step(start, stop):
             low, high = first // _WIDTH, last // _WIDTH
             if low == high:
                 self._add_within(low, first, last, nbytes)
@@ -49,11 +49,11 @@ class Occupancy:
             self._everywhere[whole] = [n + nbytes for n in self._everywhere[whole]]
             self._add_within(high, high * _WIDTH, last, nbytes)
 
-    def _add_within(self, block: int, first: int, last: int, nbytes: int) -> None:
+    def _add_within(self, chunk: int, first: int, last: int, nbytes: int) -> None:
         within = slice(first, last + 1)
         self._bytes[within] = [used + nbytes for used in self._bytes[within]]
-        most = max(self._bytes[block * _WIDTH : (block + 1) * _WIDTH])
-        self._most[block] = most + self._everywhere[block]
+        most = max(self._bytes[chunk * _WIDTH : (chunk + 1) * _WIDTH])
+        self._most[chunk] = most + self._everywhere[chunk]
 
     def fits(self, position: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit at one position."""
@@ -71,12 +71,12 @@ class Occupancy:
         room, count = self.budget - nbytes, len(self._bytes)
         while position > floor:
             at = (position - 1) % count
-            block = at // _WIDTH
-            end = max(floor, position - 1 - (at - block * _WIDTH))
-            if self._most[block] <= room:
+            chunk = at // _WIDTH
+            end = max(floor, position - 1 - (at - chunk * _WIDTH))
+            if self._most[chunk] <= room:
                 position = end
                 continue
-            rest = room - self._everywhere[block]
+            rest = room - self._everywhere[chunk]
             while position > end:
                 if self._bytes[at] > rest:
                     return position
@@ -92,13 +92,13 @@ class Occupancy:
         room, count = self.budget - nbytes, len(self._bytes)
         while position < ceiling:
             at = (position + 1) % count
-            block = at // _WIDTH
-            last = min((block + 1) * _WIDTH, count) - 1
+            chunk = at // _WIDTH
+            last = min((chunk + 1) * _WIDTH, count) - 1
             end = min(ceiling, position + 1 + last - at)
-            if self._most[block] <= room:
+            if self._most[chunk] <= room:
                 position = end
                 continue
-            rest = room - self._everywhere[block]
+            rest = room - self._everywhere[chunk]
             while position < end:
                 if self._bytes[at] > rest:
                     return position
@@ -111,12 +111,12 @@ class Occupancy:
         if not self._bytes:
             return 0, 0
         most = max(self._most)
-        block = self._most.index(most)
-        start = block * _WIDTH
+        chunk = self._most.index(most)
+        start = chunk * _WIDTH
         within = self._bytes[start : start + _WIDTH]
-        return most, start + within.index(most - self._everywhere[block])
+        return most, start + within.index(most - self._everywhere[chunk])
 
-    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    def _in_step(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Positions of this step that those from `start` to `stop` are like."""
         n = len(self._bytes)
         if start > stop:

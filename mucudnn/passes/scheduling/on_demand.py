@@ -17,17 +17,13 @@ def on_demand(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
     at that node's end (vDNN, section 3.2).
     """
     intervals, occupancy = problem.least()
-    found = []
-    for interval in intervals:
-        start = interval.start
+    for i, interval in enumerate(intervals):
+        before = interval.start - 1
         if (
             interval.copied_in
-            and start > 0
-            and occupancy.fits(start - 1, interval.nbytes)
+            and before >= 0
+            and occupancy.fits(before, interval.nbytes)
         ):
-            start -= 1
-            occupancy.add(start, start, interval.nbytes)
-        found.append(
-            interval if start == interval.start else replace(interval, start=start)
-        )
-    return found, occupancy
+            occupancy.add(before, before, interval.nbytes)
+            intervals[i] = replace(interval, start=before)
+    return intervals, occupancy

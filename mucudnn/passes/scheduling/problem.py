@@ -1,4 +1,4 @@
-"""What a scheduler decides about: when what is offloaded leaves, when it comes back.
+"""What a scheduler decides about: when storages are swapped out and in again.
 
 Each scheduler turns gaps into residency intervals within a budget. What is resident at
 a node never exceeds the budget in any of them; they differ in how much compute has to
@@ -14,8 +14,8 @@ from mucudnn.ir.profile import Profile
 from mucudnn.passes.scheduling.intervals import (
     ResidencyInterval,
     Swaps,
-    check,
     least_occupancy,
+    short_of,
     split,
 )
 from mucudnn.passes.scheduling.occupancy import Occupancy, Use
@@ -49,7 +49,7 @@ class Problem:
         """The shortest intervals, and their ledger.
 
         Raises:
-            PlanningError: Not even they fit.
+            PlanningError: Not even they fit; says how many bytes short, and where.
         """
         n = len(self.graph.nodes)
         intervals = [
@@ -58,7 +58,9 @@ class Problem:
             for interval in split(use, self.swaps.get(use.storage, ()), n)
         ]
         occupancy = self.ledger(intervals)
-        check(self.graph, occupancy)
+        peak, position = occupancy.peak()
+        if peak > self.budget:
+            raise short_of(self.graph.nodes[position].name, peak, self.budget)
         return intervals, occupancy
 
     def moving(self) -> Iterator[Use]:

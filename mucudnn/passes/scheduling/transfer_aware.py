@@ -18,7 +18,7 @@ from mucudnn.passes.scheduling.intervals import (
 )
 from mucudnn.passes.scheduling.occupancy import Occupancy
 from mucudnn.passes.scheduling.problem import Problem
-from mucudnn.passes.scheduling.transfers import Clock, latest_starts
+from mucudnn.passes.scheduling.transfers import Clock, latest_starts, leaving
 
 __all__ = ["timed"]
 
@@ -69,7 +69,7 @@ def _not_kept(problem: Problem, occupancy: Occupancy, clock: Clock) -> Swaps:
 def _pairs(
     intervals: Sequence[ResidencyInterval], count: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Residency intervals that a storage leaves from and comes back to: their indices.
+    """Indices of intervals between which a storage is swapped out and in again.
 
     And how many nodes to add to the positions of the second.
     """
@@ -93,8 +93,7 @@ def _linger(
     found, n = list(intervals), len(occupancy)
     returns = {i: found[j].start + later for i, j, later in _pairs(found, n)}
     link_free = delay = 0.0
-    leaving = [i for i, interval in enumerate(found) if interval.copied_out]
-    for i in sorted(leaving, key=lambda i: found[i].last % n):
+    for i in leaving(found, n):
         interval = found[i]
         shift = interval.last - interval.last % n
         begin = max(link_free, clock.start(interval.last - shift + 1) + delay)
@@ -121,9 +120,7 @@ def _return_early(
     """Begin copies back early enough for their link, where there is room."""
     found, n = list(intervals), len(occupancy)
     earliest = {j: found[i].stop + 1 - later for i, j, later in _pairs(found, n)}
-    coming = sorted(earliest, key=lambda j: found[j].needed)
-    wanted = latest_starts([found[j] for j in coming], clock, bytes_per_ms)
-    for j, want in zip(coming, wanted, strict=True):
+    for j, want in latest_starts(found, clock, bytes_per_ms).items():
         interval, start = found[j], found[j].start
         if not interval.host_resident:
             want = max(0, want)

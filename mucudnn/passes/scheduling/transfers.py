@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from mucudnn.passes.scheduling.intervals import ResidencyInterval
 
-__all__ = ["Clock", "first_ends", "latest_starts"]
+__all__ = ["Clock", "first_ends", "latest_starts", "leaving"]
 
 
 class Clock:
@@ -23,26 +23,29 @@ class Clock:
 
     Args:
         node_ms: How long each node takes.
+
+    Attributes:
+        count: How many nodes there are.
     """
 
     def __init__(self, node_ms: Sequence[float]) -> None:
         self._starts = list(itertools.accumulate(node_ms, initial=0.0))
-        self._count = len(node_ms)
+        self.count = len(node_ms)
 
     def start(self, position: int) -> float:
         """When a node starts; the one behind the last with the step's end."""
-        step, at = divmod(position, max(1, self._count))
+        step, at = divmod(position, max(1, self.count))
         return step * self._starts[-1] + self._starts[at]
 
     def after(self, ms: float) -> int:
         """The first node that starts at a moment or later."""
         step, rest = self._step(ms)
-        return step * self._count + bisect.bisect_left(self._starts, rest)
+        return step * self.count + bisect.bisect_left(self._starts, rest)
 
     def before(self, ms: float) -> int:
         """The last node that starts at a moment or earlier."""
         step, rest = self._step(ms)
-        return step * self._count + bisect.bisect_right(self._starts, rest) - 1
+        return step * self.count + bisect.bisect_right(self._starts, rest) - 1
 
     def _step(self, ms: float) -> tuple[int, float]:
         whole = self._starts[-1]
@@ -53,41 +56,59 @@ class Clock:
 
 
 def latest_starts(
-    coming: Sequence[ResidencyInterval], clock: Clock, bytes_per_ms: float
-) -> list[int]:
+    intervals: Sequence[ResidencyInterval], clock: Clock, bytes_per_ms: float
+) -> dict[int, int]:
     """Nodes with which copies back should begin, negative ones in the step before.
 
     Args:
-        coming: Intervals that begin with a copy, in the order of their first uses.
+        intervals: Those that begin with a copy are looked at.
         clock: When nodes start.
         bytes_per_ms: Of the link.
+
+    Returns:
+        Index of an interval -> node, in the order of first uses.
     """
+    coming = [i for i, interval in enumerate(intervals) if interval.copied_in]
+    coming.sort(key=lambda i: intervals[i].needed)
     wanted = []
     link_busy = math.inf
-    for interval in reversed(coming):
-        finish = min(clock.start(interval.needed), link_busy)
-        link_busy = finish - interval.nbytes / bytes_per_ms
+    for i in reversed(coming):
+        finish = min(clock.start(intervals[i].needed), link_busy)
+        link_busy = finish - intervals[i].nbytes / bytes_per_ms
         wanted.append(clock.before(link_busy))
-    return wanted[::-1]
+    return dict(zip(coming, reversed(wanted), strict=True))
 
 
 def first_ends(
-    leaving: Sequence[ResidencyInterval], clock: Clock, bytes_per_ms: float, count: int
-) -> list[int]:
+    intervals: Sequence[ResidencyInterval], clock: Clock, bytes_per_ms: float
+) -> dict[int, int]:
     """The last nodes during which copies out are made.
 
     Args:
-        leaving: Intervals that end with a copy, in the order of their last uses in a
-            step.
+        intervals: Those that end with a copy are looked at.
         clock: When nodes start.
         bytes_per_ms: Of the link.
-        count: Nodes of a step.
+
+    Returns:
+        Index of an interval -> node.
     """
-    ends = []
+    found = {}
     link_free = -math.inf
-    for interval in leaving:
-        later = interval.last - interval.last % count
+    for i in leaving(intervals, clock.count):
+        interval = intervals[i]
+        later = interval.last - interval.last % clock.count
         begin = max(link_free, clock.start(interval.last - later + 1))
         link_free = begin + interval.nbytes / bytes_per_ms
-        ends.append(clock.after(link_free) + later)
-    return ends
+        found[i] = clock.after(link_free) + later
+    return found
+
+
+def leaving(intervals: Sequence[ResidencyInterval], count: int) -> list[int]:
+    """Indices of intervals that end with a copy, in the order of their last uses.
+
+    Args:
+        intervals: Of a step.
+        count: Nodes of it.
+    """
+    found = [i for i, interval in enumerate(intervals) if interval.copied_out]
+    return sorted(found, key=lambda i: intervals[i].last % count)

@@ -16,11 +16,11 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.placement.layout import host_blocks
 from mucudnn.passes.placement.packing import pack
-from mucudnn.passes.planning.costs import CONVOLUTIONS
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy, check_policy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
+from mucudnn.passes.scheduling.costs import CONVOLUTIONS
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
 
 __all__ = ["MemoryBudget", "tiers_for"]

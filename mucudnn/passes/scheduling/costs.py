@@ -6,6 +6,7 @@ has, cost what their originals cost.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph
@@ -23,6 +24,8 @@ __all__ = [
     "workspaces_of",
 ]
 
+T = TypeVar("T")
+
 CONVOLUTIONS = ("dynamic", "fastest", "least", "fixed")
 """How convolutions get their workspace: what is free, all they want, nothing, or as
 planned before."""
@@ -35,21 +38,17 @@ def origin(node: str) -> str:
 
 def profile_of(graph: Graph, profile: Profile) -> Profile:
     """A profile with entries for the copies in a rematerialized graph."""
-    names = [node.name for node in graph.nodes]
+    origins = {node.name: origin(node.name) for node in graph.nodes}
     return replace(
         profile,
-        node_ms={name: profile.node_ms[origin(name)] for name in names},
-        workspaces={
-            name: profile.workspaces[origin(name)]
-            for name in names
-            if origin(name) in profile.workspaces
-        },
-        fronts={
-            name: profile.fronts[origin(name)]
-            for name in names
-            if origin(name) in profile.fronts
-        },
+        node_ms=_of_copies(profile.node_ms, origins),
+        workspaces=_of_copies(profile.workspaces, origins),
+        fronts=_of_copies(profile.fronts, origins),
     )
+
+
+def _of_copies(known: Mapping[str, T], origins: Mapping[str, str]) -> dict[str, T]:
+    return {name: known[node] for name, node in origins.items() if node in known}
 
 
 def first_plans(

@@ -15,21 +15,18 @@ on the phases, and to leave and return in no time; a scheduler has the last word
 
 import itertools
 import logging
-import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.ir.graph import Phase
 from mucudnn.passes.cbc import cbc, solver_errors
-from mucudnn.passes.graph.recompute_chains import recompute_chain
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.planning.costs import first_plans
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.residency import Residency, Saved, saved_tensors
-from mucudnn.passes.scheduling.occupancy import Occupancy
+from mucudnn.passes.residency import Residency
+from mucudnn.passes.residency.candidates import candidates_of
 
 __all__ = ["MOST_SAVED", "Exact", "exact"]
 
@@ -96,45 +93,17 @@ def _excess(
     request: StepRequest, residency: Mapping[str, Residency]
 ) -> dict[str, float]:
     """Bytes beyond the budget, at nodes of the step as it was before rewriting."""
-    occupancy = _least(request, residency)
+    ready = request.rewritten(residency)
+    occupancy = ready.least()
     found: dict[str, float] = {}
     most = 0.0
-    for position, node in enumerate(request.rewritten(residency).graph.nodes):
+    for position, node in enumerate(ready.graph.nodes):
         most = max(most, occupancy[position] - request.budget)
         if node.name in request.graph.positions:  # what came before it, came for it
             if most > 0:
                 found[node.name] = most
             most = 0.0
     return found
-
-
-def _least(request: StepRequest, residency: Mapping[str, Residency]) -> Occupancy:
-    """What residencies need at every node, with convolutions that need least."""
-    ready = request.rewritten(residency)
-    plans = first_plans(ready.profile, "least")
-    return ready.problem(plans, math.inf).least()[1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A saved tensor, and what it takes to compute it again."""
-
-    saved: Saved
-    nbytes: int
-    again_ms: float
-    parents: frozenset[str]
-
-
-def _sources(request: StepRequest) -> Iterator[_Source]:
-    graph = request.graph
-    tensors = saved_tensors(graph)
-    names = {saved.name for saved in tensors}
-    for saved in tensors:
-        nodes = recompute_chain(graph, saved.name, names.__contains__)
-        read = {graph.storages[t] for node in nodes for t in node.inputs}
-        again_ms = sum(request.profile.node_ms[node.name] for node in nodes)
-        parents = frozenset((read & names) - {saved.name})
-        yield _Source(saved, rounded(saved.nbytes), again_ms, parents)
 
 
 class _Program:
@@ -147,18 +116,18 @@ class _Program:
         self._pulp = pulp
         self._request, self._extra = request, extra
         self._model = pulp.LpProblem("residency", pulp.LpMinimize)
-        self._sources = {source.saved.name: source for source in _sources(request)}
+        self._candidates = {c.saved.name: c for c in candidates_of(request)}
         self._offload, self._again = (
             {
                 name: pulp.LpVariable(f"{kind}_{i}", cat=pulp.LpBinary)
-                for i, name in enumerate(self._sources)
+                for i, name in enumerate(self._candidates)
             }
             for kind in "or"
         )
         self._plans: dict[str, list[Any]] = {}
         self._objective = self._times()
         self._model += self._objective
-        for name in self._sources:
+        for name in self._candidates:
             self._model += self._offload[name] + self._again[name] <= 1
         self._add_memory(self._there())
 
@@ -205,8 +174,8 @@ class _Program:
                 phase += profile.node_ms[node.name]
             for plan, variable in zip(front, chosen, strict=True):
                 phase += plan.time_ms * variable
-        for name, source in self._sources.items():
-            backward += source.again_ms * self._again[name]
+        for name, candidate in self._candidates.items():
+            backward += candidate.again_ms * self._again[name]
         total = pulp.LpAffineExpression()
         for label, compute, rate in (
             ("forward", forward, profile.out_bytes_per_ms),
@@ -215,8 +184,8 @@ class _Program:
             ms = pulp.LpVariable(f"t_{label}", lowBound=0.0)
             self._model += ms >= compute
             self._model += ms >= pulp.lpSum(
-                source.nbytes / rate * self._offload[name]
-                for name, source in self._sources.items()
+                rounded(candidate.saved.nbytes) / rate * self._offload[name]
+                for name, candidate in self._candidates.items()
             )
             total += ms
         return total
@@ -224,16 +193,16 @@ class _Program:
     def _there(self) -> Mapping[str, Mapping[int, Any]]:
         """Tensor -> from which node on -> whether it is there until its next use.
 
-        Once it is back it stays. By when it has to be back for what is computed again
+        Once swapped in it is kept. By when that has to be for what is computed again
         from it follows from when that is needed, and so on.
         """
-        latest = sorted(self._sources.values(), key=lambda s: -s.saved.first)
-        pairs = [(source, parent) for source in latest for parent in source.parents]
-        since = {name: {s.saved.last + 1} for name, s in self._sources.items()}
-        wanted = {name: {s.saved.again} for name, s in self._sources.items()}
-        for source, parent in pairs:
-            until = self._sources[parent].saved.again
-            earlier = {at for at in wanted[source.saved.name] if at < until}
+        saved = {name: c.saved for name, c in self._candidates.items()}
+        latest = sorted(self._candidates.values(), key=lambda c: -c.saved.first)
+        pairs = [(c.saved.name, parent) for c in latest for parent in c.parents]
+        since = {name: {s.last + 1} for name, s in saved.items()}
+        wanted = {name: {s.again} for name, s in saved.items()}
+        for name, parent in pairs:
+            earlier = {at for at in wanted[name] if at < saved[parent].again}
             since[parent] |= earlier
             wanted[parent] |= earlier
         there = {
@@ -247,24 +216,24 @@ class _Program:
             kept = 1.0 - self._offload[name] - self._again[name]
             for earlier, later in itertools.pairwise((kept, *found.values())):
                 self._model += later >= earlier
-        for source, parent in pairs:
-            name, again = source.saved.name, source.saved.again
+        for name, parent in pairs:
             for at in wanted[name] & there[parent].keys():
-                mine = 1.0 if at == again else there[name][at]
+                mine = 1.0 if at == saved[name].again else there[name][at]
                 self._model += there[parent][at] >= self._again[name] + mine - 1.0
         return there
 
     def _add_memory(self, there: Mapping[str, Mapping[int, Any]]) -> None:
         """What is there at every node fits."""
         request, budget = self._request, self._request.budget
-        always = _least(request, {})
+        always = request.rewritten({}).least()
         absent: list[list[tuple[Any, float]]] = [[] for _ in request.graph.nodes]
-        for name, source in self._sources.items():
-            saved, since = source.saved, list(there[name])
-            always.add(saved.last + 1, saved.again - 1, -source.nbytes)
+        for name, candidate in self._candidates.items():
+            saved, since = candidate.saved, list(there[name])
+            nbytes = rounded(saved.nbytes)
+            always.add(saved.last + 1, saved.again - 1, -nbytes)
             for position in range(saved.last + 1, saved.again):
                 at = since[bisect_right(since, position) - 1]
-                absent[position].append((there[name][at], source.nbytes))
+                absent[position].append((there[name][at], nbytes))
         unit = max(budget, 1.0) / _SCALE
         for position, node in enumerate(request.graph.nodes):
             front = request.profile.fronts.get(node.name, ())

@@ -13,23 +13,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.evaluate import StepPlan, check_residency, plan_residency
+from mucudnn.passes.planning.evaluate import check_residency, plan_residency
+from mucudnn.passes.planning.milp import MOST_SAVED, exact
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.vdnn_dyn import vdnn_dyn
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, RECOMPUTED, Residency
 from mucudnn.passes.residency.candidates import (
     Candidate,
     Change,
     by_cost,
+    candidates_of,
     decided,
     mixed,
     pairs,
     seeds,
     single_changes,
 )
-from mucudnn.passes.residency.milp import MOST_SAVED, exact
 from mucudnn.passes.residency.published import keep_all
-from mucudnn.passes.residency.vdnn_dyn import vdnn_dyn
 from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["search", "smallest"]
 
@@ -51,7 +53,7 @@ def search(request: StepRequest) -> StepPlan:
         PlanningError: Not even what needs least fits; it is the error of what came
             closest.
     """
-    candidates = by_cost(request)
+    candidates = by_cost(candidates_of(request))
     best = _Best(request, _work(request))
     if best.consider(keep_all(request)) and best.step_ms <= _unbounded_ms(request):
         return best.plan
@@ -95,7 +97,7 @@ def smallest(
         PlanningError: None fit; it is the error of what came closest.
     """
     if begin is None:
-        begin = _begin(request, by_cost(request))
+        begin = _begin(request, by_cost(candidates_of(request)))
     closest: PlanningError | None = None
     for paged in ({PERSISTENTS: Residency.PAGE}, {}):
         for residency in begin:
@@ -209,8 +211,8 @@ class _Best:
             return False
         self._tried.add(key)
         ready = self._request.rewritten(residency)
-        visitors = sum(ready.uses[name].persistent for name in ready.swaps)
-        self._left -= 0 if free else len(ready.graph.nodes) + visitors
+        hosted = sum(ready.uses[name].persistent for name in ready.swaps)
+        self._left -= 0 if free else len(ready.graph.nodes) + hosted
         try:
             plan = plan_residency(self._request, residency)
         except PlanningError as e:

@@ -7,16 +7,12 @@ step to see whether a configuration fits, this one schedules it.
 from collections.abc import Iterator, Mapping
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.evaluate import (
-    StepPlan,
-    check_residency,
-    first_plans,
-    grown,
-    plan_residency,
-)
+from mucudnn.passes.planning.evaluate import check_residency, grown, plan_residency
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.residency.choice import Residency
+from mucudnn.passes.residency import Residency
 from mucudnn.passes.residency.published import keep_all, vdnn_all, vdnn_conv
+from mucudnn.passes.scheduling.costs import first_plans
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["check_vdnn_dyn", "vdnn_dyn"]
 
@@ -76,5 +72,5 @@ def _greedy(request: StepRequest, residency: Mapping[str, Residency]) -> StepReq
         _, occupancy = ready.problem(plans, request.budget).least()
     except PlanningError:
         return _with(request, "least")
-    plans = grown(ready.graph, ready.profile, plans, occupancy)
+    plans = grown(ready, plans, occupancy)
     return request.convolving("fixed", plans)
