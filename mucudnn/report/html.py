@@ -12,6 +12,7 @@ from mucudnn.report.charts import curve, timeline, undivided_perfs
 from mucudnn.report.markup import Child, Markup, tag
 from mucudnn.report.page import big_card, card, header, legend, page, table
 from mucudnn.report.svg import marker
+from mucudnn.report.text import Table
 from mucudnn.report.words import (
     DIRECTIONS,
     NOTHING,
@@ -31,7 +32,6 @@ _OPEN_UP_TO = 24
 """Layers; more are folded up."""
 _HOTTEST = 4.0
 """Speed-up from which cells no longer get darker."""
-_CLASSES = {"algorithm": "text", "plan": "text plan", "reason": "text plan"}
 
 Layers = Sequence[tuple[str | None, Sequence[LayerResult]]]
 """(name to lead to, directions) of every layer."""
@@ -243,7 +243,7 @@ def _notes(layer: LayerResult) -> Child:
 
 
 def _numbers(layer: LayerResult) -> Markup:
-    outcomes = (
+    outcomes = tuple(
         (
             limit_text(o.limit),
             ms_text(o.choice.undivided_ms),
@@ -256,33 +256,24 @@ def _numbers(layer: LayerResult) -> Markup:
         for o in layer.outcomes
         if o.choice is not None
     )
-    undivided = (
+    undivided = tuple(
         (p.algo, ms_text(p.time_ms), ms_text(p.noise_ms), bytes_text(p.workspace))
         for p in undivided_perfs(layer)
     )
-    front = (
+    front = tuple(
         (bytes_text(p.workspace), ms_text(p.time_ms), plan_text(p)) for p in layer.front
     )
+    measured = (
+        *(">limit", ">undivided ms", ">planned ms", ">predicted ms", ">speed-up"),
+        *(">workspace", "plan"),
+    )
+    predicted = "Divisions worth their workspace, predicted"
+    missing = "Algorithms without a measurement"
     tables = (
-        (
-            "Plans, measured",
-            (
-                *("limit", "undivided ms", "planned ms", "predicted ms", "speed-up"),
-                *("workspace", "plan"),
-            ),
-            outcomes,
-        ),
-        ("One call", ("algorithm", "ms", "± ms", "workspace"), undivided),
-        (
-            "Divisions worth their workspace, predicted",
-            ("workspace", "ms", "plan"),
-            front,
-        ),
-        ("Algorithms without a measurement", ("algorithm", "reason"), layer.left_out),
+        Table("Plans, measured", measured, outcomes),
+        Table("One call", ("algorithm", ">ms", ">± ms", ">workspace"), undivided),
+        Table(predicted, (">workspace", ">ms", "plan"), front),
+        Table(missing, ("algorithm", "reason"), layer.left_out),
     )
-    drawn = (
-        table(columns, found, _CLASSES, caption=caption)
-        for caption, columns, rows in tables
-        if (found := list(rows))
-    )
+    drawn = (table(one, captioned=True) for one in tables if one.rows)
     return tag("details", tag("summary", "Numbers"), drawn, class_="numbers")
