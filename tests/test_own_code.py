@@ -193,7 +193,7 @@ def test_a_policy_of_ones_own_is_checked(policy, error, message, step, profile):
 
 @pytest.mark.parametrize("found", [None, [], ([1], 2), 3])
 def test_a_scheduler_of_ones_own_is_checked(found, step, profile):
-    with pytest.raises(TypeError, match="a list of stays and their ledger"):
+    with pytest.raises(TypeError, match="a list of intervals and their ledger"):
         plan(step, profile, policy="lru", scheduler=lambda problem: found)
 
 

@@ -95,11 +95,7 @@ def open_cifar10(folder: str | Path, split: Split, *, rows: int = 10_000) -> Dat
 
 
 def open_cifar100(
-    folder: str | Path,
-    split: Split,
-    *,
-    coarse: bool = False,
-    rows: int | None = None,
+    folder: str | Path, split: Split, *, coarse: bool = False, rows: int | None = None
 ) -> Dataset:
     """CIFAR-100 from `train` or `test`, with `.bin` or without.
 

@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 from mucudnn.arguments import a_path
 from mucudnn.data.arrays import ArrayDataset
 from mucudnn.data.dataset import Dataset, Split, checked_split
-from mucudnn.data.files import (
-    check_labels,
-    check_length,
-    fault,
-    find_file,
-    read_file,
-)
+from mucudnn.data.files import check_labels, check_length, fault, find_file, read_file
 
 __all__ = ["open_mnist"]
 

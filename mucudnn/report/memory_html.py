@@ -5,12 +5,7 @@ from collections.abc import Iterable, Iterator
 from mucudnn.passes.planning.evaluate import StepPlan
 from mucudnn.passes.registry import name_of
 from mucudnn.report.markup import Child, Markup, tag
-from mucudnn.report.memory_charts import (
-    Series,
-    lanes_chart,
-    memory_chart,
-    speed_chart,
-)
+from mucudnn.report.memory_charts import Series, lanes_chart, memory_chart, speed_chart
 from mucudnn.report.memory_stack import KINDS, stack_chart
 from mucudnn.report.memory_text import placed_words, technique_table
 from mucudnn.report.page import big_card, header, legend, page, swatches, table

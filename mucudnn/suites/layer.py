@@ -94,11 +94,7 @@ def problem_from_fields(
     return ConvProblem(
         direction=Direction.FORWARD,
         x_shape=(values["n"], values["c"], *(values[i] for i, _ in axes)),
-        w_shape=(
-            values["k"],
-            values["c"] // groups,
-            *(values[f] for _, f in axes),
-        ),
+        w_shape=(values["k"], values["c"] // groups, *(values[f] for _, f in axes)),
         stride=_per_axis(values, "stride", inputs),
         padding=_per_axis(values, "pad", inputs),
         dilation=_per_axis(values, "dilation", inputs),

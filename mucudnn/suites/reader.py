@@ -13,12 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mucudnn.ir.sizes import parse_integer
-from mucudnn.suites.layer import (
-    PROBLEM_KEYS,
-    Layer,
-    problem_from_fields,
-    short_name,
-)
+from mucudnn.suites.layer import PROBLEM_KEYS, Layer, problem_from_fields, short_name
 
 __all__ = ["COLUMNS", "read_layers", "read_layers_file"]
 
