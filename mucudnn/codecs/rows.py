@@ -45,11 +45,10 @@ def decode_row(
     """
     members = object_of(where, data)
     extra = {name: members[name] for name in _EXTRA if name in members}
+    values = members_of(where, extra, tuple(_EXTRA))
     measured_at, version = (
         decode(f"{where}.{name}", hint, value)
-        for (name, hint), value in zip(
-            _EXTRA.items(), members_of(where, extra, tuple(_EXTRA)), strict=True
-        )
+        for (name, hint), value in zip(_EXTRA.items(), values, strict=True)
     )
     if not 0 <= measured_at <= LATEST:
         raise ValueError(

@@ -33,11 +33,8 @@ class _Request:
 
 def _synthetic(request: _Request) -> Dataset:
     """`length`, `classes` and `noise`; a fifth of the length is for testing."""
-    readers: dict[str, Callable[[str], Any]] = {
-        "length": _digits,
-        "classes": _digits,
-        "noise": float,
-    }
+    readers: dict[str, Callable[[str], Any]]
+    readers = {"length": _digits, "classes": _digits, "noise": float}
     options: dict[str, Any] = {"length": _LENGTH}
     for part in filter(None, request.argument.split(",")):
         key, equals, text = part.partition("=")
