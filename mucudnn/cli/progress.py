@@ -188,12 +188,10 @@ class LayerWords:
 
     def advance(self, at: "Advance[LayerResult]") -> None:
         """A layer begins or has been compared."""
-        outcomes = ""
-        if at.result is not None:
-            outcomes = ", ".join(
-                f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
-                for o in at.result.outcomes
-            )
+        outcomes = ", ".join(
+            f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
+            for o in (at.result.outcomes if at.result else ())
+        )
         self._at(at.layer, at.index, at.total, outcomes)
 
     def surveyed(self, at: "Advance[SurveyedLayer]") -> None:

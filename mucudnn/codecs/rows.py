@@ -37,11 +37,7 @@ def decode_row(
 ) -> Measurement:
     """One row, or a `ValueError` that says what is wrong, and where.
 
-    Args:
-        where: Named by errors.
-        fingerprint: Of the device.
-        layer_at: The convolution.
-        data: The fields of an `AlgoPerf`, `measured_at` and `version`.
+    `data` are the fields of an `AlgoPerf`, `measured_at` and `version`.
     """
     members = object_of(where, data)
     extra = {name: members[name] for name in _EXTRA if name in members}

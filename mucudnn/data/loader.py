@@ -24,12 +24,7 @@ _ORDER, _TRANSFORM = range(2)
 
 
 class Batch(NamedTuple):
-    """What a training step is fed.
-
-    Attributes:
-        images: (n, C, H, W).
-        labels: (n,).
-    """
+    """What a training step is fed: images (n, C, H, W), labels (n,)."""
 
     images: Images
     labels: Labels

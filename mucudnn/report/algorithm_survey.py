@@ -47,8 +47,8 @@ def _size_row(
         layer.name,
         DIRECTIONS[layer.direction],
         str(batch.batch),
-        _bytes(batch.least_workspace),
-        _bytes(batch.greatest_workspace),
+        bytes_text(batch.least_workspace),
+        bytes_text(batch.greatest_workspace),
         NOTHING if first is None else first.algo,
         _workspace(first),
         bytes_text(limit),
@@ -137,8 +137,4 @@ def _best(batch: SurveyedBatch, best: Algorithm | None) -> str:
 
 
 def _workspace(algorithm: Algorithm | None) -> str:
-    return _bytes(None if algorithm is None else algorithm.workspace)
-
-
-def _bytes(nbytes: int | None) -> str:
-    return NOTHING if nbytes is None else bytes_text(nbytes)
+    return NOTHING if algorithm is None else bytes_text(algorithm.workspace)

@@ -188,12 +188,9 @@ def _stalls(plan: StepPlan, x: Scale, top: float) -> Iterator[Markup]:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Speed under budgets.
+    """A policy's speed under budgets; a `strong` one stands out.
 
-    Attributes:
-        name: Of the policy.
-        points: (budget in bytes, speed as a share of the unbounded one).
-        strong: Whether it stands out.
+    `points` are (budget in bytes, speed as a share of the unbounded one).
     """
 
     name: str
@@ -210,11 +207,7 @@ def speed_chart(
 ) -> Markup:
     """Speed against budget, as shares of the speed without one.
 
-    Args:
-        series: What to draw.
-        width: Of the picture.
-        height: Of the picture.
-        ticks: How many along at most.
+    Along the budgets there are at most `ticks`.
     """
     frame = Frame(56.0, width - 14, 26.0, height - 44)
     budgets = [budget for one in series for budget, _ in one.points]

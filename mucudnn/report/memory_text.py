@@ -119,7 +119,7 @@ def _limits(study: MemoryStudy) -> Table:
     if study.min_budget:
         columns += [">least budget", ">bytes"]
         sizes = [study.min_budget.get(policy) for policy in policies]
-        cells.append(NOTHING if s is None else bytes_text(s) for s in sizes)
+        cells.append(map(bytes_text, sizes))
         cells.append(NOTHING if s is None else str(s) for s in sizes)
     if study.max_batch:
         columns.append(">largest batch")

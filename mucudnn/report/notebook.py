@@ -122,7 +122,7 @@ def algorithm_survey(survey: AlgorithmSurvey) -> str:
 def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
     prediction = plan.prediction
     stalls_ms = sum(prediction.stalls_ms.values())
-    leaving = [i.tensor for i in plan.schedule.instructions if isinstance(i, SwapOut)]
+    offloaded = [i.tensor for i in plan.schedule.instructions if isinstance(i, SwapOut)]
     again = [node.name for node in plan.schedule.graph.nodes if "~" in node.name]
     unbounded_ms = _unbounded_ms(prediction)
     facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
@@ -154,7 +154,7 @@ def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
                 "Offloaded",
                 bytes_text(prediction.out_bytes),
                 "in a step",
-                _names(leaving, "nothing leaves"),
+                _names(offloaded, "nothing leaves"),
             ),
             big_card(
                 "Computed again",

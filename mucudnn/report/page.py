@@ -23,13 +23,7 @@ _LONG = dict.fromkeys(("plan", "reason"), "text plan")
 
 
 def page(title: str, sheets: Sequence[str], *content: Child) -> str:
-    """A whole file, as text.
-
-    Args:
-        title: Of the window.
-        sheets: Names of style sheets.
-        content: Of the body.
-    """
+    """A whole file, as text, in the style of `sheets`."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),

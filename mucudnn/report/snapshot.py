@@ -2,8 +2,8 @@
 
 The format is a pickle of plain dictionaries: segments of device memory with the blocks
 in them, and for every device a trace of what was taken and given back, oldest first.
-Every tensor has the address that the step has for it: what never leaves comes first,
-the arena behind it. The frame under it has its name.
+Every tensor has the address that the step has for it: what is resident all the
+time comes first, the arena behind it. The frame under it has its name.
 """
 
 import pickle

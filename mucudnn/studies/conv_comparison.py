@@ -110,8 +110,8 @@ def compare(
         for result in advancing(layers, one, progress):
             done.append(result)
         short = [i for i, result in enumerate(done) if _short_of_time(result)]
-        for turn, i in enumerate(short):
-            done[i] = one(layers[i], len(short) - turn)
+        for again, i in enumerate(short):
+            done[i] = one(layers[i], len(short) - again)
         results = run.divide(done, total[0]) if total else done
     except KeyboardInterrupt:
         return comparison(done, divided=False)
