@@ -216,7 +216,7 @@ def _measured(
     from mucudnn.runtime.training.profiler import profile
     from mucudnn.runtime.tuning.tuner import Tuner
 
-    given = {} if cache_path is None else {"cache": open_cache(cache_path)}
+    given: Any = {} if cache_path is None else {"cache": open_cache(cache_path)}
 
     def measuring(name: str, done: int, total: int) -> None:
         progress(f"measuring {name}", done, total)

@@ -13,7 +13,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 _ANY_BATCH = "N"
 _LARGEST = 2**63 - 1
-_OPTIONAL: Mapping[type, Mapping[str, Any]] = {ConvPlan: {"workspace_limit": None}}
+_OPTIONAL: Mapping[object, Mapping[str, Any]] = {ConvPlan: {"workspace_limit": None}}
 """Members that older files lack; they are not written where they say nothing."""
 _LEAST = {"batch": 1, "time_ms": 0, "workspace": 0, "noise_ms": 0, "samples": 0}
 
@@ -165,7 +165,7 @@ def _encode_fields(value: Any) -> dict[str, Any]:
     return {k: v for k, v in members.items() if k not in optional or v is not None}
 
 
-def _decode_fields(where: str, kind: type[T], data: object) -> T:
+def _decode_fields(where: str, kind: Callable[..., T], data: object) -> T:
     hints = _hints(kind)
     optional = _OPTIONAL.get(kind, {})
     names = tuple(name for name in hints if name not in optional)
@@ -183,7 +183,7 @@ def _decode_fields(where: str, kind: type[T], data: object) -> T:
 
 
 @functools.cache
-def _hints(kind: type) -> Mapping[str, Any]:
+def _hints(kind: Any) -> Mapping[str, Any]:
     types_of = typing.get_type_hints(kind)
     return {f.name: types_of[f.name] for f in dataclasses.fields(kind) if f.init}
 

@@ -200,28 +200,19 @@ def _direction(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
 
 
 def _figures(layer: LayerResult, colours: Mapping[str, int]) -> Iterator[Markup]:
-    yield tag(
-        "div",
-        tag(
-            "figure",
+    figures = (
+        (
             curve(layer, colours),
-            tag(
-                "figcaption",
-                "Line: the best division for each workspace. Hollow marks: one call "
-                "for the whole mini-batch. Dashed: the limits.",
-            ),
+            "Line: the best division for each workspace. Hollow marks: one call for "
+            "the whole mini-batch. Dashed: the limits.",
         ),
-        tag(
-            "figure",
+        (
             timeline(layer, colours),
-            tag(
-                "figcaption",
-                "Each box is a micro-batch, as wide as its time; "
-                "the number is its size.",
-            ),
+            "Each box is a micro-batch, as wide as its time; the number is its size.",
         ),
-        class_="figures",
     )
+    drawn = (tag("figure", one, tag("figcaption", text)) for one, text in figures)
+    yield tag("div", drawn, class_="figures")
     used = {perf.algo for perf in undivided_perfs(layer)}
     used |= {s.algo for plan in _chosen(layer.outcomes) for s in plan.steps}
     marks = ((marker(i, 6, 6), algo) for algo, i in colours.items() if algo in used)

@@ -87,7 +87,7 @@ def _curve(
 
 
 def memory_path(
-    intervals: Iterable[Interval], x: Scale, y: Scale, end: float = math.inf
+    intervals: Sequence[Interval], x: Scale, y: Scale, end: float = math.inf
 ) -> str:
     """Bytes in use as a staircase up to the coordinate `end`."""
     points = memory_points(intervals)
