@@ -94,13 +94,9 @@ def count(least: int = 1, most: int = _MOST) -> Callable[[str | int], int]:
 def real(
     least: float = 0.0, most: float = math.inf, *, beyond: bool = False, of: str = ""
 ) -> Callable[[str | float], float]:
-    """A type of option: a finite number from `least` to `most`.
+    """A type of option: a finite number from `least` to `most`, or from `beyond` it.
 
-    Args:
-        least: Itself left out if `beyond`.
-        most: Itself included.
-        beyond: See `least`.
-        of: What it is a number of, for messages.
+    Messages say that it is a number `of` something.
     """
 
     def number(text: str | float) -> float:

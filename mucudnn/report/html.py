@@ -93,12 +93,9 @@ def _card(entry: LimitSummary) -> Markup:
             head, tag("p", said, class_="lacking"), tag("p", why, class_="range")
         )
     longest = max(entry.undivided_ms, entry.planned_ms)
-    pair = tag(
-        "div",
-        _thin_bar("undivided", entry.undivided_ms, longest, None),
-        _thin_bar("planned", entry.planned_ms, longest, "ours"),
-        class_="pair",
-    )
+    undivided = _thin_bar("undivided", entry.undivided_ms, longest, None)
+    planned = _thin_bar("planned", entry.planned_ms, longest, "ours")
+    pair = tag("div", undivided, planned, class_="pair")
     spread = f"{speedup_text(entry.worst)} to {speedup_text(entry.best)} · {counted}"
     return big_card(head, speedup_text(entry.geomean), "geometric mean", spread, pair)
 
@@ -160,17 +157,12 @@ def _link(name: str, anchor: str | None) -> Child:
 
 def _heat(group: Iterable[LayerResult], direction: Direction, index: int) -> Markup:
     class_ = None if index else "first"
-    for layer in group:
-        if layer.direction is direction:
-            outcome = layer.outcomes[index]
-            speedup = outcome.speedup
-            if speedup is None:
-                break
-            heat = 55 * min(1.0, max(0.0, math.log(speedup) / math.log(_HOTTEST)))
-            return tag(
-                "td", speedup_text(speedup), class_=class_, style=f"--p:{heat:.0f}"
-            )
-    return tag("td", NOTHING, class_=f"none {class_ or ''}".strip())
+    found = (x.outcomes[index].speedup for x in group if x.direction is direction)
+    speedup = next(found, None)
+    if speedup is None:
+        return tag("td", NOTHING, class_=f"none {class_ or ''}".strip())
+    heat = 55 * min(1.0, max(0.0, math.log(speedup) / math.log(_HOTTEST)))
+    return tag("td", speedup_text(speedup), class_=class_, style=f"--p:{heat:.0f}")
 
 
 def _layers(layers: Layers, colours: Mapping[str, int]) -> Iterator[Markup]:
