@@ -94,7 +94,7 @@ def count(least: int = 1, most: int = _MOST) -> Callable[[str | int], int]:
 def real(
     least: float = 0.0, most: float = math.inf, *, beyond: bool = False, of: str = ""
 ) -> Callable[[str | float], float]:
-    """A type of option: a finite number from `least` to `most`, or from `beyond` it.
+    """A type of option: a finite number from `least`, or `beyond` it, to `most`.
 
     Messages say that it is a number `of` something.
     """

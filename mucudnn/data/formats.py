@@ -16,6 +16,7 @@ from mucudnn.data.synthetic import SyntheticDataset
 
 __all__ = ["FORMATS", "open_dataset"]
 
+_DIR = ":DIR"
 _LENGTH = 50_000
 _LONGEST = 20
 _FOLDER_SHAPE = (3, 224, 224)
@@ -63,33 +64,26 @@ _Opener = Callable[[str, Split, _Image, int], Dataset]
 _OPENERS: Mapping[str, tuple[str, _Opener]] = MappingProxyType(
     {
         "digits": ("", lambda _, split, *rest: open_digits(split)),
-        "mnist": ("DIR", lambda path, split, *rest: open_mnist(path, split)),
-        "cifar10": ("DIR", lambda path, split, *rest: open_cifar10(path, split)),
-        "cifar100": ("DIR", lambda path, split, *rest: open_cifar100(path, split)),
+        "mnist": (_DIR, lambda path, split, *rest: open_mnist(path, split)),
+        "cifar10": (_DIR, lambda path, split, *rest: open_cifar10(path, split)),
+        "cifar100": (_DIR, lambda path, split, *rest: open_cifar100(path, split)),
         "folder": (
-            "DIR",
+            _DIR,
             lambda path, split, image, _: open_folder(
                 path, split, image or _FOLDER_SHAPE
             ),
         ),
-        "arrays": ("DIR", lambda path, split, *rest: open_arrays(path, split)),
-        "synthetic": ("[length=N,classes=N,noise=X]", _synthetic),
+        "arrays": (_DIR, lambda path, split, *rest: open_arrays(path, split)),
+        "synthetic": ("[:length=N,classes=N,noise=X]", _synthetic),
     }
 )
 
-FORMATS: tuple[str, ...] = tuple(
-    f"{name}:{usage}" if usage == "DIR" else name + (usage and f"[:{usage[1:-1]}]")
-    for name, (usage, _) in _OPENERS.items()
-)
+FORMATS = tuple(f"{name}{usage}" for name, (usage, _) in _OPENERS.items())
 """How each kind of data set is asked for."""
 
 
 def open_dataset(
-    spec: str,
-    *,
-    split: Split = "train",
-    image: _Image = None,
-    seed: int = 0,
+    spec: str, *, split: Split = "train", image: _Image = None, seed: int = 0
 ) -> Dataset:
     """A data set by name, `mnist:DIR` for example; `FORMATS` has them all.
 
@@ -116,7 +110,7 @@ def open_dataset(
             f"unknown data set {name!r}; choose one of: {', '.join(FORMATS)}"
         )
     usage, opener = _OPENERS[name]
-    if usage == "DIR" and not argument:
+    if usage == _DIR and not argument:
         raise ValueError(f"{name} needs a folder: {name}:DIR")
     if not usage and argument:
         raise ValueError(f"{name} takes nothing after its name, got {argument!r}")
