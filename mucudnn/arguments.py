@@ -1,7 +1,8 @@
 """Arguments as callers give them, checked where they come in.
 
 Every message says which argument it is, what was found, and what would work. A number
-may be of any type that is one (NumPy's too); a text never is.
+may be of any type that is one (NumPy's too); a text never is. Everywhere a value of
+another kind is a `TypeError`, one out of range, empty or unknown a `ValueError`.
 """
 
 import math
@@ -27,12 +28,7 @@ __all__ = [
 def an_integer(
     name: str, value: Any, least: int | None = None, most: int | None = None
 ) -> int:
-    """A whole number.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: It is out of range.
-    """
+    """A whole number."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -45,12 +41,7 @@ def an_integer(
 
 
 def integers(name: str, values: Any, least: int | None = None) -> tuple[int, ...]:
-    """A tuple of whole numbers, from any sequence of them.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: One of them is out of range.
-    """
+    """A tuple of whole numbers, from any sequence of them."""
     if isinstance(values, str | bytes | Mapping):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
     try:
@@ -69,12 +60,7 @@ def a_number(
     above: bool = False,
     finite: bool = True,
 ) -> float:
-    """A number, of a range that is closed but for `above`, where it is open below.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is out of range, or not finite.
-    """
+    """A number, of a range that is closed but for `above`, where it is open below."""
     try:
         number = float(_no_text(value))
     except (TypeError, ValueError, OverflowError):
@@ -98,11 +84,7 @@ def _no_text(value: Any) -> Any:
 
 
 def a_flag(name: str, value: Any) -> bool:
-    """True or False, nothing that is merely taken for it.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """True or False, nothing that is merely taken for it."""
     if isinstance(value, bool):
         return value
     if type(value).__name__ in ("bool", "bool_"):  # NumPy's
@@ -111,12 +93,7 @@ def a_flag(name: str, value: Any) -> bool:
 
 
 def a_text(name: str, value: Any) -> str:
-    """A string that is not empty.
-
-    Raises:
-        TypeError: It is no string.
-        ValueError: It is empty.
-    """
+    """A string that is not empty."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {value!r}")
     if not value:
@@ -125,12 +102,7 @@ def a_text(name: str, value: Any) -> str:
 
 
 def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
-    """One of some words.
-
-    Raises:
-        TypeError: It is no string.
-        ValueError: It is another word; the message lists those that are known.
-    """
+    """One of some words."""
     valid = ", ".join(choices := tuple(choices))
     if not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}; choose one of: {valid}")
@@ -140,12 +112,7 @@ def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
 
 
 def a_path(name: str, value: Any) -> Path:
-    """A path, from a string or anything that stands for one.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: It is empty.
-    """
+    """A path, from a string or anything that stands for one."""
     path = fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(path, str):
         raise TypeError(f"{name} must be a path, got {value!r}")
@@ -155,21 +122,13 @@ def a_path(name: str, value: Any) -> Path:
 
 
 def a_function(name: str, value: Any, wanted: str) -> None:
-    """Refuse what cannot be called; `wanted` says in words with what.
-
-    Raises:
-        TypeError: It cannot.
-    """
+    """Refuse what cannot be called; `wanted` says in words with what."""
     if not callable(value):
         raise TypeError(f"{name} must be {wanted}, got {value!r}")
 
 
 def of_type(name: str, value: Any, kind: type | Sequence[type], wanted: str) -> None:
-    """Refuse what is of another type; `wanted` says in words how to come by one.
-
-    Raises:
-        TypeError: It is.
-    """
+    """Refuse what is of another type; `wanted` says in words how to come by one."""
     kinds = (kind,) if isinstance(kind, type) else tuple(kind)
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be {wanted}, got {value!r}")

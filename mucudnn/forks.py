@@ -76,19 +76,13 @@ def attend(one: Attendant) -> None:
 def _register() -> None:
     if hasattr(os, "register_at_fork"):  # Windows has no forks
         os.register_at_fork(
-            before=_before,
-            after_in_parent=functools.partial(_after, child=False),
-            after_in_child=functools.partial(_after, child=True),
+            before=lambda: _tell(lambda one: one.before_fork()),
+            after_in_parent=lambda: _tell(lambda one: one.after_fork(child=False)),
+            after_in_child=lambda: _tell(lambda one: one.after_fork(child=True)),
         )
 
 
-def _before() -> None:
+def _tell(act: Callable[[Attendant], None]) -> None:
     for ref in tuple(_attendants.values()):
         if (one := ref()) is not None:
-            one.before_fork()
-
-
-def _after(*, child: bool) -> None:
-    for ref in tuple(_attendants.values()):
-        if (one := ref()) is not None:
-            one.after_fork(child=child)
+            act(one)

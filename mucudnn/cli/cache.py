@@ -44,13 +44,7 @@ def list_(cache_path: str | None, json_file: str | None) -> None:
         devices = found.summary()
         where = str(found.path or "memory")
     rows = tuple(
-        (
-            str(d.problems),
-            str(d.rows),
-            _date(d.oldest),
-            _date(d.newest),
-            d.fingerprint,
-        )
+        (str(d.problems), str(d.rows), _date(d.oldest), _date(d.newest), d.fingerprint)
         for d in devices
     )
     columns = (">convolutions", ">measurements", "oldest", "newest", "device")
@@ -93,11 +87,8 @@ def clear(device: str | None, cache_path: str | None, json_file: str | None) -> 
     """Forget everything."""
     with open_cache(cache_path) as found:
         rows = found.clear(device)
-    emit(
-        json_file,
-        {"measurements": rows},
-        lambda: click.echo(f"{rows} measurements gone"),
-    )
+    data = {"measurements": rows}
+    emit(json_file, data, lambda: click.echo(f"{rows} measurements gone"))
 
 
 @cache.command("path")

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from mucudnn.cli.app import BadInputError
-from mucudnn.cli.layers import layer_options, query_of
+from mucudnn.cli.layers import layer_options, layers_of
 from mucudnn.cli.options import byte_size, json_option, option
 from mucudnn.cli.output import emit
 from mucudnn.cli.own_code import import_option
@@ -25,15 +25,15 @@ __all__ = ["explain"]
 @json_option
 def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     """Plan a layer of a suite (its name or number), or a problem, and say why."""
-    query = query_of(() if source is None else (source,), settings)
-    layers = _chosen(query.layers(), name)
+    found = layers_of(() if source is None else (source,), settings)
+    layers = found if name is None else (_named(found, name),)
     from mucudnn.cli.progress import LayerWords, progress_display
     from mucudnn.codecs.values import plan_to_dict
     from mucudnn.report.words import DIRECTIONS, problem_text
     from mucudnn.studies.conv_comparison import in_directions
 
-    found = []
-    asked = in_directions(layers, query.directions)
+    plans = []
+    asked = in_directions(layers, settings["directions"])
     limit_s = settings["time_limit"]
     share = None if limit_s is None else limit_s / len(asked)
     with progress_display(len(asked)) as display:
@@ -44,10 +44,10 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
                 shown.planned(layer, i, len(asked))
                 tuner.measure(layer.problem, time_limit_s=share)
                 (plan,) = tuner.plan([layer.problem])
-                found.append((layer, plan, tuner.explain(plan)))
+                plans.append((layer, plan, tuner.explain(plan)))
 
     def show() -> None:
-        for layer, _, text in found:
+        for layer, _, text in plans:
             way = DIRECTIONS[layer.problem.direction]
             click.echo(f"{layer.name}, {way}: {problem_text(layer.problem)}")
             click.echo(f"{text.rstrip()}\n")
@@ -65,15 +65,13 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
                 "plan": plan_to_dict(plan),
                 "text": text,
             }
-            for layer, plan, text in found
+            for layer, plan, text in plans
         ],
     }
     emit(settings["json_file"], data, show)
 
 
-def _chosen(layers: tuple[Layer, ...], name: str | None) -> tuple[Layer, ...]:
-    if name is None:
-        return layers
+def _named(layers: tuple[Layer, ...], name: str) -> Layer:
     by_number = {str(i): layer for i, layer in enumerate(layers, start=1)}
     by_name = {layer.name: layer for layer in layers}
     layer = by_name.get(name) or by_number.get(name)
@@ -82,4 +80,4 @@ def _chosen(layers: tuple[Layer, ...], name: str | None) -> tuple[Layer, ...]:
             f"no layer {name!r}; choose a number from 1 to {len(layers)} or one of: "
             f"{', '.join(by_name)}"
         )
-    return (layer,)
+    return layer

@@ -84,14 +84,8 @@ def _backends() -> list[dict[str, Any]]:
                     status += f", {devices} devices"
             except (MucudnnError, ValueError) as e:
                 status, devices = f"unavailable: {' '.join(str(e).split())}", 0
-        found.append(
-            {
-                "name": name,
-                "status": status,
-                "devices": devices,
-                "description": dict(description),
-            }
-        )
+        entry = {"name": name, "status": status, "devices": devices}
+        found.append({**entry, "description": dict(description)})
     return found
 
 

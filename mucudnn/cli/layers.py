@@ -1,7 +1,10 @@
-"""Which convolutions a command is about: of suites, of files, or written out."""
+"""Which convolutions a command is about: of suites, of files, or written out.
+
+`settings` are the values of `layer_options`.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
 from mucudnn.ir.tensor import ITEMSIZE
 from mucudnn.suites import SUITES, Layer, load_suite, parse_problem, read_layers_file
 
-__all__ = ["LayerQuery", "layer_options", "query_of"]
+__all__ = ["layer_options", "layers_of", "title_of"]
 
 
 def _directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...]:
@@ -29,54 +32,44 @@ def _directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...]:
     return tuple(d for d in Direction if "all" in names or d.value in names)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerQuery:
-    """Which convolutions the command line asks for, and what it changes about them."""
+def title_of(sources: Sequence[str], settings: Mapping[str, Any]) -> str:
+    """Where the convolutions come from, in a word or two."""
+    stems = [s if s in SUITES else Path(s).stem for s in sources]
+    return ", ".join([*stems, *settings["problems"]])
 
-    sources: tuple[str, ...]
-    problems: tuple[str, ...]
-    directions: tuple[Direction, ...]
-    batch: int | None
-    dtype: str | None
-    layout: str | None
 
-    @property
-    def title(self) -> str:
-        """Where they come from, in a word or two."""
-        stems = [s if s in SUITES else Path(s).stem for s in self.sources]
-        return ", ".join([*stems, *self.problems])
+def layers_of(sources: Sequence[str], settings: Mapping[str, Any]) -> tuple[Layer, ...]:
+    """Every layer that is asked for, forward, changed as is asked for.
 
-    def layers(self) -> tuple[Layer, ...]:
-        """Every layer, forward.
-
-        Raises:
-            BadInputError: Nothing is named, or what is named does not exist.
-        """
-        if not self.sources and not self.problems:
-            raise BadInputError(
-                f"nothing to measure: name a suite ({', '.join(SUITES)}), a CSV file "
-                'or --problem "n=256,c=64,h=27,w=27,k=192,r=5,s=5,pad=2"'
-            )
-        with bad_input():
-            layers = [layer for s in self.sources for layer in _source(s)]
-            layers += [Layer(text, parse_problem(text)) for text in self.problems]
-            return tuple(
-                replace(layer, problem=self._changed(layer.problem)) for layer in layers
-            )
-
-    def _changed(self, problem: ConvProblem) -> ConvProblem:
-        if self.batch is not None:
-            problem = problem.with_batch(self.batch)
-        if problem.batch > MOST_IMAGES:
-            raise BadInputError(
-                f"a mini-batch of {problem.batch} is too large to plan; the most is "
-                f"{MOST_IMAGES}, --batch N takes another"
-            )
-        return replace(
-            problem,
-            dtype=self.dtype or problem.dtype,
-            layout=self.layout or problem.layout,
+    Raises:
+        BadInputError: Nothing is named, or what is named does not exist.
+    """
+    problems = settings["problems"]
+    if not sources and not problems:
+        raise BadInputError(
+            f"nothing to measure: name a suite ({', '.join(SUITES)}), a CSV file "
+            'or --problem "n=256,c=64,h=27,w=27,k=192,r=5,s=5,pad=2"'
         )
+    with bad_input():
+        layers = [layer for source in sources for layer in _source(source)]
+        layers += [Layer(text, parse_problem(text)) for text in problems]
+        return tuple(
+            replace(layer, problem=_changed(layer.problem, settings))
+            for layer in layers
+        )
+
+
+def _changed(problem: ConvProblem, settings: Mapping[str, Any]) -> ConvProblem:
+    problem = problem.with_batch(settings["batch"] or problem.batch)
+    if problem.batch > MOST_IMAGES:
+        raise BadInputError(
+            f"a mini-batch of {problem.batch} is too large to plan; the most is "
+            f"{MOST_IMAGES}, --batch N takes another"
+        )
+    dtype, layout = settings["dtype"], settings["layout"]
+    return replace(
+        problem, dtype=dtype or problem.dtype, layout=layout or problem.layout
+    )
 
 
 def _source(name: str) -> Sequence[Layer]:
@@ -87,12 +80,6 @@ def _source(name: str) -> Sequence[Layer]:
             f"{name!r} is neither a suite ({', '.join(SUITES)}) nor a file"
         )
     return read_layers_file(name)
-
-
-def query_of(sources: tuple[str, ...], settings: Mapping[str, Any]) -> LayerQuery:
-    """What `layer_options` and the sources beside them ask for."""
-    names = ("problems", "directions", "batch", "dtype", "layout")
-    return LayerQuery(sources, **{name: settings[name] for name in names})
 
 
 def layer_options(default_directions: str) -> Option:

@@ -127,22 +127,19 @@ def memory(
         return
     if model is None:
         raise BadInputError("name a network; --list lists them")
-    files = ("report", "trace", "snapshot")
-    refuse_same(
-        {"--json": json_file, **{f"--{f}": settings[f"{f}_file"] for f in files}}
-    )
+    files = {f"--{f}": settings[f"{f}_file"] for f in ("report", "trace", "snapshot")}
+    refuse_same({"--json": json_file, **files})
     if settings["snapshot_file"] == "-":
         raise BadInputError("a snapshot is a pickle: name a file, not -")
     found = _study(model, settings)
     from mucudnn.report.memory_text import memory_tables
     from mucudnn.report.text import write_tables
 
+    def show() -> None:
+        write_tables(memory_tables(found), sys.stdout)
+
     save(
-        lambda: emit(
-            json_file,
-            found.to_json(),
-            lambda: write_tables(memory_tables(found), sys.stdout),
-        ),
+        lambda: emit(json_file, found.to_json(), show),
         lambda: _write_files(found, settings),
     )
     if found.interrupted:
@@ -219,20 +216,14 @@ def _measured(
     from mucudnn.runtime.training.profiler import profile
     from mucudnn.runtime.tuning.tuner import Tuner
 
-    cache: dict[str, Any] = {}
-    if cache_path is not None:
-        cache["cache"] = open_cache(cache_path)
+    given: Any = {} if cache_path is None else {"cache": open_cache(cache_path)}
 
     def measuring(name: str, done: int, total: int) -> None:
         progress(f"measuring {name}", done, total)
 
     graph = spec.graph()
-    tuner = Tuner.from_env(backend=_CPU, **cache)
-    with tuner.cache:
-        try:
-            return profile(tuner, graph, progress=measuring)
-        finally:
-            tuner.close()
+    with Tuner.from_env(backend=_CPU, **given) as tuner, tuner.cache:
+        return profile(tuner, graph, progress=measuring)
 
 
 def _write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:

@@ -94,13 +94,9 @@ def count(least: int = 1, most: int = _MOST) -> Callable[[str | int], int]:
 def real(
     least: float = 0.0, most: float = math.inf, *, beyond: bool = False, of: str = ""
 ) -> Callable[[str | float], float]:
-    """A type of option: a finite number.
+    """A type of option: a finite number from `least`, or `beyond` it, to `most`.
 
-    Args:
-        least: The smallest.
-        most: The largest.
-        beyond: Whether the least itself is none of it.
-        of: What it is a number of, for messages.
+    Messages say that it is a number `of` something.
     """
 
     def number(text: str | float) -> float:
@@ -161,11 +157,7 @@ def names_of_all(table: Table) -> tuple[str, ...]:
 class StrategyOption(click.Option):
     """An option that takes a name in a table.
 
-    Args:
-        declarations: Of the option.
-        table: Names that there are.
-        several: Whether a comma list is taken, or a word for all of the table.
-        settings: Whatever else an option has.
+    Where `several` is a word, it takes a comma list, or that word for the whole table.
     """
 
     def __init__(
@@ -191,15 +183,14 @@ class StrategyOption(click.Option):
         words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
         for word in words:
             if word != self._several:
-                self._check(word)
+                self._check(word, f", or {self._several}")
         return words
 
-    def _check(self, name: str) -> None:
+    def _check(self, name: str, more: str = "") -> None:
         _, check = self._table()
         try:
             check(name)
         except ValueError as e:
-            more = "" if self._several is None else f", or {self._several}"
             raise click.BadParameter(f"{e}{more}") from e
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
@@ -231,14 +222,13 @@ def option(
         repeatable: Whether it may be given several times.
     """
     long, _, metavar = flag.partition(" ")
-    given = {} if default is None else {"default": default, "show_default": shown}
     return click.option(
-        *((long,) if name is None else (long, name)),
+        *filter(None, (long, name)),
         help=text,
         type=kind,
         metavar=metavar or None,
         multiple=repeatable,
-        **given,
+        **_defaulting(default, shown=shown),
     )
 
 
@@ -257,15 +247,18 @@ def strategy(
     several: str | None = None,
 ) -> Option:
     """Declare an option whose value is a name in a table; see `StrategyOption`."""
-    given = {} if default is None else {"default": default, "show_default": True}
     return click.option(
-        *((flag,) if name is None else (flag, name)),
+        *filter(None, (flag, name)),
         cls=StrategyOption,
         table=table,
         several=several,
         help=text,
-        **given,
+        **_defaulting(default),
     )
+
+
+def _defaulting(default: Any, *, shown: bool = True) -> dict[str, Any]:
+    return {} if default is None else {"default": default, "show_default": shown}
 
 
 def group(*options: Option) -> Option:

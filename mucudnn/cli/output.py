@@ -94,9 +94,6 @@ def recording_file(value: str) -> str:
 def refuse_same(files: Mapping[str, str | None]) -> None:
     """Complain about two results for one place, where the later would end the earlier.
 
-    Args:
-        files: What was given for each option.
-
     Raises:
         BadInputError: Names both options.
     """
@@ -122,13 +119,10 @@ def write_file(path: str, contents: str | bytes) -> None:
     if path == STDOUT:
         click.echo(contents, nl=False)
         return
-    data = (
-        contents.encode(errors="backslashreplace")
-        if isinstance(contents, str)
-        else contents
-    )
+    if isinstance(contents, str):
+        contents = contents.encode(errors="backslashreplace")
     try:
-        write_whole(path, data)
+        write_whole(path, contents)
     except OSError as e:
         raise BadInputError(f"cannot write {path}: {e.strerror}") from e
 

@@ -75,9 +75,8 @@ def network(name: str) -> Model | FunctionModel:
         own = [
             key
             for key, value in vars(module).items()
-            if callable(value)
-            and not key.startswith("_")
-            and getattr(value, "__module__", None) == module.__name__
+            if callable(value) and not key.startswith("_")
+            if getattr(value, "__module__", None) == module.__name__
         ]
         what = f"there is no function {function!r} in {file}"
         if not function:
@@ -214,12 +213,8 @@ def _where(error: BaseException) -> str | None:
 
 def _short(filename: str) -> str:
     """A path as short as it can be written from here."""
-    path = Path(filename)
-    return (
-        str(path.relative_to(Path.cwd()))
-        if path.is_relative_to(Path.cwd())
-        else filename
-    )
+    path, here = Path(filename), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else filename
 
 
 def _said(error: BaseException) -> str:

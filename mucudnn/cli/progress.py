@@ -140,13 +140,7 @@ def _bar(total: int, *, titled: bool) -> Iterator[Show]:
 
 
 class ProgressLines:
-    """What is known of the work, as lines.
-
-    Args:
-        stream: Where to.
-        results: Whether every result is a line, too.
-        clock: Seconds.
-    """
+    """What is known of the work, as lines; with `results`, every result is one, too."""
 
     def __init__(
         self,
@@ -186,11 +180,7 @@ class ProgressLines:
 
 
 class LayerWords:
-    """Puts layers and their measurements into words.
-
-    Args:
-        show: Where to.
-    """
+    """Puts layers and their measurements into words."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
@@ -198,12 +188,10 @@ class LayerWords:
 
     def advance(self, at: "Advance[LayerResult]") -> None:
         """A layer begins or has been compared."""
-        outcomes = ""
-        if at.result is not None:
-            outcomes = ", ".join(
-                f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
-                for o in at.result.outcomes
-            )
+        outcomes = ", ".join(
+            f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
+            for o in (at.result.outcomes if at.result else ())
+        )
         self._at(at.layer, at.index, at.total, outcomes)
 
     def surveyed(self, at: "Advance[SurveyedLayer]") -> None:
@@ -233,11 +221,7 @@ class LayerWords:
 class TrainingWords:
     """Puts training into words: a step's for the display, an epoch's on the output.
 
-    Args:
-        show: Where a step is shown; it takes titles.
-        epochs: How many there will be.
-        batches: Steps of one.
-        quiet: Write no lines: the output is for data.
+    If `quiet`, no epoch is: the output is for data.
     """
 
     def __init__(self, show: Show, epochs: int, batches: int, *, quiet: bool) -> None:
@@ -253,10 +237,8 @@ class TrainingWords:
 
     def prepared(self, name: str, done: int, total: int) -> None:
         """Before the first step: a node is measured for a plan within the budget."""
-        if done < total:
-            self._show(f"measuring {name}", done, total, title="preparing")
-        else:
-            self._show("planning the step", done, total, title="preparing")
+        text = f"measuring {name}" if done < total else "planning the step"
+        self._show(text, done, total, title="preparing")
 
     def __call__(self, at: "Position", report: "EpochReport | None") -> None:
         """A step was taken, or an epoch is over."""

@@ -82,12 +82,7 @@ def _refuse_budgeted(ctx: click.Context) -> None:
 
 
 class _Training:
-    """One invocation of the command.
-
-    Args:
-        model: Name of the network.
-        settings: All options.
-    """
+    """One invocation of the command, with all its options."""
 
     def __init__(self, model: str, settings: Mapping[str, Any]) -> None:
         from mucudnn.cli.train_data import work_of

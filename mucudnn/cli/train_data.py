@@ -1,4 +1,4 @@
-"""A network and the data it is trained on, made to fit each other."""
+"""A network and the data it is trained on, made to match."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,15 +34,7 @@ _STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is trained, and on what.
-
-    Attributes:
-        training: Graph for training.
-        evaluation: Graph for evaluation.
-        batches: For training.
-        test: For evaluation.
-        words: What tells it from other work.
-    """
+    """What is trained and evaluated, on which data; `words` tell it from other work."""
 
     training: Graph
     evaluation: Graph
@@ -55,7 +47,7 @@ def work_of(name: str, settings: Mapping[str, Any]) -> Work:
     """The work that options ask for.
 
     Raises:
-        BadInputError: There is no such network or data, or they do not fit.
+        BadInputError: There is no such network or data, or they do not match.
     """
     batch, parts, seed = settings["batch"], settings["accumulate"], settings["seed"]
     if batch % parts:
@@ -122,10 +114,8 @@ def _image(
         raise BadInputError(
             f"{name} takes images of {len(own) - 1} dimensions; data sets have 2"
         )
-    channels, height, width = own
-    match asked:
-        case None:
-            return channels, height, width
+    channels, *_ = own
+    match asked or own:
         case (side,):
             return channels, side, side
         case (height, width):

@@ -43,7 +43,7 @@ schedulers = table("scheduling", "SCHEDULERS")
 
 
 def policies() -> tuple[Iterable[str], Callable[[str], object]]:
-    """What leaves and what is computed again."""
+    """What is offloaded and what is computed again."""
     from mucudnn.passes.planning.plan_step import check_policy, policy_names
 
     return policy_names(), check_policy

@@ -9,7 +9,7 @@ import click
 
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
 from mucudnn.cli.cache import cache_option, open_cache
-from mucudnn.cli.layers import layer_options, query_of
+from mucudnn.cli.layers import layer_options, layers_of, title_of
 from mucudnn.cli.options import (
     byte_size,
     byte_sizes,
@@ -148,12 +148,11 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
         return
     files = ("json", "report", "record")
     refuse_same({f"--{name}": settings[f"{name}_file"] for name in files})
-    query = query_of(sources, settings)
-    found = query.layers()
+    found = layers_of(sources, settings)
     from mucudnn.studies.conv_comparison import in_directions
 
-    layers = in_directions(found, query.directions)
-    device, deepbench = settings["device"], settings["style"] == "deepbench"
+    layers = in_directions(found, settings["directions"])
+    device = settings["device"]
     settings["backend"] = _with_device(settings["backend"], device)
     if settings["plan_only"]:
         refuse_measuring(settings)
@@ -166,16 +165,13 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
             f"--device {device} describes a device and measures nothing: add "
             "--plan-only, or run without --device where the device is"
         )
-    if deepbench:
+    if settings["style"] == "deepbench":
         from mucudnn.report.deepbench import check_deepbench
 
         with bad_input():
             check_deepbench(layer.problem for layer in layers)
     comparison, record = _compare(layers, settings)
-    save(
-        lambda: _show(comparison, settings["json_file"], deepbench=deepbench),
-        lambda: _write_report(settings["report_file"], comparison, query.title),
-    )
+    _show(comparison, settings, title_of(sources, settings))
     if len(comparison.layers) < comparison.asked:
         if record.complaint is not None:
             click.echo(f"mucudnn: warning: {record.complaint}", err=True)
@@ -207,26 +203,21 @@ def _compare(
 ) -> tuple["Comparison", Record]:
     """Measure with progress; Ctrl-C ends with what is done."""
     from mucudnn.cli.progress import LayerWords, progress_display
-    from mucudnn.studies.conv_comparison import ComparisonInterrupted, compare
+    from mucudnn.studies.conv_comparison import compare
 
     with progress_display(len(layers), lines=settings["verbose"]) as show:
         shown = LayerWords(show)
         tuner = make_tuner(settings, progress=shown.measured)
         with tuner.cache, recording(tuner, layers, settings["record_file"]) as record:
-            try:
-                comparison = compare(
-                    tuner,
-                    layers,
-                    settings["limits"] or (tuner.workspace_limit,),
-                    planner=settings["planner"] or "workspace_reuse",
-                    total_workspace=(
-                        settings["total_workspace"] or tuner.total_workspace
-                    ),
-                    time_limit_s=settings["time_limit"],
-                    progress=shown.advance,
-                )
-            except ComparisonInterrupted as e:
-                comparison = e.comparison
+            comparison = compare(
+                tuner,
+                layers,
+                settings["limits"] or (tuner.workspace_limit,),
+                planner=settings["planner"] or "workspace_reuse",
+                total_workspace=settings["total_workspace"] or tuner.total_workspace,
+                time_limit_s=settings["time_limit"],
+                progress=shown.advance,
+            )
             record.tables += [layer.table for layer in comparison.layers]
     return comparison, record
 
@@ -246,22 +237,24 @@ def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
         return Tuner.from_env(**given, **more)
 
 
-def _show(comparison: "Comparison", json_file: str | None, *, deepbench: bool) -> None:
+def _show(comparison: "Comparison", settings: Mapping[str, Any], title: str) -> None:
+    """Print the tables; write the JSON and the report where asked for."""
     from mucudnn.report.deepbench import deepbench_tables
     from mucudnn.report.text import comparison_tables, write_tables
 
     def show() -> None:
+        deepbench = settings["style"] == "deepbench"
         tables = deepbench_tables if deepbench else comparison_tables
         write_tables(tables(comparison), sys.stdout)
 
-    emit(json_file, comparison.to_json(), show)
+    def write_report() -> None:
+        if settings["report_file"] is not None:
+            from mucudnn.report.html import html_report
 
+            write_file(settings["report_file"], html_report(comparison, title))
 
-def _write_report(file: str | None, comparison: "Comparison", title: str) -> None:
-    if file is not None:
-        from mucudnn.report.html import html_report
-
-        write_file(file, html_report(comparison, title))
+    data = comparison.to_json()
+    save(lambda: emit(settings["json_file"], data, show), write_report)
 
 
 def _list_suites(json_file: str | None) -> None:

@@ -37,19 +37,14 @@ def decode_row(
 ) -> Measurement:
     """One row, or a `ValueError` that says what is wrong, and where.
 
-    Args:
-        where: Named by errors.
-        fingerprint: Of the device.
-        layer_at: The convolution.
-        data: The fields of an `AlgoPerf`, `measured_at` and `version`.
+    `data` are the fields of an `AlgoPerf`, `measured_at` and `version`.
     """
     members = object_of(where, data)
     extra = {name: members[name] for name in _EXTRA if name in members}
+    values = members_of(where, extra, tuple(_EXTRA))
     measured_at, version = (
         decode(f"{where}.{name}", hint, value)
-        for (name, hint), value in zip(
-            _EXTRA.items(), members_of(where, extra, tuple(_EXTRA)), strict=True
-        )
+        for (name, hint), value in zip(_EXTRA.items(), values, strict=True)
     )
     if not 0 <= measured_at <= LATEST:
         raise ValueError(

@@ -13,8 +13,8 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem
 
@@ -36,23 +36,23 @@ __all__ = [
     "problem_to_dict",
 ]
 
+T = TypeVar("T")
+
 _ANY_BATCH = "N"
 _LARGEST = 2**63 - 1
-_OPTIONAL: Mapping[type, Mapping[str, Any]] = {ConvPlan: {"workspace_limit": None}}
+_OPTIONAL: Mapping[object, Mapping[str, Any]] = {ConvPlan: {"workspace_limit": None}}
 """Members that older files lack; they are not written where they say nothing."""
 _LEAST = {"batch": 1, "time_ms": 0, "workspace": 0, "noise_ms": 0, "samples": 0}
 
 
 def problem_to_dict(problem: ConvProblem) -> dict[str, Any]:
     """Every field, JSON-ready."""
-    data: dict[str, Any] = _encode(problem)
-    return data
+    return _encode_fields(problem)
 
 
 def problem_from_dict(data: object) -> ConvProblem:
     """The inverse of `problem_to_dict`; ValueError names the field that is wrong."""
-    problem: ConvProblem = _decode_fields("problem", ConvProblem, data)
-    return problem
+    return _decode_fields("problem", ConvProblem, data)
 
 
 def perf_to_dict(perf: AlgoPerf) -> dict[str, Any]:
@@ -76,14 +76,12 @@ def perf_from_dict(data: object) -> AlgoPerf:
 
 def plan_to_dict(plan: ConvPlan) -> dict[str, Any]:
     """Every field, JSON-ready."""
-    data: dict[str, Any] = _encode(plan)
-    return data
+    return _encode_fields(plan)
 
 
 def plan_from_dict(data: object) -> ConvPlan:
     """The inverse of `plan_to_dict`; ValueError names the field that is wrong."""
-    plan: ConvPlan = _decode_fields("plan", ConvPlan, data)
-    return plan
+    return _decode_fields("plan", ConvPlan, data)
 
 
 def problem_key(problem: ConvProblem) -> str:
@@ -127,8 +125,7 @@ def decode_layer(where: str, data: object, batch: int) -> ConvProblem:
                 f'{where}.x_shape: {reprlib.repr(shape)} does not start with "N"'
             )
         members = members | {"x_shape": [batch, *shape[1:]]}
-    problem: ConvProblem = _decode_fields(where, ConvProblem, members)
-    return problem
+    return _decode_fields(where, ConvProblem, members)
 
 
 def decode_perf(where: str, data: object) -> AlgoPerf:
@@ -140,7 +137,7 @@ def decode_perf(where: str, data: object) -> AlgoPerf:
         if members["time_ms"] is not None:
             raise ValueError(f"{where}.time_ms: must be null, the row has an error")
         members = members | {"time_ms": 0.0}
-    perf: AlgoPerf = _decode_fields(where, AlgoPerf, members)
+    perf = _decode_fields(where, AlgoPerf, members)
     for name, least in _LEAST.items():
         if (value := getattr(perf, name)) < least:
             raise ValueError(f"{where}.{name}: {value} is below {least}")
@@ -155,29 +152,29 @@ def _encode(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_encode(item) for item in value]
     if dataclasses.is_dataclass(value):
-        names = (f.name for f in dataclasses.fields(value) if f.init)
-        members = {name: _encode(getattr(value, name)) for name in names}
-        for name in _OPTIONAL.get(type(value), ()):
-            if members[name] is None:
-                del members[name]
-        return members
+        return _encode_fields(value)
     if value is not None and not isinstance(value, int | str):
         raise TypeError(f"{value!r} cannot be written as JSON")
     return value
 
 
-def _decode_fields(where: str, kind: type, data: object) -> Any:
+def _encode_fields(value: Any) -> dict[str, Any]:
+    names = (f.name for f in dataclasses.fields(value) if f.init)
+    members = {name: _encode(getattr(value, name)) for name in names}
+    optional = _OPTIONAL.get(type(value), ())
+    return {k: v for k, v in members.items() if k not in optional or v is not None}
+
+
+def _decode_fields(where: str, kind: Callable[..., T], data: object) -> T:
     hints = _hints(kind)
     optional = _OPTIONAL.get(kind, {})
     names = tuple(name for name in hints if name not in optional)
     values = members_of(where, data, names, optional)
     decoded = {
         name: value
-        if _is_plain(hint, value)
-        else decode(f"{where}.{name}", hint, value)
-        for (name, hint), value in zip(
-            ((name, hints[name]) for name in (*names, *optional)), values, strict=True
-        )
+        if _is_plain(hints[name], value)
+        else decode(f"{where}.{name}", hints[name], value)
+        for name, value in zip((*names, *optional), values, strict=True)
     }
     try:
         return kind(**decoded)
@@ -186,7 +183,7 @@ def _decode_fields(where: str, kind: type, data: object) -> Any:
 
 
 @functools.cache
-def _hints(kind: type) -> Mapping[str, Any]:
+def _hints(kind: Any) -> Mapping[str, Any]:
     types_of = typing.get_type_hints(kind)
     return {f.name: types_of[f.name] for f in dataclasses.fields(kind) if f.init}
 

@@ -28,6 +28,7 @@ from mucudnn.data.files import (
     check_length,
     fault,
     read_file,
+    readable,
     shown,
 )
 from mucudnn.errors import DataError
@@ -35,6 +36,7 @@ from mucudnn.errors import DataError
 __all__ = ["ArrayDataset", "open_arrays"]
 
 _MOST_NAMES = 1 << 24  # bytes
+_MOST_CLASSES = 2**31 - 1
 
 
 class ArrayDataset:
@@ -121,7 +123,7 @@ def open_arrays(folder: str | Path, split: Split) -> Dataset:
     """
     folder = a_path("folder", folder)
     checked_split(split)
-    parts = [part for part in ("train_", "test_") if _has(folder, f"{part}images.npy")]
+    parts = [p for p in ("train_", "test_") if (folder / f"{p}images.npy").is_file()]
     prefix = f"{split}_" if parts else ""
     images_path = folder / f"{prefix}images.npy"
     labels_path = folder / f"{prefix}labels.npy"
@@ -129,7 +131,7 @@ def open_arrays(folder: str | Path, split: Split) -> Dataset:
     count = max(int(_labels(folder / f"{p}labels.npy").max()) for p in parts or [""])
     names = _class_names(folder / "classes.txt")
     if names is not None:
-        _check_npy_labels(labels_path, len(names))
+        _labels(labels_path, len(names))
     try:
         whole = ArrayDataset(images, labels, names or count + 1)
     except ValueError as e:
@@ -139,37 +141,25 @@ def open_arrays(folder: str | Path, split: Split) -> Dataset:
     return Subset(whole, split_indices(labels, split, str(labels_path)))
 
 
-def _has(folder: Path, name: str) -> bool:
-    return (folder / name).is_file()
-
-
-def _labels(path: Path) -> NDArray[Any]:
-    labels, _ = _map(path)
+def _labels(path: Path, classes: int = _MOST_CLASSES) -> NDArray[Any]:
+    labels, begin = _map(path)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise DataError(
             f"{path}: expected a flat array of whole numbers, found one of shape "
             f"{labels.shape} and type {labels.dtype}"
         )
-    _check_npy_labels(path, np.iinfo(np.int32).max)
-    return labels
-
-
-def _check_npy_labels(path: Path, classes: int) -> None:
-    labels, begin = _map(path)
     check_labels(path, labels, classes, begin, labels.itemsize)
+    return labels
 
 
 def _map(path: Path) -> tuple[NDArray[Any], int]:
     """A `.npy` file as an array over the file, and the offset of its first element."""
     check_is_file(path)
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            shape, fortran, dtype = _read_header(path, file)
-            begin = file.tell()
-    except OSError as e:
-        raise DataError(f"{path}: {e.strerror or e}") from e
+    with readable(path), path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        shape, fortran, dtype = _read_header(path, file)
+        begin = file.tell()
     empty = not shape or min(shape) < 1 or dtype.itemsize < 1
     if dtype.hasobject or empty:
         raise fault(path, 0, "numbers", f"an array of shape {shape} and type {dtype}")
@@ -197,9 +187,8 @@ def _read_header(
     except KeyError as e:
         raise fault(path, 6, "version 1.0 or 2.0 of .npy", str(e)) from e
     except Exception as e:  # the header is a Python literal: parsers raise anything
-        raise fault(
-            path, file.tell(), "the header of a .npy file", shown(str(e))
-        ) from e
+        found = shown(str(e))
+        raise fault(path, file.tell(), "the header of a .npy file", found) from e
 
 
 def _class_names(path: Path) -> tuple[str, ...] | None:

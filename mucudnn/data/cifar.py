@@ -84,22 +84,13 @@ def open_cifar10(folder: str | Path, split: Split, *, rows: int = 10_000) -> Dat
     """
     checked_split(split)
     stems = [f"data_batch_{i}" for i in range(1, 6)]
-    return _open(
-        _unpacked(
-            a_path("folder", folder), "cifar-10-batches-bin", "cifar-10-batches-py"
-        ),
-        stems if split == "train" else ["test_batch"],
-        _TEN,
-        rows,
-    )
+    stems = stems if split == "train" else ["test_batch"]
+    unpacked = ("cifar-10-batches-bin", "cifar-10-batches-py")
+    return _open(folder, unpacked, stems, _TEN, rows)
 
 
 def open_cifar100(
-    folder: str | Path,
-    split: Split,
-    *,
-    coarse: bool = False,
-    rows: int | None = None,
+    folder: str | Path, split: Split, *, coarse: bool = False, rows: int | None = None
 ) -> Dataset:
     """CIFAR-100 from `train` or `test`, with `.bin` or without.
 
@@ -114,22 +105,22 @@ def open_cifar100(
     """
     checked_split(split)
     published = 50_000 if split == "train" else 10_000
-    return _open(
-        _unpacked(a_path("folder", folder), "cifar-100-binary", "cifar-100-python"),
-        [split],
-        _COARSE if coarse else _FINE,
-        rows or published,
-    )
+    unpacked = ("cifar-100-binary", "cifar-100-python")
+    which = _COARSE if coarse else _FINE
+    return _open(folder, unpacked, [split], which, rows or published)
 
 
-def _unpacked(folder: Path, *names: str) -> Path:
-    for name in names:
-        if (folder / name).is_dir():
-            return folder / name
-    return folder
-
-
-def _open(folder: Path, stems: list[str], which: _Labels, rows: int) -> Dataset:
+def _open(
+    folder: str | Path,
+    unpacked: tuple[str, ...],
+    stems: list[str],
+    which: _Labels,
+    rows: int,
+) -> Dataset:
+    """The files of `stems` in a folder, or in an archive's folder that it holds."""
+    folder = a_path("folder", folder)
+    inner = (folder / name for name in unpacked if (folder / name).is_dir())
+    folder = next(inner, folder)
     parts = []
     for stem in stems:
         path = find_file(folder, (f"{stem}.bin", stem))
@@ -167,12 +158,8 @@ def _read_pickle(
         raise fault(path, 0, f"{rows} entries in '{which.key}'", f"{len(labels)}")
     for index, label in enumerate(labels):
         if not isinstance(label, int) or not 0 <= label < which.classes:
-            raise fault(
-                path,
-                0,
-                f"labels from 0 to {which.classes - 1} in '{which.key}'",
-                f"{shown(label)} (image {index})",
-            )
+            expected = f"labels from 0 to {which.classes - 1} in '{which.key}'"
+            raise fault(path, 0, expected, f"{shown(label)} (image {index})")
     return images, np.array(labels, np.int64)
 
 

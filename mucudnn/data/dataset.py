@@ -64,12 +64,7 @@ class Dataset(Protocol):
 
 
 class Subset:
-    """Some images of another data set.
-
-    Args:
-        dataset: Where they are read.
-        indices: Which ones, in the order they get here.
-    """
+    """Some images of another data set, in the order of `indices`."""
 
     def __init__(self, dataset: Dataset, indices: Indices) -> None:
         checked_dataset(dataset)

@@ -4,8 +4,9 @@ Every complaint has one form: the file, the byte, what was expected there and wh
 found.
 """
 
+import contextlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "fault",
     "find_file",
     "read_file",
+    "readable",
     "shown",
 ]
 
@@ -63,12 +65,19 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def check_is_file(path: Path) -> None:
-    """Raise `DataError` where there is no file: a FIFO may never end."""
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Within it what the system says of a path is a `DataError` that names it."""
     try:
-        check_file(path)
+        yield
     except OSError as e:
         raise DataError(f"{path}: {e.strerror or e}") from e
+
+
+def check_is_file(path: Path) -> None:
+    """Raise `DataError` where there is no file: a FIFO may never end."""
+    with readable(path):
+        check_file(path)
 
 
 def read_file(path: Path, most: Size = None) -> bytes:
@@ -87,10 +96,8 @@ def read_file(path: Path, most: Size = None) -> bytes:
     """
     packed = path.suffix == ".gz"
     known = None if packed or not isinstance(most, int) else most
-    try:
+    with readable(path):
         raw = read_whole(path, most=known)
-    except OSError as e:
-        raise DataError(f"{path}: {e.strerror or e}") from e
     if not packed:
         return raw
     contents = _gunzip(path, raw, most)
@@ -129,8 +136,7 @@ def _gunzip_member(
             try:
                 part = unpack.decompress(packed, _CHUNK)
             except zlib.error as e:
-                within = f"within {_CHUNK} bytes"
-                found = f"{e} ({within})"
+                found = f"{e} (within {_CHUNK} bytes)"
                 raise fault(path, at, "an undamaged gzip stream", found) from e
             contents += part
             if _enough(contents, most):
@@ -150,16 +156,12 @@ def _enough(contents: bytearray, most: Size) -> bool:
 
 def check_length(path: Path, found: int, expected: int, what: str) -> None:
     """Raise `DataError` where a file's contents are too short or too long."""
+    whole = f"{expected} bytes ({what})"
     if found < expected:
-        raise fault(
-            path, found, f"{expected} bytes ({what})", f"{expected - found} fewer"
-        )
+        raise fault(path, found, whole, f"{expected - found} fewer")
     if found > expected:
         raise fault(
-            path,
-            expected,
-            f"the end after {expected} bytes ({what})",
-            f"{found - expected} more",
+            path, expected, f"the end after {whole}", f"{found - expected} more"
         )
 
 
@@ -178,9 +180,6 @@ def check_labels(
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if wrong.size:
         index = int(wrong[0])
-        raise fault(
-            path,
-            first + index * stride,
-            f"a label from 0 to {classes - 1}",
-            f"{labels[index]} (image {index})",
-        )
+        expected = f"a label from 0 to {classes - 1}"
+        found = f"{labels[index]} (image {index})"
+        raise fault(path, first + index * stride, expected, found)

@@ -23,6 +23,7 @@ from mucudnn.data.dataset import (
     checked_split,
     split_indices,
 )
+from mucudnn.data.files import readable
 from mucudnn.errors import DataError
 
 __all__ = ["FolderDataset", "open_folder"]
@@ -147,20 +148,15 @@ def _list_files(
 
 def _image_files(folder: Path) -> list[Path]:
     """Files only: to open a FIFO with the name of an image may never end."""
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.is_file()]
-    except OSError as e:
-        raise DataError(f"{folder}: {e.strerror or e}") from e
+    with readable(folder), os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.is_file()]
     paths = (folder / name for name in sorted(names))
     return [path for path in paths if path.suffix.lower() in _SUFFIXES]
 
 
 def _folders(folder: Path) -> tuple[str, ...]:
-    try:
+    with readable(folder):
         return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
-    except OSError as e:
-        raise DataError(f"{folder}: {e.strerror or e}") from e
 
 
 def _middle(

@@ -1,7 +1,6 @@
 """Data sets by name: what `--data` accepts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -17,29 +16,22 @@ from mucudnn.data.synthetic import SyntheticDataset
 
 __all__ = ["FORMATS", "open_dataset"]
 
+_DIR = ":DIR"
 _LENGTH = 50_000
 _LONGEST = 20
 _FOLDER_SHAPE = (3, 224, 224)
 _SYNTHETIC_SHAPE = (3, 32, 32)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    argument: str
-    split: Split
-    image: tuple[int, int, int] | None
-    seed: int
+_Image = tuple[int, int, int] | None
 
 
-def _synthetic(request: _Request) -> Dataset:
+def _synthetic(argument: str, split: Split, image: _Image, seed: int) -> Dataset:
     """`length`, `classes` and `noise`; a fifth of the length is for testing."""
-    readers: dict[str, Callable[[str], Any]] = {
-        "length": _digits,
-        "classes": _digits,
-        "noise": float,
-    }
+    readers: dict[str, Callable[[str], Any]]
+    readers = {"length": _digits, "classes": _digits, "noise": float}
     options: dict[str, Any] = {"length": _LENGTH}
-    for part in filter(None, request.argument.split(",")):
+    for part in filter(None, argument.split(",")):
         key, equals, text = part.partition("=")
         if not equals:
             key, text = "length", part
@@ -54,14 +46,10 @@ def _synthetic(request: _Request) -> Dataset:
             raise ValueError(
                 f"{key} of synthetic images must be a number, got {text!r}"
             ) from None
-    if request.split == "test":
+    if split == "test":
         options["length"] = max(1, options["length"] // 5)
-    return SyntheticDataset(
-        **options,
-        image_shape=request.image or _SYNTHETIC_SHAPE,
-        seed=request.seed,
-        split=request.split,
-    )
+    shape = image or _SYNTHETIC_SHAPE
+    return SyntheticDataset(**options, image_shape=shape, seed=seed, split=split)
 
 
 def _digits(text: str) -> int:
@@ -72,35 +60,30 @@ def _digits(text: str) -> int:
     return int(number[:_LONGEST])  # one that is cut is still too large
 
 
-_Opener = Callable[[_Request], Dataset]
+_Opener = Callable[[str, Split, _Image, int], Dataset]
 _OPENERS: Mapping[str, tuple[str, _Opener]] = MappingProxyType(
     {
-        "digits": ("", lambda r: open_digits(r.split)),
-        "mnist": ("DIR", lambda r: open_mnist(r.argument, r.split)),
-        "cifar10": ("DIR", lambda r: open_cifar10(r.argument, r.split)),
-        "cifar100": ("DIR", lambda r: open_cifar100(r.argument, r.split)),
+        "digits": ("", lambda _, split, *rest: open_digits(split)),
+        "mnist": (_DIR, lambda path, split, *rest: open_mnist(path, split)),
+        "cifar10": (_DIR, lambda path, split, *rest: open_cifar10(path, split)),
+        "cifar100": (_DIR, lambda path, split, *rest: open_cifar100(path, split)),
         "folder": (
-            "DIR",
-            lambda r: open_folder(r.argument, r.split, r.image or _FOLDER_SHAPE),
+            _DIR,
+            lambda path, split, image, _: open_folder(
+                path, split, image or _FOLDER_SHAPE
+            ),
         ),
-        "arrays": ("DIR", lambda r: open_arrays(r.argument, r.split)),
-        "synthetic": ("[length=N,classes=N,noise=X]", _synthetic),
+        "arrays": (_DIR, lambda path, split, *rest: open_arrays(path, split)),
+        "synthetic": ("[:length=N,classes=N,noise=X]", _synthetic),
     }
 )
 
-FORMATS: tuple[str, ...] = tuple(
-    f"{name}:{usage}" if usage == "DIR" else name + (usage and f"[:{usage[1:-1]}]")
-    for name, (usage, _) in _OPENERS.items()
-)
+FORMATS = tuple(f"{name}{usage}" for name, (usage, _) in _OPENERS.items())
 """How each kind of data set is asked for."""
 
 
 def open_dataset(
-    spec: str,
-    *,
-    split: Split = "train",
-    image: tuple[int, int, int] | None = None,
-    seed: int = 0,
+    spec: str, *, split: Split = "train", image: _Image = None, seed: int = 0
 ) -> Dataset:
     """A data set by name, `mnist:DIR` for example; `FORMATS` has them all.
 
@@ -127,11 +110,11 @@ def open_dataset(
             f"unknown data set {name!r}; choose one of: {', '.join(FORMATS)}"
         )
     usage, opener = _OPENERS[name]
-    if usage == "DIR" and not argument:
+    if usage == _DIR and not argument:
         raise ValueError(f"{name} needs a folder: {name}:DIR")
     if not usage and argument:
         raise ValueError(f"{name} takes nothing after its name, got {argument!r}")
-    dataset = opener(_Request(argument, split, image, seed))
+    dataset = opener(argument, split, image, seed)
     if image is None or image == dataset.image_shape:
         return dataset
     return Resized(dataset, image)

@@ -6,13 +6,14 @@ the number of threads nor where an epoch is entered, so training resumes bit-exa
 from (epoch, batch).
 """
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mucudnn.arguments import a_flag, an_integer
+from mucudnn.arguments import a_flag, a_function, an_integer
 from mucudnn.data.dataset import Dataset, Images, Labels, checked_dataset
 from mucudnn.data.prefetch import in_order
 from mucudnn.data.transforms import Transform
@@ -23,12 +24,7 @@ _ORDER, _TRANSFORM = range(2)
 
 
 class Batch(NamedTuple):
-    """What a training step is fed.
-
-    Attributes:
-        images: (n, C, H, W).
-        labels: (n,).
-    """
+    """What a training step is fed: images (n, C, H, W), labels (n,)."""
 
     images: Images
     labels: Labels
@@ -63,20 +59,15 @@ class Loader:
         workers: int = 1,
         depth: int = 2,
     ) -> None:
-        for name, value, least in (
-            ("batch", batch, 1),
-            ("seed", seed, 0),
-            ("workers", workers, 0),
-            ("depth", depth, 1),
-        ):
-            an_integer(name, value, least)
+        an_integer("batch", batch, 1)
+        an_integer("seed", seed, 0)
+        an_integer("workers", workers, 0)
+        an_integer("depth", depth, 1)
         checked_dataset(dataset)
         a_flag("shuffle", shuffle)
         a_flag("drop_last", drop_last)
-        if transform is not None and not callable(transform):
-            raise TypeError(
-                f"transform must be a function of (images, rng), got {transform!r}"
-            )
+        if transform is not None:
+            a_function("transform", transform, "a function of (images, rng)")
         if drop_last and len(dataset) < batch:
             raise ValueError(
                 f"a data set of {len(dataset)} images has no full batch of {batch}; "
@@ -115,14 +106,9 @@ class Loader:
                 f"epochs count from 0 and start from 0 to {len(self)}; got epoch "
                 f"{epoch}, start {start}"
             )
-        order = self._order(epoch)
-
-        def make(index: int) -> Batch:
-            return self._make(epoch, index, order)
-
-        return in_order(
-            make, range(start, len(self)), workers=self._workers, depth=self._depth
-        )
+        make = functools.partial(self._make, epoch, self._order(epoch))
+        jobs = range(start, len(self))
+        return in_order(make, jobs, workers=self._workers, depth=self._depth)
 
     def _order(self, epoch: int) -> NDArray[np.intp]:
         order = np.arange(len(self.dataset))
@@ -130,7 +116,7 @@ class Loader:
             np.random.default_rng([self._seed, _ORDER, epoch]).shuffle(order)
         return order
 
-    def _make(self, epoch: int, index: int, order: NDArray[np.intp]) -> Batch:
+    def _make(self, epoch: int, order: NDArray[np.intp], index: int) -> Batch:
         chosen = order[index * self.batch : (index + 1) * self.batch]
         images, labels = self.dataset.read(chosen)
         if self._transform is not None:

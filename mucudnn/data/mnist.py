@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 from mucudnn.arguments import a_path
 from mucudnn.data.arrays import ArrayDataset
 from mucudnn.data.dataset import Dataset, Split, checked_split
-from mucudnn.data.files import (
-    check_labels,
-    check_length,
-    fault,
-    find_file,
-    read_file,
-)
+from mucudnn.data.files import check_labels, check_length, fault, find_file, read_file
 
 __all__ = ["open_mnist"]
 
@@ -44,12 +38,8 @@ def open_mnist(folder: str | Path, split: Split) -> Dataset:
     images, _ = _read_idx(images_path, 3)
     labels, header = _read_idx(labels_path, 1)
     if len(labels) != len(images):
-        raise fault(
-            labels_path,
-            4,
-            f"{len(images)} labels, one for each image of {images_path.name}",
-            str(len(labels)),
-        )
+        expected = f"{len(images)} labels, one for each image of {images_path.name}"
+        raise fault(labels_path, 4, expected, str(len(labels)))
     check_labels(labels_path, labels, _CLASSES, header, 1)
     return ArrayDataset(images, labels, _CLASSES)
 
@@ -71,9 +61,8 @@ def _read_idx(path: Path, ndim: int) -> tuple[NDArray[np.uint8], int]:
         raise fault(path, 0, expected, raw[:4].hex(" "))
     header = 4 + 4 * ndim
     if len(raw) < header:
-        raise fault(
-            path, len(raw), f"a header of {header} bytes", f"{header - len(raw)} fewer"
-        )
+        fewer = f"{header - len(raw)} fewer"
+        raise fault(path, len(raw), f"a header of {header} bytes", fewer)
     shape = _shape(raw, ndim)
     if 0 in shape:
         raise fault(path, 4 + 4 * shape.index(0), "dimensions above 0", f"{shape}")

@@ -99,19 +99,17 @@ _DEEPEST = 4
 """Levels of nesting; the published files have two."""
 
 
-def _set_item(machine: Any) -> None:
-    _check_keys(machine.stack[-2:-1])
-    machine.load_setitem()
+_Instruction = Callable[[Any], None]
 
 
-def _set_items(machine: Any) -> None:
-    _check_keys(machine.stack[::2])
-    machine.load_setitems()
+def _keyed(instruction: _Instruction, keys: slice) -> _Instruction:
+    """The instruction, once the keys that are on the stack for it are admitted."""
 
+    def checked(machine: Any) -> None:
+        _check_keys(machine.stack[keys])
+        instruction(machine)
 
-def _make_dict(machine: Any) -> None:
-    _check_keys(machine.stack[::2])
-    machine.load_dict()
+    return checked
 
 
 def _reduce(machine: Any) -> None:
@@ -124,13 +122,14 @@ def _reduce(machine: Any) -> None:
     machine.load_reduce()
 
 
-def _instructions() -> dict[int, Callable[[Any], None]]:
+def _instructions() -> dict[int, _Instruction]:
     known: dict[int, Any] = pickle._Unpickler.dispatch
     codes = (getattr(pickle, name)[0] for name in _OBEYED)
-    return {code: known[code] for code in codes} | {
-        pickle.SETITEM[0]: _set_item,
-        pickle.SETITEMS[0]: _set_items,
-        pickle.DICT[0]: _make_dict,
+    last, every = slice(-2, -1), slice(None, None, 2)
+    keys = {pickle.SETITEM: last, pickle.SETITEMS: every, pickle.DICT: every}
+    return {
+        **{code: known[code] for code in codes},
+        **{name[0]: _keyed(known[name[0]], where) for name, where in keys.items()},
         pickle.REDUCE[0]: _reduce,
     }
 
@@ -138,7 +137,7 @@ def _instructions() -> dict[int, Callable[[Any], None]]:
 class _Unpickler(pickle._Unpickler):
     """Reads `raw`, and no instruction that plain data does not need."""
 
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = _instructions()
+    dispatch: ClassVar[dict[int, _Instruction]] = _instructions()
 
     def __init__(self, raw: bytes) -> None:
         self.file = io.BytesIO(raw)

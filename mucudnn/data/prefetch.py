@@ -37,12 +37,7 @@ class _Failed:
 
 
 class _Board(Generic[T]):
-    """Which jobs are claimed, done and wanted.
-
-    Args:
-        jobs: In order.
-        ahead: How many may be claimed and not yet taken.
-    """
+    """Which jobs are claimed, done and wanted; `ahead` may be claimed and not taken."""
 
     def __init__(self, jobs: Sequence[int], ahead: int) -> None:
         self._jobs = jobs

@@ -32,11 +32,7 @@ class Transform(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Compose:
-    """Transforms one after the other.
-
-    Attributes:
-        steps: The first is the one nearest to the data set.
-    """
+    """Transforms one after the other, the first next to the data set."""
 
     steps: tuple[Transform, ...]
 
@@ -49,11 +45,7 @@ class Compose:
 
 @dataclass(frozen=True, slots=True)
 class RandomCrop:
-    """Each image moved by up to `padding` pixels each way, zeros moving in.
-
-    Attributes:
-        padding: In pixels.
-    """
+    """Each image moved by up to `padding` pixels each way, zeros moving in."""
 
     padding: int = 4
 
@@ -73,11 +65,7 @@ class RandomCrop:
 
 @dataclass(frozen=True, slots=True)
 class RandomFlip:
-    """Each image mirrored, left to right, or not.
-
-    Attributes:
-        probability: Of being mirrored.
-    """
+    """Each image mirrored, left to right, with a probability."""
 
     probability: float = 0.5
 

@@ -89,11 +89,8 @@ class FunctionModel:
             "training": training,
             "seed": seed,
         }
-        given = {
-            name: value
-            for name, value in asked.items()
-            if name in self._taken() and value is not None
-        }
+        taken = self._taken()
+        given = {k: v for k, v in asked.items() if k in taken and v is not None}
         graph = self.function(batch, **given)
         self._check(graph)
         self._check_as_asked(graph, batch, shape, classes, dtype)

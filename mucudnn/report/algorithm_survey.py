@@ -41,20 +41,20 @@ def _sizes(survey: AlgorithmSurvey) -> Table:
 def _size_row(
     layer: SurveyedLayer, batch: SurveyedBatch, limit: int
 ) -> tuple[str, ...]:
-    fit = batch.within(limit)
+    left = batch.within(limit)
     first = batch.first_choice
     return (
         layer.name,
         DIRECTIONS[layer.direction],
         str(batch.batch),
-        _bytes(batch.least_workspace),
-        _bytes(batch.greatest_workspace),
+        bytes_text(batch.least_workspace),
+        bytes_text(batch.greatest_workspace),
         NOTHING if first is None else first.algo,
         _workspace(first),
         bytes_text(limit),
-        f"{fit.algorithms}/{len(batch.algorithms)}",
-        _best(batch, fit.best),
-        _workspace(fit.best),
+        f"{left.algorithms}/{len(batch.algorithms)}",
+        _best(batch, left.best),
+        _workspace(left.best),
     )
 
 
@@ -65,8 +65,8 @@ def _reach(survey: AlgorithmSurvey) -> Table:
     for layer in survey.layers:
         whole = layer.batches[-1]
         for limit in survey.limits:
-            largest, fit = layer.largest_batch(limit), whole.within(limit)
-            if largest is not None and largest < layer.problem.batch:
+            largest, best = layer.largest_batch(limit), whole.within(limit).best
+            if _reached_by_dividing(layer, limit):
                 strong.add(len(rows))
             rows.append(
                 (
@@ -75,8 +75,8 @@ def _reach(survey: AlgorithmSurvey) -> Table:
                     bytes_text(limit),
                     str(layer.problem.batch),
                     NOTHING if largest is None else str(largest),
-                    _best(whole, fit.best),
-                    _workspace(fit.best),
+                    _best(whole, best),
+                    _workspace(best),
                 )
             )
     columns = (
@@ -137,8 +137,4 @@ def _best(batch: SurveyedBatch, best: Algorithm | None) -> str:
 
 
 def _workspace(algorithm: Algorithm | None) -> str:
-    return _bytes(None if algorithm is None else algorithm.workspace)
-
-
-def _bytes(nbytes: int | None) -> str:
-    return NOTHING if nbytes is None else bytes_text(nbytes)
+    return NOTHING if algorithm is None else bytes_text(algorithm.workspace)

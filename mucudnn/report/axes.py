@@ -172,11 +172,9 @@ def bytes_axis(
 def columns(
     points: Sequence[tuple[float, float]], width: float
 ) -> list[tuple[float, float]]:
-    """A step function with one value a column: the largest in it.
+    """A step function with one value a column of a width: the largest in it.
 
-    Args:
-        points: (x, value from there on), ascending in x.
-        width: Of a column.
+    Points are (x, value from there on), ascending in x.
     """
     found: list[tuple[float, float]] = []
     value = 0.0

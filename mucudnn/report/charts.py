@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
 from mucudnn.report.axes import Frame, Scale, byte_scale, linear_scale, time_scale
 from mucudnn.report.markup import Markup, tag
-from mucudnn.report.svg import COLOURS, drawing, marker
+from mucudnn.report.svg import COLOURS, box, drawing, marker
 from mucudnn.report.words import (
     bytes_text,
     limit_text,
@@ -56,12 +56,12 @@ def curve(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
     )
     times = [plan.time_ms for plan in front] + [p.time_ms for p in points]
     y = time_scale(times or [1.0], _FRAME.bottom, _FRAME.top)
-    best = front[-1] if front else None
     label = "Time against workspace."
-    if best is not None:
+    if front:
+        least, best = front[0], front[-1]
         label += (
-            f" The best division takes {ms_text(front[0].time_ms)} ms with "
-            f"{bytes_text(front[0].workspace)} and {ms_text(best.time_ms)} ms "
+            f" The best division takes {ms_text(least.time_ms)} ms with "
+            f"{bytes_text(least.workspace)} and {ms_text(best.time_ms)} ms "
             f"with {bytes_text(best.workspace)} of workspace."
         )
     return drawing(
@@ -87,29 +87,18 @@ def curve(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
 
 def timeline(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
     """For each limit the undivided call and the planned micro-batches, to scale."""
-    done = [outcome for outcome in layer.outcomes if outcome.choice is not None]
-    longest = max(
-        (
-            max(o.choice.planned_ms, o.choice.undivided_ms or 0.0)
-            for o in done
-            if o.choice is not None
-        ),
-        default=1.0,
-    )
+    done = [(o.limit, o.choice) for o in layer.outcomes if o.choice is not None]
+    times = (max(c.planned_ms, c.undivided_ms or 0.0) for _, c in done)
+    longest = max(times, default=1.0)
     scale = Scale(0.0, longest or 1.0, 0.0, _BARS_TO - _BARS_FROM, ())
     label = "; ".join(
-        f"within {limit_text(o.limit)} undivided {ms_text(o.choice.undivided_ms)} ms, "
-        f"planned {ms_text(o.choice.planned_ms)} ms as {plan_text(o.choice.plan)}"
-        for o in done
-        if o.choice is not None
+        f"within {limit_text(limit)} undivided {ms_text(choice.undivided_ms)} ms, "
+        f"planned {ms_text(choice.planned_ms)} ms as {plan_text(choice.plan)}"
+        for limit, choice in done
     )
     rows = (
-        tag(
-            "g",
-            _limit_row(outcome, scale, colours),
-            transform=f"translate(0 {i * _ROW:g})",
-        )
-        for i, outcome in enumerate(layer.outcomes)
+        tag("g", _limit_row(o, scale, colours), transform=f"translate(0 {i * _ROW:g})")
+        for i, o in enumerate(layer.outcomes)
     )
     return drawing(_WIDTH, _ROW * len(layer.outcomes), f"Plans: {label}", rows)
 
@@ -157,18 +146,15 @@ def _front(front: Iterable[ConvPlan], x: Scale, y: Scale) -> Iterator[Markup]:
     steps = [(x(plan.workspace), y(plan.time_ms), plan) for plan in front]
     if not steps:
         return
-    path = f"M{steps[0][0]:.1f} {steps[0][1]:.1f}"
-    path += (
-        "".join(f"H{px:.1f}V{py:.1f}" for px, py, _ in steps[1:]) + f"H{_FRAME.right:g}"
-    )
-    area = f"{path}V{_FRAME.bottom:g}H{steps[0][0]:.1f}z"
+    left, top, _ = steps[0]
+    along = "".join(f"H{px:.1f}V{py:.1f}" for px, py, _ in steps[1:])
+    path = f"M{left:.1f} {top:.1f}{along}H{_FRAME.right:g}"
+    area = f"{path}V{_FRAME.bottom:g}H{left:.1f}z"
     yield tag("path", class_="area", d=area)
     yield tag("path", class_="front", d=path)
     for px, py, plan in steps:
-        title = (
-            f"{bytes_text(plan.workspace)}: {ms_text(plan.time_ms)} ms, "
-            f"{plan_text(plan)}"
-        )
+        cost = f"{bytes_text(plan.workspace)}: {ms_text(plan.time_ms)} ms"
+        title = f"{cost}, {plan_text(plan)}"
         yield tag("circle", tag("title", title), class_="knee", cx=px, cy=py, r=2.6)
 
 
@@ -188,16 +174,14 @@ def _limit_row(
         ("undivided", choice.undivided, choice.undivided_ms, 20.0),
         ("planned", choice.plan, choice.planned_ms, 38.0),
     ):
-        yield tag("text", name, class_="bar-name", x=0, y=top + 11.5)
+        y = top + 11.5
+        yield tag("text", name, class_="bar-name", x=0, y=y)
         if plan is None or time_ms is None:
-            yield tag(
-                "text", "none fits", class_="bar-name", x=_BARS_FROM, y=top + 11.5
-            )
+            yield tag("text", "none fits", class_="bar-name", x=_BARS_FROM, y=y)
             continue
         end = _BARS_FROM + scale(time_ms)
         yield from _segments(plan, _BARS_FROM, end, top, colours)
-        text = f"{ms_text(time_ms)} ms"
-        yield tag("text", text, class_="bar-time", x=end + 5, y=top + 11.5)
+        yield tag("text", f"{ms_text(time_ms)} ms", class_="bar-time", x=end + 5, y=y)
 
 
 def _segments(
@@ -214,16 +198,9 @@ def _segments(
         parts = times if each >= 4 else 1
         shade = f"seg a{colours[algo] % COLOURS}"
         title = f"{times} × {algo}({batch})" if times > 1 else f"{algo}({batch})"
+        size = (max(width / parts - 1, 0.5), _BAR)
         boxes = (
-            tag(
-                "rect",
-                x=at + i * width / parts,
-                y=top,
-                width=max(width / parts - 1, 0.5),
-                height=_BAR,
-                rx=2,
-            )
-            for i in range(parts)
+            box(None, at + i * width / parts, top, size, rx=2) for i in range(parts)
         )
         labels = _labels(batch, times, at, width, top + 11)
         yield tag("g", tag("title", title), boxes, labels, class_=shade)

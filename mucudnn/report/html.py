@@ -12,6 +12,7 @@ from mucudnn.report.charts import curve, timeline, undivided_perfs
 from mucudnn.report.markup import Child, Markup, tag
 from mucudnn.report.page import big_card, card, header, legend, page, table
 from mucudnn.report.svg import marker
+from mucudnn.report.text import Table
 from mucudnn.report.words import (
     DIRECTIONS,
     NOTHING,
@@ -31,7 +32,6 @@ _OPEN_UP_TO = 24
 """Layers; more are folded up."""
 _HOTTEST = 4.0
 """Speed-up from which cells no longer get darker."""
-_CLASSES = {"algorithm": "text", "plan": "text plan", "reason": "text plan"}
 
 Layers = Sequence[tuple[str | None, Sequence[LayerResult]]]
 """(name to lead to, directions) of every layer."""
@@ -93,12 +93,9 @@ def _card(entry: LimitSummary) -> Markup:
             head, tag("p", said, class_="lacking"), tag("p", why, class_="range")
         )
     longest = max(entry.undivided_ms, entry.planned_ms)
-    pair = tag(
-        "div",
-        _thin_bar("undivided", entry.undivided_ms, longest, None),
-        _thin_bar("planned", entry.planned_ms, longest, "ours"),
-        class_="pair",
-    )
+    undivided = _thin_bar("undivided", entry.undivided_ms, longest, None)
+    planned = _thin_bar("planned", entry.planned_ms, longest, "ours")
+    pair = tag("div", undivided, planned, class_="pair")
     spread = f"{speedup_text(entry.worst)} to {speedup_text(entry.best)} · {counted}"
     return big_card(head, speedup_text(entry.geomean), "geometric mean", spread, pair)
 
@@ -160,17 +157,12 @@ def _link(name: str, anchor: str | None) -> Child:
 
 def _heat(group: Iterable[LayerResult], direction: Direction, index: int) -> Markup:
     class_ = None if index else "first"
-    for layer in group:
-        if layer.direction is direction:
-            outcome = layer.outcomes[index]
-            speedup = outcome.speedup
-            if speedup is None:
-                break
-            heat = 55 * min(1.0, max(0.0, math.log(speedup) / math.log(_HOTTEST)))
-            return tag(
-                "td", speedup_text(speedup), class_=class_, style=f"--p:{heat:.0f}"
-            )
-    return tag("td", NOTHING, class_=f"none {class_ or ''}".strip())
+    found = (x.outcomes[index].speedup for x in group if x.direction is direction)
+    speedup = next(found, None)
+    if speedup is None:
+        return tag("td", NOTHING, class_=f"none {class_ or ''}".strip())
+    heat = 55 * min(1.0, max(0.0, math.log(speedup) / math.log(_HOTTEST)))
+    return tag("td", speedup_text(speedup), class_=class_, style=f"--p:{heat:.0f}")
 
 
 def _layers(layers: Layers, colours: Mapping[str, int]) -> Iterator[Markup]:
@@ -200,28 +192,19 @@ def _direction(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
 
 
 def _figures(layer: LayerResult, colours: Mapping[str, int]) -> Iterator[Markup]:
-    yield tag(
-        "div",
-        tag(
-            "figure",
+    figures = (
+        (
             curve(layer, colours),
-            tag(
-                "figcaption",
-                "Line: the best division for each workspace. Hollow marks: one call "
-                "for the whole mini-batch. Dashed: the limits.",
-            ),
+            "Line: the best division for each workspace. Hollow marks: one call for "
+            "the whole mini-batch. Dashed: the limits.",
         ),
-        tag(
-            "figure",
+        (
             timeline(layer, colours),
-            tag(
-                "figcaption",
-                "Each box is a micro-batch, as wide as its time; "
-                "the number is its size.",
-            ),
+            "Each box is a micro-batch, as wide as its time; the number is its size.",
         ),
-        class_="figures",
     )
+    drawn = (tag("figure", one, tag("figcaption", text)) for one, text in figures)
+    yield tag("div", drawn, class_="figures")
     used = {perf.algo for perf in undivided_perfs(layer)}
     used |= {s.algo for plan in _chosen(layer.outcomes) for s in plan.steps}
     marks = ((marker(i, 6, 6), algo) for algo, i in colours.items() if algo in used)
@@ -243,7 +226,7 @@ def _notes(layer: LayerResult) -> Child:
 
 
 def _numbers(layer: LayerResult) -> Markup:
-    outcomes = (
+    outcomes = tuple(
         (
             limit_text(o.limit),
             ms_text(o.choice.undivided_ms),
@@ -256,33 +239,24 @@ def _numbers(layer: LayerResult) -> Markup:
         for o in layer.outcomes
         if o.choice is not None
     )
-    undivided = (
+    undivided = tuple(
         (p.algo, ms_text(p.time_ms), ms_text(p.noise_ms), bytes_text(p.workspace))
         for p in undivided_perfs(layer)
     )
-    front = (
+    front = tuple(
         (bytes_text(p.workspace), ms_text(p.time_ms), plan_text(p)) for p in layer.front
     )
+    measured = (
+        *(">limit", ">undivided ms", ">planned ms", ">predicted ms", ">speed-up"),
+        *(">workspace", "plan"),
+    )
+    predicted = "Divisions worth their workspace, predicted"
+    missing = "Algorithms without a measurement"
     tables = (
-        (
-            "Plans, measured",
-            (
-                *("limit", "undivided ms", "planned ms", "predicted ms", "speed-up"),
-                *("workspace", "plan"),
-            ),
-            outcomes,
-        ),
-        ("One call", ("algorithm", "ms", "± ms", "workspace"), undivided),
-        (
-            "Divisions worth their workspace, predicted",
-            ("workspace", "ms", "plan"),
-            front,
-        ),
-        ("Algorithms without a measurement", ("algorithm", "reason"), layer.left_out),
+        Table("Plans, measured", measured, outcomes),
+        Table("One call", ("algorithm", ">ms", ">± ms", ">workspace"), undivided),
+        Table(predicted, (">workspace", ">ms", "plan"), front),
+        Table(missing, ("algorithm", "reason"), layer.left_out),
     )
-    drawn = (
-        table(columns, found, _CLASSES, caption=caption)
-        for caption, columns, rows in tables
-        if (found := list(rows))
-    )
+    drawn = (table(one, captioned=True) for one in tables if one.rows)
     return tag("details", tag("summary", "Numbers"), drawn, class_="numbers")

@@ -25,11 +25,8 @@ class Markup(str):
 def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
     """One element.
 
-    Args:
-        name: Of the element.
-        children: Text, elements, or iterables of them.
-        attributes: `class_` is class, `_` otherwise becomes `-`; None is left out;
-            floats are rounded to hundredths.
+    Of attributes, `class_` is class, `_` otherwise becomes `-`; None is left out;
+    floats are rounded to hundredths.
     """
     opening = name + "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_text(value))}"'
@@ -53,8 +50,6 @@ def _flat(children: Iterable[Child]) -> Iterable[str]:
 
 
 def _text(value: object) -> str:
-    return (
-        f"{value:.2f}".rstrip("0").rstrip(".")
-        if isinstance(value, float)
-        else (str(value))
-    )
+    if isinstance(value, float):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return str(value)

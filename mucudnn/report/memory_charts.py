@@ -1,10 +1,16 @@
 """Pictures of a planned step: its memory over time, its queues, speed and budget."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import Phase
-from mucudnn.passes.memory_timeline import memory_intervals, memory_points, stalls
+from mucudnn.passes.memory_timeline import (
+    Interval,
+    memory_intervals,
+    memory_points,
+    stalls,
+)
 from mucudnn.passes.scheduling.costs import origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.passes.simulate import Lane
@@ -17,11 +23,18 @@ from mucudnn.report.axes import (
     steps_path,
 )
 from mucudnn.report.markup import Markup, tag
-from mucudnn.report.svg import drawing, marker
+from mucudnn.report.svg import box, drawing, marker
 from mucudnn.report.trace import LANES
 from mucudnn.report.words import bytes_text, ms_text
 
-__all__ = ["WIDTH", "Series", "lanes_chart", "memory_chart", "speed_chart"]
+__all__ = [
+    "WIDTH",
+    "Series",
+    "lanes_chart",
+    "memory_chart",
+    "memory_path",
+    "speed_chart",
+]
 
 WIDTH = 1000.0
 _FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=250.0)
@@ -62,12 +75,8 @@ def memory_chart(plan: StepPlan, unbounded: StepPlan, budget: int) -> Markup:
 def _curve(
     plan: StepPlan, x: Scale, y: Scale, class_: str, name: str
 ) -> Iterator[Markup]:
-    points = memory_points(memory_intervals(plan))
-    drawn = columns([(x(ms), nbytes) for ms, nbytes in points], _THINNEST)
     end = x(plan.prediction.step_ms)
-    drawn = [(at, nbytes) for at, nbytes in drawn if at <= end]
-    path = steps_path((max(at, x.start), y(nbytes)) for at, nbytes in drawn)
-    path += f"H{end:.1f}"
+    path = f"{memory_path(memory_intervals(plan), x, y, end)}H{end:.1f}"
     title = (
         f"{name}: at most {bytes_text(plan.peak_bytes)}, "
         f"{ms_text(plan.prediction.step_ms)} ms"
@@ -76,6 +85,15 @@ def _curve(
         area = f"{path}V{y(0):.1f}H{x.start:.1f}z"
         yield tag("path", tag("title", title), class_="memory-area", d=area)
     yield tag("path", tag("title", title), class_=f"memory {class_}", d=path)
+
+
+def memory_path(
+    intervals: Sequence[Interval], x: Scale, y: Scale, end: float = math.inf
+) -> str:
+    """Bytes in use as a staircase up to the coordinate `end`."""
+    points = memory_points(intervals)
+    drawn = columns([(x(ms), nbytes) for ms, nbytes in points], _THINNEST)
+    return steps_path((max(at, x.start), y(n)) for at, n in drawn if at <= end)
 
 
 def _budget_line(budget: int, y: Scale, frame: Frame) -> Iterator[Markup]:
@@ -92,53 +110,30 @@ def lanes_chart(plan: StepPlan) -> Markup:
     frame = Frame(_LANES_LEFT, _FRAME.right, 8.0, bottom)
     x = linear_scale(plan.prediction.step_ms, frame.left, frame.right)
     rows = []
+    shares = []
     for i, (engine, name) in enumerate(LANES.items()):
         top = frame.top + i * (_LANE + _LANE_GAP)
         lanes = [lane for lane in plan.prediction.lanes if lane.engine == engine]
-        rows.append(_lane_row(plan, name, lanes, x, top))
+        busy_ms = sum(lane.stop_ms - lane.start_ms for lane in lanes)
+        busy = f"{busy_ms / (plan.prediction.step_ms or 1.0):.0%}"
+        shares.append(f"{name} {busy}")
+        rows.append(_lane_row(plan, name, busy, lanes, x, top))
         if engine == "compute":
             rows.append(_stalls(plan, x, top))
-    busy = ", ".join(
-        f"{name} {_busy(plan, engine):.0%}" for engine, name in LANES.items()
-    )
-    label = f"Busy share of the step: {busy}."
+    label = f"Busy share of the step: {', '.join(shares)}."
     return drawing(WIDTH, bottom + 34, label, frame.horizontal(x, "milliseconds"), rows)
 
 
-def _busy(plan: StepPlan, engine: str) -> float:
-    lanes = (lane for lane in plan.prediction.lanes if lane.engine == engine)
-    busy = sum(lane.stop_ms - lane.start_ms for lane in lanes)
-    return busy / (plan.prediction.step_ms or 1.0)
-
-
 def _lane_row(
-    plan: StepPlan, name: str, lanes: Sequence[Lane], x: Scale, top: float
+    plan: StepPlan, name: str, busy: str, lanes: Sequence[Lane], x: Scale, top: float
 ) -> Iterator[Markup]:
     middle = top + _LANE / 2
-    engine = next(engine for engine, text in LANES.items() if text == name)
     yield tag("text", name, class_="lane-name end", x=x.start - 10, y=middle - 1)
-    busy = f"busy {_busy(plan, engine):.0%}"
-    yield tag("text", busy, class_="tick end", x=x.start - 10, y=middle + 11)
-    yield tag(
-        "rect",
-        class_="lane",
-        x=x.start,
-        y=top,
-        width=x.stop - x.start,
-        height=_LANE,
-        rx=2,
-    )
+    yield tag("text", f"busy {busy}", class_="tick end", x=x.start - 10, y=middle + 11)
+    yield box("lane", x.start, top, (x.stop - x.start, _LANE), rx=2)
     for kind, first, last, members in _merged(plan, lanes, x):
-        title = _title(plan, members)
-        yield tag(
-            "rect",
-            tag("title", title),
-            class_=f"box {kind}",
-            x=first,
-            y=top,
-            width=max(last - first, 0.3),
-            height=_LANE,
-        )
+        size = (max(last - first, 0.3), _LANE)
+        yield box(f"box {kind}", first, top, size, title=_title(plan, members))
 
 
 def _merged(
@@ -186,27 +181,17 @@ def _title(plan: StepPlan, members: Sequence[Lane]) -> str:
 
 def _stalls(plan: StepPlan, x: Scale, top: float) -> Iterator[Markup]:
     for start, stop in stalls(plan.prediction.lanes):
-        if x(stop) - x(start) >= _THINNEST:
+        width = x(stop) - x(start)
+        if width >= _THINNEST:
             title = f"compute waits for a copy: {ms_text(stop - start)} ms"
-            yield tag(
-                "rect",
-                tag("title", title),
-                class_="box stall",
-                x=x(start),
-                y=top,
-                width=x(stop) - x(start),
-                height=_LANE,
-            )
+            yield box("box stall", x(start), top, (width, _LANE), title=title)
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Speed under budgets.
+    """A policy's speed under budgets; a `strong` one stands out.
 
-    Attributes:
-        name: Of the policy.
-        points: (budget in bytes, speed as a share of the unbounded one).
-        strong: Whether it stands out.
+    `points` are (budget in bytes, speed as a share of the unbounded one).
     """
 
     name: str
@@ -223,11 +208,7 @@ def speed_chart(
 ) -> Markup:
     """Speed against budget, as shares of the speed without one.
 
-    Args:
-        series: What to draw.
-        width: Of the picture.
-        height: Of the picture.
-        ticks: How many along at most.
+    Along the budgets there are at most `ticks`.
     """
     frame = Frame(56.0, width - 14, 26.0, height - 44)
     budgets = [budget for one in series for budget, _ in one.points]

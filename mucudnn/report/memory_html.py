@@ -5,14 +5,9 @@ from collections.abc import Iterable, Iterator
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.report.markup import Child, Markup, tag
-from mucudnn.report.memory_charts import (
-    Series,
-    lanes_chart,
-    memory_chart,
-    speed_chart,
-)
+from mucudnn.report.memory_charts import Series, lanes_chart, memory_chart, speed_chart
 from mucudnn.report.memory_stack import KINDS, stack_chart
-from mucudnn.report.memory_text import COLUMNS, placed_words, technique_cells
+from mucudnn.report.memory_text import placed_words, technique_table
 from mucudnn.report.page import big_card, header, legend, page, swatches, table
 from mucudnn.report.svg import marker
 from mucudnn.report.words import bytes_text, ms_text, speedup_text
@@ -24,7 +19,6 @@ SHEETS = ("style.css", "memory.css")
 """What the pictures of a step are drawn with."""
 
 _OURS = "planned"
-_CLASSES = dict.fromkeys(("policy", "scheduler", "fits", "remark"), "text")
 _QUEUES = {
     "heavy": "convolutions and matrix products",
     "light": "all other nodes",
@@ -185,23 +179,13 @@ def _panel(name: str, text: str, picture: Child, *rest: Child) -> Markup:
 
 
 def _table(study: MemoryStudy) -> Markup:
-    def row_class(row: int) -> str | None:
-        technique = study.techniques[row]
-        if technique is study.best:
-            return "best"
-        return None if technique.fits else "unfit"
-
+    faint = {i for i, technique in enumerate(study.techniques) if not technique.fits}
     return _panel(
         "Every technique",
         f"Within {bytes_text(study.budget)}. The peak of one that does not fit is what "
         "it needs at the least. Bound: no order of the same computations and copies "
         "takes less.",
-        table(
-            [column.removeprefix(">") for column in COLUMNS],
-            (technique_cells(study, technique) for technique in study.techniques),
-            _CLASSES,
-            row_class=row_class,
-        ),
+        table(technique_table(study), faint=faint),
         tag("p", placed_words(study), class_="soft"),
     )
 

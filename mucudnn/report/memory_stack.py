@@ -1,6 +1,6 @@
 """Tensors as stacked lifetimes: who holds the memory, from when to when.
 
-Parameters and state lie at the bottom. The largest and longest stays lie on them in
+Parameters and state lie at the bottom. The largest and longest intervals lie on them in
 order of arrival, and sink when one below them goes. On top are all other tensors, and
 up to the memory curve workspaces.
 """
@@ -13,20 +13,17 @@ from mucudnn.passes.memory_timeline import (
     WORKSPACE,
     Interval,
     memory_intervals,
-    memory_points,
 )
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.report.axes import (
     Frame,
     Scale,
     bytes_axis,
-    columns,
     linear_scale,
-    steps_path,
 )
 from mucudnn.report.markup import Markup, tag
-from mucudnn.report.memory_charts import WIDTH
-from mucudnn.report.svg import drawing
+from mucudnn.report.memory_charts import WIDTH, memory_path
+from mucudnn.report.svg import box, drawing
 from mucudnn.report.words import bytes_text, ms_text
 
 __all__ = ["KINDS", "stack_chart"]
@@ -85,11 +82,10 @@ def stack_chart(plan: StepPlan) -> Markup:
 
 
 def _layers(graph: Graph, intervals: Sequence[Interval], bottom: int) -> list[_Layer]:
-    """The largest and longest stays, each with the height of its lower edge."""
+    """The largest and longest intervals, each with the height of its lower edge."""
     moving = [i for i in intervals if not i.persistent and not _is_workspace(i)]
     largest = sorted(moving, key=lambda i: -i.nbytes * (i.stop_ms - i.start_ms))
-    largest = largest[:_NAMED]
-    layers = [_Layer(i, _kind(graph, i)) for i in largest]
+    layers = [_Layer(i, _kind(graph, i)) for i in largest[:_NAMED]]
     changes = sorted(
         [(layer.interval.first, layer.interval.start_ms, layer) for layer in layers]
         + [(layer.interval.last, layer.interval.stop_ms, layer) for layer in layers],
@@ -124,25 +120,15 @@ def _rest(intervals: Sequence[Interval], x: Scale, y: Scale) -> Iterator[Markup]
     """Everything under the memory curve, and what of it are no workspaces."""
     tensors = [i for i in intervals if not _is_workspace(i)]
     for some, kind in ((intervals, "workspace"), (tensors, "rest")):
-        points = memory_points(some)
-        drawn = columns([(x(ms), nbytes) for ms, nbytes in points], 0.5)
-        path = steps_path((max(at, x.start), y(nbytes)) for at, nbytes in drawn)
-        area = f"{path}H{x.stop:.1f}V{y(0):.1f}H{x.start:.1f}z"
+        area = f"{memory_path(some, x, y)}H{x.stop:.1f}V{y(0):.1f}H{x.start:.1f}z"
         title = tag("title", KINDS[kind])
         yield tag("path", title, class_=f"stay under {kind}", d=area)
 
 
 def _state(nbytes: int, x: Scale, y: Scale) -> Markup:
     title = f"parameters and state: {bytes_text(nbytes)}"
-    return tag(
-        "rect",
-        tag("title", title),
-        class_="stay state",
-        x=x.start,
-        y=y(nbytes),
-        width=x.stop - x.start,
-        height=y(0) - y(nbytes),
-    )
+    size = (x.stop - x.start, y(0) - y(nbytes))
+    return box("stay state", x.start, y(nbytes), size, title=title)
 
 
 def _polygon(layer: _Layer, x: Scale, y: Scale) -> Iterator[Markup]:
@@ -155,12 +141,8 @@ def _polygon(layer: _Layer, x: Scale, y: Scale) -> Iterator[Markup]:
         f"{interval.name}: {bytes_text(interval.nbytes)}, from "
         f"{ms_text(interval.start_ms)} to {ms_text(interval.stop_ms)} ms"
     )
-    yield tag(
-        "path",
-        tag("title", title),
-        class_=f"stay {layer.kind}",
-        d=f"{upper}{lower}z",
-    )
+    area = f"{upper}{lower}z"
+    yield tag("path", tag("title", title), class_=f"stay {layer.kind}", d=area)
     yield from _label(layer, x, y)
 
 

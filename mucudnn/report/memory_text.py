@@ -8,9 +8,9 @@ from mucudnn.report.text import Table
 from mucudnn.report.words import NOTHING, bytes_text, ms_text, speedup_text
 from mucudnn.studies.memory_study import MemoryStudy
 
-__all__ = ["COLUMNS", "heading", "memory_tables", "placed_words", "technique_cells"]
+__all__ = ["heading", "memory_tables", "placed_words", "technique_table"]
 
-COLUMNS = (
+_COLUMNS = (
     *("policy", "scheduler", "fits", ">peak", ">offloaded", ">extra nodes"),
     *(">step ms", ">slowdown", ">bound ms", "remark"),
 )
@@ -28,7 +28,7 @@ def heading(study: MemoryStudy) -> str:
 
 def memory_tables(study: MemoryStudy) -> tuple[Table, ...]:
     """Techniques first; the rest where it was asked for."""
-    tables = [_techniques(study)]
+    tables = [technique_table(study)]
     if study.curve:
         tables.append(_curve(study))
     if study.min_budget or study.max_batch:
@@ -36,8 +36,7 @@ def memory_tables(study: MemoryStudy) -> tuple[Table, ...]:
     return tuple(tables)
 
 
-def technique_cells(study: MemoryStudy, technique: Technique) -> tuple[str, ...]:
-    """One row under `COLUMNS`."""
+def _cells(study: MemoryStudy, technique: Technique) -> tuple[str, ...]:
     plan = technique.plan
     head = (technique.policy, technique.scheduler)
     if plan is None:
@@ -72,8 +71,9 @@ def placed_words(study: MemoryStudy) -> str:
     )
 
 
-def _techniques(study: MemoryStudy) -> Table:
-    rows = tuple(technique_cells(study, t) for t in study.techniques)
+def technique_table(study: MemoryStudy) -> Table:
+    """Every policy and scheduler, and in the notes what the figures are based on."""
+    rows = tuple(_cells(study, t) for t in study.techniques)
     strong = {i for i, t in enumerate(study.techniques) if t is study.best}
     unbounded = (
         f"with all the memory it could use: {bytes_text(study.unbounded.peak_bytes)}, "
@@ -87,7 +87,7 @@ def _techniques(study: MemoryStudy) -> Table:
     if study.interrupted:
         notes.append("interrupted: this is what was done by then")
     title = f"{heading(study)}; budget {bytes_text(study.budget)}"
-    return Table(title, COLUMNS, rows, frozenset(strong), tuple(notes))
+    return Table(title, _COLUMNS, rows, frozenset(strong), tuple(notes))
 
 
 def _curve(study: MemoryStudy) -> Table:
@@ -119,7 +119,7 @@ def _limits(study: MemoryStudy) -> Table:
     if study.min_budget:
         columns += [">least budget", ">bytes"]
         sizes = [study.min_budget.get(policy) for policy in policies]
-        cells.append(NOTHING if s is None else bytes_text(s) for s in sizes)
+        cells.append(map(bytes_text, sizes))
         cells.append(NOTHING if s is None else str(s) for s in sizes)
     if study.max_batch:
         columns.append(">largest batch")

@@ -23,6 +23,7 @@ from mucudnn.report.memory_stack import KINDS, stack_chart
 from mucudnn.report.memory_text import heading
 from mucudnn.report.page import big_card, legend, styles, swatches, table
 from mucudnn.report.svg import marker
+from mucudnn.report.text import Table
 from mucudnn.report.words import (
     DIRECTIONS,
     bytes_text,
@@ -56,16 +57,12 @@ def conv_plan(plan: ConvPlan) -> str:
     algorithms = dict.fromkeys(step.algo for step in plan.steps)
     colours = {algo: i for i, algo in enumerate(algorithms)}
     times = {(step.algo, step.batch): step for step in plan.steps}
-    rows = (
-        (
-            algo,
-            str(batch),
-            str(count),
-            ms_text(times[algo, batch].time_ms),
-            bytes_text(times[algo, batch].workspace),
-        )
+    rows = tuple(
+        (algo, str(batch), str(count), ms_text(one.time_ms), bytes_text(one.workspace))
         for algo, batch, count in runs(plan)
+        for one in (times[algo, batch],)
     )
+    columns = ("algorithm", ">micro-batch", ">times", ">ms each", ">workspace")
     limit = plan.workspace_limit
     facts = f"{DIRECTIONS[plan.problem.direction]}, {problem_text(plan.problem)}"
     if limit is not None:
@@ -76,11 +73,7 @@ def conv_plan(plan: ConvPlan) -> str:
         facts,
         plan_bar(plan, colours),
         legend(((marker(i, 6, 6), algo) for algo, i in colours.items()), "Algorithms"),
-        table(
-            ("algorithm", "micro-batch", "times", "ms each", "workspace"),
-            rows,
-            {"algorithm": "text"},
-        ),
+        table(Table("", columns, rows)),
     )
 
 
@@ -118,18 +111,11 @@ def comparison(found: Comparison) -> str:
 def algorithm_survey(survey: AlgorithmSurvey) -> str:
     """How far each layer's first choice reaches, limit by limit."""
     _, reach = survey_tables(survey)
-    columns = [column.removeprefix(">") for column in reach.columns]
-    texts = [name for name in reach.columns if not name.startswith(">")]
     return _piece(
         SHEETS,
         "Algorithms within a limit",
         reach.title,
-        table(
-            columns,
-            reach.rows,
-            dict.fromkeys(texts, "text"),
-            row_class=lambda row: "best" if row in reach.strong else None,
-        ),
+        table(reach),
         tag("ul", (tag("li", note) for note in reach.notes), class_="notes"),
     )
 
@@ -137,7 +123,7 @@ def algorithm_survey(survey: AlgorithmSurvey) -> str:
 def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
     prediction = plan.prediction
     stalls_ms = sum(prediction.stalls_ms.values())
-    leaving = [i.tensor for i in plan.schedule.instructions if isinstance(i, SwapOut)]
+    offloaded = [i.tensor for i in plan.schedule.instructions if isinstance(i, SwapOut)]
     again = [node.name for node in plan.schedule.graph.nodes if "~" in node.name]
     unbounded_ms = _unbounded_ms(prediction)
     facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
@@ -169,7 +155,7 @@ def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
                 "Offloaded",
                 bytes_text(prediction.out_bytes),
                 "in a step",
-                _names(leaving, "nothing leaves"),
+                _names(offloaded, "nothing leaves"),
             ),
             big_card(
                 "Computed again",

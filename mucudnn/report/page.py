@@ -1,10 +1,11 @@
 """What all pages are made of: one file that needs no other, cards, tables, legends."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
 
 from mucudnn.report.markup import Child, Markup, tag
-from mucudnn.report.svg import drawing
+from mucudnn.report.svg import box, drawing
+from mucudnn.report.text import Table
 
 __all__ = [
     "big_card",
@@ -17,15 +18,12 @@ __all__ = [
     "table",
 ]
 
+_LONG = dict.fromkeys(("plan", "reason"), "text plan")
+"""Columns whose cells take several lines."""
+
 
 def page(title: str, sheets: Sequence[str], *content: Child) -> str:
-    """A whole file, as text.
-
-    Args:
-        title: Of the window.
-        sheets: Names of style sheets.
-        content: Of the body.
-    """
+    """A whole file, as text, in the style of `sheets`."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -66,38 +64,34 @@ def big_card(head: str, big: str, small: str, foot: str, *between: Child) -> Mar
 
 
 def table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    classes: Mapping[str, str],
-    *,
-    caption: str | None = None,
-    row_class: Callable[[int], str | None] = lambda row: None,
+    shown: Table, *, captioned: bool = False, faint: Collection[int] = ()
 ) -> Markup:
-    """Rows under a header, in a box that scrolls.
+    """A table of text in a box that scrolls, its notes left out.
 
     Args:
-        columns: Header.
-        rows: One cell a column.
-        classes: Column -> class of its cells; numbers have none.
-        caption: A line above.
-        row_class: Index of a row -> its class.
+        shown: Columns that are aligned to the right are numbers.
+        captioned: With its title above.
+        faint: Indices of rows that stand back.
     """
-    of = [classes.get(column) for column in columns]
+    classes = [
+        None if column.startswith(">") else _LONG.get(column, "text")
+        for column in shown.columns
+    ]
     head = (
-        tag("th", column, class_=class_ and "text", scope="col")
-        for column, class_ in zip(columns, of, strict=True)
+        tag("th", column.removeprefix(">"), class_=class_ and "text", scope="col")
+        for column, class_ in zip(shown.columns, classes, strict=True)
     )
     body = (
         tag(
             "tr",
-            (tag("td", cell, class_=c) for cell, c in zip(row, of, strict=True)),
-            class_=row_class(i),
+            (tag("td", cell, class_=c) for cell, c in zip(row, classes, strict=True)),
+            class_="best" if i in shown.strong else "unfit" if i in faint else None,
         )
-        for i, row in enumerate(rows)
+        for i, row in enumerate(shown.rows)
     )
     drawn = tag(
         "table",
-        [] if caption is None else tag("caption", caption),
+        tag("caption", shown.title) if captioned else [],
         tag("thead", tag("tr", head)),
         tag("tbody", body),
     )
@@ -118,6 +112,5 @@ def legend(entries: Iterable[tuple[Child, str]], name: str | None = None) -> Mar
 def swatches(kinds: Mapping[str, str]) -> Markup:
     """A legend of colours: class in the style sheet -> meaning."""
     return legend(
-        (tag("rect", class_=f"key {kind}", x=1, y=1, width=10, height=10, rx=2), text)
-        for kind, text in kinds.items()
+        (box(f"key {kind}", 1, 1, (10, 10), rx=2), text) for kind, text in kinds.items()
     )

@@ -2,8 +2,8 @@
 
 The format is a pickle of plain dictionaries: segments of device memory with the blocks
 in them, and for every device a trace of what was taken and given back, oldest first.
-Every tensor has the address that the step has for it: what never leaves comes first,
-the arena behind it. The frame under it has its name.
+Every tensor has the address that the step has for it: what is resident all the
+time comes first, the arena behind it. The frame under it has its name.
 """
 
 import pickle
@@ -96,7 +96,7 @@ def _event(
         "size": size,
         "stream": 0,
         "time_us": int(at_ms * _US),
-        "frames": [{"filename": "mucudnn", "line": 0, "name": name}],
+        "frames": _frames(name),
     }
 
 
@@ -107,10 +107,9 @@ def _segment(left: Sequence[tuple[int, Interval]], size: int) -> dict[str, Any]:
     for address, interval in left:
         if address > at:
             blocks.append(_block(at, address - at, "inactive", ""))
-        blocks.append(
-            _block(address, interval.nbytes, "active_allocated", interval.name)
-        )
-        at = address + interval.nbytes
+        nbytes, name = interval.nbytes, interval.name
+        blocks.append(_block(address, nbytes, "active_allocated", name))
+        at = address + nbytes
     if at < _BASE + size:
         blocks.append(_block(at, _BASE + size - at, "inactive", ""))
     active = sum(interval.nbytes for _, interval in left)
@@ -131,11 +130,14 @@ def _segment(left: Sequence[tuple[int, Interval]], size: int) -> dict[str, Any]:
 
 
 def _block(address: int, size: int, state: str, name: str) -> dict[str, Any]:
-    frames = [{"filename": "mucudnn", "line": 0, "name": name}] if name else []
     return {
         "address": address,
         "size": size,
         "requested_size": size if name else 0,
         "state": state,
-        "frames": frames,
+        "frames": _frames(name) if name else [],
     }
+
+
+def _frames(name: str) -> list[dict[str, Any]]:
+    return [{"filename": "mucudnn", "line": 0, "name": name}]

@@ -2,7 +2,7 @@
 
 from mucudnn.report.markup import Child, Markup, tag
 
-__all__ = ["COLOURS", "drawing", "marker"]
+__all__ = ["COLOURS", "box", "drawing", "marker"]
 
 COLOURS = 10
 """Colour classes `a0` … in the style sheet."""
@@ -12,6 +12,21 @@ def drawing(width: float, height: float, label: str, *children: Child) -> Markup
     """An SVG that scales with the page and says what it shows."""
     view = f"0 0 {width:g} {height:g}"
     return tag("svg", children, viewBox=view, role="img", aria_label=label)
+
+
+def box(
+    class_: str | None,
+    x: float,
+    y: float,
+    size: tuple[float, float],
+    *,
+    title: str = "",
+    rx: int | None = None,
+) -> Markup:
+    """A rectangle with its top left corner at (x, y), `size` being (width, height)."""
+    width, height = size
+    said = _titled(title)
+    return tag("rect", said, class_=class_, x=x, y=y, width=width, height=height, rx=rx)
 
 
 def marker(
@@ -30,7 +45,12 @@ def marker(
     )
     return tag(
         "path",
-        [tag("title", title)] if title else [],
+        _titled(title),
         d=shapes[index % len(shapes)](),
         class_=f"mark a{index % COLOURS}" + ("" if filled else " hollow"),
     )
+
+
+def _titled(title: str) -> Child:
+    """What an element says when it is pointed at, if anything."""
+    return tag("title", title) if title else []

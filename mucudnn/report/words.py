@@ -28,9 +28,9 @@ DIRECTIONS = {
 }
 
 
-def bytes_text(nbytes: int) -> str:
+def bytes_text(nbytes: int | None) -> str:
     """`64 MiB`: whole numbers without a decimal."""
-    return format_bytes(nbytes).replace(".0 ", " ")
+    return NOTHING if nbytes is None else format_bytes(nbytes).replace(".0 ", " ")
 
 
 def limit_text(limit: Limit) -> str:

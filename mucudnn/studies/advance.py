@@ -33,11 +33,10 @@ def advancing(
         work: Makes a result of a layer; how many are left, itself included, is said.
         tell: Called when a layer begins and when it is done.
     """
+    say = tell or (lambda at: None)
     for i, layer in enumerate(layers):
         begun: Advance[R] = Advance(layer, i, len(layers))
-        if tell is not None:
-            tell(begun)
+        say(begun)
         result = work(layer, len(layers) - i)
         yield result
-        if tell is not None:
-            tell(replace(begun, result=result))
+        say(replace(begun, result=result))

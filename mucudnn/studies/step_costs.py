@@ -76,9 +76,8 @@ class StepCosts:
         self._recorded = read_fronts(recordings, problems) if recordings else None
         fronts = self._fronts(problems)
         self.profile = profile or estimate(graph, device, fronts=fronts)
-        measured = sum(problem in fronts for problem in problems)
-        if device == CPU:
-            measured = len(problems)
+        known = problems if device == CPU else [p for p in problems if p in fronts]
+        measured = len(known)
         where = None if self._recorded is None else self._recorded.device
         self.coverage = Coverage(measured, len(problems) - measured, where)
 

@@ -19,15 +19,12 @@ __all__ = [
     "short_name",
 ]
 
-_AXES = (
-    ("d", "t"),
-    ("h", "r"),
-    ("w", "s"),
-)  # input letter, filter letter, deepest first
-_STEPS = {"pad": "padding", "stride": "stride", "dilation": "dilation"}
+_AXES = (("d", "t"), ("h", "r"), ("w", "s"))
+"""Input letter, filter letter, deepest first."""
+_STEPS = {"pad": 0, "stride": 1, "dilation": 1}
+"""What is said of every axis, or of each, and what it is if nothing is said."""
 _MOST = 2**31 - 1  # libraries count in 32 bits
 _TEXT = ("dtype", "layout")
-_DEFAULTS = {"pad": 0, "stride": 1, "dilation": 1}
 
 PROBLEM_KEYS = (
     *("n", "c", "d", "h", "w", "k", "t", "r", "s"),
@@ -86,19 +83,15 @@ def problem_from_fields(
     """
     values = _integers(fields, labels or {})
     axes = _spatial_axes(values)
-    inputs = [i for i, _ in axes]
-    _require(values, ("n", "c", *inputs, "k", *(f for _, f in axes)))
+    inputs, filters = [i for i, _ in axes], [f for _, f in axes]
+    _require(values, ("n", "c", *inputs, "k", *filters))
     groups = values.get("groups", 1)
     if groups < 1 or values["c"] % groups:
         raise ValueError(f"{values['c']} channels do not divide into {groups} groups")
     return ConvProblem(
         direction=Direction.FORWARD,
-        x_shape=(values["n"], values["c"], *(values[i] for i, _ in axes)),
-        w_shape=(
-            values["k"],
-            values["c"] // groups,
-            *(values[f] for _, f in axes),
-        ),
+        x_shape=(values["n"], values["c"], *(values[i] for i in inputs)),
+        w_shape=(values["k"], values["c"] // groups, *(values[f] for f in filters)),
         stride=_per_axis(values, "stride", inputs),
         padding=_per_axis(values, "pad", inputs),
         dilation=_per_axis(values, "dilation", inputs),
@@ -152,5 +145,5 @@ def _per_axis(values: Mapping[str, int], step: str, axes: Sequence[str]) -> list
         raise ValueError(
             f"{stray[0]} is given, but the input has only the axes {', '.join(axes)}"
         )
-    default = values.get(step, _DEFAULTS[step])
+    default = values.get(step, _STEPS[step])
     return [values.get(f"{step}_{axis}", default) for axis in axes]

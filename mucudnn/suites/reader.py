@@ -8,17 +8,12 @@ and `filter_h` are the height, s and `filter_w` the width.
 
 import csv
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mucudnn.ir.sizes import parse_integer
-from mucudnn.suites.layer import (
-    PROBLEM_KEYS,
-    Layer,
-    problem_from_fields,
-    short_name,
-)
+from mucudnn.suites.layer import PROBLEM_KEYS, Layer, problem_from_fields, short_name
 
 __all__ = ["COLUMNS", "read_layers", "read_layers_file"]
 
@@ -41,12 +36,6 @@ _DEEPBENCH = (
     *("pad_w", "pad_h", "stride_w", "stride_h"),
 )
 _MOST_TIMES = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    key: str
-    label: str
 
 
 def read_layers_file(path: str | Path) -> tuple[Layer, ...]:
@@ -77,7 +66,7 @@ def read_layers(lines: Iterable[str], stem: str, where: str) -> tuple[Layer, ...
         ValueError: It is not such a table; the message names line and column.
     """
     layers: list[Layer] = []
-    columns = list[_Column]()
+    columns: dict[str, str] = {}
     by_position = False
     reader = csv.reader(lines, skipinitialspace=True)
     try:
@@ -91,7 +80,7 @@ def read_layers(lines: Iterable[str], stem: str, where: str) -> tuple[Layer, ...
                 if not by_position:
                     columns = _header(cells, at)
                     continue
-                columns = [_Column(key, key) for key in _DEEPBENCH]
+                columns = {key: key for key in _DEEPBENCH}
             if by_position:
                 cells = cells[: len(columns)]
             layers.append(_layer(cells, columns, at, f"{stem}/{len(layers) + 1}"))
@@ -109,8 +98,9 @@ def _is_data(cells: Sequence[str]) -> bool:
     )
 
 
-def _header(cells: Sequence[str], at: str) -> list[_Column]:
-    columns = list[_Column]()
+def _header(cells: Sequence[str], at: str) -> dict[str, str]:
+    """Key -> what the file calls it, column by column."""
+    columns: dict[str, str] = {}
     for label in cells:
         key = _ALIASES.get(label.lower(), label.lower())
         if key not in COLUMNS:
@@ -119,22 +109,22 @@ def _header(cells: Sequence[str], at: str) -> list[_Column]:
                 f"(and {', '.join(_ALIASES)}), or, without a header, "
                 f"{','.join(_DEEPBENCH)} by position"
             )
-        if any(column.key == key for column in columns):
+        if key in columns:
             raise ValueError(f"{at}: two columns for {key!r} in {','.join(cells)}")
-        columns.append(_Column(key, label))
+        columns[key] = label
     return columns
 
 
 def _layer(
-    cells: Sequence[str], columns: Sequence[_Column], at: str, fallback: str
+    cells: Sequence[str], columns: Mapping[str, str], at: str, fallback: str
 ) -> Layer:
     if len(cells) != len(columns):
         raise ValueError(
             f"{at}: {len(cells)} cells for {len(columns)} columns "
-            f"({','.join(column.label for column in columns)})"
+            f"({','.join(columns.values())})"
         )
-    row = {c.key: cell for c, cell in zip(columns, cells, strict=True) if cell}
-    labels = {column.key: f"column {column.label!r}" for column in columns}
+    row = {key: cell for key, cell in zip(columns, cells, strict=True) if cell}
+    labels = {key: f"column {label!r}" for key, label in columns.items()}
     try:
         count = _count(row.pop("count", "1"))
         problem = problem_from_fields(
