@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase, Role, TensorSpec
+from mucudnn.ir.traits import PLAIN, NodeTraits
 from mucudnn.passes.graph.autodiff import training_graph
 
 UNARY = ("relu", "bias", "scale", "mix")
 BINARY = ("add", "multiply", "relu_grad", "mix")
+
+TRAITS = {
+    "reshape": NodeTraits(view=True),
+    "relu_grad": NodeTraits(overwrites=(1,)),
+    **dict.fromkeys(("relu", "bias", "scale"), NodeTraits(overwrites=(0,))),
+    **dict.fromkeys(("add", "multiply"), NodeTraits(overwrites=(0, 1))),
+}
+"""These nodes are of nobody's: they say themselves what they are."""
 
 
 class Symbols:
@@ -39,7 +48,7 @@ class Symbols:
         for i, name in enumerate(node.mutates):
             memory[storages[name]] = self.number("mutated", node.name, i, read)
         for i, name in enumerate(node.outputs):
-            if node.op != "reshape":
+            if not node.traits.view:
                 memory[storages[name]] = self.number("written", node.name, i, read)
         return read
 
@@ -92,7 +101,14 @@ class _Draft:
     def add(self, op, inputs, outputs=(), mutates=()):
         name = f"n{len(self.nodes)}"
         self.nodes.append(
-            Node(name, op, tuple(inputs), tuple(outputs), mutates=tuple(mutates))
+            Node(
+                name,
+                op,
+                tuple(inputs),
+                tuple(outputs),
+                mutates=tuple(mutates),
+                traits=TRAITS.get(op, PLAIN),
+            )
         )
 
     def node(self):

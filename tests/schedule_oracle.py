@@ -19,7 +19,6 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
-from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.liveness import kept, rounded
 
 __all__ = ["verify"]
@@ -188,7 +187,7 @@ class _Replay:
             storage = self._storages[name]
             room = storage in self._content
             self._need(room, instruction, f"{name!r} has no memory")
-            if node.op not in VIEWS:
+            if not node.traits.view:
                 self._settled(storage, instruction)
         for name in node.mutates:
             storage = self._storages[name]
@@ -197,9 +196,9 @@ class _Replay:
             self._outdate(storage)
         for name in node.outputs:
             storage = self._storages[name]
-            if node.op in VIEWS:
+            if node.traits.view:
                 self._content[storage].add(name)
-                if node.inputs[0] in self._hosted.get(storage, ()):
+                if not self._hosted.get(storage, set()).isdisjoint(node.inputs):
                     self._hosted[storage].add(name)
             else:
                 self._content[storage] = {name}

@@ -122,7 +122,8 @@ class Rewriter:
         ready = self._known[again]
         choices = _Choices(ready.graph, residency, hosted)
         swaps = {u.storage: g for u in ready.idle if (g := choices.gaps(u))}
-        found = replace(ready, swaps=swaps, away=hosted or frozenset())
+        away = (hosted or frozenset()) - ready.graph.immovable
+        found = replace(ready, swaps=swaps, away=away)
         self._last = asked, found
         return found
 
@@ -156,6 +157,7 @@ class _Choices:
     ) -> None:
         phases = enumerate(node.phase for node in graph.nodes)
         self._count = len(graph.nodes)
+        self._immovable = graph.immovable
         self._boundary = next(
             (i for i, p in phases if p is not Phase.FORWARD), self._count
         )
@@ -172,6 +174,8 @@ class _Choices:
 
     def gaps(self, use: Use) -> list[tuple[int, int]]:
         """Gaps of one storage, ascending."""
+        if use.storage in self._immovable:
+            return []
         choice = self._choice(use)
         if choice not in (Residency.OFFLOAD, Residency.PAGE):
             return []

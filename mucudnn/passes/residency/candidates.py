@@ -6,10 +6,11 @@ again.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mucudnn.passes.graph.recompute_chains import is_checkpoint, recompute_chain
+from mucudnn.passes.graph.recompute_chains import is_checkpoint, recompute_ms
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
@@ -67,8 +68,8 @@ def by_cost(step: Step) -> list[Candidate]:
     names = {saved.name for saved in tensors}
     found = []
     for saved in tensors:
-        nodes = recompute_chain(step.graph, saved.name, names.__contains__)
-        again = sum(step.profile.node_ms[node.name] for node in nodes)
+        node_ms = step.profile.node_ms
+        again = recompute_ms(step.graph, node_ms, saved.name, names.__contains__)
         checkpoint = is_checkpoint(step.graph, saved.name, names.__contains__)
         found.append(Candidate(saved, again, checkpoint))
     return sorted(found, key=lambda c: c.again_ms / max(1, c.saved.nbytes))
@@ -108,7 +109,8 @@ def mixed(
 
     def choice(index: int, candidate: Candidate) -> Residency:
         each = mode is Residency.RECOMPUTE_EACH
-        if index >= count or (each and candidate.checkpoint):
+        impossible = candidate.again_ms == math.inf
+        if index >= count or impossible or (each and candidate.checkpoint):
             return Residency.OFFLOAD
         return mode
 
