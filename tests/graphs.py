@@ -12,6 +12,7 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.traits import PLAIN, NodeTraits
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.planning.costs import origin
 
 UNARY = ("relu", "bias", "scale", "mix")
 BINARY = ("add", "multiply", "relu_grad", "mix")
@@ -42,14 +43,15 @@ class Symbols:
         }
 
     def run(self, graph, node, memory):
-        """Change memory as a node does; return what it reads."""
+        """Change memory as a node, or a copy of it, does; return what it reads."""
         storages = graph.storages
         read = tuple(memory[storages[name]] for name in node.inputs)
+        who = origin(node.name)
         for i, name in enumerate(node.mutates):
-            memory[storages[name]] = self.number("mutated", node.name, i, read)
+            memory[storages[name]] = self.number("mutated", who, i, read)
         for i, name in enumerate(node.outputs):
             if not node.traits.view:
-                memory[storages[name]] = self.number("written", node.name, i, read)
+                memory[storages[name]] = self.number("written", who, i, read)
         return read
 
     def meaning(self, graph):

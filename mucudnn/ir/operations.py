@@ -42,7 +42,8 @@ def _matmul(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTrait
 
 
 def _concat(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
-    return NodeTraits(joint=True, batch=Batch((0,) * len(inputs), (0,)))
+    batch = Batch((0,) * len(inputs), (0,)) if attrs["axis"] else None
+    return NodeTraits(joint=True, batch=batch)
 
 
 def _reshape(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
@@ -85,6 +86,7 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
             rereads=(0,),
             batch=Batch((0, 0, None, 0, 0), (0, None, None)),
         ),
+        "identity": _FROM_ONE,
         "leaky_relu": _FUNCTION,
         "leaky_relu_grad": _OF_FUNCTION,
         "lrn": _FROM_ONE,
