@@ -126,11 +126,10 @@ def _superneurons(step: Step, once: Callable[[int, int], bool]) -> dict[str, Res
 def _head(graph: Graph, tensor: str) -> str:
     """The checkpoint that a segment begins behind."""
     node = graph.producers[tensor]
-    while not node.traits.expensive:
-        source = next(iter(node.inputs), None)
-        if source not in graph.producers:
+    while not node.traits.expensive and node.inputs:
+        if node.inputs[0] not in graph.producers:
             break
-        node = graph.producers[source]
+        node = graph.producers[node.inputs[0]]
     return node.name
 
 
