@@ -177,15 +177,14 @@ class Graph:
         return found
 
     @cached_property
-    def overwritten(self) -> Mapping[str, tuple[int, ...]]:
-        """Storage -> positions of the nodes that replace what was in its bytes."""
-        found: dict[str, tuple[int, ...]] = {}
+    def overwritten(self) -> Mapping[int, tuple[str, ...]]:
+        """Position of a node -> storages that it replaces what was in."""
+        found: dict[int, tuple[str, ...]] = {}
         for position, node in enumerate(self.nodes):
             own = () if node.traits.view else node.outputs
             replaced = (name for name in own if self.tensors[name].alias is not None)
-            for name in (*node.mutates, *replaced):
-                storage = self.storages[name]
-                found[storage] = (*found.get(storage, ()), position)
+            if names := (*node.mutates, *replaced):
+                found[position] = tuple(self.storages[name] for name in names)
         return found
 
     @cached_property

@@ -59,7 +59,7 @@ class _Rewriter:
         self._graph = graph
         self._residency = residency
         self._saved = saved
-        self._now = 0
+        self._changed: dict[str, int] = {}
         self._copies: dict[str, str] = {}
         self._count = 0
 
@@ -68,14 +68,16 @@ class _Rewriter:
         if node.phase is Phase.BACKWARD:
             mine: dict[str, str] = {}
             inputs = tuple(self._again(name, mine) for name in node.inputs)
-            for output in node.outputs:
-                alias = self._alias(node, output, inputs)
-                if alias != self.tensors[output].alias:
-                    self.tensors[output] = replace(self.tensors[output], alias=alias)
+            for spec in (self.tensors[output] for output in node.outputs):
+                alias = self._alias(node, spec, inputs)
+                if alias != spec.alias:
+                    self.tensors[spec.name] = replace(spec, alias=alias)
             if inputs != node.inputs:
                 node = replace(node, inputs=inputs)
         self.nodes.append(node)
-        self._now += 1
+        now = self._graph.positions[node.name]
+        for storage in self._graph.overwritten.get(now, ()):
+            self._changed[storage] = now
 
     def _again(self, name: str, mine: dict[str, str]) -> str:
         """The tensor itself, or a copy of it made now; `mine` are this node's own."""
@@ -127,43 +129,49 @@ class _Rewriter:
         """
         if not node.recomputable:
             return False
-        graph, first = self._graph, self._graph.positions[node.name]
-        return not any(
-            first <= position < self._now
-            for name in node.inputs
-            if name not in node.mutates
-            for position in graph.overwritten.get(graph.storages[name], ())
-        )
+        read = (self._graph.storages[t] for t in node.inputs if t not in node.mutates)
+        changed = [
+            self._changed[storage] for storage in read if storage in self._changed
+        ]
+        return not changed or max(changed) < self._graph.positions[node.name]
 
     def _copy(self, node: Node, inputs: tuple[str, ...], known: dict[str, str]) -> None:
         self._count += 1
         outputs = tuple(f"{output}~{self._count}" for output in node.outputs)
         for output, name in zip(node.outputs, outputs, strict=True):
-            self.tensors[name] = replace(
-                self._graph.tensors[output],
-                name=name,
-                role=Role.ACTIVATION,
-                alias=self._alias(node, output, inputs),
+            spec = self._graph.tensors[output]
+            self.tensors[name] = TensorSpec(
+                name,
+                spec.shape,
+                spec.dtype,
+                Role.ACTIVATION,
+                self._alias(node, spec, inputs),
+                spec.storage_bytes,
             )
+        attrs = node.attrs
+        if node.traits.replay:
+            attrs = MappingProxyType({**attrs, **dict(node.traits.replay)})
         known.update(zip(node.outputs, outputs, strict=True))
         self.nodes.append(
-            replace(
-                node,
-                name=f"{node.name}~{self._count}",
-                inputs=inputs,
-                outputs=outputs,
-                attrs=MappingProxyType({**node.attrs, **dict(node.traits.replay)}),
-                phase=Phase.BACKWARD,
-                mutates=(),
+            Node(
+                f"{node.name}~{self._count}",
+                node.op,
+                inputs,
+                outputs,
+                attrs,
+                Phase.BACKWARD,
+                traits=node.traits,
             )
         )
 
-    def _alias(self, node: Node, output: str, inputs: tuple[str, ...]) -> str | None:
+    def _alias(
+        self, node: Node, spec: TensorSpec, inputs: tuple[str, ...]
+    ) -> str | None:
         """What a result has the bytes of if its node reads these inputs.
 
         A view of a copy shares the copy's bytes, not the original's.
         """
-        alias = self._graph.tensors[output].alias
+        alias = spec.alias
         if alias is None:
             return None
         now = dict(zip(node.inputs, inputs, strict=True))
