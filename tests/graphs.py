@@ -7,13 +7,23 @@ the same things get the same numbers. It knows nothing of dependencies or livene
 from dataclasses import replace
 
 from hypothesis import strategies as st
+from mucudnn.passes.planning.costs import origin
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase, Role, TensorSpec
+from mucudnn.ir.traits import PLAIN, NodeTraits
 from mucudnn.passes.graph.autodiff import training_graph
 
 UNARY = ("relu", "bias", "scale", "mix")
 BINARY = ("add", "multiply", "relu_grad", "mix")
+
+TRAITS = {
+    "reshape": NodeTraits(view=True),
+    "relu_grad": NodeTraits(overwrites=(1,)),
+    **dict.fromkeys(("relu", "bias", "scale"), NodeTraits(overwrites=(0,))),
+    **dict.fromkeys(("add", "multiply"), NodeTraits(overwrites=(0, 1))),
+}
+"""These nodes are of nobody's: they say themselves what they are."""
 
 
 class Symbols:
@@ -33,14 +43,15 @@ class Symbols:
         }
 
     def run(self, graph, node, memory):
-        """Change memory as a node does; return what it reads."""
+        """Change memory as a node, or a copy of it, does; return what it reads."""
         storages = graph.storages
         read = tuple(memory[storages[name]] for name in node.inputs)
+        who = origin(node.name)
         for i, name in enumerate(node.mutates):
-            memory[storages[name]] = self.number("mutated", node.name, i, read)
+            memory[storages[name]] = self.number("mutated", who, i, read)
         for i, name in enumerate(node.outputs):
-            if node.op != "reshape":
-                memory[storages[name]] = self.number("written", node.name, i, read)
+            if not node.traits.view:
+                memory[storages[name]] = self.number("written", who, i, read)
         return read
 
     def meaning(self, graph):
@@ -92,7 +103,14 @@ class _Draft:
     def add(self, op, inputs, outputs=(), mutates=()):
         name = f"n{len(self.nodes)}"
         self.nodes.append(
-            Node(name, op, tuple(inputs), tuple(outputs), mutates=tuple(mutates))
+            Node(
+                name,
+                op,
+                tuple(inputs),
+                tuple(outputs),
+                mutates=tuple(mutates),
+                traits=TRAITS.get(op, PLAIN),
+            )
         )
 
     def node(self):

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from mucudnn.ir.operations import traits_of
 from mucudnn.ir.tensor import TensorSpec
 from tests.kernel_cases import ADAM, DECAYED, PLAIN, normal, run
 
@@ -19,6 +20,11 @@ class Case:
     inputs: list[Any]
     outputs: list[Any]  # (shape, dtype)
     attrs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def traits(self):
+        made = [TensorSpec("y", *output) for output in self.outputs]
+        return traits_of(self.op, _specs(self.inputs), made, self.attrs)
 
 
 def compute(kernel, case, to=lambda a: a, back=lambda a: a, place=None):

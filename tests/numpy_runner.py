@@ -25,7 +25,7 @@ def execute(
         outputs = [values[name] for name in node.outputs]
         if node.op == "conv":
             _convolve(backend, node, inputs, outputs[0])
-        elif node.op != "reshape":
+        elif not node.traits.view:
             kernel = backend.kernels[node.op]
             nbytes = kernel.workspace(
                 [graph.tensors[name] for name in node.inputs],

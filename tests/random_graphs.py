@@ -1,6 +1,11 @@
-"""Random training graphs with forks, joins, views, sums in place, norms and dropout."""
+"""Random training graphs with forks, joins, views, sums in place, norms and dropout.
+
+`foreign` makes of them what other frameworks bring: results that stay where they are,
+nodes that never run again, memory of the caller, tied parameters, sizes in bytes.
+"""
 
 import itertools
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -8,7 +13,7 @@ from hypothesis import strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
-from mucudnn.ir.graph import PERSISTENT
+from mucudnn.ir.graph import PERSISTENT, Graph, Role
 from mucudnn.ir.optimizers import Sgd
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.autodiff import training_graph
@@ -35,6 +40,9 @@ LAYERS = (
     "multiply",
     "lrn",
     "pool",
+    "constant",
+    "tied",
+    "views",
 )
 
 
@@ -81,8 +89,61 @@ def _layer(g: GraphBuilder, kind: str, x: str, other: str) -> str:
             return g.reshape(g.relu(g.flatten(x)), shape)
         case "lrn":
             return g.lrn(x)
+        case "constant":
+            return g.multiply(x, g.append("fill", (), g.shape(x), value=0.5))
+        case "tied":
+            first = g.nodes[0]
+            return g.append("conv", (x, first.inputs[1]), g.shape(x), **first.attrs)
+        case "views":
+            flat = g.flatten(g.scale(x, 0.5))
+            base = g.tensors[flat].alias
+            return g.relu(g.append("reshape", (flat,), g.shape(x), alias=base))
         case _:
             return g.max_pool(x, 3, stride=1, padding=1)
+
+
+@st.composite
+def foreign(draw, graph, sizes=True):
+    """A graph that says of its nodes what nobody else knows.
+
+    Args:
+        draw: Of hypothesis.
+        graph: A training graph.
+        sizes: Whether tensors get a data type of which only the size is known; such a
+            graph is planned, not run.
+    """
+    tensors = dict(graph.tensors)
+    nodes = [
+        replace(
+            node,
+            traits=replace(
+                node.traits,
+                recomputable=draw(st.integers(0, 3)) > 0,
+                movable=draw(st.integers(0, 3)) > 0,
+            ),
+        )
+        for node in graph.nodes
+    ]
+    if draw(st.booleans()):
+        tensors["image"] = replace(tensors["image"], role=Role.BORROWED)
+    for spec in graph.with_role(Role.PARAMETER):
+        twin = replace(spec, name=f"{spec.name}:twin", alias=spec.name)
+        readers = [i for i, n in enumerate(nodes) if spec.name in n.inputs]
+        at = draw(st.sampled_from(readers))
+        if draw(st.booleans()) and spec.name not in nodes[at].mutates:
+            tensors[twin.name] = twin
+            inputs = (twin.name if t == spec.name else t for t in nodes[at].inputs)
+            nodes[at] = replace(nodes[at], inputs=tuple(inputs))
+    if sizes:
+        for name, storage in graph.storages.items():
+            spec, size = graph.tensors[name], draw(st.integers(1, 3))
+            if name == storage and spec.dtype == "float32":
+                nbytes = spec.nbytes * size + draw(st.integers(0, 1))
+                odd = {"dtype": f"odd{size}", "storage_bytes": nbytes}
+                for other, root in graph.storages.items():
+                    if root == storage:
+                        tensors[other] = replace(tensors[other], **odd)
+    return Graph(tensors, tuple(nodes), graph.outputs, graph.gradients)
 
 
 @st.composite
@@ -143,7 +204,9 @@ def feeds(graph, seed=0):
     found = {}
     for name in graph.inputs:
         spec = graph.tensors[name]
-        if spec.dtype == "int64":
+        if spec.alias is not None:
+            found[name] = found[graph.storages[name]].reshape(spec.shape)
+        elif spec.dtype == "int64":
             found[name] = rng.integers(0, 3, spec.shape)
         else:
             found[name] = rng.uniform(0.5, 1.5, spec.shape).astype(spec.dtype)

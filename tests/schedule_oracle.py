@@ -19,7 +19,6 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
-from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.liveness import kept, rounded
 
 __all__ = ["verify"]
@@ -82,14 +81,18 @@ class _Replay:
         self._persistent = {spec.name for spec in graph.with_role(*PERSISTENT)}
         self._resident = set(schedule.resident)
         self._live_across = set(schedule.live_across)
+        self._given: dict[str, set[str]] = {}  # tied ones are several names for one
+        for name in graph.inputs:
+            self._given.setdefault(graph.storages[name], set()).add(name)
         self._content = {
-            name: {name}
+            name: set(self._given[name])
             for name in self._persistent
-            if graph.tensors[name].alias is None
-            and (name in self._resident or name in self._live_across)
+            if name in self._resident or name in self._live_across
         }
-        self._fed = {spec.name: {spec.name} for spec in graph.with_role(Role.INPUT)}
-        self._hosted = {n: {n} for n in schedule.hosted if n not in outdated}
+        inputs = (spec.name for spec in graph.with_role(Role.INPUT))
+        self._fed = {name: set(self._given[name]) for name in inputs}
+        left = (name for name in schedule.hosted if name not in outdated)
+        self._hosted = {name: set(self._given[name]) for name in left}
         self._moving = _moving_at_the_end(schedule)
         self._at_first = dict(self._moving)
         self._used = sum(self._size(name) for name in self._content)
@@ -188,18 +191,18 @@ class _Replay:
             storage = self._storages[name]
             room = storage in self._content
             self._need(room, instruction, f"{name!r} has no memory")
-            if node.op not in VIEWS:
+            if not node.traits.view:
                 self._settled(storage, instruction)
         for name in node.mutates:
             storage = self._storages[name]
             persistent = storage in self._persistent
-            self._content[storage] = {storage} if persistent else {name}
+            self._content[storage] = set(self._given[storage]) if persistent else {name}
             self._outdate(storage)
         for name in node.outputs:
             storage = self._storages[name]
-            if node.op in VIEWS:
+            if node.traits.view:
                 self._content[storage].add(name)
-                if node.inputs[0] in self._hosted.get(storage, ()):
+                if not self._hosted.get(storage, set()).isdisjoint(node.inputs):
                     self._hosted[storage].add(name)
             else:
                 self._content[storage] = {name}
@@ -210,7 +213,7 @@ class _Replay:
         """The host's copy of a parameter or of state is no longer good."""
         if storage in self._persistent:
             self._hosted.pop(storage, None)
-            self._content[storage].add(storage)
+            self._content[storage] |= self._given[storage]
 
     def _size(self, storage: str) -> int:
         return rounded(self._graph.tensors[storage].nbytes, self._granularity)

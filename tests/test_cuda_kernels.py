@@ -11,7 +11,6 @@ from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import KERNELS, PROGRAMS, bind
 from mucudnn.backends.cuda.kernels.program import CupyLauncher, compiler_options
 from mucudnn.errors import BackendError, UnsupportedError
-from mucudnn.passes.graph.inplace import OVERWRITABLE
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.mirror_cases import Case, cases, compute
 
@@ -35,7 +34,7 @@ def mirror(kernels, dtype, **moves):
     """Every case, in every place that a result may have; returns the operations."""
     seen = set()
     for case in cases(dtype):
-        for place in (None, *OVERWRITABLE.get(case.op, ())):
+        for place in (None, *case.traits.overwrites):
             expected = compute(CPU[case.op], case)
             actual = compute(kernels[case.op], case, place=place, **moves)
             kept = [i for i in range(len(case.inputs)) if i != place]

@@ -13,7 +13,6 @@ from mucudnn.ir.optimizers import OPTIMIZERS
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import conv_table, estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.microbatch import pareto_plans
 from tests.examples import examples
@@ -106,7 +105,7 @@ def test_every_node_has_a_time_and_every_convolution_a_front(device, optimizer):
     assert set(found.fronts) == convolutions
     for node in graph.nodes:
         ms = found.node_ms[node.name]
-        assert (ms == 0) == (node.op in VIEWS)
+        assert (ms == 0) == node.traits.view
         assert ms == 0 or ms >= ASSUMED.launch_ms
     assert found.out_bytes_per_ms == DEVICES[device].out.value / 1e3
 

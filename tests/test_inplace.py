@@ -6,7 +6,7 @@ from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Role
 from mucudnn.ir.optimizers import Adam
-from mucudnn.passes.graph.inplace import OVERWRITABLE, in_place
+from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import kept, peak_bytes
 from mucudnn.passes.ordering import ORDERS
@@ -40,7 +40,7 @@ def test_only_what_a_kernel_can_do_and_nobody_else_needs(graph):
     for name, source in overwritten(graph, changed).items():
         node = changed.producers[name]
         at = node.inputs.index(source)
-        assert at in OVERWRITABLE[node.op]
+        assert at in node.traits.overwrites
         shared = [
             t for t in node.inputs if changed.storages[t] == changed.storages[name]
         ]

@@ -18,7 +18,6 @@ from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.runtime.executor.memory_pool import Pool
@@ -77,7 +76,7 @@ def counted(room=math.inf):
 
 
 def nodes_that_run(graph):
-    return [node for node in graph.nodes if node.op not in VIEWS]
+    return [node for node in graph.nodes if not node.traits.view]
 
 
 def largest(backend, graph):

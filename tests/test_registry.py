@@ -27,7 +27,7 @@ TABLES = {
     ("mucudnn.passes.convolution.workspace_division", "SOLVERS", "table"): 2,
     ("mucudnn.passes.planning.plan_step", "STEP_PLANNERS", ""): 2,
     ("mucudnn.passes.graph.gradients", "RULES", ""): None,
-    ("mucudnn.passes.graph.inplace", "OVERWRITABLE", ""): None,
+    ("mucudnn.ir.operations", "OPERATIONS", ""): None,
     ("mucudnn.passes.graph.mixed_precision", "LOSS_SCALES", ""): 2,
     ("mucudnn.backends.cpu.kernels", "KERNELS", ""): None,
     ("mucudnn.ir.optimizers", "OPTIMIZERS", ""): 7,

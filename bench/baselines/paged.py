@@ -19,7 +19,7 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import Role, TensorSpec
-from mucudnn.passes.graph.dependencies import VIEWS, written
+from mucudnn.passes.graph.dependencies import written
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostTier, Tier
 from mucudnn.runtime.executor.memory_pool import Pool, PoolStatistics
@@ -208,7 +208,7 @@ def _works(
     needs = {
         node.name: WorkingSet.of_node(graph, node, workspaces.get(node.name, 0))
         for node in graph.nodes
-        if node.op not in VIEWS
+        if not node.traits.view
     }
     needs = {name: needed.within_a_step() for name, needed in needs.items()}
     last = {spec.name: name for name, n in needs.items() for spec in n.tensors}

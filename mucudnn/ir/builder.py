@@ -9,6 +9,7 @@ The layers are functions over a builder, in `ir/layers/`; here they become its m
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,9 @@ from mucudnn.ir.layers import (
     pooling,
     shaping,
 )
+from mucudnn.ir.operations import make_node
 from mucudnn.ir.tensor import INTEGERS, ITEMSIZE, Role, TensorSpec
+from mucudnn.ir.traits import NodeTraits
 
 __all__ = ["GraphBuilder"]
 
@@ -176,6 +179,7 @@ class GraphBuilder:
         dtype: str | None = None,
         alias: str | None = None,
         mutates: tuple[str, ...] = (),
+        traits: NodeTraits | None = None,
         **attrs: Any,
     ) -> str:
         """Append a node and declare what it writes.
@@ -185,22 +189,26 @@ class GraphBuilder:
             inputs: Tensors it reads.
             shape: Of its result.
             saved: What else it writes, for its gradient.
-            dtype: Of its result; by default that of its first input.
+            dtype: Of its result; by default that of its first input, or the builder's.
             alias: The tensor whose bytes the result is.
             mutates: Those of its inputs that it overwrites.
+            traits: Of an operation of one's own; ours are known.
             attrs: What else its kernel needs to know.
 
         Returns:
             The name of its result, which is the node's as well.
         """
         name = self._unique(op)
-        kind = dtype or self.spec(inputs[0]).dtype
+        kind = dtype or (self.spec(inputs[0]).dtype if inputs else self.dtype)
         specs = [TensorSpec(name, shape, kind, alias=alias)]
         for label, sizes, of in saved:
             specs.append(TensorSpec(f"{name}:{label}", sizes, of))
         written = tuple(self._declare(spec) for spec in specs)
         about = MappingProxyType(attrs)
-        self.nodes.append(Node(name, op, inputs, written, about, mutates=mutates))
+        node = make_node(
+            self.tensors, name, op, inputs, written, about, mutates=mutates
+        )
+        self.nodes.append(node if traits is None else replace(node, traits=traits))
         return name
 
     def build(self, *outputs: str) -> Graph:

@@ -16,10 +16,11 @@ from typing import Any
 
 from mucudnn.ir.initializers import Initializer
 from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.ir.traits import PLAIN, NodeTraits
 
 __all__ = ["PERSISTENT", "Graph", "Node", "Phase", "Role", "TensorSpec"]
 
-PERSISTENT = (Role.PARAMETER, Role.STATE)
+PERSISTENT = (Role.PARAMETER, Role.STATE, Role.BORROWED)
 """Roles of tensors that outlive a step."""
 
 
@@ -43,6 +44,7 @@ class Node:
         attrs: What else the kernel needs to know.
         phase: Part of the step.
         mutates: Those of its inputs that it overwrites.
+        traits: What passes have to know of it.
     """
 
     name: str
@@ -52,6 +54,13 @@ class Node:
     attrs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     phase: Phase = Phase.FORWARD
     mutates: tuple[str, ...] = ()
+    traits: NodeTraits = PLAIN
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether a copy of it may run, which mutates nothing."""
+        traits = self.traits
+        return traits.recomputable and (not self.mutates or bool(traits.replay))
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -72,7 +81,7 @@ class Graph:
 
     Raises:
         ValueError: A node reads what was not written, writes what is not declared or
-            writes twice; the message names both.
+            writes twice, or is a view of nothing; the message names both.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -96,9 +105,20 @@ class Graph:
                         f"node {node.name!r} reads {name!r} before it is written"
                     )
             known.update(node.outputs)
+            if node.traits.view:
+                self._check_view(node)
         for name in (*self.outputs, *self.gradients.values()):
             if name not in known:
                 raise ValueError(f"output {name!r} is never written")
+
+    def _check_view(self, node: Node) -> None:
+        read = {self.storages[name] for name in node.inputs}
+        for name in node.outputs:
+            if self.storages[name] not in read:
+                raise ValueError(
+                    f"node {node.name!r} is a view and {name!r} has none of its "
+                    f"inputs' bytes; let its alias be one of {', '.join(node.inputs)}"
+                )
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -156,9 +176,32 @@ class Graph:
             found.update(dict.fromkeys(chain, root))
         return found
 
+    @cached_property
+    def overwritten(self) -> Mapping[int, tuple[str, ...]]:
+        """Position of a node -> storages that it replaces what was in."""
+        found: dict[int, tuple[str, ...]] = {}
+        for position, node in enumerate(self.nodes):
+            own = () if node.traits.view else node.outputs
+            replaced = (name for name in own if self.tensors[name].alias is not None)
+            if names := (*node.mutates, *replaced):
+                found[position] = tuple(self.storages[name] for name in names)
+        return found
+
+    @cached_property
+    def immovable(self) -> frozenset[str]:
+        """Storages that never leave: the caller's, and those of immovable results."""
+        fixed = (node for node in self.nodes if not node.traits.movable)
+        results = (name for node in fixed for name in node.outputs)
+        borrowed = (spec.name for spec in self.with_role(Role.BORROWED))
+        return frozenset(self.storages[name] for name in (*results, *borrowed))
+
     def with_role(self, *roles: Role) -> Iterator[TensorSpec]:
-        """Tensors of some roles, in order of declaration."""
-        return (spec for spec in self.tensors.values() if spec.role in roles)
+        """Tensors of some roles with bytes of their own, in order of declaration."""
+        return (
+            spec
+            for spec in self.tensors.values()
+            if spec.role in roles and spec.alias is None
+        )
 
     @property
     def parameter_count(self) -> int:

@@ -21,6 +21,9 @@ class Role(enum.Enum):
     STATE = "state"
     ACTIVATION = "activation"
     GRADIENT = "gradient"
+    BORROWED = "borrowed"
+    """Memory of the caller: there from the first node to the last and after it, never
+    moved, freed or overwritten in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,11 @@ class TensorSpec:
         role: Inputs come from outside, parameters and state outlive a step.
         alias: The tensor whose bytes these are: of a view, or of what was computed in
             place. None for a tensor with bytes of its own.
+        storage_bytes: Its size where that does not follow from shape and data type:
+            another framework's type, strides or padding.
+
+    Raises:
+        ValueError: Its size is asked for and not known.
     """
 
     name: str
@@ -41,11 +49,20 @@ class TensorSpec:
     dtype: str = "float32"
     role: Role = Role.ACTIVATION
     alias: str | None = None
+    storage_bytes: int | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a densely packed tensor."""
-        return math.prod(self.shape) * itemsize(self.dtype)
+        """Bytes: `storage_bytes`, or those of a densely packed tensor."""
+        if self.storage_bytes is not None:
+            return self.storage_bytes
+        try:
+            return math.prod(self.shape) * itemsize(self.dtype)
+        except KeyError:
+            raise ValueError(
+                f"tensor {self.name!r} has the data type {self.dtype!r}, whose size is "
+                "not known; give its storage_bytes"
+            ) from None
 
 
 def itemsize(dtype: str) -> int:

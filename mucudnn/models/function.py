@@ -18,7 +18,6 @@ from mucudnn.models.model import IMAGE, LABEL, class_count, full_image
 __all__ = ["FunctionModel"]
 
 _OPTIONS = ("image", "classes", "dtype", "training", "seed")
-_RANDOM = "dropout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,7 @@ class FunctionModel:
 
     def _check_evaluates(self, graph: Graph) -> None:
         for node in graph.nodes:
-            if node.mutates or node.op == _RANDOM:
+            if node.mutates or node.traits.random:
                 raise ValueError(
                     f"{self.name} was asked for a graph for evaluation and returned "
                     f"one with {node.op}, which is for training; let the function "

@@ -14,15 +14,11 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.devices import ASSUMED, Assumed, DeviceFigures, get_device
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches, pareto_plans
 
 __all__ = ["conv_table", "estimate"]
 
 _NO_LIMIT = 1 << 62
-_READ_TWICE = ("batch_norm", "batch_norm_grad", "group_norm", "group_norm_grad")
-"""Statistics first, then the values: their first input is read twice."""
-
 _DTYPE = "float32"
 _TILE = 2
 """Outputs a side of a Winograd tile; its input is two wider for 3 x 3 filters."""
@@ -66,11 +62,19 @@ def estimate(
             node_ms[node.name] = _node_ms(graph, node, figures, assumed)
     return Profile(
         node_ms=node_ms,
-        workspaces=dict(workspaces or {}),
+        workspaces=_temporaries(graph) | dict(workspaces or {}),
         fronts=of_node,
         out_bytes_per_ms=figures.out.value / 1e3,
         in_bytes_per_ms=figures.back.value / 1e3,
     )
+
+
+def _temporaries(graph: Graph) -> dict[str, int]:
+    return {
+        node.name: node.traits.temporaries
+        for node in graph.nodes
+        if node.traits.temporaries
+    }
 
 
 def conv_table(
@@ -147,11 +151,11 @@ def _tile_bytes(problem: ConvProblem) -> int:
 def _node_ms(
     graph: Graph, node: Node, figures: DeviceFigures, assumed: Assumed
 ) -> float:
-    if node.op in VIEWS:
+    if node.traits.view:
         return 0.0
-    nbytes = sum(graph.tensors[name].nbytes for name in (*node.tensors, *node.mutates))
-    if node.op in _READ_TWICE:
-        nbytes += graph.tensors[node.inputs[0]].nbytes
+    again = (node.inputs[index] for index in node.traits.rereads)
+    touched = (*node.tensors, *node.mutates, *again)
+    nbytes = sum(graph.tensors[name].nbytes for name in touched)
     flops = _matmul_flops(graph, node) if node.op == "matmul" else 0.0
     return _roofline(flops, assumed.matmul, nbytes, figures, assumed)
 

@@ -2,9 +2,9 @@
 
 Views and results in place have no bytes of their own: their uses are uses of their
 storage. A storage is needed from the node that first writes it to the last that
-touches it under any name. Parameters and state are always there, inputs from the
-start, and what the caller asked for stays to the end: outputs, and gradients that no
-update of the same graph has used up.
+touches it under any name. Parameters, state and what the caller lends are always there,
+inputs from the start, and what the caller asked for stays to the end: outputs, and
+gradients that no update of the same graph has used up.
 """
 
 import itertools

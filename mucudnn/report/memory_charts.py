@@ -163,7 +163,7 @@ def _kind(plan: StepPlan, lane: Lane) -> str:
     node = plan.schedule.graph.by_name[lane.name]
     if node.phase is Phase.UPDATE:
         return "update"
-    return "heavy" if node.op in ("conv", "matmul") else "light"
+    return "heavy" if node.traits.expensive else "light"
 
 
 def _title(plan: StepPlan, members: Sequence[Lane]) -> str:

@@ -10,15 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from mucudnn.ir.graph import Graph, Node
 
-__all__ = ["VIEWS", "dependencies", "last_writes", "with_nodes_after", "written"]
-
-VIEWS = frozenset({"reshape"})
-"""Operations whose result is a name for the bytes of their input: they touch none."""
+__all__ = ["dependencies", "last_writes", "with_nodes_after", "written"]
 
 
 def written(graph: Graph, node: Node) -> tuple[str, ...]:
     """Storages whose bytes a node changes."""
-    outputs = () if node.op in VIEWS else node.outputs
+    outputs = () if node.traits.view else node.outputs
     storages = graph.storages
     return tuple(dict.fromkeys(storages[t] for t in (*outputs, *node.mutates)))
 

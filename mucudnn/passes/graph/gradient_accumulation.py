@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
+from mucudnn.ir.operations import make_node
 from mucudnn.ir.optimizers import Optimizer
 from mucudnn.passes.graph.dependencies import last_writes, with_nodes_after
 from mucudnn.passes.graph.optimizer_updates import When, with_updates
@@ -77,7 +78,8 @@ def _with_totals(graph: Graph) -> Graph:
         total = TensorSpec(_total(w), spec.shape, spec.dtype, Role.STATE)
         tensors[total.name] = total
         initializers[total.name] = Constant(0.0)
-        node = Node(
+        node = make_node(
+            tensors,
             f"{w}:accumulate",
             "accumulate",
             (total.name, gradient),
@@ -106,15 +108,13 @@ def _with_clearing(graph: Graph) -> Graph:
     def nodes() -> Iterator[Node]:
         for node in graph.nodes:
             yield node
-            if node.op == "accumulate":
-                continue
-            for total in totals.intersection(node.inputs):
+            for total in totals.intersection(node.inputs).difference(node.mutates):
                 name = f"{total}.cleared"
                 tensors[name] = replace(
                     tensors[total], name=name, role=Role.GRADIENT, alias=total
                 )
                 attrs = MappingProxyType({"value": 0.0})
-                yield Node(name, "fill", (), (name,), attrs, Phase.UPDATE)
+                yield make_node(tensors, name, "fill", (), (name,), attrs, Phase.UPDATE)
 
     ordered = tuple(nodes())
     return replace(graph, tensors=MappingProxyType(tensors), nodes=ordered)

@@ -4,45 +4,17 @@ The result becomes another name for the input's bytes, so that a bias, a normali
 gradient or an activation function costs no memory. Its values do not change: the input
 is overwritten only where this node is the last that reads those bytes under any name,
 where they belong to the step (no data, parameter, state or output), where they are as
-large as the result, and where the kernel reads them through that one input alone.
+large as the result, and where the kernel can (the node's trait `overwrites`) and reads
+them through that one input alone.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph, Node, TensorSpec
 from mucudnn.passes.liveness import live_ranges
 
-__all__ = ["OVERWRITABLE", "in_place"]
-
-OVERWRITABLE: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {
-        "add": (0, 1),
-        "batch_norm_grad": (1,),
-        "bias": (0,),
-        "dropout": (0,),
-        "gelu": (0,),
-        "gelu_grad": (1,),
-        "group_norm_grad": (1,),
-        "leaky_relu": (0,),
-        "leaky_relu_grad": (1,),
-        "lrn_grad": (2,),
-        "multiply": (0, 1),
-        "relu": (0,),
-        "relu_grad": (1,),
-        "scale": (0,),
-        "sigmoid": (0,),
-        "sigmoid_grad": (1,),
-        "softmax_cross_entropy_grad": (0,),
-        "tanh": (0,),
-        "tanh_grad": (1,),
-    }
-)
-"""Operation -> inputs that its first output may overwrite, the preferred one first.
-
-Every backend's kernels of these operations work when the two are the same memory.
-"""
+__all__ = ["in_place"]
 
 
 def in_place(graph: Graph) -> Graph:
@@ -71,20 +43,14 @@ def in_place(graph: Graph) -> Graph:
         )
 
     for position, node in enumerate(graph.nodes):
-        candidates = OVERWRITABLE.get(node.op, ())
+        candidates = node.traits.overwrites
         if not candidates or tensors[node.outputs[0]].alias is not None:
             continue
         result = tensors[node.outputs[0]]
         for index in candidates:
             if usable(node, index, position, result):
                 taken = root(node.inputs[index])
-                tensors[result.name] = TensorSpec(
-                    result.name,
-                    result.shape,
-                    result.dtype,
-                    result.role,
-                    node.inputs[index],
-                )
+                tensors[result.name] = replace(result, alias=node.inputs[index])
                 storage[result.name] = taken
                 last[taken] = last[result.name]
                 break

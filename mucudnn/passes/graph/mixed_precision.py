@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.operations import make_node
 from mucudnn.ir.tensor import TensorSpec
 
 __all__ = ["LOSS_SCALES", "lowered"]
@@ -19,8 +20,6 @@ LOSS_SCALES: Mapping[str, float] = MappingProxyType(
     {"float16": 1024.0, "bfloat16": 1.0}
 )
 """Narrow type -> what the loss is multiplied by, so that small gradients survive."""
-
-_NARROWED = frozenset({"conv", "matmul"})
 
 
 def lowered(graph: Graph, dtype: str) -> Graph:
@@ -42,7 +41,8 @@ def lowered(graph: Graph, dtype: str) -> Graph:
 
     def cast(source: str, spec: TensorSpec) -> str:
         tensors[spec.name] = spec
-        nodes.append(Node(f"{spec.name}:cast", "cast", (source,), (spec.name,)))
+        name = f"{spec.name}:cast"
+        nodes.append(make_node(tensors, name, "cast", (source,), (spec.name,)))
         return spec.name
 
     def narrowed(name: str) -> str:
@@ -52,7 +52,7 @@ def lowered(graph: Graph, dtype: str) -> Graph:
         return narrow[name]
 
     for node in graph.nodes:
-        if node.op not in _NARROWED:
+        if not node.traits.expensive:
             nodes.append(node)
             continue
         inputs = tuple(narrowed(name) for name in node.inputs)

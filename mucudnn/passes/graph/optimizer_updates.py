@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
+from mucudnn.ir.operations import make_node
 from mucudnn.ir.optimizers import AdaGrad, Adam, Momentum, Optimizer, RmsProp, Sgd
 from mucudnn.passes.graph.dependencies import last_writes, with_nodes_after
 
@@ -105,7 +106,8 @@ class _Draft:
         state = tuple(self._state(w, slot) for slot in slots)
         decay = optimizer.weight_decay if len(spec.shape) > 1 else 0.0
         attrs |= {"weight_decay": decay, "gradient_scale": gradient_scale}
-        node = Node(
+        node = make_node(
+            self._tensors,
             name=f"{w}:{op}",
             op=op,
             inputs=(*inputs, *state),

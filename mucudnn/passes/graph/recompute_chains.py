@@ -1,21 +1,11 @@
 """Recompute chains: what has to run again to have a dropped tensor back."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 from mucudnn.ir.graph import Graph, Node
 
-__all__ = ["EXPENSIVE", "is_checkpoint", "recompute_chain"]
-
-EXPENSIVE = frozenset({"conv", "matmul"})
-"""Operations whose results are worth more than their bytes."""
-
-_JOINTS = frozenset({*EXPENSIVE, "add", "concat"})
-"""Operations whose results other systems never compute again."""
-
-_IN_PLACE = frozenset(
-    {"bias", "relu", "leaky_relu", "sigmoid", "tanh", "dropout", "scale", "reshape"}
-)
-"""Operations that overwrite their input when nobody else needs it."""
+__all__ = ["is_checkpoint", "recompute_chain", "recompute_ms"]
 
 
 def recompute_chain(
@@ -27,14 +17,14 @@ def recompute_chain(
         graph: A training graph.
         tensor: What is dropped.
         available: Whether a storage is still there when it is needed again; inputs and
-            parameters always are.
+            parameters always are, and what cannot be computed again.
     """
     needed: dict[str, Node] = {}
     pending = [tensor]
     while pending:
         name = pending.pop()
         node = graph.producers.get(name)
-        if node is None or node.name in needed:
+        if node is None or node.name in needed or not node.recomputable:
             continue
         if name != tensor and available(graph.storages[name]):
             continue
@@ -43,15 +33,41 @@ def recompute_chain(
     return tuple(sorted(needed.values(), key=lambda node: graph.positions[node.name]))
 
 
-def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bool:
-    """Whether a tensor's bytes are those of a convolution, a product or a joint.
+def recompute_ms(
+    graph: Graph,
+    node_ms: Mapping[str, float],
+    tensor: str,
+    available: Callable[[str], bool],
+) -> float:
+    """Time of a recompute chain; infinity for what cannot be computed again."""
+    if not graph.producers[tensor].recomputable:
+        return math.inf
+    return sum(node_ms[node.name] for node in recompute_chain(graph, tensor, available))
 
-    What overwrites such a result in place counts for it.
+
+def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bool:
+    """Whether a tensor's bytes are those of something expensive or of a joint.
+
+    What can overwrite such a result in place counts for it. What cannot be computed
+    again is a checkpoint, too.
     """
     while True:
         node = graph.producers.get(tensor)
-        if node is None or node.op in _JOINTS:
+        if node is None or not node.recomputable:
             return True
-        if node.op not in _IN_PLACE or saved(node.inputs[0]):
+        if node.traits.expensive or node.traits.joint:
+            return True
+        source = _source(graph, node, tensor)
+        if source is None or saved(source):
             return False
-        tensor = node.inputs[0]
+        tensor = source
+
+
+def _source(graph: Graph, node: Node, tensor: str) -> str | None:
+    """The input whose bytes a result has, or could have."""
+    if node.traits.view:
+        storages = graph.storages
+        return next(t for t in node.inputs if storages[t] == storages[tensor])
+    if node.traits.overwrites and tensor == node.outputs[0]:
+        return node.inputs[node.traits.overwrites[0]]
+    return None

@@ -1,8 +1,9 @@
 """Rewrite a graph so that dropped activations are computed again when needed.
 
 This runs before liveness and before anything is made in-place: recomputing a tensor
-lengthens the lives of its inputs. A copied batch norm leaves the running statistics
-alone; a copied dropout draws the same mask, because its mask follows from the step.
+lengthens the lives of its inputs. A copy mutates nothing (a batch norm's leaves the
+running statistics alone, by its `replay`), and one that draws random numbers draws the
+same. What cannot run again, or reads what has been overwritten since, is kept.
 """
 
 from collections.abc import Collection, Mapping
@@ -59,7 +60,7 @@ class _Rewriter:
         self._graph = graph
         self._residency = residency
         self._saved = saved
-        self._changed: set[str] = set()
+        self._changed: dict[str, int] = {}
         self._copies: dict[str, str] = {}
         self._count = 0
 
@@ -68,12 +69,16 @@ class _Rewriter:
         if node.phase is Phase.BACKWARD:
             mine: dict[str, str] = {}
             inputs = tuple(self._again(name, mine) for name in node.inputs)
+            for spec in (self.tensors[output] for output in node.outputs):
+                alias = self._alias(node, spec, inputs)
+                if alias != spec.alias:
+                    self.tensors[spec.name] = replace(spec, alias=alias)
             if inputs != node.inputs:
                 node = replace(node, inputs=inputs)
-                self._follow_aliases(node)
-        if node.phase is not Phase.FORWARD:
-            self._changed.update(self._graph.storages[t] for t in node.mutates)
         self.nodes.append(node)
+        now = self._graph.positions[node.name]
+        for storage in self._graph.overwritten.get(now, ()):
+            self._changed[storage] = now
 
     def _again(self, name: str, mine: dict[str, str]) -> str:
         """The tensor itself, or a copy of it made now; `mine` are this node's own."""
@@ -102,14 +107,13 @@ class _Rewriter:
         """Where a copy of a tensor is noted; None if the original is still there.
 
         What no backward node of the graph reads is gone when the forward pass is over:
-        it is made again for what is `asking`. What follows from a weight that has been
-        updated meanwhile cannot be.
+        it is made again for what is `asking`.
         """
         node = self._graph.producers.get(name)
         storages = self._graph.storages
         if name in self._copies:
             return self._copies
-        if node is None or any(storages[t] in self._changed for t in node.inputs):
+        if node is None or not self._runs_again(node):
             return None
         match self._residency.get(storages[name]):
             case Residency.RECOMPUTE:
@@ -119,39 +123,61 @@ class _Rewriter:
         gone = node.phase is Phase.FORWARD and storages[name] not in self._saved
         return asking if gone else None
 
+    def _runs_again(self, node: Node) -> bool:
+        """Whether a node may run now and finds what it has read the first time.
+
+        What follows from a weight that has been updated meanwhile does not.
+        """
+        if not node.recomputable:
+            return False
+        read = (self._graph.storages[t] for t in node.inputs if t not in node.mutates)
+        changed = [
+            self._changed[storage] for storage in read if storage in self._changed
+        ]
+        return not changed or max(changed) < self._graph.positions[node.name]
+
     def _copy(self, node: Node, inputs: tuple[str, ...], known: dict[str, str]) -> None:
         self._count += 1
-        for output in node.outputs:
+        outputs = tuple(f"{output}~{self._count}" for output in node.outputs)
+        for output, name in zip(node.outputs, outputs, strict=True):
             spec = self._graph.tensors[output]
-            name = f"{output}~{self._count}"
-            alias = None
-            if spec.alias is not None:  # a view: of the copy of what it views
-                alias = inputs[node.inputs.index(spec.alias)]
             self.tensors[name] = TensorSpec(
-                name, spec.shape, spec.dtype, Role.ACTIVATION, alias
+                name,
+                spec.shape,
+                spec.dtype,
+                Role.ACTIVATION,
+                self._alias(node, spec, inputs),
+                spec.storage_bytes,
             )
-            known[output] = name
         attrs = node.attrs
-        if "update" in attrs:
-            attrs = MappingProxyType({**attrs, "update": False})
+        if node.traits.replay:
+            attrs = MappingProxyType({**attrs, **dict(node.traits.replay)})
+        known.update(zip(node.outputs, outputs, strict=True))
         self.nodes.append(
             Node(
                 f"{node.name}~{self._count}",
                 node.op,
                 inputs,
-                tuple(known[output] for output in node.outputs),
+                outputs,
                 attrs,
                 Phase.BACKWARD,
+                traits=node.traits,
             )
         )
 
-    def _follow_aliases(self, node: Node) -> None:
-        """A view of a copy shares the copy's bytes, not the original's."""
-        changed = dict(zip(self._before(node), node.inputs, strict=True))
-        for output in node.outputs:
-            spec = self.tensors[output]
-            if spec.alias is not None and spec.alias in changed:
-                self.tensors[output] = replace(spec, alias=changed[spec.alias])
+    def _alias(
+        self, node: Node, spec: TensorSpec, inputs: tuple[str, ...]
+    ) -> str | None:
+        """What a result has the bytes of if its node reads these inputs.
 
-    def _before(self, node: Node) -> tuple[str, ...]:
-        return self._graph.by_name[node.name].inputs
+        A view of a copy shares the copy's bytes, not the original's.
+        """
+        alias = spec.alias
+        if alias is None:
+            return None
+        now = dict(zip(node.inputs, inputs, strict=True))
+        if alias in now:
+            return now[alias]
+        storages = self._graph.storages
+        same = (now[t] for t in node.inputs if storages[t] == storages[alias])
+        return next(same, alias)

@@ -4,10 +4,12 @@ The gradients of a fork are summed, in place where the first of them belongs to 
 else. Nothing is computed for tensors that no parameter feeds.
 """
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+from mucudnn.ir.operations import make_node
 
 __all__ = ["LOSS_SCALE", "Tape"]
 
@@ -67,9 +69,7 @@ class Tape:
         if not any(self.wants(target) for target in targets):
             return
         outputs = tuple(self._declare(target) for target in targets)
-        name = self._unique(f"{op}.grad")
-        attributes = MappingProxyType(attrs)
-        self.nodes.append(Node(name, op, inputs, outputs, attributes, Phase.BACKWARD))
+        self._append(op, inputs, outputs, MappingProxyType(attrs))
         for target, contribution in zip(targets, outputs, strict=True):
             self._contribute(target, contribution)
 
@@ -84,10 +84,7 @@ class Tape:
         if not self.wants(of):
             return
         view = self._declare(of, alias=gradient)
-        name = self._unique("reshape.grad")
-        self.nodes.append(
-            Node(name, "reshape", (gradient,), (view,), phase=Phase.BACKWARD)
-        )
+        self._append("reshape", (gradient,), (view,))
         self._shared |= {gradient, view}
         self._contribute(of, view)
 
@@ -100,12 +97,19 @@ class Tape:
         mine = next((g for g in both if g not in self._shared), None)
         total = self._declare(of, alias=mine)
         ordered = both if mine != contribution else (contribution, known)
-        self.nodes.append(
-            Node(
-                self._unique("add.grad"), "add", ordered, (total,), phase=Phase.BACKWARD
-            )
-        )
+        self._append("add", ordered, (total,))
         self.gradients[of] = total
+
+    def _append(
+        self,
+        op: str,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        attrs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        name, phase = self._unique(f"{op}.grad"), Phase.BACKWARD
+        node = make_node(self.tensors, name, op, inputs, outputs, attrs, phase)
+        self.nodes.append(node)
 
     def _declare(self, of: str, alias: str | None = None) -> str:
         spec = self.tensors[of]

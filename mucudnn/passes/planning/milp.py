@@ -127,8 +127,12 @@ class _Program:
         self._plans: dict[str, list[Any]] = {}
         self._objective = self._times()
         self._model += self._objective
-        for name in self._candidates:
+        for name, candidate in self._candidates.items():
             self._model += self._offload[name] + self._again[name] <= 1
+            if not candidate.saved.producer.recomputable:
+                self._model += self._again[name] == 0
+            if name in request.graph.immovable:
+                self._model += self._offload[name] == 0
         self._add_memory(self._there())
 
     def solve(self, most_nodes: int) -> Exact | None:

@@ -103,8 +103,9 @@ class StepRequest:
 
     @cached_property
     def persistent(self) -> frozenset[str]:
-        """Names of parameters and state."""
-        return frozenset(spec.name for spec in self.graph.with_role(*PERSISTENT))
+        """Names of parameters and state that may be host-resident."""
+        names = frozenset(spec.name for spec in self.graph.with_role(*PERSISTENT))
+        return names - self.graph.immovable
 
     @property
     def grows(self) -> bool:

@@ -136,7 +136,8 @@ class Rewriter:
         self._known.move_to_end(again)
         ready = self._known[again]
         swaps = _swaps(ready, residency, hosted)
-        found = replace(ready, swaps=swaps, away=hosted or frozenset())
+        away = (hosted or frozenset()) - ready.graph.immovable
+        found = replace(ready, swaps=swaps, away=away)
         self._last = asked, found
         return found
 
@@ -169,8 +170,10 @@ def _swaps(
     persistents = residency.get(PERSISTENTS, Residency.KEEP)
     everything = sum(spec.nbytes for spec in graph.with_role(*PERSISTENT))
     small = min(SMALL, everything / 1024)
-    found = {}
+    found, immovable = {}, graph.immovable
     for use in ready.idle:
+        if use.storage in immovable:
+            continue
         if not use.persistent:
             choice = chosen.get(use.storage, others)
         elif hosted is None:

@@ -6,10 +6,15 @@ again.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mucudnn.passes.graph.recompute_chains import is_checkpoint, recompute_chain
+from mucudnn.passes.graph.recompute_chains import (
+    is_checkpoint,
+    recompute_chain,
+    recompute_ms,
+)
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
@@ -76,8 +81,9 @@ def candidates_of(step: PolicyInput) -> list[Candidate]:
     names = {saved.name for saved in tensors}
     found = []
     for saved in tensors:
+        node_ms = step.profile.node_ms
+        again = recompute_ms(step.graph, node_ms, saved.name, names.__contains__)
         nodes = recompute_chain(step.graph, saved.name, names.__contains__)
-        again = sum(step.profile.node_ms[node.name] for node in nodes)
         read = {step.graph.storages[t] for node in nodes for t in node.inputs}
         parents = tuple(sorted((read & names) - {saved.name}))
         checkpoint = is_checkpoint(step.graph, saved.name, names.__contains__)
@@ -126,7 +132,8 @@ def mixed(
 
     def choice(index: int, candidate: Candidate) -> Residency:
         each = mode is Residency.RECOMPUTE_EACH
-        if index >= count or (each and candidate.checkpoint):
+        impossible = candidate.again_ms == math.inf
+        if index >= count or impossible or (each and candidate.checkpoint):
             return Residency.OFFLOAD
         return mode
 

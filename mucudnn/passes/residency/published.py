@@ -7,12 +7,11 @@ and computes the rest again; Capuchin ranks tensors by what moving them would co
 import itertools
 from collections.abc import Callable, Mapping
 
-from mucudnn.ir.graph import PERSISTENT, Graph, Phase
+from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.residency import Residency
 from mucudnn.passes.graph.recompute_chains import (
-    EXPENSIVE,
     is_checkpoint,
-    recompute_chain,
+    recompute_ms,
 )
 from mucudnn.passes.graph.saved_tensors import Saved, saved_tensors
 from mucudnn.passes.residency.policy import EVERYTHING, PERSISTENTS, PolicyInput
@@ -28,8 +27,6 @@ __all__ = [
     "vdnn_all",
     "vdnn_conv",
 ]
-
-_CLASSIFIER = "matmul"
 
 
 def keep_all(step: PolicyInput) -> Mapping[str, Residency]:
@@ -52,25 +49,30 @@ def _offload_inputs(graph: Graph, *, convolutions_only: bool) -> dict[str, Resid
     found = {}
     readers = _readers(graph)
     nodes = enumerate(graph.nodes)
-    classifier = next((i for i, n in nodes if n.op == _CLASSIFIER), len(graph.nodes))
+    classifier = next((i for i, n in nodes if _classifies(n)), len(graph.nodes))
     for saved in saved_tensors(graph):
-        ops = readers.get(saved.name, set())
+        mine = readers.get(saved.name, [])
         if convolutions_only:
-            chosen = "conv" in ops
+            chosen = any(node.traits.convolution for node in mine)
         else:
-            chosen = _CLASSIFIER not in ops and saved.first < classifier
+            chosen = saved.first < classifier and not any(map(_classifies, mine))
         if chosen:
             found[saved.name] = Residency.OFFLOAD
     return found
 
 
-def _readers(graph: Graph) -> dict[str, set[str]]:
-    """Storage -> operations of the forward pass that read it."""
-    found: dict[str, set[str]] = {}
+def _classifies(node: Node) -> bool:
+    """Whether it is a matrix product, as a classifier consists of."""
+    return node.traits.expensive and not node.traits.convolution
+
+
+def _readers(graph: Graph) -> dict[str, list[Node]]:
+    """Storage -> nodes of the forward pass that read it."""
+    found: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node.phase is Phase.FORWARD:
             for name in node.inputs:
-                found.setdefault(graph.storages[name], set()).add(node.op)
+                found.setdefault(graph.storages[name], []).append(node)
     return found
 
 
@@ -124,7 +126,9 @@ def _superneurons(
 def _head(graph: Graph, tensor: str) -> str:
     """The checkpoint that a segment begins behind."""
     node = graph.producers[tensor]
-    while node.op not in EXPENSIVE and node.inputs[0] in graph.producers:
+    while not node.traits.expensive and node.inputs:
+        if node.inputs[0] not in graph.producers:
+            break
         node = graph.producers[node.inputs[0]]
     return node.name
 
@@ -165,8 +169,7 @@ def cost_based(step: PolicyInput) -> Mapping[str, Residency]:
         return clock[saved.again] - clock[saved.last + 1] - moving_ms(saved)
 
     def again_ms(saved: Saved) -> float:
-        nodes = recompute_chain(graph, saved.name, lambda name: name in names)
-        return sum(profile.node_ms[node.name] for node in nodes)
+        return recompute_ms(graph, profile.node_ms, saved.name, names.__contains__)
 
     kept = _kept_bytes(step)
     for saved in sorted(tensors, key=free_ms, reverse=True):

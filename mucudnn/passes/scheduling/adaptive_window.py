@@ -72,11 +72,12 @@ def windows(problem: Problem) -> Windows:
 
 
 def _every_gap(problem: Problem) -> Swaps:
-    n = len(problem.graph.nodes)
+    n, immovable = len(problem.graph.nodes), problem.graph.immovable
     return {
         use.storage: gaps
         for use in problem.uses.values()
-        if not use.persistent and (gaps := [(i, j) for i, j in use.gaps() if j < n])
+        if not use.persistent and use.storage not in immovable
+        if (gaps := [(i, j) for i, j in use.gaps() if j < n])
     }
 
 

@@ -28,7 +28,6 @@ from mucudnn.ir.schedule import (
     Wait,
 )
 from mucudnn.ir.tensor import Role, TensorSpec
-from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.placement.layout import Layout
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.hazards import (
@@ -201,7 +200,7 @@ class _Binder:
                 raise ScheduleError(
                     f"{label} reads {part.storage!r} while {copy.label} may be running"
                 )
-        if node.op in VIEWS:
+        if node.traits.view:
             return
         writes = self._touched((*node.outputs, *node.mutates))
         nbytes = self._binding.schedule.workspaces.get(node.name, 0)

@@ -16,7 +16,6 @@ from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.convolution.explain import counted
-from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.training.cold_timing import LINK_BYTES, ColdBench, cold_bench
@@ -234,7 +233,7 @@ def _kernel_times(
         if node.op == "conv":
             continue
         key = _signature(graph, node)
-        if node.op in VIEWS:
+        if node.traits.view:
             times[key] = 0.0
         elif key not in times:
             times[key] = bench.node_ms(graph, node, workspaces.get(node.name, 0))

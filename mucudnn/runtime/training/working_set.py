@@ -9,7 +9,6 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 
 __all__ = [
@@ -93,7 +92,7 @@ def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:
     """
     sizes = {}
     for node in graph.nodes:
-        if node.op == "conv" or node.op in VIEWS:
+        if node.op == "conv" or node.traits.view:
             continue
         inputs = [graph.tensors[name] for name in node.inputs]
         outputs = [graph.tensors[name] for name in node.outputs]
@@ -110,7 +109,7 @@ def working_sets(
     return [
         (node, WorkingSet.of_node(graph, node, workspaces.get(node.name, 0)))
         for node in graph.nodes
-        if node.op not in VIEWS
+        if not node.traits.view
     ]
 
 

@@ -1,0 +1,157 @@
+"""What each operation of the builder, of its gradients and of updates is: one table."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from mucudnn.ir.conv import Direction
+from mucudnn.ir.graph import Node, Phase
+from mucudnn.ir.tensor import TensorSpec
+from mucudnn.ir.traits import PLAIN, Batch, NodeTraits
+
+__all__ = ["OPERATIONS", "make_node", "traits_of"]
+
+Attributes = Mapping[str, Any]
+Operands = Sequence[TensorSpec]
+Rule = Callable[[Operands, Operands, Attributes], NodeTraits]
+"""Traits that depend on inputs, results and attributes."""
+
+_NONE: Attributes = MappingProxyType({})
+_ROW = Batch((0,), (0,))
+_ROWS = Batch((0, 0), (0,))
+_FROM_ONE = NodeTraits(batch=_ROW)
+_FROM_TWO = NodeTraits(batch=_ROWS)
+_FUNCTION = NodeTraits(overwrites=(0,), batch=_ROW)
+_OF_FUNCTION = NodeTraits(overwrites=(1,), batch=_ROWS)
+"""A gradient from what the forward pass has left and, second, the result's gradient."""
+
+
+def _conv(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
+    to_filter = attrs["problem"].direction is Direction.BACKWARD_FILTER
+    batch = Batch((0, 0), (None,)) if to_filter else Batch((0, None), (0,))
+    return NodeTraits(expensive=True, convolution=True, batch=batch)
+
+
+def _matmul(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
+    """With its first operand transposed it sums over rows, like a weight's gradient."""
+    batch = Batch((0, None), (0,))
+    if attrs["transpose_a"]:
+        batch = Batch((0, 1 if attrs["transpose_b"] else 0), (None,))
+    return NodeTraits(expensive=True, batch=batch)
+
+
+def _concat(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
+    batch = Batch((0,) * len(inputs), (0,)) if attrs["axis"] else None
+    return NodeTraits(joint=True, batch=batch)
+
+
+def _reshape(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
+    kept = inputs[0].shape[:1] == outputs[0].shape[:1]
+    return NodeTraits(view=True, batch=_ROW if kept else None)
+
+
+def _boxed(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
+    """Cut out of a tensor, or put into a larger one: of all samples or of some."""
+    kept = inputs[0].shape[:1] == outputs[0].shape[:1]
+    return _FROM_ONE if kept else PLAIN
+
+
+OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
+    {
+        "accumulate": PLAIN,
+        "accuracy": NodeTraits(batch=Batch((0, 0), (None,))),
+        "adagrad": PLAIN,
+        "adam": PLAIN,
+        "add": NodeTraits(overwrites=(0, 1), joint=True, batch=_ROWS),
+        "avg_pool": _FROM_ONE,
+        "avg_pool_grad": _FROM_ONE,
+        "batch_norm": NodeTraits(replay=(("update", False),), rereads=(0,)),
+        "batch_norm_eval": NodeTraits(batch=Batch((0, *(None,) * 4), (0,))),
+        "batch_norm_grad": NodeTraits(overwrites=(1,), rereads=(0,)),
+        "bias": NodeTraits(overwrites=(0,), batch=Batch((0, None), (0,))),
+        "bias_grad": NodeTraits(batch=Batch((0,), (None,))),
+        "cast": _FROM_ONE,
+        "concat": _concat,
+        "conv": _conv,
+        "dropout": NodeTraits(
+            overwrites=(0,), random=True, batch=Batch((0, None), (0,))
+        ),
+        "fill": PLAIN,
+        "gelu": _FUNCTION,
+        "gelu_grad": _OF_FUNCTION,
+        "group_norm": NodeTraits(rereads=(0,), batch=Batch((0, None, None), (0, 0, 0))),
+        "group_norm_grad": NodeTraits(
+            overwrites=(1,),
+            rereads=(0,),
+            batch=Batch((0, 0, None, 0, 0), (0, None, None)),
+        ),
+        "identity": _FROM_ONE,
+        "leaky_relu": _FUNCTION,
+        "leaky_relu_grad": _OF_FUNCTION,
+        "lrn": _FROM_ONE,
+        "lrn_grad": NodeTraits(overwrites=(2,), batch=Batch((0, 0, 0), (0,))),
+        "matmul": _matmul,
+        "max_pool": NodeTraits(batch=Batch((0,), (0, 0))),
+        "max_pool_grad": _FROM_TWO,
+        "mean_squared_error": NodeTraits(batch=Batch((0, 0), (None,), (0,))),
+        "mean_squared_error_grad": NodeTraits(batch=Batch((0, 0, None), (0,), (0,))),
+        "momentum": PLAIN,
+        "multiply": NodeTraits(overwrites=(0, 1), batch=_ROWS),
+        "pad": _boxed,
+        "relu": _FUNCTION,
+        "relu_grad": _OF_FUNCTION,
+        "reshape": _reshape,
+        "rmsprop": PLAIN,
+        "scale": _FUNCTION,
+        "sgd": PLAIN,
+        "sigmoid": _FUNCTION,
+        "sigmoid_grad": _OF_FUNCTION,
+        "slice": _boxed,
+        "softmax_cross_entropy": NodeTraits(batch=Batch((0, 0), (None, 0), (0,))),
+        "softmax_cross_entropy_grad": NodeTraits(
+            overwrites=(0,), batch=Batch((0, 0, None), (0,), (0,))
+        ),
+        "tanh": _FUNCTION,
+        "tanh_grad": _OF_FUNCTION,
+        "upsample_bilinear": _FROM_ONE,
+        "upsample_bilinear_grad": _FROM_ONE,
+        "upsample_nearest": _FROM_ONE,
+        "upsample_nearest_grad": _FROM_ONE,
+    }
+)
+"""Operation -> its traits, or what finds them; all kernels that may overwrite an input
+work when it and the result are the same memory."""
+
+
+def traits_of(
+    op: str, inputs: Operands, outputs: Operands, attrs: Attributes = _NONE
+) -> NodeTraits:
+    """Traits of an operation on certain operands; those of one not known are plain."""
+    found = OPERATIONS.get(op, PLAIN)
+    traits = found if isinstance(found, NodeTraits) else found(inputs, outputs, attrs)
+    if traits.batch is None:
+        return traits
+    axes = (*traits.batch.inputs, *traits.batch.outputs)
+    scalar = any(
+        axis is not None and not spec.shape
+        for axis, spec in zip(axes, (*inputs, *outputs), strict=True)
+    )
+    return replace(traits, batch=None) if scalar else traits
+
+
+def make_node(
+    tensors: Mapping[str, TensorSpec],
+    name: str,
+    op: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    attrs: Attributes = _NONE,
+    phase: Phase = Phase.FORWARD,
+    mutates: tuple[str, ...] = (),
+) -> Node:
+    """A node of one of our own operations, its tensors being declared."""
+    specs = [tensors[t] for t in inputs], [tensors[t] for t in outputs]
+    return Node(
+        name, op, inputs, outputs, attrs, phase, mutates, traits_of(op, *specs, attrs)
+    )
