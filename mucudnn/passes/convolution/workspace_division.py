@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, PerfTable
-from mucudnn.passes.cbc import cbc, solver_errors
+from mucudnn.passes.cbc import cbc, import_pulp, solver_errors
 from mucudnn.passes.convolution.knapsack import (
     Core,
     Item,
@@ -80,8 +80,7 @@ def ilp(
 
 
 def _by_cbc(core: Core, solver: Any) -> Selection | None:
-    import pulp
-
+    pulp = import_pulp()
     model = pulp.LpProblem("workspace_division", pulp.LpMinimize)
     undecided = [g for g, items in enumerate(core.open) if len(items) > 1]
     smallest = {g: core.groups[g][core.open[g][0]] for g in undecided}

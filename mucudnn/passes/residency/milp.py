@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.ir.graph import Phase
-from mucudnn.passes.cbc import cbc, solver_errors
+from mucudnn.passes.cbc import cbc, import_pulp, solver_errors
 from mucudnn.passes.graph.recompute_chains import recompute_chain
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.costs import first_plans
@@ -141,10 +141,7 @@ class _Program:
     """The program of a step, `extra` bytes more in use at some nodes."""
 
     def __init__(self, request: StepRequest, extra: Mapping[str, float]) -> None:
-        # Imported here: it takes longer than planning does, and few plans need it.
-        import pulp
-
-        self._pulp = pulp
+        self._pulp = pulp = import_pulp()
         self._request, self._extra = request, extra
         self._model = pulp.LpProblem("residency", pulp.LpMinimize)
         self._sources = {source.saved.name: source for source in _sources(request)}

@@ -11,6 +11,7 @@ faster, or where nothing else fits.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 
 from mucudnn.errors import PlanningError
 from mucudnn.passes.planning.evaluate import StepPlan, check_residency, plan_residency
@@ -102,10 +103,11 @@ def smallest(
             try:
                 check_residency(request, {**residency, **paged})
             except PlanningError as e:
-                closest = e if closest is None else _closer(closest, e)
+                error = copy(e)  # without a traceback, which would hold callers' locals
+                closest = _closer(closest or error, error)
             else:
                 return {**residency, **paged}
-    raise closest or PlanningError("nothing was tried")
+    raise copy(closest or PlanningError("nothing was tried"))
 
 
 def _begin(
@@ -192,7 +194,7 @@ class _Best:
     @property
     def plan(self) -> StepPlan:
         if self._plan is None:
-            raise self._error or PlanningError("nothing was tried")
+            raise copy(self._error or PlanningError("nothing was tried"))
         return self._plan
 
     def consider(
@@ -214,7 +216,8 @@ class _Best:
         try:
             plan = plan_residency(self._request, residency)
         except PlanningError as e:
-            self._error = e if self._error is None else _closer(self._error, e)
+            error = copy(e)  # without a traceback, which would hold callers' locals
+            self._error = _closer(self._error or error, error)
             return False
         return self.offer(plan)
 
