@@ -24,7 +24,7 @@ from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.training.cold_timing import EVICTING_BYTES, ColdBench, cold_bench
 from mucudnn.runtime.training.profiler import measure_link, profile, refine
-from mucudnn.runtime.training.working_set import WorkingSet, kernel_workspaces
+from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK

@@ -20,11 +20,11 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.dependencies import VIEWS, written
+from mucudnn.runtime.executor import fed
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostTier, Tier
 from mucudnn.runtime.executor.memory_pool import Pool, PoolStatistics
-from mucudnn.runtime.training.feeds import fed
-from mucudnn.runtime.training.working_set import (
+from mucudnn.runtime.training.sizes import (
     WorkingSet,
     kernel_of,
     kernel_workspaces,

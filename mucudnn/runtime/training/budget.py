@@ -9,21 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mucudnn.arguments import a_path, of_type, one_of
-from mucudnn.backends.base import Device
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
-from mucudnn.passes.placement.layout import host_blocks
-from mucudnn.passes.placement.packing import pack
 from mucudnn.passes.planning.costs import CONVOLUTIONS
-from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy, check_policy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
 
-__all__ = ["MemoryBudget", "tiers_for"]
+__all__ = ["MemoryBudget"]
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -129,18 +124,3 @@ class MemoryBudget:
             plans=plans,
             hosted=hosted,
         )
-
-
-def tiers_for(device: Device, placed: PlacedStep, budget: MemoryBudget) -> Tiers | None:
-    """Where what leaves goes; None if nothing does.
-
-    Raises:
-        OutOfMemoryError: The host, or the disk, has no room for it.
-    """
-    blocks = host_blocks(placed.schedule)
-    if not blocks:
-        return None
-    nbytes = pack(blocks).nbytes
-    if budget.disk is not None:
-        return Tiers([DiskTier(nbytes, budget.disk)])
-    return Tiers([HostTier(device, nbytes)])

@@ -17,7 +17,7 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.tensor import ITEMSIZE, Role, TensorSpec
 from mucudnn.runtime.executor.memory_pool import Pool
-from mucudnn.runtime.training.working_set import WorkingSet
+from mucudnn.runtime.training.sizes import WorkingSet
 from mucudnn.runtime.tuning.timing import StoppingRule, measure
 
 __all__ = [

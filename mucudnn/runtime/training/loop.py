@@ -16,10 +16,9 @@ from mucudnn.codecs.values import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.runtime.interrupts import deferred_interrupt
 from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
-from mucudnn.runtime.training.feeds import check_batches, image_and_label
-from mucudnn.runtime.training.history import EpochReport, Position
-from mucudnn.runtime.training.resumption import read_resumption
-from mucudnn.runtime.training.step_graphs import Plans
+from mucudnn.runtime.training.evaluation import check_batches, image_and_label
+from mucudnn.runtime.training.history import EpochReport, Position, read_resumption
+from mucudnn.runtime.training.placed_steps import Plans
 from mucudnn.runtime.training.trainer import StepResult, Trainer
 
 __all__ = ["Batches", "EpochReport", "Position", "Progress", "fit", "plans_of"]

@@ -8,11 +8,12 @@ Graphs that share parameters and state must agree about which of them never leav
 first to be planned decides.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from mucudnn.errors import OutOfMemoryError, PlanningError
-from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
@@ -23,13 +24,14 @@ from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.profiler import Progress, profile, refine
-from mucudnn.runtime.training.sketch import sketch
-from mucudnn.runtime.training.step_graphs import Plans, plan_convolutions
-from mucudnn.runtime.training.working_set import measuring_bytes
+from mucudnn.runtime.training.sizes import measuring_bytes, sketch
 from mucudnn.runtime.tuning.plan_texts import restore_plans
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["place_steps"]
+__all__ = ["Plans", "place_steps", "plan_convolutions"]
+
+Plans = Mapping[ConvProblem, ConvPlan]
+"""How each convolution is run."""
 
 _ROUNDS = 4
 """How often a step is planned, each time with the plans it chose before measured."""
@@ -241,3 +243,32 @@ class _Bounded:
 
 def _will_do(nbytes: int) -> str:
     return f"{exact_bytes(nbytes)} will do"
+
+
+def plan_convolutions(
+    tuner: Tuner, graphs: tuple[Graph, ...], plans: Plans | None = None
+) -> Plans:
+    """One plan for every distinct convolution of some graphs.
+
+    Args:
+        tuner: Plans what is not known.
+        graphs: Planned together, as a limit on all workspaces together demands.
+        plans: Made before; kept where they are within the tuner's limit.
+    """
+    problems = dict.fromkeys(
+        node.attrs["problem"]
+        for graph in graphs
+        for node in graph.nodes
+        if node.op == "conv"
+    )
+    limit = tuner.workspace_limit
+    if tuner.total_workspace is not None:
+        limit = tuner.total_workspace
+    known = {
+        problem: plan
+        for problem, plan in (plans or {}).items()
+        if problem in problems and plan.workspace <= limit
+    }
+    missing = [problem for problem in problems if problem not in known]
+    made = dict(zip(missing, tuner.plan(missing), strict=True)) if missing else {}
+    return MappingProxyType(known | made)

@@ -20,7 +20,7 @@ from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.training.cold_timing import LINK_BYTES, ColdBench, cold_bench
-from mucudnn.runtime.training.working_set import (
+from mucudnn.runtime.training.sizes import (
     WorkingSet,
     kernel_workspaces,
     working_sets,

@@ -164,7 +164,7 @@ class BoundPlan:
             try:
                 return runner, self._arena.get(smaller.workspace)
             except OutOfMemoryError as e:
-                error = e
+                error = e.with_traceback(None)  # that would hold the caller's arrays
 
     def _finish(
         self, failure: StepFailedError, a: Array, b: Array, out: Array, accumulate: bool
