@@ -25,7 +25,7 @@ from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.profiler import Progress, profile, refine
 from mucudnn.runtime.training.sizes import measuring_bytes, sketch
-from mucudnn.runtime.tuning.plan_texts import restore_plans
+from mucudnn.runtime.tuning.bound_plan import restore_plans
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["Plans", "place_steps", "plan_convolutions"]

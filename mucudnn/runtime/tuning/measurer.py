@@ -16,7 +16,7 @@ from mucudnn.passes.convolution.pareto import check_divisible
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.sweep import Progress, Sweep
+from mucudnn.runtime.tuning.sweep import Measured, Sweep
 from mucudnn.runtime.tuning.timing import StoppingRule
 
 __all__ = ["Measurer"]
@@ -45,7 +45,7 @@ class Measurer:
     memory_limit: float
     time_limit_s: float
     prune: bool
-    progress: Callable[[Progress], None] | None
+    progress: Callable[[Measured], None] | None
     isolation: Isolation
     lock: Own[Any]
     _tables: dict[ConvProblem, PerfTable] = field(default_factory=dict, init=False)

@@ -23,14 +23,14 @@ from mucudnn.passes.microbatch import (
 )
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.kernel_bench import KernelBench
+from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench
 from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS, StoppingRule
 
-__all__ = ["Progress", "Sweep"]
+__all__ = ["Measured", "Sweep"]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Measured:
     """One measurement done: what it was of, and how many of how many."""
 
     problem: ConvProblem
@@ -53,7 +53,7 @@ class Sweep:
         deadline: Seconds on `clock` after which nothing more is started.
         progress: Called after each measurement, from one thread at a time.
         isolation: Whether to measure in this process or in children.
-    clock: Seconds, for the deadline only; children have a clock of their own.
+        clock: Seconds, for the deadline only; children have a clock of their own.
     """
 
     backends: Sequence[Backend]
@@ -62,7 +62,7 @@ class Sweep:
     numerics: Numerics = field(default_factory=Numerics)
     memory_limit: float = math.inf
     deadline: float = math.inf
-    progress: Callable[[Progress], None] | None = None
+    progress: Callable[[Measured], None] | None = None
     isolation: Isolation = field(default_factory=Isolation)
     clock: Callable[[], float] = field(default_factory=lambda: time.monotonic)
 
@@ -106,12 +106,14 @@ class _Work:
         self._total = 0  # rows there will be, those known counted
         self._benches = [
             sweep.isolation.bench(
-                backend,
-                problem,
-                sweep.rule,
-                memory_limit=sweep.memory_limit,
-                deadline=sweep.deadline,
-                clock=sweep.clock,
+                BenchTask(
+                    backend=backend,
+                    problem=problem,
+                    rule=sweep.rule,
+                    memory_limit=sweep.memory_limit,
+                    deadline=sweep.deadline,
+                    clock=sweep.clock,
+                )
             )
             for backend in sweep.backends
         ]
@@ -217,7 +219,7 @@ class _Work:
                 done = len(self.rows)
                 total = max(done, self._total)
                 self._sweep.progress(
-                    Progress(micro, perf.algo, perf.batch, done, total)
+                    Measured(micro, perf.algo, perf.batch, done, total)
                 )
 
     def _best_ms(self, batch: int) -> float:

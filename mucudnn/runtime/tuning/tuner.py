@@ -26,15 +26,14 @@ from mucudnn.passes.registry import name_of
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.environment import USERS, CacheChoice, open_cache, tuner_options
 from mucudnn.runtime.tuning import planning
-from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan
+from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan, restore_plans
 from mucudnn.runtime.tuning.isolation import Isolation
 from mucudnn.runtime.tuning.measurer import Measurer
-from mucudnn.runtime.tuning.plan_texts import restore_plans
-from mucudnn.runtime.tuning.sweep import Progress
+from mucudnn.runtime.tuning.sweep import Measured
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing
 from mucudnn.runtime.tuning.validation import Choice, Validator
 
-__all__ = ["Choice", "Progress", "Tuner"]
+__all__ = ["Choice", "Measured", "Tuner"]
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
 """Bytes; µ-cuDNN's default."""
@@ -95,7 +94,7 @@ class Tuner:
         replay: bool = False,
         benchmark_backends: Sequence[Backend] = (),
         rule: StoppingRule | None = None,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[Measured], None] | None = None,
         isolate: bool | None = None,
     ) -> None:
         self.backend = get_backend(backend) if isinstance(backend, str) else backend
