@@ -20,8 +20,8 @@ from mucudnn.ir.graph import Role
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
 from mucudnn.passes.placement.layout import Layout, host_blocks, lay_out
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.executor.hazards import Pending
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
+from mucudnn.runtime.executor.tasks import Pending
 from mucudnn.runtime.training.profiler import measure_link
 from tests.examples import examples
 from tests.graphs import NETWORKS

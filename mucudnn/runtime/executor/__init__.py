@@ -22,10 +22,9 @@ from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.placement.layout import Layout, host_blocks
 from mucudnn.passes.placement.packing import pack
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.hazards import ByteRange
 from mucudnn.runtime.executor.host_memory import HostSlot, HostTier, Tiers
 from mucudnn.runtime.executor.program import Binding, Memory, bind
-from mucudnn.runtime.executor.tasks import Call, Task, Watcher
+from mucudnn.runtime.executor.tasks import ByteRange, Call, Task, Watcher
 
 __all__ = ["Executor", "fed"]
 

@@ -22,7 +22,7 @@ from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.placement.layout import in_tiers
 from mucudnn.passes.placement.packing import Block, pack
-from mucudnn.runtime.executor.hazards import ByteRange
+from mucudnn.runtime.executor.tasks import ByteRange
 
 __all__ = ["DiskTier", "HostSlot", "HostTier", "Tier", "Tiers"]
 

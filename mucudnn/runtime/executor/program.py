@@ -31,14 +31,17 @@ from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.placement.layout import Layout
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.hazards import (
+from mucudnn.runtime.executor.host_memory import HostSlot
+from mucudnn.runtime.executor.tasks import (
     DEVICE,
     ByteRange,
+    Call,
     Pending,
     PendingCopy,
+    Program,
+    Task,
+    Watcher,
 )
-from mucudnn.runtime.executor.host_memory import HostSlot
-from mucudnn.runtime.executor.tasks import Call, Program, Task, Watcher
 
 __all__ = ["Binding", "Memory", "bind"]
 

@@ -21,7 +21,7 @@ from mucudnn.runtime.training.history import EpochReport, Position, read_resumpt
 from mucudnn.runtime.training.placed_steps import Plans
 from mucudnn.runtime.training.trainer import StepResult, Trainer
 
-__all__ = ["Batches", "EpochReport", "Position", "Progress", "fit", "plans_of"]
+__all__ = ["Batches", "EpochReport", "OnStep", "Position", "fit", "plans_of"]
 
 
 class Batches(Protocol):
@@ -36,7 +36,7 @@ class Batches(Protocol):
         ...
 
 
-Progress = Callable[[Position, EpochReport | None], None]
+OnStep = Callable[[Position, EpochReport | None], None]
 """Called after every step, and after an epoch with its report."""
 
 
@@ -51,7 +51,7 @@ def fit(
     checkpoint_every: int | None = None,
     words: Mapping[str, Any] | None = None,
     resume: Checkpoint | None = None,
-    progress: Progress | None = None,
+    progress: OnStep | None = None,
 ) -> tuple[EpochReport, ...]:
     """Train for some epochs.
 
@@ -148,7 +148,7 @@ class _Run:
         trainer: Trainer,
         checkpoints: Checkpoints | None,
         words: Mapping[str, Any],
-        progress: Progress,
+        progress: OnStep,
     ) -> None:
         self.at = Position()
         self.reports: list[EpochReport] = []

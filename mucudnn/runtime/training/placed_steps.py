@@ -23,7 +23,7 @@ from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.profiler import Progress, profile, refine
+from mucudnn.runtime.training.profiler import OnNode, profile, refine
 from mucudnn.runtime.training.sizes import measuring_bytes, sketch
 from mucudnn.runtime.tuning.bound_plan import restore_plans
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -45,7 +45,7 @@ def place_steps(
     first: int = 0,
     order: str | Order = "builder",
     plans: Plans | None = None,
-    progress: Progress | None = None,
+    progress: OnNode | None = None,
 ) -> list[PlacedStep]:
     """Plan and place graphs that share parameters and state, and take turns.
 
@@ -101,7 +101,7 @@ def _together(
     first: int,
     order: str | Order,
     plans: Plans | None,
-    progress: Progress | None,
+    progress: OnNode | None,
 ) -> list[PlacedStep]:
     """Graphs within a budget, the first to decide before all others."""
     sizes = {
@@ -145,7 +145,7 @@ class _Bounded:
     hosted: frozenset[str] | None
     plans: dict[str, ConvPlan] | None
 
-    def placed(self, progress: Progress | None) -> PlacedStep:
+    def placed(self, progress: OnNode | None) -> PlacedStep:
         """Measure, plan and place."""
         request = self._request(self._measured(progress))
         try:
@@ -169,7 +169,7 @@ class _Bounded:
             hosted=self.hosted,
         )
 
-    def _measured(self, progress: Progress | None) -> Profile:
+    def _measured(self, progress: OnNode | None) -> Profile:
         """The profile that is given, if it is of this graph, or a new one.
 
         Raises:

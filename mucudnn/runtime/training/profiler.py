@@ -28,13 +28,13 @@ from mucudnn.runtime.training.sizes import (
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["measure_link", "profile", "refine"]
+__all__ = ["OnNode", "measure_link", "profile", "refine"]
 
 _RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
 _NO_LIMIT = 1 << 62
 
-Progress = Callable[[str, int, int], None]
-"""Is told a node's name, how many are done, and of how many."""
+OnNode = Callable[[str, int, int], None]
+"""Told of every node that was measured: its name, how many are done, of how many."""
 
 
 def profile(
@@ -43,7 +43,7 @@ def profile(
     *,
     rule: StoppingRule | None = None,
     memory: int | None = None,
-    progress: Progress | None = None,
+    progress: OnNode | None = None,
 ) -> Profile:
     """Measure a graph: kernels by running them, convolutions by their Pareto fronts.
 
@@ -141,18 +141,18 @@ def measure_link(backend: Backend, nbytes: int = LINK_BYTES) -> tuple[float, flo
 
 
 class _Teller:
-    """Tells of progress, if anyone wants to know."""
+    """Counts the nodes that are measured, and tells of them if anyone wants to know."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
+    def __init__(self, on_node: OnNode | None, total: int) -> None:
+        self._on_node = on_node
         self._total = total
         self._done = 0
 
     def done(self, node: Node) -> None:
         """Another node is done."""
         self._done += 1
-        if self._progress is not None:
-            self._progress(node.name, self._done, self._total)
+        if self._on_node is not None:
+            self._on_node(node.name, self._done, self._total)
 
 
 def _convolutions(graph: Graph) -> Iterator[Node]:

@@ -26,6 +26,7 @@ from mucudnn.runtime.training.placed_steps import (
     place_steps,
     plan_convolutions,
 )
+from mucudnn.runtime.training.profiler import OnNode
 from mucudnn.runtime.training.stepping import SharedArena, Stepper, StepResult
 from mucudnn.runtime.training.training_graphs import training_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -107,7 +108,7 @@ class Trainer:
         precision: str | None = None,
         loss_scale: float | None = None,
         budget: MemoryBudget | int | str | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: OnNode | None = None,
     ) -> None:
         of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
         ORDERS.resolve(order)

@@ -46,7 +46,7 @@ class Sweep:
 
     Attributes:
         backends: Devices of one model; sizes are dealt out among them.
-        cache: What is known already, and where the rest is remembered.
+        cache: Opens what is known already, where the rest is remembered, too.
         rule: When a kernel has been timed enough.
         numerics: Which ways of computing are accepted; others are not measured.
         memory_limit: Bytes for operands and workspace, on each device.
@@ -57,7 +57,7 @@ class Sweep:
     """
 
     backends: Sequence[Backend]
-    cache: BenchmarkCache
+    cache: Callable[[], BenchmarkCache]
     rule: StoppingRule
     numerics: Numerics = field(default_factory=Numerics)
     memory_limit: float = math.inf
@@ -125,11 +125,9 @@ class _Work:
             micro = problem.with_batch(batch)
             for algo, nbytes in conv.algorithms(micro):
                 traits = conv.traits(micro, algo)
-                if (
-                    refusal := sweep.numerics.refusal(
-                        traits, whole=batch == problem.batch
-                    )
-                ) is not None:
+                whole = batch == problem.batch
+                refusal = sweep.numerics.refusal(traits, whole=whole)
+                if refusal is not None:
                     self.rows[algo, batch] = _excluded(algo, batch, refusal)
                     continue
                 self.workspaces[algo, batch] = nbytes
@@ -137,7 +135,8 @@ class _Work:
             for algo, reason in conv.excluded(micro):
                 self.rows[algo, batch] = _excluded(algo, batch, reason)
         self._hints: dict[str, list[AlgoPerf]] = {}
-        for perf in sweep.cache.get_all(self._fingerprint, problem):
+        self._cache = sweep.cache()
+        for perf in self._cache.get_all(self._fingerprint, problem):
             self._hints.setdefault(perf.algo, []).append(perf)
             if self._holds(perf):
                 self.rows[perf.algo, perf.batch] = perf
@@ -214,7 +213,7 @@ class _Work:
         with self._lock:
             self.rows[perf.algo, perf.batch] = perf
             if perf.status is not RowStatus.LIMITED:
-                self._sweep.cache.put(self._fingerprint, micro, [perf])
+                self._cache.put(self._fingerprint, micro, [perf])
             if self._sweep.progress is not None:
                 done = len(self.rows)
                 total = max(done, self._total)
@@ -246,10 +245,5 @@ class _Work:
 
 def _excluded(algo: str, batch: int, reason: str) -> AlgoPerf:
     return AlgoPerf(
-        algo=algo,
-        batch=batch,
-        time_ms=math.inf,
-        workspace=0,
-        error=reason,
-        samples=0,
+        algo=algo, batch=batch, time_ms=math.inf, workspace=0, error=reason, samples=0
     )
