@@ -217,7 +217,7 @@ def test_the_check_finds_what_was_overwritten(lenet):
     first = kept.graph.storages[kept.graph.by_name[computes[0]].outputs[0]]
     bad = replace(
         layout,
-        intervals={
+        offsets={
             name: tuple(layout.offsets[first][0] for _ in offsets)
             for name, offsets in layout.offsets.items()
         },

@@ -184,9 +184,7 @@ class BenchmarkCache:
     ) -> tuple[Measurement, ...]:
         """Every measurement, of one device or of all.
 
-        Args:
-            fingerprint: Of the device; all of them without it.
-            problem: A convolution, at any batch size; all of them without it.
+        A convolution is found at any batch size.
         """
         key = None if problem is None else problem_key(problem)
         return self._read(PERF, OF_ALL, fingerprint, key)

@@ -179,9 +179,7 @@ class RecordFile:
     def _open(self, file: Path, found: Exception | None = None) -> None:
         """Connect to the file, setting aside what is in its way.
 
-        Args:
-            file: Where the database is or will be.
-            found: Damage already found in it.
+        `found` is damage already found in it.
         """
         problem = found
         for attempt in range(_ATTEMPTS):

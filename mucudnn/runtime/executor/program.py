@@ -49,12 +49,7 @@ __all__ = ["Binding", "Memory", "bind"]
 class Memory:
     """Where the tensors of a graph are: in an arena, or in the state.
 
-    Args:
-        backend: Makes views.
-        graph: Whose tensors.
-        layout: Offsets in the arena, also of parameters and state that visit it.
-        arena: At least `layout.nbytes`.
-        state: Arrays of the persistent tensors.
+    `layout` has offsets also of parameters and state that visit the arena.
     """
 
     def __init__(

@@ -38,13 +38,7 @@ _NAME = "the memory for measuring"
 
 
 class ColdBench:
-    """Times kernels and copies in a pool.
-
-    Args:
-        backend: Runs them.
-        pool: Where everything is that they need on the device; empty between two calls.
-        rule: When a kernel has been timed enough.
-    """
+    """Times kernels and copies in a pool, which is empty between two calls."""
 
     def __init__(self, backend: Backend, pool: Pool, rule: StoppingRule) -> None:
         self._backend = backend
@@ -56,10 +50,7 @@ class ColdBench:
     def node_ms(self, graph: Graph, node: Node, workspace: int) -> float:
         """Median time of a node that has a kernel; its first run does not count.
 
-        Args:
-            graph: Of the node.
-            node: Neither a convolution nor a view.
-            workspace: Bytes that its kernel asks for.
+        `workspace` is what its kernel asks for, in bytes; it is no convolution or view.
 
         Raises:
             OutOfMemoryError: The pool does not hold its tensors.
@@ -94,8 +85,7 @@ class ColdBench:
         In a smaller pool several copies follow one another, from and to different bytes
         of the host, so that starting them and caches count less.
 
-        Args:
-            nbytes: Of a copy, if the pool is as large.
+        The pool may be smaller than `nbytes`.
 
         Raises:
             OutOfMemoryError: The pool has not a single byte.
@@ -156,11 +146,8 @@ def cold_bench(
 ) -> Iterator[ColdBench]:
     """A bench in a pool for the largest working set that there is memory for.
 
-    Args:
-        backend: Runs the kernels.
-        sizes: Bytes of working sets; there must be room for the first.
-        memory: The most that the pool may be; any size if not given.
-        rule: When a kernel has been timed enough.
+    `sizes` are bytes of working sets; there must be room for the first. `memory` is the
+    most that the pool may be; any size if not given.
 
     Raises:
         OutOfMemoryError: The device has no room for the first.

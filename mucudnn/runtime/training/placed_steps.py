@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
-from mucudnn.ir.graph import PERSISTENT, Graph
+from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.graph.inplace import in_place
@@ -127,16 +127,7 @@ def _together(
 
 @dataclass(frozen=True, slots=True)
 class _Bounded:
-    """A graph to be placed within a budget.
-
-    Attributes:
-        tuner: Measures.
-        graph: In its order.
-        budget: Of this and others.
-        beside: Bytes of the budget that others take meanwhile.
-        hosted: Parameters and state that are host-resident, if that is decided.
-        plans: Convolution node -> plan, if they are fixed.
-    """
+    """A graph to be placed within a budget."""
 
     tuner: Tuner
     graph: Graph
@@ -161,10 +152,16 @@ class _Bounded:
         return self.budget.nbytes - self.beside
 
     def _request(self, profile: Profile) -> StepRequest:
-        return self.budget.request(
+        """What is asked of a step; where there is no backward pass, it is paged."""
+        budget = self.budget
+        trains = any(node.phase is Phase.BACKWARD for node in self.graph.nodes)
+        return StepRequest(
             self.graph,
             profile,
-            beside=self.beside,
+            budget=max(0, self._nbytes),
+            policy=budget.policy if trains else "paging",
+            scheduler=budget.scheduler if trains else None,
+            convolutions=budget.convolutions,
             plans=self.plans,
             hosted=self.hosted,
         )
@@ -250,10 +247,8 @@ def plan_convolutions(
 ) -> Plans:
     """One plan for every distinct convolution of some graphs.
 
-    Args:
-        tuner: Plans what is not known.
-        graphs: Planned together, as a limit on all workspaces together demands.
-        plans: Made before; kept where they are within the tuner's limit.
+    Graphs are planned together, as a limit on all workspaces together demands. Plans
+    made before are kept where they are within the tuner's limit.
     """
     problems = dict.fromkeys(
         node.attrs["problem"]

@@ -55,13 +55,8 @@ def profile(
     device's side of them may be in a cache, and starting them takes more of the time.
     A plan of a convolution that does not fit keeps the tuner's time.
 
-    Args:
-        tuner: Measures the convolutions; its backend runs the kernels.
-        graph: Of a step.
-        rule: When a kernel has been timed enough.
-        memory: Bytes that all of it may take on the device; the tuner's own limit holds
-            for convolutions as well. Any if not given.
-        progress: Told of every node, convolutions first.
+    Of all that it takes on the device no more than `memory` bytes are in use, and of
+    convolutions no more than the tuner's own limit.
 
     Raises:
         OutOfMemoryError: A node does not fit `memory`; it and its tensors are named.
@@ -104,16 +99,9 @@ def refine(
 ) -> Profile:
     """A profile in which some plans have the time that they take themselves.
 
-    A plan that memory is too short for keeps the time that it had.
-
-    Args:
-        tuner: Whose backend runs them.
-        known: The profile so far.
-        plans: Of its fronts; those that a step was planned with.
-        times: What was measured so far, by plan; grows. A plan in it is not measured
-            again.
-        rule: When a plan has been timed enough.
-        memory: Bytes that all of it may take on the device; any if not given.
+    The plans are of its fronts, those that a step was planned with. `times`, which
+    grows, is what was measured so far: a plan in it is not measured again. A plan that
+    memory is too short for keeps the time that it had.
     """
     new = _within(tuner.memory_limit, (p for p in plans if p not in times))
     better: dict[ConvPlan, ConvPlan] = {}

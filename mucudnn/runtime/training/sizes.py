@@ -145,11 +145,8 @@ def sketch(
 ) -> Profile:
     """Sizes of a graph's workspaces.
 
-    Args:
-        tuner: Whose backend would run it, with micro-batches as it would.
-        graph: Of a step.
-        plans: Of its convolutions; if not given, the least and the most that any plan
-            takes.
+    Micro-batches are those that the tuner would measure. Of a convolution without a
+    plan there are two in its front: of the least and the most workspace of any.
 
     Raises:
         PlanningError: A convolution has no algorithm.

@@ -131,12 +131,7 @@ class StepResult:
 
 
 class Stepper:
-    """Takes the steps of a trainer.
-
-    Args:
-        graphs: Of the network.
-        arena: Runs them.
-    """
+    """Takes the steps of a trainer."""
 
     def __init__(self, graphs: TrainingGraphs, arena: SharedArena) -> None:
         self._graph = graphs.steps[-1]

@@ -39,11 +39,8 @@ def write_arrays(
 ) -> None:
     """Write a file, or leave it as it was.
 
-    Args:
-        path: Where.
-        arrays: NumPy arrays of numbers by name; bfloat16 and float16 stay what they
-            are.
-        header: Plain JSON to say beside them.
+    Types stay what they are, bfloat16 and float16 included; `header` is plain JSON to
+    say beside the arrays.
 
     Raises:
         OSError: It cannot be written; `strerror` says why.

@@ -123,11 +123,8 @@ class BoundPlan:
     ) -> Array:
         """Compute into `out`, or into a new array.
 
-        Args:
-            a: First operand; its shape and type are known to be right.
-            b: Second operand, likewise.
-            out: Where the result goes; checked.
-            accumulate: Add to `out` instead of overwriting it.
+        Shapes and types of `a` and `b` are known to be right, `out` is checked; with
+        `accumulate` it is added to.
 
         Raises:
             ValueError: `out` cannot take the result.

@@ -132,10 +132,7 @@ class MeasuringProcess:
     ) -> AlgoPerf | str:
         """Time one kernel.
 
-        Args:
-            timer: Whose settings the child is to use.
-            kernel: What to time.
-            seconds: How long it may take.
+        `timer` is whose settings the child is to use.
 
         Returns:
             A row, or what became of the process that ran it.

@@ -136,12 +136,7 @@ class BenchTask:
 
 
 class KernelBench:
-    """Times algorithms one after another, and begins what can end in time.
-
-    Args:
-        task: What to time, and within which limits.
-        timer: Where; in this process without it.
-    """
+    """Times algorithms in turn, where `timer` does; begins what can end in time."""
 
     def __init__(self, task: BenchTask, timer: KernelTimer | None = None) -> None:
         self._task = task
@@ -157,13 +152,9 @@ class KernelBench:
     ) -> None:
         """Time algorithms at one micro-batch size; every outcome goes to `on_done`.
 
-        Args:
-            batch: Micro-batch size.
-            workspaces: Algorithm -> bytes; timed in this order.
-            on_done: Receives one row an algorithm, failures included.
-            best_ms: The fastest known at this size.
-            expected_ms: Algorithm -> about how long one run takes, where it is known;
-                what would not end before the deadline is not begun.
+        `workspaces` is algorithm -> bytes, in the order of timing, `best_ms` the
+        fastest known at this size. What would take so long, as `expected_ms` knows,
+        that it would not end before the deadline, is not begun.
         """
         expected = expected_ms or {}
         for algo, nbytes in workspaces.items():

@@ -59,10 +59,8 @@ class Measurer:
         Rows of failed algorithms carry the error. Rows that a limit prevented carry
         the limit; such a table is not remembered.
 
-        Args:
-            problem: What to measure.
-            time_limit_s: Seconds; the tuner's own if not given.
-            memory_limit: Bytes; the tuner's own holds as well.
+        Limits of time and memory are the tuner's own; a time given replaces it, bytes
+        given hold as well.
 
         Raises:
             PlanningError: There are too many samples to be divided.

@@ -71,11 +71,8 @@ class Sweep:
     ) -> PerfTable:
         """Measure `problem`; failing algorithms are rows, never exceptions.
 
-        Args:
-            problem: At its whole mini-batch.
-            policy: Which micro-batch sizes are candidates.
-            prune: Under the policy `all`, measure only what could enter a good plan;
-                see `next_measurements`.
+        Pruning measures only what could enter a good plan, under the policy `all`; see
+        `next_measurements`.
         """
         sizes = candidate_batches(problem.batch, policy)
         alignment = self.backends[0].split_alignment
