@@ -24,11 +24,8 @@ from mucudnn.passes.graph.dependencies import VIEWS, written
 from mucudnn.runtime.executor import fed
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostTier, Tier
-from mucudnn.runtime.training.sizes import (
-    WorkingSet,
-    kernel_of,
-    kernel_workspaces,
-)
+from mucudnn.runtime.executor.program import kernel_of
+from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces
 
 __all__ = ["PagedExecutor", "least_pool_bytes"]
 

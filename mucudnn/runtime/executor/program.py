@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mucudnn.backends.base import Array, Backend, Buffer
+from mucudnn.backends.base import Array, Backend, Buffer, Kernel
 from mucudnn.errors import ScheduleError, UnsupportedError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node
@@ -43,7 +43,7 @@ from mucudnn.runtime.executor.tasks import (
     Watcher,
 )
 
-__all__ = ["Binding", "Memory", "bind"]
+__all__ = ["Binding", "Memory", "bind", "kernel_of"]
 
 
 class Memory:
@@ -143,6 +143,20 @@ def bind(binding: Binding) -> Program:
     return Program(tuple(binder.tasks), known, total)
 
 
+def kernel_of(backend: Backend, node: Node) -> Kernel:
+    """What runs a node that is neither a convolution nor a view.
+
+    Raises:
+        UnsupportedError: The backend has nothing that does.
+    """
+    kernel = backend.kernels.get(node.op)
+    if kernel is None:
+        raise UnsupportedError(
+            f"backend {backend.name!r} has no kernel for {node.op!r} ({node.name})"
+        )
+    return kernel
+
+
 class _Binder:
     """Tasks so far, the copies in flight, and which interval every storage is in.
 
@@ -225,12 +239,7 @@ class _Binder:
 
     def _kernel(self, node: Node, workspace: Buffer | None) -> Call:
         """The call of any other node."""
-        backend = self._binding.backend
-        kernel = backend.kernels.get(node.op)
-        if kernel is None:
-            raise UnsupportedError(
-                f"backend {backend.name!r} has no kernel for {node.op!r} ({node.name})"
-            )
+        kernel = kernel_of(self._binding.backend, node)
         inputs = [self._array(name) for name in node.inputs]
         outputs = [self._array(name) for name in node.outputs]
         return partial(kernel.run, inputs, outputs, node.attrs, workspace)

@@ -48,10 +48,10 @@ class Evaluation:
 
 
 class Epochs(Protocol):
-    """What can be evaluated on, such as a `mucudnn.data.Loader`."""
+    """Labelled images in batches, such as a `mucudnn.data.Loader`."""
 
     def epoch(self, epoch: int, start: int = 0) -> Iterable[tuple[Any, Any]]:
-        """The (images, labels) of one epoch."""
+        """The (images, labels) of one epoch, from batch `start` on."""
         ...
 
 

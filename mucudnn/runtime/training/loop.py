@@ -6,7 +6,7 @@ the sums of the epoch so far.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from mucudnn.codecs.values import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.runtime.interrupts import deferred_interrupt
 from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
-from mucudnn.runtime.training.evaluation import check_batches, image_and_label
+from mucudnn.runtime.training.evaluation import Epochs, check_batches, image_and_label
 from mucudnn.runtime.training.history import EpochReport, Position, read_resumption
 from mucudnn.runtime.training.placed_steps import Plans
 from mucudnn.runtime.training.trainer import StepResult, Trainer
@@ -24,15 +24,11 @@ from mucudnn.runtime.training.trainer import StepResult, Trainer
 __all__ = ["Batches", "EpochReport", "OnStep", "Position", "fit", "plans_of"]
 
 
-class Batches(Protocol):
-    """Epochs of labelled images, such as a `mucudnn.data.Loader`."""
+class Batches(Epochs, Protocol):
+    """Epochs of labelled images that have a length, such as a `mucudnn.data.Loader`."""
 
     def __len__(self) -> int:
         """Batches in an epoch."""
-        ...
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
-        """The (images, labels) of one epoch, from batch `start` on."""
         ...
 
 

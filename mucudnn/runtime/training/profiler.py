@@ -1,7 +1,7 @@
 """Time every node of a graph on a backend, each distinct one once.
 
-Convolutions come first: the tuner takes and returns its own memory. Then one
-buffer is, in which everything else is timed; so the two never hold memory at once.
+Convolutions come first: the tuner takes and returns its own memory. Everything else is
+timed afterwards, in one buffer; so the two never hold memory at once.
 """
 
 import math

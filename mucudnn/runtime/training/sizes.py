@@ -10,8 +10,8 @@ might turn out to be.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from mucudnn.backends.base import Backend, Kernel
-from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.backends.base import Backend
+from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.profile import Profile
@@ -20,11 +20,11 @@ from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.graph.dependencies import VIEWS
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.microbatch import candidate_batches, pareto_plans
+from mucudnn.runtime.executor.program import kernel_of
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = [
     "WorkingSet",
-    "kernel_of",
     "kernel_workspaces",
     "largest_first",
     "measuring_bytes",
@@ -83,20 +83,6 @@ class WorkingSet:
 
     def __str__(self) -> str:
         return largest_first({spec.name: spec.nbytes for spec in self.tensors})
-
-
-def kernel_of(backend: Backend, node: Node) -> Kernel:
-    """What runs a node that is neither a convolution nor a view.
-
-    Raises:
-        UnsupportedError: The backend has nothing that does.
-    """
-    kernel = backend.kernels.get(node.op)
-    if kernel is None:
-        raise UnsupportedError(
-            f"backend {backend.name!r} has no kernel for {node.op!r} ({node.name})"
-        )
-    return kernel
 
 
 def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:

@@ -20,7 +20,6 @@ from safetensors.numpy import save
 from mucudnn.files import check_file, read_whole, write_whole
 
 __all__ = [
-    "json_object",
     "read_arrays",
     "read_first_arrays",
     "read_first_header",
@@ -67,7 +66,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
     metadata = _opened(path, lambda file: file.metadata())
     if metadata is None or _KEY not in metadata:
         return None
-    return json_object(path, metadata[_KEY])
+    return _json_object(path, metadata[_KEY])
 
 
 def read_arrays(path: Path, header: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -98,7 +97,7 @@ def read_first_header(path: Path) -> dict[str, Any]:
         OSError: It cannot be read, or is no file.
         ValueError: It is no JSON object.
     """
-    return json_object(path, read_whole(path))
+    return _json_object(path, read_whole(path))
 
 
 def read_first_arrays(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +134,7 @@ def seal(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def json_object(path: Path, text: str | bytes) -> dict[str, Any]:
+def _json_object(path: Path, text: str | bytes) -> dict[str, Any]:
     """The JSON object that a text of a file is.
 
     Raises:

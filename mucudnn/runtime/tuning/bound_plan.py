@@ -141,7 +141,7 @@ class BoundPlan:
         try:
             workspace = self._arena.get(runner.plan.workspace)
         except OutOfMemoryError as e:
-            runner, workspace = self._fitting(runner, e)
+            runner, workspace = self._fall_back(runner, e)
         try:
             runner.run(a, b, out, workspace, accumulate)
         except StepFailedError as e:
@@ -149,17 +149,17 @@ class BoundPlan:
             self._finish(e, a, b, out, accumulate)
         return out
 
-    def _fitting(self, runner: Runner, error: OutOfMemoryError) -> tuple[Runner, Any]:
+    def _fall_back(self, runner: Runner, error: OutOfMemoryError) -> tuple[Runner, Any]:
         """The largest smaller plan that memory has room for, and its workspace.
 
         They belong together: another thread may fall back further meanwhile.
         """
         while True:
             plan = runner.plan
-            fits = [p for p in self._smaller(plan) if p.workspace < plan.workspace]
-            if not fits:
+            others = [p for p in self._smaller(plan) if p.workspace < plan.workspace]
+            if not others:
                 raise error
-            smaller = max(fits, key=lambda p: p.workspace)
+            smaller = max(others, key=lambda p: p.workspace)
             logger.warning(
                 "%s; falling back from %d to %d bytes of workspace",
                 error,
