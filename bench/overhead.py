@@ -86,11 +86,11 @@ def _one(parts: int) -> dict[str, Any]:
     tuner.adopt(plan)
     workspace = backend.device.allocate(nbytes)
     slices = [(x[window], y[window]) for window, _ in plan.slices()]
-    kernel = backend.conv.run
+    kernel = backend.bind(ConvPlan(micro, (step,))).run
 
     def direct() -> None:
         for part, out in slices:
-            kernel(micro, "FAST", part, w, out, workspace, accumulate=False)
+            kernel(part, w, out, workspace, False)
 
     def call() -> None:
         conv2d(x, w, padding=1, tuner=tuner)

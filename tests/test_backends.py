@@ -151,6 +151,8 @@ def test_a_refused_kernel_is_refused_in_its_turn(backend):
     device = backend.device
     specs = problem(5).operands()
     operands = [device.view(device.allocate(s.nbytes), 0, s) for s in specs]
+    for operand in operands:
+        device.randomize(operand)
     workspace = device.allocate(nbytes)
     for _ in range(2):
         with pytest.raises(StepFailedError, match="no algorithm 'MAGIC'") as caught:

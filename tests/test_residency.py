@@ -11,7 +11,11 @@ from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.models import MODELS
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.recompute_chains import EXPENSIVE, chain, is_checkpoint
+from mucudnn.passes.graph.recompute_chains import (
+    EXPENSIVE,
+    is_checkpoint,
+    recompute_chain,
+)
 from mucudnn.passes.planning.plan_step import policy_names
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import (
@@ -93,7 +97,7 @@ def test_a_chain_needs_nothing_that_is_not_there(data):
     names = {s.name for s in saved}
     for one in saved:
         there = {*graph.inputs, *(names - {one.name})}
-        for node in chain(graph, one.name, names.__contains__):
+        for node in recompute_chain(graph, one.name, names.__contains__):
             assert all(t in there or graph.storages[t] in there for t in node.inputs)
             there.update(node.outputs)
         assert one.name in there

@@ -67,7 +67,7 @@ def candidate_batches(batch: int, policy: BatchPolicy) -> tuple[int, ...]:
         TypeError: The policy is neither a name nor a function.
     """
     found = BATCH_POLICIES.resolve(policy)
-    if an_integer("the mini-batch", batch) < 1:
+    if (batch := an_integer("the mini-batch", batch)) < 1:
         raise ValueError(f"a mini-batch has at least one sample, got {batch}")
     label = f"what batch policy {name_of(policy)!r} returned for {batch}"
     sizes = integers(label, found(batch), least=1)

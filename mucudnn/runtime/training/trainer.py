@@ -18,6 +18,7 @@ from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.graph.optimizer_updates import When
 from mucudnn.passes.ordering import ORDERS, Order
+from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
@@ -28,7 +29,7 @@ from mucudnn.runtime.training.placed_steps import (
 )
 from mucudnn.runtime.training.profiler import OnNode
 from mucudnn.runtime.training.stepping import SharedArena, Stepper, StepResult
-from mucudnn.runtime.training.training_graphs import training_graphs
+from mucudnn.runtime.training.training_graphs import TrainingGraphs, training_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["StepResult", "Trainer"]
@@ -54,7 +55,7 @@ class Trainer:
             loss and how many answers are right.
         evaluation: The same network for evaluation, with the same names; None where
             nothing is evaluated.
-        tuner: Plans the convolutions; its backend computes.
+        tuner: Plans the convolutions; its backend computes. `Tuner()` if not given.
         optimizer: How gradients change parameters; a name works, or its class.
         learning_rate: Step -> learning rate; a number, or a schedule that does not
             depend on the end of the training. The optimizer's own if not given.
@@ -93,7 +94,7 @@ class Trainer:
         training: Graph,
         evaluation: Graph | None = None,
         *,
-        tuner: Tuner,
+        tuner: Tuner | None = None,
         optimizer: Optimizer | str | Callable[[], Optimizer],
         learning_rate: Callable[[int], float]
         | LearningRate
@@ -110,13 +111,9 @@ class Trainer:
         budget: MemoryBudget | int | str | None = None,
         progress: OnNode | None = None,
     ) -> None:
-        of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
-        ORDERS.resolve(order)
-        an_integer("seed", seed, least=0)
-        if plans is not None:
-            of_type("plans", plans, Mapping, "a mapping from problems to plans")
-        if progress is not None:
-            a_function("progress", progress, "a function of (name, done, total)")
+        own = tuner is None
+        tuner = Tuner() if tuner is None else tuner
+        _check_arguments(tuner, order, seed, plans, progress)
         optimizer = optimizer_of(optimizer)
         self._rate = rate_of(learning_rate, optimizer.learning_rate)
         self._budget = budget = None if budget is None else MemoryBudget.of(budget)
@@ -132,19 +129,9 @@ class Trainer:
         last = len(graphs.steps) - 1
         self.backend = tuner.backend
         self.graph = graphs.steps[last]
-        self.plans: Plans = plans or {}
-        if budget is None or budget.convolutions == "fixed":
-            self.plans = plan_convolutions(tuner, graphs.all, plans)
-        placed = place_steps(
-            tuner,
-            graphs.all,
-            budget,
-            first=last,
-            order=order,
-            plans=self.plans,
-            progress=progress,
-        )
-        self.placed = None if budget is None else placed[last]
+        placed = self._placed(graphs, tuner, order, plans, progress)
+        if own:
+            tuner.close()
         disk = None if budget is None else budget.disk
         hosted, device = placed[last].schedule.hosted, self.backend.device
         self._state = StateStore(
@@ -280,6 +267,31 @@ class Trainer:
             raise ValueError("this trainer was given no graph for evaluation")
         return self._evaluator
 
+    def _placed(
+        self,
+        graphs: TrainingGraphs,
+        tuner: Tuner,
+        order: str | Order,
+        plans: Plans | None,
+        progress: OnNode | None,
+    ) -> list[PlacedStep]:
+        """Graphs planned and placed, within the budget if there is one."""
+        budget, last = self._budget, len(graphs.steps) - 1
+        self.plans: Plans = plans or {}
+        if budget is None or budget.convolutions == "fixed":
+            self.plans = plan_convolutions(tuner, graphs.all, plans)
+        found = place_steps(
+            tuner,
+            graphs.all,
+            budget,
+            first=last,
+            order=order,
+            plans=self.plans,
+            progress=progress,
+        )
+        self.placed = None if budget is None else found[last]
+        return found
+
     def _timed(
         self, take: Callable[[Any, Any, float, int], T], images: Any, labels: Any
     ) -> tuple[T, float]:
@@ -290,3 +302,16 @@ class Trainer:
         ms = device.elapsed_ms(start, device.record())
         self.steps += 1
         return found, ms
+
+
+def _check_arguments(
+    tuner: object, order: str | Order, seed: int, plans: object, progress: object
+) -> None:
+    """Refuse what would fail only after minutes of measuring."""
+    of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
+    ORDERS.resolve(order)
+    an_integer("seed", seed, least=0)
+    if plans is not None:
+        of_type("plans", plans, Mapping, "a mapping from problems to plans")
+    if progress is not None:
+        a_function("progress", progress, "a function of (name, done, total)")
