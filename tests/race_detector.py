@@ -7,8 +7,7 @@ it in its own direction. Two touches of the same bytes, one of them a write, mus
 of each other. And what a step reads must be what was last written there.
 """
 
-from mucudnn.runtime.executor.hazards import ByteRange, PendingCopy
-from mucudnn.runtime.executor.tasks import Program, Task
+from mucudnn.runtime.executor.tasks import ByteRange, PendingCopy, Program, Task
 
 __all__ = ["RaceDetector", "RaceError"]
 

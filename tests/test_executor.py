@@ -20,8 +20,8 @@ from mucudnn.ir.graph import Role
 from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut, Wait
 from mucudnn.passes.placement.layout import Layout, host_blocks, lay_out
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.executor.hazards import Pending
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
+from mucudnn.runtime.executor.tasks import Pending
 from mucudnn.runtime.training.profiler import measure_link
 from tests.examples import examples
 from tests.graphs import NETWORKS
@@ -217,7 +217,7 @@ def test_the_check_finds_what_was_overwritten(lenet):
     first = kept.graph.storages[kept.graph.by_name[computes[0]].outputs[0]]
     bad = replace(
         layout,
-        intervals={
+        offsets={
             name: tuple(layout.offsets[first][0] for _ in offsets)
             for name, offsets in layout.offsets.items()
         },

@@ -280,9 +280,8 @@ def test_without_a_python_to_start_the_way_out_is_named(monkeypatch):
 
 def test_a_fragile_backend_is_isolated_and_others_are_not(installed):
     def kind(wanted, name):
-        bench = Isolation(wanted).bench(
-            get_backend(name), problem(), QUICK, memory_limit=1e9, deadline=1e9
-        )
+        task = task_of(get_backend(name), memory_limit=1e9, deadline=1e9)
+        bench = Isolation(wanted).bench(task)
         return type(bench.timer)
 
     assert kind(None, "misbehaving:GOOD") is ChildTimer

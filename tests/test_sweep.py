@@ -188,7 +188,7 @@ def test_a_cold_run_is_used_but_not_remembered():
     cache = BenchmarkCache()
     sweep = Sweep(
         backends=[watched(before=run)],
-        cache=cache,
+        cache=lambda: cache,
         rule=QUICK,
         deadline=0.1,
         clock=lambda: now[0],

@@ -11,6 +11,7 @@ import pytest
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam, Momentum, Sgd
+from mucudnn.models import get_model
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoint import Checkpoints
@@ -557,3 +558,20 @@ def test_it_is_closed_after_an_error_too():
         1 / 0  # noqa: B018
     with pytest.raises(ValueError, match="closed"):
         take(made, 1)
+
+
+@pytest.mark.parametrize("nbytes", [6_600_000, 7_000_000, 64_000_000])
+def test_what_is_deleted_is_gone(nbytes):
+    """Without a collection of garbage, and though budgets were refused on the way."""
+    tuner = Tuner(backend="null", cache=None)
+    gc.collect()
+    gc.disable()
+    try:
+        made = Trainer(
+            get_model("lenet")(16), tuner=tuner, optimizer="adam", budget=nbytes
+        )
+        gone = [weakref.ref(made), weakref.ref(made.state)]
+        del made
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()

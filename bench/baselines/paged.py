@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from bench.baselines.memory_pool import Pool, PoolStatistics
 from bench.baselines.tensor_cache import CacheStatistics, TensorCache
 from mucudnn.backends.base import Array, Backend, Buffer
 from mucudnn.errors import OutOfMemoryError
@@ -20,15 +21,11 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.dependencies import written
+from mucudnn.runtime.executor import fed
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostTier, Tier
-from mucudnn.runtime.executor.memory_pool import Pool, PoolStatistics
-from mucudnn.runtime.training.feeds import fed
-from mucudnn.runtime.training.working_set import (
-    WorkingSet,
-    kernel_of,
-    kernel_workspaces,
-)
+from mucudnn.runtime.executor.program import kernel_of
+from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces
 
 __all__ = ["PagedExecutor", "least_pool_bytes"]
 

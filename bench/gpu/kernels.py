@@ -12,6 +12,7 @@ from mucudnn.codecs.values import perf_to_dict
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, Direction
 from mucudnn.runtime.tuning.isolation import Isolation
+from mucudnn.runtime.tuning.kernel_bench import BenchTask
 
 __all__ = ["accumulating", "first_api"]
 
@@ -76,9 +77,10 @@ def first_api(job: Job) -> Mapping[str, Any]:
                 for name, nbytes in job.backend.conv.algorithms(problem)
                 if (virtual or name not in graph) and "+" not in name
             }
-            bench = isolation.bench(
-                job.backend, problem, RULE, memory_limit=float("inf"), deadline=ends
+            task = BenchTask(
+                backend=job.backend, problem=problem, rule=RULE, deadline=ends
             )
+            bench = isolation.bench(task)
             bench.run(problem.batch, names, rows.append)
             bench.release()
             ran |= {row.algo for row in rows if row.error is None}

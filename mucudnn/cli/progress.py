@@ -18,7 +18,7 @@ from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
     from mucudnn.runtime.training.history import EpochReport, Position
-    from mucudnn.runtime.tuning.sweep import Progress as Measured
+    from mucudnn.runtime.tuning.sweep import Measured
     from mucudnn.studies.advance import Advance
     from mucudnn.studies.algorithm_survey import SurveyedLayer
     from mucudnn.studies.outcome import LayerResult

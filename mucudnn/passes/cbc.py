@@ -2,7 +2,21 @@
 
 from typing import Any
 
-__all__ = ["cbc", "solver_errors"]
+__all__ = ["cbc", "import_pulp", "solver_errors"]
+
+
+def import_pulp() -> Any:
+    """PuLP, imported on first use: that takes longer than planning, and few need it.
+
+    It keeps what importing absent solvers raised; the tracebacks are taken away, as
+    they hold whoever asked first, and a trainer's memory with them.
+    """
+    import pulp
+
+    for solver in vars(pulp.apis).values():
+        if isinstance(error := getattr(solver, "err", None), BaseException):
+            error.__traceback__ = None
+    return pulp
 
 
 def cbc(most_nodes: int, *, gap: float = 0.0, mip: bool = True) -> Any:
@@ -13,10 +27,7 @@ def cbc(most_nodes: int, *, gap: float = 0.0, mip: bool = True) -> Any:
         gap: How far from the best possible is good enough, as a fraction.
         mip: Whether to keep integers whole.
     """
-    # Imported here: it takes longer than planning does, and few plans need it.
-    import pulp
-
-    return pulp.PULP_CBC_CMD(
+    return import_pulp().PULP_CBC_CMD(
         msg=False,
         mip=mip,
         threads=1,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 __all__ = ["SIGNALS", "Interrupts", "deferred_interrupt", "end_children"]
@@ -73,12 +73,7 @@ class Interrupts:
                     signal.signal(number, self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         while not self._depth and self._usual:
             number, usual = self._usual.popitem()

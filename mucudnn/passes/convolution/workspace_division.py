@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, PerfTable
-from mucudnn.passes.cbc import cbc, solver_errors
+from mucudnn.passes.cbc import cbc, import_pulp, solver_errors
 from mucudnn.passes.convolution.knapsack import (
     Core,
     Item,
@@ -75,8 +75,7 @@ def ilp(core: Core, *, most_nodes: int = _MOST_NODES) -> Selection | None:
 
 
 def _by_cbc(core: Core, solver: Any) -> Selection | None:
-    import pulp
-
+    pulp = import_pulp()
     model = pulp.LpProblem("workspace_division", pulp.LpMinimize)
     undecided = [g for g, items in enumerate(core.open) if len(items) > 1]
     smallest = {g: core.groups[g][core.open[g][0]] for g in undecided}

@@ -8,6 +8,7 @@ and a byte less does not.
 """
 
 from collections.abc import Callable
+from copy import copy
 
 from mucudnn.errors import PlanningError
 
@@ -68,5 +69,5 @@ def _refusal(attempt: Callable[[int], object], budget: int) -> PlanningError | N
     try:
         attempt(budget)
     except PlanningError as error:
-        return error
+        return copy(error)  # without a traceback, which would hold callers' locals
     return None

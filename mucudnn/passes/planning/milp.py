@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.ir.graph import Phase
-from mucudnn.passes.cbc import cbc, solver_errors
+from mucudnn.passes.cbc import cbc, import_pulp, solver_errors
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency
@@ -110,10 +110,7 @@ class _Program:
     """The program of a step, `extra` bytes more in use at some nodes."""
 
     def __init__(self, request: StepRequest, extra: Mapping[str, float]) -> None:
-        # Imported here: it takes longer than planning does, and few plans need it.
-        import pulp
-
-        self._pulp = pulp
+        self._pulp = pulp = import_pulp()
         self._request, self._extra = request, extra
         self._model = pulp.LpProblem("residency", pulp.LpMinimize)
         self._candidates = {c.saved.name: c for c in candidates_of(request)}

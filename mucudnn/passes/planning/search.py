@@ -11,6 +11,7 @@ faster, or where nothing else fits.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 
 from mucudnn.errors import PlanningError
 from mucudnn.passes.planning.evaluate import check_residency, plan_residency
@@ -104,10 +105,11 @@ def smallest(
             try:
                 check_residency(request, {**residency, **paged})
             except PlanningError as e:
-                closest = e if closest is None else _closer(closest, e)
+                error = copy(e)  # without a traceback, which would hold callers' locals
+                closest = _closer(closest or error, error)
             else:
                 return {**residency, **paged}
-    raise closest or PlanningError("nothing was tried")
+    raise copy(closest or PlanningError("nothing was tried"))
 
 
 def _begin(
@@ -194,7 +196,7 @@ class _Best:
     @property
     def plan(self) -> StepPlan:
         if self._plan is None:
-            raise self._error or PlanningError("nothing was tried")
+            raise copy(self._error or PlanningError("nothing was tried"))
         return self._plan
 
     def consider(
@@ -216,7 +218,8 @@ class _Best:
         try:
             plan = plan_residency(self._request, residency)
         except PlanningError as e:
-            self._error = e if self._error is None else _closer(self._error, e)
+            error = copy(e)  # without a traceback, which would hold callers' locals
+            self._error = _closer(self._error or error, error)
             return False
         return self.offer(plan)
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import platformdirs
@@ -184,9 +183,7 @@ class BenchmarkCache:
     ) -> tuple[Measurement, ...]:
         """Every measurement, of one device or of all.
 
-        Args:
-            fingerprint: Of the device; all of them without it.
-            problem: A convolution, at any batch size; all of them without it.
+        A convolution is found at any batch size.
         """
         key = None if problem is None else problem_key(problem)
         return self._read(PERF, OF_ALL, fingerprint, key)
@@ -266,12 +263,7 @@ class BenchmarkCache:
     def __enter__(self) -> "BenchmarkCache":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _write(self, *changes: tuple[str, Sequence[tuple[Any, ...]]]) -> int:

@@ -98,11 +98,8 @@ def run_measurements(
 ) -> tuple[Measurement, ...]:
     """Everything measured of `problems` since a time, and all that `tables` hold.
 
-    Args:
-        tuner: Whose cache and device.
-        problems: What was to be measured; micro-batches of them count.
-        tables: What was used; they may lack what an interruption left unfinished.
-        since: Seconds since 1970 at which the run began.
+    Micro-batches of `problems` count, and `since` is in seconds since 1970; `tables`
+    may lack what an interruption left unfinished.
     """
     used = {(t.problem.with_batch(p.batch), p) for t in tables for p in t.perfs}
     fingerprint = tuner.backend.device.fingerprint
@@ -142,14 +139,7 @@ def record_run(
 
 
 class RecordedFronts:
-    """What was recorded of one device, as Pareto fronts.
-
-    Args:
-        device: Its fingerprint.
-        conv: Its measurements.
-        split_alignment: See `Backend`.
-        numerics: Which ways of computing are accepted.
-    """
+    """What was recorded of one device, as Pareto fronts."""
 
     def __init__(
         self,
@@ -197,10 +187,8 @@ def read_fronts(
 ) -> RecordedFronts:
     """What recordings know of some convolutions.
 
-    Args:
-        files: Of one device, as far as they are about these convolutions; of two
-            measurements of the same thing the newer one counts.
-        problems: The convolutions of a step.
+    Files are of one device, as far as they are about these convolutions; of two
+    measurements of the same thing the newer one counts.
 
     Raises:
         BackendUnavailableError: A file is missing or no recording.

@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mucudnn.forks import Own, attend
-from mucudnn.runtime.database.schema import (
+from mucudnn.runtime.database.shared_file import (
+    SIDECARS,
+    check_names,
+    inode,
+    lock_alone,
+    turn,
+)
+from mucudnn.runtime.database.tables import (
     SCHEMA,
     ForeignError,
     NewerError,
@@ -31,13 +38,6 @@ from mucudnn.runtime.database.schema import (
     create,
     in_memory,
     is_empty,
-)
-from mucudnn.runtime.database.shared_file import (
-    SIDECARS,
-    check_names,
-    inode,
-    lock_alone,
-    turn,
 )
 
 __all__ = ["CacheWarning", "RecordFile", "transaction", "warn"]
@@ -179,9 +179,7 @@ class RecordFile:
     def _open(self, file: Path, found: Exception | None = None) -> None:
         """Connect to the file, setting aside what is in its way.
 
-        Args:
-            file: Where the database is or will be.
-            found: Damage already found in it.
+        `found` is damage already found in it.
         """
         problem = found
         for attempt in range(_ATTEMPTS):

@@ -18,17 +18,15 @@ from typing import Any
 from mucudnn.backends.base import Array, Backend, Buffer
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import Schedule
-from mucudnn.ir.tensor import Role
+from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.placement.layout import Layout, host_blocks
 from mucudnn.passes.placement.packing import pack
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.hazards import ByteRange
 from mucudnn.runtime.executor.host_memory import HostSlot, HostTier, Tiers
 from mucudnn.runtime.executor.program import Binding, Memory, bind
-from mucudnn.runtime.executor.tasks import Call, Task, Watcher
-from mucudnn.runtime.training.feeds import fed
+from mucudnn.runtime.executor.tasks import ByteRange, Call, Task, Watcher
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "fed"]
 
 
 class Executor:
@@ -244,3 +242,20 @@ def _call(task: Task, watcher: Watcher | None) -> Call:
         task.call()
 
     return watched
+
+
+def fed(spec: TensorSpec, feeds: Mapping[str, Any]) -> Any:
+    """The NumPy array for an input.
+
+    Raises:
+        ValueError: It is missing, or of another shape or type.
+    """
+    value = feeds.get(spec.name)
+    if value is None:
+        raise ValueError(f"input {spec.name!r} was not given")
+    if value.shape != spec.shape or value.dtype != spec.dtype:
+        raise ValueError(
+            f"input {spec.name!r} must be {spec.dtype} {spec.shape}, got "
+            f"{value.dtype} {value.shape}"
+        )
+    return value

@@ -14,11 +14,7 @@ __all__ = ["Copies"]
 
 
 class Copies:
-    """A device's copier, opened by the first copy, and the tickets of one step.
-
-    Args:
-        device: Between which and its host is copied.
-    """
+    """A device's copier, opened by the first copy, and the tickets of one step."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -28,21 +24,14 @@ class Copies:
     def out(
         self, number: int, source: Array, target: Buffer, after: Sequence[int]
     ) -> None:
-        """Start a copy to the host.
-
-        Args:
-            number: What to call it.
-            source: On the device.
-            target: On the host.
-            after: Copies that it waits for.
-        """
+        """Start a copy to the host, as `number`, once the copies `after` are done."""
         tickets = self._started(after)
         self._tickets[number] = self._opened().out(source, target, tickets)
 
     def back(
         self, number: int, source: Buffer, target: Array, after: Sequence[int]
     ) -> None:
-        """Start a copy from the host."""
+        """Start a copy from the host, as `number`, once the copies `after` are done."""
         tickets = self._started(after)
         self._tickets[number] = self._opened().back(source, target, tickets)
 

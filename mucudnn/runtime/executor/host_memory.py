@@ -22,7 +22,7 @@ from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.placement.layout import in_tiers
 from mucudnn.passes.placement.packing import Block, pack
-from mucudnn.runtime.executor.hazards import ByteRange
+from mucudnn.runtime.executor.tasks import ByteRange
 
 __all__ = ["DiskTier", "HostSlot", "HostTier", "Tier", "Tiers"]
 
@@ -51,10 +51,6 @@ class Tier(Protocol):
 
 class HostTier:
     """One slab of host memory, pinned where the device wants that.
-
-    Args:
-        device: Whose host.
-        nbytes: Size.
 
     Raises:
         OutOfMemoryError: The host has no room.
@@ -131,11 +127,7 @@ class HostSlot:
 
 
 class Tiers:
-    """Several memories; a tensor goes to the first that has room for it.
-
-    Args:
-        tiers: The preferred one first.
-    """
+    """Memories by preference; a tensor goes to the first that has room for it."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self._tiers = tuple(tiers)

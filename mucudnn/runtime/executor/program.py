@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mucudnn.backends.base import Array, Backend, Buffer
+from mucudnn.backends.base import Array, Backend, Buffer, Kernel
 from mucudnn.errors import ScheduleError, UnsupportedError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node
@@ -30,27 +30,25 @@ from mucudnn.ir.schedule import (
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.placement.layout import Layout
 from mucudnn.runtime.executor.copies import Copies
-from mucudnn.runtime.executor.hazards import (
+from mucudnn.runtime.executor.host_memory import HostSlot
+from mucudnn.runtime.executor.tasks import (
     DEVICE,
     ByteRange,
+    Call,
     Pending,
     PendingCopy,
+    Program,
+    Task,
+    Watcher,
 )
-from mucudnn.runtime.executor.host_memory import HostSlot
-from mucudnn.runtime.executor.tasks import Call, Program, Task, Watcher
 
-__all__ = ["Binding", "Memory", "bind"]
+__all__ = ["Binding", "Memory", "bind", "kernel_of"]
 
 
 class Memory:
     """Where the tensors of a graph are: in an arena, or in the state.
 
-    Args:
-        backend: Makes views.
-        graph: Whose tensors.
-        layout: Offsets in the arena, also of parameters and state that visit it.
-        arena: At least `layout.nbytes`.
-        state: Arrays of the persistent tensors.
+    `layout` has offsets also of parameters and state that visit the arena.
     """
 
     def __init__(
@@ -144,6 +142,20 @@ def bind(binding: Binding) -> Program:
     return Program(tuple(binder.tasks), known, total)
 
 
+def kernel_of(backend: Backend, node: Node) -> Kernel:
+    """What runs a node that is neither a convolution nor a view.
+
+    Raises:
+        UnsupportedError: The backend has nothing that does.
+    """
+    kernel = backend.kernels.get(node.op)
+    if kernel is None:
+        raise UnsupportedError(
+            f"backend {backend.name!r} has no kernel for {node.op!r} ({node.name})"
+        )
+    return kernel
+
+
 class _Binder:
     """Tasks so far, the copies in flight, and which interval every storage is in.
 
@@ -226,12 +238,7 @@ class _Binder:
 
     def _kernel(self, node: Node, workspace: Buffer | None) -> Call:
         """The call of any other node."""
-        backend = self._binding.backend
-        kernel = backend.kernels.get(node.op)
-        if kernel is None:
-            raise UnsupportedError(
-                f"backend {backend.name!r} has no kernel for {node.op!r} ({node.name})"
-            )
+        kernel = kernel_of(self._binding.backend, node)
         inputs = [self._array(name) for name in node.inputs]
         outputs = [self._array(name) for name in node.outputs]
         return partial(kernel.run, inputs, outputs, node.attrs, workspace)

@@ -1,15 +1,123 @@
-"""A bound schedule: calls in order, and what each of them does to memory."""
+"""A bound schedule: calls in order, what each does to memory, and what it waits for.
 
-from collections.abc import Callable, Iterable
+Copies of one direction follow one another, and each begins after the computations that
+were launched before it. What is left are copies that a later toucher of the same bytes
+has to wait for: those still running, as far as the program knows.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from mucudnn.backends.base import Buffer
-from mucudnn.runtime.executor.hazards import ByteRange, Pending, PendingCopy
 
-__all__ = ["Call", "Program", "Task", "Watcher"]
+__all__ = [
+    "DEVICE",
+    "ByteRange",
+    "Call",
+    "Pending",
+    "PendingCopy",
+    "Program",
+    "Task",
+    "Watcher",
+]
 
 Call = Callable[[], None]
+
+DEVICE = "device"
+"""The space of the arena; other spaces are tiers of the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes of a storage, on the device or on the host.
+
+    Attributes:
+        space: Which memory.
+        start: First byte.
+        stop: The byte after the last.
+        storage: Whose they are; empty if nobody's.
+    """
+
+    space: str
+    start: int
+    stop: int
+    storage: str
+
+    def overlaps(self, other: "ByteRange") -> bool:
+        """Whether both have a byte in common."""
+        return (
+            self.space == other.space
+            and self.start < other.stop
+            and other.start < self.stop
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCopy:
+    """A copy that was started and not waited for.
+
+    Attributes:
+        number: Ascending in program order; negative if of the step before.
+        lane: Its direction, `out` or `in`.
+        label: Its instruction, for messages.
+        source: What it reads.
+        target: What it writes.
+    """
+
+    number: int
+    lane: str
+    label: str
+    source: ByteRange
+    target: ByteRange
+
+
+class Pending:
+    """Copies in flight at one point of a program."""
+
+    def __init__(self, copies: Iterable[PendingCopy] = ()) -> None:
+        self._copies = list(copies)
+
+    def __iter__(self) -> Iterator[PendingCopy]:
+        return iter(self._copies)
+
+    def add(self, copy: PendingCopy) -> None:
+        """A copy was started."""
+        self._copies.append(copy)
+
+    def has(self, number: int) -> bool:
+        """Whether a copy may still be running."""
+        return any(copy.number == number for copy in self._copies)
+
+    def waited(self, done: PendingCopy) -> None:
+        """A copy has been waited for, and with it those before it in its lane."""
+        self._copies = [
+            copy
+            for copy in self._copies
+            if copy.lane != done.lane or copy.number > done.number
+        ]
+
+    def writing(self, touched: ByteRange) -> list[PendingCopy]:
+        """Those that a reader of some bytes has to wait for."""
+        return [copy for copy in self._copies if copy.target.overlaps(touched)]
+
+    def touching(self, touched: ByteRange) -> list[PendingCopy]:
+        """Those that a writer of some bytes has to wait for."""
+        return [
+            copy
+            for copy in self._copies
+            if copy.target.overlaps(touched) or copy.source.overlaps(touched)
+        ]
+
+    @staticmethod
+    def last_of_each_lane(copies: Iterable[PendingCopy]) -> list[PendingCopy]:
+        """All that need be waited for to have waited for all of them."""
+        last: dict[str, PendingCopy] = {}
+        for copy in copies:
+            known = last.get(copy.lane)
+            if known is None or known.number < copy.number:
+                last[copy.lane] = copy
+        return list(last.values())
 
 
 @dataclass(frozen=True, slots=True)

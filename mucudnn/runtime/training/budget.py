@@ -1,29 +1,21 @@
-"""A budget of device memory: what a user gives, and what is asked of a step for it.
+"""A budget of device memory, as a user gives it.
 
 The budget is of parameters, state, activations and workspaces. What leaves goes to host
 memory, or to a file where a folder is named.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mucudnn.arguments import a_path, of_type, one_of
-from mucudnn.backends.base import Device
-from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
-from mucudnn.passes.placement.layout import host_blocks
-from mucudnn.passes.placement.packing import pack
-from mucudnn.passes.planning.place_step import PlacedStep
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.costs import CONVOLUTIONS
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy, check_policy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.costs import CONVOLUTIONS
-from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
 
-__all__ = ["MemoryBudget", "tiers_for"]
+__all__ = ["MemoryBudget"]
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -98,49 +90,3 @@ class MemoryBudget:
                 "budget must be a MemoryBudget, or a size in bytes or as text such as "
                 f"'1.5GiB', got {budget!r}"
             ) from None
-
-    def request(
-        self,
-        graph: Graph,
-        profile: Profile,
-        *,
-        beside: int = 0,
-        plans: Mapping[str, ConvPlan] | None = None,
-        hosted: frozenset[str] | None = None,
-    ) -> StepRequest:
-        """What is asked of a step; where there is no backward pass, it is paged.
-
-        Args:
-            graph: What is run; nothing has made it in-place yet.
-            profile: Its costs.
-            beside: Bytes of the budget that others take meanwhile.
-            plans: Convolution node -> plan, for `fixed`.
-            hosted: Parameters and state that are host-resident, if that is
-                decided.
-        """
-        trains = any(node.phase is Phase.BACKWARD for node in graph.nodes)
-        return StepRequest(
-            graph,
-            profile,
-            budget=max(0, self.nbytes - beside),
-            policy=self.policy if trains else "paging",
-            scheduler=self.scheduler if trains else None,
-            convolutions=self.convolutions,
-            plans=plans,
-            hosted=hosted,
-        )
-
-
-def tiers_for(device: Device, placed: PlacedStep, budget: MemoryBudget) -> Tiers | None:
-    """Where what leaves goes; None if nothing does.
-
-    Raises:
-        OutOfMemoryError: The host, or the disk, has no room for it.
-    """
-    blocks = host_blocks(placed.schedule)
-    if not blocks:
-        return None
-    nbytes = pack(blocks).nbytes
-    if budget.disk is not None:
-        return Tiers([DiskTier(nbytes, budget.disk)])
-    return Tiers([HostTier(device, nbytes)])

@@ -20,20 +20,17 @@ from typing import Any
 from mucudnn.arguments import a_path, an_integer
 from mucudnn.errors import CheckpointError
 from mucudnn.files import flush_folder
-from mucudnn.runtime.training.first_schema import (
-    FIRST_SCHEMA,
-    read_first_arrays,
-    read_first_header,
-)
 from mucudnn.runtime.training.tensor_file import (
     read_arrays,
+    read_first_arrays,
+    read_first_header,
     read_header,
     write_arrays,
 )
 
 __all__ = ["Checkpoint", "Checkpoints"]
 
-_SCHEMA = 2
+_SCHEMA, _FIRST_SCHEMA = 2, 1
 _SUFFIX = ".safetensors"
 _HEADER = {"schema": int, "step": int, "words": dict, "progress": dict}
 
@@ -162,7 +159,7 @@ class Checkpoints:
         else:
             path = path.with_suffix(".json")
             header = read_first_header(path)
-            _check_schema(path, header, FIRST_SCHEMA)
+            _check_schema(path, header, _FIRST_SCHEMA)
             arrays = read_first_arrays(path, header)
         for name, kind in _HEADER.items():
             if name not in header:

@@ -1,4 +1,7 @@
-"""How good a network is on a set of images, and what it answers, of any number."""
+"""How good a network is on a set of images, and what it answers, of any number.
+
+What callers feed a network with, here and in training, is checked before anything runs.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -9,16 +12,19 @@ import numpy as np
 from mucudnn.ir.graph import Graph, Role
 from mucudnn.models import IMAGE, LABEL, class_count
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.training.feeds import (
-    as_images,
-    as_labels,
-    cast,
-    check_batches,
-    image_and_label,
-)
 from mucudnn.runtime.training.training_graphs import answers_of
 
-__all__ = ["Epochs", "Evaluation", "Evaluator", "read"]
+__all__ = [
+    "Epochs",
+    "Evaluation",
+    "Evaluator",
+    "as_images",
+    "as_labels",
+    "cast",
+    "check_batches",
+    "image_and_label",
+    "read",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +48,10 @@ class Evaluation:
 
 
 class Epochs(Protocol):
-    """What can be evaluated on, such as a `mucudnn.data.Loader`."""
+    """Labelled images in batches, such as a `mucudnn.data.Loader`."""
 
     def epoch(self, epoch: int, start: int = 0) -> Iterable[tuple[Any, Any]]:
-        """The (images, labels) of one epoch."""
+        """The (images, labels) of one epoch, from batch `start` on."""
         ...
 
 
@@ -151,3 +157,78 @@ def read(graph: Graph, found: Mapping[str, Any]) -> tuple[float, int]:
     loss, *others = graph.outputs
     counts = [name for name in others if graph.tensors[name].shape == ()]
     return float(found[loss]), int(found[counts[0]]) if counts else 0
+
+
+def cast(graph: Graph, name: str, values: Any) -> Any:
+    """An input's values in its data type."""
+    return np.asarray(values).astype(graph.tensors[name].dtype, copy=False)
+
+
+def as_images(images: Any) -> Any:
+    """An array of numbers, from one or from nested lists.
+
+    Raises:
+        TypeError: It is something else, or the lists have several lengths.
+    """
+    found = _array("images", images)
+    if found.dtype.kind not in "buif":
+        raise TypeError(f"images must be numbers, got {found.dtype} {found.shape}")
+    return found
+
+
+def as_labels(labels: Any, classes: int | None) -> Any:
+    """An array of classes, from one or from a list.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: A label is no class.
+    """
+    found = _array("labels", labels)
+    if found.dtype.kind == "f" and (found == np.floor(found)).all():
+        found = found.astype(np.int64)
+    if found.dtype.kind not in "iu":
+        raise TypeError(
+            f"labels must be whole numbers, one an image, got {found.dtype} "
+            f"{found.shape}"
+        )
+    if classes is not None and found.size:
+        low, high = int(found.min()), int(found.max())
+        if low < 0 or high >= classes:
+            raise ValueError(
+                f"labels must be from 0 to {classes - 1}, the network has {classes} "
+                f"classes; they reach from {low} to {high}"
+            )
+    return found
+
+
+def check_batches(name: str, batches: object) -> None:
+    """Refuse what has no epochs.
+
+    Raises:
+        TypeError: It has none.
+    """
+    if not callable(getattr(batches, "epoch", None)):
+        raise TypeError(
+            f"{name} must have epochs of (images, labels), as a mucudnn.data.Loader "
+            f"has, got {batches!r}; Loader(ArrayDataset(images, labels), batch) makes "
+            "one of arrays"
+        )
+
+
+def image_and_label(batch: Any) -> tuple[Any, Any]:
+    """The two halves of a batch.
+
+    Raises:
+        TypeError: It has not two.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        parts = len(batch) if isinstance(batch, tuple | list) else type(batch).__name__
+        raise TypeError(f"a batch is a pair (images, labels), got {parts}")
+    return batch[0], batch[1]
+
+
+def _array(name: str, values: Any) -> Any:
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError) as e:
+        raise TypeError(f"{name} must be an array or even lists of numbers: {e}") from e

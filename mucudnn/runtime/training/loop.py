@@ -6,7 +6,7 @@ the sums of the epoch so far.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -16,28 +16,23 @@ from mucudnn.codecs.values import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.runtime.interrupts import deferred_interrupt
 from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
-from mucudnn.runtime.training.feeds import check_batches, image_and_label
-from mucudnn.runtime.training.history import EpochReport, Position
-from mucudnn.runtime.training.resumption import read_resumption
-from mucudnn.runtime.training.step_graphs import Plans
+from mucudnn.runtime.training.evaluation import Epochs, check_batches, image_and_label
+from mucudnn.runtime.training.history import EpochReport, Position, read_resumption
+from mucudnn.runtime.training.placed_steps import Plans
 from mucudnn.runtime.training.trainer import StepResult, Trainer
 
-__all__ = ["Batches", "EpochReport", "Position", "Progress", "fit", "plans_of"]
+__all__ = ["Batches", "EpochReport", "OnStep", "Position", "fit", "plans_of"]
 
 
-class Batches(Protocol):
-    """Epochs of labelled images, such as a `mucudnn.data.Loader`."""
+class Batches(Epochs, Protocol):
+    """Epochs of labelled images that have a length, such as a `mucudnn.data.Loader`."""
 
     def __len__(self) -> int:
         """Batches in an epoch."""
         ...
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
-        """The (images, labels) of one epoch, from batch `start` on."""
-        ...
 
-
-Progress = Callable[[Position, EpochReport | None], None]
+OnStep = Callable[[Position, EpochReport | None], None]
 """Called after every step, and after an epoch with its report."""
 
 
@@ -52,7 +47,7 @@ def fit(
     checkpoint_every: int | None = None,
     words: Mapping[str, Any] | None = None,
     resume: Checkpoint | None = None,
-    progress: Progress | None = None,
+    progress: OnStep | None = None,
 ) -> tuple[EpochReport, ...]:
     """Train for some epochs.
 
@@ -149,7 +144,7 @@ class _Run:
         trainer: Trainer,
         checkpoints: Checkpoints | None,
         words: Mapping[str, Any],
-        progress: Progress,
+        progress: OnStep,
     ) -> None:
         self.at = Position()
         self.reports: list[EpochReport] = []

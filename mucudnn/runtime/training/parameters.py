@@ -3,18 +3,20 @@
 One buffer on the device, laid out in the order of declaration, and one on the host for
 the host-resident ones. Every tensor starts from a stream of random numbers of its
 own, seeded by the run's seed and the tensor's name: adding a layer does not change how
-the others start.
+the others start. The network, without the optimizer's state, goes to a file and back.
 """
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mucudnn.arguments import a_path
 from mucudnn.backends.base import Array, Buffer, Device
 from mucudnn.backends.virtual import VirtualDevice
+from mucudnn.errors import CheckpointError
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.initializers import (
     Constant,
@@ -27,8 +29,9 @@ from mucudnn.ir.initializers import (
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.liveness import rounded
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier
+from mucudnn.runtime.training.tensor_file import read_arrays, read_header, write_arrays
 
-__all__ = ["StateStore"]
+__all__ = ["StateStore", "load_weights", "save_weights"]
 
 
 class StateStore(Mapping[str, Array]):
@@ -158,6 +161,39 @@ class StateStore(Mapping[str, Array]):
                 )
         for name in wanted:
             self._write(name, values[name])
+
+
+def save_weights(path: Path | str, arrays: Mapping[str, Any]) -> None:
+    """Write arrays by name to a safetensors file.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    path = a_path("path", path)
+    try:
+        write_arrays(path, arrays, {})
+    except OSError as e:
+        raise CheckpointError(
+            f"cannot write weights to {path}: {e.strerror or e}"
+        ) from e
+
+
+def load_weights(path: Path | str, state: StateStore, names: Sequence[str]) -> None:
+    """Overwrite tensors of a state by those of a safetensors file.
+
+    Raises:
+        CheckpointError: It cannot be read or is damaged, or holds other tensors than
+            those named; then nothing is changed.
+    """
+    path = a_path("path", path)
+    try:
+        state.load(read_arrays(path, read_header(path)), names)
+    except OSError as e:
+        raise CheckpointError(
+            f"cannot read weights from {path}: {e.strerror or e}"
+        ) from e
+    except ValueError as e:
+        raise CheckpointError(f"cannot load weights from {path}: {e}") from e
 
 
 def _layout(specs: Any) -> tuple[dict[str, int], int]:

@@ -8,12 +8,13 @@ Graphs that share parameters and state must agree about which of them never leav
 first to be planned decides.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from mucudnn.errors import OutOfMemoryError, PlanningError
-from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import PERSISTENT, Graph
+from mucudnn.ir.conv import ConvPlan, ConvProblem
+from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.graph.inplace import in_place
@@ -22,14 +23,15 @@ from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.profiler import Progress, profile, refine
-from mucudnn.runtime.training.sketch import sketch
-from mucudnn.runtime.training.step_graphs import Plans, plan_convolutions
-from mucudnn.runtime.training.working_set import measuring_bytes
-from mucudnn.runtime.tuning.plan_texts import restore_plans
+from mucudnn.runtime.training.profiler import OnNode, profile, refine
+from mucudnn.runtime.training.sizes import measuring_bytes, sketch
+from mucudnn.runtime.tuning.bound_plan import restore_plans
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["place_steps"]
+__all__ = ["Plans", "place_steps", "plan_convolutions"]
+
+Plans = Mapping[ConvProblem, ConvPlan]
+"""How each convolution is run."""
 
 _ROUNDS = 4
 """How often a step is planned, each time with the plans it chose before measured."""
@@ -43,7 +45,7 @@ def place_steps(
     first: int = 0,
     order: str | Order = "builder",
     plans: Plans | None = None,
-    progress: Progress | None = None,
+    progress: OnNode | None = None,
 ) -> list[PlacedStep]:
     """Plan and place graphs that share parameters and state, and take turns.
 
@@ -99,7 +101,7 @@ def _together(
     first: int,
     order: str | Order,
     plans: Plans | None,
-    progress: Progress | None,
+    progress: OnNode | None,
 ) -> list[PlacedStep]:
     """Graphs within a budget, the first to decide before all others."""
     sizes = {
@@ -125,16 +127,7 @@ def _together(
 
 @dataclass(frozen=True, slots=True)
 class _Bounded:
-    """A graph to be placed within a budget.
-
-    Attributes:
-        tuner: Measures.
-        graph: In its order.
-        budget: Of this and others.
-        beside: Bytes of the budget that others take meanwhile.
-        hosted: Parameters and state that are host-resident, if that is decided.
-        plans: Convolution node -> plan, if they are fixed.
-    """
+    """A graph to be placed within a budget."""
 
     tuner: Tuner
     graph: Graph
@@ -143,7 +136,7 @@ class _Bounded:
     hosted: frozenset[str] | None
     plans: dict[str, ConvPlan] | None
 
-    def placed(self, progress: Progress | None) -> PlacedStep:
+    def placed(self, progress: OnNode | None) -> PlacedStep:
         """Measure, plan and place."""
         request = self._request(self._measured(progress))
         try:
@@ -159,15 +152,21 @@ class _Bounded:
         return self.budget.nbytes - self.beside
 
     def _request(self, profile: Profile) -> StepRequest:
-        return self.budget.request(
+        """What is asked of a step; where there is no backward pass, it is paged."""
+        budget = self.budget
+        trains = any(node.phase is Phase.BACKWARD for node in self.graph.nodes)
+        return StepRequest(
             self.graph,
             profile,
-            beside=self.beside,
+            budget=max(0, self._nbytes),
+            policy=budget.policy if trains else "paging",
+            scheduler=budget.scheduler if trains else None,
+            convolutions=budget.convolutions,
             plans=self.plans,
             hosted=self.hosted,
         )
 
-    def _measured(self, progress: Progress | None) -> Profile:
+    def _measured(self, progress: OnNode | None) -> Profile:
         """The profile that is given, if it is of this graph, or a new one.
 
         Raises:
@@ -241,3 +240,30 @@ class _Bounded:
 
 def _will_do(nbytes: int) -> str:
     return f"{exact_bytes(nbytes)} will do"
+
+
+def plan_convolutions(
+    tuner: Tuner, graphs: tuple[Graph, ...], plans: Plans | None = None
+) -> Plans:
+    """One plan for every distinct convolution of some graphs.
+
+    Graphs are planned together, as a limit on all workspaces together demands. Plans
+    made before are kept where they are within the tuner's limit.
+    """
+    problems = dict.fromkeys(
+        node.attrs["problem"]
+        for graph in graphs
+        for node in graph.nodes
+        if node.op == "conv"
+    )
+    limit = tuner.workspace_limit
+    if tuner.total_workspace is not None:
+        limit = tuner.total_workspace
+    known = {
+        problem: plan
+        for problem, plan in (plans or {}).items()
+        if problem in problems and plan.workspace <= limit
+    }
+    missing = [problem for problem in problems if problem not in known]
+    made = dict(zip(missing, tuner.plan(missing), strict=True)) if missing else {}
+    return MappingProxyType(known | made)

@@ -1,7 +1,7 @@
 """Time every node of a graph on a backend, each distinct one once.
 
-Convolutions come first: the tuner takes and returns its own memory. Then a pool is
-opened, in which everything else is timed; so the two never hold memory at once.
+Convolutions come first: the tuner takes and returns its own memory. Everything else is
+timed afterwards, in one buffer; so the two never hold memory at once.
 """
 
 import math
@@ -17,9 +17,13 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.convolution.explain import counted
 from mucudnn.passes.microbatch import pareto_plans
-from mucudnn.runtime.executor.memory_pool import Pool
-from mucudnn.runtime.training.cold_timing import LINK_BYTES, ColdBench, cold_bench
-from mucudnn.runtime.training.working_set import (
+from mucudnn.runtime.training.cold_timing import (
+    LINK_BYTES,
+    ColdBench,
+    MeasuringMemory,
+    cold_bench,
+)
+from mucudnn.runtime.training.sizes import (
     WorkingSet,
     kernel_workspaces,
     working_sets,
@@ -27,13 +31,13 @@ from mucudnn.runtime.training.working_set import (
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["measure_link", "profile", "refine"]
+__all__ = ["OnNode", "measure_link", "profile", "refine"]
 
 _RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
 _NO_LIMIT = 1 << 62
 
-Progress = Callable[[str, int, int], None]
-"""Is told a node's name, how many are done, and of how many."""
+OnNode = Callable[[str, int, int], None]
+"""Told of every node that was measured: its name, how many are done, of how many."""
 
 
 def profile(
@@ -42,7 +46,7 @@ def profile(
     *,
     rule: StoppingRule | None = None,
     memory: int | None = None,
-    progress: Progress | None = None,
+    progress: OnNode | None = None,
 ) -> Profile:
     """Measure a graph: kernels by running them, convolutions by their Pareto fronts.
 
@@ -54,13 +58,8 @@ def profile(
     device's side of them may be in a cache, and starting them takes more of the time.
     A plan of a convolution that does not fit keeps the tuner's time.
 
-    Args:
-        tuner: Measures the convolutions; its backend runs the kernels.
-        graph: Of a step.
-        rule: When a kernel has been timed enough.
-        memory: Bytes that all of it may take on the device; the tuner's own limit holds
-            for convolutions as well. Any if not given.
-        progress: Told of every node, convolutions first.
+    Of all that it takes on the device no more than `memory` bytes are in use, and of
+    convolutions no more than the tuner's own limit.
 
     Raises:
         OutOfMemoryError: A node does not fit `memory`; it and its tensors are named.
@@ -103,16 +102,9 @@ def refine(
 ) -> Profile:
     """A profile in which some plans have the time that they take themselves.
 
-    A plan that memory is too short for keeps the time that it had.
-
-    Args:
-        tuner: Whose backend runs them.
-        known: The profile so far.
-        plans: Of its fronts; those that a step was planned with.
-        times: What was measured so far, by plan; grows. A plan in it is not measured
-            again.
-        rule: When a plan has been timed enough.
-        memory: Bytes that all of it may take on the device; any if not given.
+    The plans are of its fronts, those that a step was planned with. `times`, which
+    grows, is what was measured so far: a plan in it is not measured again. A plan that
+    memory is too short for keeps the time that it had.
     """
     new = _within(tuner.memory_limit, (p for p in plans if p not in times))
     better: dict[ConvPlan, ConvPlan] = {}
@@ -135,23 +127,23 @@ def refine(
 
 def measure_link(backend: Backend, nbytes: int = LINK_BYTES) -> tuple[float, float]:
     """Bytes a millisecond to the host and from it, in copies of `nbytes`."""
-    with closing(Pool(backend.device, nbytes)) as pool:
-        return ColdBench(backend, pool, _RULE).link(nbytes)
+    with closing(MeasuringMemory(backend.device, nbytes)) as memory:
+        return ColdBench(backend, memory, _RULE).link(nbytes)
 
 
 class _Teller:
-    """Tells of progress, if anyone wants to know."""
+    """Counts the nodes that are measured, and tells of them if anyone wants to know."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
+    def __init__(self, on_node: OnNode | None, total: int) -> None:
+        self._on_node = on_node
         self._total = total
         self._done = 0
 
     def done(self, node: Node) -> None:
         """Another node is done."""
         self._done += 1
-        if self._progress is not None:
-            self._progress(node.name, self._done, self._total)
+        if self._on_node is not None:
+            self._on_node(node.name, self._done, self._total)
 
 
 def _convolutions(graph: Graph) -> Iterator[Node]:

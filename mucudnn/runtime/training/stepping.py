@@ -1,23 +1,114 @@
-"""A training step: a batch, in one part or several, fed to the graphs of the step."""
+"""Running the graphs of a trainer: one arena, used in turn, and the steps in it.
+
+A training step and an evaluation never run at once, so all that does not outlive
+either lies in the same memory. Whoever had the arena before swaps the state out before
+another gets it. A step is a batch, in one part or several.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mucudnn.backends.base import Backend
 from mucudnn.models import IMAGE, LABEL, class_count
 from mucudnn.passes.graph.optimizer_updates import LEARNING_RATE, STEP
-from mucudnn.runtime.training.evaluation import read
-from mucudnn.runtime.training.feeds import as_images, as_labels, cast
-from mucudnn.runtime.training.shared_arena import SharedArena
+from mucudnn.passes.placement.layout import host_blocks
+from mucudnn.passes.placement.packing import pack
+from mucudnn.passes.planning.place_step import PlacedStep
+from mucudnn.runtime.executor import Executor
+from mucudnn.runtime.executor.host_memory import DiskTier, Tiers
+from mucudnn.runtime.training.evaluation import as_images, as_labels, cast, read
+from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.training_graphs import TrainingGraphs
 
-__all__ = ["StepResult", "Stepper"]
+__all__ = ["SharedArena", "StepResult", "Stepper"]
 
 _PART = 40
 """Bits of the step's number: parts before the last count above, for other masks."""
+
+
+class SharedArena:
+    """Executors of placed graphs, over one state and one arena.
+
+    Args:
+        backend: Computes.
+        placed: The graphs.
+        state: Whose parameters and state they are.
+        disk: Folder for what leaves the device; host memory if None.
+
+    Attributes:
+        nbytes: Size of the arena.
+
+    Raises:
+        OutOfMemoryError: There is no room.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        placed: Sequence[PlacedStep],
+        state: StateStore,
+        disk: Path | None,
+    ) -> None:
+        tiers = [_on_disk(p, disk) for p in placed]
+        self.nbytes = max(p.layout.nbytes for p in placed)
+        arena = backend.device.allocate(self.nbytes)
+        self._executors = [
+            Executor(
+                backend,
+                p.schedule,
+                p.layout,
+                p.plans,
+                state,
+                arena,
+                host=host,
+                host_buffers=state.host_buffers,
+            )
+            for p, host in zip(placed, tiers, strict=True)
+        ]
+        self._current: Executor | None = None
+
+    def take(self, index: int) -> Executor:
+        """The executor of one of the graphs, which may run now.
+
+        Raises:
+            ValueError: The arena is closed.
+        """
+        if not self._executors:
+            raise ValueError(
+                "this trainer is closed: its arena is freed; make another one, and "
+                "hand over the weights by save_weights and load_weights"
+            )
+        executor = self._executors[index]
+        if self._current is not executor:
+            self.park()
+        self._current = executor
+        return executor
+
+    def park(self) -> None:
+        """Let the state be read: swap out what an executor has in the arena."""
+        if self._current is not None:
+            self._current.park()
+        self._current = None
+
+    def close(self) -> None:
+        """Free the arena and what the host holds of it, and end what copies."""
+        self.park()
+        for executor in self._executors:
+            executor.close()
+        self._executors = []
+
+
+def _on_disk(placed: PlacedStep, folder: Path | None) -> Tiers | None:
+    """A file for what leaves the device; None if nothing does, or not to a disk."""
+    blocks = host_blocks(placed.schedule)
+    if folder is None or not blocks:
+        return None
+    return Tiers([DiskTier(pack(blocks).nbytes, folder)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +131,12 @@ class StepResult:
 
 
 class Stepper:
-    """Takes the steps of a trainer.
-
-    Args:
-        graphs: Of the network.
-        arena: Runs them.
-    """
+    """Takes the steps of a trainer."""
 
     def __init__(self, graphs: TrainingGraphs, arena: SharedArena) -> None:
         self._graph = graphs.steps[-1]
         self._arena = arena
-        self._micro, self._last = 0, len(graphs.steps) - 1
+        self._last = len(graphs.steps) - 1
         self._parts = graphs.parts
         n, *image = self._graph.tensors[IMAGE].shape
         _, *rest = self._graph.tensors[LABEL].shape
@@ -98,4 +184,4 @@ class Stepper:
                 LEARNING_RATE: np.array(rate, dtype),
                 STEP: np.array(number + (0 if last else part + 1 << _PART)),
             }
-            yield (self._last if last else self._micro), feeds
+            yield (self._last if last else 0), feeds

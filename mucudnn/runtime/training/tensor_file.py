@@ -2,9 +2,11 @@
 
 Any reader of the format has the arrays. Beside them the file's metadata holds one text,
 `mucudnn`: a JSON object of what the writer wants to say, with the checksum of every
-tensor (its type and shape included) and one of the object itself.
+tensor (its type and shape included) and one of the object itself. The first version
+wrote two files, `NAME.npz` and `NAME.json`: they are still read.
 """
 
+import io
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -15,9 +17,16 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from mucudnn.files import check_file, write_whole
+from mucudnn.files import check_file, read_whole, write_whole
 
-__all__ = ["json_object", "read_arrays", "read_header", "seal", "write_arrays"]
+__all__ = [
+    "read_arrays",
+    "read_first_arrays",
+    "read_first_header",
+    "read_header",
+    "seal",
+    "write_arrays",
+]
 
 _KEY = "mucudnn"
 
@@ -29,11 +38,8 @@ def write_arrays(
 ) -> None:
     """Write a file, or leave it as it was.
 
-    Args:
-        path: Where.
-        arrays: NumPy arrays of numbers by name; bfloat16 and float16 stay what they
-            are.
-        header: Plain JSON to say beside them.
+    Types stay what they are, bfloat16 and float16 included; `header` is plain JSON to
+    say beside the arrays.
 
     Raises:
         OSError: It cannot be written; `strerror` says why.
@@ -60,7 +66,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
     metadata = _opened(path, lambda file: file.metadata())
     if metadata is None or _KEY not in metadata:
         return None
-    return json_object(path, metadata[_KEY])
+    return _json_object(path, metadata[_KEY])
 
 
 def read_arrays(path: Path, header: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -73,10 +79,7 @@ def read_arrays(path: Path, header: Mapping[str, Any] | None) -> dict[str, Any]:
     arrays = _opened(path, _tensors)
     if header is None:
         return arrays
-    body = {name: value for name, value in header.items() if name != "crc32"}
-    if header.get("crc32") != seal(body):
-        raise ValueError(f"{path.name} does not have the checksum it states")
-    stated = body.get("tensors")
+    stated = _sealed(path, header).get("tensors")
     if not isinstance(stated, dict) or stated.keys() != arrays.keys():
         raise ValueError(f"{path.name} does not state the checksums of its tensors")
     for name, array in arrays.items():
@@ -87,12 +90,51 @@ def read_arrays(path: Path, header: Mapping[str, Any] | None) -> dict[str, Any]:
     return arrays
 
 
+def read_first_header(path: Path) -> dict[str, Any]:
+    """What a `step-N.json` says, not yet verified.
+
+    Raises:
+        OSError: It cannot be read, or is no file.
+        ValueError: It is no JSON object.
+    """
+    return _json_object(path, read_whole(path))
+
+
+def read_first_arrays(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of the `step-N.npz` beside it.
+
+    Raises:
+        OSError: It cannot be read, or is no file.
+        ValueError: One of the files is not what it was.
+    """
+    body = _sealed(path, header)
+    data = path.with_suffix(".npz")
+    raw = read_whole(data)
+    if not isinstance(body.get("data"), dict) or (
+        body["data"].get("crc32") != zlib.crc32(raw)
+    ):
+        raise ValueError(f"{data.name} does not have the checksum it had")
+    try:
+        with np.load(io.BytesIO(raw)) as archive:
+            return dict(archive)
+    except Exception as e:  # readers of archives raise anything
+        raise ValueError(f"{data.name} is no archive of arrays: {e}") from e
+
+
+def _sealed(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
+    """What a header says, once it has the checksum that it states."""
+    body = {name: value for name, value in header.items() if name != "crc32"}
+    if header.get("crc32") != seal(body):
+        raise ValueError(f"{path.name} does not have the checksum it states")
+    return body
+
+
 def seal(body: Mapping[str, Any]) -> int:
     """Checksum of what a JSON object says, however it is laid out."""
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def json_object(path: Path, text: str | bytes) -> dict[str, Any]:
+def _json_object(path: Path, text: str | bytes) -> dict[str, Any]:
     """The JSON object that a text of a file is.
 
     Raises:

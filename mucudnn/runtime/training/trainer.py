@@ -9,35 +9,34 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 from mucudnn.arguments import a_function, an_integer, of_type
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.learning_rate import LearningRate, rate_of
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.graph.optimizer_updates import (
-    When,
-)
+from mucudnn.passes.graph.optimizer_updates import When
 from mucudnn.passes.ordering import ORDERS, Order
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
-from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.placed_steps import place_steps
-from mucudnn.runtime.training.shared_arena import SharedArena
-from mucudnn.runtime.training.step_graphs import (
+from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
+from mucudnn.runtime.training.placed_steps import (
     Plans,
+    place_steps,
     plan_convolutions,
 )
-from mucudnn.runtime.training.stepping import Stepper, StepResult
+from mucudnn.runtime.training.profiler import OnNode
+from mucudnn.runtime.training.stepping import SharedArena, Stepper, StepResult
 from mucudnn.runtime.training.training_graphs import TrainingGraphs, training_graphs
-from mucudnn.runtime.training.weights import load_weights, save_weights
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["StepResult", "Trainer"]
 
 _REMEMBERED = 101
+
+T = TypeVar("T")
 
 
 class Trainer:
@@ -110,20 +109,14 @@ class Trainer:
         precision: str | None = None,
         loss_scale: float | None = None,
         budget: MemoryBudget | int | str | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: OnNode | None = None,
     ) -> None:
         own = tuner is None
         tuner = Tuner() if tuner is None else tuner
-        of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
-        ORDERS.resolve(order)
-        an_integer("seed", seed, least=0)
-        if plans is not None:
-            of_type("plans", plans, Mapping, "a mapping from problems to plans")
-        if progress is not None:
-            a_function("progress", progress, "a function of (name, done, total)")
+        _check_arguments(tuner, order, seed, plans, progress)
         optimizer = optimizer_of(optimizer)
         self._rate = rate_of(learning_rate, optimizer.learning_rate)
-        self._budget = None if budget is None else MemoryBudget.of(budget)
+        self._budget = budget = None if budget is None else MemoryBudget.of(budget)
         graphs = training_graphs(
             training,
             evaluation,
@@ -133,27 +126,25 @@ class Trainer:
             precision=precision,
             loss_scale=loss_scale,
         )
+        last = len(graphs.steps) - 1
         self.backend = tuner.backend
-        self.graph = graphs.steps[-1]
-        prepared = self._prepared(graphs, tuner, order, plans, progress)
+        self.graph = graphs.steps[last]
+        placed = self._placed(graphs, tuner, order, plans, progress)
         if own:
             tuner.close()
+        disk = None if budget is None else budget.disk
+        hosted, device = placed[last].schedule.hosted, self.backend.device
         self._state = StateStore(
-            self.backend.device,
-            *graphs.steps,
-            seed=seed,
-            hosted=prepared[len(graphs.steps) - 1].schedule.hosted,
-            disk=None if self._budget is None else self._budget.disk,
+            device, *graphs.steps, seed=seed, hosted=hosted, disk=disk
         )
         self._weights = graphs.weights
-        self._arena = SharedArena(self.backend, prepared, self._state, self._budget)
+        self._arena = SharedArena(self.backend, placed, self._state, disk)
         self.peak_bytes = self._arena.nbytes + self._state.nbytes
         self._stepper = Stepper(graphs, self._arena)
-        self._evaluator = (
-            None
-            if graphs.evaluation is None
-            else Evaluator(graphs.evaluation, partial(self._arena.take, -1))
-        )
+        self._evaluator = None
+        if graphs.evaluation is not None:
+            take = partial(self._arena.take, -1)
+            self._evaluator = Evaluator(graphs.evaluation, take)
         self.batch = self._stepper.batch
         self.steps = 0
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
@@ -213,12 +204,8 @@ class Trainer:
             TypeError: They are no numbers.
             BackendError: A kernel failed; the weights may be half updated.
         """
-        device = self.backend.device
-        rate = float(self._rate(self.steps))
-        start = device.record()
-        result = self._stepper.step(images, labels, rate, self.steps)
-        self._times.append(device.elapsed_ms(start, device.record()))
-        self.steps += 1
+        result, ms = self._timed(self._stepper.step, images, labels)
+        self._times.append(ms)
         return result
 
     def profile(self, images: Any, labels: Any) -> tuple[dict[str, float], float]:
@@ -227,13 +214,7 @@ class Trainer:
         Returns:
             Node -> ms, of the last part if there are several, and the ms of all of it.
         """
-        device = self.backend.device
-        rate = float(self._rate(self.steps))
-        start = device.record()
-        nodes = self._stepper.profile(images, labels, rate, self.steps)
-        whole = device.elapsed_ms(start, device.record())
-        self.steps += 1
-        return nodes, whole
+        return self._timed(self._stepper.profile, images, labels)
 
     def evaluate(self, batches: Epochs) -> Evaluation:
         """Loss and accuracy on the images of one epoch, all of them.
@@ -286,20 +267,19 @@ class Trainer:
             raise ValueError("this trainer was given no graph for evaluation")
         return self._evaluator
 
-    def _prepared(
+    def _placed(
         self,
         graphs: TrainingGraphs,
         tuner: Tuner,
         order: str | Order,
         plans: Plans | None,
-        progress: Callable[[str, int, int], None] | None,
+        progress: OnNode | None,
     ) -> list[PlacedStep]:
         """Graphs planned and placed, within the budget if there is one."""
-        budget = self._budget
+        budget, last = self._budget, len(graphs.steps) - 1
         self.plans: Plans = plans or {}
         if budget is None or budget.convolutions == "fixed":
             self.plans = plan_convolutions(tuner, graphs.all, plans)
-        last = len(graphs.steps) - 1
         found = place_steps(
             tuner,
             graphs.all,
@@ -311,3 +291,27 @@ class Trainer:
         )
         self.placed = None if budget is None else found[last]
         return found
+
+    def _timed(
+        self, take: Callable[[Any, Any, float, int], T], images: Any, labels: Any
+    ) -> tuple[T, float]:
+        """Take the next step; what came of it, and its ms."""
+        device = self.backend.device
+        start = device.record()
+        found = take(images, labels, float(self._rate(self.steps)), self.steps)
+        ms = device.elapsed_ms(start, device.record())
+        self.steps += 1
+        return found, ms
+
+
+def _check_arguments(
+    tuner: object, order: str | Order, seed: int, plans: object, progress: object
+) -> None:
+    """Refuse what would fail only after minutes of measuring."""
+    of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
+    ORDERS.resolve(order)
+    an_integer("seed", seed, least=0)
+    if plans is not None:
+        of_type("plans", plans, Mapping, "a mapping from problems to plans")
+    if progress is not None:
+        a_function("progress", progress, "a function of (name, done, total)")

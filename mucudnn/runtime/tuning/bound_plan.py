@@ -3,21 +3,31 @@
 A workspace that cannot be had is answered by the next smaller plan. A kernel that fails
 after some micro-batches is answered by finishing the samples that are left with the
 algorithm that asks for least; what was written stays, so that nothing is added twice.
+
+A library that writes its execution plans as text need not look for the engine again:
+the text is kept beside the measurements, under the same key.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mucudnn.backends.base import Array, Backend, Buffer, Device, Runner
+from mucudnn.backends.base import Array, Backend, Buffer, Device, PlanTexts, Runner
 from mucudnn.errors import MucudnnError, OutOfMemoryError, StepFailedError
-from mucudnn.ir.conv import ConvPlan, Direction
+from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.runtime.database.cache import BenchmarkCache
 
-__all__ = ["Arena", "BoundPlan", "check_out", "run_plan"]
+__all__ = ["Arena", "BoundPlan", "check_out", "restore_plans", "run_plan"]
 
 logger = logging.getLogger(__name__)
+
+_ADDING = "+="
+"""Ends the name of a plan that adds to its output."""
+
+_Kernel = tuple[ConvProblem, str, bool]
+"""Problem, algorithm and whether it adds, of a micro-batch."""
 
 
 def run_plan(
@@ -113,11 +123,8 @@ class BoundPlan:
     ) -> Array:
         """Compute into `out`, or into a new array.
 
-        Args:
-            a: First operand; its shape and type are known to be right.
-            b: Second operand, likewise.
-            out: Where the result goes; checked.
-            accumulate: Add to `out` instead of overwriting it.
+        Shapes and types of `a` and `b` are known to be right, `out` is checked; with
+        `accumulate` it is added to.
 
         Raises:
             ValueError: `out` cannot take the result.
@@ -134,7 +141,7 @@ class BoundPlan:
         try:
             workspace = self._arena.get(runner.plan.workspace)
         except OutOfMemoryError as e:
-            runner, workspace = self._fitting(runner, e)
+            runner, workspace = self._fall_back(runner, e)
         try:
             runner.run(a, b, out, workspace, accumulate)
         except StepFailedError as e:
@@ -142,17 +149,17 @@ class BoundPlan:
             self._finish(e, a, b, out, accumulate)
         return out
 
-    def _fitting(self, runner: Runner, error: OutOfMemoryError) -> tuple[Runner, Any]:
+    def _fall_back(self, runner: Runner, error: OutOfMemoryError) -> tuple[Runner, Any]:
         """The largest smaller plan that memory has room for, and its workspace.
 
         They belong together: another thread may fall back further meanwhile.
         """
         while True:
             plan = runner.plan
-            fits = [p for p in self._smaller(plan) if p.workspace < plan.workspace]
-            if not fits:
+            others = [p for p in self._smaller(plan) if p.workspace < plan.workspace]
+            if not others:
                 raise error
-            smaller = max(fits, key=lambda p: p.workspace)
+            smaller = max(others, key=lambda p: p.workspace)
             logger.warning(
                 "%s; falling back from %d to %d bytes of workspace",
                 error,
@@ -164,7 +171,7 @@ class BoundPlan:
             try:
                 return runner, self._arena.get(smaller.workspace)
             except OutOfMemoryError as e:
-                error = e
+                error = e.with_traceback(None)  # that would hold the caller's arrays
 
     def _finish(
         self, failure: StepFailedError, a: Array, b: Array, out: Array, accumulate: bool
@@ -213,3 +220,43 @@ def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) ->
         raise ValueError(f"out must be {spec.dtype} {spec.shape}, got {dtype} {shape}")
     if device.dense(out) is not out:
         raise ValueError("out must be densely packed, in the order of the layout")
+
+
+def restore_plans(backend: Backend, cache: BenchmarkCache, plan: ConvPlan) -> None:
+    """Give the backend the texts of a plan's kernels; remember those it had not.
+
+    A text that the library does not take any more is replaced.
+    """
+    texts = backend.plan_texts
+    if texts is None:
+        return
+    for step in dict.fromkeys(_kernels(plan)):
+        _restore(backend.device.fingerprint, texts, cache, step)
+
+
+def _kernels(plan: ConvPlan) -> Iterator[_Kernel]:
+    adds_up = plan.problem.direction is Direction.BACKWARD_FILTER
+    for window, step in plan.slices():
+        add = adds_up and window.start > 0
+        yield plan.problem.with_batch(step.batch), step.algo, add
+
+
+def _restore(
+    fingerprint: str, texts: PlanTexts, cache: BenchmarkCache, kernel: _Kernel
+) -> None:
+    problem, algo, add = kernel
+    name = f"{algo}{_ADDING}" if add else algo
+    known = cache.get_plan_text(fingerprint, problem, name)
+    try:
+        if known is not None:
+            texts.loads(problem, algo, known, accumulate=add)
+            return
+    except MucudnnError as e:
+        logger.info("rebuilding the plan of %s for %s: %s", name, problem, e)
+    try:
+        text = texts.dumps(problem, algo, accumulate=add)
+    except MucudnnError as e:  # running it will say so, and fall back
+        logger.info("%s cannot be planned for %s: %s", name, problem, e)
+        return
+    if text is not None:
+        cache.put_plan_text(fingerprint, problem, name, text)

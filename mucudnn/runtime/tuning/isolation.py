@@ -8,24 +8,20 @@ child serves all layers of a tuner, one kernel at a time.
 import dataclasses
 import logging
 import threading
-import time
 import weakref
-from collections.abc import Callable
 
-from mucudnn.backends.base import Backend
 from mucudnn.codecs.values import perf_from_dict, problem_to_dict
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.forks import Own
-from mucudnn.ir.conv import AlgoPerf, ConvProblem
+from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.status import RowStatus
-from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench
+from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, KernelRun
 from mucudnn.runtime.tuning.measuring_child import (
     HERE_INSTEAD,
     Child,
     ChildEndedError,
     Message,
 )
-from mucudnn.runtime.tuning.timing import StoppingRule
 
 __all__ = ["ChildTimer", "Isolation", "MeasuringProcess"]
 
@@ -46,25 +42,9 @@ class Isolation:
         self._wanted = wanted
         self._processes: dict[tuple[str, int], MeasuringProcess] = {}
 
-    def bench(
-        self,
-        backend: Backend,
-        problem: ConvProblem,
-        rule: StoppingRule,
-        *,
-        memory_limit: float,
-        deadline: float,
-        clock: Callable[[], float] | None = None,
-    ) -> KernelBench:
-        """A bench for one convolution on one device; see `BenchTask`."""
-        task = BenchTask(
-            backend=backend,
-            problem=problem,
-            rule=rule,
-            memory_limit=memory_limit,
-            deadline=deadline,
-            clock=clock or time.monotonic,
-        )
+    def bench(self, task: BenchTask) -> KernelBench:
+        """A bench for one convolution on one device."""
+        backend = task.backend
         if not (backend.fragile if self._wanted is None else self._wanted):
             return KernelBench(task)
         device = backend.name, backend.index
@@ -95,31 +75,17 @@ class ChildTimer:
         self._process = process
         self._hang_s = hang_s
 
-    def time(
-        self,
-        problem: ConvProblem,
-        algo: str,
-        nbytes: int,
-        best_ms: float,
-        expected_ms: float,
-    ) -> AlgoPerf:
+    def time(self, kernel: KernelRun) -> AlgoPerf:
         """The row of one algorithm; the end of the child is a row, too.
 
         Raises:
             BackendUnavailableError: The child cannot be started.
         """
-        kernel = {
-            "batch": problem.batch,
-            "algo": algo,
-            "nbytes": nbytes,
-            "best_ms": best_ms,
-            "expected_ms": expected_ms,
-        }
-        ordinary_s = (self._task.rule.budget_ms + 2 * expected_ms) / 1e3
+        ordinary_s = (self._task.rule.budget_ms + 2 * kernel.expected_ms) / 1e3
         outcome = self._process.time_kernel(self, kernel, self._hang_s + ordinary_s)
         if isinstance(outcome, AlgoPerf):
             return outcome
-        return self._task.failed(problem, algo, nbytes, outcome)
+        return self._task.row(kernel, None, outcome)
 
     def release(self) -> None:
         """Have the child give the buffers back; the next kernel makes them anew."""
@@ -162,14 +128,11 @@ class MeasuringProcess:
         return next((child.pid for child in self._child if child.usable), None)
 
     def time_kernel(
-        self, timer: ChildTimer, kernel: Message, seconds: float
+        self, timer: ChildTimer, kernel: KernelRun, seconds: float
     ) -> AlgoPerf | str:
         """Time one kernel.
 
-        Args:
-            timer: Whose settings the child is to use.
-            kernel: The `run` message.
-            seconds: How long it may take.
+        `timer` is whose settings the child is to use.
 
         Returns:
             A row, or what became of the process that ran it.
@@ -184,7 +147,7 @@ class MeasuringProcess:
             except ChildEndedError as e:
                 said = self._child[0].said
                 self.close()
-                logger.warning("%s: the process %s: %s", kernel["algo"], e, said)
+                logger.warning("%s: the process %s: %s", kernel.algo, e, said)
                 return f"the measuring process {e} while running it"
             except BaseException:  # Ctrl-C, too: the conversation cannot be resumed
                 self.close()
@@ -208,7 +171,7 @@ class MeasuringProcess:
             self._opened = None
             _end(self._child)
 
-    def _begin(self, timer: ChildTimer, kernel: Message) -> Child:
+    def _begin(self, timer: ChildTimer, kernel: KernelRun) -> Child:
         """A child that has begun the kernel, at the third attempt at the latest."""
         while True:
             try:
@@ -216,7 +179,7 @@ class MeasuringProcess:
                 if self._opened is not timer:
                     child.say({"open": timer.settings()})
                     self._opened = timer
-                child.say({"run": kernel})
+                child.say({"run": dataclasses.asdict(kernel)})
                 child.hear(_START_S)
             except ChildEndedError as e:
                 said = self._child[0].said

@@ -20,7 +20,14 @@ from mucudnn.ir.status import RowStatus
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure
 
-__all__ = ["BenchTask", "KernelBench", "KernelTimer", "LocalTimer", "operands"]
+__all__ = [
+    "BenchTask",
+    "KernelBench",
+    "KernelRun",
+    "KernelTimer",
+    "LocalTimer",
+    "operands",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +63,29 @@ def check_memory(
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRun:
+    """One algorithm to be timed at one micro-batch size.
+
+    Attributes:
+        batch: Micro-batch size.
+        algo: The algorithm.
+        nbytes: Of its workspace.
+        best_ms: The fastest known at this size.
+        expected_ms: About how long one run takes; 0 where nothing is known.
+    """
+
+    batch: int
+    algo: str
+    nbytes: int
+    best_ms: float = math.inf
+    expected_ms: float = 0.0
+
+
 class KernelTimer(Protocol):
     """Where kernels run: in this process, or in one that may be lost."""
 
-    def time(
-        self,
-        problem: ConvProblem,
-        algo: str,
-        nbytes: int,
-        best_ms: float,
-        expected_ms: float,
-    ) -> AlgoPerf:
+    def time(self, kernel: KernelRun) -> AlgoPerf:
         """The row of one algorithm; a failure is a row, too."""
         ...
 
@@ -95,32 +114,18 @@ class BenchTask:
     deadline: float = math.inf
     clock: Callable[[], float] = field(default_factory=lambda: time.monotonic)
 
-    def failed(
-        self, problem: ConvProblem, algo: str, nbytes: int, error: str
+    def row(
+        self, kernel: KernelRun, timing: Timing | None, error: str | None = None
     ) -> AlgoPerf:
-        """The row of an algorithm that has no time; `error` says why."""
-        return self._row(problem, algo, nbytes, Timing(math.inf, 0.0, 0), error)
-
-    def timed(
-        self, problem: ConvProblem, algo: str, nbytes: int, timing: Timing
-    ) -> AlgoPerf:
-        """The row of an algorithm that ran."""
-        return self._row(problem, algo, nbytes, timing, None)
-
-    def _row(
-        self,
-        problem: ConvProblem,
-        algo: str,
-        nbytes: int,
-        timing: Timing,
-        error: str | None,
-    ) -> AlgoPerf:
+        """The row of an algorithm that ran, or of one that did not and why."""
+        timing = timing or Timing(math.inf, 0.0, 0)
+        problem, algo = self.problem.with_batch(kernel.batch), kernel.algo
         traits = self.backend.conv.traits(problem, algo)
         return AlgoPerf(
             algo=algo,
             batch=problem.batch,
             time_ms=timing.time_ms,
-            workspace=nbytes,
+            workspace=kernel.nbytes,
             error=error,
             noise_ms=timing.noise_ms,
             samples=timing.samples,
@@ -131,12 +136,7 @@ class BenchTask:
 
 
 class KernelBench:
-    """Times algorithms one after another, and begins what can end in time.
-
-    Args:
-        task: What to time, and within which limits.
-        timer: Where; in this process without it.
-    """
+    """Times algorithms in turn, where `timer` does; begins what can end in time."""
 
     def __init__(self, task: BenchTask, timer: KernelTimer | None = None) -> None:
         self._task = task
@@ -152,41 +152,37 @@ class KernelBench:
     ) -> None:
         """Time algorithms at one micro-batch size; every outcome goes to `on_done`.
 
-        Args:
-            batch: Micro-batch size.
-            workspaces: Algorithm -> bytes; timed in this order.
-            on_done: Receives one row an algorithm, failures included.
-            best_ms: The fastest known at this size.
-            expected_ms: Algorithm -> about how long one run takes, where it is known;
-                what would not end before the deadline is not begun.
+        `workspaces` is algorithm -> bytes, in the order of timing, `best_ms` the
+        fastest known at this size. What would take so long, as `expected_ms` knows,
+        that it would not end before the deadline, is not begun.
         """
-        problem, expected = self._task.problem.with_batch(batch), expected_ms or {}
+        expected = expected_ms or {}
         for algo, nbytes in workspaces.items():
-            perf = self.time(problem, algo, nbytes, best_ms, expected.get(algo, 0.0))
+            perf = self.time(
+                KernelRun(
+                    batch=batch,
+                    algo=algo,
+                    nbytes=nbytes,
+                    best_ms=best_ms,
+                    expected_ms=expected.get(algo, 0.0),
+                )
+            )
             if perf.error is None:
                 best_ms = min(best_ms, perf.time_ms)
             on_done(perf)
 
-    def time(
-        self,
-        problem: ConvProblem,
-        algo: str,
-        nbytes: int,
-        best_ms: float,
-        expected_ms: float,
-    ) -> AlgoPerf:
+    def time(self, kernel: KernelRun) -> AlgoPerf:
         """One row: of the kernel, or of the deadline that it would not meet."""
-        needed_s = _LEAST_RUNS * expected_ms / 1e3
+        needed_s = _LEAST_RUNS * kernel.expected_ms / 1e3
         left_s = self._task.deadline - self._task.clock()
         if left_s > needed_s:
-            return self.timer.time(problem, algo, nbytes, best_ms, expected_ms)
+            return self.timer.time(kernel)
         reason = (
             f"would take about {needed_s:.2g} s, the time limit leaves {left_s:.2g} s"
             if left_s > 0
             else "the time limit was reached"
         )
-        error = RowStatus.LIMITED.text(reason)
-        return self._task.failed(problem, algo, nbytes, error)
+        return self._task.row(kernel, None, RowStatus.LIMITED.text(reason))
 
     def release(self) -> None:
         """Give the buffers back; the next run makes them anew."""
@@ -209,25 +205,18 @@ class LocalTimer:
         self._scratch, self._scratch_bytes = None, -1
         self._task.backend.device.trim()
 
-    def time(
-        self,
-        problem: ConvProblem,
-        algo: str,
-        nbytes: int,
-        best_ms: float,
-        expected_ms: float,
-    ) -> AlgoPerf:
+    def time(self, kernel: KernelRun) -> AlgoPerf:
         """The row of one algorithm; a failure is a row, too."""
-        task = self._task
+        task, algo = self._task, kernel.algo
+        problem = task.problem.with_batch(kernel.batch)
         try:
-            arrays = self._buffers(problem, nbytes)
+            arrays = self._buffers(problem, kernel.nbytes)
         except OutOfMemoryError as e:
-            error = RowStatus.LIMITED.text(str(e))
-            return task.failed(problem, algo, nbytes, error)
+            return task.row(kernel, None, RowStatus.LIMITED.text(str(e)))
         if (recording := recording_of(task.backend)) is not None:
             return recording.row(problem, algo)
         try:
-            timing = self._timed(problem, algo, arrays, best_ms)
+            return task.row(kernel, self._timed(problem, kernel, arrays))
         except MemoryError as e:
             error = RowStatus.LIMITED.text(f"out of memory: {e}")
         except UnsupportedError as e:
@@ -237,21 +226,15 @@ class LocalTimer:
             if not isinstance(e, MucudnnError):
                 logger.warning("%s failed on %s", algo, problem, exc_info=True)
             error = f"{type(e).__name__}: {e}"
-        else:
-            return task.timed(problem, algo, nbytes, timing)
-        return task.failed(problem, algo, nbytes, error)
+        return task.row(kernel, None, error)
 
     def _timed(
-        self,
-        problem: ConvProblem,
-        algo: str,
-        arrays: tuple[Any, Any, Any],
-        best_ms: float,
+        self, problem: ConvProblem, kernel: KernelRun, arrays: tuple[Any, Any, Any]
     ) -> Timing:
         backend, scratch = self._task.backend, self._scratch
 
         def run() -> None:
-            backend.conv.run(problem, algo, *arrays, scratch)
+            backend.conv.run(problem, kernel.algo, *arrays, scratch)
 
         if backend.plan_texts is not None:  # the first run builds the plan
             run()
@@ -260,7 +243,7 @@ class LocalTimer:
             backend.device,
             self._task.rule,
             deadline=self._task.deadline,
-            best_ms=best_ms,
+            best_ms=kernel.best_ms,
             clock=self._task.clock,
         )
 

@@ -2,34 +2,28 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mucudnn.backends.base import Backend
 from mucudnn.backends.recorded import recording_of
 from mucudnn.forks import Own
 from mucudnn.ir.conv import ConvProblem, PerfTable
-from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.pareto import check_divisible
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
-from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.sweep import Progress, Sweep
-from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.sweep import Sweep
 
 __all__ = ["Measurer"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurer:
-    """Fills tables, one at a time; `Tuner` says what the attributes are.
+    """Fills tables, one at a time; `Tuner` says what the rest of the attributes are.
 
     Attributes:
         backend: Whose measurements they are.
-        backends: Where to measure.
-        cache: Opens what measurements are remembered in, or gives what is open.
+        sweep: How, with the tuner's own limit of memory, and no deadline yet.
         lock: Held while kernels are timed: two at once would disturb each other.
 
     Raises:
@@ -37,23 +31,17 @@ class Measurer:
     """
 
     backend: Backend
-    backends: Sequence[Backend]
-    cache: Callable[[], BenchmarkCache]
+    sweep: Sweep
     batch_policy: BatchPolicy
-    rule: StoppingRule
-    numerics: Numerics
-    memory_limit: float
     time_limit_s: float
     prune: bool
-    progress: Callable[[Progress], None] | None
-    isolation: Isolation
     lock: Own[Any]
     _tables: dict[ConvProblem, PerfTable] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         candidate_batches(1, self.batch_policy)
         mine = self.backend.device.fingerprint
-        for backend in self.backends:
+        for backend in self.sweep.backends:
             if (other := backend.device.fingerprint) != mine:
                 raise ValueError(
                     f"measurements do not carry over between {mine!r} and {other!r}; "
@@ -71,10 +59,8 @@ class Measurer:
         Rows of failed algorithms carry the error. Rows that a limit prevented carry
         the limit; such a table is not remembered.
 
-        Args:
-            problem: What to measure.
-            time_limit_s: Seconds; the tuner's own if not given.
-            memory_limit: Bytes; the tuner's own holds as well.
+        Limits of time and memory are the tuner's own; a time given replaces it, bytes
+        given hold as well.
 
         Raises:
             PlanningError: There are too many samples to be divided.
@@ -94,15 +80,10 @@ class Measurer:
             every = self.batch_policy == "all"
             sizes = problem.batch if every else problem.batch.bit_length()
             check_divisible(problem.batch, sizes)
-        sweep = Sweep(
-            backends=self.backends,
-            cache=self.cache(),
-            rule=self.rule,
-            numerics=self.numerics,
-            memory_limit=min(self.memory_limit, memory_limit),
+        sweep = replace(
+            self.sweep,
+            memory_limit=min(self.sweep.memory_limit, memory_limit),
             deadline=time.monotonic() + limit_s,
-            progress=self.progress,
-            isolation=self.isolation,
         )
         # What was recorded takes no time to ask for, and all of it was planned with.
         prune = self.prune and recording_of(self.backend) is None

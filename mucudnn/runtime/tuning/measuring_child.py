@@ -33,7 +33,7 @@ from mucudnn.codecs.values import perf_to_dict, problem_from_dict
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.runtime.interrupts import SIGNALS
-from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench
+from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, KernelRun
 from mucudnn.runtime.tuning.timing import StoppingRule
 
 __all__ = ["HERE_INSTEAD", "Child", "ChildEndedError", "Message", "main"]
@@ -251,25 +251,17 @@ def _serve(
                 bench = KernelBench(task)
             case {"run": kernel} if bench is not None and task is not None:
                 reply({"begins": kernel["algo"]})
-                reply({"row": perf_to_dict(_row(task, bench, **kernel))})
+                row = _row(task, bench, KernelRun(**kernel))
+                reply({"row": perf_to_dict(row)})
             case {"release": _} if bench is not None:
                 bench.release()
 
 
-def _row(
-    task: BenchTask,
-    bench: KernelBench,
-    *,
-    batch: int,
-    algo: str,
-    nbytes: int,
-    best_ms: float,
-    expected_ms: float,
-) -> AlgoPerf:
+def _row(task: BenchTask, bench: KernelBench, kernel: KernelRun) -> AlgoPerf:
     """One row; even what a bench lets through costs only this one."""
-    problem = task.problem.with_batch(batch)
     try:
-        return bench.time(problem, algo, nbytes, best_ms, expected_ms)
+        return bench.time(kernel)
     except Exception as e:
-        logger.warning("%s failed on %s", algo, problem, exc_info=True)
-        return task.failed(problem, algo, nbytes, f"{type(e).__name__}: {e}")
+        problem = task.problem.with_batch(kernel.batch)
+        logger.warning("%s failed on %s", kernel.algo, problem, exc_info=True)
+        return task.row(kernel, None, f"{type(e).__name__}: {e}")

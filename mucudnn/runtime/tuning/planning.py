@@ -47,12 +47,7 @@ def explained(
 ) -> str:
     """Why a plan is what it is; see `mucudnn.passes.convolution.explain`.
 
-    Args:
-        planner: Made the plan.
-        table: What it was made of.
-        plan: To be explained.
-        workspace_limit: Bytes that it was allowed.
-        verdict: What is known of a division and its baseline; `Validator.known`.
+    `verdict` says what is known of a division and its baseline: `Validator.known`.
     """
     baseline = undivided(table, workspace_limit)
     divided = plan if plan.divided else _division(planner, table, workspace_limit)

@@ -23,14 +23,14 @@ from mucudnn.passes.microbatch import (
 )
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.kernel_bench import KernelBench
+from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench
 from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS, StoppingRule
 
-__all__ = ["Progress", "Sweep"]
+__all__ = ["Measured", "Sweep"]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Measured:
     """One measurement done: what it was of, and how many of how many."""
 
     problem: ConvProblem
@@ -46,23 +46,23 @@ class Sweep:
 
     Attributes:
         backends: Devices of one model; sizes are dealt out among them.
-        cache: What is known already, and where the rest is remembered.
+        cache: Opens what is known already, where the rest is remembered, too.
         rule: When a kernel has been timed enough.
         numerics: Which ways of computing are accepted; others are not measured.
         memory_limit: Bytes for operands and workspace, on each device.
         deadline: Seconds on `clock` after which nothing more is started.
         progress: Called after each measurement, from one thread at a time.
         isolation: Whether to measure in this process or in children.
-    clock: Seconds, for the deadline only; children have a clock of their own.
+        clock: Seconds, for the deadline only; children have a clock of their own.
     """
 
     backends: Sequence[Backend]
-    cache: BenchmarkCache
+    cache: Callable[[], BenchmarkCache]
     rule: StoppingRule
     numerics: Numerics = field(default_factory=Numerics)
     memory_limit: float = math.inf
     deadline: float = math.inf
-    progress: Callable[[Progress], None] | None = None
+    progress: Callable[[Measured], None] | None = None
     isolation: Isolation = field(default_factory=Isolation)
     clock: Callable[[], float] = field(default_factory=lambda: time.monotonic)
 
@@ -71,11 +71,8 @@ class Sweep:
     ) -> PerfTable:
         """Measure `problem`; failing algorithms are rows, never exceptions.
 
-        Args:
-            problem: At its whole mini-batch.
-            policy: Which micro-batch sizes are candidates.
-            prune: Under the policy `all`, measure only what could enter a good plan;
-                see `next_measurements`.
+        Pruning measures only what could enter a good plan, under the policy `all`; see
+        `next_measurements`.
         """
         sizes = candidate_batches(problem.batch, policy)
         alignment = self.backends[0].split_alignment
@@ -106,12 +103,14 @@ class _Work:
         self._total = 0  # rows there will be, those known counted
         self._benches = [
             sweep.isolation.bench(
-                backend,
-                problem,
-                sweep.rule,
-                memory_limit=sweep.memory_limit,
-                deadline=sweep.deadline,
-                clock=sweep.clock,
+                BenchTask(
+                    backend=backend,
+                    problem=problem,
+                    rule=sweep.rule,
+                    memory_limit=sweep.memory_limit,
+                    deadline=sweep.deadline,
+                    clock=sweep.clock,
+                )
             )
             for backend in sweep.backends
         ]
@@ -123,11 +122,9 @@ class _Work:
             micro = problem.with_batch(batch)
             for algo, nbytes in conv.algorithms(micro):
                 traits = conv.traits(micro, algo)
-                if (
-                    refusal := sweep.numerics.refusal(
-                        traits, whole=batch == problem.batch
-                    )
-                ) is not None:
+                whole = batch == problem.batch
+                refusal = sweep.numerics.refusal(traits, whole=whole)
+                if refusal is not None:
                     self.rows[algo, batch] = _excluded(algo, batch, refusal)
                     continue
                 self.workspaces[algo, batch] = nbytes
@@ -135,7 +132,8 @@ class _Work:
             for algo, reason in conv.excluded(micro):
                 self.rows[algo, batch] = _excluded(algo, batch, reason)
         self._hints: dict[str, list[AlgoPerf]] = {}
-        for perf in sweep.cache.get_all(self._fingerprint, problem):
+        self._cache = sweep.cache()
+        for perf in self._cache.get_all(self._fingerprint, problem):
             self._hints.setdefault(perf.algo, []).append(perf)
             if self._holds(perf):
                 self.rows[perf.algo, perf.batch] = perf
@@ -212,12 +210,12 @@ class _Work:
         with self._lock:
             self.rows[perf.algo, perf.batch] = perf
             if perf.status is not RowStatus.LIMITED:
-                self._sweep.cache.put(self._fingerprint, micro, [perf])
+                self._cache.put(self._fingerprint, micro, [perf])
             if self._sweep.progress is not None:
                 done = len(self.rows)
                 total = max(done, self._total)
                 self._sweep.progress(
-                    Progress(micro, perf.algo, perf.batch, done, total)
+                    Measured(micro, perf.algo, perf.batch, done, total)
                 )
 
     def _best_ms(self, batch: int) -> float:
@@ -244,10 +242,5 @@ class _Work:
 
 def _excluded(algo: str, batch: int, reason: str) -> AlgoPerf:
     return AlgoPerf(
-        algo=algo,
-        batch=batch,
-        time_ms=math.inf,
-        workspace=0,
-        error=reason,
-        samples=0,
+        algo=algo, batch=batch, time_ms=math.inf, workspace=0, error=reason, samples=0
     )

@@ -26,15 +26,14 @@ from mucudnn.passes.registry import name_of
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.environment import USERS, CacheChoice, open_cache, tuner_options
 from mucudnn.runtime.tuning import planning
-from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan
+from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan, restore_plans
 from mucudnn.runtime.tuning.isolation import Isolation
 from mucudnn.runtime.tuning.measurer import Measurer
-from mucudnn.runtime.tuning.plan_texts import restore_plans
-from mucudnn.runtime.tuning.sweep import Progress
+from mucudnn.runtime.tuning.sweep import Measured, Sweep
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing
 from mucudnn.runtime.tuning.validation import Choice, Validator
 
-__all__ = ["Choice", "Progress", "Tuner"]
+__all__ = ["Choice", "Measured", "Tuner"]
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
 """Bytes; µ-cuDNN's default."""
@@ -95,7 +94,7 @@ class Tuner:
         replay: bool = False,
         benchmark_backends: Sequence[Backend] = (),
         rule: StoppingRule | None = None,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[Measured], None] | None = None,
         isolate: bool | None = None,
     ) -> None:
         self.backend = get_backend(backend) if isinstance(backend, str) else backend
@@ -116,19 +115,22 @@ class Tuner:
         self.benchmark_backends = tuple(benchmark_backends) or (self.backend,)
         self._cache_choice = cache
         self._cache: BenchmarkCache | None = open_cache(cache, self.backend)
+        self._isolation = Isolation(isolate)
         self._lock = Own(threading.RLock)
         self._measurer = Measurer(
             backend=self.backend,
-            backends=self.benchmark_backends,
-            cache=lambda: self.cache,
+            sweep=Sweep(
+                backends=self.benchmark_backends,
+                cache=lambda: self.cache,
+                rule=self.rule,
+                numerics=self.numerics,
+                memory_limit=memory,
+                progress=progress,
+                isolation=self._isolation,
+            ),
             batch_policy=batch_policy,
-            rule=self.rule,
-            numerics=self.numerics,
-            memory_limit=memory,
             time_limit_s=math.inf if time_limit_s is None else time_limit_s,
             prune=prune,
-            progress=progress,
-            isolation=Isolation(isolate),
             lock=self._lock,
         )
         self._validator = Validator(self.backend, lambda: self.cache, self.rule, memory)
@@ -185,7 +187,7 @@ class Tuner:
         it needs is opened or started anew.
         """
         with self._lock.mine:
-            self._measurer.isolation.close()
+            self._isolation.close()
             self._arena.release()
             given = isinstance(self._cache_choice, BenchmarkCache)
             if not given and self._cache is not None and self._cache.path is not None:

@@ -60,14 +60,7 @@ class Choice:
 
 
 class Validator:
-    """Runs divided plans whole, in turn with their undivided baselines.
-
-    Args:
-        backend: Runs them.
-        cache: Opens what was found out before, where the rest is remembered, too.
-        rule: When a plan has been timed enough.
-        memory_limit: Bytes for operands and workspace.
-    """
+    """Runs divided plans whole, in turn with their undivided baselines."""
 
     def __init__(
         self,
@@ -87,9 +80,7 @@ class Validator:
     def kept(self, plan: ConvPlan, table: PerfTable) -> ConvPlan:
         """The plan, or undivided where that was not beaten when both were run.
 
-        Args:
-            plan: Knows the limit it was made under, which is undivided's, too.
-            table: What it was made of.
+        The limit that it was made under is undivided's, too.
         """
         undivided = fastest_undivided(table, plan.workspace_limit or 0)
         if undivided is None or not plan.divided:

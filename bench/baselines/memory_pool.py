@@ -17,7 +17,7 @@ from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.liveness import rounded
-from mucudnn.runtime.training.working_set import largest_first
+from mucudnn.runtime.training.sizes import largest_first
 
 __all__ = ["BestFit", "Pool", "PoolStatistics"]
 

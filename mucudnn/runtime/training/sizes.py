@@ -1,26 +1,40 @@
-"""What has to be on the device, all at once, while one node runs."""
+"""What a step needs, told by sizes alone: nothing here runs or times a kernel.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+A working set is what has to be on the device, all at once, while one node runs. A
+sketch is a profile of sizes, for a step that is not measured: times are made up, all
+alike, as nothing depends on them where everything stays on the device. Where
+convolutions are not planned yet, the plan that takes most memory is the fastest, as it
+might turn out to be.
+"""
 
-from mucudnn.backends.base import Backend, Kernel
-from mucudnn.errors import UnsupportedError
-from mucudnn.ir.conv import ConvPlan
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from mucudnn.backends.base import Backend
+from mucudnn.errors import PlanningError
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
+from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.liveness import ALIGNMENT, rounded
+from mucudnn.passes.microbatch import candidate_batches, pareto_plans
+from mucudnn.runtime.executor.program import kernel_of
+from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = [
     "WorkingSet",
-    "kernel_of",
     "kernel_workspaces",
     "largest_first",
     "measuring_bytes",
+    "sketch",
     "working_sets",
 ]
 
 _NAMED = 8
+_NO_LIMIT = 1 << 62
+_MS = 1.0
+_BYTES_PER_MS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +72,7 @@ class WorkingSet:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of a pool that holds it, whatever was there before."""
+        """Bytes of memory that holds it, each tensor at an aligned place."""
         return sum(rounded(spec.nbytes, ALIGNMENT) for spec in self.tensors)
 
     def within_a_step(self) -> "WorkingSet":
@@ -68,20 +82,6 @@ class WorkingSet:
 
     def __str__(self) -> str:
         return largest_first({spec.name: spec.nbytes for spec in self.tensors})
-
-
-def kernel_of(backend: Backend, node: Node) -> Kernel:
-    """What runs a node that is neither a convolution nor a view.
-
-    Raises:
-        UnsupportedError: The backend has nothing that does.
-    """
-    kernel = backend.kernels.get(node.op)
-    if kernel is None:
-        raise UnsupportedError(
-            f"backend {backend.name!r} has no kernel for {node.op!r} ({node.name})"
-        )
-    return kernel
 
 
 def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:
@@ -134,3 +134,58 @@ def largest_first(sizes: Mapping[str, int]) -> str:
 
 def _scratch(name: str, nbytes: int) -> TensorSpec | None:
     return TensorSpec(name, (nbytes,), "uint8") if nbytes else None
+
+
+def sketch(
+    tuner: Tuner, graph: Graph, plans: Mapping[ConvProblem, ConvPlan] | None = None
+) -> Profile:
+    """Sizes of a graph's workspaces.
+
+    Micro-batches are those that the tuner would measure. Of a convolution without a
+    plan there are two in its front: of the least and the most workspace of any.
+
+    Raises:
+        PlanningError: A convolution has no algorithm.
+        UnsupportedError: The backend has no kernel for an operation.
+    """
+    known: dict[ConvProblem, tuple[ConvPlan, ...]] = {
+        problem: (plan,) for problem, plan in (plans or {}).items()
+    }
+    fronts: dict[str, tuple[ConvPlan, ...]] = {}
+    for node in graph.nodes:
+        if node.op == "conv":
+            problem = node.attrs["problem"]
+            if problem not in known:
+                known[problem] = _extremes(tuner, problem)
+            fronts[node.name] = known[problem]
+    return Profile(
+        node_ms=dict.fromkeys((node.name for node in graph.nodes), _MS),
+        workspaces=kernel_workspaces(tuner.backend, graph),
+        fronts=fronts,
+        out_bytes_per_ms=_BYTES_PER_MS,
+        in_bytes_per_ms=_BYTES_PER_MS,
+    )
+
+
+def _extremes(tuner: Tuner, problem: ConvProblem) -> tuple[ConvPlan, ...]:
+    """The plan of least workspace, and one with as much as any may ask for."""
+    rows = tuple(_rows(tuner, problem))
+    front = pareto_plans(PerfTable(problem, rows), _NO_LIMIT)
+    if not front:
+        raise PlanningError(f"no algorithm is usable for {problem}")
+    most = max(rows, key=lambda row: row.workspace)
+    if most.workspace <= front[0].workspace:
+        return front[:1]
+    fastest = replace(most, batch=problem.batch, time_ms=front[0].time_ms / 2)
+    return front[0], ConvPlan(problem, (fastest,))
+
+
+def _rows(tuner: Tuner, problem: ConvProblem) -> Iterator[AlgoPerf]:
+    """What a sweep would measure, in made-up times."""
+    conv = tuner.backend.conv
+    for batch in candidate_batches(problem.batch, tuner.batch_policy):
+        micro, whole = problem.with_batch(batch), batch == problem.batch
+        for algo, nbytes in conv.algorithms(micro):
+            traits = conv.traits(micro, algo)
+            if tuner.numerics.refusal(traits, whole=whole) is None:
+                yield AlgoPerf(algo=algo, batch=batch, time_ms=_MS, workspace=nbytes)
