@@ -10,7 +10,6 @@ from pathlib import Path
 from mucudnn.arguments import a_path, of_type, one_of
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
-from mucudnn.passes.planning.costs import CONVOLUTIONS
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy, check_policy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.costs import CONVOLUTIONS
