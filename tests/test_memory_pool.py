@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from bench.baselines.memory_pool import BestFit, Pool
 from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.runtime.executor.memory_pool import BestFit, Pool
 from tests.examples import examples
 
 GRAIN = 512

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, given, strategies as st
 
 from bench.baselines import paged
-from bench.baselines.memory_pool import Pool
 from bench.baselines.paged import PagedExecutor, least_pool_bytes
 from mucudnn.backends import get_backend
 from mucudnn.backends.base import Kernel
@@ -18,6 +17,7 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.liveness import peak_bytes
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier
+from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.training.parameters import StateStore
 from tests.examples import examples
 from tests.random_graphs import training_graphs

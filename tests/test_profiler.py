@@ -20,12 +20,8 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.runtime.training.cold_timing import (
-    EVICTING_BYTES,
-    ColdBench,
-    MeasuringMemory,
-    cold_bench,
-)
+from mucudnn.runtime.executor.memory_pool import Pool
+from mucudnn.runtime.training.cold_timing import EVICTING_BYTES, ColdBench, cold_bench
 from mucudnn.runtime.training.profiler import measure_link, profile, refine
 from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces
 from mucudnn.runtime.tuning.timing import StoppingRule
@@ -216,20 +212,20 @@ def test_caches_are_evicted_with_what_is_left(beside, evicted):
     backend, device = observed()
     node = next(n for n in GRAPH.nodes if n.op == "max_pool")
     needed = WorkingSet.of_node(GRAPH, node)
-    memory = MeasuringMemory(device, needed.pool_bytes + beside)
-    ColdBench(backend, memory, QUICK).node_ms(GRAPH, node, 0)
+    pool = Pool(device, needed.pool_bytes + beside)
+    ColdBench(backend, pool, QUICK).node_ms(GRAPH, node, 0)
     assert [n for n in device.uploads if n == evicted] == [evicted] * (evicted > 0)
-    assert memory.left == memory.nbytes
+    assert pool.statistics.blocks == 0
 
 
 def test_a_pool_that_is_too_small_is_empty_after_the_error():
     backend, device = observed()
     node = next(n for n in GRAPH.nodes if n.op == "max_pool")
-    memory = MeasuringMemory(device, WorkingSet.of_node(GRAPH, node).pool_bytes - 512)
-    bench = ColdBench(backend, memory, QUICK)
+    pool = Pool(device, WorkingSet.of_node(GRAPH, node).pool_bytes - 512)
+    bench = ColdBench(backend, pool, QUICK)
     with pytest.raises(OutOfMemoryError, match="no room for"):
         bench.node_ms(GRAPH, node, 0)
-    assert memory.left == memory.nbytes
+    assert pool.statistics.blocks == 0
 
 
 def test_a_device_with_less_room_times_what_fits():

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from bench.baselines.memory_pool import Pool
 from bench.baselines.tensor_cache import CacheStatistics, TensorCache
 from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.device import CpuDevice
@@ -13,6 +12,7 @@ from mucudnn.errors import BackendError, OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier
+from mucudnn.runtime.executor.memory_pool import Pool
 from tests.examples import examples
 
 GRAIN = 512

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from bench.baselines.memory_pool import Pool, PoolStatistics
 from bench.baselines.tensor_cache import CacheStatistics, TensorCache
 from mucudnn.backends.base import Array, Backend, Buffer
 from mucudnn.errors import OutOfMemoryError
@@ -24,6 +23,7 @@ from mucudnn.passes.graph.dependencies import written
 from mucudnn.runtime.executor import fed
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostTier, Tier
+from mucudnn.runtime.executor.memory_pool import Pool, PoolStatistics
 from mucudnn.runtime.executor.program import kernel_of
 from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces
 

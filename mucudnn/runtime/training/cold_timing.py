@@ -1,12 +1,12 @@
 """Time a kernel as a step finds it: its operands made long ago, out of the caches.
 
-All device memory comes from one buffer: operands and workspaces, the bytes whose
-writing evicts the caches before every run, and those that are copied to measure the
-link. So measuring keeps a budget, and kernels see memory as they do in an arena.
+All device memory comes from one pool: operands and workspaces, the buffer whose writing
+evicts the caches before every run, and the one that is copied to measure the link. So
+measuring keeps a budget in bytes, and kernels see memory as they do in an arena.
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 
 import numpy as np
@@ -15,9 +15,8 @@ from mucudnn.backends.base import Array, Backend, Buffer, Device
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node
-from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import ITEMSIZE, Role, TensorSpec
-from mucudnn.passes.liveness import rounded
+from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.training.sizes import WorkingSet
 from mucudnn.runtime.tuning.timing import StoppingRule, measure
 
@@ -25,7 +24,6 @@ __all__ = [
     "EVICTING_BYTES",
     "LINK_BYTES",
     "ColdBench",
-    "MeasuringMemory",
     "cold_bench",
 ]
 
@@ -36,141 +34,103 @@ LINK_BYTES = 64 << 20
 """Large enough that starting a copy takes no time beside it."""
 
 _COPIES = 64
-
-
-class MeasuringMemory:
-    """One buffer of a device; what is taken of it last is given back first.
-
-    Attributes:
-        nbytes: Its size.
-        left: Bytes that nothing has taken.
-
-    Raises:
-        OutOfMemoryError: The device has no room for it.
-    """
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self.nbytes = self.left = nbytes
-        self._device = device
-        self._buffer: Buffer | None = device.allocate(nbytes)
-
-    @contextmanager
-    def holding(self, specs: Iterable[TensorSpec]) -> Iterator[Callable[..., Array]]:
-        """Have tensors during a `with`, which gets what makes views of their bytes.
-
-        `view(spec)` is a tensor, and `view(spec, name)` another in the bytes of `name`.
-
-        Raises:
-            OutOfMemoryError: Too little is left.
-        """
-        before, starts = self.left, dict[str, int]()
-
-        def view(spec: TensorSpec, name: str | None = None) -> Array:
-            return self._device.view(self._buffer, starts[name or spec.name], spec)
-
-        try:
-            for spec in specs:
-                if spec.nbytes > self.left:
-                    raise OutOfMemoryError(
-                        f"no room for {spec.name!r} of {format_bytes(spec.nbytes)} in "
-                        f"{format_bytes(self.nbytes)} for measuring: "
-                        f"{format_bytes(self.left)} are left"
-                    )
-                starts[spec.name] = self.nbytes - self.left if spec.nbytes else 0
-                self.left = max(0, self.left - rounded(spec.nbytes))
-            yield view
-        finally:
-            self.left = before
-
-    def close(self) -> None:
-        """Free it, once no view is left."""
-        self._buffer = None
-        self._device.trim()
+_NAME = "the memory for measuring"
 
 
 class ColdBench:
-    """Times kernels and copies in a memory of which nothing is taken in between."""
+    """Times kernels and copies in a pool, which is empty between two calls."""
 
-    def __init__(
-        self, backend: Backend, memory: MeasuringMemory, rule: StoppingRule
-    ) -> None:
+    def __init__(self, backend: Backend, pool: Pool, rule: StoppingRule) -> None:
         self._backend = backend
         self._device = backend.device
-        self._memory = memory
+        self._pool = pool
         self._rule = rule
-        self._zeros = np.zeros(min(EVICTING_BYTES, memory.nbytes), np.uint8)
+        self._zeros = np.zeros(min(EVICTING_BYTES, pool.nbytes), np.uint8)
 
-    def node_ms(self, graph: Graph, node: Node, nbytes: int) -> float:
+    def node_ms(self, graph: Graph, node: Node, workspace: int) -> float:
         """Median time of a node that has a kernel; its first run does not count.
 
-        `nbytes` is the workspace its kernel asks for; it is no convolution or view.
+        `workspace` is what its kernel asks for, in bytes; it is no convolution or view.
 
         Raises:
-            OutOfMemoryError: The memory does not hold its tensors.
+            OutOfMemoryError: The pool does not hold its tensors.
         """
-        needed = WorkingSet.of_node(graph, node, nbytes)
-        run, scratch = self._backend.kernels[node.op].run, needed.workspace
-        with self._memory.holding(needed.tensors) as view:
+        needed = WorkingSet.of_node(graph, node, workspace)
+        run, pool = self._backend.kernels[node.op].run, self._pool
+        with self._held(needed) as scratch:
             for spec in needed.operands:
-                self._fill(spec, view(spec))
+                self._fill(spec)
 
             def views(names: Sequence[str]) -> list[Array]:
-                return [view(graph.tensors[n], graph.storages[n]) for n in names]
+                return [pool.view(graph.storages[n], graph.tensors[n]) for n in names]
 
             inputs, outputs = views(node.inputs), views(node.outputs)
-            workspace = None if scratch is None else view(scratch)
-            return self._median(lambda: run(inputs, outputs, node.attrs, workspace))
+            return self._median(lambda: run(inputs, outputs, node.attrs, scratch))
 
     def plan_ms(self, plan: ConvPlan) -> float | None:
-        """Median time of a convolution; None where the memory does not hold it."""
+        """Median time of a convolution; None where the pool does not hold it."""
         needed = WorkingSet.of_plan(plan)
-        if needed.pool_bytes > self._memory.nbytes:
+        if needed.pool_bytes > self._pool.nbytes:
             return None
-        with self._memory.holding(needed.tensors) as view:
-            a, b, out = map(view, needed.operands)
+        with self._held(needed) as scratch:
+            a, b, out = (self._pool.view(s.name, s) for s in needed.operands)
             self._device.randomize(a)
             self._device.randomize(b)
-            scratch = None if needed.workspace is None else view(needed.workspace)
             runner = self._backend.bind(plan)
             return self._median(lambda: runner.run(a, b, out, scratch, False))
 
     def link(self, nbytes: int = LINK_BYTES) -> tuple[float, float]:
         """Bytes a millisecond to the host and from it.
 
-        In less memory several copies follow one another, from and to different bytes
+        In a smaller pool several copies follow one another, from and to different bytes
         of the host, so that starting them and caches count less.
 
+        The pool may be smaller than `nbytes`.
+
         Raises:
-            OutOfMemoryError: There is not a single byte.
+            OutOfMemoryError: The pool has not a single byte.
         """
-        size = min(nbytes, self._memory.nbytes)
+        size = min(nbytes, self._pool.nbytes)
         if size == 0:
             raise OutOfMemoryError("copies of no bytes cannot be timed; give some")
         spec = TensorSpec("the link's buffer", (size,), "uint8")
-        with self._memory.holding([spec]) as view:
-            buffer = view(spec)
+        with self._held(WorkingSet((), spec)) as buffer:
             self._device.upload(np.zeros(spec.shape, np.uint8), buffer)
             return _rates(self._device, buffer, min(_COPIES, -(-nbytes // size)))
 
-    def _fill(self, spec: TensorSpec, array: Array) -> None:
+    @contextmanager
+    def _held(self, needed: WorkingSet) -> Iterator[Buffer | None]:
+        """Have tensors in the pool during a `with`, which gets the workspace."""
+        taken = []
+        try:
+            for spec in needed.tensors:
+                self._pool.allocate(spec.name, spec.nbytes)
+                taken.append(spec.name)
+            scratch = needed.workspace
+            yield None if scratch is None else self._pool.buffer(scratch.name)
+        finally:
+            for name in taken:
+                self._pool.free(name)
+
+    def _fill(self, spec: TensorSpec) -> None:
         """Random numbers, or zeros where numbers mean something.
 
         Such as labels, and sums of squares in the state.
         """
+        array = self._pool.view(spec.name, spec)
         if spec.dtype in ITEMSIZE and spec.role is not Role.STATE:
             self._device.randomize(array)
         else:
             self._device.upload(np.zeros(spec.shape, spec.dtype), array)
 
     def _median(self, run: Callable[[], None]) -> float:
-        """Median time with what is left evicting the caches before each."""
+        """Median time with what the pool has left evicting the caches before each."""
         device = self._device
         run()
         samples: list[float] = []
-        nbytes = min(EVICTING_BYTES, self._memory.left)
+        nbytes = min(EVICTING_BYTES, self._pool.largest_hole)
         spec = TensorSpec("the evicting buffer", (nbytes,), "uint8")
-        with self._memory.holding([spec]) as view:
-            buffer = view(spec)
+        with self._held(WorkingSet((), spec)) as buffer:
             while not self._rule.enough(samples):
                 if nbytes:
                     device.upload(self._zeros[:nbytes], buffer)
@@ -184,26 +144,26 @@ class ColdBench:
 def cold_bench(
     backend: Backend, sizes: Sequence[int], memory: int | None, rule: StoppingRule
 ) -> Iterator[ColdBench]:
-    """A bench with memory for the largest working set that there is room for.
+    """A bench in a pool for the largest working set that there is memory for.
 
     `sizes` are bytes of working sets; there must be room for the first. `memory` is the
-    most that it may be; any size if not given.
+    most that the pool may be; any size if not given.
 
     Raises:
         OutOfMemoryError: The device has no room for the first.
     """
     bound = max(sizes) + EVICTING_BYTES if memory is None else memory
     useful = sorted({n for n in sizes if sizes[0] <= n <= bound}, reverse=True)
-    with closing(_memory(backend.device, useful, bound)) as taken:
-        yield ColdBench(backend, taken, rule)
+    with closing(_pool(backend.device, useful, bound)) as pool:
+        yield ColdBench(backend, pool, rule)
 
 
-def _memory(device: Device, sizes: Sequence[int], bound: int) -> MeasuringMemory:
+def _pool(device: Device, sizes: Sequence[int], bound: int) -> Pool:
     """Of the first size that the device has room for, with bytes to evict caches."""
     for nbytes in sizes:
         with suppress(OutOfMemoryError):
-            return MeasuringMemory(device, min(bound, nbytes + EVICTING_BYTES))
-    return MeasuringMemory(device, sizes[-1])
+            return Pool(device, min(bound, nbytes + EVICTING_BYTES), _NAME)
+    return Pool(device, sizes[-1], _NAME)
 
 
 def _rates(device: Device, buffer: Array, copies: int) -> tuple[float, float]:

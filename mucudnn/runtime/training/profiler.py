@@ -1,7 +1,7 @@
 """Time every node of a graph on a backend, each distinct one once.
 
-Convolutions come first: the tuner takes and returns its own memory. Everything else is
-timed afterwards, in one buffer; so the two never hold memory at once.
+Convolutions come first: the tuner takes and returns its own memory. Then a pool is
+opened, in which everything else is timed; so the two never hold memory at once.
 """
 
 import math
@@ -17,12 +17,8 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.convolution.explain import counted
 from mucudnn.passes.microbatch import pareto_plans
-from mucudnn.runtime.training.cold_timing import (
-    LINK_BYTES,
-    ColdBench,
-    MeasuringMemory,
-    cold_bench,
-)
+from mucudnn.runtime.executor.memory_pool import Pool
+from mucudnn.runtime.training.cold_timing import LINK_BYTES, ColdBench, cold_bench
 from mucudnn.runtime.training.sizes import (
     WorkingSet,
     kernel_workspaces,
@@ -127,8 +123,8 @@ def refine(
 
 def measure_link(backend: Backend, nbytes: int = LINK_BYTES) -> tuple[float, float]:
     """Bytes a millisecond to the host and from it, in copies of `nbytes`."""
-    with closing(MeasuringMemory(backend.device, nbytes)) as memory:
-        return ColdBench(backend, memory, _RULE).link(nbytes)
+    with closing(Pool(backend.device, nbytes)) as pool:
+        return ColdBench(backend, pool, _RULE).link(nbytes)
 
 
 class _Teller:

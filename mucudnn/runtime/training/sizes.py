@@ -15,23 +15,21 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.microbatch import candidate_batches, pareto_plans
+from mucudnn.runtime.executor.memory_pool import largest_first
 from mucudnn.runtime.executor.program import kernel_of
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = [
     "WorkingSet",
     "kernel_workspaces",
-    "largest_first",
     "measuring_bytes",
     "sketch",
     "working_sets",
 ]
 
-_NAMED = 8
 _NO_LIMIT = 1 << 62
 _MS = 1.0
 _BYTES_PER_MS = 1e6
@@ -72,7 +70,7 @@ class WorkingSet:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of memory that holds it, each tensor at an aligned place."""
+        """Bytes of a pool that holds it, whatever was there before."""
         return sum(rounded(spec.nbytes, ALIGNMENT) for spec in self.tensors)
 
     def within_a_step(self) -> "WorkingSet":
@@ -121,15 +119,6 @@ def measuring_bytes(backend: Backend, graph: Graph) -> int:
     """
     sets = working_sets(graph, kernel_workspaces(backend, graph))
     return max((needed.pool_bytes for _, needed in sets), default=0)
-
-
-def largest_first(sizes: Mapping[str, int]) -> str:
-    """`'x' (12.0 MiB), 'w' (1.0 MiB) and 3 more, 4.0 KiB`: names with their bytes."""
-    ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    text = ", ".join(f"{name!r} ({format_bytes(n)})" for name, n in ordered[:_NAMED])
-    if rest := [nbytes for _, nbytes in ordered[_NAMED:]]:
-        text += f" and {len(rest)} more, {format_bytes(sum(rest))}"
-    return text
 
 
 def _scratch(name: str, nbytes: int) -> TensorSpec | None:

@@ -9,7 +9,7 @@ when it is freed, so that what is empty is one hole again. A request that finds 
 is answered with the names of what is alive.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mucudnn.backends.base import Array, Buffer, Device
@@ -17,9 +17,10 @@ from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.liveness import rounded
-from mucudnn.runtime.training.sizes import largest_first
 
-__all__ = ["BestFit", "Pool", "PoolStatistics"]
+__all__ = ["BestFit", "Pool", "PoolStatistics", "largest_first"]
+
+_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,3 +300,12 @@ class Pool:
         if self._arena is None:
             raise ValueError(f"{self._name} was closed; make another")
         return self._arena
+
+
+def largest_first(sizes: Mapping[str, int]) -> str:
+    """`'x' (12.0 MiB), 'w' (1.0 MiB) and 3 more, 4.0 KiB`: names with their bytes."""
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    text = ", ".join(f"{name!r} ({format_bytes(n)})" for name, n in ordered[:_NAMED])
+    if rest := [nbytes for _, nbytes in ordered[_NAMED:]]:
+        text += f" and {len(rest)} more, {format_bytes(sum(rest))}"
+    return text
