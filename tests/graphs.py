@@ -7,12 +7,12 @@ the same things get the same numbers. It knows nothing of dependencies or livene
 from dataclasses import replace
 
 from hypothesis import strategies as st
-from mucudnn.passes.planning.costs import origin
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.traits import PLAIN, NodeTraits
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.scheduling.costs import origin
 
 UNARY = ("relu", "bias", "scale", "mix")
 BINARY = ("add", "multiply", "relu_grad", "mix")

@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from mucudnn.passes.planning.costs import origin
-from mucudnn.passes.residency.milp import exact
 
 import mucudnn
 from mucudnn.backends import get_backend
@@ -28,10 +26,12 @@ from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.rematerialize import rematerialize
 from mucudnn.passes.liveness import live_ranges, uses_of
 from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.planning.milp import exact
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, policy_names
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
+from mucudnn.passes.scheduling.costs import origin
 from tests.examples import examples
 from tests.graphs import Symbols, graphs
 from tests.kernel_cases import KERNELS, close
