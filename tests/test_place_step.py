@@ -76,6 +76,16 @@ def graph_bytes(schedule, name):
     return schedule.graph.tensors[name].nbytes
 
 
+def test_a_placed_step_says_what_it_is_in_a_line():
+    graph = training_graph(get_model("lenet")(2))
+    request = StepRequest(graph, estimate(graph, DEVICES["p100"]), policy="keep_all")
+    said = repr(place_step(request))
+    assert said.startswith("PlacedStep(")
+    assert "StepPlan(keep_all, timed: " in said
+    assert said.endswith(" ms, 0 B out, 0 nodes again))")
+    assert len(said) < 150
+
+
 def test_a_budget_below_everything_says_what_would_do(step):
     graph, profile, least, _ = step
     with pytest.raises(PlanningError, match="the least budget that works is"):

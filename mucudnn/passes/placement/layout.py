@@ -24,6 +24,7 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
+from mucudnn.ir.sizes import format_bytes
 from mucudnn.notebook import drawn
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.placement.heuristics import Block, in_gaps
@@ -66,6 +67,10 @@ class PlacedStep:
 
     plan: StepPlan
     layout: Layout
+
+    def __repr__(self) -> str:
+        """Such as `PlacedStep(2.0 GiB: StepPlan(…))`."""
+        return f"PlacedStep({format_bytes(self.nbytes)}: {self.plan!r})"
 
     def _repr_html_(self) -> str:
         """For notebooks."""

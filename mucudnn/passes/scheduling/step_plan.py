@@ -7,6 +7,7 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.residency import Residency
 from mucudnn.ir.schedule import Schedule
+from mucudnn.ir.sizes import format_bytes
 from mucudnn.notebook import drawn
 from mucudnn.passes.scheduling.costs import state_bytes, timed_by, workspaces_of
 from mucudnn.passes.scheduling.intervals import (
@@ -82,6 +83,16 @@ class StepPlan:
     ) -> int:
         scratch = [workspaces.get(n.name, 0) for n in self.schedule.graph.nodes]
         return least_occupancy(intervals, scratch, self.state_bytes, 0).peak()[0]
+
+    def __repr__(self) -> str:
+        """Such as `StepPlan(planned, timed: 2.0 GiB at most, 9 ms, …)`."""
+        return (
+            f"StepPlan({self.policy}, {self.scheduler}: "
+            f"{format_bytes(self.peak_bytes)} at most, "
+            f"{self.prediction.step_ms:.3g} ms, "
+            f"{format_bytes(self.prediction.out_bytes)} out, "
+            f"{self.recomputed} nodes again)"
+        )
 
     def _repr_html_(self) -> str:
         """For notebooks."""
