@@ -127,7 +127,9 @@ def _superneurons(step: Step, once: Callable[[int, int], bool]) -> dict[str, Res
 def _head(graph: Graph, tensor: str) -> str:
     """The checkpoint that a segment begins behind."""
     node = graph.producers[tensor]
-    while node.op not in EXPENSIVE and node.inputs[0] in graph.producers:
+    while (
+        node.op not in EXPENSIVE and node.inputs and node.inputs[0] in graph.producers
+    ):
         node = graph.producers[node.inputs[0]]
     return node.name
 
