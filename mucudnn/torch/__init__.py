@@ -6,6 +6,8 @@
     loss = step(x, y)
     print(step.plan)
 
+    model = torch.compile(model, backend=mt.backend(budget="8GiB"))
+
 PyTorch's graphs come in, our schedules go out; the planner decides as it always does.
 A name is imported when it is first used.
 """
@@ -14,10 +16,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mucudnn.torch.compiled import (
+        CompileBackend as CompileBackend,
+        backend as backend,
+    )
     from mucudnn.torch.step import TrainStep as TrainStep, train_step as train_step
     from mucudnn.torch.step_plan import TorchPlan as TorchPlan
 
 _HOMES = {
+    "compiled": ("CompileBackend", "backend"),
     "step": ("TrainStep", "train_step"),
     "step_plan": ("TorchPlan",),
 }
@@ -25,7 +32,7 @@ _HOMES = {
 
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["TorchPlan", "TrainStep", "train_step"]
+__all__ = ["CompileBackend", "TorchPlan", "TrainStep", "backend", "train_step"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 
-__all__ = ["Call", "Layout", "Lowered", "Number", "Operand", "lower"]
+__all__ = ["NOTHING", "Call", "Layout", "Lowered", "Number", "Operand", "lower"]
 
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 """Operations whose result is their operand."""
@@ -101,6 +101,14 @@ class Call:
     random: bool = False
     into: Callable[..., Any] | None = None
     first: bool = False
+
+
+def _nothing() -> None:
+    """Compute nothing."""
+
+
+NOTHING = Call(_nothing, (), MappingProxyType({}), ())
+"""How a node is run that only tells the planner something."""
 
 
 @dataclass(frozen=True)

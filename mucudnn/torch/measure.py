@@ -20,7 +20,7 @@ from mucudnn.ir.devices import ASSUMED, DeviceFigures
 from mucudnn.ir.graph import Node
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import rounded
-from mucudnn.torch.lower import Call, Layout, Lowered, Number, Operand
+from mucudnn.torch.lower import NOTHING, Call, Layout, Lowered, Number, Operand
 
 __all__ = ["allocations", "estimated", "evaluate", "measured"]
 
@@ -120,6 +120,8 @@ def allocations(prof: profile) -> list[tuple[int, int, int]]:
 
 def _is_view(lowered: Lowered, node: Node) -> bool:
     """Whether a node only gives other names to bytes that are there."""
+    if lowered.calls[node.name] is NOTHING:
+        return True
     aliases = [lowered.graph.tensors[name].alias for name in node.outputs]
     return bool(aliases) and not node.mutates and None not in aliases
 

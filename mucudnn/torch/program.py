@@ -24,10 +24,10 @@ from mucudnn.ir.schedule import (
     Wait,
 )
 from mucudnn.passes.planning.costs import origin
-from mucudnn.torch.copies import ThreadCopies
-from mucudnn.torch.lower import Lowered, Number, Operand
+from mucudnn.torch.copies import Leaving, ThreadCopies
+from mucudnn.torch.lower import NOTHING, Layout, Lowered, Number, Operand
 
-__all__ = ["Program", "Segment", "bind"]
+__all__ = ["Kept", "Program", "Segment", "bind"]
 
 _BY_NAME = (int, bool, str, type(None))
 
@@ -45,27 +45,40 @@ class Segment:
     run: Callable[[list[Any]], list[Any]]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What one segment leaves to the next, as a tensor.
+
+    Attributes:
+        variable: That has it in both.
+        value: What the first returns of it.
+        tensor: Whose it is; of a storage on the host, the storage; else None.
+        host_bytes: Its size on the host; 0 if it is a tensor on the device.
+    """
+
+    variable: str
+    value: str
+    tensor: str | None = None
+    host_bytes: int = 0
+
+    def like(self, layouts: Mapping[str, Layout]) -> torch.Tensor:
+        """A tensor of its kind."""
+        if self.host_bytes or self.tensor is None:
+            return torch.empty(self.host_bytes, dtype=torch.uint8)
+        layout = layouts[origin(self.tensor)]
+        return torch.empty_strided(
+            layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
+        )
+
+
 def bind(lowered: Lowered, schedule: Schedule, copies: ThreadCopies) -> Segment:
     """A whole schedule: the inputs of the graph in, its results out."""
     program = Program(lowered, schedule, copies)
-    constants = list(lowered.constants)
-    given = [program.variable(t) for t in _named(lowered.inputs)]
-    program.begin(given)
-    for name in constants:
-        program.constant(name, lowered.constants[name])
+    program.begin(program.given(lowered.inputs))
+    for name, value in lowered.constants.items():
+        program.constant(name, value)
     program.write(schedule.instructions)
-    results = [program.result(value) for value in lowered.results]
-    return program.end(results)
-
-
-def _named(names: Iterable[str | None]) -> list[str]:
-    """Names of placeholders; one that was seen before, or has none, is not read."""
-    seen: set[str] = set()
-    found = []
-    for name in names:
-        found.append("" if name is None or name in seen else name)
-        seen.add(found[-1])
-    return found
+    return program.end([program.result(value) for value in lowered.results])
 
 
 class Program:
@@ -92,28 +105,28 @@ class Program:
         self._space: dict[str, Any] = {
             "copy_out": copies.out,
             "copy_back": copies.back,
+            "left": Leaving,
             "lie": _lie,
             "get_state": torch.get_rng_state,
             "set_state": torch.set_rng_state,
             "keep_state": _kept_state,
         }
+        self._instructions = schedule.instructions
         self._last_read = self._reads(schedule.instructions)
         self._at = 0
 
     def _reads(self, instructions: Sequence[Instruction]) -> dict[str, int]:
         """Tensor -> the last instruction that reads it under this name."""
+        calls = self._lowered.calls
         found = {
             name: at
             for at, step in enumerate(instructions)
-            if isinstance(step, Compute)
-            for name in self._touched(self._graph.by_name[step.node])
+            if isinstance(step, Compute) and calls[origin(step.node)] is not NOTHING
+            for name in self._graph.by_name[step.node].inputs
         }
         end = len(instructions)
         found.update((r, end) for r in self._lowered.results if isinstance(r, str))
         return found
-
-    def _touched(self, node: Node) -> tuple[str, ...]:
-        return node.inputs
 
     @cached_property
     def _members(self) -> Mapping[str, list[str]]:
@@ -131,11 +144,16 @@ class Program:
         return frozenset(o for name in copies if calls[o := origin(name)].random)
 
     def variable(self, tensor: str) -> str:
-        """The local variable of a tensor; `_` of none."""
-        if not tensor:
-            return "_"
+        """The local variable of a tensor."""
         self._bound.add(tensor)
         return self._variables.setdefault(tensor, f"t{len(self._variables)}")
+
+    def given(self, inputs: Iterable[str | None]) -> list[str]:
+        """Variables of a graph's inputs; `_` for one that is no tensor or known."""
+        return [
+            "_" if name is None or name in self._bound else self.variable(name)
+            for name in inputs
+        ]
 
     def begin(self, given: Sequence[str]) -> None:
         """A new segment, given values of these variables."""
@@ -149,6 +167,43 @@ class Program:
     def result(self, value: Any) -> str:
         """What is returned: a tensor by its name, or a constant."""
         return self.variable(value) if isinstance(value, str) else self._literal(value)
+
+    def settle(self) -> None:
+        """Wait for all copies that are under way."""
+        self._lines += [f"{handle}.wait()" for handle in self._handles.values()]
+
+    def kept(self) -> list[Kept]:
+        """What instructions that follow need of those so far."""
+        later = self._instructions[self._at :]
+        back = {step.tensor for step in later if isinstance(step, SwapIn)}
+        out = {step.tensor for step in later if isinstance(step, SwapOut)}
+        found = []
+        for name in sorted(self._bound, key=self._graph_order.__getitem__):
+            storage = self._graph.storages[name]
+            if self._last_read.get(name, -1) >= self._at or storage in out:
+                variable = self._variables[name]
+                found.append(Kept(variable, variable, name))
+        for storage, handle in self._handles.items():
+            if storage in back:
+                nbytes = self._graph.tensors[storage].nbytes
+                found.append(Kept(handle, f"{handle}.host", storage, nbytes))
+        found += [
+            Kept(state, state, None, _state_bytes()) for state in self._states.values()
+        ]
+        return found
+
+    def resume(self, kept: Sequence[Kept]) -> None:
+        """Begin with what was kept: what is on the host has left."""
+        handles = set(self._handles.values())
+        self._lines += [
+            f"{k.variable} = left({k.variable})" for k in kept if k.variable in handles
+        ]
+        mine = {k.variable for k in kept}
+        self._handles = {s: h for s, h in self._handles.items() if h in mine}
+
+    @cached_property
+    def _graph_order(self) -> Mapping[str, int]:
+        return {name: i for i, name in enumerate(self._graph.tensors)}
 
     def end(self, results: Sequence[str]) -> Segment:
         """The segment, compiled."""
@@ -185,6 +240,8 @@ class Program:
     def _compute(self, node: Node) -> None:
         first = origin(node.name)
         call = self._lowered.calls[first]
+        if call is NOTHING:
+            return
         operands = [self.variable(name) for name in node.inputs]
         positional = [self._argument(a, operands) for a in call.args]
         named = [f"{k}={self._argument(a, operands)}" for k, a in call.kwargs.items()]
@@ -291,3 +348,7 @@ def _lie(whole: torch.Tensor, layout: Any) -> torch.Tensor:
 def _kept_state() -> torch.Tensor:
     """The generator's state, in memory that is not of PyTorch's allocator."""
     return torch.frombuffer(bytearray(torch.get_rng_state().numpy()), dtype=torch.uint8)
+
+
+def _state_bytes() -> int:
+    return torch.get_rng_state().numel()
