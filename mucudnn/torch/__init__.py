@@ -20,11 +20,13 @@ if TYPE_CHECKING:
         CompileBackend as CompileBackend,
         backend as backend,
     )
+    from mucudnn.torch.memory_study import MemoryStudy as MemoryStudy, memory as memory
     from mucudnn.torch.step import TrainStep as TrainStep, train_step as train_step
     from mucudnn.torch.step_plan import TorchPlan as TorchPlan
 
 _HOMES = {
     "compiled": ("CompileBackend", "backend"),
+    "memory_study": ("MemoryStudy", "memory"),
     "step": ("TrainStep", "train_step"),
     "step_plan": ("TorchPlan",),
 }
@@ -32,7 +34,15 @@ _HOMES = {
 
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["CompileBackend", "TorchPlan", "TrainStep", "backend", "train_step"]
+__all__ = [
+    "CompileBackend",
+    "MemoryStudy",
+    "TorchPlan",
+    "TrainStep",
+    "backend",
+    "memory",
+    "train_step",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -114,6 +114,8 @@ def capture_step(
     loss_fn: LossFunction,
     optimizer: torch.optim.Optimizer,
     batch: Sequence[torch.Tensor],
+    *,
+    size: int | None = None,
 ) -> CapturedStep:
     """Record one step without running it.
 
@@ -122,17 +124,23 @@ def capture_step(
         loss_fn: Called with the model's result and the rest of the batch.
         optimizer: Of parameters of the model.
         batch: As a step is called with.
+        size: Of the first axis of every tensor of the batch, if it is to be another.
 
     Raises:
         UnsupportedError: Something depends on values that only a run has, or the
             optimizer keeps what is no tensor.
     """
     parts = StepParts.of(model, optimizer)
-    flat = [*parts.tensors(), *batch]
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     mode.allow_scalar_outputs = True
     tracer = _Tracer(model, loss_fn, optimizer, parts)
-    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in flat]
+    fakes = [
+        mode.from_tensor(t, static_shapes=True) for t in (*parts.tensors(), *batch)
+    ]
+    if size is not None:
+        with mode:
+            resized = [t.new_empty((size, *t.shape[1:])) for t in fakes[-len(batch) :]]
+        fakes[-len(batch) :] = resized
     try:
         with mode, torch.enable_grad():
             module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)

@@ -351,4 +351,4 @@ def _kept_state() -> torch.Tensor:
 
 
 def _state_bytes() -> int:
-    return torch.get_rng_state().numel()
+    return int(torch.get_rng_state().numel())

@@ -96,6 +96,7 @@ class TrainStep:
         loss_fn: Of its result and the rest of a batch.
         optimizer: Of its parameters.
         budget: Bytes for everything but the batch.
+        costs: What tells times and scratch memory of a graph's nodes.
     """
 
     def __init__(
@@ -104,11 +105,13 @@ class TrainStep:
         loss_fn: Callable[..., torch.Tensor],
         optimizer: torch.optim.Optimizer,
         budget: float,
+        costs: Callable[[Lowered], Profile] = measured,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._budget = budget
+        self._costs = costs
         self._planned: dict[Any, _Planned] = {}
         self._last: _Planned | None = None
 
@@ -158,7 +161,7 @@ class TrainStep:
 
     def _plan(self, batch: Sequence[torch.Tensor]) -> _Planned:
         captured = capture_step(self._model, self._loss_fn, self._optimizer, batch)
-        planner = planner_of(captured, self._parts, measured)
+        planner = planner_of(captured, self._parts, self._costs)
         plan = planner.plan(self._budget)
         copies = ThreadCopies(reuse=True)
         segment = bind(planner.lowered, plan.plan.schedule, copies)
