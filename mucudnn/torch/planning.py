@@ -68,7 +68,7 @@ class Planner:
             PlanningError: It cannot fit; says the least budget that works.
         """
         try:
-            plan = plan_step(self._request(budget))
+            plan = plan_step(self.request(budget))
         except PlanningError as e:
             if e.least_bytes is None:
                 raise
@@ -85,9 +85,10 @@ class Planner:
 
     def least_budget(self) -> int:
         """The least bytes that the step is planned in."""
-        return minimum_budget(self._request(0)) - self.given_bytes
+        return minimum_budget(self.request(0)) - self.given_bytes
 
-    def _request(self, budget: float) -> StepRequest:
+    def request(self, budget: float = math.inf) -> StepRequest:
+        """What the planner is asked for a budget."""
         return StepRequest(
             self.lowered.graph,
             self.profile,

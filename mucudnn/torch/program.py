@@ -108,7 +108,7 @@ class Program:
             "left": Leaving,
             "lie": _lie,
             "get_state": torch.get_rng_state,
-            "set_state": torch.set_rng_state,
+            "set_state": set_state,
             "keep_state": _kept_state,
         }
         self._instructions = schedule.instructions
@@ -343,6 +343,11 @@ def _lie(whole: torch.Tensor, layout: Any) -> torch.Tensor:
     return torch.empty(0, dtype=layout.dtype, device=whole.device).set_(
         whole.untyped_storage(), layout.offset, layout.shape, layout.stride
     )
+
+
+def set_state(state: torch.Tensor) -> None:
+    """Have random numbers drawn from a state on."""
+    torch.set_rng_state(state)
 
 
 def _kept_state() -> torch.Tensor:
