@@ -174,6 +174,24 @@ def test_learning_rates_may_change_and_other_batches_are_planned():
     assert all(map(torch.equal, outcomes[0][1], outcomes[1][1]))
 
 
+def test_training_goes_on_from_a_checkpoint():
+    wanted, _, _ = eager("cnn", adamw)
+    model, loss_fn, (x, y) = build("cnn")
+    optimizer = adamw(model)
+    step = mt.train_step(model, loss_fn, optimizer)
+    step(x, y)
+    torch.manual_seed(5)
+    other, _, _ = build("cnn")
+    its = adamw(other)
+    for _ in range(4):
+        its.zero_grad()
+        loss_fn(other(x), y).backward()
+        its.step()
+    model.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(its.state_dict())
+    assert [step(x, y).item() for _ in range(6)] == wanted[4:]
+
+
 def test_a_change_of_mode_or_of_a_hyperparameter_is_seen():
     model, loss_fn, batch = build("gpt")
     optimizer = sgd(model)

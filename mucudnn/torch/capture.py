@@ -25,7 +25,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from mucudnn.errors import UnsupportedError
 
-__all__ = ["CapturedStep", "StepParts", "capture_step"]
+__all__ = ["CapturedStep", "StepParts", "as_tensor", "capture_step"]
 
 LossFunction = Callable[..., torch.Tensor]
 
@@ -72,12 +72,7 @@ class StepParts:
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them, detached; a rate that is a number as a tensor of one."""
-        rates = (
-            rate
-            if isinstance(rate, torch.Tensor)
-            else torch.tensor(rate, dtype=torch.float64)
-            for rate in self.rates
-        )
+        rates = map(as_tensor, self.rates)
         groups = (self.parameters.values(), self.buffers.values(), self.state.values())
         return [*(t.detach() for group in groups for t in group), *rates]
 
@@ -89,6 +84,13 @@ class StepParts:
             *(f"state.{i}.{j}.{key}" for i, j, key in self.state),
             *(f"rate.{i}" for i in range(len(self.rates))),
         ]
+
+
+def as_tensor(rate: Any) -> torch.Tensor:
+    """A learning rate as a step is given it."""
+    if isinstance(rate, torch.Tensor):
+        return rate
+    return torch.tensor(rate, dtype=torch.float64)
 
 
 @dataclass(frozen=True)

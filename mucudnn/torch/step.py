@@ -18,7 +18,12 @@ import torch
 
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
-from mucudnn.torch.capture import CapturedStep, StepParts, capture_step
+from mucudnn.torch.capture import (
+    CapturedStep,
+    StepParts,
+    as_tensor,
+    capture_step,
+)
 from mucudnn.torch.copies import ThreadCopies
 from mucudnn.torch.lower import Lowered, lower
 from mucudnn.torch.measure import measured
@@ -122,9 +127,9 @@ class TrainStep:
             PlanningError: The step does not fit; says the least budget that works.
             UnsupportedError: It cannot be captured; says why.
         """
-        self._last = self._for(batch)
+        given = [*self._tensors(), *batch]
+        self._last = self._for(batch, given)
         with torch.no_grad():
-            given = [*self._parts.tensors(), *(t.detach() for t in batch)]
             return self._last.segment.run(given)[0]
 
     @property
@@ -140,21 +145,39 @@ class TrainStep:
 
     def prepare(self, *batch: torch.Tensor) -> TorchPlan:
         """Plan for batches like this one, without a step."""
-        self._last = self._for(batch)
+        self._last = self._for(batch, [*self._tensors(), *batch])
         return self._last.plan
 
     @cached_property
-    def _static(self) -> StepParts:
+    def _parts(self) -> StepParts:
+        """What the step is made of; which tensors those are may change."""
         return StepParts.of(self._model, self._optimizer)
 
-    @property
-    def _parts(self) -> StepParts:
-        """The tensors of now; what they are called does not change."""
-        groups = self._optimizer.param_groups
-        return replace(self._static, rates=tuple(group["lr"] for group in groups))
+    @cached_property
+    def _places(self) -> list[tuple[dict[str, Any], str]]:
+        """Where the model's tensors are: in which of its modules, by which name."""
+        modules = dict(self._model.named_modules())
 
-    def _for(self, batch: Sequence[torch.Tensor]) -> _Planned:
-        key = self._key(batch)
+        def place(name: str, kind: str) -> tuple[dict[str, Any], str]:
+            module, _, own = name.rpartition(".")
+            return getattr(modules[module], kind), own
+
+        parameters = [place(name, "_parameters") for name in self._parts.parameters]
+        return parameters + [place(name, "_buffers") for name in self._parts.buffers]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The tensors of now: checkpoints replace those of buffers and of state."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        of_state = [
+            state[groups[i]["params"][j]][key] for i, j, key in self._parts.state
+        ]
+        rates = [as_tensor(group["lr"]) for group in groups]
+        return [*(found[name] for found, name in self._places), *of_state, *rates]
+
+    def _for(
+        self, batch: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+    ) -> _Planned:
+        key = self._key(given)
         if key not in self._planned:
             self._planned[key] = self._plan(batch)
         return self._planned[key]
@@ -167,10 +190,14 @@ class TrainStep:
         segment = bind(planner.lowered, plan.plan.schedule, copies)
         return _Planned(replace(plan, source=segment.source), segment)
 
-    def _key(self, batch: Sequence[torch.Tensor]) -> Any:
+    @cached_property
+    def _modules(self) -> tuple[torch.nn.Module, ...]:
+        return tuple(self._model.modules())
+
+    def _key(self, given: Sequence[torch.Tensor]) -> Any:
         """What a plan was made for."""
-        layouts = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in batch)
-        modes = tuple(module.training for module in self._model.modules())
+        layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in given)
+        modes = tuple(module.training for module in self._modules)
         fixed = tuple(
             (key, repr(value))
             for group in self._optimizer.param_groups
