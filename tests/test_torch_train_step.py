@@ -192,6 +192,27 @@ def test_training_goes_on_from_a_checkpoint():
     assert [step(x, y).item() for _ in range(6)] == wanted[4:]
 
 
+def test_autocast_is_what_it_was_in_eager_mode():
+    losses = []
+    for ours in (False, True):
+        model, loss_fn, (x, y) = build("mlp")
+        optimizer = sgd(model)
+        step = mt.train_step(model, loss_fn, optimizer)
+        found = []
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                if ours:
+                    found.append(step(x, y).item())
+                    continue
+                loss = loss_fn(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == losses[1]
+
+
 def test_a_change_of_mode_or_of_a_hyperparameter_is_seen():
     model, loss_fn, batch = build("gpt")
     optimizer = sgd(model)
@@ -263,6 +284,11 @@ def test_bad_input_is_said():
     other = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="not the model's"):
         mt.train_step(model, loss_fn, sgd(other))(x, y)
+
+    with pytest.raises(TypeError, match="tensors are wanted"):
+        mt.train_step(model, loss_fn, sgd(model))(x, 3)
+    with pytest.raises(UnsupportedError, match="on the CPU so far"):
+        mt.train_step(model, loss_fn, sgd(model))(x.to("meta"), y)
 
     def deciding(out, target):
         return out.sum() if out.sum().item() > 0 else -out.sum()

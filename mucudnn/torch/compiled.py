@@ -20,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.schedule import Compute, Schedule
 from mucudnn.torch.copies import ThreadCopies
@@ -109,6 +110,7 @@ class CompileBackend:
         """Two graphs of one node each: the halves of one planned program."""
         del joint_inputs
         parts = _Joint.of(joint, num_fwd_outputs)
+        parts.check()
         with _disable_current_modes(), torch.no_grad():
             lowered = parts.lowered()
             own = {lowered.inputs[i] for i in static_lifetime_input_indices or ()}
@@ -219,6 +221,20 @@ class _Joint:
         tangents = [node for node in given if "tangents" in node.name]
         output = next(node for node in module.graph.nodes if node.op == "output")
         return cls(module, primals, tangents, output, _Count(len(primals), results))
+
+    def check(self) -> None:
+        """Refuse devices on which nothing is run yet.
+
+        Raises:
+            UnsupportedError: An input is on one.
+        """
+        for node in self.primals:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and not value.is_cpu:
+                raise UnsupportedError(
+                    f"{node.name} is on {value.device}; budgets are kept on the CPU "
+                    "so far"
+                )
 
     def lowered(self) -> Lowered:
         """The graph as ours; what follows from a tangent is of the backward pass."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.torch.capture import (
@@ -129,7 +130,8 @@ class TrainStep:
         """
         given = [*self._tensors(), *batch]
         self._last = self._for(batch, given)
-        with torch.no_grad():
+        # What is cast was cast when the step was captured.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             return self._last.segment.run(given)[0]
 
     @property
@@ -177,7 +179,8 @@ class TrainStep:
     def _for(
         self, batch: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
     ) -> _Planned:
-        key = self._key(given)
+        _check_tensors(given)
+        key = self._key(batch, given)
         if key not in self._planned:
             self._planned[key] = self._plan(batch)
         return self._planned[key]
@@ -194,14 +197,34 @@ class TrainStep:
     def _modules(self) -> tuple[torch.nn.Module, ...]:
         return tuple(self._model.modules())
 
-    def _key(self, given: Sequence[torch.Tensor]) -> Any:
+    def _key(self, batch: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
         """What a plan was made for."""
-        layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in given)
-        modes = tuple(module.training for module in self._modules)
+        layouts = tuple((t.shape, t.stride(), t.device) for t in batch)
+        types = tuple([tensor.dtype for tensor in given])
+        modes = tuple([module.training for module in self._modules])
         fixed = tuple(
             (key, repr(value))
             for group in self._optimizer.param_groups
             for key, value in group.items()
             if key not in ("params", "lr")
         )
-        return layouts, modes, fixed, torch.is_autocast_enabled("cpu")
+        return layouts, types, modes, fixed, torch.is_autocast_enabled("cpu")
+
+
+def _check_tensors(given: Sequence[Any]) -> None:
+    """Refuse what cannot be planned for.
+
+    Raises:
+        TypeError: Something is no tensor.
+        UnsupportedError: A tensor is on a device on which nothing is run yet.
+    """
+    for value in given:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"a batch has a {type(value).__name__}; tensors are wanted, such as "
+                "step(x, y)"
+            )
+        if not value.is_cpu:
+            raise UnsupportedError(
+                f"a tensor is on {value.device}; steps run on the CPU so far"
+            )
