@@ -1,5 +1,9 @@
 """Models under `torch.compile` train within a budget; the loop stays as it is."""
 
+import importlib
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from mucudnn.errors import PlanningError
@@ -9,7 +13,6 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402  (where there is PyTorch)
 
 import mucudnn.torch as mt  # noqa: E402
-from mucudnn.torch.compiled import compile_graph  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
 pytestmark = [
@@ -140,12 +143,34 @@ def test_a_model_whose_loss_is_outside():
         assert torch.equal(value, wanted[key]), key
 
 
+def test_every_size_has_a_plan_or_is_refused():
+    model, loss_fn, (x, y) = build("mlp")
+    backend = mt.backend()
+    call = torch.compile(WithLoss(model, loss_fn), backend=backend, dynamic=False)
+    for size in (128, 96, 128):
+        call(x[:size], y[:size]).backward()
+    assert len(backend.plans) == 2
+    torch._dynamo.reset()
+    call = torch.compile(WithLoss(model, loss_fn), backend=mt.backend(), dynamic=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="dynamic=False"):
+        call(x, y)
+
+
 def test_options_of_the_name():
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    points = tomllib.loads(project.read_text())["project"]["entry-points"]
+    home, _, name = points["torch_dynamo_backends"]["mucudnn"].partition(":")
+    compile_graph = getattr(importlib.import_module(home), name)
+    if "mucudnn" not in torch._dynamo.list_backends():  # this is not installed
+        torch._dynamo.register_backend(compile_graph, "mucudnn")
     model, loss_fn, batch = build("mlp")
-    call = torch.compile(
-        WithLoss(model, loss_fn), backend=compile_graph, options={"budget": "2MiB"}
-    )
+    both = WithLoss(model, loss_fn)
+    call = torch.compile(both, backend="mucudnn", options={"budget": "2MiB"})
     step(call, batch, model)
+    torch._dynamo.reset()
+    call = torch.compile(both, backend="mucudnn", options={"budget": 1000})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="least budget"):
+        call(*batch)
     with pytest.raises(ValueError, match="unknown option 'bugdet'"):
         compile_graph(None, [], options={"bugdet": 1})
     with pytest.raises(ValueError, match="not a size"):

@@ -1,5 +1,7 @@
 """A planned PyTorch step computes what eager PyTorch does, in the bytes it promises."""
 
+import time
+
 import pytest
 
 from mucudnn.errors import PlanningError, UnsupportedError
@@ -11,7 +13,7 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.passes.planning.evaluate import plan_residency  # noqa: E402
 from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
-from mucudnn.torch import program  # noqa: E402
+from mucudnn.torch import copies, program  # noqa: E402
 from mucudnn.torch.capture import StepParts, capture_step  # noqa: E402
 from mucudnn.torch.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.measure import measured  # noqa: E402
@@ -139,6 +141,24 @@ def test_random_numbers_are_drawn_again_as_they_were(replayed, monkeypatch):
         beyond = real_peak(lambda: segment.run([*parts.tensors(), *batch]))
     assert (losses == wanted[0]) == replayed
     assert beyond <= plan.peak_bytes - planner.resident_bytes - planner.given_bytes
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_copies_are_waited_for(waited, monkeypatch):
+    wanted = eager("mlp", sgd)
+    least = least_budget("mlp", sgd)
+    copied = copies._Job.__call__
+
+    def late(job):
+        time.sleep(0.01)
+        copied(job)
+
+    monkeypatch.setattr(copies._Job, "__call__", late)
+    if not waited:  # which must be noticed
+        monkeypatch.setattr(copies.Leaving, "wait", lambda leaving: None)
+    step, _, found = planned("mlp", sgd, least)
+    assert step.plan.leaving
+    assert (found[0] == wanted[0]) == waited
 
 
 def test_results_do_not_hold_memory_of_the_step():

@@ -43,7 +43,8 @@ def backend(*, budget: float | str | None = None) -> "CompileBackend":
     parameters and buffers, activations, gradients, results and scratch memory. The
     other inputs, the gradients that come in, and the optimizer's state are the
     caller's. Where a model is compiled to several graphs each keeps the budget for
-    itself. Without gradients nothing is planned.
+    itself. Without gradients nothing is planned. Batches of several sizes need
+    `dynamic=False`: each has a plan of its own.
 
     Args:
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
@@ -223,17 +224,24 @@ class _Joint:
         return cls(module, primals, tangents, output, _Count(len(primals), results))
 
     def check(self) -> None:
-        """Refuse devices on which nothing is run yet.
+        """Refuse what cannot be planned, or not be run yet.
 
         Raises:
-            UnsupportedError: An input is on one.
+            UnsupportedError: An input is on another device, or its size is a symbol.
         """
         for node in self.primals:
             value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and not value.is_cpu:
+            tensor = isinstance(value, torch.Tensor)
+            if tensor and not value.is_cpu:
                 raise UnsupportedError(
                     f"{node.name} is on {value.device}; budgets are kept on the CPU "
                     "so far"
+                )
+            sizes = value.shape if tensor else (value,)
+            if any(isinstance(size, torch.SymInt) for size in sizes):
+                raise UnsupportedError(
+                    f"{node.name} has a size that is a symbol; give torch.compile "
+                    "dynamic=False, and every size has a plan of its own"
                 )
 
     def lowered(self) -> Lowered:
