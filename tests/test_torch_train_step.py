@@ -212,6 +212,30 @@ def test_training_goes_on_from_a_checkpoint():
     assert [step(x, y).item() for _ in range(6)] == wanted[4:]
 
 
+def test_gradients_are_clipped_by_a_hook_of_the_optimizer():
+    def clip(optimizer, *_):
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+
+    outcomes = []
+    for ours in (False, True):
+        model, loss_fn, (x, y) = build("mlp")
+        optimizer = adamw(model)
+        optimizer.register_step_pre_hook(clip)
+        step = mt.train_step(model, loss_fn, optimizer, budget="4MiB")
+        losses = []
+        for _ in range(3):
+            if ours:
+                losses.append(step(x, y).item())
+                continue
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        outcomes.append(losses)
+    assert outcomes[0] == outcomes[1]
+
+
 def test_autocast_is_what_it_was_in_eager_mode():
     losses = []
     for ours in (False, True):

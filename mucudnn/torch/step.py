@@ -48,7 +48,8 @@ def train_step(
     What Python decides is decided when a kind of batch is first seen: the model's mode,
     hyperparameters and whatever branches there are. A change of the mode or of a
     hyperparameter is seen, and planned anew; learning rates may change freely. Hooks of
-    the optimizer run when a step is planned, not when it runs.
+    the optimizer run when a step is planned; what they do to tensors then, such as to
+    clip gradients, is part of every step.
 
     Args:
         model: Called with the first tensor of a batch.
