@@ -10,7 +10,7 @@ it for: a view, a product, something that may overwrite an operand, or nothing i
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -21,8 +21,10 @@ from torch.utils.flop_counter import flop_registry
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+from mucudnn.torch.lowered import Call, Layout, Lowered, Number, Operand
+from mucudnn.torch.overloads import in_place_variant
 
-__all__ = ["NOTHING", "Call", "Layout", "Lowered", "Number", "Operand", "lower"]
+__all__ = ["lower"]
 
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 """Operations whose result is their operand."""
@@ -40,96 +42,6 @@ _OVERWRITES: Mapping[tuple[int, ...], str] = MappingProxyType(
     }
 )
 """Operands that a result may overwrite -> an operation that may do so too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """An input of a node, by its place."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A number that follows from operands, computed where it is used."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a tensor lies in its storage; strides and offset count elements."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Layout":
-        """The layout of a tensor."""
-        return cls(
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            tensor.dtype,
-            int(tensor.storage_offset()),
-            tensor.device,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """How a node is run on tensors.
-
-    Attributes:
-        function: What is called.
-        args: With operands, numbers and constants, nested as the function has them.
-        kwargs: The same by name.
-        results: Where its outputs are in what it returns; None for all of it.
-        random: Whether it draws random numbers.
-        into: The same function with its result given as `out`, or overwriting its first
-            argument if `first`.
-        first: Which of the two.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    results: tuple[int | None, ...]
-    random: bool = False
-    into: Callable[..., Any] | None = None
-    first: bool = False
-
-
-def _nothing() -> None:
-    """Compute nothing."""
-
-
-NOTHING = Call(_nothing, (), MappingProxyType({}), ())
-"""How a node is run that only tells the planner something."""
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A graph of ours with what is needed to run it.
-
-    Attributes:
-        graph: Every input of it is state: PyTorch owns it, and it stays.
-        calls: Node -> how it is run.
-        layouts: Tensor -> how it lies.
-        inputs: The tensor of each placeholder; None where it has none.
-        results: The tensor, or the constant, of each result.
-        constants: Tensors that are part of the graph.
-    """
-
-    graph: Graph
-    calls: Mapping[str, Call]
-    layouts: Mapping[str, Layout]
-    inputs: tuple[str | None, ...]
-    results: tuple[Any, ...]
-    constants: Mapping[str, torch.Tensor]
 
 
 def lower(module: torch.fx.GraphModule, phase_of: Callable[[str], Phase]) -> Lowered:
@@ -469,37 +381,3 @@ def _needed(
             kept.append(node)
             needed.update(node.inputs)
     return tuple(reversed(kept))
-
-
-@functools.cache
-def in_place_variant(function: Any) -> tuple[Callable[..., Any] | None, bool]:
-    """What runs a pointwise operation into a given tensor.
-
-    Returns:
-        An overload with `out`, or one that overwrites its first argument, and whether
-        it is the latter. Overloads that PyTorch generates allocate and copy: they do
-        not count.
-    """
-    if torch.Tag.pointwise not in getattr(function, "tags", ()):
-        return None, False
-    mine = _signature(function)
-    for overload in _overloads(function.overloadpacket):
-        outs = [a.name for a in overload._schema.arguments if a.is_out]
-        if outs == ["out"] and _signature(overload) == mine:
-            return overload, False
-    namespace, name = function._schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
-    for overload in () if packet is None else _overloads(packet):
-        if _signature(overload) == mine:
-            return overload, True
-    return None, False
-
-
-def _overloads(packet: Any) -> Iterator[Any]:
-    found = (getattr(packet, name) for name in packet.overloads())
-    return (f for f in found if torch.Tag.generated not in f.tags)
-
-
-def _signature(function: Any) -> list[tuple[str, str]]:
-    arguments = function._schema.arguments
-    return [(a.name, str(a.type)) for a in arguments if not a.is_out]

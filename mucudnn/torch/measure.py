@@ -20,7 +20,7 @@ from mucudnn.ir.devices import ASSUMED, DeviceFigures
 from mucudnn.ir.graph import Node
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import rounded
-from mucudnn.torch.lower import NOTHING, Call, Layout, Lowered, Number, Operand
+from mucudnn.torch.lowered import NOTHING, Call, Layout, Lowered, Number, Operand
 
 __all__ = ["allocations", "estimated", "evaluate", "measured"]
 

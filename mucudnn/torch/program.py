@@ -25,7 +25,7 @@ from mucudnn.ir.schedule import (
 )
 from mucudnn.passes.planning.costs import origin
 from mucudnn.torch.copies import Leaving, ThreadCopies
-from mucudnn.torch.lower import NOTHING, Layout, Lowered, Number, Operand
+from mucudnn.torch.lowered import NOTHING, Layout, Lowered, Number, Operand
 
 __all__ = ["Kept", "Program", "Segment", "bind"]
 

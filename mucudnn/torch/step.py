@@ -26,7 +26,8 @@ from mucudnn.torch.capture import (
     capture_step,
 )
 from mucudnn.torch.copies import ThreadCopies
-from mucudnn.torch.lower import Lowered, lower
+from mucudnn.torch.lower import lower
+from mucudnn.torch.lowered import Lowered
 from mucudnn.torch.measure import measured
 from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.program import Segment, bind
