@@ -8,10 +8,7 @@ a time, and its learning rates stay inputs. Whatever Python decides meanwhile is
 for every step that runs later.
 """
 
-import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +17,14 @@ from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+)
 from torch.nn.utils.stateless import _reparametrize_module
 
 from mucudnn.errors import UnsupportedError
+from mucudnn.torch.optimizers import make_state, swapped
 
 __all__ = ["CapturedStep", "StepParts", "as_tensor", "capture_step"]
 
@@ -55,7 +56,7 @@ class StepParts:
         Raises:
             UnsupportedError: The optimizer's state cannot be made before a step.
         """
-        _make_state(optimizer)
+        make_state(optimizer)
         state = {
             (i, j, key): value
             for i, group in enumerate(optimizer.param_groups)
@@ -146,7 +147,7 @@ def capture_step(
     try:
         with mode, torch.enable_grad():
             module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
-    except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode as e:
+    except GuardOnDataDependentSymNode as e:
         raise UnsupportedError(
             f"the step decides something by a value that only a run has: {e}; keep "
             "such decisions in tensors (torch.where), or outside of the step"
@@ -206,7 +207,7 @@ class _Tracer:
         gradients = dict(zip(trained, found, strict=True))
         self.backward = _recorded() - self.forward
         by_id = {id(tensor): name for name, tensor in parts.parameters.items()}
-        with _swapped(self._optimizer, by_id, parameters, gradients, state, rates):
+        with swapped(self._optimizer, by_id, parameters, gradients, state, rates):
             self._optimizer.step()
         return loss.detach()
 
@@ -226,106 +227,3 @@ def _check_loss(loss: Any) -> None:
         raise ValueError(f"loss_fn returned {found}; a tensor of one element is wanted")
     if not loss.requires_grad:
         raise ValueError("the loss does not depend on any parameter that is trained")
-
-
-@contextmanager
-def _swapped(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    parameters: Mapping[str, torch.Tensor],
-    gradients: Mapping[str, torch.Tensor | None],
-    state: Mapping[tuple[int, int, str], torch.Tensor],
-    rates: Sequence[Any],
-) -> Iterator[None]:
-    """Have an optimizer work on other tensors than its own."""
-    groups, old_state = optimizer.param_groups, optimizer.state
-    others: list[dict[str, Any]] = []
-    of_parameter: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-    for i, group in enumerate(groups):
-        mine = []
-        for j, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"parameter {j} of the optimizer's group {i} is not the model's"
-                )
-            tensor = parameters[names[id(parameter)]]
-            tensor.grad = gradients.get(names[id(parameter)])
-            for key, value in old_state.get(parameter, {}).items():
-                of_parameter[tensor][key] = state.get((i, j, key), value)
-            mine.append(tensor)
-        others.append({**group, "params": mine, "lr": rates[i]} | _one_by_one(group))
-    before = {tensor: dict(found) for tensor, found in of_parameter.items()}
-    optimizer.param_groups, optimizer.state = others, of_parameter
-    try:
-        yield
-        _check_state(before, of_parameter)
-    finally:
-        optimizer.param_groups, optimizer.state = groups, old_state
-        for tensor in parameters.values():
-            tensor.grad = None
-
-
-def _one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
-    """No kernels over many tensors: each is updated as its gradient is there."""
-    return {key: False for key in ("foreach", "fused") if key in group}
-
-
-def _check_state(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
-    for tensor, found in after.items():
-        old = before.get(tensor, {})
-        for key, value in found.items():
-            if value is not old.get(key) and value is not None:
-                raise UnsupportedError(
-                    f"the optimizer replaces {key!r} of its state in a step; only "
-                    "tensors that it changes in place can be kept: take the first "
-                    "step in eager mode if it makes its state there"
-                )
-
-
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """What PyTorch's optimizers make in their first step, made now.
-
-    A momentum that starts as the first gradient is one that started as zero.
-
-    Raises:
-        UnsupportedError: With dampening the first gradient is treated otherwise.
-    """
-    missing = [
-        (group, p)
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad and not optimizer.state.get(p)
-    ]
-    if not missing:
-        return
-    init = getattr(optimizer, "_init_group", None)
-    if init is None:
-        return
-    count = len(inspect.signature(init).parameters) - 1
-    with _any_gradients([p for _, p in missing]), torch.no_grad():
-        for group in optimizer.param_groups:
-            init(group, *([] for _ in range(count)))
-    for group, parameter in missing:
-        if group.get("momentum") and isinstance(optimizer, torch.optim.SGD):
-            if group["dampening"]:
-                raise UnsupportedError(
-                    "SGD with dampening begins with another step than those that "
-                    "follow; take the first step in eager mode"
-                )
-            if optimizer.state[parameter].get("momentum_buffer") is None:
-                buffer = torch.zeros_like(parameter.detach())
-                optimizer.state[parameter]["momentum_buffer"] = buffer
-
-
-@contextmanager
-def _any_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Parameters that have a gradient, which takes no memory, where they have none."""
-    bare = [p for p in parameters if p.grad is None]
-    for parameter in bare:
-        zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        parameter.grad = zero.expand_as(parameter)
-    try:
-        yield
-    finally:
-        for parameter in bare:
-            parameter.grad = None
