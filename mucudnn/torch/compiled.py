@@ -34,7 +34,9 @@ def backend(*, budget: float | str | None = None) -> "CompileBackend":
     other inputs, the gradients that come in, and the optimizer's state are the
     caller's. Where a model is compiled to several graphs each keeps the budget for
     itself. Without gradients nothing is planned. Batches of several sizes need
-    `dynamic=False`: each has a plan of its own.
+    `dynamic=False`: each has a plan of its own. A backward pass uses up what was kept
+    for it: `retain_graph=True` is refused by PyTorch's setting `donated_buffer`, which
+    must stay on.
 
     Args:
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
