@@ -1,0 +1,57 @@
+"""PyTorch models trained within a budget of bytes.
+
+    import mucudnn.torch as mt
+
+    step = mt.train_step(model, loss_fn, optimizer, budget="8GiB")
+    loss = step(x, y)
+    print(step.plan)
+
+    model = torch.compile(model, backend=mt.backend(budget="8GiB"))
+
+PyTorch's graphs come in, our schedules go out; the planner decides as it always does.
+A name is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mucudnn.torch.compiled import (
+        CompileBackend as CompileBackend,
+        backend as backend,
+    )
+    from mucudnn.torch.memory_study import MemoryStudy as MemoryStudy, memory as memory
+    from mucudnn.torch.step import TrainStep as TrainStep, train_step as train_step
+    from mucudnn.torch.step_plan import TorchPlan as TorchPlan
+
+_HOMES = {
+    "compiled": ("CompileBackend", "backend"),
+    "memory_study": ("MemoryStudy", "memory"),
+    "step": ("TrainStep", "train_step"),
+    "step_plan": ("TorchPlan",),
+}
+"""Module -> the names that it gives."""
+
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CompileBackend",
+    "MemoryStudy",
+    "TorchPlan",
+    "TrainStep",
+    "backend",
+    "memory",
+    "train_step",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'mucudnn.torch' has no attribute {name!r}")
+    value = getattr(import_module(f"mucudnn.torch.{_HOME[name]}"), name)
+    globals()[name] = value  # a module of that name, once imported, is not in the way
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,133 @@
+"""Copies to the host and back, beside the computation, in two lanes.
+
+Host memory does not come from PyTorch's allocator, so that it is not counted as the
+device's. A lane is a thread, and the device is the CPU.
+"""
+
+import mmap
+import queue
+import threading
+import weakref
+
+import torch
+
+__all__ = ["Leaving", "ThreadCopies"]
+
+
+class Leaving:
+    """A storage that has left or is on its way.
+
+    Args:
+        host: Its bytes on the host.
+        done: What is set when its last copy is done; None if it is.
+    """
+
+    __slots__ = ("done", "host")
+
+    def __init__(self, host: torch.Tensor, done: threading.Event | None = None) -> None:
+        self.host = host
+        self.done = done
+
+    def wait(self) -> None:
+        """Wait for the last copy that was begun."""
+        if self.done is not None:
+            self.done.wait()
+
+
+class ThreadCopies:
+    """Copies by two threads, which begin when the first copy does.
+
+    Args:
+        reuse: Keep the host's bytes of every slot from step to step. Not where two
+            steps may be under way at once.
+    """
+
+    def __init__(self, *, reuse: bool) -> None:
+        self._hosts: dict[int, torch.Tensor] | None = {} if reuse else None
+        self._out = _Lane()
+        self._back = _Lane()
+        weakref.finalize(self, _stop, self._out, self._back)
+
+    def out(self, tensor: torch.Tensor, slot: int) -> Leaving:
+        """Begin to copy the storage of a tensor to the host."""
+        whole = _bytes_of(tensor)
+        host = None if self._hosts is None else self._hosts.get(slot)
+        if host is None:
+            host = _host_bytes(whole.numel())
+            if self._hosts is not None:
+                self._hosts[slot] = host
+        return Leaving(host, self._out.copy(whole, host, None))
+
+    def back(self, leaving: Leaving) -> torch.Tensor:
+        """Begin to copy it back; the bytes that it will have."""
+        found = torch.empty(leaving.host.numel(), dtype=torch.uint8)
+        leaving.done = self._back.copy(leaving.host, found, leaving.done)
+        return found
+
+
+class _Lane:
+    """Copies in their order, by one thread that is started when it is needed."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._started = False
+
+    def copy(
+        self, source: torch.Tensor, target: torch.Tensor, after: threading.Event | None
+    ) -> threading.Event:
+        """Queue one copy, after another; what is set when it is done."""
+        if not self._started:
+            threading.Thread(target=_work, args=(self.jobs,), daemon=True).start()
+            self._started = True
+        done = threading.Event()
+        self.jobs.put(_Job(source, target, after, done))
+        return done
+
+
+class _Job:
+    """One copy; lets go of its tensors before it says that it is done."""
+
+    __slots__ = ("after", "done", "source", "target")
+
+    def __init__(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        after: threading.Event | None,
+        done: threading.Event,
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.after = after
+        self.done = done
+
+    def __call__(self) -> None:
+        if self.after is not None:
+            self.after.wait()
+        try:
+            self.target.copy_(self.source)
+        finally:
+            del self.source, self.target
+            self.done.set()
+
+
+def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()
+
+
+def _stop(*lanes: _Lane) -> None:
+    for lane in lanes:
+        lane.jobs.put(None)
+
+
+def _host_bytes(nbytes: int) -> torch.Tensor:
+    """Bytes of the host that are not of PyTorch's allocator."""
+    memory = mmap.mmap(-1, max(1, nbytes))
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

@@ -1,0 +1,383 @@
+"""PyTorch's graph of a step as a graph of ours, and how to call each of its nodes.
+
+Memory is made of storages, counted in bytes: a tensor that shares one is a view of
+another tensor. Tuples are taken apart: a node has as many outputs as tensors. Numbers
+that are computed on the way are no nodes; whatever uses them computes them.
+
+The planner knows operations by name so far. So a node is called what the planner takes
+it for: a view, a product, something that may overwrite an operand, or nothing it knows.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from mucudnn.errors import UnsupportedError
+from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+from mucudnn.torch.lowered import Call, Layout, Lowered, Number, Operand
+from mucudnn.torch.overloads import in_place_variant
+
+__all__ = ["lower"]
+
+_SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+"""Operations whose result is their operand."""
+
+_IGNORED = frozenset({"profiler"})
+"""Namespaces of operations that compute nothing."""
+
+_VIEW = "reshape"
+_OVERWRITES: Mapping[tuple[int, ...], str] = MappingProxyType(
+    {
+        (0,): "scale",
+        (1,): "gelu_grad",
+        (2,): "lrn_grad",
+        (0, 1): "multiply",
+    }
+)
+"""Operands that a result may overwrite -> an operation that may do so too."""
+
+
+def lower(module: torch.fx.GraphModule, phase_of: Callable[[str], Phase]) -> Lowered:
+    """Lower a functional graph of PyTorch's operations.
+
+    Args:
+        module: Its nodes have their results' metadata as `val`.
+        phase_of: Node -> the part of the step it belongs to.
+
+    Raises:
+        UnsupportedError: It has sizes that depend on data, or an operation that changes
+            its operands.
+    """
+    lowering = _Lowering(module, phase_of)
+    for node in module.graph.nodes:
+        lowering.visit(node)
+    return lowering.result()
+
+
+class _Lowering:
+    def __init__(
+        self, module: torch.fx.GraphModule, phase_of: Callable[[str], Phase]
+    ) -> None:
+        self._module = module
+        self._phase_of = phase_of
+        self._tensors: dict[str, TensorSpec] = {}
+        self._nodes: list[Node] = []
+        self._calls: dict[str, Call] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._owners: dict[int, str] = {}
+        self._values: dict[torch.fx.Node, Any] = {}
+        self._inputs: list[str | None] = []
+        self._constants: dict[str, torch.Tensor] = {}
+        self._results: tuple[Any, ...] = ()
+
+    def visit(self, node: torch.fx.Node) -> None:
+        """Lower one node."""
+        match node.op:
+            case "placeholder":
+                self._placeholder(node)
+            case "get_attr":
+                self._constant(node)
+            case "output":
+                flat = node.args[0]
+                self._results = tuple(pytree.tree_leaves(self._resolved(flat)))
+            case _ if node.target is operator.getitem:
+                whole = self._values[node.args[0]]
+                self._values[node] = whole[node.args[1]]
+            case _ if node.target in _SAME:
+                self._values[node] = self._values[node.args[0]]
+            case _ if getattr(node.target, "namespace", None) in _IGNORED:
+                pass
+            case _:
+                self._operation(node)
+
+    def result(self) -> Lowered:
+        """What has been lowered, without what nobody reads."""
+        made = {name for node in self._nodes for name in node.outputs}
+        asked = tuple(
+            dict.fromkeys(
+                value.name
+                for value in self._results
+                if isinstance(value, _Tensor) and value.name in made
+            )
+        )
+        kept = _needed(self._nodes, asked, self._calls)
+        graph = Graph(MappingProxyType(self._tensors), kept, asked)
+        return Lowered(
+            graph,
+            self._calls,
+            self._layouts,
+            tuple(self._inputs),
+            tuple(v.name if isinstance(v, _Tensor) else v for v in self._results),
+            self._constants,
+        )
+
+    def _placeholder(self, node: torch.fx.Node) -> None:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            self._inputs.append(None)
+            self._values[node] = value
+            return
+        owner = self._owners.get(_storage(value))
+        if owner is not None and self._layouts[owner] == Layout.of(value):
+            name = owner  # one tensor under two names
+        else:
+            name = self._declare(node.name, value, Role.STATE, ())
+        self._inputs.append(name)
+        self._values[node] = _Tensor(name)
+
+    def _constant(self, node: torch.fx.Node) -> None:
+        value = operator.attrgetter(node.target)(self._module)
+        if isinstance(value, torch.Tensor):
+            name = self._declare(node.name, value, Role.STATE, ())
+            self._constants[name] = value
+            self._values[node] = _Tensor(name)
+        else:
+            self._values[node] = value
+
+    def _operation(self, node: torch.fx.Node) -> None:
+        value = node.meta.get("val")
+        args, kwargs = self._resolved((node.args, dict(node.kwargs)))
+        if isinstance(value, torch.Tensor):
+            self._add(node, args, kwargs, [(None, node.name, value)])
+            self._values[node] = _Tensor(node.name)
+        elif isinstance(value, tuple | list):
+            found = [
+                (k, f"{node.name}.{k}", v)
+                for k, v in enumerate(value)
+                if isinstance(v, torch.Tensor)
+            ]
+            if node.target is torch.ops.aten.convolution_backward.default:
+                self._split_convolution(node, args, found)
+            else:
+                self._add(node, args, kwargs, found)
+            names = {k: _Tensor(name) for k, name, _ in found}
+            self._values[node] = [names.get(k, v) for k, v in enumerate(value)]
+        else:
+            function = _SCALARS.get(node.target, node.target)
+            self._values[node] = _Pending(function, args)
+
+    def _split_convolution(
+        self,
+        node: torch.fx.Node,
+        args: tuple[Any, ...],
+        found: Sequence[tuple[int, str, torch.Tensor]],
+    ) -> None:
+        """The gradient of a convolution's input, and those of its parameters, apart.
+
+        A bias's comes with the filters': alone it would be summed in another order.
+        """
+        asked = args[-1]
+        for group in ((0,), (1, 2)):
+            mine = [row for row in found if row[0] in group]
+            if mine:
+                mask = [on and k in group for k, on in enumerate(asked)]
+                self._add(node, (*args[:-1], mask), {}, mine)
+
+    def _add(
+        self,
+        node: torch.fx.Node,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        outputs: Sequence[tuple[int | None, str, torch.Tensor]],
+    ) -> None:
+        function = node.target
+        _refuse(node, function, outputs)
+        inputs: list[str] = []
+        args, kwargs = pytree.tree_map(
+            functools.partial(_bound, inputs), (args, dict(kwargs)), is_leaf=_is_leaf
+        )
+        names: tuple[str, ...] = tuple(
+            self._declare(name, value, Role.ACTIVATION, inputs)
+            for _, name, value in outputs
+        )
+        tags = getattr(function, "tags", ())
+        call = Call(
+            function,
+            args,
+            kwargs,
+            tuple(path for path, _, _ in outputs),
+            random=torch.Tag.nondeterministic_seeded in tags,
+        )
+        call, overwritten = self._overwriting(call, inputs, names)
+        if names and all(self._tensors[name].alias is not None for name in names):
+            op = _VIEW
+        elif overwritten:
+            op = overwritten
+        else:
+            op = _op_of(function)
+        name = names[0] if names else node.name
+        self._calls[name] = call
+        self._nodes.append(
+            Node(name, op, tuple(inputs), names, phase=self._phase_of(node.name))
+        )
+
+    def _overwriting(
+        self, call: Call, inputs: Sequence[str], names: Sequence[str]
+    ) -> tuple[Call, str | None]:
+        """How a pointwise result may take the place of an operand, if it may."""
+        into, first = in_place_variant(call.function)
+        if into is None or len(names) != 1 or self._tensors[names[0]].alias is not None:
+            return call, None
+        result = self._tensors[names[0]]
+        candidates = tuple(
+            index
+            for index, name in enumerate(inputs)
+            if self._layouts[name] == self._layouts[result.name]
+            and self._tensors[name].nbytes == result.nbytes
+            and _times(call, index) == 1
+            and (not first or call.args[0] == Operand(index))
+        )
+        op = next(
+            (
+                _OVERWRITES[candidates[:n]]
+                for n in (2, 1)
+                if candidates[:n] in _OVERWRITES
+            ),
+            None,
+        )
+        if op is None:
+            return call, None
+        found = Call(
+            call.function, call.args, call.kwargs, (None,), call.random, into, first
+        )
+        return found, op
+
+    def _declare(
+        self, name: str, value: torch.Tensor, role: Role, among: Sequence[str]
+    ) -> str:
+        """A tensor with bytes of its own, or a view of one among those given."""
+        storage = _storage(value)
+        owner = self._owners.setdefault(storage, name)
+        alias = None
+        if owner != name:
+            alias = next((t for t in among if self._owner(t) == owner), owner)
+        nbytes = int(value.untyped_storage().nbytes())
+        self._tensors[name] = TensorSpec(name, (nbytes,), "uint8", role, alias)
+        self._layouts[name] = Layout.of(value)
+        return name
+
+    def _owner(self, name: str) -> str:
+        while (alias := self._tensors[name].alias) is not None:
+            name = alias
+        return name
+
+    def _resolved(self, tree: Any) -> Any:
+        """Arguments with what stands for the nodes among them."""
+        return torch.fx.node.map_arg(tree, self._values.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of the graph, as a value."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A number that is computed where it is used, from tensors and numbers."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+_SCALARS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {torch.ops.aten._local_scalar_dense.default: torch.Tensor.item}
+)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, _Tensor | _Pending)
+
+
+def _bound(inputs: list[str], value: Any) -> Any:
+    """An argument with tensors by their place among the inputs."""
+    match value:
+        case _Tensor(name):
+            if name not in inputs:
+                inputs.append(name)
+            return Operand(inputs.index(name))
+        case _Pending(function, args):
+            bound = tuple(_bound(inputs, argument) for argument in args)
+            return Number(function, bound)
+        case _:
+            return value
+
+
+def _times(call: Call, index: int) -> int:
+    """How often a call names an operand."""
+    found = 0
+    pending: list[Any] = [call.args, dict(call.kwargs)]
+    while pending:
+        match pending.pop():
+            case Operand(i):
+                found += i == index
+            case Number(_, args):
+                pending.append(args)
+            case dict() as mapping:
+                pending += mapping.values()
+            case list() | tuple() as values:
+                pending += values
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _op_of(function: Any) -> str:
+    packet = getattr(function, "overloadpacket", None)
+    if packet is torch.ops.aten.convolution:
+        return "conv"
+    return "matmul" if packet in flop_registry else str(function)
+
+
+def _refuse(
+    node: torch.fx.Node,
+    function: Any,
+    outputs: Sequence[tuple[int | None, str, torch.Tensor]],
+) -> None:
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        raise UnsupportedError(
+            f"{node.name} calls {function}, which is no operation of PyTorch's; such "
+            "calls cannot be planned" + _where(node)
+        )
+    if schema.is_mutable:
+        raise UnsupportedError(
+            f"{node.name} calls {function}, which changes its operands" + _where(node)
+        )
+    for _, name, value in outputs:
+        if value.layout is not torch.strided:
+            raise UnsupportedError(f"{name} is {value.layout}; only strided tensors")
+        if any(not isinstance(size, int) for size in value.shape):
+            raise UnsupportedError(
+                f"the shape of {name} depends on data: {tuple(value.shape)}"
+                + _where(node)
+            )
+
+
+def _where(node: torch.fx.Node) -> str:
+    trace = node.meta.get("stack_trace")
+    return "" if not trace else "\n" + trace
+
+
+def _needed(
+    nodes: Sequence[Node], asked: Collection[str], calls: Mapping[str, Call]
+) -> tuple[Node, ...]:
+    """Without nodes whose results nobody reads; random ones stay, they draw."""
+    needed = set(asked)
+    kept = []
+    for node in reversed(nodes):
+        drawn = calls[node.name].random
+        if drawn or not needed.isdisjoint(node.outputs):
+            kept.append(node)
+            needed.update(node.inputs)
+    return tuple(reversed(kept))

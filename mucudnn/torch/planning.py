@@ -1,0 +1,97 @@
+"""From a lowered graph to a plan within a budget: the planner's own, asked once.
+
+The planner counts every byte; the user's budget leaves out what the caller holds. So
+the one is the other and those bytes, and errors say the user's.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.sizes import exact_bytes, parse_bytes
+from mucudnn.passes.liveness import rounded
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.torch.lowered import Lowered
+from mucudnn.torch.step_plan import TorchPlan
+
+__all__ = ["Planner", "as_budget"]
+
+
+def as_budget(budget: float | str | None) -> float:
+    """Bytes; infinity for None.
+
+    Raises:
+        ValueError: It is no size, or negative.
+        TypeError: It is neither a number nor text.
+    """
+    if budget is None or budget == math.inf:
+        return math.inf
+    return parse_bytes(budget if isinstance(budget, str) else int(budget))
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans one step under any budget.
+
+    Attributes:
+        lowered: The step.
+        profile: What it costs.
+        given: Inputs that the caller holds: no budget counts them.
+    """
+
+    lowered: Lowered
+    profile: Profile
+    given: Collection[str]
+
+    @property
+    def given_bytes(self) -> int:
+        """Bytes of what the caller holds, as the planner counts them."""
+        tensors = self.lowered.graph.tensors
+        given = {self.lowered.graph.storages[name] for name in self.given}
+        return sum(rounded(tensors[name].nbytes) for name in given)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all other inputs."""
+        graph = self.lowered.graph
+        roots = {graph.storages[name] for name in graph.inputs}
+        every = sum(rounded(graph.tensors[name].nbytes) for name in roots)
+        return every - self.given_bytes
+
+    def plan(self, budget: float = math.inf) -> TorchPlan:
+        """The step within a budget.
+
+        Raises:
+            PlanningError: It cannot fit; says the least budget that works.
+        """
+        try:
+            plan = plan_step(self.request(budget))
+        except PlanningError as e:
+            if e.least_bytes is None:
+                raise
+            least = e.least_bytes - self.given_bytes
+            raise PlanningError(
+                f"the step does not fit into {exact_bytes(int(budget))}: node "
+                f"{e.node!r} needs more; the least budget that works is "
+                f"{exact_bytes(least)}",
+                node=e.node,
+                short_by=least - int(budget),
+                least_bytes=least,
+            ) from None
+        return TorchPlan(plan, self.given_bytes, budget, self.resident_bytes)
+
+    def least_budget(self) -> int:
+        """The least bytes that the step is planned in."""
+        return minimum_budget(self.request(0)) - self.given_bytes
+
+    def request(self, budget: float = math.inf) -> StepRequest:
+        """What the planner is asked for a budget."""
+        return StepRequest(
+            self.lowered.graph,
+            self.profile,
+            budget=budget + self.given_bytes,
+            hosted=frozenset(),
+        )

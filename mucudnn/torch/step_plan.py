@@ -1,0 +1,93 @@
+"""What was decided about a PyTorch step, to be read."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mucudnn.ir.schedule import SwapIn, SwapOut
+from mucudnn.ir.sizes import format_bytes
+from mucudnn.passes.planning.costs import origin
+from mucudnn.passes.planning.evaluate import StepPlan
+
+__all__ = ["TorchPlan"]
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class TorchPlan:
+    """A plan of a PyTorch step, in the bytes that its user counts.
+
+    Attributes:
+        plan: As it was decided; its bytes include the caller's.
+        given_bytes: What the caller holds and the budget does not count.
+        budget: Bytes that were given; infinity if none were.
+        resident_bytes: What is there before and after a step: parameters, buffers and
+            state, as far as the budget counts them.
+        source: The program that runs.
+    """
+
+    plan: StepPlan = field(repr=False)
+    given_bytes: int
+    budget: float
+    resident_bytes: int
+    source: str = field(repr=False, default="")
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the step has in use, of what the budget counts."""
+        return self.plan.peak_bytes - self.given_bytes
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted time over that of every node once, without a copy."""
+        prediction = self.plan.prediction
+        times = prediction.profile.node_ms
+        nodes = self.plan.schedule.graph.nodes
+        once = sum(times[node.name] for node in nodes if "~" not in node.name)
+        return prediction.step_ms / once if once else 1.0
+
+    @property
+    def leaving(self) -> Mapping[str, int]:
+        """Storages that go to the host and back, and their bytes."""
+        tensors = self.plan.schedule.graph.tensors
+        return {
+            step.tensor: tensors[step.tensor].nbytes
+            for step in self.plan.schedule.instructions
+            if isinstance(step, SwapOut | SwapIn)
+        }
+
+    @property
+    def recomputed(self) -> Mapping[str, int]:
+        """Nodes that run again, and how often."""
+        names = (node.name for node in self.plan.schedule.graph.nodes)
+        return Counter(origin(name) for name in names if "~" in name)
+
+    def __str__(self) -> str:
+        budget = (
+            "no budget"
+            if self.budget == float("inf")
+            else f"a budget of {format_bytes(int(self.budget))}"
+        )
+        leaving, again = self.leaving, self.recomputed
+        prediction = self.plan.prediction
+        lines = [
+            f"peak {format_bytes(self.peak_bytes)} within {budget}, "
+            f"{format_bytes(self.resident_bytes)} of it resident; "
+            f"{format_bytes(self.given_bytes)} are the caller's",
+            f"predicted {prediction.step_ms:.1f} ms, {self.slowdown:.3f} of the time "
+            "without a limit",
+            f"{len(leaving)} tensors leave, {format_bytes(prediction.out_bytes)} out "
+            f"and {format_bytes(prediction.in_bytes)} back: {_some(leaving)}",
+            f"{len(again)} operations run again: {_some(again)}",
+        ]
+        return "\n".join(lines)
+
+
+def _some(names: Mapping[str, int]) -> str:
+    """The largest few."""
+    if not names:
+        return "none"
+    most = sorted(names, key=lambda name: -names[name])
+    more = f" and {len(most) - _SHOWN} more" if len(most) > _SHOWN else ""
+    return ", ".join(most[:_SHOWN]) + more

@@ -1,0 +1,177 @@
+"""Models under `torch.compile` train within a budget; the loop stays as it is."""
+
+import importlib
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mucudnn.errors import PlanningError
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  (where there is PyTorch)
+
+import mucudnn.torch as mt  # noqa: E402
+from tests.torch_steps import build, real_peak  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    # Of PyTorch's own modules, as Dynamo imports and traces them.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model, loss_fn):
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+    def forward(self, x, *targets):
+        return self.loss_fn(self.model(x), *targets)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_a_fresh_compiler():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(before)
+
+
+def compiled(name, budget):
+    """A model with its loss inside, compiled; its backend; a batch."""
+    model, loss_fn, batch = build(name)
+    torch._dynamo.reset()
+    backend = mt.backend(budget=budget)
+    both = WithLoss(model, loss_fn)
+    return torch.compile(both, backend=backend, fullgraph=True), backend, batch, model
+
+
+def step(call, batch, model):
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = call(*batch)
+    loss.backward()
+    return loss.item()
+
+
+def outcome(model):
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return gradients | {name: b.clone() for name, b in model.named_buffers()}
+
+
+def refusal(error):
+    """Our error, which Dynamo wraps in its own."""
+    while error is not None and not isinstance(error, PlanningError):
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return error
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
+def test_gradients_and_buffers_are_eager_ones_within_a_budget(name):
+    model, loss_fn, batch = build(name)
+    loss = step(WithLoss(model, loss_fn), batch, model)
+    wanted = outcome(model)
+    call, _, batch, model = compiled(name, 0)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        call(*batch)
+    least = refusal(caught.value).least_bytes
+    peaks = []
+    for budget in (None, least):
+        call, backend, batch, model = compiled(name, budget)
+        assert step(call, batch, model) == loss
+        for key, value in outcome(model).items():
+            assert torch.equal(value, wanted[key]), key
+        [plan] = backend.plans
+        model.zero_grad()
+        beyond = real_peak(lambda c=call, b=batch, m=model: step(c, b, m))
+        assert beyond <= plan.peak_bytes - plan.resident_bytes
+        peaks.append(beyond)
+    assert plan.peak_bytes <= least
+    assert peaks[1] < peaks[0]
+
+
+def test_steps_do_not_get_into_each_others_way():
+    call, backend, batch, model = compiled("gpt", None)
+    loss = step(call, batch, model)
+    wanted = outcome(model)
+    call, backend, batch, model = compiled("gpt", backend.plans[0].peak_bytes - 100_000)
+    assert step(call, batch, model) == loss
+    assert backend.plans[0].leaving
+    model.zero_grad()
+    with torch.no_grad():
+        assert not call(*batch).requires_grad
+    torch.manual_seed(1)
+    first = call(*batch)
+    torch.manual_seed(1)
+    second = call(*batch)
+    for pending in (second, first):
+        model.zero_grad()
+        pending.backward()
+        for key, value in outcome(model).items():
+            assert torch.equal(value, wanted[key]), key
+
+    def forward_only():
+        for _ in range(50):
+            call(*batch)
+
+    model.zero_grad()
+    assert real_peak(forward_only) <= real_peak(lambda: call(*batch)) * 2
+
+
+def test_a_change_between_the_halves_is_refused():
+    call, _, batch, model = compiled("mlp", None)
+    loss = call(*batch)
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_model_whose_loss_is_outside():
+    model, loss_fn, (x, y) = build("cnn")
+    loss_fn(model(x), y).backward()
+    wanted = outcome(model)
+    model, loss_fn, (x, y) = build("cnn")
+    call = torch.compile(model, backend=mt.backend(budget="2MiB"))
+    loss_fn(call(x), y).backward()
+    for key, value in outcome(model).items():
+        assert torch.equal(value, wanted[key]), key
+
+
+def test_every_size_has_a_plan_or_is_refused():
+    model, loss_fn, (x, y) = build("mlp")
+    backend = mt.backend()
+    call = torch.compile(WithLoss(model, loss_fn), backend=backend, dynamic=False)
+    for size in (128, 96, 128):
+        call(x[:size], y[:size]).backward()
+    assert len(backend.plans) == 2
+    torch._dynamo.reset()
+    call = torch.compile(WithLoss(model, loss_fn), backend=mt.backend(), dynamic=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="dynamic=False"):
+        call(x, y)
+
+
+def test_options_of_the_name():
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    points = tomllib.loads(project.read_text())["project"]["entry-points"]
+    home, _, name = points["torch_dynamo_backends"]["mucudnn"].partition(":")
+    compile_graph = getattr(importlib.import_module(home), name)
+    if "mucudnn" not in torch._dynamo.list_backends():  # this is not installed
+        torch._dynamo.register_backend(compile_graph, "mucudnn")
+    model, loss_fn, batch = build("mlp")
+    both = WithLoss(model, loss_fn)
+    call = torch.compile(both, backend="mucudnn", options={"budget": "2MiB"})
+    step(call, batch, model)
+    torch._dynamo.reset()
+    call = torch.compile(both, backend="mucudnn", options={"budget": 1000})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="least budget"):
+        call(*batch)
+    with pytest.raises(ValueError, match="unknown option 'bugdet'"):
+        compile_graph(None, [], options={"bugdet": 1})
+    with pytest.raises(ValueError, match="not a size"):
+        mt.backend(budget="much")

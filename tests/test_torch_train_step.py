@@ -1,0 +1,361 @@
+"""A planned PyTorch step computes what eager PyTorch does, in the bytes it promises."""
+
+import time
+
+import pytest
+
+from mucudnn.errors import PlanningError, UnsupportedError
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  (where there is PyTorch)
+
+import mucudnn.torch as mt  # noqa: E402
+from mucudnn.passes.planning.evaluate import plan_residency  # noqa: E402
+from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
+from mucudnn.torch import copies, program  # noqa: E402
+from mucudnn.torch.capture import StepParts, capture_step  # noqa: E402
+from mucudnn.torch.copies import ThreadCopies  # noqa: E402
+from mucudnn.torch.measure import measured  # noqa: E402
+from mucudnn.torch.program import bind  # noqa: E402
+from mucudnn.torch.step import planner_of  # noqa: E402
+from tests.torch_steps import build, real_peak  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    # PyTorch's allocator says so when a profiler begins, once a process.
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+]
+
+STEPS = 10
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums in a fixed order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), 1e-3)
+
+
+def eager(name, optimizer_of):
+    """Ten steps' losses, and the model after them."""
+    model, loss_fn, (x, *rest) = build(name)
+    optimizer = optimizer_of(model)
+    losses = []
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), *rest)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict(), optimizer.state_dict()["state"]
+
+
+def planned(name, optimizer_of, budget):
+    model, loss_fn, batch = build(name)
+    optimizer = optimizer_of(model)
+    step = mt.train_step(model, loss_fn, optimizer, budget=budget)
+    step.prepare(*batch)
+    torch.manual_seed(1)
+    losses = [step(*batch).item() for _ in range(STEPS)]
+    state = optimizer.state_dict()["state"]
+    return step, batch, (losses, model.state_dict(), state)
+
+
+def assert_same(found, wanted):
+    assert found[0] == wanted[0]
+    assert found[1].keys() == wanted[1].keys()
+    for key, value in wanted[1].items():
+        assert torch.equal(found[1][key], value), key
+    for number, state in wanted[2].items():
+        for key, value in state.items():
+            assert torch.equal(found[2][number][key], value), (number, key)
+
+
+def least_budget(name, optimizer_of):
+    model, loss_fn, batch = build(name)
+    step = mt.train_step(model, loss_fn, optimizer_of(model), budget=0)
+    with pytest.raises(PlanningError, match="least budget") as caught:
+        step(*batch)
+    assert caught.value.short_by == caught.value.least_bytes
+    return caught.value.least_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer_of"),
+    [("mlp", adamw), ("cnn", sgd), ("gpt", sgd)],
+)
+def test_ten_steps_are_eager_ones_within_every_budget(name, optimizer_of):
+    wanted = eager(name, optimizer_of)
+    step, batch, found = planned(name, optimizer_of, float("inf"))
+    assert_same(found, wanted)
+    most, least = step.plan.peak_bytes, least_budget(name, optimizer_of)
+    assert least < most
+    for budget in (least, most - 1):
+        step, batch, found = planned(name, optimizer_of, budget)
+        assert_same(found, wanted)
+        plan = step.plan
+        assert plan.peak_bytes <= budget
+        beyond = real_peak(lambda step=step, batch=batch: step(*batch))
+        assert 0 < beyond <= plan.peak_bytes - plan.resident_bytes
+        assert beyond >= 0.9 * (plan.peak_bytes - plan.resident_bytes)  # no slack
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_random_numbers_are_drawn_again_as_they_were(replayed, monkeypatch):
+    wanted = eager("gpt", sgd)
+    model, loss_fn, batch = build("gpt")
+    optimizer = sgd(model)
+    parts = StepParts.of(model, optimizer)
+    captured = capture_step(model, loss_fn, optimizer, batch)
+    planner = planner_of(captured, parts, measured)
+    cheap = {
+        saved.name: Residency.RECOMPUTE
+        for saved in saved_tensors(planner.lowered.graph)
+        if saved.producer.op != "matmul"
+    }
+    plan = plan_residency(planner.request(), cheap)
+    assert any(
+        "~" in n.name and "bernoulli" in n.name for n in plan.schedule.graph.nodes
+    )
+    if not replayed:  # which must be noticed
+        monkeypatch.setattr(program, "set_state", lambda state: None)
+    segment = bind(planner.lowered, plan.schedule, ThreadCopies(reuse=True))
+    torch.manual_seed(1)
+    losses = []
+    with torch.no_grad():
+        for _ in range(STEPS):
+            [loss] = segment.run([*parts.tensors(), *batch])
+            losses.append(loss.item())
+        beyond = real_peak(lambda: segment.run([*parts.tensors(), *batch]))
+    assert (losses == wanted[0]) == replayed
+    assert beyond <= plan.peak_bytes - planner.resident_bytes - planner.given_bytes
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_copies_are_waited_for(waited, monkeypatch):
+    wanted = eager("mlp", sgd)
+    least = least_budget("mlp", sgd)
+    copied = copies._Job.__call__
+
+    def late(job):
+        time.sleep(0.01)
+        copied(job)
+
+    monkeypatch.setattr(copies._Job, "__call__", late)
+    if not waited:  # which must be noticed
+        monkeypatch.setattr(copies.Leaving, "wait", lambda leaving: None)
+    step, _, found = planned("mlp", sgd, least)
+    assert step.plan.leaving
+    assert (found[0] == wanted[0]) == waited
+
+
+def test_results_do_not_hold_memory_of_the_step():
+    model, loss_fn, batch = build("mlp")
+    step = mt.train_step(model, loss_fn, sgd(model))
+    losses = [step(*batch) for _ in range(3)]
+    assert {loss.untyped_storage().nbytes() for loss in losses} == {4}
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_learning_rates_may_change_and_other_batches_are_planned():
+    outcomes = []
+    for ours in (False, True):
+        model, loss_fn, (x, y) = build("mlp")
+        optimizer = adamw(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        step = mt.train_step(model, loss_fn, optimizer, budget="8MiB")
+        losses = []
+        for size in (128, 128, 96, 128):
+            if ours:
+                losses.append(step(x[:size], y[:size]).item())
+            else:
+                optimizer.zero_grad()
+                loss = loss_fn(model(x[:size]), y[:size])
+                loss.backward()
+                losses.append(loss.item())
+                optimizer.step()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(optimizer, "_opt_called", True, raising=False)
+                schedule.step()
+        outcomes.append((losses, [p.detach().clone() for p in model.parameters()]))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(map(torch.equal, outcomes[0][1], outcomes[1][1]))
+
+
+def test_training_goes_on_from_a_checkpoint():
+    wanted, _, _ = eager("cnn", adamw)
+    model, loss_fn, (x, y) = build("cnn")
+    optimizer = adamw(model)
+    step = mt.train_step(model, loss_fn, optimizer)
+    step(x, y)
+    torch.manual_seed(5)
+    other, _, _ = build("cnn")
+    its = adamw(other)
+    for _ in range(4):
+        its.zero_grad()
+        loss_fn(other(x), y).backward()
+        its.step()
+    model.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(its.state_dict())
+    assert [step(x, y).item() for _ in range(6)] == wanted[4:]
+
+
+def test_gradients_are_clipped_by_a_hook_of_the_optimizer():
+    def clip(optimizer, *_):
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+
+    outcomes = []
+    for ours in (False, True):
+        model, loss_fn, (x, y) = build("mlp")
+        optimizer = adamw(model)
+        optimizer.register_step_pre_hook(clip)
+        step = mt.train_step(model, loss_fn, optimizer, budget="4MiB")
+        losses = []
+        for _ in range(3):
+            if ours:
+                losses.append(step(x, y).item())
+                continue
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        outcomes.append(losses)
+    assert outcomes[0] == outcomes[1]
+
+
+def test_autocast_is_what_it_was_in_eager_mode():
+    losses = []
+    for ours in (False, True):
+        model, loss_fn, (x, y) = build("mlp")
+        optimizer = sgd(model)
+        step = mt.train_step(model, loss_fn, optimizer)
+        found = []
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                if ours:
+                    found.append(step(x, y).item())
+                    continue
+                loss = loss_fn(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == losses[1]
+
+
+def test_a_change_of_mode_or_of_a_hyperparameter_is_seen():
+    model, loss_fn, batch = build("gpt")
+    optimizer = sgd(model)
+    step = mt.train_step(model, loss_fn, optimizer)
+    first = step.prepare(*batch)
+    assert step.prepare(*batch) is first
+    model.eval()
+    second = step.prepare(*batch)
+    assert second is not first
+    assert "bernoulli" in str(first.plan.schedule.graph.nodes)
+    assert "bernoulli" not in str(second.plan.schedule.graph.nodes)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    assert step.prepare(*batch) is not second
+
+
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda p: torch.optim.SGD(p, 0.05),
+        lambda p: torch.optim.Adam(p, 1e-3, amsgrad=True),
+        lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.5),
+        lambda p: torch.optim.Adagrad(p, 1e-2),
+        lambda p: torch.optim.Adadelta(p),
+        lambda p: torch.optim.Adamax(p),
+    ],
+)
+def test_other_optimizers_and_frozen_parameters(optimizer_of):
+    outcomes = []
+    for ours in (False, True):
+        model, loss_fn, (x, y) = build("mlp")
+        model[2].weight.requires_grad_(requires_grad=False)
+        optimizer = optimizer_of([p for p in model.parameters() if p.requires_grad])
+        step = mt.train_step(model, loss_fn, optimizer, budget="4MiB")
+        for _ in range(3):
+            if ours:
+                step(x, y)
+            else:
+                optimizer.zero_grad()
+                loss_fn(model(x), y).backward()
+                optimizer.step()
+        outcomes.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *outcomes))
+
+
+def test_the_plan_says_what_it_does():
+    model, loss_fn, batch = build("mlp")
+    optimizer = sgd(model)
+    least = least_budget("mlp", sgd)
+    step = mt.train_step(model, loss_fn, optimizer, budget=least)
+    with pytest.raises(RuntimeError, match="prepare"):
+        _ = step.plan
+    plan = step.prepare(*batch)
+    text = str(plan)
+    assert "tensors leave" in text
+    assert "run again" in text
+    assert plan.leaving
+    assert plan.slowdown >= 1.0
+    assert "copy_out" in plan.source
+
+
+def test_bad_input_is_said():
+    model, loss_fn, (x, y) = build("mlp")
+    with pytest.raises(ValueError, match="not a size"):
+        mt.train_step(model, loss_fn, sgd(model), budget="much")
+    with pytest.raises(ValueError, match="one element"):
+        mt.train_step(model, lambda out, target: out, sgd(model))(x, y)
+    with pytest.raises(ValueError, match="does not depend"):
+        mt.train_step(model, lambda out, target: out.detach().sum(), sgd(model))(x, y)
+    other = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="not the model's"):
+        mt.train_step(model, loss_fn, sgd(other))(x, y)
+
+    with pytest.raises(TypeError, match="tensors are wanted"):
+        mt.train_step(model, loss_fn, sgd(model))(x, 3)
+    with pytest.raises(UnsupportedError, match="on the CPU so far"):
+        mt.train_step(model, loss_fn, sgd(model))(x.to("meta"), y)
+
+    def deciding(out, target):
+        return out.sum() if out.sum().item() > 0 else -out.sum()
+
+    with pytest.raises(UnsupportedError, match="only a run has"):
+        mt.train_step(model, deciding, sgd(model))(x, y)
+
+
+def test_memory_is_studied_without_running():
+    model, loss_fn, batch = build("mlp")
+    study = mt.memory(model, loss_fn, batch, adamw(model), device="h200")
+    assert study.least_budget < study.unlimited_bytes
+    assert study.plan(study.least_budget).peak_bytes <= study.least_budget
+    budget = 3 * study.least_budget
+    most = study.max_batch(budget)
+    assert most > len(batch[0])
+
+    def larger(size):
+        x, y = (t.new_zeros((size, *t.shape[1:])) for t in batch)
+        return mt.memory(model, loss_fn, (x, y), adamw(model)).least_budget
+
+    assert larger(most) <= budget < larger(most + 1)
+    with pytest.raises(PlanningError, match="a batch of one"):
+        study.max_batch(1000)
+    with pytest.raises(ValueError, match="unknown device"):
+        mt.memory(model, loss_fn, batch, adamw(model), device="abacus")
