@@ -19,6 +19,7 @@ from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.algorithm_survey import (
     Algorithm,
     SurveyedBatch,
+    SurveyInterrupted,
     survey_algorithms,
 )
 from mucudnn.studies.conv_comparison import in_directions
@@ -190,7 +191,9 @@ def test_ctrl_c_keeps_what_is_done():
         if at.index == 2:
             raise KeyboardInterrupt
 
-    kept = survey_algorithms(crowded(3), LAYERS, "all", [0], progress=interrupt)
+    with pytest.raises(SurveyInterrupted) as caught:
+        survey_algorithms(crowded(3), LAYERS, "all", [0], progress=interrupt)
+    kept = caught.value.survey
     assert [x.direction for x in kept.layers] == list(Direction)[:2]
     assert kept.to_json()["interrupted"] is True
     assert "interrupted: 1 of 3 were not looked at" in printed(kept)

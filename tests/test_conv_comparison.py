@@ -13,6 +13,7 @@ from mucudnn.passes.microbatch import undivided
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.conv_comparison import (
+    ComparisonInterrupted,
     compare,
     in_directions,
 )
@@ -156,7 +157,9 @@ def test_with_time_every_layer_has_a_plan():
 def test_interruption_keeps_what_was_done():
     tuner = failing_tuner(interrupt_k=9)
     layers = [layer(64, 8, "done"), layer(64, 9, "not"), layer(64, 7, "never")]
-    partial = compare(tuner, layers, [16 * KIB], total_workspace=KIB)
+    with pytest.raises(ComparisonInterrupted) as caught:
+        compare(tuner, layers, [16 * KIB], total_workspace=KIB)
+    partial = caught.value.comparison
     assert [x.name for x in partial.layers] == ["done"]
     assert partial.to_json()["interrupted"] is True
     assert len(partial.summary) == 1

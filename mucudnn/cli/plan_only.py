@@ -50,22 +50,29 @@ def take_survey(
 ) -> None:
     """Ask for all algorithms and show them; Ctrl-C shows what is done."""
     from mucudnn.cli.progress import LayerWords, progress_display
-    from mucudnn.studies.algorithm_survey import survey_algorithms
+    from mucudnn.studies.algorithm_survey import SurveyInterrupted, survey_algorithms
 
+    interrupted = False
     with progress_display(len(layers), lines=settings["verbose"]) as show:
-        found = survey_algorithms(
-            tuner.backend,
-            layers,
-            tuner.batch_policy,
-            settings["limits"] or (tuner.workspace_limit,),
-            numerics=tuner.numerics,
-            progress=LayerWords(show).surveyed,
-        )
+        try:
+            found = survey_algorithms(
+                tuner.backend,
+                layers,
+                tuner.batch_policy,
+                settings["limits"] or (tuner.workspace_limit,),
+                numerics=tuner.numerics,
+                progress=LayerWords(show).surveyed,
+            )
+        except SurveyInterrupted as e:
+            found, interrupted = e.survey, True
     from mucudnn.report.algorithm_survey import survey_tables
     from mucudnn.report.text import write_tables
 
     tables = survey_tables(found)
-    file, data = settings["json_file"], found.to_json()
-    emit(file, data, lambda: write_tables(tables, sys.stdout))
-    if len(found.layers) < found.asked:
+    emit(
+        settings["json_file"],
+        found.to_json(),
+        lambda: write_tables(tables, sys.stdout),
+    )
+    if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)

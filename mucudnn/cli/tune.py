@@ -203,21 +203,26 @@ def _compare(
 ) -> tuple["Comparison", Record]:
     """Measure with progress; Ctrl-C ends with what is done."""
     from mucudnn.cli.progress import LayerWords, progress_display
-    from mucudnn.studies.conv_comparison import compare
+    from mucudnn.studies.conv_comparison import ComparisonInterrupted, compare
 
     with progress_display(len(layers), lines=settings["verbose"]) as show:
         shown = LayerWords(show)
         tuner = make_tuner(settings, progress=shown.measured)
         with tuner.cache, recording(tuner, layers, settings["record_file"]) as record:
-            comparison = compare(
-                tuner,
-                layers,
-                settings["limits"] or (tuner.workspace_limit,),
-                planner=settings["planner"] or "workspace_reuse",
-                total_workspace=settings["total_workspace"] or tuner.total_workspace,
-                time_limit_s=settings["time_limit"],
-                progress=shown.advance,
-            )
+            try:
+                comparison = compare(
+                    tuner,
+                    layers,
+                    settings["limits"] or (tuner.workspace_limit,),
+                    planner=settings["planner"] or "workspace_reuse",
+                    total_workspace=(
+                        settings["total_workspace"] or tuner.total_workspace
+                    ),
+                    time_limit_s=settings["time_limit"],
+                    progress=shown.advance,
+                )
+            except ComparisonInterrupted as e:
+                comparison = e.comparison
             record.tables += [layer.table for layer in comparison.layers]
     return comparison, record
 

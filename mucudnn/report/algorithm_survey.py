@@ -41,7 +41,7 @@ def _sizes(survey: AlgorithmSurvey) -> Table:
 def _size_row(
     layer: SurveyedLayer, batch: SurveyedBatch, limit: int
 ) -> tuple[str, ...]:
-    left = batch.within(limit)
+    fit = batch.within(limit)
     first = batch.first_choice
     return (
         layer.name,
@@ -52,9 +52,9 @@ def _size_row(
         NOTHING if first is None else first.algo,
         _workspace(first),
         bytes_text(limit),
-        f"{left.algorithms}/{len(batch.algorithms)}",
-        _best(batch, left.best),
-        _workspace(left.best),
+        f"{fit.algorithms}/{len(batch.algorithms)}",
+        _best(batch, fit.best),
+        _workspace(fit.best),
     )
 
 
@@ -65,8 +65,8 @@ def _reach(survey: AlgorithmSurvey) -> Table:
     for layer in survey.layers:
         whole = layer.batches[-1]
         for limit in survey.limits:
-            largest, best = layer.largest_batch(limit), whole.within(limit).best
-            if _reached_by_dividing(layer, limit):
+            largest, fit = layer.largest_batch(limit), whole.within(limit)
+            if largest is not None and largest < layer.problem.batch:
                 strong.add(len(rows))
             rows.append(
                 (
@@ -75,8 +75,8 @@ def _reach(survey: AlgorithmSurvey) -> Table:
                     bytes_text(limit),
                     str(layer.problem.batch),
                     NOTHING if largest is None else str(largest),
-                    _best(whole, best),
-                    _workspace(best),
+                    _best(whole, fit.best),
+                    _workspace(fit.best),
                 )
             )
     columns = (

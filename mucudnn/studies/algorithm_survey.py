@@ -6,9 +6,8 @@ library's order of preference: the first is what it would itself choose. Those t
 numerics do not accept are counted and otherwise left out.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.backends import Backend
@@ -18,7 +17,11 @@ from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.status import RowStatus
 from mucudnn.notebook import drawn
-from mucudnn.passes.microbatch import BatchPolicy, aligned_batches, candidate_batches
+from mucudnn.passes.microbatch import (
+    BatchPolicy,
+    aligned_batches,
+    candidate_batches,
+)
 from mucudnn.passes.registry import name_of
 from mucudnn.studies.advance import Advance, advancing
 from mucudnn.suites import Layer
@@ -26,6 +29,7 @@ from mucudnn.suites import Layer
 __all__ = [
     "Algorithm",
     "AlgorithmSurvey",
+    "SurveyInterrupted",
     "SurveyedBatch",
     "SurveyedLayer",
     "WithinLimit",
@@ -49,7 +53,13 @@ class Algorithm:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {**asdict(self), "notes": list(self.notes)}
+        return {
+            "algo": self.algo,
+            "workspace": self.workspace,
+            "math_mode": self.math_mode,
+            "deterministic": self.deterministic,
+            "notes": list(self.notes),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +123,11 @@ class SurveyedBatch:
 
     def within(self, limit: int) -> WithinLimit:
         """What fits in `limit` bytes."""
-        left = [a for a in self.algorithms if a.workspace <= limit]
-        best = left[0] if left else None
-        first = best is not None and best is self.first_choice
-        return WithinLimit(len(left), first, best)
+        fitting = [a for a in self.algorithms if a.workspace <= limit]
+        best = fitting[0] if fitting else None
+        return WithinLimit(
+            len(fitting), best is not None and best is self.algorithms[0], best
+        )
 
     def to_json(self, limits: Sequence[int]) -> dict[str, Any]:
         """Plain values; `AlgorithmSurvey.to_json` says which."""
@@ -130,7 +141,9 @@ class SurveyedBatch:
             "first_choice": None if first is None else first.to_json(),
             "fits": {str(limit): self.within(limit).to_json() for limit in limits},
             "all": [a.to_json() for a in self.algorithms],
-            "failures": [{"algo": algo, "reason": why} for algo, why in self.failures],
+            "failures": [
+                {"algo": algo, "reason": reason} for algo, reason in self.failures
+            ],
         }
 
 
@@ -158,7 +171,9 @@ class SurveyedLayer:
             "name": self.name,
             "direction": self.direction.value,
             "problem": problem_to_dict(self.problem),
-            "largest_batch": {str(n): self.largest_batch(n) for n in limits},
+            "largest_batch": {
+                str(limit): self.largest_batch(limit) for limit in limits
+            },
             "batches": [b.to_json(limits) for b in self.batches],
         }
 
@@ -222,6 +237,14 @@ class AlgorithmSurvey:
         return drawn("algorithm_survey", self)
 
 
+class SurveyInterrupted(KeyboardInterrupt):
+    """Ctrl-C; `survey` holds the layers that were done."""
+
+    def __init__(self, found: AlgorithmSurvey) -> None:
+        super().__init__()
+        self.survey = found
+
+
 def survey_algorithms(
     backend: Backend,
     layers: Sequence[Layer],
@@ -233,8 +256,7 @@ def survey_algorithms(
 ) -> AlgorithmSurvey:
     """Ask the library for its algorithms at every micro-batch size of a policy.
 
-    The sizes are those that a tuner would measure on that backend. Ctrl-C ends a survey
-    with the layers that are done.
+    The sizes are those that a tuner would measure on that backend.
 
     Args:
         backend: Asked, never run.
@@ -245,6 +267,7 @@ def survey_algorithms(
         progress: Called when a layer begins and when it is done.
 
     Raises:
+        SurveyInterrupted: Ctrl-C; carries what is done.
         BackendUnavailableError: The library is missing.
         ValueError: There is no policy of that name.
     """
@@ -252,25 +275,36 @@ def survey_algorithms(
     candidate_batches(1, policy)
     done: list[SurveyedLayer] = []
 
-    def survey(layer: Layer, left: int) -> SurveyedLayer:
-        problem = layer.problem
-        sizes = candidate_batches(problem.batch, policy)
-        aligned = aligned_batches(problem, sizes, backend.split_alignment)
-        batches = (_batch(backend, problem, size, accepted) for size in aligned)
-        return SurveyedLayer(layer.name, problem, tuple(batches))
+    def found() -> AlgorithmSurvey:
+        return AlgorithmSurvey(
+            backend=backend.name,
+            fingerprint=backend.device.fingerprint,
+            batch_policy=name_of(policy),
+            numerics=accepted.words,
+            limits=tuple(dict.fromkeys(limits)),
+            layers=tuple(done),
+            asked=len(layers),
+        )
 
-    with contextlib.suppress(KeyboardInterrupt):
+    def survey(layer: Layer, left: int) -> SurveyedLayer:
+        return _layer(backend, layer, policy, accepted)
+
+    try:
         for layer in advancing(layers, survey, progress):
             done.append(layer)
-    return AlgorithmSurvey(
-        backend=backend.name,
-        fingerprint=backend.device.fingerprint,
-        batch_policy=name_of(policy),
-        numerics=accepted.words,
-        limits=tuple(dict.fromkeys(limits)),
-        layers=tuple(done),
-        asked=len(layers),
-    )
+    except KeyboardInterrupt:
+        raise SurveyInterrupted(found()) from None
+    return found()
+
+
+def _layer(
+    backend: Backend, layer: Layer, policy: BatchPolicy, numerics: Numerics
+) -> SurveyedLayer:
+    problem = layer.problem
+    sizes = candidate_batches(problem.batch, policy)
+    aligned = aligned_batches(problem, sizes, backend.split_alignment)
+    batches = (_batch(backend, problem, size, numerics) for size in aligned)
+    return SurveyedLayer(layer.name, problem, tuple(batches))
 
 
 def _batch(

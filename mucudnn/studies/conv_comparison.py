@@ -30,7 +30,7 @@ from mucudnn.studies.advance import Advance, advancing
 from mucudnn.studies.outcome import Comparison, LayerResult, Limit, Outcome
 from mucudnn.suites import Layer
 
-__all__ = ["Comparison", "compare", "in_directions"]
+__all__ = ["Comparison", "ComparisonInterrupted", "compare", "in_directions"]
 
 _MEASURING = 0.6
 """Share of a layer's time for its table; the rest is for checking its plans."""
@@ -41,6 +41,14 @@ _PER_KERNEL = 0.8
 _MOST_REASONS = 6
 """More are counted instead of listed."""
 _OUT_OF_TIME = "not compared: the time limit was reached"
+
+
+class ComparisonInterrupted(KeyboardInterrupt):
+    """Ctrl-C; `comparison` holds the layers that were done."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        super().__init__()
+        self.comparison = comparison
 
 
 def in_directions(
@@ -66,8 +74,6 @@ def compare(
 ) -> Comparison:
     """Measure, plan and check every layer under every limit.
 
-    Ctrl-C ends a comparison with the layers that are done.
-
     Args:
         tuner: Measures and checks; its own limit and planner play no part.
         layers: Each in the direction of its problem.
@@ -82,6 +88,7 @@ def compare(
         progress: Called when a layer begins and when it is done.
 
     Raises:
+        ComparisonInterrupted: Ctrl-C; carries what is done.
         ValueError: There is no planner of that name.
     """
     run = _Run(tuner, PLANNERS.resolve(planner), time_limit_s)
@@ -114,7 +121,7 @@ def compare(
             done[i] = one(layers[i], len(short) - again)
         results = run.divide(done, total[0]) if total else done
     except KeyboardInterrupt:
-        return comparison(done, divided=False)
+        raise ComparisonInterrupted(comparison(done, divided=False)) from None
     return comparison(results, divided=True)
 
 
@@ -136,12 +143,17 @@ class _Run:
         """Measure one layer, then plan and check it under each limit."""
         seconds = self._share(share, left)
         ends = None if seconds is None else time.monotonic() + seconds
-        name, count, problem = layer.name, layer.count, layer.problem
         try:
-            table = self._table(problem, seconds)
+            table = self._table(layer.problem, seconds)
         except PlanningError as e:  # too large to be divided
-            failed = tuple(Outcome(limit, None, str(e)) for limit in limits)
-            return LayerResult(name, count, problem, PerfTable(problem, ()), (), failed)
+            return LayerResult(
+                name=layer.name,
+                count=layer.count,
+                problem=layer.problem,
+                table=PerfTable(layer.problem, ()),
+                front=(),
+                outcomes=tuple(Outcome(limit, None, str(e)) for limit in limits),
+            )
         outcomes = []
         for i, limit in enumerate(limits):
             seconds = None if ends is None else ends - time.monotonic()
@@ -149,8 +161,14 @@ class _Run:
                 seconds = max(0.0, seconds / (len(limits) - i))
             outcomes.append(self._outcome(table, limit, seconds))
         most = max((perf.workspace for perf in table.usable), default=0)
-        front = tuple(pareto_plans(table, most))
-        return LayerResult(name, count, problem, table, front, tuple(outcomes))
+        return LayerResult(
+            name=layer.name,
+            count=layer.count,
+            problem=layer.problem,
+            table=table,
+            front=tuple(pareto_plans(table, most)),
+            outcomes=tuple(outcomes),
+        )
 
     def _table(self, problem: ConvProblem, seconds: float | None) -> PerfTable:
         """Measure within a share of the time.
@@ -204,12 +222,11 @@ class _Run:
                 return
             if choice.rejected and choice.plan.workspace > plan.workspace:
                 used -= choice.plan.workspace - plan.workspace
-                kept = replace(
-                    self._tuner.validate(plan, None),
-                    undivided=choice.undivided,
-                    undivided_ms=choice.undivided_ms,
+                alone = self._tuner.validate(plan, None)
+                kept = replace(alone, undivided=choice.undivided)
+                outcomes[i] = Outcome(
+                    limit, replace(kept, undivided_ms=choice.undivided_ms)
                 )
-                outcomes[i] = Outcome(limit, kept)
 
     def _outcome(
         self, table: PerfTable, limit: Limit, seconds: float | None
@@ -220,10 +237,11 @@ class _Run:
             (plan,) = divided_by(self._planner, [table], limit.nbytes)
         except PlanningError as e:
             least = least_workspace(table)
-            reason = str(e)
-            if least is not None and least > limit.nbytes:
-                reason = f"nothing fits; the smallest needs {format_bytes(least)}"
-            return Outcome(limit, None, reason)
+            if least is None or least <= limit.nbytes:
+                return Outcome(limit, None, str(e))
+            return Outcome(
+                limit, None, f"nothing fits; the smallest needs {format_bytes(least)}"
+            )
         baseline = self._tuner.undivided(table, limit.nbytes)
         return self._checked(plan, baseline, limit, seconds)
 

@@ -75,9 +75,9 @@ class MemoryStudy:
         parameters: Elements of all parameters.
         budget: Bytes.
         unbounded: The step with all the memory it could use.
+        minimum: The least budget that any of the techniques can run it in.
         figures: What costs are based on, in words.
         convolutions: How many of them are measured.
-        minimum: The least budget that any of the techniques can run it in.
         techniques: One for every policy and scheduler.
         placed: The best of them with fixed offsets in one arena, if places were found.
         unplaced: Why none were, where there is a best one.
@@ -92,10 +92,10 @@ class MemoryStudy:
     parameters: int
     budget: int
     unbounded: StepPlan
+    minimum: int | None
     figures: Mapping[str, str]
     convolutions: Coverage
-    minimum: int | None = None
-    techniques: tuple[Technique, ...] = ()
+    techniques: tuple[Technique, ...]
     placed: PlacedStep | None = None
     unplaced: str = ""
     curve: tuple[Technique, ...] = ()

@@ -17,11 +17,13 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.models import IMAGE
 from mucudnn.passes.planning.comparison import (
+    Technique,
+    best_technique,
     largest_batch_within,
     try_technique,
     unbounded,
 )
-from mucudnn.passes.planning.place_step import place_step
+from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.registry import by_name, name_of
@@ -140,27 +142,29 @@ class _Study:
         budget: int | None,
         say: Callable[[str, int, int], None],
     ) -> None:
-        self._costs, self._say = costs, say
+        self._spec, self._costs = spec, costs
         self._policies = by_name("policies", policies)
         self._schedulers = by_name("schedulers", schedulers)
+        self._say = say
         self._step = StepRequest(graph, costs.profile)
         say("the step without a budget", 0, 1)
-        self._found = MemoryStudy(
-            spec=spec,
-            image=graph.tensors[IMAGE].shape[1:],
-            parameters=graph.parameter_count,
-            budget=_memory_of(spec.device) if budget is None else budget,
-            unbounded=unbounded(graph, costs.profile),
-            figures=costs.figures,
-            convolutions=costs.coverage,
-        )
+        self._unbounded = unbounded(graph, costs.profile)
+        self._budget = _memory_of(spec.device) if budget is None else budget
+        self._minimum: int | None = None
+        self._techniques: list[Technique] = []
+        self._placed: PlacedStep | None = None
+        self._unplaced = ""
+        self._curve: list[Technique] = []
+        self._max_batch: dict[str, int] = {}
+        self._min_budget: dict[str, int] = {}
 
     def run(self, *, curve: bool, max_batch: bool, min_budget: bool) -> MemoryStudy:
+        interrupted = False
         try:
             self._try_techniques()
             self._place_best()
             self._say("the least budget of any policy", 0, 1)
-            self._found = replace(self._found, minimum=self._least_of_all())
+            self._minimum = self._least_of_all()
             if min_budget:
                 self._find_min_budgets()
             if max_batch:
@@ -168,8 +172,24 @@ class _Study:
             if curve:
                 self._try_budgets()
         except KeyboardInterrupt:
-            return replace(self._found, interrupted=True)
-        return self._found
+            interrupted = True
+        return MemoryStudy(
+            spec=self._spec,
+            image=tuple(self._step.graph.tensors[IMAGE].shape[1:]),
+            parameters=self._step.graph.parameter_count,
+            budget=self._budget,
+            unbounded=self._unbounded,
+            minimum=self._minimum,
+            figures=self._costs.figures,
+            convolutions=self._costs.coverage,
+            techniques=tuple(self._techniques),
+            placed=self._placed,
+            unplaced=self._unplaced,
+            curve=tuple(self._curve),
+            max_batch=self._max_batch,
+            min_budget=self._min_budget,
+            interrupted=interrupted,
+        )
 
     def _requests(self, step: StepRequest, policy: str) -> list[StepRequest]:
         """A step by one policy and each of the schedulers, or the policy's own."""
@@ -178,43 +198,39 @@ class _Study:
         return [asked.scheduled(scheduler) for scheduler in schedulers]
 
     def _try_techniques(self) -> None:
-        step = self._step.within(self._found.budget)
+        step = self._step.within(self._budget)
         asked = [r for policy in self._policies for r in self._requests(step, policy)]
         for i, request in enumerate(asked):
             policy, scheduler = name_of(request.policy), name_of(request.timing)
             self._say(f"{policy}, {scheduler}", i, len(asked))
-            techniques = (*self._found.techniques, try_technique(request))
-            self._found = replace(self._found, techniques=techniques)
+            self._techniques.append(try_technique(request))
 
     def _place_best(self) -> None:
-        best = self._found.best
+        best = best_technique(self._techniques)
         if best is None:
             return
         self._say("places in the arena", 0, 1)
-        step = self._step.within(self._found.budget)
+        step = self._step.within(self._budget)
         (request,) = (
             request
             for request in self._requests(step, best.policy)
             if name_of(request.timing) == best.scheduler
         )
         try:
-            placed = place_step(request, best.plan)
+            self._placed = place_step(request, best.plan)
         except PlanningError as e:
-            self._found = replace(self._found, unplaced=str(e))
-        else:
-            self._found = replace(self._found, placed=placed)
+            self._unplaced = str(e)
 
     def _try_budgets(self) -> None:
-        most = self._found.unbounded.peak_bytes
+        most = self._unbounded.peak_bytes
         shares = [int(share * most) for share in SHARES]
-        least = self._found.minimum or 0
+        least = self._minimum or 0
         budgets = sorted({*(b for b in shares if b > least), least}, reverse=True)
         pairs = [(budget, policy) for budget in budgets for policy in self._policies]
         for i, (budget, policy) in enumerate(pairs):
             self._say(f"{policy} within {budget / most:.0%}", i, len(pairs))
             request, *_ = self._requests(self._step.within(budget), policy)
-            curve = (*self._found.curve, try_technique(request))
-            self._found = replace(self._found, curve=curve)
+            self._curve.append(try_technique(request))
 
     def _least(self, step: StepRequest, policy: str) -> int:
         """The least budget of a policy with any of its schedulers."""
@@ -228,15 +244,12 @@ class _Study:
     def _find_min_budgets(self) -> None:
         for i, policy in enumerate(self._policies):
             self._say(f"least budget of {policy}", i, len(self._policies))
-            least = {policy: self._least(self._step, policy)}
-            self._found = replace(
-                self._found, min_budget={**self._found.min_budget, **least}
-            )
+            self._min_budget[policy] = self._least(self._step, policy)
 
     def _find_max_batches(self) -> None:
         @functools.cache
         def step(batch: int) -> StepRequest:
-            graph = self._found.spec.graph(batch)
+            graph = self._spec.graph(batch)
             return StepRequest(graph, self._costs.at_another_batch(graph))
 
         @functools.cache
@@ -248,14 +261,11 @@ class _Study:
             def say(batch: int, policy: str = policy, i: int = i) -> None:
                 self._say(f"{policy} at batch {batch}", i, len(self._policies))
 
-            largest = largest_batch_within(
+            self._max_batch[policy] = largest_batch_within(
                 functools.partial(least, policy=policy),
-                self._found.budget,
-                start=self._found.spec.batch,
+                self._budget,
+                start=self._spec.batch,
                 progress=say,
-            )
-            self._found = replace(
-                self._found, max_batch={**self._found.max_batch, policy: largest}
             )
 
 

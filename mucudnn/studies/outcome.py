@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.codecs.values import problem_to_dict
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction, PerfTable
+from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
 from mucudnn.notebook import drawn
 from mucudnn.passes.convolution.explain import left_out
 from mucudnn.runtime.tuning.tuner import Choice
@@ -20,7 +20,7 @@ _NOT_BEGUN = "interrupted"
 _NO_TIME = "time limit"
 _NO_MEMORY = "memory limit"
 _NOTHING_FITS = "nothing fits"
-_NO_BASELINE = "no undivided call fits"
+_NO_RIVAL = "no undivided call fits"
 _OTHER = "no plan"
 
 
@@ -30,11 +30,6 @@ class Limit:
 
     nbytes: int
     total: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        kind = "total" if self.total else "per_kernel"
-        return {"workspace_limit": self.nbytes, "kind": kind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +50,15 @@ class Outcome:
     def missing(self) -> str | None:
         """Why there is no speed-up, in two words or three; None where there is one."""
         if self.choice is not None:
-            return None if self.choice.speedup is not None else _NO_BASELINE
+            return None if self.choice.speedup is not None else _NO_RIVAL
         reason = self.reason or ""
         known = (_NO_TIME, _NO_MEMORY, _NOTHING_FITS)
         return next((words for words in known if words in reason), _OTHER)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; what does not exist is null."""
-        base = self.limit.to_json()
+        kind = "total" if self.limit.total else "per_kernel"
+        base = {"workspace_limit": self.limit.nbytes, "kind": kind}
         if self.choice is None:
             names = ("undivided_ms", "planned_ms", "predicted_ms", "speedup")
             empty = dict.fromkeys((*names, "workspace"))
@@ -110,18 +106,20 @@ class LayerResult:
     @property
     def failures(self) -> tuple[tuple[str, str], ...]:
         """(algorithm, reason) of those without any measurement."""
-        failed = {p.algo: p.error for p in self._unusable if p.error is not None}
-        return tuple(failed.items())
+        usable = {perf.algo for perf in self.table.usable}
+        return tuple(
+            {
+                perf.algo: perf.error
+                for perf in self.table.perfs
+                if perf.error is not None and perf.algo not in usable
+            }.items()
+        )
 
     @property
     def left_out(self) -> tuple[tuple[str, str], ...]:
         """The failures for people: many alike are one entry that counts them."""
-        return left_out(self._unusable)
-
-    @property
-    def _unusable(self) -> list[AlgoPerf]:
         usable = {perf.algo for perf in self.table.usable}
-        return [perf for perf in self.table.perfs if perf.algo not in usable]
+        return left_out(p for p in self.table.perfs if p.algo not in usable)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -132,10 +130,16 @@ class LayerResult:
             "problem": problem_to_dict(self.problem),
             "plans": [outcome.to_json() for outcome in self.outcomes],
             "pareto": [
-                {"workspace": p.workspace, "time_ms": p.time_ms, "parts": len(p.steps)}
-                for p in self.front
+                {
+                    "workspace": plan.workspace,
+                    "time_ms": plan.time_ms,
+                    "parts": len(plan.steps),
+                }
+                for plan in self.front
             ],
-            "excluded": [{"algo": algo, "reason": why} for algo, why in self.failures],
+            "excluded": [
+                {"algo": algo, "reason": reason} for algo, reason in self.failures
+            ],
         }
 
 
@@ -171,7 +175,8 @@ class LimitSummary:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            **self.limit.to_json(),
+            "workspace_limit": self.limit.nbytes,
+            "kind": "total" if self.limit.total else "per_kernel",
             "geomean_speedup": self.geomean,
             "max_speedup": self.best,
             "min_speedup": self.worst,
@@ -250,8 +255,11 @@ class Comparison:
         )
 
     def _missing(self, index: int) -> tuple[tuple[str, int], ...]:
-        reasons = (layer.outcomes[index].missing for layer in self.layers)
-        found = Counter(why for why in reasons if why is not None)
+        found = Counter(
+            why
+            for layer in self.layers
+            if (why := layer.outcomes[index].missing) is not None
+        )
         found[_NOT_BEGUN] += self.asked - len(self.layers)
         return tuple((why, n) for why, n in found.items() if n)
 
@@ -259,7 +267,9 @@ class Comparison:
         for layer in self.layers:
             outcome = layer.outcomes[index]
             choice, speedup = outcome.choice, outcome.speedup
-            if choice and choice.undivided_ms is not None and speedup is not None:
+            if choice is None or choice.undivided_ms is None:
+                continue
+            if speedup is not None:
                 undivided = choice.undivided_ms * layer.count
                 yield speedup, undivided, choice.planned_ms * layer.count
 
@@ -271,5 +281,12 @@ def _geomean(values: Sequence[float]) -> float | None:
 
 
 def _steps(plan: ConvPlan) -> list[dict[str, Any]]:
-    names = ("algo", "batch", "time_ms", "workspace")
-    return [{name: getattr(step, name) for name in names} for step in plan.steps]
+    return [
+        {
+            "algo": step.algo,
+            "batch": step.batch,
+            "time_ms": step.time_ms,
+            "workspace": step.workspace,
+        }
+        for step in plan.steps
+    ]
