@@ -94,7 +94,9 @@ class ReadyMaker:
         ours = _Backward(kernels, geometry.transposed, mask)
         return self._faster(ours, lambda: native(mask), (native, gy, x, w))
 
-    def _kernel(self, geometry: Geometry, role: Role, x: Any, w: Any) -> "_Kernel | None":
+    def _kernel(
+        self, geometry: Geometry, role: Role, x: Any, w: Any
+    ) -> "_Kernel | None":
         """A planned kernel of ours; None where the plan is PyTorch's own."""
         (plan,) = self._tuner.plan([geometry.problem(role, x, w)])
         if not plan.divided and plan.steps[0].algo == TORCH:
@@ -172,7 +174,7 @@ class _Forward:
 
 
 class _Backward:
-    """Up to three gradients: by our kernels, and the others by one call of PyTorch's."""
+    """Up to three gradients: by our kernels, the others by one call of PyTorch's."""
 
     def __init__(
         self, kernels: Sequence[_Kernel | None], transposed: bool, mask: Sequence[bool]

@@ -1,7 +1,7 @@
 """Unmodified PyTorch models whose convolutions plan themselves.
 
-    with mucudnn.torch.convolutions(workspace_limit="64MiB"):
-        loss_fn(model(x), y).backward()
+with mucudnn.torch.convolutions(workspace_limit="64MiB"):
+    loss_fn(model(x), y).backward()
 """
 
 import threading
@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ContextDecorator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
-from mucudnn.forks import Own
 from mucudnn.errors import MucudnnError
+from mucudnn.forks import Own
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.conv_backend import cpu_backend
 from mucudnn.torch.conv_calls import Ready, ReadyMaker
@@ -104,30 +105,44 @@ class Convolutions(ContextDecorator):
     ) -> Any:
         """See `aten::convolution`."""
         key = (
-            (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype),
+            x.shape,
+            x.stride(),
+            x.dtype,
+            w.shape,
+            w.stride(),
+            w.dtype,
             b is None or (b.shape, b.dtype),
-            (*stride, *padding, *dilation, transposed, *output_padding, groups),
+            *stride,
+            *padding,
+            *dilation,
+            transposed,
+            *output_padding,
+            groups,
         )
-        options = (stride, padding, dilation, transposed, output_padding, groups)
-
-        def native() -> Any:
-            return self._native_forward(keys, x, w, b, *options)
-
         ready = self._forward.get(key)
         if ready is None:
-            ready = self._made(
-                self._forward,
-                key,
-                lambda: self._maker.forward(native, x, w, b, options),
-            )
+            options = (stride, padding, dilation, transposed, output_padding, groups)
+            native = partial(self._native_forward, keys, x, w, b, *options)
+            make = partial(self._maker.forward, native, x, w, b, options)
+            ready = self._made(self._forward, key, make)
         ready.calls += 1
-        if ready.run is None:
-            return native()
-        try:
-            return ready.run(x, w, b)
-        except (MucudnnError, MemoryError) as e:
-            ready.give_up(e)
-            return native()
+        if ready.run is not None:
+            try:
+                return ready.run(x, w, b)
+            except (MucudnnError, MemoryError) as e:
+                ready.give_up(e)
+        return self._native_forward(
+            keys,
+            x,
+            w,
+            b,
+            stride,
+            padding,
+            dilation,
+            transposed,
+            output_padding,
+            groups,
+        )
 
     def backward(
         self,
@@ -146,32 +161,55 @@ class Convolutions(ContextDecorator):
     ) -> Any:
         """See `aten::convolution_backward`."""
         key = (
-            (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype),
-            (gy.shape, gy.stride(), gy.dtype, bias_sizes is None, *mask),
-            (*stride, *padding, *dilation, transposed, *output_padding, groups),
+            gy.shape,
+            gy.stride(),
+            gy.dtype,
+            x.shape,
+            x.stride(),
+            x.dtype,
+            w.shape,
+            w.stride(),
+            w.dtype,
+            bias_sizes is None,
+            *stride,
+            *padding,
+            *dilation,
+            transposed,
+            *output_padding,
+            groups,
+            *mask,
         )
-        options = (stride, padding, dilation, transposed, output_padding, groups)
-
-        def native(mask: list[bool]) -> Any:
-            return self._native_backward(keys, gy, x, w, bias_sizes, *options, mask)
-
         ready = self._backward.get(key)
+        if ready is not None and ready.run is None:  # the usual way, without detours
+            ready.calls += 1
+            return self._native_backward(
+                keys,
+                gy,
+                x,
+                w,
+                bias_sizes,
+                stride,
+                padding,
+                dilation,
+                transposed,
+                output_padding,
+                groups,
+                mask,
+            )
+        options = (stride, padding, dilation, transposed, output_padding, groups)
+        native = partial(self._native_backward, keys, gy, x, w, bias_sizes, *options)
         if ready is None:
+            given = (native, gy, x, w, bias_sizes, options, mask)
             ready = self._made(
-                self._backward,
-                key,
-                lambda: self._maker.backward(
-                    native, gy, x, w, bias_sizes, options, mask
-                ),
+                self._backward, key, partial(self._maker.backward, *given)
             )
         ready.calls += 1
-        if ready.run is None:
-            return native(mask)
-        try:
-            return ready.run(native, gy, x, w)
-        except (MucudnnError, MemoryError) as e:
-            ready.give_up(e)
-            return native(mask)
+        if ready.run is not None:
+            try:
+                return ready.run(native, gy, x, w)
+            except (MucudnnError, MemoryError) as e:
+                ready.give_up(e)
+        return native(mask)
 
     def _made(
         self, known: dict[Any, Ready], key: Any, make: Callable[[], Ready]

@@ -91,17 +91,17 @@ class Overrides:
 
     def _forward(self, keys: Any, *args: Any) -> Any:
         try:
-            convolver = self._serving[-1]
+            forward = self._serving[-1].forward
         except IndexError:  # another thread removed the last one meanwhile
             return self.native_forward(keys, *args)
-        return convolver.forward(keys, *args)
+        return forward(keys, *args)
 
     def _backward(self, keys: Any, *args: Any) -> Any:
         try:
-            convolver = self._serving[-1]
+            backward = self._serving[-1].backward
         except IndexError:
             return self.native_backward(keys, *args)
-        return convolver.backward(keys, *args)
+        return backward(keys, *args)
 
 
 @functools.cache

@@ -41,7 +41,8 @@ class Geometry:
 
     Attributes:
         stride: One a spatial axis, or one for all; so are the next two.
-        output_padding: What is added to one end of a transposed convolution's output.
+        output_padding: What is added to one end of a transposed convolution's output;
+            means nothing for others, but double backward hands it on.
         layout: How the operands of our kernels are stored; see `ConvProblem`.
     """
 
@@ -54,7 +55,9 @@ class Geometry:
     layout: str
 
     @classmethod
-    def of(cls, x: Any, w: Any, bias_sizes: Any, options: tuple[Any, ...]) -> "Geometry":
+    def of(
+        cls, x: Any, w: Any, bias_sizes: Any, options: tuple[Any, ...]
+    ) -> "Geometry":
         """From the arguments of a call, stored as PyTorch stores its result.
 
         Raises:
@@ -118,8 +121,6 @@ class Geometry:
         )
         if self.transposed and problem.y_shape != x.shape:
             raise ValueError("output_padding beyond the stride")
-        if not self.transposed and any(self.output_padding):
-            raise ValueError("output_padding without being transposed")
         return problem
 
     def result_shape(self, x: Any, w: Any) -> tuple[int, ...]:
