@@ -3,7 +3,9 @@
 import importlib
 import re
 import threading
+import time
 import warnings
+import weakref
 from contextlib import nullcontext
 
 import numpy as np
@@ -18,6 +20,8 @@ from mucudnn.runtime.tuning.timing import StoppingRule, Timing
 torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402  (where there is PyTorch)
+from torch.utils import flop_counter  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.torch import conv_calls  # noqa: E402
@@ -181,6 +185,68 @@ def test_vmap_and_gradients_a_sample(ours):
     assert ours.stats.forward.ours > before
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_what_looks_into_kernels_or_stands_around_them(native):
+    context = mt.convolutions(tuner=tuner(native=native))
+    x, w, b = operands(torch.float64)
+    expected = conv(x, w, b)
+    images = torch.randn(3, *x.shape, dtype=x.dtype)
+    with context:
+        with flop_counter.FlopCounterMode(display=False) as counted:
+            conv(x, w, b).sum().backward()
+        with torch.inference_mode():
+            torch.testing.assert_close(conv(x, w, b), expected)
+        again = checkpoint(lambda x: conv(x, w, b), x, use_reentrant=False)
+        torch.testing.assert_close(
+            torch.vmap(lambda i: conv(i, w, b))(images)[0], conv(images[0], w, b)
+        )
+        torch.autograd.backward(again.sum())
+        with torch.device("meta"):
+            y = conv(x, w, b)
+            torch.autograd.grad(y, w, torch.ones_like(y, device="cpu"))
+        image, *rest = (t.detach() for t in (x, w, b))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced = torch.jit.trace(lambda image: conv(image, *rest), (image,))
+    assert counted.get_total_flops() > 0
+    assert "_convolution" in str(traced.graph)
+    torch.testing.assert_close(traced(2 * image), conv(2 * image, *rest))
+
+
+def test_other_threads_run_during_a_native_kernel():
+    """As they do in PyTorch: the interpreter's lock is not held."""
+    context = mt.convolutions(tuner=tuner(native=True, planner=only_torch))
+    x = torch.randn(16, 64, 64, 64, requires_grad=True)
+    w = torch.randn(64, 64, 3, 3, requires_grad=True)
+    ticks, over = [], threading.Event()
+
+    def tick():
+        while not over.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    with context:
+        functional.conv2d(x, w).sum().backward()  # measured and planned
+        other = threading.Thread(target=tick)
+        other.start()
+        start = time.perf_counter()
+        functional.conv2d(x, w).sum().backward()
+        stop = time.perf_counter()
+        over.set()
+        other.join()
+    within = [t for t in ticks if start < t < stop]
+    assert len(within) > (stop - start) / 0.020
+
+
+def test_nothing_is_kept_of_the_operands(ours):
+    x, w, b = operands()
+    with ours:
+        y = conv(x, w, b)
+        y.sum().backward()
+    kept = [weakref.ref(t) for t in (x, w, b, y)]
+    del x, w, b, y
+    assert [ref() for ref in kept] == [None] * 4
+
+
 def test_autocast_is_left_to_pytorch():
     x, w, b = operands(torch.float32)
     context = mt.convolutions(tuner=tuner())
@@ -329,15 +395,23 @@ def without_torch(tables, limit):
     ]
 
 
+def only_torch(tables, limit):
+    return [
+        ConvPlan(
+            t.problem,
+            tuple(
+                p for p in t.usable if p.algo == TORCH and p.batch == t.problem.batch
+            ),
+        )
+        for t in tables
+    ]
+
+
 def only_filters(tables, limit):
     """Filter gradients by ours, the rest by PyTorch."""
-    theirs = [
-        [p for p in table.usable if p.algo == TORCH and p.batch == table.problem.batch]
-        for table in tables
-    ]
     if tables[0].problem.direction is Direction.BACKWARD_FILTER:
         return without_torch(tables, limit)
-    return [ConvPlan(t.problem, tuple(p)) for t, p in zip(tables, theirs, strict=True)]
+    return only_torch(tables, limit)
 
 
 @pytest.mark.parametrize("function", [conv, conv_transpose])

@@ -139,21 +139,20 @@ _Compute = Callable[[Any, Any, Any], Any]
 
 
 def _forward(problem: ConvProblem) -> _Compute:
-    native, options = overrides("CPU"), _options(problem)
-    keys, run = native.keys, native.native_forward
-    return lambda x, w, y: run(keys, x, w, None, *options)
+    run, options = overrides("CPU").native_forward, _options(problem)
+    return lambda x, w, y: run(x, w, None, *options)
 
 
 def _backward_data(problem: ConvProblem) -> _Compute:
-    native, options = overrides("CPU"), _options(problem)
-    keys, run, mask = native.keys, native.native_backward, [True, False, False]
-    return lambda dy, w, dx: run(keys, dy, dx, w, None, *options, mask)[0]
+    run, options = overrides("CPU").native_backward, _options(problem)
+    mask = [True, False, False]
+    return lambda dy, w, dx: run(dy, dx, w, None, *options, mask)[0]
 
 
 def _backward_filter(problem: ConvProblem) -> _Compute:
-    native, options = overrides("CPU"), _options(problem)
-    keys, run, mask = native.keys, native.native_backward, [False, True, False]
-    return lambda x, dy, dw: run(keys, dy, x, dw, None, *options, mask)[1]
+    run, options = overrides("CPU").native_backward, _options(problem)
+    mask = [False, True, False]
+    return lambda x, dy, dw: run(dy, x, dw, None, *options, mask)[1]
 
 
 _COMPUTE: dict[Direction, Callable[[ConvProblem], _Compute]] = {

@@ -153,7 +153,9 @@ class _Kernel:
         form = self._format
         a = a.detach().contiguous(memory_format=form)
         b = b.detach().contiguous(memory_format=form)
-        out = torch.empty(self._shape, dtype=a.dtype, memory_format=form)
+        out = torch.empty(  # on the CPU, whatever `torch.set_default_device` says
+            self._shape, dtype=a.dtype, device=a.device, memory_format=form
+        )
         workspace = self._arena.get(self._workspace)
         self._run(a.numpy(), b.numpy(), out.numpy(), workspace, False)
         return out

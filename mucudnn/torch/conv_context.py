@@ -92,7 +92,6 @@ class Convolutions(ContextDecorator):
 
     def forward(
         self,
-        keys: Any,
         x: Any,
         w: Any,
         b: Any,
@@ -122,7 +121,7 @@ class Convolutions(ContextDecorator):
         ready = self._forward.get(key)
         if ready is None:
             options = (stride, padding, dilation, transposed, output_padding, groups)
-            native = partial(self._native_forward, keys, x, w, b, *options)
+            native = partial(self._native_forward, x, w, b, *options)
             make = partial(self._maker.forward, native, x, w, b, options)
             ready = self._made(self._forward, key, make)
         ready.calls += 1
@@ -132,7 +131,6 @@ class Convolutions(ContextDecorator):
             except (MucudnnError, MemoryError) as e:
                 ready.give_up(e)
         return self._native_forward(
-            keys,
             x,
             w,
             b,
@@ -146,7 +144,6 @@ class Convolutions(ContextDecorator):
 
     def backward(
         self,
-        keys: Any,
         gy: Any,
         x: Any,
         w: Any,
@@ -183,7 +180,6 @@ class Convolutions(ContextDecorator):
         if ready is not None and ready.run is None:  # the usual way, without detours
             ready.calls += 1
             return self._native_backward(
-                keys,
                 gy,
                 x,
                 w,
@@ -197,7 +193,7 @@ class Convolutions(ContextDecorator):
                 mask,
             )
         options = (stride, padding, dilation, transposed, output_padding, groups)
-        native = partial(self._native_backward, keys, gy, x, w, bias_sizes, *options)
+        native = partial(self._native_backward, gy, x, w, bias_sizes, *options)
         if ready is None:
             given = (native, gy, x, w, bias_sizes, options, mask)
             ready = self._made(

@@ -9,27 +9,28 @@ it serves all threads, those in which autograd runs backward among them.
 import functools
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from mucudnn.errors import BackendUnavailableError
 from mucudnn.forks import Own
 
 __all__ = ["Convolver", "Overrides", "overrides"]
 
+_NOBODYS_KEY = torch._C.DispatchKey.PrivateUse3
+"""Of a backend that does not exist: its entries are the kernels that all share."""
+
 
 class Convolver(Protocol):
-    """What may stand in for both kernels.
+    """What may stand in for both kernels; the arguments are those of their schemas."""
 
-    The first argument is the dispatcher's key set, which the native kernels take; the
-    others are those of the operators' schemas.
-    """
-
-    def forward(self, keys: Any, *args: Any) -> Any:
+    def forward(self, *args: Any) -> Any:
         """See `aten::convolution`."""
         ...
 
-    def backward(self, keys: Any, *args: Any) -> Any:
+    def backward(self, *args: Any) -> Any:
         """See `aten::convolution_backward`."""
         ...
 
@@ -37,27 +38,26 @@ class Convolver(Protocol):
 class Overrides:
     """Who serves the convolutions of one dispatch key: the one that came last.
 
-    While nobody does, PyTorch's table is as it was found.
+    While nobody does, PyTorch's table is as it was found. Its own kernels are the same
+    for all backends, so they are called by a backend's key that nobody overrides: it
+    costs 2 µs, and other threads run meanwhile, which they cannot in a kernel that
+    `torch.library.get_kernel` hands out.
 
     Attributes:
-        native_forward: (key set, arguments) -> what PyTorch's own kernel returns.
-        native_backward: Likewise.
+        native_forward: PyTorch's own `aten::convolution`.
+        native_backward: And `aten::convolution_backward`.
+
+    Raises:
+        BackendUnavailableError: Another library has kernels of its own in the table.
     """
 
     def __init__(self, key: str) -> None:
         self._key = key
-        forward = torch.library.get_kernel("aten::convolution", key)
-        backward = torch.library.get_kernel("aten::convolution_backward", key)
-        self.native_forward = forward.call_boxed
-        self.native_backward = backward.call_boxed
+        self.native_forward = _shared_kernel("convolution", key)
+        self.native_backward = _shared_kernel("convolution_backward", key)
         self._serving: list[Convolver] = []
         self._library: Any = None
         self._lock = Own(threading.RLock)
-
-    @property
-    def keys(self) -> Any:
-        """The key set to call the native kernels with outside a dispatch."""
-        return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, self._key))
 
     def add(self, convolver: Convolver) -> None:
         """Have it serve, before those that do already; it may be added repeatedly."""
@@ -84,24 +84,43 @@ class Overrides:
                 ("convolution", self._forward),
                 ("convolution_backward", self._backward),
             ):
-                library.impl(
-                    name, function, self._key, with_keyset=True, allow_override=True
-                )
+                library.impl(name, function, self._key, allow_override=True)
         return library
 
-    def _forward(self, keys: Any, *args: Any) -> Any:
-        try:
-            forward = self._serving[-1].forward
-        except IndexError:  # another thread removed the last one meanwhile
-            return self.native_forward(keys, *args)
-        return forward(keys, *args)
+    def _forward(self, *args: Any) -> Any:
+        convolver = self._server()
+        if convolver is None:
+            return self.native_forward(*args)
+        return convolver.forward(*args)
 
-    def _backward(self, keys: Any, *args: Any) -> Any:
+    def _backward(self, *args: Any) -> Any:
+        convolver = self._server()
+        if convolver is None:
+            return self.native_backward(*args)
+        return convolver.backward(*args)
+
+    def _server(self) -> Convolver | None:
+        """The last one; None where another thread removed it meanwhile.
+
+        `torch.jit.trace` looks into kernels: it has to see PyTorch's own.
+        """
+        if torch._C._get_tracing_state() is not None:
+            return None
         try:
-            backward = self._serving[-1].backward
+            return self._serving[-1]
         except IndexError:
-            return self.native_backward(keys, *args)
-        return backward(keys, *args)
+            return None
+
+
+def _shared_kernel(name: str, key: str) -> Callable[..., Any]:
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+        raise BackendUnavailableError(
+            f"another library has put its own kernel for aten::{name} on {key} in "
+            "place of PyTorch's; ours cannot stand in for both"
+        )
+    operator = getattr(torch.ops.aten, name).default
+    keys = torch._C.DispatchKeySet(_NOBODYS_KEY)
+    return functools.partial(operator._handle.redispatch_boxed, keys)
 
 
 @functools.cache

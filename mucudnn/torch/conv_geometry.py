@@ -72,17 +72,21 @@ class Geometry:
             raise ValueError("no elements")
         stride, padding, dilation, transposed, output_padding, groups = options
         axes = x.dim() - 2
-        per_axis = [
-            tuple(v) * axes if len(v) == 1 else tuple(v)
-            for v in (stride, padding, dilation, output_padding)
-        ]
-        if any(len(v) != axes for v in per_axis):
+        lists = (stride, padding, dilation, output_padding)
+        full = [(*v,) * axes if len(v) == 1 else (*v,) for v in lists]
+        if any(len(v) != axes for v in full):
             raise ValueError("options of another number of axes")
         chosen = torch._C._select_conv_backend(x, w, None, *options, bias_sizes)
         form = torch._C._conv_determine_backend_memory_format(x, w, chosen)
         plain = form == torch.contiguous_format or axes == 1
         return cls(
-            *per_axis[:3], transposed, per_axis[3], groups, "NCHW" if plain else "NHWC"
+            stride=full[0],
+            padding=full[1],
+            dilation=full[2],
+            transposed=transposed,
+            output_padding=full[3],
+            groups=groups,
+            layout="NCHW" if plain else "NHWC",
         )
 
     def output_shape(self, x: Any, w: Any) -> tuple[int, ...]:
