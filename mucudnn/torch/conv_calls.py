@@ -65,8 +65,8 @@ class ReadyMaker:
         try:
             geometry = Geometry.of(x, w, sizes, options)
             shape = geometry.result_shape(x, w)
-            if b is not None and (b.shape != shape[1:2] or b.dtype != x.dtype):
-                raise ValueError("bias of another shape or type")  # noqa: TRY301
+            if b is not None:
+                _check("bias", b, shape[1:2], x.dtype)
             kernel = self._kernel(geometry, Role.OUTPUT, x, w)
         except (MucudnnError, ValueError, RuntimeError) as e:
             return Ready(None, _reason(e))
@@ -81,8 +81,7 @@ class ReadyMaker:
         roles = (Role.INPUT_GRADIENT, Role.FILTER_GRADIENT)
         try:
             geometry = Geometry.of(x, w, sizes, options)
-            if gy.shape != geometry.result_shape(x, w) or gy.dtype != x.dtype:
-                raise ValueError("gradient of another shape or type")  # noqa: TRY301
+            _check("gradient", gy, geometry.result_shape(x, w), x.dtype)
             kernels = [
                 self._kernel(geometry, role, x, w) if wanted else None
                 for role, wanted in zip(roles, mask, strict=False)
@@ -119,6 +118,11 @@ class ReadyMaker:
         noise_ms = max(first.noise_ms, second.noise_ms)
         won = first.time_ms < second.time_ms - noise_ms
         return Ready(ours if won else None)
+
+
+def _check(name: str, tensor: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(f"{name} of another shape or data type")
 
 
 def _reason(error: Exception) -> str:

@@ -19,7 +19,7 @@ from mucudnn.torch.conv_backend import cpu_backend
 from mucudnn.torch.conv_calls import Ready, ReadyMaker
 from mucudnn.torch.conv_dispatch import overrides
 
-__all__ = ["CallCounts", "Convolutions", "convolutions"]
+__all__ = ["CallCounts", "Convolutions", "Statistics", "convolutions"]
 
 
 @dataclass(frozen=True, slots=True)
