@@ -1,22 +1,11 @@
 """PyTorch's convolutions by our plans, judged by PyTorch's own samples and checks."""
 
 import importlib
-import re
-import statistics
-import threading
-import time
 import warnings
-import weakref
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
-
-import mucudnn
-from mucudnn import Tuner
-from mucudnn.errors import BackendError, PlanningError
-from mucudnn.ir.conv import ConvPlan, Direction
-from mucudnn.runtime.tuning.timing import StoppingRule, Timing
 
 torch = pytest.importorskip("torch")
 
@@ -25,8 +14,13 @@ from torch.utils import flop_counter  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
-from mucudnn.torch import conv_calls  # noqa: E402
-from mucudnn.torch.conv_backend import TORCH  # noqa: E402
+from tests.torch_calls import (  # noqa: E402
+    conv,
+    conv_transpose,
+    operands,
+    trained,
+    tuner,
+)
 
 pytestmark = [
     pytest.mark.torch,
@@ -39,14 +33,6 @@ OPERATORS = [
     for kind in ("", "_transpose")
     for rank in (1, 2, 3)
 ]
-ONCE = StoppingRule(min_samples=1, max_samples=1, hopeless=0.0)
-
-
-def tuner(*, native=False, **options):
-    """Ours alone, unless `native`, timed as briefly as can be."""
-    options = {"batch_policy": "undivided", "validate": False, **options}
-    backend = mt.cpu_backend(native=native)
-    return Tuner(backend=backend, cache=None, rule=ONCE, **options)
 
 
 @pytest.fixture(scope="module")
@@ -134,23 +120,6 @@ def test_error_inputs_raise_what_pytorch_says(name, operators, ours):
             op(sample.input, *sample.args, **sample.kwargs)
 
 
-def operands(dtype=torch.float64, *, requires_grad=True):
-    x = torch.randn(2, 4, 6, 6, dtype=dtype, requires_grad=requires_grad)
-    w = torch.randn(6, 2, 3, 3, dtype=dtype, requires_grad=requires_grad)
-    b = torch.randn(6, dtype=dtype, requires_grad=requires_grad)
-    return x, w, b
-
-
-def conv(x, w, b):
-    return functional.conv2d(x, w, b, stride=2, padding=1, groups=2)
-
-
-def conv_transpose(x, w, b):
-    return functional.conv_transpose2d(
-        x, w, b, stride=2, padding=1, output_padding=1, dilation=2, groups=2
-    )
-
-
 @pytest.mark.parametrize("function", [conv, conv_transpose])
 def test_derivatives(function, ours):
     x = torch.randn(2, 4, 4, 3, dtype=torch.float64, requires_grad=True)
@@ -214,42 +183,6 @@ def test_what_looks_into_kernels_or_stands_around_them(native):
     torch.testing.assert_close(traced(2 * image), conv(2 * image, *rest))
 
 
-def test_other_threads_run_during_a_native_kernel():
-    """As they do in PyTorch: the interpreter's lock is not held."""
-    context = mt.convolutions(tuner=tuner(native=True, planner=only_torch))
-    x = torch.randn(2, 32, 48, 48, requires_grad=True)
-    w = torch.randn(32, 32, 3, 3, requires_grad=True)
-    ticks, over = [], threading.Event()
-
-    def tick():
-        while not over.wait(0.001):
-            ticks.append(time.perf_counter())
-
-    with context:
-        functional.conv2d(x, w).sum().backward()  # measured and planned
-        other = threading.Thread(target=tick)
-        other.start()
-        start = time.perf_counter()
-        while time.perf_counter() < start + 0.5:
-            functional.conv2d(x, w).sum().backward()
-        stop = time.perf_counter()
-        over.set()
-        other.join()
-    assert ticks
-    times = [start, *(t for t in ticks if start < t < stop), stop]
-    assert statistics.median(np.diff(times)) < 0.005  # as the interpreter's interval
-
-
-def test_nothing_is_kept_of_the_operands(ours):
-    x, w, b = operands()
-    with ours:
-        y = conv(x, w, b)
-        y.sum().backward()
-    kept = [weakref.ref(t) for t in (x, w, b, y)]
-    del x, w, b, y
-    assert [ref() for ref in kept] == [None] * 4
-
-
 def test_autocast_is_left_to_pytorch():
     x, w, b = operands(torch.float32)
     context = mt.convolutions(tuner=tuner())
@@ -287,48 +220,6 @@ def test_channels_last_is_used_where_it_lies(rank):
     assert {progress.problem.layout for progress in asked} == {"NHWC"}
 
 
-class Residual(torch.nn.Module):
-    """A small network with every usual convolution in it."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = torch.nn.Conv2d(3, 8, 3, padding="same", bias=False)
-        self.norm = torch.nn.BatchNorm2d(8)
-        self.down = torch.nn.Conv2d(8, 16, 3, stride=2, padding=1)
-        self.depthwise = torch.nn.Conv2d(16, 16, 3, padding=1, groups=16)
-        self.shortcut = torch.nn.Conv2d(8, 16, 1, stride=2)
-        self.up = torch.nn.ConvTranspose2d(16, 4, 3, stride=2, padding=1)
-        self.head = torch.nn.Linear(4, 5)
-
-    def forward(self, x):
-        x = functional.relu(self.norm(self.stem(x)))
-        inner = self.depthwise(functional.relu(self.down(x)))
-        x = functional.relu(inner + self.shortcut(x))
-        return self.head(self.up(x).mean((2, 3)))
-
-
-def losses(model, steps=3):
-    rng = np.random.default_rng(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found = []
-    for _ in range(steps):
-        x = torch.from_numpy(rng.standard_normal((4, 3, 12, 12)))
-        loss = functional.cross_entropy(model(x), torch.arange(4))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
-def trained(context, wrap=lambda model: model):
-    torch.manual_seed(5)
-    model = Residual().double()
-    with context:
-        found = losses(wrap(model))
-    return found, model.state_dict()
-
-
 def test_training_within_equals_training_without(ours):
     expected, weights = trained(nullcontext())
     found, own = trained(ours)
@@ -348,226 +239,6 @@ def test_a_compiled_model_is_served(ours):
     assert ours.stats.backward.ours > before.backward.ours
 
 
-def test_pytorchs_own_kernel_competes():
-    timed = []
-    context = mt.convolutions(tuner=tuner(native=True, progress=timed.append))
-    found, _ = trained(context)
-    expected, _ = trained(nullcontext())
-    assert found == pytest.approx(expected, rel=1e-10)
-    for stats in (context.stats.forward, context.stats.backward):
-        assert stats.calls == 3 * 5
-        assert stats.ours + stats.native == stats.calls
-        assert stats.fell_back == {}
-    problems = {progress.problem for progress in timed}
-    raced = {progress.problem for progress in timed if progress.algo == TORCH}
-    assert raced == problems
-
-
-@pytest.mark.parametrize("winner", ["ours", "native"])
-def test_a_plan_of_ours_has_to_win_as_a_whole(winner, monkeypatch):
-    times = {"ours": 1.0, "native": 2.0} if winner == "ours" else {}
-
-    def measured(runs, device, rule):
-        assert all(run() is not None for run in runs)
-        return [Timing(times.get(name, 1.0), 0.0, 1) for name in ("ours", "native")]
-
-    monkeypatch.setattr(conv_calls, "measure_together", measured)
-    context = mt.convolutions(tuner=tuner(native=True, planner=without_torch))
-    x, w, b = operands()
-    expected = torch.autograd.grad(conv(x, w, b).sum(), (x, w, b))
-    with context:
-        found = torch.autograd.grad(conv(x, w, b).sum(), (x, w, b))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-    for stats in (context.stats.forward, context.stats.backward):
-        assert (stats.calls, getattr(stats, winner)) == (1, 1)
-
-
-def without_torch(tables, limit):
-    return [
-        ConvPlan(
-            table.problem,
-            (
-                min(
-                    (p for p in table.usable if p.algo != TORCH),
-                    key=lambda p: p.time_ms,
-                ),
-            ),
-        )
-        for table in tables
-    ]
-
-
-def only_torch(tables, limit):
-    return [
-        ConvPlan(
-            t.problem,
-            tuple(
-                p for p in t.usable if p.algo == TORCH and p.batch == t.problem.batch
-            ),
-        )
-        for t in tables
-    ]
-
-
-def only_filters(tables, limit):
-    """Filter gradients by ours, the rest by PyTorch."""
-    if tables[0].problem.direction is Direction.BACKWARD_FILTER:
-        return without_torch(tables, limit)
-    return only_torch(tables, limit)
-
-
-@pytest.mark.parametrize("function", [conv, conv_transpose])
-def test_one_gradient_by_ours_and_the_others_by_pytorch(function, monkeypatch):
-    slow = [Timing(1.0, 0.0, 1), Timing(2.0, 0.0, 1)]
-    monkeypatch.setattr(conv_calls, "measure_together", lambda *args: slow)
-    context = mt.convolutions(tuner=tuner(native=True, planner=only_filters))
-    x, w, b = (t.detach()[:4].clone().requires_grad_() for t in operands())
-    expected = torch.autograd.grad(function(x, w, b).sum(), (x, w, b))
-    with context:
-        found = torch.autograd.grad(function(x, w, b).sum(), (x, w, b))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-    assert (context.stats.forward.native, context.stats.backward.ours) == (1, 1)
-
-
-def test_the_native_algorithm_computes_what_ours_do():
-    x = np.random.default_rng(0).standard_normal((4, 6, 9, 8))
-    w = np.random.default_rng(1).standard_normal((8, 3, 3, 2))
-    only = {"stride": (2, 1), "padding": 1, "dilation": (1, 2), "groups": 2}
-    reference = Tuner(batch_policy="undivided", validate=False, cache=None, rule=ONCE)
-
-    def halves(tables, limit):
-        rows = [
-            next(p for p in t.usable if p.algo == TORCH and p.batch == 2)
-            for t in tables
-        ]
-        return [ConvPlan(t.problem, (p, p)) for t, p in zip(tables, rows, strict=True)]
-
-    native = tuner(native=True, planner=halves, batch_policy="powers_of_two")
-    for layout in ("NCHW", "NHWC"):
-        last = layout == "NHWC"
-        a = np.ascontiguousarray(np.moveaxis(x, 1, -1)) if last else x
-        b = np.ascontiguousarray(np.moveaxis(w, 1, -1)) if last else w
-        made = []
-        for one in (reference, native):
-            options = {**only, "layout": layout, "tuner": one}
-            y = mucudnn.conv2d(a, b, **options)
-            dw = np.ones_like(b)
-            mucudnn.conv_backward_filter(
-                a, y, b.shape, out=dw, accumulate=True, **options
-            )
-            made.append((y, mucudnn.conv_backward_data(y, b, a.shape, **options), dw))
-        for one, other in zip(*made, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
-
-
-def test_fingerprints_name_pytorch_only_where_it_runs():
-    plain = mucudnn.get_backend("cpu").device.fingerprint
-    assert f"torch-{torch.__version__}" in mt.cpu_backend().device.fingerprint
-    assert mt.cpu_backend(native=False).device.fingerprint == plain
-
-
-def test_nesting_and_leaving_in_any_order():
-    x, w, b = operands(requires_grad=False)
-    outer, inner = (mt.convolutions(tuner=tuner()) for _ in range(2))
-
-    def counts():
-        return outer.stats.forward.calls, inner.stats.forward.calls
-
-    outer.__enter__()
-    conv(x, w, b)
-    assert counts() == (1, 0)
-    inner.__enter__()
-    inner.__enter__()
-    conv(x, w, b)
-    assert counts() == (1, 1)
-    outer.__exit__(None, None, None)
-    conv(x, w, b)
-    inner.__exit__(None, None, None)
-    conv(x, w, b)
-    assert counts() == (1, 3)
-    inner.__exit__(None, None, None)
-    conv(x, w, b)
-    assert counts() == (1, 3)
-
-
-def test_an_exception_restores_pytorchs_kernels(ours):
-    x, w, b = operands(requires_grad=False)
-    native = conv(x, w, b)
-
-    @ours
-    def broken():
-        conv(x, w, b)
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        broken()
-    calls = ours.stats.forward.calls
-    assert torch.equal(conv(x, w, b), native)
-    assert ours.stats.forward.calls == calls
-
-
-def test_a_kernel_that_fails_is_pytorchs_from_then_on(monkeypatch):
-    x, w, b = operands()
-    context = mt.convolutions(tuner=tuner())
-    expected = conv(x, w, b)
-    with context:
-        conv(x, w, b)
-        (ready,) = context._forward.values()
-
-        def broken(*args):
-            raise BackendError("no such luck")
-
-        monkeypatch.setattr(ready.run._kernel, "_run", broken)
-        for _ in range(2):
-            assert torch.equal(conv(x, w, b), expected)
-    stats = context.stats.forward
-    assert (stats.calls, stats.ours) == (3, 1)
-    assert stats.fell_back == {"BackendError: no such luck": 2}
-
-
-def test_a_limit_too_small_for_ours_falls_back():
-    x, w, b = operands()
-
-    def nothing_fits(tables, limit):
-        raise PlanningError("nothing fits")
-
-    context = mt.convolutions(tuner=tuner(planner=nothing_fits))
-    expected = conv(x, w, b)
-    with context:
-        assert torch.equal(conv(x, w, b), expected)
-    assert context.stats.forward.fell_back == {"nothing fits": 1}
-
-
-def test_threads_share_a_context():
-    context = mt.convolutions(tuner=tuner())
-    x, w, b = operands(requires_grad=False)
-    expected = conv(x, w, b)
-    expected_grads = torch.func.grad(lambda w: conv(x, w, b).sum())(w)
-    failures = []
-
-    def work():
-        own = w.clone().requires_grad_()
-        try:
-            for _ in range(5):
-                y = conv(x, own, b)
-                (grad,) = torch.autograd.grad(y.sum(), own)
-                torch.testing.assert_close(y, expected)
-                torch.testing.assert_close(grad, expected_grads)
-        except Exception as e:
-            failures.append(e)
-
-    with context:
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not failures
-    assert context.stats.forward.ours == context.stats.backward.ours == 20
-
-
 def test_frozen_parts_have_no_gradient_computed(ours):
     x, w, b = operands()
     for leaves in ((x,), (w,), (b,), (x, b)):
@@ -579,14 +250,3 @@ def test_frozen_parts_have_no_gradient_computed(ours):
             found = torch.autograd.grad(conv(*frozen).sum(), leaves)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
-
-
-def test_mistakes_are_said():
-    with pytest.raises(ValueError, match="sixty"):
-        mt.convolutions("sixty")
-    with pytest.raises(ValueError, match=re.escape("cpu_backend()")):
-        mt.convolutions(tuner=Tuner(cache=None))
-    with pytest.raises(ValueError, match="to the tuner"):
-        mt.convolutions("1MiB", tuner=tuner())
-    assert mt.convolutions().tuner.workspace_limit == 64 << 20
-    assert mt.convolutions("8MiB").tuner.workspace_limit == 8 << 20

@@ -34,6 +34,8 @@ _NOTES = ("workspace_not_counted",)
 def cpu_backend(*, native: bool = True) -> Backend:
     """The CPU backend, for tuners that `convolutions` takes and for NumPy's arrays.
 
+    Measurements are for as many threads as PyTorch has now (`torch.set_num_threads`).
+
     Args:
         native: Whether PyTorch's own kernel is one of the algorithms.
     """
