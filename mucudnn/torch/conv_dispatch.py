@@ -22,6 +22,9 @@ __all__ = ["Convolver", "Overrides", "overrides"]
 _NOBODYS_KEY = torch._C.DispatchKey.PrivateUse3
 """Of a backend that does not exist: its entries are the kernels that all share."""
 
+_traced = torch._C._get_tracing_state
+"""What `torch.jit.trace` records into, if it does: it has to see PyTorch's kernels."""
+
 
 class Convolver(Protocol):
     """What may stand in for both kernels; the arguments are those of their schemas."""
@@ -56,6 +59,7 @@ class Overrides:
         self.native_forward = _shared_kernel("convolution", key)
         self.native_backward = _shared_kernel("convolution_backward", key)
         self._serving: list[Convolver] = []
+        self._top: Convolver | None = None  # read by all threads, without the lock
         self._library: Any = None
         self._lock = Own(threading.RLock)
 
@@ -65,12 +69,14 @@ class Overrides:
             if self._library is None:
                 self._library = self._installed()
             self._serving.append(convolver)
+            self._top = convolver
 
     def remove(self, convolver: Convolver) -> bool:
         """Undo one `add`, in any order; whether it still serves by another."""
         with self._lock.mine:
             last = max(i for i, c in enumerate(self._serving) if c is convolver)
             del self._serving[last]
+            self._top = self._serving[-1] if self._serving else None
             if not self._serving:
                 self._library._destroy()
                 self._library = None
@@ -88,28 +94,16 @@ class Overrides:
         return library
 
     def _forward(self, *args: Any) -> Any:
-        convolver = self._server()
-        if convolver is None:
+        top = self._top
+        if top is None or _traced() is not None:
             return self.native_forward(*args)
-        return convolver.forward(*args)
+        return top.forward(*args)
 
     def _backward(self, *args: Any) -> Any:
-        convolver = self._server()
-        if convolver is None:
+        top = self._top
+        if top is None or _traced() is not None:
             return self.native_backward(*args)
-        return convolver.backward(*args)
-
-    def _server(self) -> Convolver | None:
-        """The last one; None where another thread removed it meanwhile.
-
-        `torch.jit.trace` looks into kernels: it has to see PyTorch's own.
-        """
-        if torch._C._get_tracing_state() is not None:
-            return None
-        try:
-            return self._serving[-1]
-        except IndexError:
-            return None
+        return top.backward(*args)
 
 
 def _shared_kernel(name: str, key: str) -> Callable[..., Any]:
