@@ -1,4 +1,4 @@
-"""PyTorch models trained within a budget of bytes.
+"""PyTorch models trained within a budget of bytes, and their convolutions planned.
 
     import mucudnn.torch as mt
 
@@ -7,6 +7,9 @@
     print(step.plan)
 
     model = torch.compile(model, backend=mt.backend(budget="8GiB"))
+
+    with mt.convolutions(workspace_limit="64MiB"):  # unmodified models, our convolutions
+        loss = loss_fn(model(x), y)
 
 PyTorch's graphs come in, our schedules go out; the planner decides as it always does.
 A name is imported when it is first used.
@@ -20,12 +23,16 @@ if TYPE_CHECKING:
         CompileBackend as CompileBackend,
         backend as backend,
     )
+    from mucudnn.torch.conv_backend import cpu_backend as cpu_backend
+    from mucudnn.torch.conv_context import convolutions as convolutions
     from mucudnn.torch.memory_study import MemoryStudy as MemoryStudy, memory as memory
     from mucudnn.torch.step import TrainStep as TrainStep, train_step as train_step
     from mucudnn.torch.step_plan import TorchPlan as TorchPlan
 
 _HOMES = {
     "compiled": ("CompileBackend", "backend"),
+    "conv_backend": ("cpu_backend",),
+    "conv_context": ("convolutions",),
     "memory_study": ("MemoryStudy", "memory"),
     "step": ("TrainStep", "train_step"),
     "step_plan": ("TorchPlan",),
@@ -40,6 +47,8 @@ __all__ = [
     "TorchPlan",
     "TrainStep",
     "backend",
+    "convolutions",
+    "cpu_backend",
     "memory",
     "train_step",
 ]

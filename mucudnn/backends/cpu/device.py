@@ -4,7 +4,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,22 @@ ALIGNMENT = 64
 
 
 class CpuDevice:
-    """Host memory and the performance counter."""
+    """Host memory and the performance counter.
+
+    Args:
+        libraries: Others whose kernels run besides, as the fingerprint names them.
+    """
+
+    def __init__(self, libraries: Sequence[str] = ()) -> None:
+        self._libraries = tuple(libraries)
 
     @cached_property
     def fingerprint(self) -> str:
         """Processor, threads, and the libraries whose kernels run: ours among them."""
         ours = f"mucudnn-{installed_version()}"
         numpy = f"numpy-{np.__version__}"
-        return "/".join(["cpu", _processor(), ours, numpy, *_blas()[:1]])
+        parts = ["cpu", _processor(), ours, numpy, *_blas()[:1], *self._libraries]
+        return "/".join(parts)
 
     def description(self) -> Mapping[str, str]:
         """Processor, cores that this process may use, and libraries."""

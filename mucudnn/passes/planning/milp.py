@@ -15,6 +15,7 @@ on the phases, and to leave and return in no time; a scheduler has the last word
 
 import itertools
 import logging
+import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -126,7 +127,7 @@ class _Program:
         self._model += self._objective
         for name, candidate in self._candidates.items():
             self._model += self._offload[name] + self._again[name] <= 1
-            if not candidate.saved.producer.recomputable:
+            if math.isinf(candidate.again_ms):
                 self._model += self._again[name] == 0
             if name in request.graph.immovable:
                 self._model += self._offload[name] == 0
@@ -176,7 +177,8 @@ class _Program:
             for plan, variable in zip(front, chosen, strict=True):
                 phase += plan.time_ms * variable
         for name, candidate in self._candidates.items():
-            backward += candidate.again_ms * self._again[name]
+            if math.isfinite(candidate.again_ms):
+                backward += candidate.again_ms * self._again[name]
         total = pulp.LpAffineExpression()
         for label, compute, rate in (
             ("forward", forward, profile.out_bytes_per_ms),

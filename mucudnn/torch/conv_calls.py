@@ -1,0 +1,203 @@
+"""Calls of PyTorch's convolutions, made ready once and then only run.
+
+A call is known by the shapes, strides and types of its operands and by its options.
+What is ready for it either runs our plan or says that PyTorch's own kernel is to run:
+because the plan takes it, because it was faster when both were run whole, or because
+the call is none of ours.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mucudnn.errors import MucudnnError
+from mucudnn.ir.conv import ConvProblem
+from mucudnn.runtime.tuning.bound_plan import Arena
+from mucudnn.runtime.tuning.timing import measure_together
+from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.torch.conv_backend import TORCH, TorchConv
+from mucudnn.torch.conv_geometry import Geometry, Role, operands
+
+__all__ = ["Ready", "ReadyMaker"]
+
+Run = Callable[..., Any]
+
+
+class Ready:
+    """What is ready for one kind of call, and how often it came.
+
+    Args:
+        run: Our way to compute it, of the call's tensors; None leaves it to PyTorch.
+        why: Why it is left to PyTorch though no plan says so.
+    """
+
+    __slots__ = ("calls", "failed", "run", "why")
+
+    def __init__(self, run: Run | None, why: str | None = None) -> None:
+        self.run = run
+        self.why = why
+        self.calls = 0
+        self.failed = 0
+
+    def give_up(self, error: Exception) -> None:
+        """Our kernels failed this call: from now on it is PyTorch's."""
+        if self.run is not None:
+            self.failed = self.calls - 1
+        self.run, self.why = None, f"{type(error).__name__}: {error}"
+
+
+class ReadyMaker:
+    """Plans calls, and runs a plan of ours against PyTorch before it is believed.
+
+    Args:
+        tuner: Its backend is one of `cpu_backend`.
+    """
+
+    def __init__(self, tuner: Tuner) -> None:
+        self._tuner = tuner
+        self._competes = isinstance(tuner.backend.conv, TorchConv)
+        self.arena = Arena(tuner.backend.device)
+
+    def forward(self, native: Run, x: Any, w: Any, b: Any, options: Any) -> Ready:
+        """For a call of `aten::convolution`; `native` runs PyTorch's, given nothing."""
+        sizes = None if b is None else list(b.shape)
+        try:
+            geometry = Geometry.of(x, w, sizes, options)
+            shape = geometry.result_shape(x, w)
+            if b is not None:
+                _check("bias", b, shape[1:2], x.dtype)
+            kernel = self._kernel(geometry, Role.OUTPUT, x, w)
+        except (MucudnnError, ValueError, RuntimeError) as e:
+            return Ready(None, _reason(e))
+        if kernel is None:
+            return Ready(None)
+        return self._faster(_Forward(kernel, b, x.dim()), native, (x, w, b))
+
+    def backward(
+        self, native: Run, gy: Any, x: Any, w: Any, sizes: Any, options: Any, mask: Any
+    ) -> Ready:
+        """For a call of `aten::convolution_backward`; `native` takes the mask."""
+        roles = (Role.INPUT_GRADIENT, Role.FILTER_GRADIENT)
+        try:
+            geometry = Geometry.of(x, w, sizes, options)
+            _check("gradient", gy, geometry.result_shape(x, w), x.dtype)
+            kernels = [
+                self._kernel(geometry, role, x, w) if wanted else None
+                for role, wanted in zip(roles, mask, strict=False)
+            ]
+        except (MucudnnError, ValueError, RuntimeError) as e:
+            return Ready(None, _reason(e))
+        if kernels == [None, None]:
+            return Ready(None)
+        ours = _Backward(kernels, geometry.transposed, mask)
+        return self._faster(ours, lambda: native(mask), (native, gy, x, w))
+
+    def _kernel(
+        self, geometry: Geometry, role: Role, x: Any, w: Any
+    ) -> "_Kernel | None":
+        """A planned kernel of ours; None where the plan is PyTorch's own."""
+        (plan,) = self._tuner.plan([geometry.problem(role, x, w)])
+        if not plan.divided and plan.steps[0].algo == TORCH:
+            return None
+        runner = self._tuner.backend.bind(plan)
+        return _Kernel(role, runner.run, plan.problem, plan.workspace, self.arena)
+
+    def _faster(self, ours: Run, native: Run, args: tuple[Any, ...]) -> Ready:
+        """Ours, unless PyTorch's competes and was not clearly slower, all included."""
+        if not self._competes:
+            return Ready(ours)
+        try:
+            first, second = measure_together(
+                [lambda: ours(*args), native],
+                self._tuner.backend.device,
+                self._tuner.rule,
+            )
+        except MucudnnError as e:
+            return Ready(None, _reason(e))
+        noise_ms = max(first.noise_ms, second.noise_ms)
+        won = first.time_ms < second.time_ms - noise_ms
+        return Ready(ours if won else None)
+
+
+def _check(name: str, tensor: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(f"{name} of another shape or data type")
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+class _Kernel:
+    """One planned kernel on tensors."""
+
+    def __init__(
+        self,
+        role: Role,
+        run: Run,
+        problem: ConvProblem,
+        workspace: int,
+        arena: Arena,
+    ) -> None:
+        self.role = role
+        self._run = run
+        self._workspace = workspace
+        self._arena = arena
+        *_, out = problem.operands()
+        shape = out.shape
+        self._format = torch.contiguous_format
+        if problem.layout == "NHWC":
+            last = (None, None, torch.channels_last, torch.channels_last_3d)
+            self._format = last[len(shape) - 2]
+            shape = (shape[0], shape[-1], *shape[1:-1])
+        self._shape = shape
+
+    def __call__(self, a: Any, b: Any) -> Any:
+        form = self._format
+        a = a.detach().contiguous(memory_format=form)
+        b = b.detach().contiguous(memory_format=form)
+        out = torch.empty(  # on the CPU, whatever `torch.set_default_device` says
+            self._shape, dtype=a.dtype, device=a.device, memory_format=form
+        )
+        workspace = self._arena.get(self._workspace)
+        self._run(a.numpy(), b.numpy(), out.numpy(), workspace, False)
+        return out
+
+
+class _Forward:
+    """Output and bias."""
+
+    def __init__(self, kernel: _Kernel, b: Any, axes: int) -> None:
+        self._kernel = kernel
+        self._bias = None if b is None else (-1, *[1] * (axes - 2))
+
+    def __call__(self, x: Any, w: Any, b: Any) -> Any:
+        y = self._kernel(x, w)
+        if self._bias is not None:
+            y.add_(b.detach().view(self._bias))
+        return y
+
+
+class _Backward:
+    """Up to three gradients: by our kernels, the others by one call of PyTorch's."""
+
+    def __init__(
+        self, kernels: Sequence[_Kernel | None], transposed: bool, mask: Sequence[bool]
+    ) -> None:
+        self._kernels = kernels
+        self._transposed = transposed
+        dx, dw, self._db = mask
+        self._native = [dx and kernels[0] is None, dw and kernels[1] is None, False]
+        if any(self._native):  # which has them at hand
+            self._native[2], self._db = self._db, False
+
+    def __call__(self, native: Run, gy: Any, x: Any, w: Any) -> Any:
+        theirs = native(self._native) if any(self._native) else (None, None, None)
+        found = list(theirs)
+        for i, kernel in enumerate(self._kernels):
+            if kernel is not None:
+                found[i] = kernel(*operands(kernel.role, self._transposed, gy, x, w))
+        if self._db:
+            found[2] = gy.detach().sum([0, *range(2, gy.dim())])
+        return tuple(found)

@@ -1,0 +1,259 @@
+"""Unmodified PyTorch models whose convolutions plan themselves.
+
+with mucudnn.torch.convolutions(workspace_limit="64MiB"):
+    loss_fn(model(x), y).backward()
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ContextDecorator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+from mucudnn.errors import MucudnnError
+from mucudnn.forks import Own
+from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.torch.conv_backend import cpu_backend
+from mucudnn.torch.conv_calls import Ready, ReadyMaker
+from mucudnn.torch.conv_dispatch import overrides
+
+__all__ = ["CallCounts", "Convolutions", "Statistics", "convolutions"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallCounts:
+    """What became of the calls of one operator.
+
+    Attributes:
+        calls: How many came.
+        ours: Of these, computed by our kernels, at least one of the gradients.
+        native: Left to PyTorch's kernel because that was measured to be faster.
+        fell_back: Why others were left to it, and how many.
+    """
+
+    calls: int
+    ours: int
+    native: int
+    fell_back: Mapping[str, int]
+
+    @classmethod
+    def of(cls, ready: Iterable[Ready]) -> "CallCounts":
+        """Add up what is ready."""
+        why: Counter[str] = Counter()
+        ours = native = 0
+        for one in ready:
+            ours += one.calls if one.run is not None else one.failed
+            if one.why is not None:
+                why[one.why] += one.calls - one.failed
+            elif one.run is None:
+                native += one.calls
+        calls = ours + native + why.total()
+        return cls(calls, ours, native, dict(why))
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What became of all calls so far: `aten::convolution` and its backward."""
+
+    forward: CallCounts
+    backward: CallCounts
+
+
+class Convolutions(ContextDecorator):
+    """A context in which PyTorch's convolutions run our plans; see `convolutions`."""
+
+    def __init__(self, tuner: Tuner) -> None:
+        self.tuner = tuner
+        self._overrides = overrides("CPU")
+        self._native_forward = self._overrides.native_forward
+        self._native_backward = self._overrides.native_backward
+        self._maker = ReadyMaker(tuner)
+        self._forward: dict[Any, Ready] = {}
+        self._backward: dict[Any, Ready] = {}
+        self._lock = Own(threading.RLock)
+
+    def __enter__(self) -> Self:
+        self._overrides.add(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._overrides.remove(self):
+            self._maker.arena.release()
+
+    @property
+    def stats(self) -> Statistics:
+        """What became of the calls so far."""
+        return Statistics(
+            CallCounts.of([*self._forward.values()]),
+            CallCounts.of([*self._backward.values()]),
+        )
+
+    def forward(
+        self,
+        x: Any,
+        w: Any,
+        b: Any,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        transposed: bool,
+        output_padding: list[int],
+        groups: int,
+    ) -> Any:
+        """See `aten::convolution`."""
+        key = (
+            x.shape,
+            x.stride(),
+            x.dtype,
+            w.shape,
+            w.stride(),
+            w.dtype,
+            b is None or (b.shape, b.dtype),
+            *stride,
+            *padding,
+            *dilation,
+            transposed,
+            *output_padding,
+            groups,
+        )
+        ready = self._forward.get(key)
+        if ready is None:
+            options = (stride, padding, dilation, transposed, output_padding, groups)
+            native = partial(self._native_forward, x, w, b, *options)
+            make = partial(self._maker.forward, native, x, w, b, options)
+            ready = self._made(self._forward, key, make)
+        ready.calls += 1
+        if ready.run is not None:
+            try:
+                return ready.run(x, w, b)
+            except (MucudnnError, MemoryError) as e:
+                ready.give_up(e)
+        return self._native_forward(
+            x,
+            w,
+            b,
+            stride,
+            padding,
+            dilation,
+            transposed,
+            output_padding,
+            groups,
+        )
+
+    def backward(
+        self,
+        gy: Any,
+        x: Any,
+        w: Any,
+        bias_sizes: list[int] | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        transposed: bool,
+        output_padding: list[int],
+        groups: int,
+        mask: list[bool],
+    ) -> Any:
+        """See `aten::convolution_backward`."""
+        key = (
+            gy.shape,
+            gy.stride(),
+            gy.dtype,
+            x.shape,
+            x.stride(),
+            x.dtype,
+            w.shape,
+            w.stride(),
+            w.dtype,
+            bias_sizes is None,
+            *stride,
+            *padding,
+            *dilation,
+            transposed,
+            *output_padding,
+            groups,
+            *mask,
+        )
+        ready = self._backward.get(key)
+        if ready is not None and ready.run is None:  # the usual way, without detours
+            ready.calls += 1
+            return self._native_backward(
+                gy,
+                x,
+                w,
+                bias_sizes,
+                stride,
+                padding,
+                dilation,
+                transposed,
+                output_padding,
+                groups,
+                mask,
+            )
+        options = (stride, padding, dilation, transposed, output_padding, groups)
+        native = partial(self._native_backward, gy, x, w, bias_sizes, *options)
+        if ready is None:
+            given = (native, gy, x, w, bias_sizes, options, mask)
+            ready = self._made(
+                self._backward, key, partial(self._maker.backward, *given)
+            )
+        ready.calls += 1
+        if ready.run is not None:
+            try:
+                return ready.run(native, gy, x, w)
+            except (MucudnnError, MemoryError) as e:
+                ready.give_up(e)
+        return native(mask)
+
+    def _made(
+        self, known: dict[Any, Ready], key: Any, make: Callable[[], Ready]
+    ) -> Ready:
+        """Make a call ready, in one thread at a time: what is measured runs alone."""
+        with self._lock.mine:
+            if (ready := known.get(key)) is None:
+                ready = known[key] = make()
+            return ready
+
+
+def convolutions(
+    workspace_limit: int | str | None = None, *, tuner: Tuner | None = None
+) -> Convolutions:
+    """Have PyTorch's convolutions run our plans: a context, and a decorator.
+
+    Within it every convolution on the CPU in float32 or float64 is looked up: forward
+    and both gradients, transposed ones too, in 1, 2 or 3 dimensions, in any memory
+    format. The first call of its kind is measured and planned; PyTorch's own kernel
+    is one of the algorithms, and a plan of ours is run against it, whole, before it is
+    believed. Everything else is left to PyTorch, with its errors and its results.
+
+    It stands below autograd, autocast, vmap and double backward, and holds for all
+    threads, since PyTorch's table of kernels belongs to the process: a backward pass
+    that is to be served has to run within it. Compiled code is served where it calls
+    `aten::convolution`; Inductor's own fusions (`mkldnn::_convolution_pointwise`) and
+    convolutions on a GPU run as they would without it. Contexts may be nested and left
+    in any order: the one that came last serves. Each size that occurs is measured, so
+    programs whose sizes always change gain nothing.
+
+    Args:
+        workspace_limit: Bytes (or "64MiB") that a kernel of ours may use; what
+            PyTorch's uses it does not tell, and is not limited.
+        tuner: Measures and plans, instead of one with that limit; its backend is
+            `mucudnn.torch.cpu_backend()`.
+
+    Raises:
+        ValueError: The limit is no size, both are given, or the tuner has another
+            backend.
+    """
+    if tuner is None:
+        limit = "64MiB" if workspace_limit is None else workspace_limit
+        tuner = Tuner(backend=cpu_backend(), workspace_limit=limit)
+    elif workspace_limit is not None:
+        raise ValueError("give workspace_limit to the tuner, or no tuner")
+    elif tuner.backend.name != "torch-cpu":
+        raise ValueError(
+            f"tuner has backend {tuner.backend.name!r}; make it with "
+            "Tuner(backend=mucudnn.torch.cpu_backend())"
+        )
+    return Convolutions(tuner)

@@ -1,0 +1,123 @@
+"""PyTorch's dispatcher: its own convolution kernels, and others in their place.
+
+`aten::convolution` and `aten::convolution_backward` are what every convolution of
+PyTorch comes down to, below autograd, autocast and vmap: eager code, `torch.func` and
+most compiled graphs. The dispatcher's table belongs to the process, so what stands in
+it serves all threads, those in which autograd runs backward among them.
+"""
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from mucudnn.errors import BackendUnavailableError
+from mucudnn.forks import Own
+
+__all__ = ["Convolver", "Overrides", "overrides"]
+
+_NOBODYS_KEY = torch._C.DispatchKey.PrivateUse3
+"""Of a backend that does not exist: its entries are the kernels that all share."""
+
+_traced = torch._C._get_tracing_state
+"""What `torch.jit.trace` records into, if it does: it has to see PyTorch's kernels."""
+
+
+class Convolver(Protocol):
+    """What may stand in for both kernels; the arguments are those of their schemas."""
+
+    def forward(self, *args: Any) -> Any:
+        """See `aten::convolution`."""
+        ...
+
+    def backward(self, *args: Any) -> Any:
+        """See `aten::convolution_backward`."""
+        ...
+
+
+class Overrides:
+    """Who serves the convolutions of one dispatch key: the one that came last.
+
+    While nobody does, PyTorch's table is as it was found. Its own kernels are the same
+    for all backends, so they are called by a backend's key that nobody overrides: it
+    costs 2 µs, and other threads run meanwhile, which they cannot in a kernel that
+    `torch.library.get_kernel` hands out.
+
+    Attributes:
+        native_forward: PyTorch's own `aten::convolution`.
+        native_backward: And `aten::convolution_backward`.
+
+    Raises:
+        BackendUnavailableError: Another library has kernels of its own in the table.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self.native_forward = _shared_kernel("convolution", key)
+        self.native_backward = _shared_kernel("convolution_backward", key)
+        self._serving: list[Convolver] = []
+        self._top: Convolver | None = None  # read by all threads, without the lock
+        self._library: Any = None
+        self._lock = Own(threading.RLock)
+
+    def add(self, convolver: Convolver) -> None:
+        """Have it serve, before those that do already; it may be added repeatedly."""
+        with self._lock.mine:
+            if self._library is None:
+                self._library = self._installed()
+            self._serving.append(convolver)
+            self._top = convolver
+
+    def remove(self, convolver: Convolver) -> bool:
+        """Undo one `add`, in any order; whether it still serves by another."""
+        with self._lock.mine:
+            last = max(i for i, c in enumerate(self._serving) if c is convolver)
+            del self._serving[last]
+            self._top = self._serving[-1] if self._serving else None
+            if not self._serving:
+                self._library._destroy()
+                self._library = None
+            return any(c is convolver for c in self._serving)
+
+    def _installed(self) -> Any:
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():  # that there was a kernel is the point
+            warnings.simplefilter("ignore")
+            for name, function in (
+                ("convolution", self._forward),
+                ("convolution_backward", self._backward),
+            ):
+                library.impl(name, function, self._key, allow_override=True)
+        return library
+
+    def _forward(self, *args: Any) -> Any:
+        top = self._top
+        if top is None or _traced() is not None:
+            return self.native_forward(*args)
+        return top.forward(*args)
+
+    def _backward(self, *args: Any) -> Any:
+        top = self._top
+        if top is None or _traced() is not None:
+            return self.native_backward(*args)
+        return top.backward(*args)
+
+
+def _shared_kernel(name: str, key: str) -> Callable[..., Any]:
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+        raise BackendUnavailableError(
+            f"another library has put its own kernel for aten::{name} on {key} in "
+            "place of PyTorch's; ours cannot stand in for both"
+        )
+    operator = getattr(torch.ops.aten, name).default
+    keys = torch._C.DispatchKeySet(_NOBODYS_KEY)
+    return functools.partial(operator._handle.redispatch_boxed, keys)
+
+
+@functools.cache
+def overrides(key: str) -> Overrides:
+    """The overrides of a dispatch key such as `CPU`; one a process, as its table is."""
+    return Overrides(key)

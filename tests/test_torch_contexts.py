@@ -1,0 +1,285 @@
+"""Contexts of PyTorch's convolutions: who serves, what wins, what is left alone."""
+
+import re
+import statistics
+import threading
+import time
+import weakref
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+import mucudnn
+from mucudnn import ConvPlan, Tuner
+from mucudnn.errors import BackendError, PlanningError
+from mucudnn.ir.conv import Direction
+from mucudnn.runtime.tuning.timing import Timing
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional  # noqa: E402  (where there is PyTorch)
+
+import mucudnn.torch as mt  # noqa: E402
+from mucudnn.torch import conv_calls  # noqa: E402
+from mucudnn.torch.conv_backend import TORCH  # noqa: E402
+from tests.torch_calls import (  # noqa: E402
+    ONCE,
+    conv,
+    conv_transpose,
+    only_torch,
+    operands,
+    trained,
+    tuner,
+    without_torch,
+)
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:Using padding='same'"),  # what it costs PyTorch
+]
+
+
+@pytest.fixture
+def ours():
+    return mt.convolutions(tuner=tuner())
+
+
+def test_pytorchs_own_kernel_competes():
+    timed = []
+    context = mt.convolutions(tuner=tuner(native=True, progress=timed.append))
+    found, _ = trained(context)
+    expected, _ = trained(nullcontext())
+    assert found == pytest.approx(expected, rel=1e-10)
+    for stats in (context.stats.forward, context.stats.backward):
+        assert stats.calls == 3 * 5
+        assert stats.ours + stats.native == stats.calls
+        assert stats.fell_back == {}
+    problems = {progress.problem for progress in timed}
+    raced = {progress.problem for progress in timed if progress.algo == TORCH}
+    assert raced == problems
+
+
+@pytest.mark.parametrize("winner", ["ours", "native"])
+def test_a_plan_of_ours_has_to_win_as_a_whole(winner, monkeypatch):
+    times = {"ours": 1.0, "native": 2.0} if winner == "ours" else {}
+
+    def measured(runs, device, rule):
+        assert all(run() is not None for run in runs)
+        return [Timing(times.get(name, 1.0), 0.0, 1) for name in ("ours", "native")]
+
+    monkeypatch.setattr(conv_calls, "measure_together", measured)
+    context = mt.convolutions(tuner=tuner(native=True, planner=without_torch))
+    x, w, b = operands()
+    expected = torch.autograd.grad(conv(x, w, b).sum(), (x, w, b))
+    with context:
+        found = torch.autograd.grad(conv(x, w, b).sum(), (x, w, b))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    for stats in (context.stats.forward, context.stats.backward):
+        assert (stats.calls, getattr(stats, winner)) == (1, 1)
+
+
+def only_filters(tables, limit):
+    """Filter gradients by ours, the rest by PyTorch."""
+    if tables[0].problem.direction is Direction.BACKWARD_FILTER:
+        return without_torch(tables, limit)
+    return only_torch(tables, limit)
+
+
+@pytest.mark.parametrize("function", [conv, conv_transpose])
+def test_one_gradient_by_ours_and_the_others_by_pytorch(function, monkeypatch):
+    slow = [Timing(1.0, 0.0, 1), Timing(2.0, 0.0, 1)]
+    monkeypatch.setattr(conv_calls, "measure_together", lambda *args: slow)
+    context = mt.convolutions(tuner=tuner(native=True, planner=only_filters))
+    x, w, b = (t.detach()[:4].clone().requires_grad_() for t in operands())
+    expected = torch.autograd.grad(function(x, w, b).sum(), (x, w, b))
+    with context:
+        found = torch.autograd.grad(function(x, w, b).sum(), (x, w, b))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert (context.stats.forward.native, context.stats.backward.ours) == (1, 1)
+
+
+def test_the_native_algorithm_computes_what_ours_do():
+    x = np.random.default_rng(0).standard_normal((4, 6, 9, 8))
+    w = np.random.default_rng(1).standard_normal((8, 3, 3, 2))
+    only = {"stride": (2, 1), "padding": 1, "dilation": (1, 2), "groups": 2}
+    reference = Tuner(batch_policy="undivided", validate=False, cache=None, rule=ONCE)
+
+    def halves(tables, limit):
+        rows = [
+            next(p for p in t.usable if p.algo == TORCH and p.batch == 2)
+            for t in tables
+        ]
+        return [ConvPlan(t.problem, (p, p)) for t, p in zip(tables, rows, strict=True)]
+
+    native = tuner(native=True, planner=halves, batch_policy="powers_of_two")
+    for layout in ("NCHW", "NHWC"):
+        last = layout == "NHWC"
+        a = np.ascontiguousarray(np.moveaxis(x, 1, -1)) if last else x
+        b = np.ascontiguousarray(np.moveaxis(w, 1, -1)) if last else w
+        made = []
+        for one in (reference, native):
+            options = {**only, "layout": layout, "tuner": one}
+            y = mucudnn.conv2d(a, b, **options)
+            dw = np.ones_like(b)
+            mucudnn.conv_backward_filter(
+                a, y, b.shape, out=dw, accumulate=True, **options
+            )
+            made.append((y, mucudnn.conv_backward_data(y, b, a.shape, **options), dw))
+        for one, other in zip(*made, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_fingerprints_name_pytorch_only_where_it_runs():
+    plain = mucudnn.get_backend("cpu").device.fingerprint
+    assert f"torch-{torch.__version__}" in mt.cpu_backend().device.fingerprint
+    assert mt.cpu_backend(native=False).device.fingerprint == plain
+
+
+def test_nesting_and_leaving_in_any_order():
+    x, w, b = operands(requires_grad=False)
+    outer, inner = (mt.convolutions(tuner=tuner()) for _ in range(2))
+
+    def counts():
+        return outer.stats.forward.calls, inner.stats.forward.calls
+
+    outer.__enter__()
+    conv(x, w, b)
+    assert counts() == (1, 0)
+    inner.__enter__()
+    inner.__enter__()
+    conv(x, w, b)
+    assert counts() == (1, 1)
+    outer.__exit__(None, None, None)
+    conv(x, w, b)
+    inner.__exit__(None, None, None)
+    conv(x, w, b)
+    assert counts() == (1, 3)
+    inner.__exit__(None, None, None)
+    conv(x, w, b)
+    assert counts() == (1, 3)
+
+
+def test_an_exception_restores_pytorchs_kernels(ours):
+    x, w, b = operands(requires_grad=False)
+    native = conv(x, w, b)
+
+    @ours
+    def broken():
+        conv(x, w, b)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        broken()
+    calls = ours.stats.forward.calls
+    assert torch.equal(conv(x, w, b), native)
+    assert ours.stats.forward.calls == calls
+
+
+def test_a_kernel_that_fails_is_pytorchs_from_then_on(monkeypatch):
+    x, w, b = operands()
+    context = mt.convolutions(tuner=tuner())
+    expected = conv(x, w, b)
+    with context:
+        conv(x, w, b)
+        (ready,) = context._forward.values()
+
+        def broken(*args):
+            raise BackendError("no such luck")
+
+        monkeypatch.setattr(ready.run._kernel, "_run", broken)
+        for _ in range(2):
+            assert torch.equal(conv(x, w, b), expected)
+    stats = context.stats.forward
+    assert (stats.calls, stats.ours) == (3, 1)
+    assert stats.fell_back == {"BackendError: no such luck": 2}
+
+
+def test_a_limit_too_small_for_ours_falls_back():
+    x, w, b = operands()
+
+    def nothing_fits(tables, limit):
+        raise PlanningError("nothing fits")
+
+    context = mt.convolutions(tuner=tuner(planner=nothing_fits))
+    expected = conv(x, w, b)
+    with context:
+        assert torch.equal(conv(x, w, b), expected)
+    assert context.stats.forward.fell_back == {"nothing fits": 1}
+
+
+def test_threads_share_a_context():
+    context = mt.convolutions(tuner=tuner())
+    x, w, b = operands(requires_grad=False)
+    expected = conv(x, w, b)
+    expected_grads = torch.func.grad(lambda w: conv(x, w, b).sum())(w)
+    failures = []
+
+    def work():
+        own = w.clone().requires_grad_()
+        try:
+            for _ in range(5):
+                y = conv(x, own, b)
+                (grad,) = torch.autograd.grad(y.sum(), own)
+                torch.testing.assert_close(y, expected)
+                torch.testing.assert_close(grad, expected_grads)
+        except Exception as e:
+            failures.append(e)
+
+    with context:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert context.stats.forward.ours == context.stats.backward.ours == 20
+
+
+def test_other_threads_run_during_a_native_kernel():
+    """As they do in PyTorch: the interpreter's lock is not held."""
+    context = mt.convolutions(tuner=tuner(native=True, planner=only_torch))
+    x = torch.randn(2, 32, 48, 48, requires_grad=True)
+    w = torch.randn(32, 32, 3, 3, requires_grad=True)
+    ticks, over = [], threading.Event()
+
+    def tick():
+        while not over.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    with context:
+        functional.conv2d(x, w).sum().backward()  # measured and planned
+        other = threading.Thread(target=tick)
+        other.start()
+        start = time.perf_counter()
+        while time.perf_counter() < start + 0.5:
+            functional.conv2d(x, w).sum().backward()
+        stop = time.perf_counter()
+        over.set()
+        other.join()
+    assert ticks
+    times = [start, *(t for t in ticks if start < t < stop), stop]
+    assert statistics.median(np.diff(times)) < 0.005  # as the interpreter's interval
+
+
+def test_nothing_is_kept_of_the_operands(ours):
+    x, w, b = operands()
+    with ours:
+        y = conv(x, w, b)
+        y.sum().backward()
+    kept = [weakref.ref(t) for t in (x, w, b, y)]
+    del x, w, b, y
+    assert [ref() for ref in kept] == [None] * 4
+
+
+def test_mistakes_are_said():
+    with pytest.raises(ValueError, match="sixty"):
+        mt.convolutions("sixty")
+    with pytest.raises(ValueError, match=re.escape("cpu_backend()")):
+        mt.convolutions(tuner=Tuner(cache=None))
+    with pytest.raises(ValueError, match="to the tuner"):
+        mt.convolutions("1MiB", tuner=tuner())
+    assert mt.convolutions().tuner.workspace_limit == 64 << 20
+    assert mt.convolutions("8MiB").tuner.workspace_limit == 8 << 20
