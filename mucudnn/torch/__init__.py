@@ -8,7 +8,7 @@
 
     model = torch.compile(model, backend=mt.backend(budget="8GiB"))
 
-    with mt.convolutions(workspace_limit="64MiB"):  # unmodified models, our convolutions
+    with mt.convolutions(workspace_limit="64MiB"):  # ours, in an unmodified model
         loss = loss_fn(model(x), y)
 
 PyTorch's graphs come in, our schedules go out; the planner decides as it always does.

@@ -4,8 +4,8 @@ Memory is made of storages, counted in bytes: a tensor that shares one is a view
 another tensor. Tuples are taken apart: a node has as many outputs as tensors. Numbers
 that are computed on the way are no nodes; whatever uses them computes them.
 
-The planner knows operations by name so far. So a node is called what the planner takes
-it for: a view, a product, something that may overwrite an operand, or nothing it knows.
+Every node says by its traits what the planner has to know of it: whether it is a view,
+a product, random, or may overwrite operands.
 """
 
 import functools
@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+from mucudnn.ir.traits import NodeTraits
 from mucudnn.torch.lowered import Call, Layout, Lowered, Number, Operand
 from mucudnn.torch.overloads import in_place_variant
 
@@ -31,17 +32,6 @@ _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 _IGNORED = frozenset({"profiler"})
 """Namespaces of operations that compute nothing."""
-
-_VIEW = "reshape"
-_OVERWRITES: Mapping[tuple[int, ...], str] = MappingProxyType(
-    {
-        (0,): "scale",
-        (1,): "gelu_grad",
-        (2,): "lrn_grad",
-        (0, 1): "multiply",
-    }
-)
-"""Operands that a result may overwrite -> an operation that may do so too."""
 
 
 def lower(module: torch.fx.GraphModule, phase_of: Callable[[str], Phase]) -> Lowered:
@@ -205,26 +195,35 @@ class _Lowering:
             tuple(path for path, _, _ in outputs),
             random=torch.Tag.nondeterministic_seeded in tags,
         )
-        call, overwritten = self._overwriting(call, inputs, names)
-        if names and all(self._tensors[name].alias is not None for name in names):
-            op = _VIEW
-        elif overwritten:
-            op = overwritten
-        else:
-            op = _op_of(function)
+        call, overwrites = self._overwriting(call, inputs, names)
+        view = bool(names) and all(self._tensors[n].alias is not None for n in names)
+        packet = getattr(function, "overloadpacket", None)
+        traits = NodeTraits(
+            view=view,
+            overwrites=overwrites,
+            expensive=not view and packet in flop_registry,
+            random=call.random,
+        )
         name = names[0] if names else node.name
         self._calls[name] = call
         self._nodes.append(
-            Node(name, op, tuple(inputs), names, phase=self._phase_of(node.name))
+            Node(
+                name,
+                str(function),
+                tuple(inputs),
+                names,
+                phase=self._phase_of(node.name),
+                traits=traits,
+            )
         )
 
     def _overwriting(
         self, call: Call, inputs: Sequence[str], names: Sequence[str]
-    ) -> tuple[Call, str | None]:
-        """How a pointwise result may take the place of an operand, if it may."""
+    ) -> tuple[Call, tuple[int, ...]]:
+        """How a pointwise result may take the place of operands, and of which."""
         into, first = in_place_variant(call.function)
         if into is None or len(names) != 1 or self._tensors[names[0]].alias is not None:
-            return call, None
+            return call, ()
         result = self._tensors[names[0]]
         candidates = tuple(
             index
@@ -234,20 +233,12 @@ class _Lowering:
             and _times(call, index) == 1
             and (not first or call.args[0] == Operand(index))
         )
-        op = next(
-            (
-                _OVERWRITES[candidates[:n]]
-                for n in (2, 1)
-                if candidates[:n] in _OVERWRITES
-            ),
-            None,
-        )
-        if op is None:
-            return call, None
+        if not candidates:
+            return call, ()
         found = Call(
             call.function, call.args, call.kwargs, (None,), call.random, into, first
         )
-        return found, op
+        return found, candidates
 
     def _declare(
         self, name: str, value: torch.Tensor, role: Role, among: Sequence[str]
@@ -330,13 +321,6 @@ def _times(call: Call, index: int) -> int:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _op_of(function: Any) -> str:
-    packet = getattr(function, "overloadpacket", None)
-    if packet is torch.ops.aten.convolution:
-        return "conv"
-    return "matmul" if packet in flop_registry else str(function)
 
 
 def _refuse(

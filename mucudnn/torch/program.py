@@ -23,7 +23,7 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
-from mucudnn.passes.planning.costs import origin
+from mucudnn.passes.scheduling.costs import origin
 from mucudnn.torch.copies import Leaving, ThreadCopies
 from mucudnn.torch.lowered import NOTHING, Layout, Lowered, Number, Operand
 

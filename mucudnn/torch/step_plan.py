@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from mucudnn.ir.schedule import SwapIn, SwapOut
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.planning.costs import origin
-from mucudnn.passes.planning.evaluate import StepPlan
+from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["TorchPlan"]
 
