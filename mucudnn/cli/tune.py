@@ -258,8 +258,8 @@ def _show(comparison: "Comparison", settings: Mapping[str, Any], title: str) -> 
 
             write_file(settings["report_file"], html_report(comparison, title))
 
-    data = comparison.to_json()
-    save(lambda: emit(settings["json_file"], data, show), write_report)
+    file = settings["json_file"]
+    save(lambda: emit(file, comparison.to_json(), show), write_report)
 
 
 def _list_suites(json_file: str | None) -> None:
