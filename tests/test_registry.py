@@ -63,7 +63,8 @@ def table_literals():
 EVERYTHING = """
 import importlib, pkgutil, mucudnn
 for m in pkgutil.walk_packages(mucudnn.__path__, "mucudnn."):
-    if not m.name.startswith(("mucudnn.backends.cuda", "mucudnn.__main__")):
+    guests = ("mucudnn.backends.cuda", "mucudnn.torch.", "mucudnn.__main__")
+    if not m.name.startswith(guests):
         importlib.import_module(m.name)
 """
 

@@ -30,6 +30,8 @@ class CpuDevice:
         libraries: Others whose kernels run besides, as the fingerprint names them.
     """
 
+    _libraries: Sequence[str] = ()
+
     def __init__(self, libraries: Sequence[str] = ()) -> None:
         self._libraries = tuple(libraries)
 
