@@ -7,6 +7,7 @@ and one arena for all that does not outlive a step.
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
@@ -111,8 +112,9 @@ class Trainer:
         budget: MemoryBudget | int | str | None = None,
         progress: OnNode | None = None,
     ) -> None:
-        own = tuner is None
-        tuner = Tuner() if tuner is None else tuner
+        own: AbstractContextManager[Any] = nullcontext()
+        if tuner is None:
+            own = tuner = Tuner()
         _check_arguments(tuner, order, seed, plans, progress)
         optimizer = optimizer_of(optimizer)
         self._rate = rate_of(learning_rate, optimizer.learning_rate)
@@ -129,9 +131,8 @@ class Trainer:
         last = len(graphs.steps) - 1
         self.backend = tuner.backend
         self.graph = graphs.steps[last]
-        placed = self._placed(graphs, tuner, order, plans, progress)
-        if own:
-            tuner.close()
+        with own:
+            placed = self._placed(graphs, tuner, order, plans, progress)
         disk = None if budget is None else budget.disk
         hosted, device = placed[last].schedule.hosted, self.backend.device
         self._state = StateStore(
