@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402  (where there is PyTorch)
 
 import mucudnn.torch as mt  # noqa: E402
-from mucudnn.torch import conv_calls  # noqa: E402
-from mucudnn.torch.conv_backend import TORCH  # noqa: E402
+from mucudnn.torch.conv import calls as conv_calls  # noqa: E402
+from mucudnn.torch.conv.backend import TORCH  # noqa: E402
 from tests.torch_calls import (  # noqa: E402
     ONCE,
     conv,

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
         CompileBackend as CompileBackend,
         backend as backend,
     )
-    from mucudnn.torch.conv_backend import cpu_backend as cpu_backend
-    from mucudnn.torch.conv_context import convolutions as convolutions
+    from mucudnn.torch.conv.backend import cpu_backend as cpu_backend
+    from mucudnn.torch.conv.context import convolutions as convolutions
     from mucudnn.torch.memory_study import MemoryStudy as MemoryStudy, memory as memory
     from mucudnn.torch.step import TrainStep as TrainStep, train_step as train_step
     from mucudnn.torch.step_plan import TorchPlan as TorchPlan
 
 _HOMES = {
     "compiled": ("CompileBackend", "backend"),
-    "conv_backend": ("cpu_backend",),
-    "conv_context": ("convolutions",),
+    "conv.backend": ("cpu_backend",),
+    "conv.context": ("convolutions",),
     "memory_study": ("MemoryStudy", "memory"),
     "step": ("TrainStep", "train_step"),
     "step_plan": ("TorchPlan",),

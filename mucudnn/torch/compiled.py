@@ -17,10 +17,10 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mucudnn.torch.joint import Joint, bind_halves
+from mucudnn.torch.capture.joint import Joint, bind_halves
+from mucudnn.torch.execution.program import Segment
 from mucudnn.torch.measure import measured
 from mucudnn.torch.planning import Planner, as_budget
-from mucudnn.torch.program import Segment
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["CompileBackend", "backend", "compile_graph"]

@@ -20,7 +20,14 @@ from mucudnn.ir.devices import ASSUMED, DeviceFigures
 from mucudnn.ir.graph import Node
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import rounded
-from mucudnn.torch.lowered import NOTHING, Call, Layout, Lowered, Number, Operand
+from mucudnn.torch.lowering.lowered import (
+    NOTHING,
+    Call,
+    Layout,
+    Lowered,
+    Number,
+    Operand,
+)
 
 __all__ = ["allocations", "estimated", "evaluate", "measured"]
 

@@ -14,7 +14,7 @@ from mucudnn.ir.sizes import exact_bytes, parse_bytes
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.torch.lowered import Lowered
+from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["Planner", "as_budget"]

@@ -19,20 +19,20 @@ import torch
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
-from mucudnn.torch.capture import (
+from mucudnn.torch.capture.updates import with_updates
+from mucudnn.torch.capture.whole_step import (
     CapturedStep,
     StepParts,
     as_tensor,
     capture_step,
 )
-from mucudnn.torch.copies import ThreadCopies
-from mucudnn.torch.lower import lower
-from mucudnn.torch.lowered import Lowered
+from mucudnn.torch.execution.copies import ThreadCopies
+from mucudnn.torch.execution.program import Segment, bind
+from mucudnn.torch.lowering.lower import lower
+from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
 from mucudnn.torch.planning import Planner, as_budget
-from mucudnn.torch.program import Segment, bind
 from mucudnn.torch.step_plan import TorchPlan
-from mucudnn.torch.updates import with_updates
 
 __all__ = ["TrainStep", "lowered_step", "planner_of", "train_step"]
 

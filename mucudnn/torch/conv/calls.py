@@ -16,8 +16,8 @@ from mucudnn.ir.conv import ConvProblem
 from mucudnn.runtime.tuning.bound_plan import Arena
 from mucudnn.runtime.tuning.timing import measure_together
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.torch.conv_backend import TORCH, TorchConv
-from mucudnn.torch.conv_geometry import Geometry, Role, operands
+from mucudnn.torch.conv.backend import TORCH, TorchConv
+from mucudnn.torch.conv.geometry import Geometry, Role, operands
 
 __all__ = ["Ready", "ReadyMaker"]
 

@@ -22,8 +22,8 @@ from torch.utils.flop_counter import flop_registry
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
-from mucudnn.torch.lowered import Call, Layout, Lowered, Number, Operand
-from mucudnn.torch.overloads import in_place_variant
+from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
+from mucudnn.torch.lowering.overloads import in_place_variant
 
 __all__ = ["lower"]
 

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.nn.utils.stateless import _reparametrize_module
 
 from mucudnn.errors import UnsupportedError
-from mucudnn.torch.optimizers import make_state, swapped
+from mucudnn.torch.capture.optimizers import make_state, swapped
 
 __all__ = ["CapturedStep", "StepParts", "as_tensor", "capture_step"]
 

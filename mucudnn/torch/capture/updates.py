@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mucudnn.ir.graph import Graph, Node, Phase, TensorSpec
-from mucudnn.torch.lowered import Call, Lowered, Operand
+from mucudnn.torch.lowering.lowered import Call, Lowered, Operand
 
 __all__ = ["with_updates"]
 

@@ -15,10 +15,10 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.schedule import Compute, Schedule
-from mucudnn.torch.copies import ThreadCopies
-from mucudnn.torch.lower import lower
-from mucudnn.torch.lowered import NOTHING, Lowered
-from mucudnn.torch.program import Kept, Program, Segment
+from mucudnn.torch.execution.copies import ThreadCopies
+from mucudnn.torch.execution.program import Kept, Program, Segment
+from mucudnn.torch.lowering.lower import lower
+from mucudnn.torch.lowering.lowered import NOTHING, Lowered
 
 __all__ = ["Count", "Halves", "Joint", "bind_halves"]
 

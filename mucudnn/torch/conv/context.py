@@ -15,9 +15,9 @@ from typing import Any, Self
 from mucudnn.errors import MucudnnError
 from mucudnn.forks import Own
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.torch.conv_backend import cpu_backend
-from mucudnn.torch.conv_calls import Ready, ReadyMaker
-from mucudnn.torch.conv_dispatch import overrides
+from mucudnn.torch.conv.backend import cpu_backend
+from mucudnn.torch.conv.calls import Ready, ReadyMaker
+from mucudnn.torch.conv.dispatch import overrides
 
 __all__ = ["CallCounts", "Convolutions", "Statistics", "convolutions"]
 

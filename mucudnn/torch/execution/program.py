@@ -24,8 +24,8 @@ from mucudnn.ir.schedule import (
     Wait,
 )
 from mucudnn.passes.scheduling.costs import origin
-from mucudnn.torch.copies import Leaving, ThreadCopies
-from mucudnn.torch.lowered import NOTHING, Layout, Lowered, Number, Operand
+from mucudnn.torch.execution.copies import Leaving, ThreadCopies
+from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered, Number, Operand
 
 __all__ = ["Kept", "Program", "Segment", "bind"]
 

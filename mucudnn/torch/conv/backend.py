@@ -21,7 +21,7 @@ from mucudnn.backends.runner import Call, PlanRunner, per_slice
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import Traits
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.torch.conv_dispatch import overrides
+from mucudnn.torch.conv.dispatch import overrides
 
 __all__ = ["TORCH", "TorchConv", "cpu_backend"]
 

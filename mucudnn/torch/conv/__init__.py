@@ -1,0 +1,1 @@
+"""Convolutions of unmodified PyTorch models, planned one by one."""
