@@ -149,6 +149,17 @@ def test_a_new_thread_works_on_the_backends_device(cupy):
     assert cupy.current == 0
 
 
+def test_a_timed_run_is_held_back_as_long_as_it_takes_to_launch(cupy, monkeypatch):
+    waits = []
+    monkeypatch.setattr(
+        cupy, "RawKernel", lambda *_: lambda grid, block, given: waits.extend(given)
+    )
+    device = CudaDevice(0, 91900)
+    device.begin()
+    device.begin(8)
+    assert waits == [40_000, 320_000]
+
+
 def test_too_little_memory_is_our_error_wherever_it_is_found(cupy):
     device = CudaDevice(1, 91900)
     cupy.most = 100

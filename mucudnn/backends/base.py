@@ -87,11 +87,11 @@ class Device(Protocol):
         """
         ...
 
-    def begin(self) -> Event:
-        """Mark the start of something to be timed.
+    def begin(self, launches: int = 1) -> Event:
+        """Mark the start of something to be timed that launches so many kernels.
 
-        Like `record`, but the time that the host needs to launch it is hidden, as it is
-        when a training step keeps the device busy.
+        Like `record`, but the time that the host needs to launch them is hidden, as it
+        is when a training step keeps the device busy.
         """
         ...
 

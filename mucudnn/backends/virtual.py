@@ -135,7 +135,7 @@ class VirtualDevice:
         """The calling thread."""
         return threading.current_thread()
 
-    def begin(self) -> Fraction:
+    def begin(self, launches: int = 1) -> Fraction:
         """This point in virtual time; launching costs none."""
         return self._clock.now
 

@@ -101,7 +101,7 @@ class CpuDevice:
         """The calling thread: its kernels have finished when they return."""
         return threading.current_thread()
 
-    def begin(self) -> float:
+    def begin(self, launches: int = 1) -> float:
         """The time: a kernel is launched by running it."""
         return self.record()
 

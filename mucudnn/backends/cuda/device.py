@@ -17,7 +17,7 @@ __all__ = ["CudaDevice", "DescribedDevice", "Queue"]
 
 _RANDOM_SLICE = 1 << 20
 _SPIN_NS = 40_000
-"""How long a timed kernel is held back, so that the host has launched all of it."""
+"""How long a timed kernel is held back, so that the host has launched it."""
 
 _SPIN = r"""
 extern "C" __global__ void spin(long long ns) {
@@ -122,9 +122,10 @@ class CudaDevice:
                     part[...] = values
 
     def upload(self, source: Any, target: Any) -> None:
-        """Copy from the host on the current stream."""
+        """Copy from the host on the current stream, and wait: CuPy does not if pinned."""
         refuse_bits(target.dtype.name, "a copy from the host")
         target.set(source)
+        self._cupy.cuda.get_current_stream(self._index).synchronize()
 
     def download(self, source: Any) -> Any:
         """Copy to the host, waiting for it."""
@@ -145,15 +146,15 @@ class CudaDevice:
         address: int = self._cupy.cuda.get_current_stream(self._index).ptr
         return address
 
-    def begin(self) -> Any:
-        """A mark behind a short wait on the device.
+    def begin(self, launches: int = 1) -> Any:
+        """A mark behind a short wait on the device, the longer the more is launched.
 
         While the device waits, the host launches what is timed: its own time for that
         is hidden, as it is in a training step.
         """
         self.stream()
         with told("timing"):
-            self._spin((1,), (1,), (_SPIN_NS,))
+            self._spin((1,), (1,), (_SPIN_NS * launches,))
         return self.record()
 
     def record(self) -> Any:
