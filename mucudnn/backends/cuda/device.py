@@ -122,7 +122,7 @@ class CudaDevice:
                     part[...] = values
 
     def upload(self, source: Any, target: Any) -> None:
-        """Copy from the host on the current stream, and wait: CuPy does not if pinned."""
+        """Copy from the host, and wait for it: CuPy does not if it is pinned."""
         refuse_bits(target.dtype.name, "a copy from the host")
         target.set(source)
         self._cupy.cuda.get_current_stream(self._index).synchronize()
