@@ -56,6 +56,14 @@ class Device(Protocol):
         """Give back memory that is held for later allocations."""
         ...
 
+    def available_bytes(self) -> int:
+        """Memory that is free now, beside what its libraries hold and may yet load.
+
+        Raises:
+            UnsupportedError: It has no memory of its own.
+        """
+        ...
+
     def view(self, buffer: Buffer, offset: int, spec: TensorSpec) -> Array:
         """A tensor over part of a buffer."""
         ...

@@ -12,7 +12,7 @@ from typing import Any
 
 from mucudnn.backends.runner import Call
 from mucudnn.backends.virtual_copies import Clock, VirtualCopier
-from mucudnn.errors import BackendError
+from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.tensor import TensorSpec, itemsize
 
@@ -110,6 +110,17 @@ class VirtualDevice:
 
     def trim(self) -> None:
         """Nothing is held."""
+
+    def available_bytes(self) -> int:
+        """Nobody knows.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            f"{self.fingerprint} is no real device: how much memory it has free is not "
+            "known; give a size, such as 8GiB"
+        )
 
     def view(self, buffer: VirtualArray, offset: int, spec: TensorSpec) -> VirtualArray:
         """Part of nothing."""

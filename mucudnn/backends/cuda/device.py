@@ -16,6 +16,9 @@ from mucudnn.version import installed_version
 __all__ = ["CudaDevice", "DescribedDevice", "Queue"]
 
 _RANDOM_SLICE = 1 << 20
+_LOADED_LATE = 256 << 20
+"""Set aside for modules of kernels, ours and cuDNN's; assumed, not measured."""
+
 _SPIN_NS = 40_000
 """How long a timed kernel is held back, so that the host has launched it."""
 
@@ -91,6 +94,20 @@ class CudaDevice:
         """Free what CuPy's pool holds without using it: other processes may need it."""
         with self._cupy.cuda.Device(self._index):
             self._cupy.get_default_memory_pool().free_all_blocks()
+
+    def available_bytes(self) -> int:
+        """Free memory and what CuPy's pool has over, less what is loaded late.
+
+        cuBLAS takes its workspace, and cuDNN's handle what it needs, before this is
+        read. Kernels are loaded at their first launch: room for them is set aside.
+        """
+        self.stream()
+        with self._room_for("cuBLAS's workspace"), told("asking for free memory"):
+            one = self._cupy.empty(4, "uint8").view("float32").reshape(1, 1)
+            self._cupy.matmul(one, one, out=one)
+            free, _ = self._cupy.cuda.runtime.memGetInfo()
+            spare = self._cupy.get_default_memory_pool().free_bytes()
+        return max(0, int(free) + int(spare) - _LOADED_LATE)
 
     def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
         """A CuPy view; bfloat16 as `ml_dtypes` has it, else as bits (uint16).
@@ -258,7 +275,7 @@ class DescribedDevice:
             "and workspaces can be listed (--plan-only), nothing can be run"
         )
 
-    allocate = view = dense = randomize = upload = download = _refuse
+    available_bytes = allocate = view = dense = randomize = upload = download = _refuse
     queue = begin = record = elapsed_ms = host = copier = _refuse
 
 
