@@ -60,8 +60,9 @@ class _Counting:
         blocks: tuple[int, ...],
         *arguments: Any,
         dtype: Any = None,
+        parameters: Any = None,
     ) -> None:
-        del program, kernel, dtype
+        del program, kernel, dtype, parameters
         if 0 not in blocks:
             arrays = (a.nbytes for a in arguments if isinstance(a, np.ndarray))
             self.traffic.add(1, sum(arrays))
