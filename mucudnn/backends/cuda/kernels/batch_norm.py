@@ -1,7 +1,7 @@
 """Batch normalisation (Ioffe and Szegedy, 2015): each channel by its own statistics.
 
-A block reads its part of a channel three times: for the sum, for the sum of squares
-about the mean, and to normalise. The parts of a sum are added up by whoever needs it.
+A block reads its part of a channel twice: for its first two moments, and to normalise.
+The parts of a sum are added up by whoever needs it.
 """
 
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, Specs
@@ -12,23 +12,18 @@ __all__ = ["OPERATIONS", "PROGRAM"]
 PROGRAM = Program(
     CHANNELS
     + r"""
-KERNEL channel_sums(const T* x, double* sums, I N, I C, I S, I width) {
-    Channel channel(N, C, S, width);
-    double sum = 0;
-    EACH_OF(channel, i) sum += (double)x[i];
-    channel.leave(sums, lane_sum(sum, width));
-}
-
-KERNEL channel_squares(const T* x, const double* sums, double* squares, I N, I C, I S,
+// Deviations are from a channel's first element, so that little cancels.
+KERNEL channel_moments(const T* x, double* sums, double* squares, I N, I C, I S,
                        I width) {
     Channel channel(N, C, S, width);
-    A centre = (A)(P)(total(sums, gridDim.y, C, channel.c) / ((double)N * S));
-    double sum = 0;
+    double origin = channel.c < C ? (double)x[channel.c * S] : 0, sum = 0, square = 0;
     EACH_OF(channel, i) {
-        A deviation = (A)x[i] - centre;
-        sum += (double)deviation * deviation;
+        double deviation = (double)x[i] - origin;
+        sum += deviation;
+        square += deviation * deviation;
     }
-    channel.leave(squares, lane_sum(sum, width));
+    channel.leave(sums, lane_sum(sum, width));
+    channel.leave(squares, lane_sum(square, width));
 }
 
 KERNEL batch_norm(const T* x, const P* gamma, const P* beta, P* running_mean,
@@ -39,8 +34,10 @@ KERNEL batch_norm(const T* x, const P* gamma, const P* beta, P* running_mean,
     I c = channel.c;
     if (c >= C) return;
     double count = (double)N * S;
-    double average = total(sums, gridDim.y, C, c) / count;
-    double square = total(squares, gridDim.y, C, c);
+    double sum = total(sums, gridDim.y, C, c);
+    double average = (double)x[c * S] + sum / count;
+    double square = total(squares, gridDim.y, C, c) - sum * sum / count;
+    if (square < 0) square = 0;
     double inverse = 1 / sqrt(square / count + eps);
     A centre = (A)(P)average, factor = (A)((double)gamma[c] * inverse);
     A shift = (A)beta[c];
@@ -106,9 +103,7 @@ def batch_norm(call: KernelCall) -> None:
     channels = Channels.of(x.shape)
     sums, squares = channels.buffers(call.workspace, 2)
     shape, blocks = channels.arguments, channels.blocks
-    call.launch(PROGRAM, "channel_sums", blocks, x, sums, *shape)
-    arguments = x, sums, squares, *shape
-    call.launch(PROGRAM, "channel_squares", blocks, *arguments, beside=gamma)
+    call.launch(PROGRAM, "channel_moments", blocks, x, sums, squares, *shape)
     operands = *call.inputs, *call.outputs, sums, squares
     numbers = *call.numbers("eps", "momentum"), int(call.attrs["update"])
     arguments = *operands, *shape, *numbers
