@@ -1,32 +1,27 @@
-"""What the nodes of a lowered graph cost: measured alone, or estimated.
+"""What the nodes of a lowered graph cost, each measured alone.
 
 Every distinct node is run once or a few times on operands of its own; never the whole
 step. So what a step would need need not be there to plan it.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.flop_counter import flop_registry
 
 from mucudnn.errors import UnsupportedError
-from mucudnn.ir.devices import ASSUMED, DeviceFigures
 from mucudnn.ir.graph import Node
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.liveness import rounded
-from mucudnn.torch.lowering.lowered import (
-    NOTHING,
-    Call,
-    Layout,
-    Lowered,
-    Number,
-    Operand,
+from mucudnn.torch.lowering.lowered import Call, Lowered, Number, Operand
+from mucudnn.torch.measurement.estimate import estimated
+from mucudnn.torch.measurement.node_costs import is_view, workspaces_of
+from mucudnn.torch.measurement.profiler_events import (
+    allocations,
+    most_in_use,
+    spans,
 )
 
 __all__ = ["allocations", "estimated", "evaluate", "measured"]
@@ -34,9 +29,6 @@ __all__ = ["allocations", "estimated", "evaluate", "measured"]
 _VIEW_MS = 0.001
 _REPEATS = 3
 _ENOUGH_S = 0.5
-_STATE_BYTES = 2 * rounded(5056)
-"""Of the CPU generator's state, twice: it is read, and what was there is put back."""
-
 _MARK = "mucudnn:"
 _COPIED = 16 << 20
 
@@ -48,7 +40,7 @@ def measured(lowered: Lowered) -> Profile:
         UnsupportedError: A result does not lie where or as its graph says.
     """
     graph = lowered.graph
-    keys = {n.name: _key(lowered, n) for n in graph.nodes if not _is_view(lowered, n)}
+    keys = {n.name: _key(lowered, n) for n in graph.nodes if not is_view(lowered, n)}
     ones = {key: graph.by_name[name] for name, key in reversed(keys.items())}
     with torch.no_grad():
         times = {key: _time_ms(lowered, node) for key, node in ones.items()}
@@ -59,37 +51,10 @@ def measured(lowered: Lowered) -> Profile:
             node.name: times[keys[node.name]] if node.name in keys else _VIEW_MS
             for node in graph.nodes
         },
-        workspaces=_workspaces(lowered, {n: scratch[k] for n, k in keys.items()}),
+        workspaces=workspaces_of(lowered, {n: scratch[k] for n, k in keys.items()}),
         fronts={},
         out_bytes_per_ms=rate,
         in_bytes_per_ms=rate,
-    )
-
-
-def estimated(lowered: Lowered, device: DeviceFigures) -> Profile:
-    """Every node at its roofline, of published figures; nothing is run.
-
-    Scratch memory is not known: the profile has none but for random states.
-    """
-    graph = lowered.graph
-
-    def node_ms(node: Node) -> float:
-        if _is_view(lowered, node):
-            return 0.0
-        names = dict.fromkeys((*node.tensors, *node.mutates))
-        traffic = sum(_nbytes(lowered.layouts[name]) for name in names)
-        seconds = max(
-            _flops(lowered, node) / (device.flops.value * ASSUMED.matmul),
-            traffic / (device.bandwidth.value * ASSUMED.memory),
-        )
-        return 1e3 * seconds + ASSUMED.launch_ms
-
-    return Profile(
-        node_ms={node.name: node_ms(node) for node in graph.nodes},
-        workspaces=_workspaces(lowered, {}),
-        fronts={},
-        out_bytes_per_ms=device.out.value / 1e3,
-        in_bytes_per_ms=device.back.value / 1e3,
     )
 
 
@@ -110,27 +75,6 @@ def evaluate(call: Call, operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     kwargs = {key: value(leaf) for key, leaf in call.kwargs.items()}
     found = call.function(*map(value, call.args), **kwargs)
     return tuple(found if path is None else found[path] for path in call.results)
-
-
-def allocations(prof: profile) -> list[tuple[int, int, int]]:
-    """What the allocator handed out and took back: time in ns, bytes, address."""
-    found = []
-    pending = list(prof.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        pending += event.children
-        if event.tag == _EventType.Allocation:
-            fields = event.extra_fields
-            found.append((event.start_time_ns, fields.alloc_size, fields.ptr))
-    return sorted(found, key=lambda row: row[0])
-
-
-def _is_view(lowered: Lowered, node: Node) -> bool:
-    """Whether a node only gives other names to bytes that are there."""
-    if lowered.calls[node.name] is NOTHING:
-        return True
-    aliases = [lowered.graph.tensors[name].alias for name in node.outputs]
-    return bool(aliases) and not node.mutates and None not in aliases
 
 
 def _key(lowered: Lowered, node: Node) -> Any:
@@ -214,43 +158,13 @@ def _scratch(lowered: Lowered, ones: Mapping[Any, Node]) -> dict[Any, int]:
             del operands, outputs
     events = allocations(prof)
     found = {}
-    for name, start, stop in _spans(prof):
+    for name, start, stop in spans(prof, _MARK):
         node = ones[marks[name]]
-        now = most = 0
-        mine = set()
-        for at, nbytes, address in events:
-            if not start <= at <= stop:
-                continue
-            if nbytes > 0:
-                mine.add(address)
-            elif address not in mine:
-                continue
-            now += nbytes
-            most = max(most, now)
+        most = most_in_use(row for row in events if start <= row[0] <= stop)
         tensors = lowered.graph.tensors
         new = (t for t in node.outputs if node.mutates or tensors[t].alias is None)
         results = sum(tensors[name].nbytes for name in new)
         found[marks[name]] = max(0, most - results)
-    return found
-
-
-def _spans(prof: profile) -> list[tuple[str, int, int]]:
-    """Name, begin and end of what was marked."""
-    found = []
-    pending = list(prof.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        pending += event.children
-        if event.name.startswith(_MARK):
-            found.append((event.name, event.start_time_ns, event.end_time_ns))
-    return found
-
-
-def _workspaces(lowered: Lowered, scratch: Mapping[str, int]) -> dict[str, int]:
-    found = {name: nbytes for name, nbytes in scratch.items() if nbytes}
-    for node in lowered.graph.nodes:
-        if lowered.calls[node.name].random:
-            found[node.name] = found.get(node.name, 0) + _STATE_BYTES
     return found
 
 
@@ -264,28 +178,3 @@ def _copy_rate() -> float:
         target.copy_(source)
         times.append(time.perf_counter() - start)
     return _COPIED / (1e3 * statistics.median(times))
-
-
-def _nbytes(layout: Layout) -> int:
-    sizes = zip(layout.shape, layout.stride, strict=True)
-    count = math.prod(size for size, stride in sizes if stride)
-    return count * int(layout.dtype.itemsize)
-
-
-def _flops(lowered: Lowered, node: Node) -> float:
-    call = lowered.calls[node.name]
-    count = flop_registry.get(getattr(call.function, "overloadpacket", None))
-    if count is None:
-        return 0.0
-    meta = [
-        torch.empty_strided(
-            lowered.layouts[n].shape,
-            lowered.layouts[n].stride,
-            dtype=lowered.layouts[n].dtype,
-            device="meta",
-        )
-        for n in node.inputs
-    ]
-    args = [meta[a.index] if isinstance(a, Operand) else a for a in call.args]
-    out = call.function(*args, **call.kwargs)
-    return float(count(*args, **call.kwargs, out_val=out))
