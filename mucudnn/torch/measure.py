@@ -138,12 +138,19 @@ def _check(
                 f"{node.name} ({lowered.calls[node.name].function}) returns "
                 f"{'a view' if shares else 'a copy'} where its graph has the other"
             )
-        if (tuple(tensor.shape), tensor.stride()) != (expected.shape, expected.stride):
+        found = _lying(tensor.shape, tensor.stride())
+        if found != _lying(expected.shape, expected.stride):
             raise UnsupportedError(
                 f"{node.name} ({lowered.calls[node.name].function}) returns shape "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}; its graph has "
                 f"{expected.shape} with {expected.stride}"
             )
+
+
+def _lying(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int | None]]:
+    """Sizes and strides; those of an axis of one say nothing."""
+    axes = zip(shape, stride, strict=True)
+    return [(size, step if size != 1 else None) for size, step in axes]
 
 
 def _scratch(lowered: Lowered, ones: Mapping[Any, Node]) -> dict[Any, int]:

@@ -195,7 +195,8 @@ class Program:
             function = call.into
             if not call.first:
                 named.append(f"out={self._variable(taken)}")
-        text = f"{self._names.literal(function)}({', '.join([*positional, *named])})"
+        called = self._names.literal(_direct(function))
+        text = f"{called}({', '.join([*positional, *named])})"
         if first in self._again:
             self._drawing(first, node)
         self._assign(node, call.results, text)
@@ -250,6 +251,11 @@ class Program:
 
     def _variable(self, tensor: str) -> str:
         return self._names.variable(tensor)
+
+
+def _direct(function: Any) -> Any:
+    """What an overload calls itself: a frame of Python's less for every node."""
+    return function._op if type(function) is torch._ops.OpOverload else function
 
 
 def _lie(whole: torch.Tensor, layout: Any) -> torch.Tensor:
