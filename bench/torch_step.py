@@ -22,6 +22,16 @@ _ROUNDS = 40
 _BAR_NODE_US = 5.0
 _BAR_EAGER = 1.05
 _BAR_TENSOR_US = 1.0
+_COLUMNS = {
+    "layers": "layers",
+    "nodes": "nodes",
+    "eager_ms": "eager ms",
+    "planned_ms": "planned ms",
+    "ratio": "planned/eager",
+    "calls_ms": "calls ms",
+    "node_us": "beyond µs a node",
+    "tensor_us": "µs a tensor given",
+}
 
 
 def run() -> dict[str, Any]:
@@ -46,11 +56,8 @@ def run() -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Processor time: of a step in ms, of a node and a tensor in µs."""
-    columns = ("layers", "nodes", "eager_ms", "planned_ms", "ratio")
-    columns += ("calls_ms", "node_us", "tensor_us")
-    rows = [tuple(row[name] for name in columns) for row in result["rows"]]
-    header = ("layers", "nodes", "eager ms", "planned ms", "planned/eager")
-    header += ("calls ms", "beyond µs a node", "µs a tensor given")
+    rows = [[row[name] for name in _COLUMNS] for row in result["rows"]]
+    header = list(_COLUMNS.values())
     return (
         f"{render(header, rows)}\n"
         f"the least of {result['rounds']} steps, taking turns; bars: "
@@ -80,7 +87,7 @@ def _one(layers: int) -> dict[str, Any]:
         loss_fn(model(batch[0]), batch[1]).backward()
         optimizer.step()
 
-    segment = step._last.segment
+    segment = step._for(batch, [*step._tensors(), *batch]).segment
     given = [*step._tensors(), *batch]
     calls = _calls(segment, given)
 

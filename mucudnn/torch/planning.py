@@ -12,9 +12,10 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, parse_bytes
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.torch.lowering.lowered import Lowered
+from mucudnn.torch.plan_cache.store import PlanStore
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["Planner", "as_budget"]
@@ -61,14 +62,20 @@ class Planner:
         every = sum(rounded(graph.tensors[name].nbytes) for name in roots)
         return every - self.given_bytes
 
-    def plan(self, budget: float = math.inf) -> TorchPlan:
+    def plan(
+        self, budget: float = math.inf, plans: PlanStore | None = None
+    ) -> TorchPlan:
         """The step within a budget.
+
+        Args:
+            budget: Bytes.
+            plans: What was planned before; None plans anew.
 
         Raises:
             PlanningError: It cannot fit; says the least budget that works.
         """
         try:
-            plan = plan_step(self.request(budget))
+            plan = (plans or PlanStore()).plan(self.lowered, self.request(budget))
         except PlanningError as e:
             if e.least_bytes is None:
                 raise

@@ -19,6 +19,7 @@ import torch
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
+from mucudnn.runtime.environment import USERS
 from mucudnn.torch.capture.updates import with_updates
 from mucudnn.torch.capture.whole_step import (
     CapturedStep,
@@ -31,6 +32,7 @@ from mucudnn.torch.execution.program import Segment, bind
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
+from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.step_plan import TorchPlan
 
@@ -43,6 +45,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     *,
     budget: float | str | None = None,
+    cache: PlanCacheChoice = USERS,
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
 
@@ -57,8 +60,11 @@ def train_step(
         loss_fn: Called with the model's result and the rest of the batch; a scalar.
         optimizer: Of the model's parameters; any that only changes tensors in place.
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
+        cache: A folder to remember measurements and plans in, by default one in the
+            user's cache directory; None remembers nothing.
     """
-    return TrainStep(model, loss_fn, optimizer, as_budget(budget))
+    plans = open_plans(cache)
+    return TrainStep(model, loss_fn, optimizer, as_budget(budget), plans=plans)
 
 
 def lowered_step(captured: CapturedStep) -> Lowered:
@@ -105,6 +111,7 @@ class TrainStep:
         optimizer: Of its parameters.
         budget: Bytes for everything but the batch.
         costs: What tells times and scratch memory of a graph's nodes.
+        plans: What was measured and planned before; None remembers nothing.
     """
 
     def __init__(
@@ -114,12 +121,14 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         budget: float,
         costs: Callable[[Lowered], Profile] = measured,
+        plans: PlanStore | None = None,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._budget = budget
         self._costs = costs
+        self._plans = plans or PlanStore()
         self._planned: dict[Any, _Planned] = {}
         self._last: _Planned | None = None
 
@@ -189,11 +198,14 @@ class TrainStep:
 
     def _plan(self, batch: Sequence[torch.Tensor]) -> _Planned:
         captured = capture_step(self._model, self._loss_fn, self._optimizer, batch)
-        planner = planner_of(captured, self._parts, self._costs)
-        plan = planner.plan(self._budget)
+        planner = planner_of(captured, self._parts, self._profile)
+        plan = planner.plan(self._budget, self._plans)
         copies = ThreadCopies(reuse=True)
         segment = bind(planner.lowered, plan.plan.schedule, copies)
         return _Planned(replace(plan, source=segment.source), segment)
+
+    def _profile(self, lowered: Lowered) -> Profile:
+        return self._plans.profile(lowered, self._costs)
 
     @cached_property
     def _modules(self) -> tuple[torch.nn.Module, ...]:
