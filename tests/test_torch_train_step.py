@@ -331,7 +331,7 @@ def test_bad_input_is_said():
 
     with pytest.raises(TypeError, match="tensors are wanted"):
         mt.train_step(model, loss_fn, sgd(model))(x, 3)
-    with pytest.raises(UnsupportedError, match="on the CPU so far"):
+    with pytest.raises(UnsupportedError, match="on the CPU and on"):
         mt.train_step(model, loss_fn, sgd(model))(x.to("meta"), y)
 
     def deciding(out, target):

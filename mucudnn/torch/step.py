@@ -27,7 +27,7 @@ from mucudnn.torch.capture.whole_step import (
     as_tensor,
     capture_step,
 )
-from mucudnn.torch.execution.copies import ThreadCopies
+from mucudnn.torch.execution.lanes import DEVICES, copies_for, device_of
 from mucudnn.torch.execution.program import Segment, bind
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Lowered
@@ -100,6 +100,7 @@ def planner_of(
 class _Planned:
     plan: TorchPlan
     segment: Segment
+    device: str
 
 
 class TrainStep:
@@ -142,7 +143,7 @@ class TrainStep:
         given = [*self._tensors(), *batch]
         self._last = self._for(batch, given)
         # What is cast was cast when the step was captured.
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.no_grad(), torch.autocast(self._last.device, enabled=False):
             return self._last.segment.run(given)[0]
 
     @property
@@ -200,9 +201,11 @@ class TrainStep:
         captured = capture_step(self._model, self._loss_fn, self._optimizer, batch)
         planner = planner_of(captured, self._parts, self._profile)
         plan = planner.plan(self._budget, self._plans)
-        copies = ThreadCopies(reuse=True)
+        device = device_of(planner.lowered.layouts)
+        copies = copies_for(device, reuse=True)
         segment = bind(planner.lowered, plan.plan.schedule, copies)
-        return _Planned(replace(plan, source=segment.source), segment)
+        source = segment.source
+        return _Planned(replace(plan, source=source), segment, device.type)
 
     def _profile(self, lowered: Lowered) -> Profile:
         return self._plans.profile(lowered, self._costs)
@@ -213,8 +216,8 @@ class TrainStep:
 
     def _key(self, batch: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
         """What a plan was made for."""
-        layouts = tuple((t.shape, t.stride(), t.device) for t in batch)
-        types = tuple([tensor.dtype for tensor in given])
+        layouts = tuple((t.shape, t.stride()) for t in batch)
+        types = tuple([(tensor.dtype, tensor.device) for tensor in given])
         modes = tuple([module.training for module in self._modules])
         fixed = tuple(
             (key, repr(value))
@@ -222,7 +225,8 @@ class TrainStep:
             for key, value in group.items()
             if key not in ("params", "lr")
         )
-        return layouts, types, modes, fixed, torch.is_autocast_enabled("cpu")
+        autocast = tuple(torch.is_autocast_enabled(kind) for kind in DEVICES)
+        return layouts, types, modes, fixed, autocast
 
 
 def _check_tensors(given: Sequence[Any]) -> None:
@@ -238,7 +242,8 @@ def _check_tensors(given: Sequence[Any]) -> None:
                 f"a batch has a {type(value).__name__}; tensors are wanted, such as "
                 "step(x, y)"
             )
-        if not value.is_cpu:
+        if not (value.is_cpu or value.is_cuda):
             raise UnsupportedError(
-                f"a tensor is on {value.device}; steps run on the CPU so far"
+                f"a tensor is on {value.device}; steps run on the CPU and on CUDA "
+                "devices"
             )

@@ -64,6 +64,13 @@ class ThreadCopies:
         leaving.done = self._back.copy(leaving.host, found, leaving.done)
         return found
 
+    def left(self, host: torch.Tensor) -> Leaving:
+        """What is on the host, and has no copy under way."""
+        return Leaving(host)
+
+    def settle(self) -> None:
+        """Nothing: a copy that is under way holds on to its bytes itself."""
+
 
 class _Lane:
     """Copies in their order, by one thread that is started when it is needed."""

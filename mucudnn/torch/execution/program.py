@@ -23,7 +23,7 @@ from mucudnn.ir.schedule import (
     Wait,
 )
 from mucudnn.passes.scheduling.costs import origin
-from mucudnn.torch.execution.copies import Leaving, ThreadCopies
+from mucudnn.torch.execution.lanes import Copies
 from mucudnn.torch.execution.names import Names
 from mucudnn.torch.execution.random_states import get_state, keep_state, set_state
 from mucudnn.torch.execution.segments import Kept, Segment, compiled
@@ -32,7 +32,7 @@ from mucudnn.torch.lowering.lowered import NOTHING, Lowered
 __all__ = ["Kept", "Program", "Segment", "bind"]
 
 
-def bind(lowered: Lowered, schedule: Schedule, copies: ThreadCopies) -> Segment:
+def bind(lowered: Lowered, schedule: Schedule, copies: Copies) -> Segment:
     """A whole schedule: the inputs of the graph in, its results out."""
     program = Program(lowered, schedule, copies)
     program.begin(program.given(lowered.inputs))
@@ -51,9 +51,7 @@ class Program:
         copies: What runs its copies.
     """
 
-    def __init__(
-        self, lowered: Lowered, schedule: Schedule, copies: ThreadCopies
-    ) -> None:
+    def __init__(self, lowered: Lowered, schedule: Schedule, copies: Copies) -> None:
         self._lowered = lowered
         self._graph = schedule.graph
         self._lines: list[str] = []
@@ -65,7 +63,8 @@ class Program:
             {
                 "copy_out": copies.out,
                 "copy_back": copies.back,
-                "left": Leaving,
+                "left": copies.left,
+                "settle": copies.settle,
                 "lie": _lie,
                 "get_state": get_state,
                 "set_state": set_state,
@@ -139,10 +138,9 @@ class Program:
             if storage in back:
                 nbytes = self._graph.tensors[storage].nbytes
                 found.append(Kept(handle, f"{handle}.host", storage, nbytes))
-        found += [
-            Kept(state, state, None, keep_state().numel())
-            for state in self._states.values()
-        ]
+        for node, state in self._states.items():
+            nbytes = keep_state(self._generator(node)).numel()
+            found.append(Kept(state, state, None, nbytes))
         return found
 
     def resume(self, kept: Sequence[Kept]) -> None:
@@ -160,7 +158,8 @@ class Program:
 
     def end(self, results: Sequence[str]) -> Segment:
         """The segment, compiled."""
-        return compiled(self._given, self._lines, results, self._names.space)
+        settle = "settle()" if self._handles else None
+        return compiled(self._given, self._lines, results, self._names.space, settle)
 
     def write(self, instructions: Iterable[Instruction]) -> None:
         """Append instructions."""
@@ -201,7 +200,8 @@ class Program:
             self._drawing(first, node)
         self._assign(node, call.results, text)
         if first in self._again and node.name != first:
-            self._lines += ["set_state(drawn)", "drawn = None"]
+            _, on = self._generator_text(first)
+            self._lines += [f"set_state(drawn{on})", "drawn = None"]
 
     def _taken(self, node: Node) -> str | None:
         """The operand that a node's result overwrites, if it does."""
@@ -213,10 +213,23 @@ class Program:
     def _drawing(self, first: str, node: Node) -> None:
         """Random numbers that are drawn again are the same: the state is put back."""
         state = self._states.setdefault(first, f"s{len(self._states)}")
+        of, on = self._generator_text(first)
         if node.name == first:
-            self._lines.append(f"{state} = keep_state()")
+            self._lines.append(f"{state} = keep_state({of})")
         else:
-            self._lines += ["drawn = get_state()", f"set_state({state})"]
+            self._lines += [f"drawn = get_state({of})", f"set_state({state}{on})"]
+
+    def _generator(self, node: str) -> torch.device | None:
+        """The device whose generator a random node draws from; None is the CPU."""
+        names = self._lowered.graph.by_name[node].tensors
+        devices = {self._lowered.layouts[name].device for name in names}
+        return next((device for device in devices if device.type != "cpu"), None)
+
+    def _generator_text(self, node: str) -> tuple[str, str]:
+        """The same as the only argument of a call, and as one more."""
+        device = self._generator(node)
+        text = "" if device is None else self._names.literal(device)
+        return text, f", {text}" if text else ""
 
     def _assign(self, node: Node, paths: Sequence[int | None], text: str) -> None:
         names = [self._variable(name) for name in node.outputs]

@@ -1,6 +1,7 @@
 """States of random generators: what is drawn again is what was drawn.
 
-They are kept in memory that is not of PyTorch's allocator: not on the device.
+They are kept in memory that is not of PyTorch's allocator: not on the device. A CUDA
+generator is a seed and an offset, which PyTorch has on the host.
 """
 
 import torch
@@ -8,16 +9,23 @@ import torch
 __all__ = ["get_state", "keep_state", "set_state"]
 
 
-def get_state() -> torch.Tensor:
-    """The generator's state."""
-    return torch.get_rng_state()
+def get_state(device: torch.device | None = None) -> torch.Tensor:
+    """The state of a device's generator; None is the CPU's."""
+    if device is None:
+        return torch.get_rng_state()
+    found: torch.Tensor = torch.cuda.get_rng_state(device)
+    return found
 
 
-def set_state(state: torch.Tensor) -> None:
+def set_state(state: torch.Tensor, device: torch.device | None = None) -> None:
     """Have random numbers drawn from a state on."""
-    torch.set_rng_state(state)
+    if device is None:
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
 
 
-def keep_state() -> torch.Tensor:
+def keep_state(device: torch.device | None = None) -> torch.Tensor:
     """The generator's state, in memory that is not of PyTorch's allocator."""
-    return torch.frombuffer(bytearray(torch.get_rng_state().numpy()), dtype=torch.uint8)
+    state = get_state(device)
+    return torch.frombuffer(bytearray(state.numpy()), dtype=torch.uint8)

@@ -56,6 +56,7 @@ def compiled(
     lines: Sequence[str],
     results: Sequence[str],
     space: Mapping[str, Any],
+    failed: str | None = None,
 ) -> Segment:
     """A function of these variables with these lines.
 
@@ -64,6 +65,7 @@ def compiled(
         lines: Statements.
         results: What it returns, as text.
         space: Name -> what it stands for.
+        failed: What is done if it raises, while its variables are still there.
     """
     head = ["def run(given):"]
     if given:
@@ -71,8 +73,11 @@ def compiled(
     head.append("    given.clear()")
     if "_" in given:
         head.append("    _ = None")
-    body = [f"    {line}" for line in lines]
-    source = "\n".join([*head, *body, f"    return [{', '.join(results)}]", ""])
+    body = [f"    {line}" for line in (*lines, f"return [{', '.join(results)}]")]
+    if failed is not None:
+        body = ["    try:", *(f"    {line}" for line in body)]
+        body += ["    except BaseException:", f"        {failed}", "        raise"]
+    source = "\n".join([*head, *body, ""])
     found = dict(space)
     exec(compile(source, "<planned step>", "exec"), found)
     return Segment(source, found["run"])
