@@ -4,48 +4,42 @@ Every distinct node is run once or a few times on operands of its own; never the
 step. So what a step would need need not be there to plan it.
 """
 
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Node
 from mucudnn.ir.profile import Profile
+from mucudnn.torch.execution.lanes import device_of
 from mucudnn.torch.lowering.lowered import Call, Lowered, Number, Operand
 from mucudnn.torch.measurement.estimate import estimated
+from mucudnn.torch.measurement.meters import Meter, meter_of
 from mucudnn.torch.measurement.node_costs import is_view, workspaces_of
-from mucudnn.torch.measurement.profiler_events import (
-    allocations,
-    most_in_use,
-    spans,
-)
+from mucudnn.torch.measurement.profiler_events import allocations
 
 __all__ = ["allocations", "estimated", "evaluate", "measured"]
 
 _VIEW_MS = 0.001
-_REPEATS = 3
-_ENOUGH_S = 0.5
-_MARK = "mucudnn:"
-_COPIED = 16 << 20
 
 
 def measured(lowered: Lowered) -> Profile:
     """Run every distinct node alone, and copies to and from the host.
 
     Raises:
-        UnsupportedError: A result does not lie where or as its graph says.
+        UnsupportedError: A result does not lie where or as its graph says, or tensors
+            are on several devices.
     """
     graph = lowered.graph
+    meter = meter_of(device_of(lowered.layouts))
     keys = {n.name: _key(lowered, n) for n in graph.nodes if not is_view(lowered, n)}
     ones = {key: graph.by_name[name] for name, key in reversed(keys.items())}
     with torch.no_grad():
-        times = {key: _time_ms(lowered, node) for key, node in ones.items()}
-        scratch = _scratch(lowered, ones)
-    rate = _copy_rate()
+        times = {key: _time_ms(meter, lowered, node) for key, node in ones.items()}
+        scratch = _scratch(meter, lowered, ones)
+    out, back = meter.rates()
     return Profile(
         node_ms={
             node.name: times[keys[node.name]] if node.name in keys else _VIEW_MS
@@ -53,8 +47,8 @@ def measured(lowered: Lowered) -> Profile:
         },
         workspaces=workspaces_of(lowered, {n: scratch[k] for n, k in keys.items()}),
         fronts={},
-        out_bytes_per_ms=rate,
-        in_bytes_per_ms=rate,
+        out_bytes_per_ms=out,
+        in_bytes_per_ms=back,
     )
 
 
@@ -103,17 +97,10 @@ def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
     return found
 
 
-def _time_ms(lowered: Lowered, node: Node) -> float:
+def _time_ms(meter: Meter, lowered: Lowered, node: Node) -> float:
     call, operands = lowered.calls[node.name], _operands(lowered, node)
     _check(lowered, node, operands, evaluate(call, operands))
-    times: list[float] = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        evaluate(call, operands)
-        times.append(time.perf_counter() - start)
-        if sum(times) > _ENOUGH_S:
-            break
-    return 1e3 * statistics.median(times)
+    return meter.time_ms(partial(evaluate, call, operands))
 
 
 def _check(
@@ -153,35 +140,18 @@ def _lying(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int |
     return [(size, step if size != 1 else None) for size, step in axes]
 
 
-def _scratch(lowered: Lowered, ones: Mapping[Any, Node]) -> dict[Any, int]:
+def _scratch(
+    meter: Meter, lowered: Lowered, ones: Mapping[Any, Node]
+) -> dict[Any, int]:
     """Bytes that each node has in use beyond its results, at most."""
-    marks: dict[str, Any] = {}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        for number, (key, node) in enumerate(ones.items()):
-            operands = _operands(lowered, node)
-            marks[f"{_MARK}{number}"] = key
-            with record_function(f"{_MARK}{number}"):
-                outputs = evaluate(lowered.calls[node.name], operands)
-            del operands, outputs
-    events = allocations(prof)
+
+    def prepared(node: Node) -> Callable[[], object]:
+        return partial(evaluate, lowered.calls[node.name], _operands(lowered, node))
+
+    most = meter.most_bytes([partial(prepared, node) for node in ones.values()])
+    tensors = lowered.graph.tensors
     found = {}
-    for name, start, stop in spans(prof, _MARK):
-        node = ones[marks[name]]
-        most = most_in_use(row for row in events if start <= row[0] <= stop)
-        tensors = lowered.graph.tensors
+    for (key, node), nbytes in zip(ones.items(), most, strict=True):
         new = (t for t in node.outputs if node.mutates or tensors[t].alias is None)
-        results = sum(tensors[name].nbytes for name in new)
-        found[marks[name]] = max(0, most - results)
+        found[key] = max(0, nbytes - sum(tensors[name].nbytes for name in new))
     return found
-
-
-def _copy_rate() -> float:
-    """Bytes a ms that one thread copies."""
-    source = torch.ones(_COPIED, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - start)
-    return _COPIED / (1e3 * statistics.median(times))

@@ -25,7 +25,12 @@ from mucudnn.ir.schedule import (
 from mucudnn.passes.scheduling.costs import origin
 from mucudnn.torch.execution.lanes import Copies
 from mucudnn.torch.execution.names import Names
-from mucudnn.torch.execution.random_states import get_state, keep_state, set_state
+from mucudnn.torch.execution.random_states import (
+    generator_of,
+    get_state,
+    keep_state,
+    set_state,
+)
 from mucudnn.torch.execution.segments import Kept, Segment, compiled
 from mucudnn.torch.lowering.lowered import NOTHING, Lowered
 
@@ -139,7 +144,7 @@ class Program:
                 nbytes = self._graph.tensors[storage].nbytes
                 found.append(Kept(handle, f"{handle}.host", storage, nbytes))
         for node, state in self._states.items():
-            nbytes = keep_state(self._generator(node)).numel()
+            nbytes = keep_state(generator_of(self._lowered, node)).numel()
             found.append(Kept(state, state, None, nbytes))
         return found
 
@@ -219,15 +224,9 @@ class Program:
         else:
             self._lines += [f"drawn = get_state({of})", f"set_state({state}{on})"]
 
-    def _generator(self, node: str) -> torch.device | None:
-        """The device whose generator a random node draws from; None is the CPU."""
-        names = self._lowered.graph.by_name[node].tensors
-        devices = {self._lowered.layouts[name].device for name in names}
-        return next((device for device in devices if device.type != "cpu"), None)
-
     def _generator_text(self, node: str) -> tuple[str, str]:
         """The same as the only argument of a call, and as one more."""
-        device = self._generator(node)
+        device = generator_of(self._lowered, node)
         text = "" if device is None else self._names.literal(device)
         return text, f", {text}" if text else ""
 

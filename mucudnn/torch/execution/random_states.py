@@ -6,7 +6,16 @@ generator is a seed and an offset, which PyTorch has on the host.
 
 import torch
 
-__all__ = ["get_state", "keep_state", "set_state"]
+from mucudnn.torch.lowering.lowered import Lowered
+
+__all__ = ["generator_of", "get_state", "keep_state", "set_state"]
+
+
+def generator_of(lowered: Lowered, node: str) -> torch.device | None:
+    """The device whose generator a random node draws from; None is the CPU."""
+    names = lowered.graph.by_name[node].tensors
+    devices = {lowered.layouts[name].device for name in names}
+    return next((device for device in devices if device.type != "cpu"), None)
 
 
 def get_state(device: torch.device | None = None) -> torch.Tensor:

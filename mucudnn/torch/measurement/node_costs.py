@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from mucudnn.ir.graph import Node
 from mucudnn.passes.liveness import rounded
+from mucudnn.torch.execution.random_states import generator_of
 from mucudnn.torch.lowering.lowered import NOTHING, Lowered
 
 __all__ = ["is_view", "workspaces_of"]
@@ -24,6 +25,7 @@ def workspaces_of(lowered: Lowered, scratch: Mapping[str, int]) -> dict[str, int
     """Scratch memory by node: what was measured, and states of the generator."""
     found = {name: nbytes for name, nbytes in scratch.items() if nbytes}
     for node in lowered.graph.nodes:
-        if lowered.calls[node.name].random:
+        random = lowered.calls[node.name].random
+        if random and generator_of(lowered, node.name) is None:
             found[node.name] = found.get(node.name, 0) + _STATE_BYTES
     return found

@@ -83,11 +83,20 @@ class PlanStore:
         self._entries = entries
 
     def profile(
-        self, lowered: Lowered, measured: Callable[[Lowered], Profile]
+        self,
+        lowered: Lowered,
+        measured: Callable[[Lowered], Profile],
+        settings: str = "",
     ) -> Profile:
-        """What a graph costs on this machine, as it is set up."""
+        """What a graph costs on this machine, as it is set up.
+
+        Args:
+            lowered: The graph.
+            measured: What measures it.
+            settings: What else it measures by.
+        """
         places = Places(lowered)
-        key = self._key("profile", lowered, places)
+        key = self._key(f"profile {settings}", lowered, places)
         if self._entries is None or key is None:
             return measured(lowered)
         data = self._entries.get(key)
