@@ -6,9 +6,11 @@ the one is the other and those bytes, and errors say the user's.
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from mucudnn.errors import PlanningError
+from mucudnn.ir.graph import Graph, Role
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, parse_bytes
 from mucudnn.passes.liveness import rounded
@@ -19,6 +21,9 @@ from mucudnn.torch.plan_cache.store import PlanStore
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["Planner", "as_budget"]
+
+_SMALL = 4096
+"""Bytes of an input that are not worth a copy, such as those of a learning rate."""
 
 
 def as_budget(budget: float | str | None) -> float:
@@ -41,11 +46,13 @@ class Planner:
         lowered: The step.
         profile: What it costs.
         given: Inputs that the caller holds: no budget counts them.
+        offload: Whether other inputs, parameters and state, may be host-resident.
     """
 
     lowered: Lowered
     profile: Profile
     given: Collection[str]
+    offload: bool = False
 
     @property
     def given_bytes(self) -> int:
@@ -88,7 +95,10 @@ class Planner:
                 short_by=least - int(budget),
                 least_bytes=least,
             ) from None
-        return TorchPlan(plan, self.given_bytes, budget, self.resident_bytes)
+        tensors = self.lowered.graph.tensors
+        away = sum(rounded(tensors[name].nbytes) for name in plan.schedule.hosted)
+        resident = self.resident_bytes - away
+        return TorchPlan(plan, self.given_bytes, budget, resident)
 
     def least_budget(self) -> int:
         """The least bytes that the step is planned in."""
@@ -96,9 +106,24 @@ class Planner:
 
     def request(self, budget: float = math.inf) -> StepRequest:
         """What the planner is asked for a budget."""
+        graph = self.lowered.graph
         return StepRequest(
-            self.lowered.graph,
+            self._lent() if self.offload else graph,
             self.profile,
             budget=budget + self.given_bytes,
-            hosted=frozenset(),
+            hosted=None if self.offload else frozenset(),
         )
+
+    def _lent(self) -> Graph:
+        """The graph with it said which inputs stay: the caller's and small ones."""
+        graph = self.lowered.graph
+        fixed = {graph.storages[name] for name in self.given}
+        fixed |= {graph.storages[name] for name in self.lowered.constants}
+        fixed |= {n for n in graph.inputs if graph.tensors[n].nbytes <= _SMALL}
+        tensors = {
+            name: replace(spec, role=Role.BORROWED)
+            if name in graph.inputs and graph.storages[name] in fixed
+            else spec
+            for name, spec in graph.tensors.items()
+        }
+        return replace(graph, tensors=MappingProxyType(tensors))

@@ -27,6 +27,7 @@ from mucudnn.torch.capture.whole_step import (
     as_tensor,
     capture_step,
 )
+from mucudnn.torch.execution.homes import Homes
 from mucudnn.torch.execution.lanes import DEVICES, copies_for, device_of
 from mucudnn.torch.execution.program import Segment, bind
 from mucudnn.torch.lowering.lower import lower
@@ -46,6 +47,7 @@ def train_step(
     *,
     budget: float | str | None = None,
     cache: PlanCacheChoice = USERS,
+    offload_state: bool = False,
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
 
@@ -62,9 +64,19 @@ def train_step(
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
         cache: A folder to remember measurements and plans in, by default one in the
             user's cache directory; None remembers nothing.
+        offload_state: Whether parameters, buffers and the optimizer's state may live
+            in memory of the host that is not of PyTorch's allocator, where the budget
+            asks for it: the budget does not count them there. They stay the tensors
+            that they are, with other memory; on the CPU so far.
     """
-    plans = open_plans(cache)
-    return TrainStep(model, loss_fn, optimizer, as_budget(budget), plans=plans)
+    return TrainStep(
+        model,
+        loss_fn,
+        optimizer,
+        as_budget(budget),
+        plans=open_plans(cache),
+        offload_state=offload_state,
+    )
 
 
 def lowered_step(captured: CapturedStep) -> Lowered:
@@ -101,6 +113,7 @@ class _Planned:
     plan: TorchPlan
     segment: Segment
     device: str
+    homes: Homes
 
 
 class TrainStep:
@@ -113,6 +126,7 @@ class TrainStep:
         budget: Bytes for everything but the batch.
         costs: What tells times and scratch memory of a graph's nodes.
         plans: What was measured and planned before; None remembers nothing.
+        offload_state: Whether parameters and state may be host-resident.
     """
 
     def __init__(
@@ -123,12 +137,15 @@ class TrainStep:
         budget: float,
         costs: Callable[[Lowered], Profile] = measured,
         plans: PlanStore | None = None,
+        *,
+        offload_state: bool = False,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._budget = budget
         self._costs = costs
+        self._offload_state = offload_state
         self._plans = plans or PlanStore()
         self._planned: dict[Any, _Planned] = {}
         self._last: _Planned | None = None
@@ -142,6 +159,7 @@ class TrainStep:
         """
         given = [*self._tensors(), *batch]
         self._last = self._for(batch, given)
+        self._last.homes.move(given)
         # What is cast was cast when the step was captured.
         with torch.no_grad(), torch.autocast(self._last.device, enabled=False):
             return self._last.segment.run(given)[0]
@@ -200,12 +218,14 @@ class TrainStep:
     def _plan(self, batch: Sequence[torch.Tensor]) -> _Planned:
         captured = capture_step(self._model, self._loss_fn, self._optimizer, batch)
         planner = planner_of(captured, self._parts, self._profile)
+        planner = replace(planner, offload=self._offload_state)
         plan = planner.plan(self._budget, self._plans)
         device = device_of(planner.lowered.layouts)
         copies = copies_for(device, reuse=True)
         segment = bind(planner.lowered, plan.plan.schedule, copies)
         source = segment.source
-        return _Planned(replace(plan, source=source), segment, device.type)
+        homes = Homes.of(planner.lowered, plan.plan.schedule)
+        return _Planned(replace(plan, source=source), segment, device.type, homes)
 
     def _profile(self, lowered: Lowered) -> Profile:
         return self._plans.profile(lowered, self._costs)

@@ -33,6 +33,8 @@ from typing import Any
 
 import torch
 
+from mucudnn.torch.execution.copies import bytes_of
+
 __all__ = ["StreamCopies", "StreamLeaving"]
 
 
@@ -88,7 +90,7 @@ class StreamCopies:
 
     def out(self, tensor: torch.Tensor, slot: int) -> StreamLeaving:
         """Begin to copy the storage of a tensor to the host."""
-        whole = _bytes_of(tensor)
+        whole = bytes_of(tensor)
         leaving = self._leaving(whole.numel(), slot)
         leaving.done = self._copy(self._lanes()[0], leaving.host, whole, leaving.done)
         return leaving
@@ -100,6 +102,11 @@ class StreamCopies:
         )
         leaving.done = self._copy(self._lanes()[1], found, leaving.host, leaving.done)
         return found
+
+    def home(self, tensor: torch.Tensor, leaving: StreamLeaving) -> None:
+        """Begin to copy the storage of a tensor to where it came from."""
+        whole = bytes_of(tensor)
+        leaving.done = self._copy(self._lanes()[0], leaving.host, whole, leaving.done)
 
     def left(self, host: torch.Tensor) -> StreamLeaving:
         """What is on the host, and has no copy under way."""
@@ -150,9 +157,3 @@ class StreamCopies:
 
 def _pinned(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

@@ -43,6 +43,9 @@ class Copies(Protocol):
     def back(self, leaving: Any) -> torch.Tensor:
         """Begin to copy it back; the bytes that it will have."""
 
+    def home(self, tensor: torch.Tensor, leaving: Any) -> None:
+        """Begin to copy the storage of a tensor to where it came from."""
+
     def left(self, host: torch.Tensor) -> Away:
         """What is on the host, and has no copy under way."""
 

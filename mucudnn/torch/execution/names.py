@@ -53,6 +53,10 @@ class Names:
         name = next(n for n in self._members[storage] if n in self.bound)
         return self._variables[name]
 
+    def has(self, storage: str) -> bool:
+        """Whether any tensor that is there has these bytes."""
+        return not self.bound.isdisjoint(self._members[storage])
+
     def known(self, storage: str) -> list[str]:
         """Tensors with these bytes that have been there."""
         return [n for n in self._members[storage] if n in self._variables]

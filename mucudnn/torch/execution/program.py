@@ -23,6 +23,7 @@ from mucudnn.ir.schedule import (
     Wait,
 )
 from mucudnn.passes.scheduling.costs import origin
+from mucudnn.torch.execution.copies import bytes_of
 from mucudnn.torch.execution.lanes import Copies
 from mucudnn.torch.execution.names import Names
 from mucudnn.torch.execution.random_states import (
@@ -43,7 +44,9 @@ def bind(lowered: Lowered, schedule: Schedule, copies: Copies) -> Segment:
     program.begin(program.given(lowered.inputs))
     for name, value in lowered.constants.items():
         program.constant(name, value)
+    program.depart()
     program.write(schedule.instructions)
+    program.come_home()
     return program.end([program.result(value) for value in lowered.results])
 
 
@@ -68,6 +71,8 @@ class Program:
             {
                 "copy_out": copies.out,
                 "copy_back": copies.back,
+                "copy_home": copies.home,
+                "bytes_of": bytes_of,
                 "left": copies.left,
                 "settle": copies.settle,
                 "lie": _lie,
@@ -76,6 +81,9 @@ class Program:
                 "keep_state": keep_state,
             },
         )
+        self._hosted = schedule.hosted
+        self._across = schedule.live_across
+        self._changed: set[str] = set()
         self._instructions = schedule.instructions
         self._last_read = self._reads(schedule.instructions)
         self._at = 0
@@ -123,6 +131,34 @@ class Program:
             if isinstance(value, str)
             else self._names.literal(value)
         )
+
+    def depart(self) -> None:
+        """Leave inputs that are host-resident at home.
+
+        What a step begins with is copied to the device first.
+        """
+        for storage in self._hosted:
+            handle = self._handles[storage] = f"h{len(self._handles)}"
+            tensor = self._names.any_of(storage)
+            self._lines.append(f"{handle} = left(bytes_of({tensor}))")
+            self._free(storage)
+        for storage in self._across:
+            self._swap_in(storage)
+        self._lines += [f"{self._handles[storage]}.wait()" for storage in self._across]
+
+    def come_home(self) -> None:
+        """Copy home what a step ends with and has changed.
+
+        A schedule lets it stay on the device for the next step. Here a step ends with
+        everything where whoever reads it between two steps finds it.
+        """
+        here = [storage for storage in self._across if self._names.has(storage)]
+        changed = [storage for storage in here if storage in self._changed]
+        for storage in changed:
+            self._swap_out(storage)
+        self._lines += [f"{self._handles[storage]}.wait()" for storage in changed]
+        for storage in here:
+            self._free(storage)
 
     def settle(self) -> None:
         """Wait for all copies that are under way."""
@@ -201,6 +237,7 @@ class Program:
                 named.append(f"out={self._variable(taken)}")
         called = self._names.literal(_direct(function))
         text = f"{called}({', '.join([*positional, *named])})"
+        self._changed.update(self._graph.storages[name] for name in node.mutates)
         if first in self._again:
             self._drawing(first, node)
         self._assign(node, call.results, text)
@@ -250,11 +287,17 @@ class Program:
     def _swap_out(self, storage: str) -> None:
         handle = self._handles.setdefault(storage, f"h{len(self._handles)}")
         tensor = self._names.any_of(storage)
-        self._lines.append(f"{handle} = copy_out({tensor}, {handle[1:]})")
+        if storage in self._hosted:
+            self._lines.append(f"copy_home({tensor}, {handle})")
+            self._changed.discard(storage)
+        else:
+            self._lines.append(f"{handle} = copy_out({tensor}, {handle[1:]})")
 
     def _swap_in(self, storage: str) -> None:
         known = self._names.known(storage)
-        wanted = [n for n in known if self._last_read.get(n, -1) > self._at]
+        wanted = [n for n in known if self._last_read.get(n, -1) >= self._at]
+        if not wanted:
+            return  # it is for the next step, which begins with it
         self._lines.append(f"back = copy_back({self._handles[storage]})")
         for name in wanted:
             layout = self._names.literal(self._lowered.layouts[origin(name)])

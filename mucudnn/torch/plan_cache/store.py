@@ -14,6 +14,7 @@ from pathlib import Path
 import platformdirs
 
 from mucudnn.errors import PlanningError
+from mucudnn.ir.graph import Role
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.plan_step import plan_step
@@ -157,7 +158,9 @@ class PlanStore:
         if not isinstance(request.policy, str) or request.plans is not None:
             return None
         hosted = request.hosted
+        lent = request.graph.with_role(Role.BORROWED)
         asked = [
+            [places.tensor(spec.name) for spec in lent],
             repr(float(request.budget)),
             request.policy,
             str(request.scheduler),
