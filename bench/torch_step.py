@@ -83,7 +83,7 @@ def _one(layers: int) -> dict[str, Any]:
         torch.optim.SGD(m.parameters(), 1e-3, momentum=0.9) for m in (model, other)
     )
     watched = _Watched()
-    with patch("mucudnn.torch.step.bind", watched.bind):
+    with patch("mucudnn.torch.execution.bound_step.bind", watched.bind):
         step = mt.train_step(other, loss_fn, mine, cache=None)
         plan = step.prepare(*batch)
     step(*batch)

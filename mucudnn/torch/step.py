@@ -27,9 +27,8 @@ from mucudnn.torch.capture.whole_step import (
     as_tensor,
     capture_step,
 )
-from mucudnn.torch.execution.homes import Homes
-from mucudnn.torch.execution.lanes import DEVICES, copies_for, device_of
-from mucudnn.torch.execution.program import Segment, bind
+from mucudnn.torch.execution.bound_step import BoundStep, bind_step
+from mucudnn.torch.execution.lanes import DEVICES
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
@@ -111,9 +110,7 @@ def planner_of(
 @dataclass(frozen=True)
 class _Planned:
     plan: TorchPlan
-    segment: Segment
-    device: str
-    homes: Homes
+    bound: BoundStep
 
 
 class TrainStep:
@@ -159,10 +156,7 @@ class TrainStep:
         """
         given = [*self._tensors(), *batch]
         self._last = self._for(batch, given)
-        self._last.homes.move(given)
-        # What is cast was cast when the step was captured.
-        with torch.no_grad(), torch.autocast(self._last.device, enabled=False):
-            return self._last.segment.run(given)[0]
+        return self._last.bound.run(given)[0]
 
     @property
     def plan(self) -> TorchPlan:
@@ -220,12 +214,8 @@ class TrainStep:
         planner = planner_of(captured, self._parts, self._profile)
         planner = replace(planner, offload=self._offload_state)
         plan = planner.plan(self._budget, self._plans)
-        device = device_of(planner.lowered.layouts)
-        copies = copies_for(device, reuse=True)
-        segment = bind(planner.lowered, plan.plan.schedule, copies)
-        source = segment.source
-        homes = Homes.of(planner.lowered, plan.plan.schedule)
-        return _Planned(replace(plan, source=source), segment, device.type, homes)
+        bound = bind_step(planner.lowered, plan.plan.schedule)
+        return _Planned(replace(plan, source=bound.source), bound)
 
     def _profile(self, lowered: Lowered) -> Profile:
         return self._plans.profile(lowered, self._costs)
