@@ -1,0 +1,121 @@
+"""What a capture leaves behind in Python: put back, and refused where it would count.
+
+A captured step runs no Python again. So a module that counts in an attribute, or draws
+from Python's generators, would do something else in its second step: that is seen here.
+What changes inside of other objects is not.
+"""
+
+import random
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mucudnn.errors import UnsupportedError
+
+__all__ = ["watched"]
+
+_TENSORS = ("_buffers", "_parameters")
+
+
+@contextmanager
+def watched(root: torch.nn.Module) -> Iterator[None]:
+    """Put back what the modules' attributes were.
+
+    Raises:
+        UnsupportedError: One of them has changed, or a generator of Python's or of
+            NumPy's has been drawn from.
+    """
+    before = [(name, m, _attributes(m)) for name, m in root.named_modules()]
+    drawn = _generators()
+    try:
+        yield
+        for name, module, attributes in before:
+            _check(name, attributes, _attributes(module))
+        for name, state in _generators().items():
+            if state != drawn.get(name, state):
+                raise UnsupportedError(
+                    f"the step draws from the generator of {name}, which runs only when "
+                    "it is captured; draw from PyTorch's (torch.rand)"
+                )
+    finally:
+        for _, module, attributes in before:
+            _put_back(module, attributes)
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes, containers copied."""
+    return {key: _copied(value) for key, value in vars(module).items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if type(value) in (dict, list, set) else value
+
+
+def _put_back(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
+    now = vars(module)
+    for key in [key for key in now if key not in attributes]:
+        del now[key]
+    for key, value in attributes.items():
+        held = now.get(key)
+        if type(held) in (dict, set) and type(held) is type(value):
+            if not _same(held, value):
+                held.clear()
+                held.update(value)
+        elif type(held) is list and type(value) is list:
+            held[:] = value
+        else:
+            now[key] = value
+
+
+def _check(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    for key, value in after.items():
+        if key in before and (_same(before[key], value) or _lists(before[key])):
+            continue
+        label = f"{name.partition('.')[2] or 'the model'}"
+        if key in _TENSORS:
+            new = [k for k, v in value.items() if before[key].get(k) is not v]
+            raise UnsupportedError(
+                f"{label} makes {new[0]!r} in a step; make it before the first one"
+            )
+        was = f"was {before[key]!r:.60}" if key in before else "was not there"
+        raise UnsupportedError(
+            f"the step changes attribute {key!r} of {label}, which {was}: Python is not "
+            "run again in the steps that follow; keep what changes in a buffer "
+            "(register_buffer), and what is only looked at out of the step"
+        )
+
+
+def _lists(value: Any) -> bool:
+    """Whether it is a list of parameters: where others are lent, it has those."""
+    return isinstance(value, list) and all(
+        isinstance(v() if isinstance(v, weakref.ref) else v, torch.nn.Parameter)
+        for v in value
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(v, other[k]) for k, v in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, weakref.ref):
+        return one() is other()
+    if isinstance(one, int | float | complex | str | bytes | set | frozenset):
+        return bool(one == other)
+    return isinstance(one, torch.Size) and one == other
+
+
+def _generators() -> dict[str, Any]:
+    found: dict[str, Any] = {"random": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state = numpy.random.get_state()
+        found["numpy.random"] = (state[0], state[1].tobytes(), *state[2:])
+    return found
