@@ -154,7 +154,7 @@ def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
         size = layout.dtype.itemsize
         flat = made[storage][: made[storage].numel() // size * size].view(layout.dtype)
         if layout.dtype.is_floating_point:
-            flat.fill_(0.5) if flat.numel() == 1 else flat.normal_()
+            flat.fill_(0.5) if flat.numel() == 1 else flat.uniform_(0.1, 0.9)
         found.append(flat.as_strided(layout.shape, layout.stride, layout.offset))
     return found
 

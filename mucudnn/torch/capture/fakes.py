@@ -34,10 +34,9 @@ class StepFakes(FakeTensorMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """What an operation gives."""
-        if func is _aten._ctc_loss.default:
-            return self._ctc_loss(*args, **(kwargs or {}))
-        if func is _aten._ctc_loss_backward.default:
-            return self._contiguous(args[1])
+        if func is _aten.bernoulli.p:
+            with self:  # of `bernoulli_`, which leaves a tensor as it lies
+                return torch.empty_like(args[0])
         found = super().dispatch(func, types, args, kwargs)
         if func in _CONTIGUOUS and not found.is_contiguous():
             return self._contiguous(found)
@@ -46,25 +45,3 @@ class StepFakes(FakeTensorMode):
     def _contiguous(self, like: torch.Tensor) -> torch.Tensor:
         with self:
             return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-
-    def _ctc_loss(
-        self,
-        log_probs: torch.Tensor,
-        targets: torch.Tensor,
-        input_lengths: Any,
-        target_lengths: Any,
-        blank: int = 0,
-        zero_infinity: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses, and the forward variables of the alignments.
-
-        With lengths that are numbers their sizes are known.
-        """
-        del targets, input_lengths, blank, zero_infinity
-        steps, samples, _ = log_probs.shape
-        states = 2 * max(target_lengths, default=0) + 1
-        with self:
-            return (
-                log_probs.new_empty((samples,)),
-                log_probs.new_empty((samples, steps, states)),
-            )

@@ -38,7 +38,10 @@ _QUANTIZING = ("quantize_per", "int_repr", "dequantize", "_empty_affine", "q_sca
 _NESTING = ("_nested_",)
 _SPARSE = ("_to_sparse", "to_sparse", "sparse_", "_sparse_coo", "_sparse_csr")
 _KINDS = (
-    (_QUANTIZING, "quantized tensors are not captured; use torch.ao's fake quantization"),
+    (
+        _QUANTIZING,
+        "quantized tensors are not captured; use torch.ao's fake quantization",
+    ),
     (_NESTING, "nested tensors are not captured; pad them, with a mask"),
     (_SPARSE, "sparse tensors are not captured; use dense ones (sparse=False)"),
     (
@@ -73,6 +76,9 @@ class RefusedOperations(TorchDispatchMode):
         reason = self._reason(func, args, kwargs)
         if reason is not None:
             raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")
+        if func is torch.ops.aten.bernoulli.p:
+            plain = torch.empty_like(args[0], memory_format=torch.contiguous_format)
+            return plain.bernoulli_(args[1])
         found = func(*args, **kwargs)
         for result in found if isinstance(found, tuple | list) else (found,):
             if isinstance(result, torch.Tensor) and (reason := _laid_out(result)):
@@ -179,4 +185,11 @@ def saying_where() -> Iterator[None]:
         )
         raise UnsupportedError(
             f"the step calls {e.func}{line_of_traceback(e.__traceback__)}: {reason}"
+        ) from e
+    except RuntimeError as e:
+        if "data is not allocated yet" not in str(e):
+            raise
+        raise UnsupportedError(
+            "the step calls a kernel that reads values to tell its result's shape"
+            f"{line_of_traceback(e.__traceback__)}; do it outside of the step"
         ) from e

@@ -42,7 +42,7 @@ from mucudnn.torch.capture.refusals import (
     saying_where,
 )
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
-from mucudnn.torch.capture.watch import watched
+from mucudnn.torch.capture.watch import AttributesChanged, watched
 
 __all__ = ["CapturedStep", "capture_step"]
 
@@ -98,19 +98,49 @@ def capture_step(
     """
     given = batch if isinstance(batch, Batch) else Batch.of(batch, {})
     parts = StepParts.of(model, optimizer, loss_fn, settings)
-    names = [*parts.names(), *(f"batch.{i}" for i in range(len(given.tensors)))]
-    tensors = [*parts.tensors(), *given.tensors]
+    tracer = _Tracer(
+        root_of(model, loss_fn), loss_fn, optimizer, parts, given, settings
+    )
+    written: AttributesChanged | None = None
+    while True:
+        try:
+            return _recorded(tracer, size, written)
+        except AttributesChanged as e:
+            if not e.places or e is written:
+                raise
+            before = () if written is None else written.places
+            written = AttributesChanged(str(e), (*before, *e.places))
+
+
+def _recorded(
+    tracer: "_Tracer", size: int | None, written: AttributesChanged | None
+) -> CapturedStep:
+    """Run the step once without data.
+
+    Args:
+        tracer: The step.
+        size: Of the batch, if it is to be another.
+        written: Attributes that may change.
+    """
+    parts, batch = tracer.parts, tracer.batch.tensors
+    names = [*parts.names(), *(f"batch.{i}" for i in range(len(batch)))]
+    tensors = [*parts.tensors(), *batch]
     shapes = DecidingShapes(names, tensors, frozenset(parts.parameters))
     mode = StepFakes(shapes)
     fakes = [mode.from_tensor(t, static_shapes=True) for t in tensors]
-    if size is not None:
-        count = len(given.tensors)
+    if size is not None and batch:
         with mode:
-            resized = [t.new_empty((size, *t.shape[1:])) for t in fakes[-count:]]
-        fakes[-count:] = resized
-    root = root_of(model, loss_fn)
-    tracer = _Tracer(root, loss_fn, optimizer, parts, given, settings)
-    with watched(root), plain_checkpoints(), mode, torch.enable_grad(), saying_where():
+            fakes[-len(batch) :] = [
+                t.new_empty((size, *t.shape[1:])) for t in fakes[-len(batch) :]
+            ]
+    tracer.begin()
+    with (
+        watched(tracer.root, written),
+        plain_checkpoints(),
+        mode,
+        torch.enable_grad(),
+        saying_where(),
+    ):
         module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
     return CapturedStep(
         module,
@@ -135,12 +165,16 @@ class _Tracer:
         batch: Batch,
         settings: StepSettings,
     ) -> None:
-        self._root = root
+        self.root = root
+        self.parts = parts
+        self.batch = batch
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._parts = parts
-        self._batch = batch
         self._settings = settings
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was recorded."""
         self.forward: set[str] = set()
         self.backward: set[str] = set()
         self.extras: Any = None
@@ -157,7 +191,7 @@ class _Tracer:
 
     def _step(self, flat: Sequence[torch.Tensor]) -> list[Any]:
         given = iter(flat)
-        parts = self._parts
+        parts = self.parts
         parameters = {name: next(given) for name in parts.parameters}
         buffers = {name: next(given) for name in parts.buffers}
         state = {key: next(given) for key in parts.state}
@@ -170,7 +204,7 @@ class _Tracer:
             name: leaf_of(tensor, parts.parameters[name])
             for name, tensor in parameters.items()
         }
-        with _reparametrize_module(self._root, leaves | buffers, tie_weights=True):
+        with _reparametrize_module(self.root, leaves | buffers, tie_weights=True):
             loss, gradients = self._passes(leaves, list(given), scale)
             self._keep(buffers)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -197,13 +231,13 @@ class _Tracer:
         gradients: Gradients = dict.fromkeys(trained)
         total: torch.Tensor | None = None
         extras = []
-        for tensors, divisor in self._batch.parts(batch, self._settings.accumulate):
-            before = _recorded()
+        for tensors, divisor in self.batch.parts(batch, self._settings.accumulate):
+            before = _names_now()
             loss, found = self._loss(tensors)
             extras.append(found)
             loss = loss / divisor if divisor != 1 else loss
             goal = loss * scale[0] if scale else loss
-            between = _recorded()
+            between = _names_now()
             with torch.autocast("cpu", enabled=False):
                 mine = torch.autograd.grad(
                     goal, list(trained.values()), allow_unused=True
@@ -211,7 +245,7 @@ class _Tracer:
             gradients = added(gradients, dict(zip(trained, mine, strict=True)))
             total = loss.detach() if total is None else total + loss.detach()
             self.forward |= between - before
-            self.backward |= _recorded() - between
+            self.backward |= _names_now() - between
         if any(found is not None for found in extras):
             several = self._settings.accumulate > 1
             self._found = tuple(extras) if several else extras[0]
@@ -219,8 +253,8 @@ class _Tracer:
 
     def _loss(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         torch.clear_autocast_cache()
-        args, kwargs = self._batch.arguments(tensors)
-        result = self._loss_fn(called(self._root.model, args, kwargs), *args[1:])
+        args, kwargs = self.batch.arguments(tensors)
+        result = self._loss_fn(called(self.root.model, args, kwargs), *args[1:])
         loss, extras = loss_of(result)
         return loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, extras)
 
@@ -228,7 +262,7 @@ class _Tracer:
         """Have tensors that the model puts in a buffer's place as its new values."""
         for name, buffer in buffers.items():
             module, _, own = name.rpartition(".")
-            now = self._root.get_submodule(module)._buffers[own]
+            now = self.root.get_submodule(module)._buffers[own]
             if now is buffer:
                 continue
             if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
@@ -246,7 +280,7 @@ class _Tracer:
         state: Mapping[StateKey, torch.Tensor],
         rates: Sequence[Any],
     ) -> None:
-        by_id = {id(tensor): name for name, tensor in self._parts.parameters.items()}
+        by_id = {id(tensor): name for name, tensor in self.parts.parameters.items()}
         given = clipped(gradients, self._settings)
         with swapped(self._optimizer, by_id, parameters, given, state, rates) as made:
             self._optimizer.step()
@@ -269,6 +303,6 @@ class _Tracer:
                 tensor.copy_(torch.where(found, to_fun(old), tensor))
 
 
-def _recorded() -> frozenset[str]:
+def _names_now() -> frozenset[str]:
     """Names of the nodes that there are so far."""
     return frozenset(node.name for node in get_proxy_mode().tracer.graph.nodes)

@@ -23,7 +23,7 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
-from mucudnn.torch.lowering.overloads import in_place_variant
+from mucudnn.torch.lowering.overloads import as_laid_out, in_place_variant
 
 __all__ = ["lower"]
 
@@ -188,8 +188,9 @@ class _Lowering:
             for _, name, value in outputs
         )
         tags = getattr(function, "tags", ())
+        result = outputs[0][2] if outputs else None
         call = Call(
-            function,
+            function if result is None else as_laid_out(function, result),
             args,
             kwargs,
             tuple(path for path, _, _ in outputs),

@@ -6,7 +6,23 @@ from typing import Any
 
 import torch
 
-__all__ = ["in_place_variant"]
+__all__ = ["as_laid_out", "in_place_variant"]
+
+
+def as_laid_out(function: Any, result: torch.Tensor) -> Callable[..., Any]:
+    """What makes a result that lies as it is said to, by the same numbers.
+
+    A graph has `bernoulli_`, which draws into a tensor as that lies, as an operation
+    whose result is contiguous: another order of the same draws.
+    """
+    if function is torch.ops.aten.bernoulli.p and not result.is_contiguous():
+        return _drawn_into
+    return function  # type: ignore[no-any-return]
+
+
+def _drawn_into(like: torch.Tensor, p: float) -> torch.Tensor:
+    """Zeros and ones, drawn in the order in which a tensor's elements lie."""
+    return torch.empty_like(like).bernoulli_(p)
 
 
 @functools.cache
