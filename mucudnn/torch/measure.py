@@ -194,6 +194,11 @@ def _check(
                 f"{node.name} ({lowered.calls[node.name].function}) returns "
                 f"{'a view' if shares else 'a copy'} where its graph has the other"
             )
+        if tensor.dtype != expected.dtype:
+            raise UnsupportedError(
+                f"{node.name} ({lowered.calls[node.name].function}) returns "
+                f"{tensor.dtype}; its graph has {expected.dtype}"
+            )
         if (tuple(tensor.shape), tensor.stride()) != (expected.shape, expected.stride):
             raise UnsupportedError(
                 f"{node.name} ({lowered.calls[node.name].function}) returns shape "

@@ -231,8 +231,8 @@ class _Tracer:
         gradients: Gradients = dict.fromkeys(trained)
         total: torch.Tensor | None = None
         extras = []
+        before = _names_now()
         for tensors, divisor in self.batch.parts(batch, self._settings.accumulate):
-            before = _names_now()
             loss, found = self._loss(tensors)
             extras.append(found)
             loss = loss / divisor if divisor != 1 else loss
@@ -246,6 +246,7 @@ class _Tracer:
             total = loss.detach() if total is None else total + loss.detach()
             self.forward |= between - before
             self.backward |= _names_now() - between
+            before = _names_now()
         if any(found is not None for found in extras):
             several = self._settings.accumulate > 1
             self._found = tuple(extras) if several else extras[0]

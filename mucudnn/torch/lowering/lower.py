@@ -98,7 +98,9 @@ class _Lowering:
             )
         )
         kept = _needed(self._nodes, asked, self._calls)
-        graph = Graph(MappingProxyType(self._tensors), kept, asked)
+        gone = made.difference(name for node in kept for name in node.outputs)
+        tensors = {n: spec for n, spec in self._tensors.items() if n not in gone}
+        graph = Graph(MappingProxyType(tensors), kept, asked)
         return Lowered(
             graph,
             self._calls,
