@@ -221,12 +221,15 @@ class TrainStep:
         return planned
 
     def _too_many(self) -> str:
-        shapes = {tuple(map(tuple, next(zip(*key[0][0])))) for key in self._planned}
+        shapes = {
+            tuple(tuple(shape) for shape, _, _ in layouts)
+            for (layouts, *_), *_ in self._planned
+        }
         few = ", ".join(str(list(found)) for found in list(shapes)[:3])
         return (
             f"there are {self._max_plans} plans, for batches of {len(shapes)} shapes "
-            f"such as {few}; every shape, mode and hyperparameter has a plan of its own: "
-            "pad batches to a few sizes, or give train_step(max_plans=...) more"
+            f"such as {few}; every shape, mode and hyperparameter has a plan of its "
+            "own: pad batches to a few sizes, or give train_step(max_plans=...) more"
         )
 
     def _plan(self, batch: Batch) -> _Planned:

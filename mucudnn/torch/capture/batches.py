@@ -79,8 +79,8 @@ class Batch:
         if sizes or size is None:
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
             raise ValueError(
-                f"accumulate={count} cuts every tensor of a batch along its first axis, "
-                f"which must be the batch's; the tensors are {shapes}"
+                f"accumulate={count} cuts every tensor of a batch along its first "
+                f"axis, which must be the batch's; the tensors are {shapes}"
             )
         count = min(count, int(size))
         cut = [t.tensor_split(count) for t in tensors]

@@ -1,6 +1,6 @@
 """What Python decides by numbers that are there before a step.
 
-`if step > 5` in an optimizer is decided when a step is captured, by the numbers of then.
+`if step > 5` in an optimizer is decided when a step is captured, by what is there then.
 Such a decision is kept with how its numbers follow from the step's inputs: before every
 step it is asked whether it still holds. A number that only the step itself makes cannot
 be decided by.
@@ -88,7 +88,7 @@ def _place(index: int) -> Any:
     return sympy.Symbol(f"n{index}", real=True)
 
 
-class DecidingShapes(ShapeEnv):
+class DecidingShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
     """Symbols of a capture; asked for the truth of numbers that are known, it decides.
 
     Args:
@@ -136,7 +136,7 @@ class DecidingShapes(ShapeEnv):
         return outcome
 
     def _number(self, symbol: Any) -> _Number | None:
-        """How a symbol follows from the step's inputs; None if that is not to be had."""
+        """How a symbol follows from the step's inputs; None if it does not."""
         mode = get_proxy_mode()
         graph = None if mode is None else mode.tracer.graph
         for node in () if graph is None else reversed(graph.nodes):

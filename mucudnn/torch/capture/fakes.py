@@ -31,7 +31,7 @@ _NORMS = frozenset(
 """Whose statistics have the type of the weight, not that of the input."""
 
 
-class StepFakes(FakeTensorMode):
+class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types here
     """PyTorch's tensors without data, where its model of a kernel misses or is wrong.
 
     Args:

@@ -35,13 +35,13 @@ def root_of(
         kind = type(module).__name__
         if kind in _WRAPPERS:
             raise UnsupportedError(
-                f"the model has a {kind}; collectives are not captured: take the module "
-                "inside of it"
+                f"the model has a {kind}; collectives are not captured: take the "
+                "module inside of it"
             )
         if kind == "OptimizedModule":
             raise UnsupportedError(
-                "the model is compiled by torch.compile; take the one that was given to "
-                "it, or compile with backend='mucudnn' in place of this step"
+                "the model is compiled by torch.compile; take the one that was given "
+                "to it, or compile with backend='mucudnn' in place of this step"
             )
     root = torch.nn.Module()
     root.model = model

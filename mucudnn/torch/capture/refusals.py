@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.errors import UnsupportedError
-from mucudnn.torch.capture.places import line_now, line_of_traceback
+from mucudnn.torch.places import line_now, line_of_traceback
 
 __all__ = ["RefusedOperations", "StepFunctions", "saying_where"]
 
@@ -61,7 +61,7 @@ _DATA_DEPENDENT = (
 )
 
 
-class RefusedOperations(TorchDispatchMode):
+class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types here
     """Looks at every operation before it is recorded."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ def _laid_out(result: torch.Tensor) -> str | None:
     return None
 
 
-class StepFunctions(TorchFunctionMode):
+class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
     """Functions of PyTorch's that are captured in another way than they are run."""
 
     def __torch_function__(
@@ -156,8 +156,8 @@ class StepFunctions(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func in _VALUES:
             raise UnsupportedError(
-                f"the step calls {func.__name__}{line_now()}: it gives values to Python "
-                "that only a run has; keep them in tensors"
+                f"the step calls {func.__name__}{line_now()}: it gives values to "
+                "Python that only a run has; keep them in tensors"
             )
         return func(*args, **kwargs)
 

@@ -16,12 +16,12 @@ import torch
 
 from mucudnn.errors import UnsupportedError
 
-__all__ = ["AttributesChanged", "watched"]
+__all__ = ["AttributesChangedError", "watched"]
 
 _TENSORS = ("_buffers", "_parameters")
 
 
-class AttributesChanged(UnsupportedError):
+class AttributesChangedError(UnsupportedError):
     """Modules keep tensors of one step in attributes.
 
     Attributes:
@@ -39,23 +39,23 @@ class _Gone:
     """Stands for what an attribute had in an earlier step; it must not be used."""
 
     def __getattr__(self, name: str) -> Any:
-        raise _EarlierUsed
+        raise _EarlierUsedError
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
-        raise _EarlierUsed
+        raise _EarlierUsedError
 
     def __bool__(self) -> bool:
-        raise _EarlierUsed
+        raise _EarlierUsedError
 
 
-class _EarlierUsed(Exception):
+class _EarlierUsedError(Exception):
     """A step uses what an earlier one has left in an attribute."""
 
 
 @contextmanager
 def watched(
-    root: torch.nn.Module, written: AttributesChanged | None = None
+    root: torch.nn.Module, written: AttributesChangedError | None = None
 ) -> Iterator[None]:
     """Put back what the modules' attributes were.
 
@@ -81,10 +81,10 @@ def watched(
         for name, state in _generators().items():
             if state != drawn.get(name, state):
                 raise UnsupportedError(
-                    f"the step draws from the generator of {name}, which runs only when "
-                    "it is captured; draw from PyTorch's (torch.rand)"
+                    f"the step draws from the generator of {name}, which runs only "
+                    "when it is captured; draw from PyTorch's (torch.rand)"
                 )
-    except (_EarlierUsed, AttributeError, TypeError):
+    except (_EarlierUsedError, AttributeError, TypeError):
         if written is None:
             raise
         raise written from None
@@ -142,9 +142,9 @@ def _check(
             f"was a {type(before[key]).__name__}" if key in before else "was not there"
         )
         tensors = [k for k in changed if isinstance(vars(module)[k], torch.Tensor)]
-        raise AttributesChanged(
-            f"the step changes attribute {key!r} of {label}, which {was}: Python is not "
-            "run again in the steps that follow; keep what changes in a buffer "
+        raise AttributesChangedError(
+            f"the step changes attribute {key!r} of {label}, which {was}: Python is "
+            "not run again in the steps that follow; keep what changes in a buffer "
             "(register_buffer), and what is only looked at out of the step",
             [(module, k) for k in tensors] if tensors == changed else [],
         )

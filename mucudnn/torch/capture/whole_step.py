@@ -42,7 +42,7 @@ from mucudnn.torch.capture.refusals import (
     saying_where,
 )
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
-from mucudnn.torch.capture.watch import AttributesChanged, watched
+from mucudnn.torch.capture.watch import AttributesChangedError, watched
 
 __all__ = ["CapturedStep", "capture_step"]
 
@@ -101,19 +101,19 @@ def capture_step(
     tracer = _Tracer(
         root_of(model, loss_fn), loss_fn, optimizer, parts, given, settings
     )
-    written: AttributesChanged | None = None
+    written: AttributesChangedError | None = None
     while True:
         try:
             return _recorded(tracer, size, written)
-        except AttributesChanged as e:
+        except AttributesChangedError as e:
             if not e.places or e is written:
                 raise
             before = () if written is None else written.places
-            written = AttributesChanged(str(e), (*before, *e.places))
+            written = AttributesChangedError(str(e), (*before, *e.places))
 
 
 def _recorded(
-    tracer: "_Tracer", size: int | None, written: AttributesChanged | None
+    tracer: "_Tracer", size: int | None, written: AttributesChangedError | None
 ) -> CapturedStep:
     """Run the step once without data.
 
@@ -213,7 +213,7 @@ class _Tracer:
             else:
                 gradients, found = unscaled(gradients, scale[0])
                 self._update_unless(found, parameters, gradients, state, rates)
-                rescaled(*scale, found, self._settings)
+                rescaled(scale[0], scale[1], found, self._settings)
         made = [tensor.detach() for tensor in self.made.values()]
         if self._found is None:
             return [loss, *made]

@@ -35,10 +35,11 @@ def as_laid_out(function: Any, result: torch.Tensor) -> Callable[..., Any]:
 
 @functools.cache
 def _compact(function: Any) -> Callable[..., Any]:
-    """A reduced loss without the storage of the unreduced one, which its kernel keeps."""
+    """A reduced loss without the storage of the whole one, which its kernel keeps."""
 
     def compact(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return function(*args, **kwargs).clone()  # type: ignore[no-any-return]
+        loss: torch.Tensor = function(*args, **kwargs)
+        return loss.clone()
 
     return compact
 

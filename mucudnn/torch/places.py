@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["line_now", "line_of_stack", "line_of_traceback"]
 
-_PACKAGE = str(Path(__file__).resolve().parents[2])
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
