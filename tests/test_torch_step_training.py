@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from mucudnn.errors import UnsupportedError
+from mucudnn.errors import PlanningError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 
@@ -13,6 +13,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
+from tests.torch_steps import real_peak  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -107,6 +108,35 @@ def test_parts_of_a_batch_are_accumulated(size, parts):
     assert [step(x[:size], y[:size]).item() for _ in range(3)] == wanted
     assert same(model, mine)
     assert mine[1].num_batches_tracked == 3 * parts
+
+
+def test_parts_of_a_batch_leave_and_come_back():
+    def step_of(budget):
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.5)]
+        model = nn.Sequential(*layers, nn.Linear(64, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+        step = mt.train_step(
+            model, functional.mse_loss, optimizer, budget=budget, accumulate=2
+        )
+        return model, step
+
+    batch = torch.randn(256, 8), torch.randn(256, 1)
+    with pytest.raises(PlanningError) as caught:
+        step_of(0)[1].prepare(*batch)
+    outcomes = []
+    for budget in (None, caught.value.least_bytes):
+        model, step = step_of(budget)
+        step.prepare(*batch)
+        torch.manual_seed(1)
+        losses = [step(*batch).item() for _ in range(3)]
+        outcomes.append((losses, model, step.plan))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert same(outcomes[0][1], outcomes[1][1])
+    plan = outcomes[1][2]
+    assert plan.leaving or plan.recomputed
+    peak = real_peak(lambda: step(*batch))
+    assert peak <= plan.peak_bytes - plan.resident_bytes
 
 
 def test_accumulation_takes_less_memory_and_wants_a_batch():

@@ -169,8 +169,9 @@ class TrainStep:
             UnsupportedError: It cannot be captured; says why.
         """
         batch = Batch.of(args, kwargs)
-        planned = self._last = self._for(batch)
-        given = [*self._parts().tensors(), *batch.tensors]
+        live = self._parts()
+        given = [*live.tensors(), *batch.tensors]
+        planned = self._last = self._for(live, batch, given)
         # What is cast was cast when the step was captured.
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             loss, *flat = planned.segment.run(given)
@@ -195,7 +196,8 @@ class TrainStep:
 
     def prepare(self, *args: Any, **kwargs: Any) -> TorchPlan:
         """Plan for batches like this one, without a step."""
-        self._last = self._for(Batch.of(args, kwargs))
+        batch, live = Batch.of(args, kwargs), self._parts()
+        self._last = self._for(live, batch, [*live.tensors(), *batch.tensors])
         return self._last.plan
 
     def _parts(self) -> LiveParts:
@@ -207,16 +209,17 @@ class TrainStep:
             )
         return self._live
 
-    def _for(self, batch: Batch) -> _Planned:
-        given = [*self._parts().tensors(), *batch.tensors]
+    def _for(
+        self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]
+    ) -> _Planned:
         _check_devices(given)
-        key = self._key(batch, given)
+        key = self._key(live, batch, given)
         for planned in self._planned.get(key, ()):
             if all_hold(planned.captured.decisions, given):
                 return planned
         if sum(map(len, self._planned.values())) >= self._max_plans:
             raise UnsupportedError(self._too_many())
-        planned = self._plan(batch)
+        planned = self._plan(live, batch)
         self._planned.setdefault(key, []).append(planned)
         return planned
 
@@ -232,7 +235,7 @@ class TrainStep:
             "own: pad batches to a few sizes, or give train_step(max_plans=...) more"
         )
 
-    def _plan(self, batch: Batch) -> _Planned:
+    def _plan(self, live: LiveParts, batch: Batch) -> _Planned:
         captured = capture_step(
             self._model,
             self._loss_fn,
@@ -240,15 +243,14 @@ class TrainStep:
             batch,
             settings=self._settings,
         )
-        planner = planner_of(captured, self._parts().parts, self._costs)
+        planner = planner_of(captured, live.parts, self._costs)
         plan = planner.plan(self._budget)
         copies = ThreadCopies(reuse=True)
         segment = bind(planner.lowered, plan.plan.schedule, copies)
         return _Planned(replace(plan, source=segment.source), segment, captured)
 
-    def _key(self, batch: Batch, given: Sequence[torch.Tensor]) -> Any:
+    def _key(self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]) -> Any:
         """What a plan was made for."""
-        live = self._parts()
         kinds = tuple([(t.dtype, t.requires_grad, t.shape) for t in given])
         modes = tuple([module.training for module in live.modules])
         fixed = tuple(

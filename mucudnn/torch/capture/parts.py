@@ -169,6 +169,8 @@ class LiveParts:
             (m._parameters, len(m._parameters), m._buffers, list(m._buffers))
             for m, _ in self._modules
         ]
+        self._numbers: dict[int, float] = {}
+        self._held: dict[int, torch.Tensor] = {}
         self._given = [list(group["params"]) for group in optimizer.param_groups]
 
     def current(self) -> bool:
@@ -214,9 +216,19 @@ class LiveParts:
         """The tensors of now, in the order of the parts."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         of_state = [state[self._given[i][j]][key] for i, j, key in self.parts.state]
-        rates = [as_tensor(group["lr"]) for group in groups]
+        rates = list(map(self._rate, range(len(groups)), groups))
         found = [places[name] for places, name in (*self._parameters, *self._buffers)]
         return [*found, *of_state, *_scale(self._settings), *rates]
+
+    def _rate(self, number: int, group: Mapping[str, Any]) -> torch.Tensor:
+        """A group's learning rate, a number in a tensor that stays."""
+        rate = group["lr"]
+        if isinstance(rate, torch.Tensor):
+            return rate
+        if self._numbers.get(number) != rate:
+            self._numbers[number] = rate
+            self._held[number] = as_tensor(rate)
+        return self._held[number]
 
     @cached_property
     def modules(self) -> tuple[torch.nn.Module, ...]:

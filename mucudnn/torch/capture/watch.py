@@ -152,9 +152,13 @@ def _check(
 
 def _lists(value: Any) -> bool:
     """Whether it is a list of parameters: where others are lent, it has those."""
-    return isinstance(value, list) and all(
-        isinstance(v() if isinstance(v, weakref.ref) else v, torch.nn.Parameter)
-        for v in value
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(v() if isinstance(v, weakref.ref) else v, torch.nn.Parameter)
+            for v in value
+        )
     )
 
 
