@@ -43,6 +43,13 @@ def decided(s, x):
     return y.sum()
 
 
+def by_chance(s, x):
+    y = s.m[0](x)
+    if torch.rand(()) < 0.5:  # LINE
+        return y.sum() * 2
+    return y.sum()
+
+
 def as_number(s, x):
     return s.m[0](x).sum() * float(x.detach().numpy().mean())  # LINE
 
@@ -93,6 +100,7 @@ AT_LINES = {
     selected: r"aten\.masked_select.*torch\.where",
     indexed: r"aten\.index\.Tensor.*torch\.where",
     decided: r"decides something by a value.*torch\.where",
+    by_chance: r"decides something by a value.*torch\.where",
     as_number: r"calls numpy.*keep them in tensors",
     as_list: r"calls tolist.*keep them in tensors",
     sparse: r"_to_sparse.*use dense",
@@ -212,7 +220,7 @@ def test_wrapped_models_are_refused_by_name():
 
 
 def test_errors_of_the_users_own_come_through():
-    with pytest.raises(RuntimeError, match="reduction dim|shape"):
+    with pytest.raises(RuntimeError, match=r"reduction dim|shape"):
         step_of(nn.Linear(4, 1), lambda out: out.sum())(torch.randn(2, 5))
     with pytest.raises(ValueError, match="pair"):
         step_of(nn.Linear(4, 1), lambda out: {"loss": out.sum()})(torch.randn(2, 4))

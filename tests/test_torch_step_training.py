@@ -373,6 +373,31 @@ def test_hooks_of_parameters_are_kept():
         mt.train_step(model, functional.mse_loss, optimizer)(x, y)
 
 
+def test_what_is_decided_by_a_batch_has_a_plan_for_each_outcome():
+    class Masked(nn.Linear):
+        def forward(self, x, mask):
+            return super().forward(x) if mask.all() else super().forward(x * mask)
+
+    def fresh():
+        torch.manual_seed(0)
+        model = Masked(6, 3)
+        return model, torch.optim.SGD(model.parameters(), 0.1)
+
+    model, optimizer = fresh()
+    x, y = torch.randn(4, 6), torch.randn(4, 3)
+    masks = [torch.ones(4, 1), torch.tensor([[1.0], [1], [0], [1]])]
+    wanted = []
+    for i in (0, 1, 0):
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x, masks[i]), y)
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    model, optimizer = fresh()
+    step = mt.train_step(model, functional.mse_loss, optimizer)
+    assert [step((x, masks[i]), y).item() for i in (0, 1, 0)] == wanted
+
+
 def test_every_kind_of_batch_has_a_plan_up_to_a_limit():
     model, optimizer, x, y = built()
     step = mt.train_step(model, functional.mse_loss, optimizer, max_plans=2)

@@ -23,6 +23,9 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = ["DecidingShapes", "Decision", "all_hold"]
 
+_ITEMS = frozenset({torch.ops.aten._local_scalar_dense.default})
+"""Operations that make a number of a tensor's element: where symbols begin."""
+
 _MOST_NODES = 32
 """Operations that a number may be away from the inputs it follows from."""
 
@@ -48,7 +51,8 @@ class _Number:
             )
             function: Any = node.target
             values[node] = function(*args, **kwargs)
-        return values[self.nodes[-1]]
+        found = values[self.nodes[-1]]
+        return int(found) if isinstance(found, bool) else found  # as its symbol is
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class DecidingShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types he
         mode = get_proxy_mode()
         graph = None if mode is None else mode.tracer.graph
         for node in () if graph is None else reversed(graph.nodes):
-            if _expression(node) == symbol:
+            if node.target in _ITEMS and symbol in _symbols(node):
                 return self._traced(node)
         return None
 
@@ -155,7 +159,7 @@ class DecidingShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types he
                 if self._names[places[node]] in self._fixed:
                     return None
                 inputs[node] = places[node]
-            elif node.op != "call_function" or len(nodes) > _MOST_NODES:
+            elif len(nodes) > _MOST_NODES or not _same_again(node):
                 return None
             else:
                 nodes.pop(node, None)  # the last of its uses counts
@@ -164,8 +168,15 @@ class DecidingShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types he
         return _Number(tuple(reversed(nodes)), tuple(inputs.items()))
 
 
-def _expression(node: torch.fx.Node) -> Any:
+def _same_again(node: torch.fx.Node) -> bool:
+    """Whether a node gives the same for the same operands, and changes nothing."""
+    tags = getattr(node.target, "tags", ())
+    return node.op == "call_function" and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _symbols(node: torch.fx.Node) -> Collection[Any]:
+    """Symbols in the number that a node gives."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return value.node.expr
-    return None
+        return value.node.expr.free_symbols  # type: ignore[no-any-return]
+    return ()

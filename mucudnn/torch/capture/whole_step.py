@@ -142,6 +142,7 @@ def _recorded(
         saying_where(),
     ):
         module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
+        torch.clear_autocast_cache()
     return CapturedStep(
         module,
         names,
