@@ -92,7 +92,7 @@ def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
         size = layout.dtype.itemsize
         flat = made[storage][: made[storage].numel() // size * size].view(layout.dtype)
         if layout.dtype.is_floating_point:
-            flat.fill_(1.0) if flat.numel() == 1 else flat.normal_()
+            flat.fill_(0.5) if flat.numel() == 1 else flat.uniform_(0.1, 0.9)
         found.append(flat.as_strided(layout.shape, layout.stride, layout.offset))
     return found
 
@@ -124,6 +124,11 @@ def _check(
             raise UnsupportedError(
                 f"{node.name} ({lowered.calls[node.name].function}) returns "
                 f"{'a view' if shares else 'a copy'} where its graph has the other"
+            )
+        if tensor.dtype != expected.dtype:
+            raise UnsupportedError(
+                f"{node.name} ({lowered.calls[node.name].function}) returns "
+                f"{tensor.dtype}; its graph has {expected.dtype}"
             )
         found = _lying(tensor.shape, tensor.stride())
         if found != _lying(expected.shape, expected.stride):

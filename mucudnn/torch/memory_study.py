@@ -17,7 +17,8 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.torch.capture.whole_step import StepParts, capture_step
+from mucudnn.torch.capture.parts import StepParts
+from mucudnn.torch.capture.whole_step import capture_step
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import estimated
 from mucudnn.torch.planning import Planner, as_budget
