@@ -1,17 +1,18 @@
 """A program in two halves: what runs before the loss, and what after it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mucudnn.ir.graph import Phase
-from mucudnn.ir.schedule import Compute, Schedule
+from mucudnn.ir.schedule import Compute, Schedule, SwapOut
+from mucudnn.passes.scheduling.costs import origin
 from mucudnn.torch.execution.copies import ThreadCopies
 from mucudnn.torch.execution.program import Kept, Program, Segment
 from mucudnn.torch.internals import graph_is_kept
-from mucudnn.torch.lowering.lowered import Lowered
+from mucudnn.torch.lowering.lowered import NOTHING, Lowered
 
 __all__ = ["Count", "Half", "Halves", "bind_halves"]
 
@@ -47,7 +48,12 @@ def bind_halves(lowered: Lowered, schedule: Schedule, count: Count) -> Halves:
     program.settle()
     results = [program.result(r) for r in lowered.results[: count.results]]
     tangents = names[count.tensors :]
-    kept = [k for k in program.kept() if k.variable not in tangents]
+    read = _read_later(lowered, schedule, cut, count)
+    kept = [
+        k
+        for k in program.kept()
+        if k.variable not in tangents and (k.variable != k.value or k.tensor in read)
+    ]
     forward = program.end([*results, *(k.value for k in kept)])
     program.begin([*(k.variable for k in kept), *tangents])
     program.resume(kept)
@@ -76,6 +82,23 @@ def _cut(schedule: Schedule) -> int:
     )
     rest = range(last + 1, len(program))
     return next((i for i in rest if isinstance(program[i], Compute)), len(program))
+
+
+def _read_later(
+    lowered: Lowered, schedule: Schedule, cut: int, count: Count
+) -> Collection[str | None]:
+    """Tensors that the second half reads, moves or returns; states have no name."""
+    graph, storages = schedule.graph, schedule.graph.storages
+    read: set[str | None] = {None, *lowered.results[count.results :]}
+    leaving = set()
+    for step in schedule.instructions[cut:]:
+        match step:
+            case Compute(name) if lowered.calls[origin(name)] is not NOTHING:
+                read.update(graph.by_name[name].inputs)
+            case SwapOut(storage):
+                leaving.add(storage)
+    read.update(name for name in storages if storages[name] in leaving)
+    return read
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,7 +89,8 @@ class Joint:
             return Phase.BACKWARD if node in backward else Phase.FORWARD
 
         mutated = mutated_inputs(self.output, self.primals)
-        return _remembering(lower(self.module, phase_of), mutated)
+        found = _remembering(lower(self.module, phase_of), mutated)
+        return _staying(found, found.results[: self.count.results])
 
     def key(self, own: Sequence[int]) -> Any:
         """Equal for graphs of which one program is right.
@@ -212,6 +213,23 @@ def _one_call(
     output = graph.output(tuple(outputs))
     output.meta["desc"] = [None] * len(outputs)
     return torch.fx.GraphModule(module, graph)
+
+
+def _staying(lowered: Lowered, results: Sequence[Any]) -> Lowered:
+    """The graph with it said that what the forward pass returns stays where it is.
+
+    It is the caller's from then on: the second half can neither have it leave nor make
+    it another time. So it counts until the end.
+    """
+    graph = lowered.graph
+    returned = {graph.storages[r] for r in results if isinstance(r, str)}
+    nodes = tuple(
+        replace(node, traits=replace(node.traits, movable=False, recomputable=False))
+        if any(graph.storages[name] in returned for name in node.outputs)
+        else node
+        for node in graph.nodes
+    )
+    return replace(lowered, graph=Graph(graph.tensors, nodes, graph.outputs))
 
 
 def _remembering(lowered: Lowered, mutated: Sequence[int]) -> Lowered:
