@@ -15,7 +15,6 @@ wrap them in its own, or with `suppress_errors` run the model without a budget.
 import copy
 import functools
 import logging
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,10 +51,16 @@ def backend(*, budget: float | str | None = None) -> "CompileBackend":
     other inputs, the gradients that come in, and the optimizer's state are the
     caller's. Without gradients nothing is planned.
 
-    A model with graph breaks is several graphs, and each keeps the budget for itself:
-    a warning says so, once. Every size of a batch has a plan of its own, made when it
-    is first seen. With `retain_graph=True` gradients are right, but what the first
-    backward pass would let go of stays, beyond the plan.
+    A model with graph breaks is several graphs, and each keeps the budget for itself;
+    a warning says so, once, if all together may need more. What Dynamo runs eagerly is
+    in no graph and keeps nothing: after a break in a loop, or beyond
+    `torch._dynamo.config.recompile_limit` versions of one function (8; PyTorch logs
+    it). `fullgraph=True` refuses breaks, and `plans` has what was planned.
+
+    Every size of a batch has a plan of its own, made when it is first seen; sizes do
+    not count as versions, unless `dynamic=False` makes them. With `retain_graph=True`
+    gradients are right, but what the first backward pass would let go of stays, beyond
+    the plan.
 
     Operations that draw random numbers draw them in eager's order from PyTorch's
     generator; one that runs again gets the numbers it had, unless another thread draws
@@ -126,6 +131,7 @@ class CompileBackend:
         self._budget = budget
         self._planned: dict[Any, Halves] = {}
         self._peaks: dict[str, int] = {}
+        self._warned = False
         self.plans: list[TorchPlan] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -201,9 +207,9 @@ class CompileBackend:
         self.plans.append(replace(plan, source=program, name=source.name))
         _log.info("%s", self.plans[-1])
         peaks = self._peaks
-        several = len(peaks) == 1 and source.function not in peaks
         peaks[source.function] = max(plan.peak_bytes, peaks.get(source.function, 0))
-        if several and self._budget != math.inf:
+        if len(peaks) > 1 and self.peak_bytes > self._budget and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"there are several graphs ({self.plans[0].name}; {source.name}), and "
                 f"each keeps the budget of {format_bytes(int(self._budget))} for "
