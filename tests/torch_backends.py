@@ -39,7 +39,11 @@ def observed(model, run, call, batch):
     found = {f"result {i}": r.detach().clone() for i, r in enumerate(results)}
     found |= {f"batch {i}": given.detach() for i, given in enumerate(batch)}
     found |= {f"batch {i}.grad": given.grad for i, given in enumerate(batch)}
-    found |= {f"{name}.grad": p.grad for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    found |= {
+        f"{name}.grad": None if grad is None else grad.clone()
+        for name, grad in gradients.items()
+    }
     found |= {name: b.clone() for name, b in model.named_buffers()}
     return found | {"random": torch.rand(2)}
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from mucudnn.errors import MucudnnError
+from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.torch.capture.halves import Half, Halves, bind_halves
 from mucudnn.torch.capture.joint import Joint
@@ -33,6 +34,7 @@ from mucudnn.torch.internals import (
     outside_of_tracing,
     while_compiling,
 )
+from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.lowering.user_code import user_line
 from mucudnn.torch.measure import measured
 from mucudnn.torch.planning import Planner, as_budget
@@ -121,14 +123,18 @@ class CompileBackend:
 
     Args:
         budget: Bytes for each graph.
+        costs: What tells times and scratch memory of a graph's nodes.
 
     Attributes:
         plans: What was decided, in the order in which graphs were first seen; each
             names its graph, where that begins in the user's code, and sizes.
     """
 
-    def __init__(self, budget: float) -> None:
+    def __init__(
+        self, budget: float, costs: Callable[[Lowered], Profile] = measured
+    ) -> None:
         self._budget = budget
+        self._costs = costs
         self._planned: dict[Any, Halves] = {}
         self._peaks: dict[str, int] = {}
         self._warned = False
@@ -136,7 +142,7 @@ class CompileBackend:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the budget, and plans for itself."""
-        return CompileBackend, (self._budget,)
+        return CompileBackend, (self._budget, self._costs)
 
     @property
     def peak_bytes(self) -> int:
@@ -195,7 +201,7 @@ class CompileBackend:
                 lowered = parts.lowered()
                 mine = {lowered.inputs[i] for i in own}
                 given = {t for t in lowered.inputs if t is not None} - mine
-                planner = Planner(lowered, measured(lowered), given)
+                planner = Planner(lowered, self._costs(lowered), given)
                 plan = planner.plan(self._budget)
                 halves = bind_halves(lowered, plan.plan.schedule, parts.count)
             self._note(source, plan, halves)

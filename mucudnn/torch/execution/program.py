@@ -251,11 +251,15 @@ class Program:
             if not call.first:
                 named.append(f"out={self.variable(taken)}")
         text = f"{self._literal(function)}({', '.join([*positional, *named])})"
+        start = len(self._lines)
         if first in self._again:
             self._drawing(first, node)
         self._assign(node, call.results, text)
         if first in self._again and node.name != first:
-            self._lines += ["set_state(drawn)", "drawn = None"]
+            saved, *drawing = self._lines[start:]
+            indented = [f"    {line}" for line in drawing]
+            undone = ["finally:", "    set_state(drawn)", "drawn = None"]
+            self._lines[start:] = [saved, "try:", *indented, *undone]
 
     def _taken(self, node: Node) -> str | None:
         """The operand that a node's result overwrites, if it does."""
