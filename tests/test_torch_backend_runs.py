@@ -92,6 +92,33 @@ def test_more_sizes_than_recompilations_and_an_end_to_numbers(monkeypatch):
     one_backward(call, x[:21], y[:21])
 
 
+class Scaled(nn.Linear):
+    """With numbers: one from the caller, one that depends on data."""
+
+    def forward(self, x, number):
+        y = super().forward(x) * number
+        return (y * x.sum().item()).square().mean(), x.shape[0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own look at it
+@pytest.mark.parametrize(("numbers", "plans"), [((0.5, 2.5, 3.5), 4), ((2, 3, 2), 4)])
+def test_numbers_that_change(numbers, plans):
+    torch.manual_seed(0)
+    model, x = Scaled(16, 16), torch.randn(8, 16)
+    backend = mt.backend(budget="1MiB")
+    call = torch.compile(model, backend=backend)
+    for number in (*numbers, *numbers):
+        found = []
+        for function in (model, call):
+            model.zero_grad()
+            loss, size = function(x, number)
+            loss.backward()
+            assert size == 8
+            found.append([loss, model.weight.grad, model.bias.grad])
+        assert all(map(torch.equal, *found))
+    assert len(backend.plans) <= plans
+
+
 class Broken(nn.Module):
     """Three graphs: Python looks at values between them."""
 
@@ -393,6 +420,13 @@ def test_errors_name_the_operation_and_the_users_line():
         assert "auto_functionalized" in str(caught.value)
         assert "\n" not in str(caught.value)
         assert f"at {__file__}:" in str(caught.value)
+
+
+def test_a_sparse_gradient_is_refused():
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
+    call = torch.compile(model, backend=mt.backend(budget="1MiB"))
+    with pytest.raises(UnsupportedError, match=r"sparse_coo; only strided tensors can"):
+        call(torch.tensor([1, 2]))
 
 
 def test_no_setting_hides_a_budget_that_is_too_small():

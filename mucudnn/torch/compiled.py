@@ -30,8 +30,10 @@ from mucudnn.torch.capture.joint import Joint
 from mucudnn.torch.capture.sizes import BySize, has_symbols
 from mucudnn.torch.internals import (
     aot_compiled,
+    examples_of,
     name_of_graph,
     outside_of_tracing,
+    refresh_values,
     while_compiling,
 )
 from mucudnn.torch.lowering.lowered import Lowered
@@ -160,17 +162,24 @@ class CompileBackend:
         def at_sizes(given: Sequence[Any], sizes: str) -> Callable[..., Any]:
             source = _Source(f"{name}, at {sizes}", function)
             with while_compiling():
-                return self._compiled_whole(module, given, source)
+                examples = examples_of(given)
+                return self._compiled_whole(module, examples, source, static=True)
 
         if has_symbols(inputs):
             return BySize(inputs, at_sizes)
-        return self._compiled_whole(module, inputs, _Source(name, function))
+        source = _Source(name, function)
+        return self._compiled_whole(module, inputs, source, static=False)
 
     def _compiled_whole(
-        self, module: torch.fx.GraphModule, inputs: Sequence[Any], source: _Source
+        self,
+        module: torch.fx.GraphModule,
+        inputs: Sequence[Any],
+        source: _Source,
+        *,
+        static: bool,
     ) -> Callable[..., Any]:
         partition = functools.partial(self._partitioned, source)
-        return aot_compiled(module, inputs, partition, _compiled)
+        return aot_compiled(module, inputs, partition, _compiled, static=static)
 
     def _partitioned(
         self,
@@ -185,6 +194,7 @@ class CompileBackend:
         """Two graphs of one node each: the halves of one planned program."""
         del joint_inputs
         own = tuple(static_lifetime_input_indices or ())
+        refresh_values(joint)
         parts = Joint.of(joint, num_fwd_outputs)
         try:
             halves = self._halves(source, parts, own)
