@@ -25,6 +25,7 @@ import torch
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.runtime.environment import USERS
 from mucudnn.torch.capture.halves import Half, Halves, bind_halves
 from mucudnn.torch.capture.joint import Joint
 from mucudnn.torch.capture.sizes import BySize, has_symbols
@@ -39,6 +40,7 @@ from mucudnn.torch.internals import (
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.lowering.user_code import user_line
 from mucudnn.torch.measure import measured
+from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.step_plan import TorchPlan
 
@@ -47,7 +49,9 @@ __all__ = ["CompileBackend", "backend", "compile_graph"]
 _log = logging.getLogger(__name__)
 
 
-def backend(*, budget: float | str | None = None) -> "CompileBackend":
+def backend(
+    *, budget: float | str | None = None, cache: PlanCacheChoice = USERS
+) -> "CompileBackend":
     """A backend for `torch.compile` that keeps a budget in training.
 
     The budget counts what one compiled graph has in use, forward to backward: its
@@ -72,11 +76,13 @@ def backend(*, budget: float | str | None = None) -> "CompileBackend":
 
     Args:
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
+        cache: A folder to remember measurements and plans in, by default one in the
+            user's cache directory; None remembers nothing.
 
     Raises:
         ValueError: The budget is no size.
     """
-    return CompileBackend(as_budget(budget))
+    return CompileBackend(as_budget(budget), plans=open_plans(cache))
 
 
 def compile_graph(
@@ -109,7 +115,7 @@ def compile_graph(
 @functools.cache
 def _named(budget: float) -> "CompileBackend":
     """One backend a budget, so that graphs of one model know of each other."""
-    return CompileBackend(budget)
+    return CompileBackend(budget, plans=open_plans(USERS))
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ class CompileBackend:
     Args:
         budget: Bytes for each graph.
         costs: What tells times and scratch memory of a graph's nodes.
+        plans: What was measured and planned before; None remembers nothing.
 
     Attributes:
         plans: What was decided, in the order in which graphs were first seen; each
@@ -133,10 +140,15 @@ class CompileBackend:
     """
 
     def __init__(
-        self, budget: float, costs: Callable[[Lowered], Profile] = measured
+        self,
+        budget: float,
+        costs: Callable[[Lowered], Profile] = measured,
+        *,
+        plans: PlanStore | None = None,
     ) -> None:
         self._budget = budget
         self._costs = costs
+        self._store = plans or PlanStore()
         self._planned: dict[Any, Halves] = {}
         self._peaks: dict[str, int] = {}
         self._warned = False
@@ -144,7 +156,8 @@ class CompileBackend:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the budget, and plans for itself."""
-        return CompileBackend, (self._budget, self._costs)
+        build = functools.partial(CompileBackend, plans=self._store)
+        return build, (self._budget, self._costs)
 
     @property
     def peak_bytes(self) -> int:
@@ -211,8 +224,9 @@ class CompileBackend:
                 lowered = parts.lowered()
                 mine = {lowered.inputs[i] for i in own}
                 given = {t for t in lowered.inputs if t is not None} - mine
-                planner = Planner(lowered, self._costs(lowered), given)
-                plan = planner.plan(self._budget)
+                profile = self._store.profile(lowered, self._costs)
+                planner = Planner(lowered, profile, given)
+                plan = planner.plan(self._budget, self._store)
                 halves = bind_halves(lowered, plan.plan.schedule, parts.count)
             self._note(source, plan, halves)
             self._planned[key] = halves

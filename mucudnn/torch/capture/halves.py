@@ -9,7 +9,7 @@ import torch
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.schedule import Compute, Schedule, SwapOut
 from mucudnn.passes.scheduling.costs import origin
-from mucudnn.torch.execution.copies import ThreadCopies
+from mucudnn.torch.execution.lanes import copies_for, device_of
 from mucudnn.torch.execution.program import Kept, Program, Segment
 from mucudnn.torch.internals import graph_is_kept
 from mucudnn.torch.lowering.lowered import NOTHING, Lowered
@@ -39,7 +39,8 @@ class Halves:
 def bind_halves(lowered: Lowered, schedule: Schedule, count: Count) -> Halves:
     """A schedule in two halves, cut where the last forward node has run."""
     cut = _cut(schedule)
-    program = Program(lowered, schedule, ThreadCopies(reuse=False))
+    copies = copies_for(device_of(lowered.layouts), reuse=False)
+    program = Program(lowered, schedule, copies)
     names = program.given(name for name in lowered.inputs if name is not None)
     program.begin(names[: count.tensors])
     for name, value in lowered.constants.items():

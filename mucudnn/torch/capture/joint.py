@@ -16,6 +16,7 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.torch.capture.halves import Count, Half, Halves
 from mucudnn.torch.capture.sizes import has_symbols
+from mucudnn.torch.execution.lanes import DEVICES
 from mucudnn.torch.internals import mutated_inputs
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
@@ -62,10 +63,10 @@ class Joint:
         for node in self.primals:
             value = node.meta.get("val")
             tensor = isinstance(value, torch.Tensor)
-            if tensor and not value.is_cpu:
+            if tensor and value.device.type not in DEVICES:
                 raise UnsupportedError(
                     f"{node.name} is on {value.device}; budgets are kept on the CPU "
-                    "so far"
+                    "and on CUDA devices"
                 )
             if has_symbols([value]):
                 raise UnsupportedError(
