@@ -18,6 +18,8 @@ A name is imported when it is first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mucudnn.torch.versions import check_version, installed_version
+
 if TYPE_CHECKING:
     from mucudnn.torch.compiled import (
         CompileBackend as CompileBackend,
@@ -54,9 +56,16 @@ __all__ = [
 ]
 
 
+_VERSION = installed_version()
+if _VERSION is not None:  # without PyTorch there is nothing to refuse until it is used
+    check_version(_VERSION)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'mucudnn.torch' has no attribute {name!r}")
+    if _VERSION is None:
+        check_version(installed_version())
     value = getattr(import_module(f"mucudnn.torch.{_HOME[name]}"), name)
     globals()[name] = value  # a module of that name, once imported, is not in the way
     return value
