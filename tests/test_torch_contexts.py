@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mucudnn
-from mucudnn import ConvPlan, Tuner
+from mucudnn import AlgoPerf, ConvPlan, ConvProblem, Tuner
 from mucudnn.errors import BackendError, PlanningError
 from mucudnn.ir.conv import Direction
 from mucudnn.runtime.tuning.timing import Timing
@@ -22,7 +22,7 @@ from torch.nn import functional  # noqa: E402  (where there is PyTorch)
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.torch.conv import calls as conv_calls  # noqa: E402
-from mucudnn.torch.conv.backend import TORCH  # noqa: E402
+from mucudnn.torch.conv.algorithm import TORCH  # noqa: E402
 from tests.torch_calls import (  # noqa: E402
     ONCE,
     conv,
@@ -130,6 +130,39 @@ def test_the_native_algorithm_computes_what_ours_do():
             made.append((y, mucudnn.conv_backward_data(y, b, a.shape, **options), dw))
         for one, other in zip(*made, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_plan_of_several_libraries_is_bound_as_one(direction):
+    backend = mt.cpu_backend()
+    problem = ConvProblem(
+        direction=direction,
+        x_shape=(4, 3, 6, 6),
+        w_shape=(5, 3, 3, 3),
+        dtype="float64",
+        layout="NHWC",
+    )
+    offered = dict(backend.conv.algorithms(problem.with_batch(2)))
+    assert backend.conv.traits(problem, TORCH).notes == ("workspace_not_counted",)
+    steps = (
+        AlgoPerf(algo=name, batch=2, time_ms=1.0, workspace=offered[name])
+        for name in (TORCH, "GEMM")
+    )
+    plan = ConvPlan(problem, tuple(steps))
+    device = backend.device
+    a, b, out = (
+        device.view(device.allocate(spec.nbytes), 0, spec)
+        for spec in problem.operands()
+    )
+    device.randomize(a)
+    device.randomize(b)
+    workspace = device.allocate(plan.workspace)
+    backend.bind(plan).run(a, b, out, workspace, False)
+    expected = np.empty_like(out)
+    mucudnn.get_backend("cpu").conv.run(
+        problem, "IMPLICIT_GEMM", a, b, expected, workspace
+    )
+    np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_fingerprints_name_pytorch_only_where_it_runs():

@@ -16,7 +16,7 @@ from mucudnn.ir.conv import ConvProblem
 from mucudnn.runtime.tuning.bound_plan import Arena
 from mucudnn.runtime.tuning.timing import measure_together
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.torch.conv.backend import TORCH, TorchConv
+from mucudnn.torch.conv.algorithm import TORCH
 from mucudnn.torch.conv.geometry import Geometry, Role, operands
 
 __all__ = ["Ready", "ReadyMaker"]
@@ -56,7 +56,6 @@ class ReadyMaker:
 
     def __init__(self, tuner: Tuner) -> None:
         self._tuner = tuner
-        self._competes = isinstance(tuner.backend.conv, TorchConv)
         self.arena = Arena(tuner.backend.device)
 
     def forward(self, native: Run, x: Any, w: Any, b: Any, options: Any) -> Ready:
@@ -72,7 +71,8 @@ class ReadyMaker:
             return Ready(None, _reason(e))
         if kernel is None:
             return Ready(None)
-        return self._faster(_Forward(kernel, b, x.dim()), native, (x, w, b))
+        ours = _Forward(kernel, b, x.dim())
+        return self._faster(ours, [kernel], native, (x, w, b))
 
     def backward(
         self, native: Run, gy: Any, x: Any, w: Any, sizes: Any, options: Any, mask: Any
@@ -88,10 +88,11 @@ class ReadyMaker:
             ]
         except (MucudnnError, ValueError, RuntimeError) as e:
             return Ready(None, _reason(e))
-        if kernels == [None, None]:
+        mine = [kernel for kernel in kernels if kernel is not None]
+        if not mine:
             return Ready(None)
         ours = _Backward(kernels, geometry.transposed, mask)
-        return self._faster(ours, lambda: native(mask), (native, gy, x, w))
+        return self._faster(ours, mine, lambda: native(mask), (native, gy, x, w))
 
     def _kernel(
         self, geometry: Geometry, role: Role, x: Any, w: Any
@@ -103,9 +104,16 @@ class ReadyMaker:
         runner = self._tuner.backend.bind(plan)
         return _Kernel(role, runner.run, plan.problem, plan.workspace, self.arena)
 
-    def _faster(self, ours: Run, native: Run, args: tuple[Any, ...]) -> Ready:
+    def _faster(
+        self,
+        ours: Run,
+        kernels: Sequence["_Kernel"],
+        native: Run,
+        args: tuple[Any, ...],
+    ) -> Ready:
         """Ours, unless PyTorch's competes and was not clearly slower, all included."""
-        if not self._competes:
+        offered = self._tuner.backend.conv.algorithms(kernels[0].problem)
+        if TORCH not in dict(offered):
             return Ready(ours)
         try:
             first, second = measure_together(
@@ -141,6 +149,7 @@ class _Kernel:
         arena: Arena,
     ) -> None:
         self.role = role
+        self.problem = problem
         self._run = run
         self._workspace = workspace
         self._arena = arena
