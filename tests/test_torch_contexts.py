@@ -132,6 +132,19 @@ def test_the_native_algorithm_computes_what_ours_do():
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
+def test_lists_of_one_entry_are_told_from_others(ours):
+    x = torch.randn(2, 3, 9, 9)
+    w = torch.randn(4, 3, 3, 3)
+    wide = {"stride": (2,), "padding": (1, 1)}
+    narrow = {"stride": (2, 1), "padding": (1,)}
+    expected = [functional.conv2d(x, w, **options) for options in (wide, narrow)]
+    with ours:
+        found = [functional.conv2d(x, w, **options) for options in (wide, narrow)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert ours.stats.forward.ours == 2
+
+
 @pytest.mark.parametrize("direction", list(Direction))
 def test_a_plan_of_several_libraries_is_bound_as_one(direction):
     backend = mt.cpu_backend()

@@ -111,11 +111,11 @@ class Convolutions(ContextDecorator):
             w.stride(),
             w.dtype,
             b is None or (b.shape, b.dtype),
-            *stride,
-            *padding,
-            *dilation,
+            tuple(stride),  # a list may have one entry for all axes
+            tuple(padding),
+            tuple(dilation),
             transposed,
-            *output_padding,
+            tuple(output_padding),
             groups,
         )
         ready = self._forward.get(key)
@@ -168,13 +168,13 @@ class Convolutions(ContextDecorator):
             w.stride(),
             w.dtype,
             bias_sizes is None,
-            *stride,
-            *padding,
-            *dilation,
+            tuple(stride),
+            tuple(padding),
+            tuple(dilation),
             transposed,
-            *output_padding,
+            tuple(output_padding),
             groups,
-            *mask,
+            tuple(mask),
         )
         ready = self._backward.get(key)
         if ready is not None and ready.run is None:  # the usual way, without detours
