@@ -19,6 +19,7 @@ from mucudnn.runtime.tuning.timing import Timing
 torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402  (where there is PyTorch)
+from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.torch.conv import calls as conv_calls  # noqa: E402
@@ -308,6 +309,29 @@ def test_other_threads_run_during_a_native_kernel():
     assert ticks
     times = [start, *(t for t in ticks if start < t < stop), stop]
     assert statistics.median(np.diff(times)) < 0.005  # as the interpreter's interval
+
+
+def test_modes_see_the_calls_that_the_user_wrote():
+    class Recorder(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    context = mt.convolutions(tuner=tuner(native=True, planner=only_torch))
+    x, w, b = operands(requires_grad=False)
+    with Recorder() as outside:
+        expected = conv(x, w, b)
+    with context:
+        conv(x, w, b)
+        with Recorder() as within:
+            found = conv(x, w, b)
+    assert torch.equal(found, expected)
+    assert within.seen == outside.seen
+    assert context.stats.forward.native == 2
 
 
 def test_nothing_is_kept_of_the_operands(ours):
