@@ -95,12 +95,15 @@ def _rows(
         yield {"x_shape": x_shape, "call": name, **_compared(call, context)}
 
 
-def _only_native(tables: Sequence[PerfTable], limit: int) -> list[ConvPlan]:
+def _only_native(
+    tables: Sequence[PerfTable], workspace_limit: int
+) -> tuple[ConvPlan, ...]:
     """PyTorch's kernel for the whole batch, whatever it takes."""
     from mucudnn.torch.conv.algorithm import TORCH
 
     whole = (next(p for p in table.usable if p.algo == TORCH) for table in tables)
-    return [ConvPlan(t.problem, (p,)) for t, p in zip(tables, whole, strict=True)]
+    pairs = zip(tables, whole, strict=True)
+    return tuple(ConvPlan(table.problem, (row,)) for table, row in pairs)
 
 
 def _compared(call: Callable[[], object], context: Any) -> dict[str, Any]:

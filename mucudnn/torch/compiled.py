@@ -17,7 +17,9 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.joint import Joint, bind_halves
+from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.execution.program import Segment
 from mucudnn.torch.measure import measured
 from mucudnn.torch.planning import Planner, as_budget
@@ -26,7 +28,9 @@ from mucudnn.torch.step_plan import TorchPlan
 __all__ = ["CompileBackend", "backend", "compile_graph"]
 
 
-def backend(*, budget: float | str | None = None) -> "CompileBackend":
+def backend(
+    *, budget: float | str | None = None, tuner: Tuner | None = None
+) -> "CompileBackend":
     """A backend for `torch.compile` that keeps a budget in training.
 
     The budget counts what one compiled graph has in use, forward to backward: its
@@ -40,8 +44,13 @@ def backend(*, budget: float | str | None = None) -> "CompileBackend":
 
     Args:
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
+        tuner: Measures other ways to run the convolutions; see `train_step`.
+
+    Raises:
+        ValueError: The budget is no size, or the tuner has another backend.
+        TypeError: It is no budget, or no tuner.
     """
-    return CompileBackend(as_budget(budget))
+    return CompileBackend(as_budget(budget), tuner)
 
 
 def compile_graph(
@@ -56,12 +65,12 @@ def compile_graph(
         ValueError: An option is not known.
     """
     given = dict(options or {})
-    budget = given.pop("budget", None)
+    budget, tuner = given.pop("budget", None), given.pop("tuner", None)
     if given:
         raise ValueError(
-            f"unknown option {next(iter(given))!r}; there is only 'budget'"
+            f"unknown option {next(iter(given))!r}; there are 'budget' and 'tuner'"
         )
-    return CompileBackend(as_budget(budget))(module, inputs)
+    return CompileBackend(as_budget(budget), tuner)(module, inputs)
 
 
 class CompileBackend:
@@ -69,13 +78,15 @@ class CompileBackend:
 
     Args:
         budget: Bytes for each graph.
+        tuner: Measures other ways to run the convolutions, if they are wanted.
 
     Attributes:
         plans: What was decided, in the order in which graphs were compiled.
     """
 
-    def __init__(self, budget: float) -> None:
+    def __init__(self, budget: float, tuner: Tuner | None = None) -> None:
         self._budget = budget
+        self._choice = ConvolutionChoice(tuner)
         self._halves: dict[Any, Segment] = {}
         self.plans: list[TorchPlan] = []
 
@@ -108,9 +119,11 @@ class CompileBackend:
             lowered = parts.lowered()
             own = {lowered.inputs[i] for i in static_lifetime_input_indices or ()}
             given = {t for t in lowered.inputs if t is not None} - own
-            planner = Planner(lowered, measured(lowered), given)
+            costs = self._choice.costs(measured)
+            planner = Planner(lowered, costs(lowered), given)
             plan = planner.plan(self._budget)
-            halves = bind_halves(lowered, plan.plan.schedule, parts.count)
+            bound = self._choice.bound(lowered, plan.plan)
+            halves = bind_halves(bound, plan.plan.schedule, parts.count)
         source = f"{halves.forward.source}\n{halves.backward.source}"
         self.plans.append(replace(plan, source=source))
         return parts.split(halves, self._halves)

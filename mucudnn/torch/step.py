@@ -19,6 +19,7 @@ import torch
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.updates import with_updates
 from mucudnn.torch.capture.whole_step import (
     CapturedStep,
@@ -26,6 +27,7 @@ from mucudnn.torch.capture.whole_step import (
     as_tensor,
     capture_step,
 )
+from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.execution.copies import ThreadCopies
 from mucudnn.torch.execution.program import Segment, bind
 from mucudnn.torch.lowering.lower import lower
@@ -43,6 +45,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     *,
     budget: float | str | None = None,
+    tuner: Tuner | None = None,
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
 
@@ -57,8 +60,16 @@ def train_step(
         loss_fn: Called with the model's result and the rest of the batch; a scalar.
         optimizer: Of the model's parameters; any that only changes tensors in place.
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
+        tuner: Measures other ways to run the convolutions, our algorithms and
+            micro-batches, of which the plan takes what is fastest in the bytes that it
+            has; results differ from eager ones by rounding then. Its backend is
+            `mucudnn.torch.cpu_backend()`. None leaves them to PyTorch's kernels.
+
+    Raises:
+        ValueError: The budget is no size, or the tuner has another backend.
+        TypeError: It is no budget, or no tuner.
     """
-    return TrainStep(model, loss_fn, optimizer, as_budget(budget))
+    return TrainStep(model, loss_fn, optimizer, as_budget(budget), tuner=tuner)
 
 
 def lowered_step(captured: CapturedStep) -> Lowered:
@@ -105,6 +116,7 @@ class TrainStep:
         optimizer: Of its parameters.
         budget: Bytes for everything but the batch.
         costs: What tells times and scratch memory of a graph's nodes.
+        tuner: Measures other ways to run the convolutions, if they are wanted.
     """
 
     def __init__(
@@ -114,12 +126,15 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         budget: float,
         costs: Callable[[Lowered], Profile] = measured,
+        *,
+        tuner: Tuner | None = None,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._budget = budget
-        self._costs = costs
+        self._choice = ConvolutionChoice(tuner)
+        self._costs = self._choice.costs(costs)
         self._planned: dict[Any, _Planned] = {}
         self._last: _Planned | None = None
 
@@ -192,7 +207,8 @@ class TrainStep:
         planner = planner_of(captured, self._parts, self._costs)
         plan = planner.plan(self._budget)
         copies = ThreadCopies(reuse=True)
-        segment = bind(planner.lowered, plan.plan.schedule, copies)
+        lowered = self._choice.bound(planner.lowered, plan.plan)
+        segment = bind(lowered, plan.plan.schedule, copies)
         return _Planned(replace(plan, source=segment.source), segment)
 
     @cached_property

@@ -11,9 +11,12 @@ from mucudnn.backends.cpu.conv import CpuConv
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.backends.cpu.kernels import bind
 from mucudnn.backends.cpu.threads import Workers
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.conv.algorithm import ALGORITHM
 
-__all__ = ["cpu_backend"]
+__all__ = ["check_tuner", "cpu_backend"]
+
+_NAME = "torch-cpu"
 
 
 def cpu_backend(*, native: bool = True) -> Backend:
@@ -29,9 +32,28 @@ def cpu_backend(*, native: bool = True) -> Backend:
     threads = torch.get_num_threads()
     libraries = (f"torch-{torch.__version__}/{threads}-threads",) if native else ()
     return Backend(
-        "torch-cpu",
+        _NAME,
         CpuDevice(libraries),
         conv,
         binder=lambda plan, replay: conv.bind(plan),
         kernels=bind(workers),
     )
+
+
+def check_tuner(tuner: Tuner) -> None:
+    """Refuse a tuner that does not measure for PyTorch.
+
+    Raises:
+        TypeError: It is no tuner.
+        ValueError: It has another backend.
+    """
+    if not isinstance(tuner, Tuner):
+        raise TypeError(
+            f"tuner must be a Tuner, got {type(tuner).__name__}; make it with "
+            "Tuner(backend=mucudnn.torch.cpu_backend())"
+        )
+    if tuner.backend.name != _NAME:
+        raise ValueError(
+            f"tuner has backend {tuner.backend.name!r}; make it with "
+            "Tuner(backend=mucudnn.torch.cpu_backend())"
+        )
