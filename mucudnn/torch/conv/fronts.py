@@ -218,14 +218,18 @@ def _taking(plan: ConvPlan, nbytes: int) -> ConvPlan:
 def _undominated(plans: Sequence[ConvPlan]) -> tuple[ConvPlan, ...]:
     """The front, ascending in workspace; more memory has to win by more than noise.
 
-    PyTorch's kernel, which is the first, stays where another takes as much memory.
+    PyTorch's kernel, which is the first, stays where another in the same bytes is not
+    clearly faster.
     """
     native, *_ = plans
     front: list[ConvPlan] = []
     for plan in sorted(plans, key=lambda p: (p.workspace, p is not native, p.time_ms)):
         noise_ms = sum(step.noise_ms for step in plan.steps)
-        if not front or plan.time_ms + noise_ms < front[-1].time_ms:
-            front.append(plan)
+        if front and plan.time_ms + noise_ms >= front[-1].time_ms:
+            continue
+        if front and plan.workspace == front[-1].workspace:
+            front.pop()
+        front.append(plan)
     return tuple(front)
 
 
