@@ -65,6 +65,8 @@ def gain_by_memory(monkeypatch):
         return [Timing(100.0 - i if i else 200.0, 0.0, 1) for i in range(len(runs))]
 
     monkeypatch.setattr(conv_fronts, "measure_together", timed)
+    rule = replace(conv_fronts._RULE, hopeless=float("inf"))
+    monkeypatch.setattr(conv_fronts, "_RULE", rule)
 
 
 def dividing():
@@ -192,7 +194,7 @@ def test_fronts_have_what_is_really_allocated():
                 assert_close(found, wanted, torch.float64)
 
 
-def test_results_that_would_lie_otherwise_are_no_candidates(monkeypatch):
+def test_what_would_lie_otherwise_stays_pytorchs():
     planner = lowered_network()
     lowered = planner.lowered
     turned = {
@@ -202,10 +204,7 @@ def test_results_that_would_lie_otherwise_are_no_candidates(monkeypatch):
     }
     other = replace(lowered, layouts={**lowered.layouts, **turned})
     profile = conv_fronts.with_fronts(other, planner.profile, dividing())
-    assert profile.fronts
-    for front in profile.fronts.values():
-        (only,) = front
-        assert is_native(only)
+    assert profile is planner.profile
 
 
 def test_a_tuner_that_cannot_measure_leaves_it_to_pytorch(monkeypatch):

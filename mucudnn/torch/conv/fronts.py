@@ -19,7 +19,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.passes.scheduling.costs import fastest_of
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.runtime.tuning.timing import StoppingRule, measure_together
+from mucudnn.runtime.tuning.timing import StoppingRule, measure, measure_together
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.conv.algorithm import TORCH
 from mucudnn.torch.conv.allocated import most_allocated
@@ -31,6 +31,7 @@ from mucudnn.torch.measure import evaluate
 __all__ = ["ConvolutionChoice", "with_fronts"]
 
 _RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
+_ONCE = StoppingRule(min_samples=1, max_samples=1)
 _NO_LIMIT = 1 << 62
 _MOST = 8
 """Candidates of one convolution that are run: evenly chosen where there are more."""
@@ -105,23 +106,13 @@ class _Way:
         operands = [_made(layout) for layout in self.site.operands]
         return partial(evaluate, self.call, operands)
 
-    def lies_right(self) -> bool:
-        """Whether its results lie as the graph has them."""
-        if is_native(self.plan):
-            return True
-        found = evaluate(self.call, [_made(layout) for layout in self.site.operands])
-        return all(
-            (tuple(tensor.shape), tensor.stride()) == (layout.shape, layout.stride)
-            for tensor, layout in zip(found, self.site.results, strict=True)
-        )
-
 
 def _fronts(sites: Sequence[Site], tuner: Tuner) -> list[tuple[ConvPlan, ...]]:
     """The front of each, as it is run in a step."""
     tables = [_measured(tuner, site.problem) for site in sites]
     sizes = _native_sizes(tuner.backend, tables)
     ways = [
-        [*_ways(site, _plans(table, sizes), tuner.backend)]
+        [_Way(site, p, site.bound(tuner.backend, p)) for p in _plans(table, sizes)]
         for site, table in zip(sites, tables, strict=True)
     ]
     timed = [[*_timed(some, tuner.backend)] for some in ways]
@@ -182,16 +173,19 @@ def _plans(table: PerfTable, sizes: Mapping[ConvProblem, int]) -> list[ConvPlan]
     return [ConvPlan(problem, (whole,)), *others]
 
 
-def _ways(site: Site, plans: Iterable[ConvPlan], backend: Backend) -> Iterable[_Way]:
-    ways = (_Way(site, plan, site.bound(backend, plan)) for plan in plans)
-    return (way for way in ways if way.lies_right())
-
-
 def _timed(ways: Sequence[_Way], backend: Backend) -> Iterable[ConvPlan]:
-    """Their plans, with the times that they take in turn."""
-    runs = [way.prepared() for way in ways]
-    timings = measure_together([partial(_run, r) for r in runs], backend.device, _RULE)
-    for way, timing in zip(ways, timings, strict=True):
+    """Their plans, with the times that they take in turn.
+
+    Those that the tuner found hopelessly slow, which are there for their few bytes, are
+    timed once.
+    """
+    runs = [partial(_run, way.prepared()) for way in ways]
+    best_ms = min((way.plan.time_ms for way in ways[1:]), default=0.0)
+    slow = [way.plan.time_ms > _RULE.hopeless * best_ms for way in ways]
+    fast = [run for run, late in zip(runs, slow, strict=True) if not late]
+    together = iter(measure_together(fast, backend.device, _RULE))
+    for way, run, late in zip(ways, runs, slow, strict=True):
+        timing = measure(run, backend.device, _ONCE) if late else next(together)
         plan, parts = way.plan, len(way.plan.steps)
         steps = (
             replace(

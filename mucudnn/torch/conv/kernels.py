@@ -6,11 +6,22 @@ from typing import Any
 import torch
 
 from mucudnn.backends.base import Buffer, Runner
+from mucudnn.ir.conv import ConvProblem
 from mucudnn.torch.conv.geometry import Role, operands
 
-__all__ = ["Backward", "Forward", "Kernel", "Run"]
+__all__ = ["Backward", "Forward", "Kernel", "Run", "result_form"]
 
 Run = Callable[..., Any]
+
+
+def result_form(problem: ConvProblem) -> tuple[tuple[int, ...], torch.memory_format]:
+    """Shape of a problem's result as PyTorch counts axes, and how it lies."""
+    *_, out = problem.operands()
+    if problem.layout == "NCHW":
+        return out.shape, torch.contiguous_format
+    last = (None, None, torch.channels_last, torch.channels_last_3d)
+    first, *spatial, channels = out.shape
+    return (first, channels, *spatial), last[len(spatial)]
 
 
 class Kernel:
@@ -35,14 +46,7 @@ class Kernel:
         self._run = runner.run
         self._nbytes = nbytes
         self._workspace = workspace
-        *_, out = problem.operands()
-        shape = out.shape
-        self._format = torch.contiguous_format
-        if problem.layout == "NHWC":
-            last = (None, None, torch.channels_last, torch.channels_last_3d)
-            self._format = last[len(shape) - 2]
-            shape = (shape[0], shape[-1], *shape[1:-1])
-        self._shape = shape
+        self._shape, self._format = result_form(problem)
 
     def __call__(self, a: Any, b: Any) -> Any:
         """The result, of its two inputs in the order of the problem's operands."""

@@ -18,7 +18,7 @@ from mucudnn.ir.graph import Node
 from mucudnn.passes.scheduling.costs import origin
 from mucudnn.torch.conv.algorithm import TORCH
 from mucudnn.torch.conv.geometry import Geometry, Role
-from mucudnn.torch.conv.kernels import Backward, Forward, Kernel
+from mucudnn.torch.conv.kernels import Backward, Forward, Kernel, result_form
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Operand
 
 __all__ = ["Site", "is_native", "with_plans"]
@@ -73,6 +73,10 @@ class Site:
         except (MucudnnError, ValueError, RuntimeError):
             return None
         results = tuple(lowered.layouts[name] for name in node.outputs)
+        shape, form = result_form(problem)
+        ours = torch.empty(shape, device="meta", memory_format=form)
+        if (results[0].shape, results[0].stride) != (ours.shape, ours.stride()):
+            return None
         return cls(call, layouts, results, role, problem, geometry.transposed)
 
     @property
