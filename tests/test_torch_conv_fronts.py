@@ -34,10 +34,10 @@ pytestmark = [
 
 CASES = [
     (torch.float32, torch.channels_last),
-    (torch.float64, torch.contiguous_format),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
+            (torch.float64, torch.contiguous_format),
             (torch.float32, torch.contiguous_format),
             (torch.float64, torch.channels_last),
         )
@@ -234,6 +234,18 @@ def test_a_second_run_of_a_node_has_a_plan_of_its_own():
     calls = with_plans(lowered, plans, backend).planned
     assert calls["convolution"] is lowered.calls["convolution"]
     assert calls["convolution~1"].function is not lowered.calls["convolution"].function
+
+
+def test_plans_run_where_the_tensors_are_whatever_the_default_device():
+    lowered = lowered_network().lowered
+    with torch.device("meta"):
+        site = Site.of(lowered, lowered.graph.by_name["convolution"])
+        perf = AlgoPerf(algo="GEMM", batch=2, time_ms=1.0, workspace=0)
+        call = site.bound(mt.cpu_backend(), ConvPlan(site.problem, (perf, perf)))
+        operands = [conv_fronts._made(layout) for layout in site.operands]
+        (found,) = evaluate(call, operands)
+        (wanted,) = evaluate(site.call, operands)
+    assert_close(found, wanted, torch.float64)
 
 
 def test_data_types_that_are_not_ours_stay_pytorchs():

@@ -231,5 +231,5 @@ def _made(layout: Layout) -> torch.Tensor:
     """A tensor that lies so, of ordinary numbers."""
     spans = zip(layout.shape, layout.stride, strict=True)
     count = 1 + sum((size - 1) * stride for size, stride in spans)
-    flat = torch.empty(count, dtype=layout.dtype).normal_()
+    flat = torch.empty(count, dtype=layout.dtype, device=layout.device).normal_()
     return flat.as_strided(layout.shape, layout.stride)

@@ -143,7 +143,8 @@ def with_plans(
 
 def _like(layout: Layout) -> torch.Tensor:
     """A tensor that lies so; nothing is in it."""
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+    shape, stride = layout.shape, layout.stride
+    return torch.empty_strided(shape, stride, dtype=layout.dtype, device=layout.device)
 
 
 def _needed(backend: Backend, problem: ConvProblem, step: Any) -> int:
@@ -152,7 +153,9 @@ def _needed(backend: Backend, problem: ConvProblem, step: Any) -> int:
 
 
 def _workspace(nbytes: int) -> Buffer | None:
-    return torch.empty(nbytes, dtype=torch.uint8).numpy() if nbytes else None
+    if not nbytes:
+        return None
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
 
 
 def _none_left(mask: Sequence[bool]) -> Any:
