@@ -17,11 +17,13 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.joint import Joint, bind_halves
 from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.execution.program import Segment
 from mucudnn.torch.measure import measured
+from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.step_plan import TorchPlan
 
@@ -29,7 +31,10 @@ __all__ = ["CompileBackend", "backend", "compile_graph"]
 
 
 def backend(
-    *, budget: float | str | None = None, tuner: Tuner | None = None
+    *,
+    budget: float | str | None = None,
+    tuner: Tuner | None = None,
+    cache: PlanCacheChoice = USERS,
 ) -> "CompileBackend":
     """A backend for `torch.compile` that keeps a budget in training.
 
@@ -45,12 +50,14 @@ def backend(
     Args:
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
         tuner: Measures other ways to run the convolutions; see `train_step`.
+        cache: A folder to remember measurements and plans in, by default one in the
+            user's cache directory; None remembers nothing.
 
     Raises:
         ValueError: The budget is no size, or the tuner has another backend.
         TypeError: It is no budget, or no tuner.
     """
-    return CompileBackend(as_budget(budget), tuner)
+    return CompileBackend(as_budget(budget), open_plans(cache), tuner)
 
 
 def compile_graph(
@@ -70,7 +77,8 @@ def compile_graph(
         raise ValueError(
             f"unknown option {next(iter(given))!r}; there are 'budget' and 'tuner'"
         )
-    return CompileBackend(as_budget(budget), tuner)(module, inputs)
+    compiler = CompileBackend(as_budget(budget), open_plans(USERS), tuner)
+    return compiler(module, inputs)
 
 
 class CompileBackend:
@@ -78,14 +86,21 @@ class CompileBackend:
 
     Args:
         budget: Bytes for each graph.
+        plans: What was measured and planned before; None remembers nothing.
         tuner: Measures other ways to run the convolutions, if they are wanted.
 
     Attributes:
         plans: What was decided, in the order in which graphs were compiled.
     """
 
-    def __init__(self, budget: float, tuner: Tuner | None = None) -> None:
+    def __init__(
+        self,
+        budget: float,
+        plans: PlanStore | None = None,
+        tuner: Tuner | None = None,
+    ) -> None:
         self._budget = budget
+        self._plans = plans or PlanStore()
         self._choice = ConvolutionChoice(tuner)
         self._halves: dict[Any, Segment] = {}
         self.plans: list[TorchPlan] = []
@@ -119,9 +134,10 @@ class CompileBackend:
             lowered = parts.lowered()
             own = {lowered.inputs[i] for i in static_lifetime_input_indices or ()}
             given = {t for t in lowered.inputs if t is not None} - own
-            costs = self._choice.costs(measured)
-            planner = Planner(lowered, costs(lowered), given)
-            plan = planner.plan(self._budget)
+            known = self._plans.profile(lowered, measured)
+            profile = self._choice.profile(lowered, known)
+            planner = Planner(lowered, profile, given)
+            plan = planner.plan(self._budget, self._choice.remembered(self._plans))
             bound = self._choice.bound(lowered, plan.plan)
             halves = bind_halves(bound, plan.plan.schedule, parts.count)
         source = f"{halves.forward.source}\n{halves.backward.source}"

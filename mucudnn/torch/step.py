@@ -19,6 +19,7 @@ import torch
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
+from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.updates import with_updates
 from mucudnn.torch.capture.whole_step import (
@@ -28,11 +29,12 @@ from mucudnn.torch.capture.whole_step import (
     capture_step,
 )
 from mucudnn.torch.conv.fronts import ConvolutionChoice
-from mucudnn.torch.execution.copies import ThreadCopies
-from mucudnn.torch.execution.program import Segment, bind
+from mucudnn.torch.execution.bound_step import BoundStep, bind_step
+from mucudnn.torch.execution.lanes import DEVICES
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
+from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.step_plan import TorchPlan
 
@@ -46,6 +48,8 @@ def train_step(
     *,
     budget: float | str | None = None,
     tuner: Tuner | None = None,
+    cache: PlanCacheChoice = USERS,
+    offload_state: bool = False,
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
 
@@ -62,14 +66,29 @@ def train_step(
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
         tuner: Measures other ways to run the convolutions, our algorithms and
             micro-batches, of which the plan takes what is fastest in the bytes that it
-            has; results differ from eager ones by rounding then. Its backend is
-            `mucudnn.torch.cpu_backend()`. None leaves them to PyTorch's kernels.
+            has; results differ from eager ones by rounding then, and plans are made
+            anew. Its backend is `mucudnn.torch.cpu_backend()`. None leaves them to
+            PyTorch's kernels.
+        cache: A folder to remember measurements and plans in, by default one in the
+            user's cache directory; None remembers nothing.
+        offload_state: Whether parameters, buffers and the optimizer's state may live
+            in memory of the host that is not of PyTorch's allocator, where the budget
+            asks for it: the budget does not count them there. They stay the tensors
+            that they are, with other memory; on the CPU so far.
 
     Raises:
         ValueError: The budget is no size, or the tuner has another backend.
         TypeError: It is no budget, or no tuner.
     """
-    return TrainStep(model, loss_fn, optimizer, as_budget(budget), tuner=tuner)
+    return TrainStep(
+        model,
+        loss_fn,
+        optimizer,
+        as_budget(budget),
+        plans=open_plans(cache),
+        offload_state=offload_state,
+        tuner=tuner,
+    )
 
 
 def lowered_step(captured: CapturedStep) -> Lowered:
@@ -104,7 +123,7 @@ def planner_of(
 @dataclass(frozen=True)
 class _Planned:
     plan: TorchPlan
-    segment: Segment
+    bound: BoundStep
 
 
 class TrainStep:
@@ -116,6 +135,8 @@ class TrainStep:
         optimizer: Of its parameters.
         budget: Bytes for everything but the batch.
         costs: What tells times and scratch memory of a graph's nodes.
+        plans: What was measured and planned before; None remembers nothing.
+        offload_state: Whether parameters and state may be host-resident.
         tuner: Measures other ways to run the convolutions, if they are wanted.
     """
 
@@ -126,15 +147,19 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         budget: float,
         costs: Callable[[Lowered], Profile] = measured,
+        plans: PlanStore | None = None,
         *,
+        offload_state: bool = False,
         tuner: Tuner | None = None,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._budget = budget
+        self._costs = costs
+        self._offload_state = offload_state
+        self._plans = plans or PlanStore()
         self._choice = ConvolutionChoice(tuner)
-        self._costs = self._choice.costs(costs)
         self._planned: dict[Any, _Planned] = {}
         self._last: _Planned | None = None
 
@@ -147,9 +172,7 @@ class TrainStep:
         """
         given = [*self._tensors(), *batch]
         self._last = self._for(batch, given)
-        # What is cast was cast when the step was captured.
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return self._last.segment.run(given)[0]
+        return self._last.bound.run(given)[0]
 
     @property
     def plan(self) -> TorchPlan:
@@ -204,12 +227,16 @@ class TrainStep:
 
     def _plan(self, batch: Sequence[torch.Tensor]) -> _Planned:
         captured = capture_step(self._model, self._loss_fn, self._optimizer, batch)
-        planner = planner_of(captured, self._parts, self._costs)
-        plan = planner.plan(self._budget)
-        copies = ThreadCopies(reuse=True)
+        planner = planner_of(captured, self._parts, self._profile)
+        planner = replace(planner, offload=self._offload_state)
+        plan = planner.plan(self._budget, self._choice.remembered(self._plans))
         lowered = self._choice.bound(planner.lowered, plan.plan)
-        segment = bind(lowered, plan.plan.schedule, copies)
-        return _Planned(replace(plan, source=segment.source), segment)
+        bound = bind_step(lowered, plan.plan.schedule)
+        return _Planned(replace(plan, source=bound.source), bound)
+
+    def _profile(self, lowered: Lowered) -> Profile:
+        known = self._plans.profile(lowered, self._costs)
+        return self._choice.profile(lowered, known)
 
     @cached_property
     def _modules(self) -> tuple[torch.nn.Module, ...]:
@@ -217,8 +244,8 @@ class TrainStep:
 
     def _key(self, batch: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
         """What a plan was made for."""
-        layouts = tuple((t.shape, t.stride(), t.device) for t in batch)
-        types = tuple([tensor.dtype for tensor in given])
+        layouts = tuple((t.shape, t.stride()) for t in batch)
+        types = tuple([(tensor.dtype, tensor.device) for tensor in given])
         modes = tuple([module.training for module in self._modules])
         fixed = tuple(
             (key, repr(value))
@@ -226,7 +253,8 @@ class TrainStep:
             for key, value in group.items()
             if key not in ("params", "lr")
         )
-        return layouts, types, modes, fixed, torch.is_autocast_enabled("cpu")
+        autocast = tuple(torch.is_autocast_enabled(kind) for kind in DEVICES)
+        return layouts, types, modes, fixed, autocast
 
 
 def _check_tensors(given: Sequence[Any]) -> None:
@@ -242,7 +270,8 @@ def _check_tensors(given: Sequence[Any]) -> None:
                 f"a batch has a {type(value).__name__}; tensors are wanted, such as "
                 "step(x, y)"
             )
-        if not value.is_cpu:
+        if not (value.is_cpu or value.is_cuda):
             raise UnsupportedError(
-                f"a tensor is on {value.device}; steps run on the CPU so far"
+                f"a tensor is on {value.device}; steps run on the CPU and on CUDA "
+                "devices"
             )

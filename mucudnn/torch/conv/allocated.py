@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from mucudnn.torch.measure import allocations
+from mucudnn.torch.measurement.profiler_events import allocations, most_in_use, spans
 
 __all__ = ["Prepared", "most_allocated"]
 
@@ -24,32 +24,7 @@ def most_allocated(calls: Sequence[Prepared]) -> list[int]:
             del run, result
     events = allocations(prof)
     found = [0] * len(calls)
-    for number, start, stop in _spans(prof):
-        found[number] = _peak([e[1:] for e in events if start <= e[0] <= stop])
-    return found
-
-
-def _peak(events: Sequence[tuple[int, int]]) -> int:
-    now = most = 0
-    mine = set()
-    for nbytes, address in events:
-        if nbytes > 0:
-            mine.add(address)
-        elif address not in mine:
-            continue  # freed here, allocated before
-        now += nbytes
-        most = max(most, now)
-    return most
-
-
-def _spans(prof: profile) -> list[tuple[int, int, int]]:
-    """Number, begin and end of every call."""
-    found = []
-    pending = list(prof.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        pending += event.children
-        if event.name.startswith(_MARK):
-            number = int(event.name.removeprefix(_MARK))
-            found.append((number, event.start_time_ns, event.end_time_ns))
+    for name, start, stop in spans(prof, _MARK):
+        within = (event for event in events if start <= event[0] <= stop)
+        found[int(name.removeprefix(_MARK))] = most_in_use(within)
     return found

@@ -27,6 +27,7 @@ from mucudnn.torch.conv.backend import check_tuner
 from mucudnn.torch.conv.sites import Site, is_native, with_plans
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered
 from mucudnn.torch.measure import evaluate
+from mucudnn.torch.plan_cache.store import PlanStore
 
 __all__ = ["ConvolutionChoice", "with_fronts"]
 
@@ -35,8 +36,6 @@ _ONCE = StoppingRule(min_samples=1, max_samples=1)
 _NO_LIMIT = 1 << 62
 _MOST = 8
 """Candidates of one convolution that are run: evenly chosen where there are more."""
-
-Costs = Callable[[Lowered], Profile]
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,15 @@ class ConvolutionChoice:
         if self.tuner is not None:
             check_tuner(self.tuner)
 
-    def costs(self, known: Costs) -> Costs:
-        """What tells a graph's costs, given what tells them of PyTorch's kernels."""
-        tuner = self.tuner
-        if tuner is None:
+    def profile(self, lowered: Lowered, known: Profile) -> Profile:
+        """A graph's costs, given those of PyTorch's kernels."""
+        if self.tuner is None:
             return known
-        return lambda lowered: with_fronts(lowered, known(lowered), tuner)
+        return with_fronts(lowered, known, self.tuner)
+
+    def remembered(self, plans: PlanStore) -> PlanStore | None:
+        """Where plans are remembered; with a tuner nowhere, as fronts are measured."""
+        return plans if self.tuner is None else None
 
     def bound(self, lowered: Lowered, plan: StepPlan) -> Lowered:
         """The graph with its convolutions run as planned."""

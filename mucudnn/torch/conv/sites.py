@@ -58,6 +58,8 @@ class Site:
         """What a node is; None if it is no convolution, or none of ours."""
         call = lowered.calls[node.name]
         layouts = tuple(lowered.layouts[name] for name in node.inputs)
+        if any(layout.device.type != "cpu" for layout in layouts):
+            return None
         if call.function is _FORWARD:
             role, (x, w, b), options = Role.OUTPUT, call.args[:3], call.args[3:]
             sizes = list(layouts[b.index].shape) if isinstance(b, Operand) else None
