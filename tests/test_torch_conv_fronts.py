@@ -113,7 +113,12 @@ def eager(dtype, form, steps=3):
 def planned_step(dtype, form, budget, one):
     model, batch = network(dtype, form)
     step = mt.train_step(
-        model, functional.cross_entropy, sgd(model), budget=budget, tuner=one
+        model,
+        functional.cross_entropy,
+        sgd(model),
+        budget=budget,
+        tuner=one,
+        cache=None,
     )
     return model, batch, step
 
@@ -262,7 +267,7 @@ def test_compiled_models_choose_too(by_options):
     loss = functional.cross_entropy(model(x), y)
     wanted = torch.autograd.grad(loss, list(model.parameters()))
     one = dividing()
-    backend = mt.backend(tuner=one)
+    backend = mt.backend(tuner=one, cache=None)
     torch._dynamo.reset()
     given = partial(compile_graph, options={"tuner": one}) if by_options else backend
     compiled = torch.compile(model, backend=given)
