@@ -26,9 +26,11 @@ from mucudnn.errors import MucudnnError
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.runtime.environment import USERS
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.halves import Half, Halves, bind_halves
 from mucudnn.torch.capture.joint import Joint
 from mucudnn.torch.capture.sizes import BySize, has_symbols
+from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.internals import (
     aot_compiled,
     examples_of,
@@ -50,7 +52,10 @@ _log = logging.getLogger(__name__)
 
 
 def backend(
-    *, budget: float | str | None = None, cache: PlanCacheChoice = USERS
+    *,
+    budget: float | str | None = None,
+    tuner: Tuner | None = None,
+    cache: PlanCacheChoice = USERS,
 ) -> "CompileBackend":
     """A backend for `torch.compile` that keeps a budget in training.
 
@@ -76,13 +81,15 @@ def backend(
 
     Args:
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
+        tuner: As `train_step` takes it.
         cache: A folder to remember measurements and plans in, by default one in the
             user's cache directory; None remembers nothing.
 
     Raises:
-        ValueError: The budget is no size.
+        ValueError: The budget is no size, or the tuner has another backend.
+        TypeError: It is no budget, or no tuner.
     """
-    return CompileBackend(as_budget(budget), plans=open_plans(cache))
+    return CompileBackend(as_budget(budget), plans=open_plans(cache), tuner=tuner)
 
 
 def compile_graph(
@@ -100,22 +107,22 @@ def compile_graph(
         TypeError: By the first call: the budget is neither a number nor text.
     """
     given = dict(options or {})
-    budget = given.pop("budget", None)
+    budget, tuner = given.pop("budget", None), given.pop("tuner", None)
     if given:
         unknown = ", ".join(map(repr, given))
-        wrong = ValueError(f"unknown option {unknown}; there is only 'budget'")
+        wrong = ValueError(f"unknown option {unknown}; there are 'budget' and 'tuner'")
         return _refusal(wrong)
     try:
-        nbytes = as_budget(budget)
+        named = _named(as_budget(budget), tuner)
     except (TypeError, ValueError) as e:
         return _refusal(e)
-    return _named(nbytes)(module, inputs)
+    return named(module, inputs)
 
 
 @functools.cache
-def _named(budget: float) -> "CompileBackend":
+def _named(budget: float, tuner: Tuner | None) -> "CompileBackend":
     """One backend a budget, so that graphs of one model know of each other."""
-    return CompileBackend(budget, plans=open_plans(USERS))
+    return CompileBackend(budget, plans=open_plans(USERS), tuner=tuner)
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,7 @@ class CompileBackend:
         budget: Bytes for each graph.
         costs: What tells times and scratch memory of a graph's nodes.
         plans: What was measured and planned before; None remembers nothing.
+        tuner: Measures other ways to run the convolutions, if they are wanted.
 
     Attributes:
         plans: What was decided, in the order in which graphs were first seen; each
@@ -145,9 +153,12 @@ class CompileBackend:
         costs: Callable[[Lowered], Profile] = measured,
         *,
         plans: PlanStore | None = None,
+        tuner: Tuner | None = None,
     ) -> None:
         self._budget = budget
         self._costs = costs
+        self._tuner = tuner
+        self._choice = ConvolutionChoice(tuner)
         self._store = plans or PlanStore()
         self._planned: dict[Any, Halves] = {}
         self._peaks: dict[str, int] = {}
@@ -156,7 +167,7 @@ class CompileBackend:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the budget, and plans for itself."""
-        build = functools.partial(CompileBackend, plans=self._store)
+        build = functools.partial(CompileBackend, plans=self._store, tuner=self._tuner)
         return build, (self._budget, self._costs)
 
     @property
@@ -225,10 +236,13 @@ class CompileBackend:
                 lowered = parts.lowered()
                 mine = {lowered.inputs[i] for i in own}
                 given = {t for t in lowered.inputs if t is not None} - mine
-                profile = self._store.profile(lowered, self._costs)
+                known = self._store.profile(lowered, self._costs)
+                profile = self._choice.profile(lowered, known)
                 planner = Planner(lowered, profile, given)
-                plan = planner.plan(self._budget, self._store)
-                halves = bind_halves(lowered, plan.plan.schedule, parts.count)
+                remembered = self._choice.remembered(self._store)
+                plan = planner.plan(self._budget, remembered)
+                bound = self._choice.bound(lowered, plan.plan)
+                halves = bind_halves(bound, plan.plan.schedule, parts.count)
             self._note(source, plan, halves)
             self._planned[key] = halves
         return self._planned[key]

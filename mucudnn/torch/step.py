@@ -20,12 +20,14 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.runtime.environment import USERS
+from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.batches import Batch
 from mucudnn.torch.capture.decisions import all_hold
 from mucudnn.torch.capture.parts import LiveParts, StepParts
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.updates import with_updates
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
+from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.execution.bound_step import BoundStep, bind_step
 from mucudnn.torch.execution.lanes import DEVICES
 from mucudnn.torch.lowering.lower import lower
@@ -44,6 +46,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     *,
     budget: float | str | None = None,
+    tuner: Tuner | None = None,
     cache: PlanCacheChoice = USERS,
     offload_state: bool = False,
     accumulate: int = 1,
@@ -75,6 +78,11 @@ def train_step(
         optimizer: Of the model's parameters, and of the loss's if that is a module;
             any that only changes tensors in place.
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
+        tuner: Measures other ways to run the convolutions, our algorithms and
+            micro-batches, of which the plan takes what is fastest in the bytes that it
+            has; results differ from eager ones by rounding then, and plans are made
+            anew. Its backend is `mucudnn.torch.cpu_backend()`. None leaves them to
+            PyTorch's kernels.
         cache: A folder to remember measurements and plans in, by default one in the
             user's cache directory; None remembers nothing.
         offload_state: Whether parameters, buffers and the optimizer's state may live
@@ -89,6 +97,10 @@ def train_step(
         clip_value: As `torch.nn.utils.clip_grad_value_`; before `clip_norm`.
         scaler: As a loop with `scale`, `unscale_`, `step` and `update` uses it.
         max_plans: Kinds of batches, modes and hyperparameters that are planned for.
+
+    Raises:
+        ValueError: The budget is no size, or the tuner has another backend.
+        TypeError: It is no budget, or no tuner.
     """
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
     return TrainStep(
@@ -98,6 +110,7 @@ def train_step(
         as_budget(budget),
         plans=open_plans(cache),
         offload_state=offload_state,
+        tuner=tuner,
         settings=settings,
         max_plans=max_plans,
     )
@@ -150,6 +163,7 @@ class TrainStep:
         costs: What tells times and scratch memory of a graph's nodes.
         plans: What was measured and planned before; None remembers nothing.
         offload_state: Whether parameters and state may be host-resident.
+        tuner: Measures other ways to run the convolutions, if they are wanted.
         settings: What is done with gradients.
         max_plans: How many there may be.
     """
@@ -164,6 +178,7 @@ class TrainStep:
         *,
         plans: PlanStore | None = None,
         offload_state: bool = False,
+        tuner: Tuner | None = None,
         settings: StepSettings = PLAIN,
         max_plans: int = 32,
     ) -> None:
@@ -174,6 +189,7 @@ class TrainStep:
         self._costs = costs
         self._plans = plans or PlanStore()
         self._offload_state = offload_state
+        self._choice = ConvolutionChoice(tuner)
         self._settings = settings
         self._max_plans = max_plans
         self._planned: dict[Any, list[_Planned]] = {}
@@ -262,12 +278,14 @@ class TrainStep:
         )
         planner = planner_of(captured, live.parts, self._profile)
         planner = replace(planner, offload=self._offload_state)
-        plan = planner.plan(self._budget, self._plans)
-        bound = bind_step(planner.lowered, plan.plan.schedule)
+        plan = planner.plan(self._budget, self._choice.remembered(self._plans))
+        lowered = self._choice.bound(planner.lowered, plan.plan)
+        bound = bind_step(lowered, plan.plan.schedule)
         return _Planned(replace(plan, source=bound.source), bound, captured)
 
     def _profile(self, lowered: Lowered) -> Profile:
-        return self._plans.profile(lowered, self._costs)
+        known = self._plans.profile(lowered, self._costs)
+        return self._choice.profile(lowered, known)
 
     def _key(self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]) -> Any:
         """What a plan was made for."""

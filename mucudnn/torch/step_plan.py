@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapIn, SwapOut
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.costs import fastest_of, origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["TorchPlan"]
@@ -42,9 +43,11 @@ class TorchPlan:
 
     @property
     def slowdown(self) -> float:
-        """Predicted time over that of every node once, without a copy."""
+        """Predicted time over that of every node once, its fastest, without a copy."""
         prediction = self.plan.prediction
-        times = prediction.profile.node_ms
+        fronts = prediction.profile.fronts.items()
+        fastest = {name: fastest_of(front).time_ms for name, front in fronts}
+        times = {**prediction.profile.node_ms, **fastest}
         nodes = self.plan.schedule.graph.nodes
         once = sum(times[node.name] for node in nodes if "~" not in node.name)
         return prediction.step_ms / once if once else 1.0
@@ -65,6 +68,11 @@ class TorchPlan:
         names = (node.name for node in self.plan.schedule.graph.nodes)
         return Counter(origin(name) for name in names if "~" in name)
 
+    @property
+    def convolutions(self) -> Mapping[str, ConvPlan]:
+        """How convolutions run; none are named where no tuner was given."""
+        return self.plan.plans
+
     def __str__(self) -> str:
         budget = (
             "no budget"
@@ -84,7 +92,17 @@ class TorchPlan:
             f"and {format_bytes(prediction.in_bytes)} back: {_some(leaving)}",
             f"{len(again)} operations run again: {_some(again)}",
         ]
+        if plans := self.convolutions:
+            kinds = sorted(Counter(map(_kind, plans.values())).items())
+            found = ", ".join(f"{count} {kind}" for kind, count in kinds)
+            lines.append(f"{len(plans)} convolutions: {found}")
         return "\n".join(lines)
+
+
+def _kind(plan: ConvPlan) -> str:
+    """Whose algorithms it has, and whether it is divided."""
+    names = "+".join(dict.fromkeys(step.algo for step in plan.steps))
+    return f"in micro-batches by {names}" if plan.divided else f"by {names}"
 
 
 def _some(names: Mapping[str, int]) -> str:

@@ -222,7 +222,7 @@ class Program:
 
     def _compute(self, node: Node) -> None:
         first = origin(node.name)
-        call = self._lowered.calls[first]
+        call = self._lowered.planned.get(node.name, self._lowered.calls[first])
         if call is NOTHING:
             return
         operands = [self._variable(name) for name in node.inputs]
