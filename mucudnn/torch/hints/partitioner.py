@@ -1,0 +1,210 @@
+"""Our plan of a joint graph as hints for PyTorch's own partitioner.
+
+    options = {"custom_partitioner_fn": mt.partitioner(budget="8GiB")}
+    model = torch.compile(model, options=options)
+
+Inductor compiles the model as it always does. What is saved between forward and
+backward, and what is computed again, is as the plan of the graph has it. That is all:
+no peak is promised. Inductor decides in which order kernels run, fuses them, and frees
+what it likes; a plan that computes something again twice is heard once.
+`torch.compile(backend=mt.backend(budget=...))` keeps its budget.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._functorch import config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
+
+from mucudnn.errors import UnsupportedError
+from mucudnn.ir.devices import get_device
+from mucudnn.torch.capture.joint import Joint
+from mucudnn.torch.hints.policies import ResultPolicies, policies_of, without_copies
+from mucudnn.torch.measure import estimated
+from mucudnn.torch.planning import Planner, as_budget
+from mucudnn.torch.step_plan import TorchPlan
+
+__all__ = ["HintedPartitioner", "partitioner", "tag"]
+
+
+def partitioner(
+    *, budget: float | str | None = None, device: str = "h200", offload: bool = False
+) -> "HintedPartitioner":
+    """A partitioner for Inductor that saves and recomputes what our plans do.
+
+    It promises no peak; see `mucudnn.torch.backend` for one that is kept. Give it to
+    `torch.compile(model, options={"custom_partitioner_fn": ...})`, or to the setting of
+    that name in `torch._inductor.config`. `aot_autograd(partition_fn=...)` takes it,
+    too.
+
+    Args:
+        budget: Of a compiled graph, as `mucudnn.torch.backend` counts it. What is
+            planned runs operation by operation; what Inductor makes of it needs less
+            or more.
+        device: Whose published figures decide what is worth to be computed again.
+        offload: Whether what a plan sends to the host goes there, by PyTorch's own
+            pass, which is for GPUs. If not, plans compute again instead, as far as
+            that goes; what they need to send away all the same is saved.
+
+    Raises:
+        ValueError: The device is not known.
+    """
+    get_device(device)
+    return HintedPartitioner(as_budget(budget), device, offload)
+
+
+class HintedPartitioner(CustomPartitionerFn):
+    """Plans joint graphs, and has PyTorch partition them accordingly.
+
+    Args:
+        budget: Bytes for each graph.
+        device: Whose figures estimate times.
+        offload: Whether PyTorch's offloading is used.
+
+    Attributes:
+        plans: What was decided, in the order in which graphs were compiled.
+        policies: What each plan says of its forward results.
+    """
+
+    def __init__(self, budget: float, device: str, offload: bool) -> None:
+        self._budget = budget
+        self._device = device
+        self._offload = offload
+        self.plans: list[TorchPlan] = []
+        self.policies: list[ResultPolicies] = []
+
+    def __call__(
+        self,
+        gm: torch.fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        compiler: str = "inductor",
+        **_: Any,
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        """Partition one graph."""
+        parts = Joint.of(gm, num_fwd_outputs)
+        _check(parts)
+        own = list(static_lifetime_input_indices or ())
+        with _disable_current_modes(), torch.no_grad():
+            lowered = parts.lowered()
+            resident = {lowered.inputs[i] for i in own}
+            given = {t for t in lowered.inputs if t is not None} - resident
+            profile = estimated(lowered, get_device(self._device))
+            if not self._offload:
+                profile = without_copies(profile)
+            plan = Planner(lowered, profile, given).plan(self._budget)
+        found = policies_of(lowered, plan)
+        tag(gm, found.of, offload=self._offload)
+        self.plans.append(plan)
+        self.policies.append(found)
+        offloading = self._offload or config.enable_activation_offloading
+        # At another budget than one PyTorch would choose again among what is saved.
+        with config.patch(
+            activation_memory_budget=1.0, enable_activation_offloading=offloading
+        ):
+            halves: tuple[torch.fx.GraphModule, torch.fx.GraphModule] = (
+                min_cut_rematerialization_partition(
+                    gm,
+                    joint_inputs,
+                    compiler,
+                    num_fwd_outputs=num_fwd_outputs,
+                    static_lifetime_input_indices=own,
+                )
+            )
+        return halves
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HintedPartitioner":
+        """Itself: Inductor copies its settings, and `plans` are to be found here."""
+        return self
+
+    def uuid(self) -> Any | None:
+        """None: what is compiled by a plan is not taken from Inductor's cache."""
+        return None
+
+
+def tag(
+    module: torch.fx.GraphModule,
+    policies: Mapping[str, CheckpointPolicy],
+    *,
+    offload: bool = False,
+) -> None:
+    """Write policies where PyTorch's partitioner looks for them.
+
+    Views of what is saved are made again, which costs nothing. PyTorch 2.13 knows
+    `MUST_CPU_OFFLOAD` but looks for a mark of its own, and for `MUST_SAVE`.
+
+    Args:
+        module: A joint graph.
+        policies: Of the forward pass's results: a node's name, with `.k` for the k-th
+            of several.
+        offload: Whether to mark what is to leave.
+    """
+    views = _views_of(module, policies)
+    for node in module.graph.nodes:
+        policy = policies.get(_name(node))
+        if policy is None:
+            if node in views:
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            continue
+        away = policy is CheckpointPolicy.MUST_CPU_OFFLOAD
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if away else policy
+        if away and offload:
+            node.meta["should_offload"] = True
+        several = node.args[0] if node.target is operator.getitem else None
+        if several is not None and policy is CheckpointPolicy.MUST_RECOMPUTE:
+            several.meta["recompute"] = policy  # a tuple cannot be saved itself
+
+
+def _views_of(
+    module: torch.fx.GraphModule, policies: Mapping[str, CheckpointPolicy]
+) -> set[torch.fx.Node]:
+    """Forward nodes without bytes of their own that follow from tagged ones alone."""
+    found: set[torch.fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op != "call_function" or _name(node) in policies:
+            continue
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            continue
+        operands = node.all_input_nodes
+        if len(operands) == 1 and (
+            operands[0] in found or _name(operands[0]) in policies
+        ):
+            source = operands[0].meta.get("val")
+            if isinstance(source, torch.Tensor) and _storage(source) == _storage(value):
+                found.add(node)
+    return found
+
+
+def _name(node: torch.fx.Node) -> str:
+    """What a lowered graph calls a node's result."""
+    if node.target is operator.getitem:
+        return f"{node.args[0]}.{node.args[1]}"
+    return str(node.name)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _check(parts: Joint) -> None:
+    """Refuse sizes that are not known.
+
+    Raises:
+        UnsupportedError: Names the input.
+    """
+    for node in parts.primals:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            raise UnsupportedError(
+                f"{node.name} has a size that is a symbol; give torch.compile "
+                "dynamic=False, and every size has a plan of its own"
+            )
