@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         HintedPartitioner as HintedPartitioner,
         partitioner as partitioner,
     )
-    from mucudnn.torch.hints.selective import checkpoint_policy as checkpoint_policy
+    from mucudnn.torch.hints.selective import checkpoint_contexts as checkpoint_contexts
     from mucudnn.torch.memory_study import MemoryStudy as MemoryStudy, memory as memory
     from mucudnn.torch.step import TrainStep as TrainStep, train_step as train_step
     from mucudnn.torch.step_plan import TorchPlan as TorchPlan
@@ -39,7 +39,7 @@ _HOMES = {
     "conv.backend": ("cpu_backend",),
     "conv.context": ("convolutions",),
     "hints.partitioner": ("HintedPartitioner", "partitioner"),
-    "hints.selective": ("checkpoint_policy",),
+    "hints.selective": ("checkpoint_contexts",),
     "memory_study": ("MemoryStudy", "memory"),
     "step": ("TrainStep", "train_step"),
     "step_plan": ("TorchPlan",),
@@ -55,7 +55,7 @@ __all__ = [
     "TorchPlan",
     "TrainStep",
     "backend",
-    "checkpoint_policy",
+    "checkpoint_contexts",
     "convolutions",
     "cpu_backend",
     "memory",

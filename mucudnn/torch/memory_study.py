@@ -10,7 +10,7 @@ kernels, which only a measurement knows: `device="cpu"` runs every node here, al
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -26,14 +26,14 @@ from mucudnn.passes.planning.comparison import largest_batch_within
 from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.torch.capture.dataless import DatalessStep
-from mucudnn.torch.capture.whole_step import StepParts, capture_step
+from mucudnn.torch.capture.whole_step import CapturedStep, StepParts, capture_step
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import estimated, measured
 from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.step import planner_of
 from mucudnn.torch.step_plan import TorchPlan
 
-__all__ = ["MemoryStudy", "memory"]
+__all__ = ["Hint", "MemoryStudy", "memory"]
 
 _CPU = "cpu"
 _SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)
@@ -70,6 +70,23 @@ def memory(
         get_device(device)  # says which there are
     step = DatalessStep.of(model, loss_fn, example, optimizer)
     return MemoryStudy(step, type(model).__name__, device)
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A plan, and what it is about in PyTorch's words.
+
+    Attributes:
+        planner: Of the step.
+        plan: Within a budget.
+        module: The step as PyTorch's operations.
+        forward: Those of its nodes that are of the forward pass.
+    """
+
+    planner: Planner
+    plan: TorchPlan
+    module: torch.fx.GraphModule
+    forward: frozenset[str]
 
 
 class MemoryStudy:
@@ -158,6 +175,19 @@ class MemoryStudy:
             request=self._request,
         )
 
+    def hinted(
+        self, budget: float | str | None, costs: Callable[[Profile], Profile]
+    ) -> Hint:
+        """A plan of the example's step at other costs, to make hints of.
+
+        Raises:
+            PlanningError: It does not fit; says the least budget that works.
+        """
+        planner, captured = self._planner(None), self._capture(None)
+        planner = replace(planner, profile=costs(planner.profile))
+        plan = planner.plan(as_budget(budget))
+        return Hint(planner, plan, captured.module, captured.forward)
+
     def report(self, budget: float | str | None = None) -> str:
         """One HTML file: memory over the step, techniques, and a curve of budgets.
 
@@ -213,13 +243,16 @@ class MemoryStudy:
         if size == self._step.size_or_none:
             size = None
         if size not in self._planners:
-            step = self._step
-            captured = capture_step(
-                step.model, step.loss_fn, step.optimizer, step.example, size=size
-            )
-            parts = StepParts.of(step.model, step.optimizer)
+            parts = StepParts.of(self._step.model, self._step.optimizer)
+            captured = self._capture(size)
             self._planners[size] = planner_of(captured, parts, self._profile)
         return self._planners[size]
+
+    def _capture(self, size: int | None) -> CapturedStep:
+        step = self._step
+        return capture_step(
+            step.model, step.loss_fn, step.optimizer, step.example, size=size
+        )
 
     def _profile(self, lowered: Lowered) -> Profile:
         if self._device == _CPU:

@@ -58,7 +58,7 @@ def partitioner(
     return HintedPartitioner(as_budget(budget), device, offload)
 
 
-class HintedPartitioner(CustomPartitionerFn):
+class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch has no types here
     """Plans joint graphs, and has PyTorch partition them accordingly.
 
     Args:
@@ -89,7 +89,7 @@ class HintedPartitioner(CustomPartitionerFn):
         **_: Any,
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         """Partition one graph."""
-        parts = Joint.of(gm, num_fwd_outputs)
+        parts = Joint.of(_functional(gm), num_fwd_outputs)
         _check(parts)
         own = list(static_lifetime_input_indices or ())
         with _disable_current_modes(), torch.no_grad():
@@ -160,6 +160,23 @@ def tag(
         several = node.args[0] if node.target is operator.getitem else None
         if several is not None and policy is CheckpointPolicy.MUST_RECOMPUTE:
             several.meta["recompute"] = policy  # a tuple cannot be saved itself
+
+
+def _functional(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The graph without the copies by which Inductor changes inputs at its end.
+
+    Nodes keep their names.
+    """
+    graph = torch.fx.Graph()
+    copied: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.copy_.default and (
+            node.args[0].op == "placeholder"
+        ):
+            copied[node] = copied[node.args[1]]
+        else:
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+    return torch.fx.GraphModule(module, graph)
 
 
 def _views_of(
