@@ -11,7 +11,7 @@ what it likes; a plan that computes something again twice is heard once.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["HintedPartitioner", "partitioner", "tag"]
+
+_KEY = "recompute"
+_SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
 def partitioner(
@@ -101,7 +104,7 @@ class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch h
                 profile = without_copies(profile)
             plan = Planner(lowered, profile, given).plan(self._budget)
         found = policies_of(lowered, plan)
-        tag(gm, found.of, offload=self._offload)
+        tag(gm, found, offload=self._offload)
         self.plans.append(plan)
         self.policies.append(found)
         offloading = self._offload or config.enable_activation_offloading
@@ -130,10 +133,7 @@ class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch h
 
 
 def tag(
-    module: torch.fx.GraphModule,
-    policies: Mapping[str, CheckpointPolicy],
-    *,
-    offload: bool = False,
+    module: torch.fx.GraphModule, policies: ResultPolicies, *, offload: bool = False
 ) -> None:
     """Write policies where PyTorch's partitioner looks for them.
 
@@ -142,24 +142,23 @@ def tag(
 
     Args:
         module: A joint graph.
-        policies: Of the forward pass's results: a node's name, with `.k` for the k-th
-            of several.
+        policies: Of the forward pass's results.
         offload: Whether to mark what is to leave.
     """
-    views = _views_of(module, policies)
+    again = CheckpointPolicy.MUST_RECOMPUTE
     for node in module.graph.nodes:
-        policy = policies.get(_name(node))
+        name = _name(node)
+        policy = again if name in policies.views else policies.of.get(name)
+        if policy is None and node.target in _SAME and _KEY in node.args[0].meta:
+            policy = again
         if policy is None:
-            if node in views:
-                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             continue
         away = policy is CheckpointPolicy.MUST_CPU_OFFLOAD
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if away else policy
+        node.meta[_KEY] = CheckpointPolicy.MUST_SAVE if away else policy
         if away and offload:
             node.meta["should_offload"] = True
-        several = node.args[0] if node.target is operator.getitem else None
-        if several is not None and policy is CheckpointPolicy.MUST_RECOMPUTE:
-            several.meta["recompute"] = policy  # a tuple cannot be saved itself
+        if node.target is operator.getitem and policy is again:
+            node.args[0].meta[_KEY] = again  # a tuple cannot be saved itself
 
 
 def _functional(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -179,36 +178,11 @@ def _functional(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return torch.fx.GraphModule(module, graph)
 
 
-def _views_of(
-    module: torch.fx.GraphModule, policies: Mapping[str, CheckpointPolicy]
-) -> set[torch.fx.Node]:
-    """Forward nodes without bytes of their own that follow from tagged ones alone."""
-    found: set[torch.fx.Node] = set()
-    for node in module.graph.nodes:
-        if node.op != "call_function" or _name(node) in policies:
-            continue
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            continue
-        operands = node.all_input_nodes
-        if len(operands) == 1 and (
-            operands[0] in found or _name(operands[0]) in policies
-        ):
-            source = operands[0].meta.get("val")
-            if isinstance(source, torch.Tensor) and _storage(source) == _storage(value):
-                found.add(node)
-    return found
-
-
 def _name(node: torch.fx.Node) -> str:
     """What a lowered graph calls a node's result."""
     if node.target is operator.getitem:
         return f"{node.args[0]}.{node.args[1]}"
     return str(node.name)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _check(parts: Joint) -> None:

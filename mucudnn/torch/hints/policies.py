@@ -31,10 +31,12 @@ class ResultPolicies:
     Attributes:
         of: Tensor -> its policy; views follow what they are views of.
         random: Tensors that were drawn: they are always saved.
+        views: The other forward results.
     """
 
     of: Mapping[str, CheckpointPolicy]
     random: frozenset[str]
+    views: frozenset[str]
 
     @property
     def saved(self) -> frozenset[str]:
@@ -57,18 +59,19 @@ def policies_of(lowered: Lowered, plan: TorchPlan) -> ResultPolicies:
     away = {graph.storages[t] for t in read if planned.storages[t] in gone}
     kept = {graph.storages[name] for name in read}
     found: dict[str, CheckpointPolicy] = {}
-    random = set()
+    random, views = set(), set()
     for node in graph.nodes:
         if node.phase is not Phase.FORWARD:
             continue
         for name in node.outputs:
             if graph.tensors[name].alias is not None:
+                views.add(name)
                 continue
             drawn = lowered.calls[node.name].random
             if drawn:
                 random.add(name)
             found[name] = _policy(name in kept or drawn, name in away)
-    return ResultPolicies(MappingProxyType(found), frozenset(random))
+    return ResultPolicies(MappingProxyType(found), frozenset(random), frozenset(views))
 
 
 def without_copies(profile: Profile) -> Profile:

@@ -61,9 +61,10 @@ def checkpoint_contexts(
     policies = _by_call(hint.module, hint.forward, again)
 
     def contexts() -> tuple[Any, Any]:
-        return create_selective_checkpoint_contexts(
+        first, second = create_selective_checkpoint_contexts(
             _Policy(policies), allow_cache_entry_mutation=True
         )
+        return first, second
 
     return contexts
 
