@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 DEMO := --batch 64 --policy powers_of_two --workspace-limit 8MiB,32MiB,64MiB \
 	--memory-limit 4GiB --time-limit 240
 DEMO_TRAIN := --data digits --epochs 15 --lr 0.05 --seed 0
-CUDNN := nvidia-cudnn-cu12==9.19.0.56 cuda-pathfinder
+CUDNN := nvidia-cudnn-cu12==9.19.0.56 nvidia-cuda-nvrtc-cu12 cuda-pathfinder
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
 	print(load_library(without_driver=True).path)"
 

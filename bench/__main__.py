@@ -11,7 +11,7 @@ from bench.papers import one_row
 
 NAMES = (
     *("overhead", "planner", "pruning", "peers", "papers", "step", "memory"),
-    "budget",
+    *("budget", "traffic", "torch-step"),
 )
 
 
@@ -39,7 +39,7 @@ def main() -> int:
         parser.error(f"{options.out} is not a folder")
     status = 0
     for name in NAMES if "all" in names else names:
-        module = importlib.import_module(f"bench.{name}")
+        module = importlib.import_module(f"bench.{name.replace('-', '_')}")
         print(f"== {name}", flush=True)
         result = module.run()
         print(module.table(result), end="\n\n", flush=True)

@@ -44,11 +44,14 @@ class Emulator:
         self._backwards = backwards
         self.launched = set()
 
-    def launch(self, program, kernel, blocks, *arguments, dtype=None):
+    def launch(
+        self, program, kernel, blocks, *arguments, dtype=None, parameters=None
+    ):
         if 0 in blocks:
             return
-        name = (arguments[0].dtype if dtype is None else dtype).name
-        library = self._library(program, name)
+        element = arguments[0].dtype if dtype is None else dtype
+        beside = element if parameters is None else parameters
+        library = self._library(program, element.name, beside.name)
         describe = library[f"kinds_{kernel}"]
         describe.restype = ctypes.c_char_p
         kinds = describe().decode()
@@ -85,8 +88,9 @@ class Emulator:
             assert kind == "u", (kernel, kind, argument)
         return _SCALARS[kind](argument)
 
-    def _library(self, program, dtype):
-        options = [*compiler_options(dtype, wide=self._wide), "-O1", "-w"]
+    def _library(self, program, dtype, parameters):
+        options = compiler_options(dtype, wide=self._wide, parameters=parameters)
+        options = [*options, "-O1", "-w"]
         options.append(f"-DBACKWARDS={int(self._backwards)}")
         text = f'#include "{_HEADER}"\n{program.source}\n' + "".join(
             f"ENTRY({name})\n" for name in program.kernels

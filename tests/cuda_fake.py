@@ -84,7 +84,7 @@ class FakeDevice:
     def stream(self):
         return self.current
 
-    def begin(self):
+    def begin(self, launches=1):
         return self._library.clock_ms
 
     def record(self):

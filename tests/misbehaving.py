@@ -30,11 +30,22 @@ ALGORITHMS = [
 ]
 
 
+class Context(NullDevice):
+    """A device that is lost for good once a kernel has spoilt it, as CUDA's are."""
+
+    spoilt = False
+
+    def elapsed_ms(self, start, stop):
+        if self.spoilt:
+            raise BackendError("the context is unusable")
+        return super().elapsed_ms(start, stop)
+
+
 class Misbehaving(NullConv):
     def __init__(self, device, offered):
         super().__init__(device)
         self._offered = offered
-        self._broken = False
+        self._context = device
 
     def algorithms(self, problem):
         return [(algo, 0) for algo in self._offered]
@@ -43,8 +54,6 @@ class Misbehaving(NullConv):
         return Traits(notes=(str(os.getpid()),))
 
     def run(self, problem, algo, *operands, accumulate=False):
-        if self._broken:
-            raise BackendError("the context is unusable")
         match algo:
             case "ABORT":
                 sys.stderr.write("assertion failed in libabort.so\n")
@@ -57,7 +66,6 @@ class Misbehaving(NullConv):
             case "KILL":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "LIBRARY":
-                self._broken = True
                 raise ZeroDivisionError("in somebody's library")
             case "MEMORY":
                 raise MemoryError("no host memory")
@@ -70,7 +78,7 @@ class Misbehaving(NullConv):
                 if sys.stdin.read() != "" or os.read(0, 1) != b"":
                     raise UnsupportedError("stdin is not empty")
             case "STATUS":
-                self._broken = True
+                self._context.spoilt = True
                 raise BackendError("status 700: illegal address")
             case "UNSUPPORTED":
                 raise UnsupportedError("not this shape")
@@ -93,7 +101,7 @@ def load(argument, device):
         os.abort()
     if in_child and argument == "absent":
         raise BackendUnavailableError("the driver is too old")
-    null = NullDevice("misbehaving")
+    null = Context("misbehaving")
     named = argument.split("+") if argument else ALGORITHMS
     offered = [algo for algo in named if algo in ALGORITHMS] or ["GOOD"]
     return Backend(

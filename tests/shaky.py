@@ -45,9 +45,9 @@ class ShakyConv(NullConv):
 class ShakyDevice(VirtualDevice):
     """Some time passes between two things that are timed."""
 
-    def begin(self):
+    def begin(self, launches=1):
         self.advance(0.125)
-        return super().begin()
+        return super().begin(launches)
 
 
 def shaky(seed, *, jitter=0.1, alignment=1):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mucudnn.backends import cuda
 from mucudnn.backends.cuda.device import CudaDevice
 from mucudnn.backends.cuda.session import LiveSession
 from mucudnn.errors import BackendError, OutOfMemoryError
@@ -147,6 +148,33 @@ def test_a_new_thread_works_on_the_backends_device(cupy):
     assert cupy.launched == [("spin", 1), ("event", 1)] * 2
     assert created == [("handle", 1)] * 2
     assert cupy.current == 0
+
+
+def test_a_timed_run_is_held_back_as_long_as_it_takes_to_launch(cupy, monkeypatch):
+    waits = []
+    monkeypatch.setattr(
+        cupy, "RawKernel", lambda *_: lambda grid, block, given: waits.extend(given)
+    )
+    device = CudaDevice(0, 91900)
+    device.begin()
+    device.begin(8)
+    assert waits == [40_000, 320_000]
+
+
+def test_a_gpu_for_one_process_is_measured_in_it(caplog):
+    asked = []
+
+    def mode_of(attribute, index):
+        asked.append((attribute, index))
+        return index
+
+    runtime = SimpleNamespace(deviceGetAttribute=mode_of)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    assert cuda._may_be_shared(cupy, 0)
+    assert caplog.text == ""
+    assert not cuda._may_be_shared(cupy, 3)
+    assert "exclusive-process mode" in caplog.text
+    assert asked == [(20, 0), (20, 3)]
 
 
 def test_too_little_memory_is_our_error_wherever_it_is_found(cupy):

@@ -13,8 +13,11 @@ from mucudnn.backends.cuda.kernels.program import CupyLauncher, compiler_options
 from mucudnn.errors import BackendError, UnsupportedError
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.mirror_cases import Case, cases, compute
+from tests.nvrtc import compiled
 
 CPU = bind_cpu(Workers(1))
+TYPES = ("float32", "float64", "float16", "bfloat16")
+WIDE = ("float32", True)
 TOLERANCE = {"f8": 1e-11, "f4": 2e-5}
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
 
@@ -184,30 +187,14 @@ def test_failures_are_our_errors(cupy):
 
 
 @pytest.mark.cudnn
-@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "wide"), [*((t, False) for t in TYPES), WIDE])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_sources_compile_for_hopper(name):
-    nvrtc = pytest.importorskip(
-        "cupy_backends.cuda.libs.nvrtc", reason="needs CuPy with NVRTC"
-    )
+def test_sources_compile_for_every_gpu(name, dtype, wide):
     program = PROGRAMS[name]
     assert program.kernels
-    for dtype, wide in (
-        ("float32", False),
-        ("float32", True),
-        ("float64", False),
-        ("float16", False),
-        ("bfloat16", False),
-    ):
-        options = ("-arch=sm_90", *compiler_options(dtype, wide=wide))
-        job = nvrtc.createProgram(program.source, f"{name}.cu", (), ())
-        try:
-            nvrtc.compileProgram(job, options)
-            ptx = nvrtc.getPTX(job)
-        except nvrtc.NVRTCError:
-            pytest.fail(nvrtc.getProgramLog(job))
+    for code in compiled(program.source, name, compiler_options(dtype, wide=wide)):
         for kernel in program.kernels:
-            assert f".entry {kernel}(".encode() in ptx
+            assert f".text.{kernel}\0".encode() in code
 
 
 @pytest.mark.gpu

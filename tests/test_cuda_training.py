@@ -93,6 +93,24 @@ def test_training_on_a_gpu_agrees_with_the_cpus(precision, apart, cuda):
     assert np.abs(found - expected).max() < max(apart, 5e-3)  # TF32
 
 
+def test_a_source_may_be_changed_once_it_was_uploaded(folder, monkeypatch):
+    """CuPy launches the copy of a pinned array and returns."""
+    cupy, gpu = stand_in(monkeypatch, folder)
+    target = StrictArray(np.zeros(4, np.float32))
+    at_once = StrictArray.set
+    stream = cupy.cuda.Stream()  # lazy: what is put there runs when it is waited for
+    stream._lazy = True
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda index=-1: stream)
+    monkeypatch.setattr(
+        StrictArray, "set", lambda a, source: stream.put(lambda: at_once(a, source))
+    )
+    source = np.ones(4, np.float32)
+    gpu.device.upload(source, target)
+    source[:] = 2
+    stream.synchronize()
+    assert target.host.tolist() == [1, 1, 1, 1]
+
+
 # bfloat16 where NumPy has no name for it.
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mucudnn import Tuner
+from mucudnn import GraphBuilder, Tuner
 from mucudnn.backends import get_backend
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Role
@@ -15,6 +15,7 @@ from mucudnn.runtime.training.trainer import Trainer
 from tests.model_cases import random_feeds
 
 NARROW = ("float16", "bfloat16")
+WIDE = ["float32"]
 
 
 def network(**options):
@@ -22,17 +23,44 @@ def network(**options):
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_convolutions_and_products_are_narrow_and_nothing_else(dtype):
+def test_activations_are_narrow_and_nothing_else(dtype):
     graph = training_graph(lowered(network(), dtype), loss_scale=256.0)
     for node in graph.nodes:
-        types = {graph.tensors[t].dtype for t in node.tensors}
-        if node.op in ("conv", "matmul"):
-            assert types == {dtype}
-        elif node.op != "cast":
-            assert dtype not in types, node.name
+        types = [graph.tensors[t].dtype for t in node.inputs]
+        results = [graph.tensors[t].dtype for t in node.outputs]
+        if node.op in ("conv", "matmul", "relu", "relu_grad", "add", "avg_pool"):
+            assert {*types, *results} == {dtype}, node.name
+        elif node.op == "batch_norm":
+            assert (types, results) == ([dtype, *WIDE * 4], [dtype, *WIDE * 2])
+        elif node.op == "batch_norm_grad":
+            assert (types, results) == ([dtype] * 2 + WIDE * 3, [dtype, *WIDE * 2])
+        elif node.op.startswith("softmax"):
+            assert dtype not in (*types, *results), node.name
     for spec in graph.with_role(Role.PARAMETER):
         assert spec.dtype == "float32"
         assert graph.tensors[graph.gradients[spec.name]].dtype == "float32"
+
+
+def test_casts_are_few():
+    """Weights to the narrow type, the images, what the loss reads; and back."""
+    graph = training_graph(lowered(network(), "bfloat16"))
+    read = {node.inputs[0] for node in graph.nodes if node.op == "cast"}
+    sizes = [graph.tensors[name].nbytes for name in read]
+    weights = [s.nbytes for s in graph.with_role(Role.PARAMETER) if len(s.shape) > 1]
+    assert sum(sizes) < 1.6 * sum(weights)
+
+
+def test_what_a_graph_returns_keeps_its_type():
+    g = GraphBuilder()
+    x = g.input("x", (2, 3, 8, 8))
+    y = g.relu(g.conv(x, 4, 3))
+    z = g.max_pool(g.reshape(y, (2, 4, 36)), 2)
+    graph = lowered(g.build(y, z), "bfloat16")
+    assert [graph.tensors[name].dtype for name in (y, z)] == WIDE * 2
+    relu = graph.tensors[f"{y}:bfloat16"]
+    assert relu.dtype == "bfloat16"
+    (view,) = (n for n in graph.nodes if n.op == "reshape")
+    assert graph.tensors[view.outputs[0]].alias == view.inputs[0] == relu.name
 
 
 def test_other_types_are_refused():

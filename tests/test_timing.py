@@ -22,6 +22,7 @@ class Scripted:
     def __init__(self, *times_ms):
         self._times = itertools.chain(times_ms, itertools.repeat(times_ms[-1]))
         self.now_ms = 0.0
+        self.hidden = []
         self.runs = 0
 
     def run(self):
@@ -31,7 +32,9 @@ class Scripted:
     def record(self):
         return self.now_ms
 
-    begin = record
+    def begin(self, launches=1):
+        self.hidden.append(launches)
+        return self.now_ms
 
     def elapsed_ms(self, start, stop):
         return stop - start
@@ -114,7 +117,15 @@ def test_rivals_take_turns():
     runs = [runner("a", fast), runner("b", slow)]
     timings = measure_together(runs, device, RULE)
     assert "".join(order) == "ab" * 4
+    assert device.hidden == [1] * 8
     assert timings == (Timing(1, 0, 3), Timing(5, 0, 3))
+
+
+def test_launches_are_hidden_by_their_number():
+    """A plan in four parts is held back until the host has launched all four."""
+    device = Scripted(1)
+    measure_together([device.run, device.run], device, RULE, launches=[4, 1])
+    assert device.hidden == [4, 1] * 4
 
 
 def test_rivals_are_timed_alike_whatever_the_budget():

@@ -56,7 +56,7 @@ def execute(
     """
     values = dict(feeds)
     for node in graph.nodes:
-        inputs = [values[name] for name in node.inputs]
+        inputs = _of_one_type([values[name] for name in node.inputs])
         specs = [graph.tensors[name] for name in node.outputs]
         if node.op == "dropout":
             x, step = inputs
@@ -74,8 +74,28 @@ def execute(
             outputs = (outputs,)
         for spec, value in zip(specs, outputs, strict=True):
             assert tuple(value.shape) == spec.shape, (node, spec, value.shape)
-            values[spec.name] = value
+            values[spec.name] = _of_type(value, spec)
     return values
+
+
+_NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def _of_one_type(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Narrow tensors beside wider ones are read as those."""
+    floats = {x.dtype for x in inputs if x.dtype.is_floating_point}
+    wide = floats - {*_NARROW.values()}
+    if wide in (floats, set()):
+        return list(inputs)
+    to = max(wide, key=lambda dtype: dtype.itemsize)
+    return [x.to(to) if x.dtype.is_floating_point else x for x in inputs]
+
+
+def _of_type(value: Tensor, spec: TensorSpec) -> Tensor:
+    """Narrow where its tensor is; else as wide as it was computed, or single."""
+    if spec.dtype in _NARROW:
+        return value.to(_NARROW[spec.dtype])
+    return value.float() if value.dtype in _NARROW.values() else value
 
 
 # -- forward --------------------------------------------------------------------------

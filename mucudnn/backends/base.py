@@ -56,6 +56,14 @@ class Device(Protocol):
         """Give back memory that is held for later allocations."""
         ...
 
+    def available_bytes(self) -> int:
+        """Memory that is free now, beside what its libraries hold and may yet load.
+
+        Raises:
+            UnsupportedError: It has no memory of its own.
+        """
+        ...
+
     def view(self, buffer: Buffer, offset: int, spec: TensorSpec) -> Array:
         """A tensor over part of a buffer."""
         ...
@@ -87,11 +95,11 @@ class Device(Protocol):
         """
         ...
 
-    def begin(self) -> Event:
-        """Mark the start of something to be timed.
+    def begin(self, launches: int = 1) -> Event:
+        """Mark the start of something to be timed that launches so many kernels.
 
-        Like `record`, but the time that the host needs to launch it is hidden, as it is
-        when a training step keeps the device busy.
+        Like `record`, but the time that the host needs to launch them is hidden, as it
+        is when a training step keeps the device busy.
         """
         ...
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from mucudnn.backends.runner import Call
 from mucudnn.backends.virtual_copies import Clock, VirtualCopier
-from mucudnn.errors import BackendError
+from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.tensor import TensorSpec, itemsize
 
@@ -111,6 +111,17 @@ class VirtualDevice:
     def trim(self) -> None:
         """Nothing is held."""
 
+    def available_bytes(self) -> int:
+        """Nobody knows.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            f"{self.fingerprint} is no real device: how much memory it has free is not "
+            "known; give a size, such as 8GiB"
+        )
+
     def view(self, buffer: VirtualArray, offset: int, spec: TensorSpec) -> VirtualArray:
         """Part of nothing."""
         return VirtualArray(spec.shape, spec.dtype)
@@ -135,7 +146,7 @@ class VirtualDevice:
         """The calling thread."""
         return threading.current_thread()
 
-    def begin(self) -> Fraction:
+    def begin(self, launches: int = 1) -> Fraction:
         """This point in virtual time; launching costs none."""
         return self._clock.now
 

@@ -22,6 +22,7 @@ __all__ = [
     "MOST_IMAGES",
     "Option",
     "StrategyOption",
+    "budget_size",
     "byte_size",
     "byte_sizes",
     "count",
@@ -116,6 +117,16 @@ def byte_size(text: str | int) -> int:
     """`64MiB` as a number."""
     nbytes: int = parsed(text, parse_bytes)
     return nbytes
+
+
+def budget_size(text: str | int) -> int | str:
+    """`8GiB` as a number; `device` as it is: all that the device has free."""
+    if text == "device":
+        return text
+    try:
+        return byte_size(text)
+    except click.BadParameter as e:
+        raise click.BadParameter(f"{e.message}; or device, for all that is free") from e
 
 
 def byte_sizes(text: str | tuple[int, ...]) -> tuple[int, ...]:

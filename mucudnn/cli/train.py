@@ -26,6 +26,7 @@ from mucudnn.ir.learning_rate import parse_learning_rate
 from mucudnn.ir.optimizers import Momentum, Optimizer, parse_optimizer
 
 if TYPE_CHECKING:
+    from mucudnn.backends.base import Device
     from mucudnn.cli.progress import TrainingWords
     from mucudnn.cli.train_data import Work
     from mucudnn.passes.planning.place_step import PlacedStep
@@ -142,7 +143,7 @@ class _Training:
             ],
             "step_ms": trainer.step_ms,
             "peak_bytes": trainer.peak_bytes,
-            "budget_bytes": self._settings["budget"],
+            "budget_bytes": None if trainer.budget is None else trainer.budget.nbytes,
             "memory": _memory_to_json(trainer.placed),
             "steps": trainer.steps,
             "interrupted": interrupted,
@@ -210,18 +211,19 @@ class _Training:
                 plans=known,
                 precision=settings["precision"],
                 loss_scale=settings["loss_scale"],
-                budget=_budget(settings),
+                budget=_budget(settings, tuner.backend.device),
                 progress=shown.prepared,
             )
 
 
-def _budget(settings: Mapping[str, Any]) -> "MemoryBudget | None":
-    from mucudnn.runtime.training.budget import MemoryBudget
+def _budget(settings: Mapping[str, Any], device: "Device") -> "MemoryBudget | None":
+    from mucudnn.runtime.training.budget import DEVICE, MemoryBudget
 
-    if settings["budget"] is None:
+    nbytes = settings["budget"]
+    if nbytes is None:
         return None
     return MemoryBudget(
-        nbytes=settings["budget"],
+        nbytes=device.available_bytes() if nbytes == DEVICE else nbytes,
         policy=settings["policy"],
         scheduler=settings["scheduler"],
         convolutions=settings["convolutions"],

@@ -7,6 +7,7 @@ import click
 
 from mucudnn.cli.options import (
     MOST_IMAGES,
+    budget_size,
     byte_size,
     count,
     flag,
@@ -133,8 +134,9 @@ learning_options = group(
 _budget_options = group(
     option(
         "--budget SIZE",
-        "Device memory for everything; what has no room leaves or is computed again.",
-        byte_size,
+        "Device memory for everything, or `device`: all that is free; what has no room "
+        "leaves or is computed again.",
+        budget_size,
     ),
     strategy(
         "--policy",

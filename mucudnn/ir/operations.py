@@ -20,9 +20,9 @@ Rule = Callable[[Operands, Operands, Attributes], NodeTraits]
 _NONE: Attributes = MappingProxyType({})
 _ROW = Batch((0,), (0,))
 _ROWS = Batch((0, 0), (0,))
-_FROM_ONE = NodeTraits(batch=_ROW)
+_FROM_ONE = NodeTraits(narrow=True, batch=_ROW)
 _FROM_TWO = NodeTraits(batch=_ROWS)
-_FUNCTION = NodeTraits(overwrites=(0,), batch=_ROW)
+_FUNCTION = NodeTraits(overwrites=(0,), narrow=True, batch=_ROW)
 _OF_FUNCTION = NodeTraits(overwrites=(1,), batch=_ROWS)
 """A gradient from what the forward pass has left and, second, the result's gradient."""
 
@@ -43,18 +43,18 @@ def _matmul(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTrait
 
 def _concat(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
     batch = Batch((0,) * len(inputs), (0,)) if attrs["axis"] else None
-    return NodeTraits(joint=True, batch=batch)
+    return NodeTraits(joint=True, narrow=True, batch=batch)
 
 
 def _reshape(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
     kept = inputs[0].shape[:1] == outputs[0].shape[:1]
-    return NodeTraits(view=True, batch=_ROW if kept else None)
+    return NodeTraits(view=True, narrow=True, batch=_ROW if kept else None)
 
 
 def _boxed(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
     """Cut out of a tensor, or put into a larger one: of all samples or of some."""
     kept = inputs[0].shape[:1] == outputs[0].shape[:1]
-    return _FROM_ONE if kept else PLAIN
+    return _FROM_ONE if kept else NodeTraits(narrow=True)
 
 
 OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
@@ -63,24 +63,28 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         "accuracy": NodeTraits(batch=Batch((0, 0), (None,))),
         "adagrad": PLAIN,
         "adam": PLAIN,
-        "add": NodeTraits(overwrites=(0, 1), joint=True, batch=_ROWS),
+        "add": NodeTraits(overwrites=(0, 1), joint=True, narrow=True, batch=_ROWS),
         "avg_pool": _FROM_ONE,
         "avg_pool_grad": _FROM_ONE,
-        "batch_norm": NodeTraits(replay=(("update", False),), rereads=(0,)),
-        "batch_norm_eval": NodeTraits(batch=Batch((0, *(None,) * 4), (0,))),
+        "batch_norm": NodeTraits(
+            replay=(("update", False),), narrow=True, rereads=(0,)
+        ),
+        "batch_norm_eval": NodeTraits(narrow=True, batch=Batch((0, *(None,) * 4), (0,))),
         "batch_norm_grad": NodeTraits(overwrites=(1,), rereads=(0,)),
-        "bias": NodeTraits(overwrites=(0,), batch=Batch((0, None), (0,))),
+        "bias": NodeTraits(overwrites=(0,), narrow=True, batch=Batch((0, None), (0,))),
         "bias_grad": NodeTraits(batch=Batch((0,), (None,))),
-        "cast": _FROM_ONE,
+        "cast": NodeTraits(batch=_ROW),
         "concat": _concat,
         "conv": _conv,
         "dropout": NodeTraits(
-            overwrites=(0,), random=True, batch=Batch((0, None), (0,))
+            overwrites=(0,), random=True, narrow=True, batch=Batch((0, None), (0,))
         ),
         "fill": PLAIN,
         "gelu": _FUNCTION,
         "gelu_grad": _OF_FUNCTION,
-        "group_norm": NodeTraits(rereads=(0,), batch=Batch((0, None, None), (0, 0, 0))),
+        "group_norm": NodeTraits(
+            narrow=True, rereads=(0,), batch=Batch((0, None, None), (0, 0, 0))
+        ),
         "group_norm_grad": NodeTraits(
             overwrites=(1,),
             rereads=(0,),
@@ -92,12 +96,12 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         "lrn": _FROM_ONE,
         "lrn_grad": NodeTraits(overwrites=(2,), batch=Batch((0, 0, 0), (0,))),
         "matmul": _matmul,
-        "max_pool": NodeTraits(batch=Batch((0,), (0, 0))),
+        "max_pool": NodeTraits(narrow=True, batch=Batch((0,), (0, 0))),
         "max_pool_grad": _FROM_TWO,
         "mean_squared_error": NodeTraits(batch=Batch((0, 0), (None,), (0,))),
         "mean_squared_error_grad": NodeTraits(batch=Batch((0, 0, None), (0,), (0,))),
         "momentum": PLAIN,
-        "multiply": NodeTraits(overwrites=(0, 1), batch=_ROWS),
+        "multiply": NodeTraits(overwrites=(0, 1), narrow=True, batch=_ROWS),
         "pad": _boxed,
         "relu": _FUNCTION,
         "relu_grad": _OF_FUNCTION,

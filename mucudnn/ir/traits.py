@@ -50,6 +50,8 @@ class NodeTraits:
         recomputable: Whether it may run again. What mutates may not without a `replay`.
         movable: Whether its results may be elsewhere while no node uses them.
         rereads: Inputs that it reads twice.
+        narrow: Its first result, and those of its inputs that are neither parameters nor
+            statistics, may be in a narrower type than all else.
         temporaries: Bytes of scratch memory that it takes while it runs.
         batch: How it can be cut along the batch; None if it cannot.
     """
@@ -64,6 +66,7 @@ class NodeTraits:
     recomputable: bool = True
     movable: bool = True
     rereads: tuple[int, ...] = ()
+    narrow: bool = False
     temporaries: int = 0
     batch: Batch | None = None
 

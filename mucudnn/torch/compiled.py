@@ -17,16 +17,20 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mucudnn.runtime.environment import USERS
 from mucudnn.torch.capture.joint import Joint, bind_halves
 from mucudnn.torch.execution.program import Segment
 from mucudnn.torch.measure import measured
+from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["CompileBackend", "backend", "compile_graph"]
 
 
-def backend(*, budget: float | str | None = None) -> "CompileBackend":
+def backend(
+    *, budget: float | str | None = None, cache: PlanCacheChoice = USERS
+) -> "CompileBackend":
     """A backend for `torch.compile` that keeps a budget in training.
 
     The budget counts what one compiled graph has in use, forward to backward: its
@@ -40,8 +44,10 @@ def backend(*, budget: float | str | None = None) -> "CompileBackend":
 
     Args:
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
+        cache: A folder to remember measurements and plans in, by default one in the
+            user's cache directory; None remembers nothing.
     """
-    return CompileBackend(as_budget(budget))
+    return CompileBackend(as_budget(budget), open_plans(cache))
 
 
 def compile_graph(
@@ -61,7 +67,7 @@ def compile_graph(
         raise ValueError(
             f"unknown option {next(iter(given))!r}; there is only 'budget'"
         )
-    return CompileBackend(as_budget(budget))(module, inputs)
+    return CompileBackend(as_budget(budget), open_plans(USERS))(module, inputs)
 
 
 class CompileBackend:
@@ -69,13 +75,15 @@ class CompileBackend:
 
     Args:
         budget: Bytes for each graph.
+        plans: What was measured and planned before; None remembers nothing.
 
     Attributes:
         plans: What was decided, in the order in which graphs were compiled.
     """
 
-    def __init__(self, budget: float) -> None:
+    def __init__(self, budget: float, plans: PlanStore | None = None) -> None:
         self._budget = budget
+        self._plans = plans or PlanStore()
         self._halves: dict[Any, Segment] = {}
         self.plans: list[TorchPlan] = []
 
@@ -108,8 +116,9 @@ class CompileBackend:
             lowered = parts.lowered()
             own = {lowered.inputs[i] for i in static_lifetime_input_indices or ()}
             given = {t for t in lowered.inputs if t is not None} - own
-            planner = Planner(lowered, measured(lowered), given)
-            plan = planner.plan(self._budget)
+            profile = self._plans.profile(lowered, measured)
+            planner = Planner(lowered, profile, given)
+            plan = planner.plan(self._budget, self._plans)
             halves = bind_halves(lowered, plan.plan.schedule, parts.count)
         source = f"{halves.forward.source}\n{halves.backward.source}"
         self.plans.append(replace(plan, source=source))

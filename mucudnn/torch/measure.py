@@ -1,95 +1,54 @@
-"""What the nodes of a lowered graph cost: measured alone, or estimated.
+"""What the nodes of a lowered graph cost, each measured alone.
 
 Every distinct node is run once or a few times on operands of its own; never the whole
 step. So what a step would need need not be there to plan it.
 """
 
-import math
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.flop_counter import flop_registry
 
 from mucudnn.errors import UnsupportedError
-from mucudnn.ir.devices import ASSUMED, DeviceFigures
 from mucudnn.ir.graph import Node
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.liveness import rounded
-from mucudnn.torch.lowering.lowered import (
-    NOTHING,
-    Call,
-    Layout,
-    Lowered,
-    Number,
-    Operand,
-)
+from mucudnn.torch.execution.lanes import device_of
+from mucudnn.torch.lowering.lowered import Call, Lowered, Number, Operand
+from mucudnn.torch.measurement.estimate import estimated
+from mucudnn.torch.measurement.meters import Meter, meter_of
+from mucudnn.torch.measurement.node_costs import is_view, workspaces_of
+from mucudnn.torch.measurement.profiler_events import allocations
 
 __all__ = ["allocations", "estimated", "evaluate", "measured"]
 
 _VIEW_MS = 0.001
-_REPEATS = 3
-_ENOUGH_S = 0.5
-_STATE_BYTES = 2 * rounded(5056)
-"""Of the CPU generator's state, twice: it is read, and what was there is put back."""
-
-_MARK = "mucudnn:"
-_COPIED = 16 << 20
 
 
 def measured(lowered: Lowered) -> Profile:
     """Run every distinct node alone, and copies to and from the host.
 
     Raises:
-        UnsupportedError: A result does not lie where or as its graph says.
+        UnsupportedError: A result does not lie where or as its graph says, or tensors
+            are on several devices.
     """
     graph = lowered.graph
-    keys = {n.name: _key(lowered, n) for n in graph.nodes if not _is_view(lowered, n)}
+    meter = meter_of(device_of(lowered.layouts))
+    keys = {n.name: _key(lowered, n) for n in graph.nodes if not is_view(lowered, n)}
     ones = {key: graph.by_name[name] for name, key in reversed(keys.items())}
     with torch.no_grad():
-        times = {key: _time_ms(lowered, node) for key, node in ones.items()}
-        scratch = _scratch(lowered, ones)
-    rate = _copy_rate()
+        times = {key: _time_ms(meter, lowered, node) for key, node in ones.items()}
+        scratch = _scratch(meter, lowered, ones)
+    out, back = meter.rates()
     return Profile(
         node_ms={
             node.name: times[keys[node.name]] if node.name in keys else _VIEW_MS
             for node in graph.nodes
         },
-        workspaces=_workspaces(lowered, {n: scratch[k] for n, k in keys.items()}),
+        workspaces=workspaces_of(lowered, {n: scratch[k] for n, k in keys.items()}),
         fronts={},
-        out_bytes_per_ms=rate,
-        in_bytes_per_ms=rate,
-    )
-
-
-def estimated(lowered: Lowered, device: DeviceFigures) -> Profile:
-    """Every node at its roofline, of published figures; nothing is run.
-
-    Scratch memory is not known: the profile has none but for random states.
-    """
-    graph = lowered.graph
-
-    def node_ms(node: Node) -> float:
-        if _is_view(lowered, node):
-            return 0.0
-        names = dict.fromkeys((*node.tensors, *node.mutates))
-        traffic = sum(_nbytes(lowered.layouts[name]) for name in names)
-        seconds = max(
-            _flops(lowered, node) / (device.flops.value * ASSUMED.matmul),
-            traffic / (device.bandwidth.value * ASSUMED.memory),
-        )
-        return 1e3 * seconds + ASSUMED.launch_ms
-
-    return Profile(
-        node_ms={node.name: node_ms(node) for node in graph.nodes},
-        workspaces=_workspaces(lowered, {}),
-        fronts={},
-        out_bytes_per_ms=device.out.value / 1e3,
-        in_bytes_per_ms=device.back.value / 1e3,
+        out_bytes_per_ms=out,
+        in_bytes_per_ms=back,
     )
 
 
@@ -110,27 +69,6 @@ def evaluate(call: Call, operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     kwargs = {key: value(leaf) for key, leaf in call.kwargs.items()}
     found = call.function(*map(value, call.args), **kwargs)
     return tuple(found if path is None else found[path] for path in call.results)
-
-
-def allocations(prof: profile) -> list[tuple[int, int, int]]:
-    """What the allocator handed out and took back: time in ns, bytes, address."""
-    found = []
-    pending = list(prof.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        pending += event.children
-        if event.tag == _EventType.Allocation:
-            fields = event.extra_fields
-            found.append((event.start_time_ns, fields.alloc_size, fields.ptr))
-    return sorted(found, key=lambda row: row[0])
-
-
-def _is_view(lowered: Lowered, node: Node) -> bool:
-    """Whether a node only gives other names to bytes that are there."""
-    if lowered.calls[node.name] is NOTHING:
-        return True
-    aliases = [lowered.graph.tensors[name].alias for name in node.outputs]
-    return bool(aliases) and not node.mutates and None not in aliases
 
 
 def _key(lowered: Lowered, node: Node) -> Any:
@@ -159,17 +97,10 @@ def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
     return found
 
 
-def _time_ms(lowered: Lowered, node: Node) -> float:
+def _time_ms(meter: Meter, lowered: Lowered, node: Node) -> float:
     call, operands = lowered.calls[node.name], _operands(lowered, node)
     _check(lowered, node, operands, evaluate(call, operands))
-    times: list[float] = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        evaluate(call, operands)
-        times.append(time.perf_counter() - start)
-        if sum(times) > _ENOUGH_S:
-            break
-    return 1e3 * statistics.median(times)
+    return meter.time_ms(partial(evaluate, call, operands))
 
 
 def _check(
@@ -194,7 +125,8 @@ def _check(
                 f"{node.name} ({lowered.calls[node.name].function}) returns "
                 f"{'a view' if shares else 'a copy'} where its graph has the other"
             )
-        if (tuple(tensor.shape), tensor.stride()) != (expected.shape, expected.stride):
+        found = _lying(tensor.shape, tensor.stride())
+        if found != _lying(expected.shape, expected.stride):
             raise UnsupportedError(
                 f"{node.name} ({lowered.calls[node.name].function}) returns shape "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}; its graph has "
@@ -202,90 +134,24 @@ def _check(
             )
 
 
-def _scratch(lowered: Lowered, ones: Mapping[Any, Node]) -> dict[Any, int]:
+def _lying(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int | None]]:
+    """Sizes and strides; those of an axis of one say nothing."""
+    axes = zip(shape, stride, strict=True)
+    return [(size, step if size != 1 else None) for size, step in axes]
+
+
+def _scratch(
+    meter: Meter, lowered: Lowered, ones: Mapping[Any, Node]
+) -> dict[Any, int]:
     """Bytes that each node has in use beyond its results, at most."""
-    marks: dict[str, Any] = {}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        for number, (key, node) in enumerate(ones.items()):
-            operands = _operands(lowered, node)
-            marks[f"{_MARK}{number}"] = key
-            with record_function(f"{_MARK}{number}"):
-                outputs = evaluate(lowered.calls[node.name], operands)
-            del operands, outputs
-    events = allocations(prof)
+
+    def prepared(node: Node) -> Callable[[], object]:
+        return partial(evaluate, lowered.calls[node.name], _operands(lowered, node))
+
+    most = meter.most_bytes([partial(prepared, node) for node in ones.values()])
+    tensors = lowered.graph.tensors
     found = {}
-    for name, start, stop in _spans(prof):
-        node = ones[marks[name]]
-        now = most = 0
-        mine = set()
-        for at, nbytes, address in events:
-            if not start <= at <= stop:
-                continue
-            if nbytes > 0:
-                mine.add(address)
-            elif address not in mine:
-                continue
-            now += nbytes
-            most = max(most, now)
-        tensors = lowered.graph.tensors
+    for (key, node), nbytes in zip(ones.items(), most, strict=True):
         new = (t for t in node.outputs if node.mutates or tensors[t].alias is None)
-        results = sum(tensors[name].nbytes for name in new)
-        found[marks[name]] = max(0, most - results)
+        found[key] = max(0, nbytes - sum(tensors[name].nbytes for name in new))
     return found
-
-
-def _spans(prof: profile) -> list[tuple[str, int, int]]:
-    """Name, begin and end of what was marked."""
-    found = []
-    pending = list(prof.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        pending += event.children
-        if event.name.startswith(_MARK):
-            found.append((event.name, event.start_time_ns, event.end_time_ns))
-    return found
-
-
-def _workspaces(lowered: Lowered, scratch: Mapping[str, int]) -> dict[str, int]:
-    found = {name: nbytes for name, nbytes in scratch.items() if nbytes}
-    for node in lowered.graph.nodes:
-        if lowered.calls[node.name].random:
-            found[node.name] = found.get(node.name, 0) + _STATE_BYTES
-    return found
-
-
-def _copy_rate() -> float:
-    """Bytes a ms that one thread copies."""
-    source = torch.ones(_COPIED, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - start)
-    return _COPIED / (1e3 * statistics.median(times))
-
-
-def _nbytes(layout: Layout) -> int:
-    sizes = zip(layout.shape, layout.stride, strict=True)
-    count = math.prod(size for size, stride in sizes if stride)
-    return count * int(layout.dtype.itemsize)
-
-
-def _flops(lowered: Lowered, node: Node) -> float:
-    call = lowered.calls[node.name]
-    count = flop_registry.get(getattr(call.function, "overloadpacket", None))
-    if count is None:
-        return 0.0
-    meta = [
-        torch.empty_strided(
-            lowered.layouts[n].shape,
-            lowered.layouts[n].stride,
-            dtype=lowered.layouts[n].dtype,
-            device="meta",
-        )
-        for n in node.inputs
-    ]
-    args = [meta[a.index] if isinstance(a, Operand) else a for a in call.args]
-    out = call.function(*args, **call.kwargs)
-    return float(count(*args, **call.kwargs, out_val=out))

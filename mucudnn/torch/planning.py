@@ -6,18 +6,24 @@ the one is the other and those bytes, and errors say the user's.
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from mucudnn.errors import PlanningError
+from mucudnn.ir.graph import Graph, Role
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, parse_bytes
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.torch.lowering.lowered import Lowered
+from mucudnn.torch.plan_cache.store import PlanStore
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["Planner", "as_budget"]
+
+_SMALL = 4096
+"""Bytes of an input that are not worth a copy, such as those of a learning rate."""
 
 
 def as_budget(budget: float | str | None) -> float:
@@ -40,11 +46,13 @@ class Planner:
         lowered: The step.
         profile: What it costs.
         given: Inputs that the caller holds: no budget counts them.
+        offload: Whether other inputs, parameters and state, may be host-resident.
     """
 
     lowered: Lowered
     profile: Profile
     given: Collection[str]
+    offload: bool = False
 
     @property
     def given_bytes(self) -> int:
@@ -61,14 +69,20 @@ class Planner:
         every = sum(rounded(graph.tensors[name].nbytes) for name in roots)
         return every - self.given_bytes
 
-    def plan(self, budget: float = math.inf) -> TorchPlan:
+    def plan(
+        self, budget: float = math.inf, plans: PlanStore | None = None
+    ) -> TorchPlan:
         """The step within a budget.
+
+        Args:
+            budget: Bytes.
+            plans: What was planned before; None plans anew.
 
         Raises:
             PlanningError: It cannot fit; says the least budget that works.
         """
         try:
-            plan = plan_step(self.request(budget))
+            plan = (plans or PlanStore()).plan(self.lowered, self.request(budget))
         except PlanningError as e:
             if e.least_bytes is None:
                 raise
@@ -81,7 +95,10 @@ class Planner:
                 short_by=least - int(budget),
                 least_bytes=least,
             ) from None
-        return TorchPlan(plan, self.given_bytes, budget, self.resident_bytes)
+        tensors = self.lowered.graph.tensors
+        away = sum(rounded(tensors[name].nbytes) for name in plan.schedule.hosted)
+        resident = self.resident_bytes - away
+        return TorchPlan(plan, self.given_bytes, budget, resident)
 
     def least_budget(self) -> int:
         """The least bytes that the step is planned in."""
@@ -89,9 +106,24 @@ class Planner:
 
     def request(self, budget: float = math.inf) -> StepRequest:
         """What the planner is asked for a budget."""
+        graph = self.lowered.graph
         return StepRequest(
-            self.lowered.graph,
+            self._lent() if self.offload else graph,
             self.profile,
             budget=budget + self.given_bytes,
-            hosted=frozenset(),
+            hosted=None if self.offload else frozenset(),
         )
+
+    def _lent(self) -> Graph:
+        """The graph with it said which inputs stay: the caller's and small ones."""
+        graph = self.lowered.graph
+        fixed = {graph.storages[name] for name in self.given}
+        fixed |= {graph.storages[name] for name in self.lowered.constants}
+        fixed |= {n for n in graph.inputs if graph.tensors[n].nbytes <= _SMALL}
+        tensors = {
+            name: replace(spec, role=Role.BORROWED)
+            if name in graph.inputs and graph.storages[name] in fixed
+            else spec
+            for name, spec in graph.tensors.items()
+        }
+        return replace(graph, tensors=MappingProxyType(tensors))

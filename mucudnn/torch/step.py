@@ -19,6 +19,7 @@ import torch
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
+from mucudnn.runtime.environment import USERS
 from mucudnn.torch.capture.updates import with_updates
 from mucudnn.torch.capture.whole_step import (
     CapturedStep,
@@ -26,11 +27,12 @@ from mucudnn.torch.capture.whole_step import (
     as_tensor,
     capture_step,
 )
-from mucudnn.torch.execution.copies import ThreadCopies
-from mucudnn.torch.execution.program import Segment, bind
+from mucudnn.torch.execution.bound_step import BoundStep, bind_step
+from mucudnn.torch.execution.lanes import DEVICES
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
+from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.step_plan import TorchPlan
 
@@ -43,6 +45,8 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     *,
     budget: float | str | None = None,
+    cache: PlanCacheChoice = USERS,
+    offload_state: bool = False,
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
 
@@ -57,8 +61,21 @@ def train_step(
         loss_fn: Called with the model's result and the rest of the batch; a scalar.
         optimizer: Of the model's parameters; any that only changes tensors in place.
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
+        cache: A folder to remember measurements and plans in, by default one in the
+            user's cache directory; None remembers nothing.
+        offload_state: Whether parameters, buffers and the optimizer's state may live
+            in memory of the host that is not of PyTorch's allocator, where the budget
+            asks for it: the budget does not count them there. They stay the tensors
+            that they are, with other memory; on the CPU so far.
     """
-    return TrainStep(model, loss_fn, optimizer, as_budget(budget))
+    return TrainStep(
+        model,
+        loss_fn,
+        optimizer,
+        as_budget(budget),
+        plans=open_plans(cache),
+        offload_state=offload_state,
+    )
 
 
 def lowered_step(captured: CapturedStep) -> Lowered:
@@ -93,7 +110,7 @@ def planner_of(
 @dataclass(frozen=True)
 class _Planned:
     plan: TorchPlan
-    segment: Segment
+    bound: BoundStep
 
 
 class TrainStep:
@@ -105,6 +122,8 @@ class TrainStep:
         optimizer: Of its parameters.
         budget: Bytes for everything but the batch.
         costs: What tells times and scratch memory of a graph's nodes.
+        plans: What was measured and planned before; None remembers nothing.
+        offload_state: Whether parameters and state may be host-resident.
     """
 
     def __init__(
@@ -114,12 +133,17 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         budget: float,
         costs: Callable[[Lowered], Profile] = measured,
+        plans: PlanStore | None = None,
+        *,
+        offload_state: bool = False,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._budget = budget
         self._costs = costs
+        self._offload_state = offload_state
+        self._plans = plans or PlanStore()
         self._planned: dict[Any, _Planned] = {}
         self._last: _Planned | None = None
 
@@ -132,9 +156,7 @@ class TrainStep:
         """
         given = [*self._tensors(), *batch]
         self._last = self._for(batch, given)
-        # What is cast was cast when the step was captured.
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return self._last.segment.run(given)[0]
+        return self._last.bound.run(given)[0]
 
     @property
     def plan(self) -> TorchPlan:
@@ -189,11 +211,14 @@ class TrainStep:
 
     def _plan(self, batch: Sequence[torch.Tensor]) -> _Planned:
         captured = capture_step(self._model, self._loss_fn, self._optimizer, batch)
-        planner = planner_of(captured, self._parts, self._costs)
-        plan = planner.plan(self._budget)
-        copies = ThreadCopies(reuse=True)
-        segment = bind(planner.lowered, plan.plan.schedule, copies)
-        return _Planned(replace(plan, source=segment.source), segment)
+        planner = planner_of(captured, self._parts, self._profile)
+        planner = replace(planner, offload=self._offload_state)
+        plan = planner.plan(self._budget, self._plans)
+        bound = bind_step(planner.lowered, plan.plan.schedule)
+        return _Planned(replace(plan, source=bound.source), bound)
+
+    def _profile(self, lowered: Lowered) -> Profile:
+        return self._plans.profile(lowered, self._costs)
 
     @cached_property
     def _modules(self) -> tuple[torch.nn.Module, ...]:
@@ -201,8 +226,8 @@ class TrainStep:
 
     def _key(self, batch: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
         """What a plan was made for."""
-        layouts = tuple((t.shape, t.stride(), t.device) for t in batch)
-        types = tuple([tensor.dtype for tensor in given])
+        layouts = tuple((t.shape, t.stride()) for t in batch)
+        types = tuple([(tensor.dtype, tensor.device) for tensor in given])
         modes = tuple([module.training for module in self._modules])
         fixed = tuple(
             (key, repr(value))
@@ -210,7 +235,8 @@ class TrainStep:
             for key, value in group.items()
             if key not in ("params", "lr")
         )
-        return layouts, types, modes, fixed, torch.is_autocast_enabled("cpu")
+        autocast = tuple(torch.is_autocast_enabled(kind) for kind in DEVICES)
+        return layouts, types, modes, fixed, autocast
 
 
 def _check_tensors(given: Sequence[Any]) -> None:
@@ -226,7 +252,8 @@ def _check_tensors(given: Sequence[Any]) -> None:
                 f"a batch has a {type(value).__name__}; tensors are wanted, such as "
                 "step(x, y)"
             )
-        if not value.is_cpu:
+        if not (value.is_cpu or value.is_cuda):
             raise UnsupportedError(
-                f"a tensor is on {value.device}; steps run on the CPU so far"
+                f"a tensor is on {value.device}; steps run on the CPU and on CUDA "
+                "devices"
             )

@@ -1,5 +1,6 @@
 """Memory and time on the CPU."""
 
+import math
 import os
 import platform
 import threading
@@ -70,6 +71,10 @@ class CpuDevice:
     def trim(self) -> None:
         """Nothing is held."""
 
+    def available_bytes(self) -> int:
+        """Memory that can be had without swapping, and within a container's limit."""
+        return int(min(_free_memory(), _free_of_container()))
+
     def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
         """A NumPy view."""
         window = buffer[offset : offset + spec.nbytes]
@@ -101,7 +106,7 @@ class CpuDevice:
         """The calling thread: its kernels have finished when they return."""
         return threading.current_thread()
 
-    def begin(self) -> float:
+    def begin(self, launches: int = 1) -> float:
         """The time: a kernel is launched by running it."""
         return self.record()
 
@@ -136,6 +141,27 @@ def _cores() -> int:
     """Those that the system lets this process use, where it tells."""
     allowed: Any = getattr(os, "sched_getaffinity", None)
     return os.cpu_count() or 1 if allowed is None else len(allowed(0))
+
+
+def _free_memory() -> int:
+    """What the system calls available; where it does not say, its free pages."""
+    info = Path("/proc/meminfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_of_container(folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """What a control group leaves of its limit; infinity without one."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+    except (OSError, ValueError):
+        return math.inf
+    return math.inf if limit == "max" else max(0, int(limit) - used)
 
 
 def _processor() -> str:

@@ -6,6 +6,7 @@ run. `cuda:h200` takes a description that comes with the package. CuPy and the l
 are imported by `load`, not before.
 """
 
+import logging
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from mucudnn.errors import BackendUnavailableError, MucudnnError
 
 __all__ = ["described_devices", "device_count", "load"]
 
+logger = logging.getLogger(__name__)
+
+_COMPUTE_MODE = 20  # cudaDevAttrComputeMode
+_EXCLUSIVE = 3  # cudaComputeModeExclusiveProcess
 _DEVICES = "devices"
 _OBTAINED = ("read_off_the_device", "by_hand")
 """How a shipped description was obtained ends its name; the better way first."""
@@ -85,10 +90,23 @@ def _present(index: int) -> Backend:
         ),
         index=index,
         split_alignment=ALIGNMENT,
-        fragile=True,
+        fragile=_may_be_shared(_cupy(), index),
         plan_texts=conv,
         kernels=bind(CupyLauncher(device.stream)),
     )
+
+
+def _may_be_shared(cupy: Any, index: int) -> bool:
+    """Whether a second process may use the GPU, so that kernels can be timed in one."""
+    mode: int = cupy.cuda.runtime.deviceGetAttribute(_COMPUTE_MODE, index)
+    if mode == _EXCLUSIVE:
+        logger.warning(
+            "GPU %d is in exclusive-process mode: algorithms are timed in this "
+            "process, and one that fails badly ends it; nvidia-smi -c DEFAULT "
+            "allows others",
+            index,
+        )
+    return mode != _EXCLUSIVE
 
 
 def _described(argument: str) -> Backend:

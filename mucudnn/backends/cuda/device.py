@@ -16,8 +16,11 @@ from mucudnn.version import installed_version
 __all__ = ["CudaDevice", "DescribedDevice", "Queue"]
 
 _RANDOM_SLICE = 1 << 20
+_LOADED_LATE = 256 << 20
+"""Set aside for modules of kernels, ours and cuDNN's; assumed, not measured."""
+
 _SPIN_NS = 40_000
-"""How long a timed kernel is held back, so that the host has launched all of it."""
+"""How long a timed kernel is held back, so that the host has launched it."""
 
 _SPIN = r"""
 extern "C" __global__ void spin(long long ns) {
@@ -92,6 +95,20 @@ class CudaDevice:
         with self._cupy.cuda.Device(self._index):
             self._cupy.get_default_memory_pool().free_all_blocks()
 
+    def available_bytes(self) -> int:
+        """Free memory and what CuPy's pool has over, less what is loaded late.
+
+        cuBLAS takes its workspace, and cuDNN's handle what it needs, before this is
+        read. Kernels are loaded at their first launch: room for them is set aside.
+        """
+        self.stream()
+        with self._room_for("cuBLAS's workspace"), told("asking for free memory"):
+            one = self._cupy.empty(4, "uint8").view("float32").reshape(1, 1)
+            self._cupy.matmul(one, one, out=one)
+            free, _ = self._cupy.cuda.runtime.memGetInfo()
+            spare = self._cupy.get_default_memory_pool().free_bytes()
+        return max(0, int(free) + int(spare) - _LOADED_LATE)
+
     def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
         """A CuPy view; bfloat16 as `ml_dtypes` has it, else as bits (uint16).
 
@@ -122,9 +139,10 @@ class CudaDevice:
                     part[...] = values
 
     def upload(self, source: Any, target: Any) -> None:
-        """Copy from the host on the current stream."""
+        """Copy from the host, and wait for it: CuPy does not if it is pinned."""
         refuse_bits(target.dtype.name, "a copy from the host")
         target.set(source)
+        self._cupy.cuda.get_current_stream(self._index).synchronize()
 
     def download(self, source: Any) -> Any:
         """Copy to the host, waiting for it."""
@@ -145,15 +163,15 @@ class CudaDevice:
         address: int = self._cupy.cuda.get_current_stream(self._index).ptr
         return address
 
-    def begin(self) -> Any:
-        """A mark behind a short wait on the device.
+    def begin(self, launches: int = 1) -> Any:
+        """A mark behind a short wait on the device, the longer the more is launched.
 
         While the device waits, the host launches what is timed: its own time for that
         is hidden, as it is in a training step.
         """
         self.stream()
         with told("timing"):
-            self._spin((1,), (1,), (_SPIN_NS,))
+            self._spin((1,), (1,), (_SPIN_NS * launches,))
         return self.record()
 
     def record(self) -> Any:
@@ -257,7 +275,7 @@ class DescribedDevice:
             "and workspaces can be listed (--plan-only), nothing can be run"
         )
 
-    allocate = view = dense = randomize = upload = download = _refuse
+    available_bytes = allocate = view = dense = randomize = upload = download = _refuse
     queue = begin = record = elapsed_ms = host = copier = _refuse
 
 

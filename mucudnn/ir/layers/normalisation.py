@@ -35,7 +35,7 @@ def batch_norm(
         )
         if not g.training:
             return g.append("batch_norm_eval", inputs, shape, eps=eps)
-        dtype = g.spec(x).dtype
+        dtype = g.spec(inputs[1]).dtype
         return g.append(
             "batch_norm",
             inputs,
@@ -97,10 +97,10 @@ def _normed(
     per_element: bool,
 ) -> str:
     a_number("eps", eps, 0)
-    shape, dtype = g.shape(x), g.spec(x).dtype
+    shape = g.shape(x)
     weight = g.parameter("weight", affine, Constant(1.0))
     bias = g.parameter("bias", affine, Constant(0.0))
-    saved = (shape[0], groups)
+    saved, dtype = (shape[0], groups), g.spec(weight).dtype
     return g.append(
         "group_norm",
         (x, weight, bias),

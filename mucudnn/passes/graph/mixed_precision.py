@@ -1,18 +1,20 @@
-"""Mixed precision: convolutions and matrix products in a narrow type, the rest not.
+"""Mixed precision: activations in a narrow type, parameters and statistics not.
 
-Parameters, activations between other operations, gradients of parameters and updates
-stay in the network's own type; what a convolution reads is cast before it and what it
-computes is cast back (Micikevicius et al. 2018). The backward pass follows from the
-forward one, so its convolutions are narrow as well.
+Convolutions and matrix products compute in the narrow type; what follows them reads and
+writes it where the operation says by its traits that it may: it computes in single
+precision all the same, and moves half the bytes. Parameters, running and saved
+statistics, losses and updates stay in the network's own type; a parameter that a
+product reads is cast before it (Micikevicius et al. 2018). The backward pass follows
+from the forward one, so gradients have the types of what they are gradients of.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.operations import make_node
-from mucudnn.ir.tensor import TensorSpec
+from mucudnn.ir.tensor import INTEGERS, TensorSpec
 
 __all__ = ["LOSS_SCALES", "lowered"]
 
@@ -23,7 +25,7 @@ LOSS_SCALES: Mapping[str, float] = MappingProxyType(
 
 
 def lowered(graph: Graph, dtype: str) -> Graph:
-    """A forward graph whose convolutions and products compute in another type.
+    """A forward graph with narrow activations.
 
     Args:
         graph: A network, without its backward pass.
@@ -35,41 +37,107 @@ def lowered(graph: Graph, dtype: str) -> Graph:
     if dtype not in LOSS_SCALES:
         valid = ", ".join(LOSS_SCALES)
         raise ValueError(f"unknown narrow type {dtype!r}; choose one of: {valid}")
-    tensors: dict[str, TensorSpec] = dict(graph.tensors)
-    nodes: list[Node] = []
-    narrow: dict[str, str] = {}
-
-    def cast(source: str, spec: TensorSpec) -> str:
-        tensors[spec.name] = spec
-        name = f"{spec.name}:cast"
-        nodes.append(make_node(tensors, name, "cast", (source,), (spec.name,)))
-        return spec.name
-
-    def narrowed(name: str) -> str:
-        if name not in narrow:
-            spec = TensorSpec(f"{name}:{dtype}", tensors[name].shape, dtype)
-            narrow[name] = cast(name, spec)
-        return narrow[name]
-
+    narrowing = _Narrowing(graph, dtype)
     for node in graph.nodes:
-        if not node.traits.expensive:
-            nodes.append(node)
-            continue
-        inputs = tuple(narrowed(name) for name in node.inputs)
-        wide = tensors[node.outputs[0]]
-        result = TensorSpec(f"{wide.name}:{dtype}", wide.shape, dtype)
-        tensors[result.name] = result
-        narrow[wide.name] = result.name
+        narrowing.add(node)
+    return narrowing.graph()
+
+
+class _Narrowing:
+    """The graph so far, and which type each tensor can be read in.
+
+    Args:
+        graph: The network.
+        dtype: Of what is narrow.
+    """
+
+    def __init__(self, graph: Graph, dtype: str) -> None:
+        self._graph = graph
+        self._dtype = dtype
+        self._tensors: dict[str, TensorSpec] = dict(graph.tensors)
+        self._nodes: list[Node] = []
+        self._narrow: dict[str, str] = {}  # tensor of the network -> its narrow form
+        self._wide: dict[str, str] = {}  # tensor that is narrow -> its wide form
+        self._native: set[str] = set()
+
+    def add(self, node: Node) -> None:
+        """One more node, on tensors of the right types."""
+        data = [name for name in node.inputs if self._is_data(node, name)]
+        if node.traits.expensive or (
+            node.traits.narrow and not self._native.isdisjoint(data)
+        ):
+            self._add_narrow(node, data)
+        else:
+            inputs = tuple(self._widened(name) for name in node.inputs)
+            self._nodes.append(replace(node, inputs=inputs))
+
+    def graph(self) -> Graph:
+        """What was added."""
+        return replace(
+            self._graph,
+            tensors=MappingProxyType(self._tensors),
+            nodes=tuple(self._nodes),
+        )
+
+    def _is_data(self, node: Node, name: str) -> bool:
+        """Whether an input is to be narrow where its node is."""
+        spec = self._graph.tensors[name]
+        if spec.dtype in INTEGERS:
+            return False
+        return node.traits.expensive or spec.role not in PERSISTENT
+
+    def _add_narrow(self, node: Node, data: list[str]) -> None:
+        inputs = tuple(
+            self._narrowed(name) if name in data else name for name in node.inputs
+        )
+        first, *others = node.outputs
+        result = self._result(first, dict(zip(node.inputs, inputs, strict=True)))
         attrs = dict(node.attrs)
         if node.op == "conv":
-            attrs["problem"] = replace(attrs["problem"], dtype=dtype)
-        nodes.append(
+            attrs["problem"] = replace(attrs["problem"], dtype=self._dtype)
+        self._nodes.append(
             replace(
                 node,
                 inputs=inputs,
-                outputs=(result.name,),
+                outputs=(result, *others),
                 attrs=MappingProxyType(attrs),
             )
         )
-        cast(result.name, wide)
-    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
+        if first in self._graph.outputs:
+            self._cast(result, self._graph.tensors[first])
+
+    def _result(self, name: str, read: Mapping[str, str]) -> str:
+        """The first result, narrow; what the graph returns keeps its name for itself."""
+        spec = self._graph.tensors[name]
+        returned = name in self._graph.outputs
+        own = f"{name}:{self._dtype}" if returned else name
+        alias = None if spec.alias is None else read.get(spec.alias, spec.alias)
+        self._tensors[own] = replace(spec, name=own, dtype=self._dtype, alias=alias)
+        self._narrow[name] = own
+        self._native.add(name)
+        if returned:
+            self._wide[name] = name
+        return own
+
+    def _narrowed(self, name: str) -> str:
+        if name not in self._narrow:
+            spec = self._graph.tensors[name]
+            narrow = TensorSpec(f"{name}:{self._dtype}", spec.shape, self._dtype)
+            self._narrow[name] = self._cast(name, narrow)
+        return self._narrow[name]
+
+    def _widened(self, name: str) -> str:
+        if name not in self._native:
+            return name
+        if name not in self._wide:
+            spec = self._graph.tensors[name]
+            wide = TensorSpec(f"{name}:{spec.dtype}", spec.shape, spec.dtype)
+            self._wide[name] = self._cast(self._narrow[name], wide)
+        return self._wide[name]
+
+    def _cast(self, source: str, spec: TensorSpec) -> str:
+        self._tensors[spec.name] = spec
+        name = f"{spec.name}:cast"
+        cast = make_node(self._tensors, name, "cast", (source,), (spec.name,))
+        self._nodes.append(cast)
+        return spec.name

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mucudnn.arguments import a_path, of_type, one_of
+from mucudnn.backends.base import Device
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy, check_policy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.costs import CONVOLUTIONS
 
-__all__ = ["MemoryBudget"]
+__all__ = ["DEVICE", "MemoryBudget"]
+
+DEVICE = "device"
+"""Stands for all memory that the device has free."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -73,15 +77,18 @@ class MemoryBudget:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, budget: "MemoryBudget | int | str") -> "MemoryBudget":
-        """A budget, from itself or from a size such as "1.5GiB".
+    def of(cls, budget: "MemoryBudget | int | str", device: Device) -> "MemoryBudget":
+        """A budget, from itself, a size such as "1.5GiB", or "device": all it has free.
 
         Raises:
             ValueError: The size is none.
             TypeError: It is something else.
+            UnsupportedError: What the device has free is not known.
         """
         if isinstance(budget, MemoryBudget):
             return budget
+        if isinstance(budget, str) and budget == DEVICE:
+            return cls(nbytes=device.available_bytes())
         try:
             return cls(nbytes=budget)
         except TypeError:

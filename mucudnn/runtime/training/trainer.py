@@ -71,7 +71,8 @@ class Trainer:
         loss_scale: What the loss is multiplied by before its gradients are computed;
             the narrow type's usual scale if None.
         budget: Device memory that training and evaluation may take, or just its size
-            ("1.5GiB"); without one everything stays on the device.
+            ("1.5GiB"), or "device" for all that is free; without one everything stays
+            on the device.
         progress: Called while a step is measured for its budget, with a node's name,
             how many are done, and of how many.
 
@@ -83,6 +84,7 @@ class Trainer:
         steps: Steps taken so far.
         peak_bytes: Device memory: the arena and the state.
         placed: How the step keeps its budget; None without one.
+        budget: As it was resolved; None without one.
 
     Raises:
         ValueError: The graphs do not belong together, or a name is unknown.
@@ -118,7 +120,9 @@ class Trainer:
         _check_arguments(tuner, order, seed, plans, progress)
         optimizer = optimizer_of(optimizer)
         self._rate = rate_of(learning_rate, optimizer.learning_rate)
-        self._budget = budget = None if budget is None else MemoryBudget.of(budget)
+        if budget is not None:
+            budget = MemoryBudget.of(budget, tuner.backend.device)
+        self.budget = budget
         graphs = training_graphs(
             training,
             evaluation,
@@ -158,7 +162,7 @@ class Trainer:
         )
 
     def __repr__(self) -> str:
-        budget = self._budget
+        budget = self.budget
         limit = (
             "no budget" if budget is None else f"within {format_bytes(budget.nbytes)}"
         )
@@ -277,7 +281,7 @@ class Trainer:
         progress: OnNode | None,
     ) -> list[PlacedStep]:
         """Graphs planned and placed, within the budget if there is one."""
-        budget, last = self._budget, len(graphs.steps) - 1
+        budget, last = self.budget, len(graphs.steps) - 1
         self.plans: Plans = plans or {}
         if budget is None or budget.convolutions == "fixed":
             self.plans = plan_convolutions(tuner, graphs.all, plans)

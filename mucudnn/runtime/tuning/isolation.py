@@ -14,7 +14,6 @@ from mucudnn.codecs.values import perf_from_dict, problem_to_dict
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.forks import Own
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.ir.status import RowStatus
 from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, KernelRun
 from mucudnn.runtime.tuning.measuring_child import (
     HERE_INSTEAD,
@@ -105,8 +104,8 @@ class MeasuringProcess:
     """The child that measures on one device; started when needed, and again.
 
     A child that ends while it runs a kernel is an outcome; one that ends before it
-    began is replaced, twice. After a failure that may have left the device's context
-    unusable the child is ended, and the next kernel meets a new one. Threads may share
+    began is replaced, twice. Where a failure has left the device's context unusable the
+    child is ended, and the next kernel meets a new one. Threads may share
     it: kernels are timed one after another.
 
     Args:
@@ -143,7 +142,7 @@ class MeasuringProcess:
         with self._lock.mine:
             try:
                 child = self._begin(timer, kernel)
-                perf = perf_from_dict(child.hear(seconds)["row"])
+                answer = child.hear(seconds)
             except ChildEndedError as e:
                 said = self._child[0].said
                 self.close()
@@ -152,9 +151,9 @@ class MeasuringProcess:
             except BaseException:  # Ctrl-C, too: the conversation cannot be resumed
                 self.close()
                 raise
-            if perf.status is RowStatus.FAILED:  # the device's context may be spoilt
+            if not answer["usable"]:
                 self.close()
-            return perf
+            return perf_from_dict(answer["row"])
 
     def release(self, timer: ChildTimer) -> None:
         """Have the child give back the buffers that it holds for `timer`."""

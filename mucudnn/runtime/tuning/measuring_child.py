@@ -8,7 +8,8 @@ child::
     {"release": true}
 
 Child to parent: `{"ready": true}` once, or `{"unavailable": "…"}`; then for each `run`
-first `{"begins": "GEMM"}` and in the end `{"row": …}`.
+first `{"begins": "GEMM"}` and in the end `{"row": …, "usable": true}`: whether the
+device still works, which it may not after a kernel that failed.
 
 The child is started with `subprocess` and not with `multiprocessing`, so that a user's
 script needs no `__main__` guard, and it sees the modules that its parent sees. Stdin
@@ -32,6 +33,7 @@ from mucudnn.backends import Backend, get_backend
 from mucudnn.codecs.values import perf_to_dict, problem_from_dict
 from mucudnn.errors import BackendUnavailableError, MucudnnError
 from mucudnn.ir.conv import AlgoPerf
+from mucudnn.ir.status import RowStatus
 from mucudnn.runtime.interrupts import SIGNALS
 from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, KernelRun
 from mucudnn.runtime.tuning.timing import StoppingRule
@@ -252,9 +254,22 @@ def _serve(
             case {"run": kernel} if bench is not None and task is not None:
                 reply({"begins": kernel["algo"]})
                 row = _row(task, bench, KernelRun(**kernel))
-                reply({"row": perf_to_dict(row)})
+                usable = row.status is not RowStatus.FAILED or _works(backend)
+                reply({"row": perf_to_dict(row), "usable": usable})
             case {"release": _} if bench is not None:
                 bench.release()
+
+
+def _works(backend: Backend) -> bool:
+    """Whether the device still does what it is told; a CUDA error may stay for good."""
+    device = backend.device
+    try:
+        device.elapsed_ms(device.begin(), device.record())
+        device.allocate(1)
+    except Exception:  # whatever a driver's binding calls it
+        logger.debug("the device is lost", exc_info=True)
+        return False
+    return True
 
 
 def _row(task: BenchTask, bench: KernelBench, kernel: KernelRun) -> AlgoPerf:

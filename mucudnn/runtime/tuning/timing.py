@@ -131,6 +131,7 @@ def measure_together(
     device: Device,
     rule: StoppingRule,
     *,
+    launches: Sequence[int] | None = None,
     deadline: float = math.inf,
     clock: Callable[[], float] | None = None,
 ) -> tuple[Timing, ...]:
@@ -139,17 +140,18 @@ def measure_together(
     Each is timed `min_samples` times, whatever the budget: a verdict on one run apiece
     would be a coin toss. Only where every run of one, the warm-up included, took
     `clear` times as long as every run of all others is one round beyond the budget
-    enough.
+    enough. `launches` says how many kernels each run launches; one, if it is None.
     """
     clock = clock or time.monotonic
-    warm = [_sample(run, device) for run in runs]
+    counted = list(zip(runs, launches or [1] * len(runs), strict=True))
+    warm = [_sample(run, device, count) for run, count in counted]
     round_s = sum(warm) / 1e3
     samples: list[list[float]] = [[] for _ in runs]
     while not all(len(s) >= rule.min_samples and rule.enough(s) for s in samples):
         if clock() + round_s >= deadline or _clear(warm, samples, rule):
             break
-        for run, taken in zip(runs, samples, strict=True):
-            taken.append(_sample(run, device))
+        for (run, count), taken in zip(counted, samples, strict=True):
+            taken.append(_sample(run, device, count))
     if not samples[0]:
         return tuple(Timing(w, 0.0, 0) for w in warm)
     return tuple(Timing.of(taken) for taken in samples)
@@ -169,7 +171,7 @@ def _clear(
     return all(rule.clear * max(a) <= min(b) for a, b in itertools.pairwise(runs))
 
 
-def _sample(run: Callable[[], None], device: Device) -> float:
-    start = device.begin()
+def _sample(run: Callable[[], None], device: Device, launches: int = 1) -> float:
+    start = device.begin(launches)
     run()
     return device.elapsed_ms(start, device.record())

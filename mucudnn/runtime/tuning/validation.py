@@ -140,6 +140,7 @@ class Validator:
             [call(plan) for plan in plans],
             backend.device,
             self._rule,
+            launches=[len(plan.steps) for plan in plans],
             deadline=time.monotonic() + time_limit_s,
         )
 

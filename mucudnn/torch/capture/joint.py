@@ -15,7 +15,7 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.schedule import Compute, Schedule
-from mucudnn.torch.execution.copies import ThreadCopies
+from mucudnn.torch.execution.lanes import DEVICES, copies_for, device_of
 from mucudnn.torch.execution.program import Kept, Program, Segment
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import NOTHING, Lowered
@@ -39,7 +39,9 @@ class Halves:
 def bind_halves(lowered: Lowered, schedule: Schedule, count: "Count") -> Halves:
     """A schedule in two halves, cut where the last forward node has run."""
     cut = _cut(schedule)
-    program = Program(lowered, schedule, ThreadCopies(reuse=False))
+    program = Program(
+        lowered, schedule, copies_for(device_of(lowered.layouts), reuse=False)
+    )
     names = program.given(lowered.inputs)
     program.begin(names[: count.primals])
     for name, value in lowered.constants.items():
@@ -109,10 +111,10 @@ class Joint:
         for node in self.primals:
             value = node.meta.get("val")
             tensor = isinstance(value, torch.Tensor)
-            if tensor and not value.is_cpu:
+            if tensor and value.device.type not in DEVICES:
                 raise UnsupportedError(
                     f"{node.name} is on {value.device}; budgets are kept on the CPU "
-                    "so far"
+                    "and on CUDA devices"
                 )
             sizes = value.shape if tensor else (value,)
             if any(isinstance(size, torch.SymInt) for size in sizes):

@@ -11,7 +11,7 @@ import weakref
 
 import torch
 
-__all__ = ["Leaving", "ThreadCopies"]
+__all__ = ["Leaving", "ThreadCopies", "bytes_of", "host_bytes"]
 
 
 class Leaving:
@@ -50,10 +50,10 @@ class ThreadCopies:
 
     def out(self, tensor: torch.Tensor, slot: int) -> Leaving:
         """Begin to copy the storage of a tensor to the host."""
-        whole = _bytes_of(tensor)
+        whole = bytes_of(tensor)
         host = None if self._hosts is None else self._hosts.get(slot)
         if host is None:
-            host = _host_bytes(whole.numel())
+            host = host_bytes(whole.numel())
             if self._hosts is not None:
                 self._hosts[slot] = host
         return Leaving(host, self._out.copy(whole, host, None))
@@ -63,6 +63,17 @@ class ThreadCopies:
         found = torch.empty(leaving.host.numel(), dtype=torch.uint8)
         leaving.done = self._back.copy(leaving.host, found, leaving.done)
         return found
+
+    def home(self, tensor: torch.Tensor, leaving: Leaving) -> None:
+        """Begin to copy the storage of a tensor to where it came from."""
+        leaving.done = self._out.copy(bytes_of(tensor), leaving.host, leaving.done)
+
+    def left(self, host: torch.Tensor) -> Leaving:
+        """What is on the host, and has no copy under way."""
+        return Leaving(host)
+
+    def settle(self) -> None:
+        """Nothing: a copy that is under way holds on to its bytes itself."""
 
 
 class _Lane:
@@ -121,13 +132,13 @@ def _stop(*lanes: _Lane) -> None:
         lane.jobs.put(None)
 
 
-def _host_bytes(nbytes: int) -> torch.Tensor:
+def host_bytes(nbytes: int) -> torch.Tensor:
     """Bytes of the host that are not of PyTorch's allocator."""
     memory = mmap.mmap(-1, max(1, nbytes))
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of a tensor."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

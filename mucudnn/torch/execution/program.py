@@ -5,8 +5,7 @@ allocator has it back at that very line. So a planned step costs no more per nod
 the same lines written by hand, and it can be read.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,60 +23,30 @@ from mucudnn.ir.schedule import (
     Wait,
 )
 from mucudnn.passes.scheduling.costs import origin
-from mucudnn.torch.execution.copies import Leaving, ThreadCopies
-from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered, Number, Operand
+from mucudnn.torch.execution.copies import bytes_of
+from mucudnn.torch.execution.lanes import Copies
+from mucudnn.torch.execution.names import Names
+from mucudnn.torch.execution.random_states import (
+    generator_of,
+    get_state,
+    keep_state,
+    set_state,
+)
+from mucudnn.torch.execution.segments import Kept, Segment, compiled
+from mucudnn.torch.lowering.lowered import NOTHING, Lowered
 
 __all__ = ["Kept", "Program", "Segment", "bind"]
 
-_BY_NAME = (int, bool, str, type(None))
 
-
-@dataclass(frozen=True)
-class Segment:
-    """Part of a program as a function of what is there at its start.
-
-    Attributes:
-        source: Python.
-        run: Takes a list, which it empties, and returns a list.
-    """
-
-    source: str
-    run: Callable[[list[Any]], list[Any]]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What one segment leaves to the next, as a tensor.
-
-    Attributes:
-        variable: That has it in both.
-        value: What the first returns of it.
-        tensor: Whose it is; of a storage on the host, the storage; else None.
-        host_bytes: Its size on the host; 0 if it is a tensor on the device.
-    """
-
-    variable: str
-    value: str
-    tensor: str | None = None
-    host_bytes: int = 0
-
-    def like(self, layouts: Mapping[str, Layout]) -> torch.Tensor:
-        """A tensor of its kind."""
-        if self.host_bytes or self.tensor is None:
-            return torch.empty(self.host_bytes, dtype=torch.uint8)
-        layout = layouts[origin(self.tensor)]
-        return torch.empty_strided(
-            layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
-        )
-
-
-def bind(lowered: Lowered, schedule: Schedule, copies: ThreadCopies) -> Segment:
+def bind(lowered: Lowered, schedule: Schedule, copies: Copies) -> Segment:
     """A whole schedule: the inputs of the graph in, its results out."""
     program = Program(lowered, schedule, copies)
     program.begin(program.given(lowered.inputs))
     for name, value in lowered.constants.items():
         program.constant(name, value)
+    program.depart()
     program.write(schedule.instructions)
+    program.come_home()
     return program.end([program.result(value) for value in lowered.results])
 
 
@@ -90,27 +59,31 @@ class Program:
         copies: What runs its copies.
     """
 
-    def __init__(
-        self, lowered: Lowered, schedule: Schedule, copies: ThreadCopies
-    ) -> None:
+    def __init__(self, lowered: Lowered, schedule: Schedule, copies: Copies) -> None:
         self._lowered = lowered
         self._graph = schedule.graph
         self._lines: list[str] = []
         self._given: list[str] = []
-        self._variables: dict[str, str] = {}
-        self._bound: set[str] = set()
         self._handles: dict[str, str] = {}
         self._states: dict[str, str] = {}
-        self._constants: dict[int, str] = {}
-        self._space: dict[str, Any] = {
-            "copy_out": copies.out,
-            "copy_back": copies.back,
-            "left": Leaving,
-            "lie": _lie,
-            "get_state": torch.get_rng_state,
-            "set_state": set_state,
-            "keep_state": _kept_state,
-        }
+        self._names = Names(
+            schedule.graph,
+            {
+                "copy_out": copies.out,
+                "copy_back": copies.back,
+                "copy_home": copies.home,
+                "bytes_of": bytes_of,
+                "left": copies.left,
+                "settle": copies.settle,
+                "lie": _lie,
+                "get_state": get_state,
+                "set_state": set_state,
+                "keep_state": keep_state,
+            },
+        )
+        self._hosted = schedule.hosted
+        self._across = schedule.live_across
+        self._changed: set[str] = set()
         self._instructions = schedule.instructions
         self._last_read = self._reads(schedule.instructions)
         self._at = 0
@@ -129,29 +102,16 @@ class Program:
         return found
 
     @cached_property
-    def _members(self) -> Mapping[str, list[str]]:
-        """Storage -> all names of its bytes."""
-        found: dict[str, list[str]] = {}
-        for name, storage in self._graph.storages.items():
-            found.setdefault(storage, []).append(name)
-        return found
-
-    @cached_property
     def _again(self) -> frozenset[str]:
         """Random nodes that are computed again."""
         copies = (n.name for n in self._graph.nodes if "~" in n.name)
         calls = self._lowered.calls
         return frozenset(o for name in copies if calls[o := origin(name)].random)
 
-    def variable(self, tensor: str) -> str:
-        """The local variable of a tensor."""
-        self._bound.add(tensor)
-        return self._variables.setdefault(tensor, f"t{len(self._variables)}")
-
     def given(self, inputs: Iterable[str | None]) -> list[str]:
         """Variables of a graph's inputs; `_` for one that is no tensor or known."""
         return [
-            "_" if name is None or name in self._bound else self.variable(name)
+            "_" if name is None or name in self._names.bound else self._variable(name)
             for name in inputs
         ]
 
@@ -162,11 +122,43 @@ class Program:
 
     def constant(self, tensor: str, value: torch.Tensor) -> None:
         """A tensor that is part of the graph."""
-        self._lines.append(f"{self.variable(tensor)} = {self._literal(value)}")
+        self._lines.append(f"{self._variable(tensor)} = {self._names.literal(value)}")
 
     def result(self, value: Any) -> str:
         """What is returned: a tensor by its name, or a constant."""
-        return self.variable(value) if isinstance(value, str) else self._literal(value)
+        return (
+            self._variable(value)
+            if isinstance(value, str)
+            else self._names.literal(value)
+        )
+
+    def depart(self) -> None:
+        """Leave inputs that are host-resident at home.
+
+        What a step begins with is copied to the device first.
+        """
+        for storage in self._hosted:
+            handle = self._handles[storage] = f"h{len(self._handles)}"
+            tensor = self._names.any_of(storage)
+            self._lines.append(f"{handle} = left(bytes_of({tensor}))")
+            self._free(storage)
+        for storage in self._across:
+            self._swap_in(storage)
+        self._lines += [f"{self._handles[storage]}.wait()" for storage in self._across]
+
+    def come_home(self) -> None:
+        """Copy home what a step ends with and has changed.
+
+        A schedule lets it stay on the device for the next step. Here a step ends with
+        everything where whoever reads it between two steps finds it.
+        """
+        here = [storage for storage in self._across if self._names.has(storage)]
+        changed = [storage for storage in here if storage in self._changed]
+        for storage in changed:
+            self._swap_out(storage)
+        self._lines += [f"{self._handles[storage]}.wait()" for storage in changed]
+        for storage in here:
+            self._free(storage)
 
     def settle(self) -> None:
         """Wait for all copies that are under way."""
@@ -178,18 +170,18 @@ class Program:
         back = {step.tensor for step in later if isinstance(step, SwapIn)}
         out = {step.tensor for step in later if isinstance(step, SwapOut)}
         found = []
-        for name in sorted(self._bound, key=self._graph_order.__getitem__):
+        for name in sorted(self._names.bound, key=self._graph_order.__getitem__):
             storage = self._graph.storages[name]
             if self._last_read.get(name, -1) >= self._at or storage in out:
-                variable = self._variables[name]
+                variable = self._variable(name)
                 found.append(Kept(variable, variable, name))
         for storage, handle in self._handles.items():
             if storage in back:
                 nbytes = self._graph.tensors[storage].nbytes
                 found.append(Kept(handle, f"{handle}.host", storage, nbytes))
-        found += [
-            Kept(state, state, None, _state_bytes()) for state in self._states.values()
-        ]
+        for node, state in self._states.items():
+            nbytes = keep_state(generator_of(self._lowered, node)).numel()
+            found.append(Kept(state, state, None, nbytes))
         return found
 
     def resume(self, kept: Sequence[Kept]) -> None:
@@ -207,17 +199,8 @@ class Program:
 
     def end(self, results: Sequence[str]) -> Segment:
         """The segment, compiled."""
-        head = ["def run(given):"]
-        if self._given:
-            head.append(f"    {', '.join(self._given)}, = given")
-        head.append("    given.clear()")
-        if "_" in self._given:
-            head.append("    _ = None")
-        body = [f"    {line}" for line in self._lines]
-        source = "\n".join([*head, *body, f"    return [{', '.join(results)}]", ""])
-        space = dict(self._space)
-        exec(compile(source, "<planned step>", "exec"), space)
-        return Segment(source, space["run"])
+        settle = "settle()" if self._handles else None
+        return compiled(self._given, self._lines, results, self._names.space, settle)
 
     def write(self, instructions: Iterable[Instruction]) -> None:
         """Append instructions."""
@@ -242,20 +225,25 @@ class Program:
         call = self._lowered.calls[first]
         if call is NOTHING:
             return
-        operands = [self.variable(name) for name in node.inputs]
-        positional = [self._argument(a, operands) for a in call.args]
-        named = [f"{k}={self._argument(a, operands)}" for k, a in call.kwargs.items()]
+        operands = [self._variable(name) for name in node.inputs]
+        positional = [self._names.argument(a, operands) for a in call.args]
+        named = [
+            f"{k}={self._names.argument(a, operands)}" for k, a in call.kwargs.items()
+        ]
         function, taken = call.function, self._taken(node)
         if call.into is not None and taken is not None:
             function = call.into
             if not call.first:
-                named.append(f"out={self.variable(taken)}")
-        text = f"{self._literal(function)}({', '.join([*positional, *named])})"
+                named.append(f"out={self._variable(taken)}")
+        called = self._names.literal(_direct(function))
+        text = f"{called}({', '.join([*positional, *named])})"
+        self._changed.update(self._graph.storages[name] for name in node.mutates)
         if first in self._again:
             self._drawing(first, node)
         self._assign(node, call.results, text)
         if first in self._again and node.name != first:
-            self._lines += ["set_state(drawn)", "drawn = None"]
+            _, on = self._generator_text(first)
+            self._lines += [f"set_state(drawn{on})", "drawn = None"]
 
     def _taken(self, node: Node) -> str | None:
         """The operand that a node's result overwrites, if it does."""
@@ -267,13 +255,20 @@ class Program:
     def _drawing(self, first: str, node: Node) -> None:
         """Random numbers that are drawn again are the same: the state is put back."""
         state = self._states.setdefault(first, f"s{len(self._states)}")
+        of, on = self._generator_text(first)
         if node.name == first:
-            self._lines.append(f"{state} = keep_state()")
+            self._lines.append(f"{state} = keep_state({of})")
         else:
-            self._lines += ["drawn = get_state()", f"set_state({state})"]
+            self._lines += [f"drawn = get_state({of})", f"set_state({state}{on})"]
+
+    def _generator_text(self, node: str) -> tuple[str, str]:
+        """The same as the only argument of a call, and as one more."""
+        device = generator_of(self._lowered, node)
+        text = "" if device is None else self._names.literal(device)
+        return text, f", {text}" if text else ""
 
     def _assign(self, node: Node, paths: Sequence[int | None], text: str) -> None:
-        names = [self.variable(name) for name in node.outputs]
+        names = [self._variable(name) for name in node.outputs]
         if not names:
             self._lines.append(text)
         elif paths[0] is None:
@@ -286,56 +281,36 @@ class Program:
             self._lines += [f"{', '.join(names)} = {parts}", "all_ = None"]
 
     def _free(self, storage: str) -> None:
-        names = [n for n in self._members[storage] if n in self._bound]
-        self._bound.difference_update(names)
-        self._forget([self._variables[name] for name in names])
-
-    def _forget(self, variables: Sequence[str]) -> None:
-        if variables:
+        if variables := self._names.released(storage):
             self._lines.append(f"{' = '.join(variables)} = None")
 
     def _swap_out(self, storage: str) -> None:
-        name = next(n for n in self._members[storage] if n in self._bound)
         handle = self._handles.setdefault(storage, f"h{len(self._handles)}")
-        self._lines.append(
-            f"{handle} = copy_out({self._variables[name]}, {handle[1:]})"
-        )
+        tensor = self._names.any_of(storage)
+        if storage in self._hosted:
+            self._lines.append(f"copy_home({tensor}, {handle})")
+            self._changed.discard(storage)
+        else:
+            self._lines.append(f"{handle} = copy_out({tensor}, {handle[1:]})")
 
     def _swap_in(self, storage: str) -> None:
-        known = (n for n in self._members[storage] if n in self._variables)
-        wanted = [n for n in known if self._last_read.get(n, -1) > self._at]
+        known = self._names.known(storage)
+        wanted = [n for n in known if self._last_read.get(n, -1) >= self._at]
+        if not wanted:
+            return  # it is for the next step, which begins with it
         self._lines.append(f"back = copy_back({self._handles[storage]})")
         for name in wanted:
-            layout = self._literal(self._layout(name))
-            self._lines.append(f"{self.variable(name)} = lie(back, {layout})")
+            layout = self._names.literal(self._lowered.layouts[origin(name)])
+            self._lines.append(f"{self._variable(name)} = lie(back, {layout})")
         self._lines.append("back = None")
 
-    def _layout(self, tensor: str) -> Any:
-        return self._lowered.layouts[origin(tensor)]
+    def _variable(self, tensor: str) -> str:
+        return self._names.variable(tensor)
 
-    def _argument(self, value: Any, operands: Sequence[str]) -> str:
-        match value:
-            case Operand(index):
-                return operands[index]
-            case Number(function, args):
-                given = ", ".join(self._argument(a, operands) for a in args)
-                return f"{self._literal(function)}({given})"
-            case list() | tuple():
-                inside = "".join(f"{self._argument(v, operands)}, " for v in value)
-                return f"[{inside}]" if isinstance(value, list) else f"({inside})"
-            case _:
-                return self._literal(value)
 
-    def _literal(self, value: Any) -> str:
-        """A value as text, or a name that stands for it."""
-        if isinstance(value, _BY_NAME):
-            return repr(value)
-        key = id(value)
-        if key not in self._constants:
-            name = f"k{len(self._constants)}"
-            self._constants[key] = name
-            self._space[name] = value
-        return self._constants[key]
+def _direct(function: Any) -> Any:
+    """What an overload calls itself: a frame of Python's less for every node."""
+    return function._op if type(function) is torch._ops.OpOverload else function
 
 
 def _lie(whole: torch.Tensor, layout: Any) -> torch.Tensor:
@@ -343,17 +318,3 @@ def _lie(whole: torch.Tensor, layout: Any) -> torch.Tensor:
     return torch.empty(0, dtype=layout.dtype, device=whole.device).set_(
         whole.untyped_storage(), layout.offset, layout.shape, layout.stride
     )
-
-
-def set_state(state: torch.Tensor) -> None:
-    """Have random numbers drawn from a state on."""
-    torch.set_rng_state(state)
-
-
-def _kept_state() -> torch.Tensor:
-    """The generator's state, in memory that is not of PyTorch's allocator."""
-    return torch.frombuffer(bytearray(torch.get_rng_state().numpy()), dtype=torch.uint8)
-
-
-def _state_bytes() -> int:
-    return int(torch.get_rng_state().numel())

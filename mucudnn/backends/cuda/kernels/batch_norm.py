@@ -1,7 +1,7 @@
 """Batch normalisation (Ioffe and Szegedy, 2015): each channel by its own statistics.
 
-A block reads its part of a channel three times: for the sum, for the sum of squares
-about the mean, and to normalise. The parts of a sum are added up by whoever needs it.
+A block reads its part of a channel twice: for its first two moments, and to normalise.
+The parts of a sum are added up by whoever needs it.
 """
 
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, Specs
@@ -12,51 +12,48 @@ __all__ = ["OPERATIONS", "PROGRAM"]
 PROGRAM = Program(
     CHANNELS
     + r"""
-KERNEL channel_sums(const T* x, double* sums, I N, I C, I S, I width) {
-    Channel channel(N, C, S, width);
-    double sum = 0;
-    EACH_OF(channel, i) sum += (double)x[i];
-    channel.leave(sums, lane_sum(sum, width));
-}
-
-KERNEL channel_squares(const T* x, const double* sums, double* squares, I N, I C, I S,
+// Deviations are from a channel's first element, so that little cancels.
+KERNEL channel_moments(const T* x, double* sums, double* squares, I N, I C, I S,
                        I width) {
     Channel channel(N, C, S, width);
-    A centre = (A)(T)(total(sums, gridDim.y, C, channel.c) / ((double)N * S));
-    double sum = 0;
+    double origin = channel.c < C ? (double)x[channel.c * S] : 0, sum = 0, square = 0;
     EACH_OF(channel, i) {
-        A deviation = (A)x[i] - centre;
-        sum += (double)deviation * deviation;
+        double deviation = (double)x[i] - origin;
+        sum += deviation;
+        square += deviation * deviation;
     }
-    channel.leave(squares, lane_sum(sum, width));
+    channel.leave(sums, lane_sum(sum, width));
+    channel.leave(squares, lane_sum(square, width));
 }
 
-KERNEL batch_norm(const T* x, const T* gamma, const T* beta, T* running_mean,
-                  T* running_var, T* y, T* mean, T* inv_std, const double* sums,
+KERNEL batch_norm(const T* x, const P* gamma, const P* beta, P* running_mean,
+                  P* running_var, T* y, P* mean, P* inv_std, const double* sums,
                   const double* squares, I N, I C, I S, I width, double eps,
                   double momentum, I update) {
     Channel channel(N, C, S, width);
     I c = channel.c;
     if (c >= C) return;
     double count = (double)N * S;
-    double average = total(sums, gridDim.y, C, c) / count;
-    double square = total(squares, gridDim.y, C, c);
+    double sum = total(sums, gridDim.y, C, c);
+    double average = (double)x[c * S] + sum / count;
+    double square = total(squares, gridDim.y, C, c) - sum * sum / count;
+    if (square < 0) square = 0;
     double inverse = 1 / sqrt(square / count + eps);
-    A centre = (A)(T)average, factor = (A)((double)gamma[c] * inverse);
+    A centre = (A)(P)average, factor = (A)((double)gamma[c] * inverse);
     A shift = (A)beta[c];
     EACH_OF(channel, i) y[i] = (T)(((A)x[i] - centre) * factor + shift);
     if (!channel.first() || blockIdx.y != 0) return;
-    mean[c] = (T)average;
-    inv_std[c] = (T)inverse;
+    mean[c] = (P)average;
+    inv_std[c] = (P)inverse;
     if (!update) return;
     double unbiased = square / (count > 1 ? count - 1 : 1);
     running_mean[c] =
-        (T)((1 - momentum) * (double)running_mean[c] + momentum * average);
-    running_var[c] = (T)((1 - momentum) * (double)running_var[c] + momentum * unbiased);
+        (P)((1 - momentum) * (double)running_mean[c] + momentum * average);
+    running_var[c] = (P)((1 - momentum) * (double)running_var[c] + momentum * unbiased);
 }
 
-KERNEL batch_norm_eval(const T* x, const T* gamma, const T* beta, const T* mean,
-                       const T* var, T* y, I N, I C, I S, I width, double eps) {
+KERNEL batch_norm_eval(const T* x, const P* gamma, const P* beta, const P* mean,
+                       const P* var, T* y, I N, I C, I S, I width, double eps) {
     Channel channel(N, C, S, width);
     I c = channel.c;
     if (c >= C) return;
@@ -65,7 +62,7 @@ KERNEL batch_norm_eval(const T* x, const T* gamma, const T* beta, const T* mean,
     EACH_OF(channel, i) y[i] = (T)(((A)x[i] - centre) * factor + shift);
 }
 
-KERNEL channel_dots(const T* x, const T* dy, const T* mean, double* sums, double* dots,
+KERNEL channel_dots(const T* x, const T* dy, const P* mean, double* sums, double* dots,
                     I N, I C, I S, I width) {
     Channel channel(N, C, S, width);
     A centre = channel.c < C ? (A)mean[channel.c] : (A)0;
@@ -78,8 +75,8 @@ KERNEL channel_dots(const T* x, const T* dy, const T* mean, double* sums, double
     channel.leave(dots, lane_sum(dot, width));
 }
 
-KERNEL batch_norm_grad(const T* x, const T* dy, const T* gamma, const T* mean,
-                       const T* inv_std, T* dx, T* dgamma, T* dbeta,
+KERNEL batch_norm_grad(const T* x, const T* dy, const P* gamma, const P* mean,
+                       const P* inv_std, T* dx, P* dgamma, P* dbeta,
                        const double* sums, const double* dots, I N, I C, I S,
                        I width) {
     Channel channel(N, C, S, width);
@@ -93,8 +90,8 @@ KERNEL batch_norm_grad(const T* x, const T* dy, const T* gamma, const T* mean,
     EACH_OF(channel, i)
         dx[i] = (T)((A)dy[i] * scale + ((A)x[i] - centre) * along + offset);
     if (!channel.first() || blockIdx.y != 0) return;
-    dgamma[c] = (T)(dot * inverse);
-    dbeta[c] = (T)sum;
+    dgamma[c] = (P)(dot * inverse);
+    dbeta[c] = (P)sum;
 }
 """
 )
@@ -102,22 +99,24 @@ KERNEL batch_norm_grad(const T* x, const T* dy, const T* gamma, const T* mean,
 
 def batch_norm(call: KernelCall) -> None:
     """Normalise by the statistics of the batch, and move the running ones."""
-    x = call.inputs[0]
+    x, gamma, *_ = call.inputs
     channels = Channels.of(x.shape)
     sums, squares = channels.buffers(call.workspace, 2)
     shape, blocks = channels.arguments, channels.blocks
-    call.launch(PROGRAM, "channel_sums", blocks, x, sums, *shape)
-    call.launch(PROGRAM, "channel_squares", blocks, x, sums, squares, *shape)
+    call.launch(PROGRAM, "channel_moments", blocks, x, sums, squares, *shape)
     operands = *call.inputs, *call.outputs, sums, squares
     numbers = *call.numbers("eps", "momentum"), int(call.attrs["update"])
-    call.launch(PROGRAM, "batch_norm", blocks, *operands, *shape, *numbers)
+    arguments = *operands, *shape, *numbers
+    call.launch(PROGRAM, "batch_norm", blocks, *arguments, beside=gamma)
 
 
 def batch_norm_eval(call: KernelCall) -> None:
     """Normalise by the running statistics."""
-    channels = Channels.of(call.inputs[0].shape)
+    x, gamma, *_ = call.inputs
+    channels = Channels.of(x.shape)
     arguments = *call.inputs, *call.outputs, *channels.arguments, *call.numbers("eps")
-    call.launch(PROGRAM, "batch_norm_eval", channels.blocks, *arguments)
+    blocks = channels.blocks
+    call.launch(PROGRAM, "batch_norm_eval", blocks, *arguments, beside=gamma)
 
 
 def batch_norm_grad(call: KernelCall) -> None:
@@ -126,9 +125,10 @@ def batch_norm_grad(call: KernelCall) -> None:
     channels = Channels.of(x.shape)
     sums, dots = channels.buffers(call.workspace, 2)
     shape, blocks = channels.arguments, channels.blocks
-    call.launch(PROGRAM, "channel_dots", blocks, x, dy, mean, sums, dots, *shape)
+    arguments = x, dy, mean, sums, dots, *shape
+    call.launch(PROGRAM, "channel_dots", blocks, *arguments, beside=mean)
     operands = *call.inputs, *call.outputs, sums, dots
-    call.launch(PROGRAM, "batch_norm_grad", blocks, *operands, *shape)
+    call.launch(PROGRAM, "batch_norm_grad", blocks, *operands, *shape, beside=mean)
 
 
 def _two_sums(inputs: Specs, *_: object) -> int:

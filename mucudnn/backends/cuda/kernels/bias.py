@@ -15,7 +15,7 @@ PROGRAM = Program(
     CHANNELS
     + FINISH
     + r"""
-KERNEL bias(const T* x, const T* b, T* y, I count, I C, I S) {
+KERNEL bias(const T* x, const P* b, T* y, I count, I C, I S) {
     EACH(i, count) y[i] = (T)((A)x[i] + (A)b[i / S % C]);
 }
 
@@ -33,7 +33,8 @@ def bias(call: KernelCall) -> None:
     """Y = x + b, b of shape (C,) along axis 1."""
     x, b = call.inputs
     _, C, S = as_ncs(x.shape)
-    call.launch(PROGRAM, "bias", flat(x.size), x, b, call.outputs[0], x.size, C, S)
+    arguments = x, b, call.outputs[0], x.size, C, S
+    call.launch(PROGRAM, "bias", flat(x.size), *arguments, beside=b)
 
 
 def bias_grad(call: KernelCall) -> None:

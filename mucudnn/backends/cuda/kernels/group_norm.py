@@ -27,7 +27,7 @@ PROGRAM = Program(
     + r"""
 #define EACH_OF_ROW(j) for (I j = threadIdx.x; j < length; j += THREADS)
 
-KERNEL group_norm(const T* x, const T* gamma, const T* beta, T* y, T* mean, T* inv_std,
+KERNEL group_norm(const T* x, const P* gamma, const P* beta, T* y, P* mean, P* inv_std,
                   I groups, I length, I inner, double eps) {
     I row = blockIdx.x, first = row % groups * length;
     x += row * length;
@@ -35,7 +35,7 @@ KERNEL group_norm(const T* x, const T* gamma, const T* beta, T* y, T* mean, T* i
     double sum = 0, squares = 0;
     EACH_OF_ROW(j) sum += (double)x[j];
     double average = lane_sum(sum, 1) / length;
-    A centre = (A)(T)average;
+    A centre = (A)(P)average;
     EACH_OF_ROW(j) {
         A deviation = (A)x[j] - centre;
         squares += (double)deviation * deviation;
@@ -46,12 +46,12 @@ KERNEL group_norm(const T* x, const T* gamma, const T* beta, T* y, T* mean, T* i
         y[j] = (T)(((A)x[j] - centre) * inverse * (A)gamma[k] + (A)beta[k]);
     }
     if (threadIdx.x != 0) return;
-    mean[row] = (T)average;
-    inv_std[row] = (T)inverse;
+    mean[row] = (P)average;
+    inv_std[row] = (P)inverse;
 }
 
-KERNEL group_norm_grad(const T* x, const T* dy, const T* gamma, const T* mean,
-                       const T* inv_std, T* dx, I groups, I length, I inner) {
+KERNEL group_norm_grad(const T* x, const T* dy, const P* gamma, const P* mean,
+                       const P* inv_std, T* dx, I groups, I length, I inner) {
     I row = blockIdx.x, first = row % groups * length;
     x += row * length;
     dy += row * length;
@@ -72,7 +72,7 @@ KERNEL group_norm_grad(const T* x, const T* dy, const T* gamma, const T* mean,
     }
 }
 
-KERNEL gamma_grad(const T* x, const T* dy, const T* mean, const T* inv_std,
+KERNEL gamma_grad(const T* x, const T* dy, const P* mean, const P* inv_std,
                   double* gammas, double* betas, I N, I C, I S, I width, I groups) {
     Channel channel(N, C, S, width);
     I g = channel.c / (C / groups);
@@ -93,7 +93,7 @@ def group_norm(call: KernelCall) -> None:
     """Normalise each group of channels of each sample by its own statistics."""
     rows, *sizes = _rows(call.inputs[0].shape, call.attrs)
     arguments = *call.inputs, *call.outputs, *sizes, *call.numbers("eps")
-    call.launch(PROGRAM, "group_norm", (rows,), *arguments)
+    call.launch(PROGRAM, "group_norm", (rows,), *arguments, beside=call.inputs[1])
 
 
 def group_norm_grad(call: KernelCall) -> None:
@@ -103,11 +103,12 @@ def group_norm_grad(call: KernelCall) -> None:
     channels = _channels(x.shape, call.attrs)
     sums = channels.buffers(call.workspace, 2)
     arguments = x, dy, mean, inv_std, *sums, *channels.arguments, call.attrs["groups"]
-    call.launch(PROGRAM, "gamma_grad", channels.blocks, *arguments)
+    call.launch(PROGRAM, "gamma_grad", channels.blocks, *arguments, beside=mean)
     for gradient, parts in zip((dgamma, dbeta), sums, strict=True):
         channels.finish(call, PROGRAM, parts, gradient)
     rows, *sizes = _rows(x.shape, call.attrs)
-    call.launch(PROGRAM, "group_norm_grad", (rows,), *call.inputs, dx, *sizes)
+    arguments = *call.inputs, dx, *sizes
+    call.launch(PROGRAM, "group_norm_grad", (rows,), *arguments, beside=mean)
 
 
 def _rows(shape: Sequence[int], attrs: Attrs) -> tuple[int, int, int, int]:

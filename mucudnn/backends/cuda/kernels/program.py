@@ -1,8 +1,9 @@
 """CUDA C of the kernels: what every source begins with, and how one is launched.
 
 A source is compiled at its first launch, for one type of elements and one of indices.
-`T` is what tensors hold, `A` what is computed with, `I` an index: 32 bits wide where
-that is enough, because GPUs divide 64-bit numbers slowly. The sources need no header.
+`T` is what tensors hold, `P` what parameters and statistics beside them do, which may
+be wider, `A` what is computed with, `I` an index: 32 bits wide where that is enough,
+because GPUs divide 64-bit numbers slowly. The sources need no header.
 
 Scalars reach a kernel as `I` (a Python int), `double` (a float) or 64 bits without sign
 (a NumPy scalar). Rates, step numbers and loss scales are read on the device: a launch
@@ -95,6 +96,7 @@ struct BFloat {
 };
 #endif
 typedef ELEMENT T;
+typedef PARAMETER P;
 typedef COMPUTED A;
 typedef INDEX I;
 """
@@ -117,22 +119,33 @@ class Program:
         return tuple(re.findall(r"^KERNEL (\w+)\(", self.body, re.MULTILINE))
 
 
-def compiler_options(dtype: str, *, wide: bool) -> tuple[str, ...]:
+def compiler_options(
+    dtype: str, *, wide: bool, parameters: str | None = None
+) -> tuple[str, ...]:
     """What makes a source one for these elements.
+
+    Args:
+        dtype: Of tensors.
+        wide: Whether indices need 64 bits.
+        parameters: Of parameters and statistics; None is that of tensors.
 
     Raises:
         UnsupportedError: There is no arithmetic in this type.
     """
-    if dtype not in _TYPES:
-        raise UnsupportedError(
-            f"no kernel computes in {dtype}; they do in {', '.join(_TYPES)}"
-        )
+    for name in (dtype, parameters):
+        if name is not None and name not in _TYPES:
+            raise UnsupportedError(
+                f"no kernel computes in {name}; they do in {', '.join(_TYPES)}"
+            )
     element, computed = _TYPES[dtype]
+    beside, _ = _TYPES[parameters or dtype]
     index = "long long" if wide else "int"
-    halves = ("-DHALVES",) if element in ("Half", "BFloat") else ()
+    narrow = {element, beside} & {"Half", "BFloat"}
+    halves = ("-DHALVES",) if narrow else ()
     return (
         "-std=c++17",
         f"-DELEMENT={element}",
+        f"-DPARAMETER={beside}",
         f"-DCOMPUTED={computed}",
         f"-DINDEX={index}",
         f"-DTHREADS={THREADS}",
@@ -150,6 +163,7 @@ class Launcher(Protocol):
         blocks: tuple[int, ...],
         *arguments: Any,
         dtype: Any = None,
+        parameters: Any = None,
     ) -> None:
         """Start a kernel in blocks of `THREADS`; nothing if there are no blocks.
 
@@ -159,6 +173,7 @@ class Launcher(Protocol):
             blocks: Along one or two axes.
             arguments: Arrays, ints, floats, NumPy scalars.
             dtype: Of the elements; if None that of the first argument.
+            parameters: Of parameters and statistics; if None that of the elements.
         """
         ...
 
@@ -182,10 +197,19 @@ class KernelCall:
     workspace: Any
 
     def launch(
-        self, program: Program, kernel: str, blocks: tuple[int, ...], *arguments: Any
+        self,
+        program: Program,
+        kernel: str,
+        blocks: tuple[int, ...],
+        *arguments: Any,
+        beside: Any = None,
     ) -> None:
-        """Start a kernel for elements of the first argument's type."""
-        self.gpu.launch(program, kernel, blocks, *arguments)
+        """Start a kernel for elements of the first argument's type.
+
+        `beside` is a parameter, or a statistic, whose type may be another.
+        """
+        parameters = None if beside is None else beside.dtype
+        self.gpu.launch(program, kernel, blocks, *arguments, parameters=parameters)
 
     def numbers(self, *names: str) -> tuple[float, ...]:
         """The attributes of these names as what a kernel takes as `double`."""
@@ -214,7 +238,7 @@ class CupyLauncher:
 
     def __init__(self, stream: Callable[[], object]) -> None:
         self._stream = stream
-        self._compiled: dict[tuple[Program, str, str, bool], Any] = {}
+        self._compiled: dict[tuple[Program, str, tuple[str, str], bool], Any] = {}
 
     def launch(
         self,
@@ -223,6 +247,7 @@ class CupyLauncher:
         blocks: tuple[int, ...],
         *arguments: Any,
         dtype: Any = None,
+        parameters: Any = None,
     ) -> None:
         """Compile it if this is the first time, and launch it.
 
@@ -234,17 +259,18 @@ class CupyLauncher:
         import numpy as np
 
         wide = any(getattr(a, "size", 1) >= _NARROW for a in arguments)
-        name = (arguments[0].dtype if dtype is None else dtype).name
+        element = arguments[0].dtype if dtype is None else dtype
+        types = element.name, (element if parameters is None else parameters).name
         index = np.int64 if wide else np.int32
         passed = tuple(_scalar(a, index, np.float64) for a in arguments)
         self._stream()
         try:
-            self._function(program, kernel, name, wide)(blocks, (THREADS,), passed)
+            self._function(program, kernel, types, wide)(blocks, (THREADS,), passed)
         except UnsupportedError:
             raise
         except Exception as e:  # of CuPy: to compile, to load or to launch
             raise BackendError(
-                with_remedy(f"{kernel} ({name}) cannot be launched: {e}")
+                with_remedy(f"{kernel} ({types[0]}) cannot be launched: {e}")
             ) from e
 
     def matmul(self, a: Any, b: Any, out: Any) -> None:
@@ -290,12 +316,15 @@ class CupyLauncher:
                 )
             ) from e
 
-    def _function(self, program: Program, kernel: str, dtype: str, wide: bool) -> Any:
-        key = program, kernel, dtype, wide
+    def _function(
+        self, program: Program, kernel: str, types: tuple[str, str], wide: bool
+    ) -> Any:
+        key = program, kernel, types, wide
         if key not in self._compiled:
             import cupy
 
-            options = compiler_options(dtype, wide=wide)
+            dtype, parameters = types
+            options = compiler_options(dtype, wide=wide, parameters=parameters)
             self._compiled[key] = cupy.RawKernel(program.source, kernel, options)
         return self._compiled[key]
 

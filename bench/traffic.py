@@ -1,0 +1,190 @@
+"""What a training step moves on a GPU: launches, bytes and FLOPs, counted, not timed.
+
+The cuda backend's own operations are called with arrays of the right shapes and no
+memory behind them, and every launch is noted with the bytes of the arrays it is given.
+Convolutions count their operands once, whatever an algorithm moves inside. Beside it
+stands the least that any implementation moves: operands of convolutions and matrix
+products once, and what the update reads and writes; everything else could be fused.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bench.table import render
+from mucudnn.backends.cuda.kernels import KERNELS
+from mucudnn.backends.cuda.kernels.program import KernelCall, Program
+from mucudnn.ir.graph import Graph, Node, Phase
+from mucudnn.ir.optimizers import Momentum
+from mucudnn.ir.tensor import TensorSpec
+from mucudnn.models import get_model
+from mucudnn.runtime.training.training_graphs import training_graphs
+
+__all__ = ["Traffic", "run", "table", "traffic_of"]
+
+BATCHES = {"resnet50": 256, "vgg16": 128, "unet2d": 16}
+"""Network -> images in a step."""
+
+PRECISIONS = (None, "float16", "bfloat16")
+_GB = 1e9
+
+
+@dataclass
+class Traffic:
+    """Counted of a step, or of a part of it."""
+
+    launches: int = 0
+    nbytes: int = 0
+    flops: float = 0.0
+
+    def add(self, launches: int, nbytes: int, flops: float = 0.0) -> None:
+        """One more thing that is launched."""
+        self.launches += launches
+        self.nbytes += nbytes
+        self.flops += flops
+
+
+@dataclass
+class _Counting:
+    """A launcher that launches nothing."""
+
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def launch(
+        self,
+        program: Program,
+        kernel: str,
+        blocks: tuple[int, ...],
+        *arguments: Any,
+        dtype: Any = None,
+        parameters: Any = None,
+    ) -> None:
+        del program, kernel, dtype, parameters
+        if 0 not in blocks:
+            arrays = (a.nbytes for a in arguments if isinstance(a, np.ndarray))
+            self.traffic.add(1, sum(arrays))
+
+    def matmul(self, a: Any, b: Any, out: Any) -> None:
+        nbytes = a.nbytes + b.nbytes + out.nbytes
+        self.traffic.add(1, nbytes, 2.0 * a.shape[0] * a.shape[1] * b.shape[1])
+
+    def copy(self, source: Any, target: Any) -> None:
+        read = source.nbytes if isinstance(source, np.ndarray) else 0
+        self.traffic.add(1, read + target.nbytes)
+
+
+def traffic_of(graph: Graph) -> dict[str, Traffic]:
+    """Operation -> what its nodes move in one step of a graph."""
+    found: dict[str, Traffic] = {}
+    for node in graph.nodes:
+        if node.traits.view:
+            continue
+        of_op = found.setdefault(node.op, Traffic())
+        if node.op == "conv":
+            problem = node.attrs["problem"]
+            of_op.add(1, _operand_bytes(graph, node), problem.flops)
+            continue
+        counting = _Counting(of_op)
+        operation = KERNELS[node.op]
+        inputs = [graph.tensors[name] for name in node.inputs]
+        outputs = [graph.tensors[name] for name in node.outputs]
+        scratch = operation.workspace(inputs, outputs, node.attrs)
+        operation.run(
+            KernelCall(
+                counting,
+                [_array(spec) for spec in inputs],
+                [_array(spec) for spec in outputs],
+                node.attrs,
+                _array(TensorSpec("workspace", (scratch,), "uint8")),
+            )
+        )
+    return found
+
+
+def least_bytes(graph: Graph) -> int:
+    """Bytes that any implementation moves: expensive operands once, and the update."""
+    return sum(
+        _operand_bytes(graph, node)
+        for node in graph.nodes
+        if node.traits.expensive or node.phase is Phase.UPDATE
+    )
+
+
+def run() -> dict[str, Any]:
+    """Count steps of every network in every precision. Ready for JSON."""
+    return {
+        "steps": [
+            _step(model, batch, precision)
+            for model, batch in BATCHES.items()
+            for precision in PRECISIONS
+        ]
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """A line a step, and what moves most in each."""
+    header = ("model", "precision", "launches", "GB", "conv GB", "beside GB")
+    header += ("least GB", "TFLOP", "most beside convolutions, GB")
+    rows = []
+    for step in result["steps"]:
+        beside = Counter(
+            {op: t["bytes"] for op, t in step["operations"].items() if op != "conv"}
+        )
+        most = ", ".join(f"{op} {n / _GB:.1f}" for op, n in beside.most_common(5))
+        rows.append(
+            (
+                f"{step['model']} N={step['batch']}",
+                step["precision"],
+                step["launches"],
+                step["bytes"] / _GB,
+                step["conv_bytes"] / _GB,
+                (step["bytes"] - step["conv_bytes"]) / _GB,
+                step["least_bytes"] / _GB,
+                step["flops"] / 1e12,
+                most,
+            )
+        )
+    return render(header, rows)
+
+
+def _step(model: str, batch: int, precision: str | None) -> dict[str, Any]:
+    graph = training_graphs(
+        get_model(model)(batch),
+        None,
+        Momentum(0.1),
+        when="early",
+        parts=1,
+        precision=precision,
+        loss_scale=None,
+    ).steps[0]
+    found = traffic_of(graph)
+    return {
+        "model": model,
+        "batch": batch,
+        "precision": precision or "float32",
+        "launches": sum(t.launches for t in found.values()),
+        "bytes": sum(t.nbytes for t in found.values()),
+        "conv_bytes": found["conv"].nbytes,
+        "least_bytes": least_bytes(graph),
+        "flops": sum(t.flops for t in found.values()),
+        "operations": {
+            op: {"launches": t.launches, "bytes": t.nbytes, "flops": t.flops}
+            for op, t in sorted(found.items())
+        },
+    }
+
+
+def _operand_bytes(graph: Graph, node: Node) -> int:
+    return sum(graph.tensors[name].nbytes for name in (*node.inputs, *node.outputs))
+
+
+def _array(spec: TensorSpec) -> Any:
+    """An array of this shape and type over the bytes of one element."""
+    return np.broadcast_to(np.zeros((), _dtype(spec.dtype)), spec.shape)
+
+
+def _dtype(name: str) -> Any:
+    return np.dtype(np.uint16 if name == "bfloat16" else name)

@@ -1,0 +1,1 @@
+"""What nodes cost: times, scratch memory, and the rate of copies."""

@@ -1,0 +1,32 @@
+"""How times and bytes are measured, by device."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from mucudnn.torch.measurement.cpu import CpuMeter
+from mucudnn.torch.measurement.cuda import CudaMeter
+
+__all__ = ["Meter", "Prepared", "meter_of"]
+
+Prepared = Callable[[], Callable[[], object]]
+"""Makes what a call needs beforehand, which is not counted; the call."""
+
+
+class Meter(Protocol):
+    """Measures calls on one device."""
+
+    def time_ms(self, call: Callable[[], object]) -> float:
+        """The median time of a call that has run before."""
+
+    def most_bytes(self, calls: Sequence[Prepared]) -> list[int]:
+        """The most that each call has in use of what it allocates, results included."""
+
+    def rates(self) -> tuple[float, float]:
+        """Bytes a ms that are copied to the host, and back."""
+
+
+def meter_of(device: torch.device) -> Meter:
+    """What measures on a device."""
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()

@@ -1,0 +1,1 @@
+"""Measurements and plans of PyTorch steps, remembered from process to process."""

@@ -1,0 +1,67 @@
+"""CUDA's own compiler from its wheel, by ctypes: no GPU, driver or CuPy is needed."""
+
+import ctypes
+import functools
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+__all__ = ["ARCHITECTURES", "compiled"]
+
+ARCHITECTURES = (70, 75, 80, 90, 100)
+"""Volta, Turing, Ampere, Hopper, Blackwell; an NVRTC knows some of them."""
+
+
+@functools.cache
+def library():
+    """The library of an installed wheel; None where there is none."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = (spec and spec.submodule_search_locations) or ()
+    found = [path for at in folders for path in Path(at).rglob("libnvrtc.so.*")]
+    found = [path for path in found if re.fullmatch(r"libnvrtc\.so\.\d+", path.name)]
+    return ctypes.CDLL(str(found[0])) if found else None
+
+
+def architectures():
+    """Those of `ARCHITECTURES` that this NVRTC compiles for."""
+    nvrtc = library()
+    if nvrtc is None:
+        pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc-cu12")
+    count = ctypes.c_int()
+    assert nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count)) == 0
+    known = (ctypes.c_int * count.value)()
+    assert nvrtc.nvrtcGetSupportedArchs(known) == 0
+    return [arch for arch in ARCHITECTURES if arch in known[:]]
+
+
+def compiled(source, name, options=()):
+    """Machine code for each architecture; what does not compile fails the test."""
+    return [_compile(source, name, arch, options) for arch in architectures()]
+
+
+def _compile(source, name, arch, options):
+    nvrtc = library()
+    program = ctypes.c_void_p()
+    text = source.encode()
+    made = nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), text, f"{name}.cu".encode(), 0, None, None
+    )
+    assert made == 0
+    try:
+        given = [f"--gpu-architecture=sm_{arch}", *options]
+        values = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
+        if nvrtc.nvrtcCompileProgram(program, len(given), values):
+            pytest.fail(f"sm_{arch}: {_text(nvrtc, program, 'ProgramLog').decode()}")
+        return _text(nvrtc, program, "CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _text(nvrtc, program, what):
+    size = ctypes.c_size_t()
+    assert nvrtc[f"nvrtcGet{what}Size"](program, ctypes.byref(size)) == 0
+    room = ctypes.create_string_buffer(size.value)
+    assert nvrtc[f"nvrtcGet{what}"](program, room) == 0
+    return room.raw

@@ -1,0 +1,123 @@
+"""Kernels in half precision, by their own source, against the CPU's in float64.
+
+Their inputs are rounded first; results may be a few roundings of the narrow type apart.
+Parameters and statistics are in the same type, or in single precision beside it, as a
+network in mixed precision has them.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+
+from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS, bind as bind_cpu
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cuda.kernels import KERNELS, bind
+from mucudnn.backends.cuda.kernels.program import CupyLauncher
+from mucudnn.ir.tensor import TensorSpec
+from tests.cuda_emulator import COMPILER
+from tests.cupy_fake import StrictArray, StrictCupy
+from tests.mirror_cases import cases
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++"),
+]
+
+TYPES = {"float16": (np.float16, 2**-11), "bfloat16": (ml_dtypes.bfloat16, 2**-8)}
+ROUNDINGS = 16
+WIDE = {
+    "bias": ((1,), ()),
+    "bias_grad": ((), (0,)),
+    "batch_norm": ((1, 2, 3, 4), (1, 2)),
+    "batch_norm_eval": ((1, 2, 3, 4), ()),
+    "batch_norm_grad": ((2, 3, 4), (1, 2)),
+    "group_norm": ((1, 2), (1, 2)),
+    "group_norm_grad": ((2, 3, 4), (1, 2)),
+}
+"""Operation -> its inputs and its results that are wide in mixed precision."""
+
+
+def computed(kernel, case, types, wrap):
+    """What a kernel leaves in its results, or in its inputs where it has none."""
+
+    def made(shape, dtype, values=None):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        array = np.full(size, 0xFF, np.uint8).view(dtype).reshape(shape)
+        if values is not None:
+            array[...] = values
+        return array
+
+    kinds, results = types(case)
+    inputs = [made(a.shape, t, a) for a, t in zip(case.inputs, kinds, strict=True)]
+    shapes = (shape for shape, _ in case.outputs)
+    outputs = [made(shape, t) for shape, t in zip(shapes, results, strict=True)]
+    specs = [
+        [TensorSpec("t", a.shape, a.dtype.name) for a in some]
+        for some in (inputs, outputs)
+    ]
+    scratch = np.full(kernel.workspace(*specs, case.attrs), 0xFF, np.uint8)
+    arrays = [[wrap(a) for a in some] for some in (inputs, outputs)]
+    kernel.run(*arrays, case.attrs, wrap(scratch) if scratch.size else None)
+    return [a.astype("f8") for a in outputs or inputs]
+
+
+def narrowing(narrow, mixed):
+    """The types of a case's inputs and results."""
+
+    def types(case):
+        wide = WIDE[case.op] if mixed else ((), ())
+        given = [a.dtype for a in case.inputs], [np.dtype(t) for _, t in case.outputs]
+        return [
+            [
+                t if t.kind != "f" else np.dtype("f4") if i in wide[side] else narrow
+                for i, t in enumerate(some)
+            ]
+            for side, some in enumerate(given)
+        ]
+
+    return types
+
+
+def rounded(case, types):
+    """The case with inputs that the narrow types have."""
+    kinds, _ = types(case)
+    case.inputs = [
+        a.astype(t).astype(a.dtype) for a, t in zip(case.inputs, kinds, strict=True)
+    ]
+    return case
+
+
+def agree(found, expected, rounding, case):
+    for one, other in zip(found, expected, strict=True):
+        assert (np.isnan(one) == np.isnan(other)).all(), case.op
+        told = np.isfinite(other) & (np.abs(other) < 6e4)  # a step's number is no float
+        one, other = one[told], other[told]
+        scale = max(1.0, np.abs(other).max(initial=0))
+        apart = np.abs(one - other).max(initial=0) / scale / rounding
+        assert apart <= ROUNDINGS, (case.op, [a.shape for a in case.inputs], apart)
+
+
+def as_given(case):
+    return [a.dtype for a in case.inputs], [dtype for _, dtype in case.outputs]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("name", TYPES)
+def test_every_kernel_in_half_precision(name, mixed, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", StrictCupy(tmp_path))
+    narrow, rounding = TYPES[name]
+    types = narrowing(np.dtype(narrow), mixed)
+    ours, cpu = bind(CupyLauncher(lambda: None)), bind_cpu(Workers(1))
+    seen = set()
+    for case in cases("f8"):
+        if case.op == "cast" or (mixed and case.op not in WIDE):
+            continue
+        rounded(case, types)
+        expected = computed(cpu[case.op], case, as_given, lambda a: a)
+        found = computed(ours[case.op], case, types, StrictArray)
+        agree(found, expected, rounding, case)
+        seen.add(case.op)
+    assert seen == (set(WIDE) if mixed else set(KERNELS) & set(CPU_KERNELS) - {"cast"})

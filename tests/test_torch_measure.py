@@ -1,0 +1,134 @@
+"""What nodes take: the CPU's meter beside known calls, the GPU's beside a stand-in."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mucudnn.torch.measurement import cuda as cuda_meter  # noqa: E402
+from mucudnn.torch.measurement.cpu import CpuMeter  # noqa: E402
+from mucudnn.torch.measurement.cuda import CudaMeter  # noqa: E402
+from mucudnn.torch.measurement.meters import meter_of  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+]
+
+
+def test_bytes_of_calls_are_those_that_they_allocate():
+    def three():
+        x = torch.zeros(1000, dtype=torch.uint8)
+
+        def call():
+            first = x.clone()  # 1000
+            second = first.clone()  # 2000
+            del first
+            return second.clone(), second  # 2000 again
+
+        return call
+
+    def nothing():
+        x = torch.zeros(8)
+        return lambda: x.view(2, 4)
+
+    def large():
+        return lambda: torch.zeros(1 << 20, dtype=torch.uint8)
+
+    assert CpuMeter().most_bytes([three, nothing, large]) == [2000, 0, 1 << 20]
+
+
+def test_times_are_of_the_call_itself():
+    x = torch.randn(200, 200)
+    meter = CpuMeter()
+    once = meter.time_ms(lambda: x @ x)
+    many = meter.time_ms(lambda: [x @ x for _ in range(200)])
+    assert 0 < once < many
+
+
+class Gpu:
+    """A device on which every call takes a time and bytes that are told."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.bytes = 100
+        self.peak = 100
+        self.synchronized = 0
+
+    def compute(self, ms, nbytes=0, kept=0):
+        self.now += ms
+        self.peak = max(self.peak, self.bytes + nbytes)
+        self.bytes += kept
+
+    def current_stream(self, device):
+        return "stream"
+
+    def Event(self, enable_timing=False):  # noqa: N802  (its name there)
+        assert enable_timing
+        return _Event(self)
+
+    def synchronize(self, device):
+        self.synchronized += 1
+
+    def reset_peak_memory_stats(self, device):
+        self.peak = self.bytes
+
+    def memory_stats(self, device):
+        return {cuda_meter._CURRENT: self.bytes, cuda_meter._PEAK: self.peak}
+
+
+class _Event:
+    def __init__(self, gpu):
+        self._gpu = gpu
+        self.at = None
+        self._done = False
+
+    def record(self, stream):
+        assert stream == "stream"
+        self.at = self._gpu.now
+
+    def synchronize(self):
+        self._done = True
+
+    def elapsed_time(self, other):
+        assert other._done, "the device may not be there yet"
+        return other.at - self.at
+
+
+@pytest.mark.parametrize("ms", [0.25, 100.0])
+def test_a_gpu_is_timed_by_events(ms):
+    gpu = Gpu()
+    calls = []
+
+    def call():
+        calls.append(1)
+        gpu.compute(ms)
+
+    assert CudaMeter(torch.device("cuda", 0), gpu).time_ms(call) == ms
+    assert len(calls) == (1 if ms > 5 else 1 + 3 * 8)  # long ones but once
+
+
+def test_bytes_of_a_gpu_are_what_is_asked_for_beyond_what_was_there():
+    gpu = Gpu()
+
+    def prepared(nbytes):
+        def make():
+            gpu.compute(0, 5000, 0)  # operands, which are not counted
+            return lambda: gpu.compute(1, nbytes, 10)
+
+        return make
+
+    meter = CudaMeter(torch.device("cuda", 0), gpu)
+    assert meter.most_bytes([prepared(70), prepared(30)]) == [70, 30]
+    assert gpu.synchronized == 2
+
+
+def test_the_statistics_that_are_read_are_pytorchs():
+    from torch.cuda import memory
+
+    text = memory.memory_stats.__doc__
+    assert "requested_bytes.{all,large_pool,small_pool}.{current,peak" in text
+
+
+def test_a_device_has_its_meter():
+    assert isinstance(meter_of(torch.device("cpu")), CpuMeter)
+    assert isinstance(meter_of(torch.device("cuda", 0)), CudaMeter)

@@ -1,0 +1,340 @@
+"""A second process begins at once, and no file of the cache does any harm."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  (where there is PyTorch)
+
+import mucudnn.torch as mt  # noqa: E402
+from mucudnn.runtime.database.cache import CacheWarning  # noqa: E402
+from mucudnn.torch.measure import measured  # noqa: E402
+from mucudnn.torch.plan_cache.entries import Entries  # noqa: E402
+from mucudnn.torch.plan_cache.store import default_folder, open_plans  # noqa: E402
+from mucudnn.torch.plan_cache.structure import (  # noqa: E402
+    Places,
+    Unnameable,
+    structure_of,
+)
+from tests.torch_steps import build  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "plans"
+
+
+def residual_net():
+    """A residual block and what it is trained with."""
+    torch.manual_seed(0)
+
+    class Block(nn.Module):
+        def __init__(self, inputs, width, stride):
+            super().__init__()
+            self.one = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
+            self.two = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+            self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+            self.short = nn.Conv2d(inputs, width, 1, stride, bias=False)
+
+        def forward(self, x):
+            y = torch.relu(self.norms[0](self.one(x)))
+            return torch.relu(self.norms[1](self.two(y)) + self.short(x))
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), Block(8, 16, 2), nn.Flatten())
+    model.append(nn.Linear(16 * 8 * 8, 10))
+    batch = torch.randn(4, 3, 16, 16), torch.randint(0, 10, (4,))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    return model, nn.functional.cross_entropy, optimizer, batch
+
+
+class Counted:
+    """Costs that count how often they are asked."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __call__(self, lowered):
+        self.times += 1
+        return measured(lowered)
+
+
+def planned(folder, budget=None, net=residual_net):
+    """A plan, and how often was measured."""
+    model, loss_fn, optimizer, batch = net()
+    counted = Counted()
+    plans = open_plans(folder)
+    limit = float("inf") if budget is None else budget
+    step = mt.TrainStep(model, loss_fn, optimizer, limit, counted, plans)
+    return step.prepare(*batch), counted.times
+
+
+def small_net(width=6):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+    batch = torch.randn(3, 4), torch.randint(0, 2, (3,))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return model, nn.functional.cross_entropy, optimizer, batch
+
+
+SECOND = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+torch.set_num_threads({threads})
+from tests.test_torch_plan_cache import planned
+from mucudnn.torch.plan_cache import store
+def never(request):
+    raise AssertionError("planned anew")
+store.plan_step = never
+plan, times = planned({folder!r}, {budget})
+print(times)
+print(plan.peak_bytes)
+print(plan.source)
+"""
+
+
+def test_a_second_process_neither_measures_nor_searches(folder, monkeypatch):
+    for name in ("_WORK", "MOST_SAVED"):  # a search that ends soon
+        monkeypatch.setattr(f"mucudnn.passes.planning.search.{name}", 0)
+    free, _ = planned(folder)
+    budget = round(0.9 * free.peak_bytes)
+    first, times = planned(folder, budget)
+    assert times == 0  # measurements serve every budget
+    assert first.leaving or first.recomputed
+    root = Path(__file__).resolve().parent.parent
+    code = SECOND.format(
+        root=str(root),
+        threads=torch.get_num_threads(),
+        folder=str(folder),
+        budget=budget,
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    times, peak, source = found.stdout.split("\n", 2)
+    assert (times, int(peak)) == ("0", first.peak_bytes)
+    assert source.strip() == first.source.strip()
+
+
+def harm(name):
+    def truncate(path):
+        path.write_bytes(path.read_bytes()[:-10])
+
+    def empty(path):
+        path.write_bytes(b"")
+
+    def flip(path):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0x55
+        path.write_bytes(data)
+
+    def foreign(path):
+        path.write_bytes(b"\x89PNG\r\n" + bytes(range(256)))
+
+    def deep(path):
+        path.write_text("[" * 100_000)
+
+    def newer(path):
+        whole = json.loads(path.read_text())
+        path.write_text(json.dumps({**whole, "schema": 99}))
+
+    def folder_there(path):
+        path.unlink()
+        path.mkdir()
+
+    def pipe(path):
+        path.unlink()
+        os.mkfifo(path)
+
+    return locals()[name]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["truncate", "empty", "flip", "foreign", "deep", "newer", "folder_there", "pipe"],
+)
+def test_what_is_not_an_entry_is_passed_over_and_planned_again(folder, kind):
+    wanted, _ = planned(folder, net=small_net)
+    for path in sorted(folder.iterdir()):
+        harm(kind)(path)
+    with pytest.warns(CacheWarning, match="passing over"):
+        found, times = planned(folder, net=small_net)
+    assert times == 1
+    assert found.source == wanted.source
+    if kind in ("folder_there", "pipe"):
+        return  # nothing can be written there
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        assert planned(folder, net=small_net)[1] == 0  # and it was written anew
+
+
+def test_an_entry_of_another_graph_is_noticed(folder):
+    planned(folder, net=small_net)
+    [mine, _] = folder.iterdir()
+    planned(folder, net=lambda: small_net(7))
+    for path in folder.iterdir():
+        path.write_bytes(mine.read_bytes())  # it is whole, but not of this graph
+    with pytest.warns(CacheWarning, match="of something else"):
+        planned(folder, net=lambda: small_net(7))
+
+
+def test_a_decision_that_leads_elsewhere_is_not_followed(folder):
+    wanted, _ = planned(folder, net=small_net)
+    entries = Entries(folder)
+    changed = 0
+    for path in folder.iterdir():
+        value = entries.get(path.stem)
+        if "schedule" in value:
+            entries.put(path.stem, {**value, "schedule": "0" * 64})
+            changed += 1
+    assert changed == 1
+    with pytest.warns(CacheWarning, match="another schedule"):
+        found, times = planned(folder, net=small_net)
+    assert (found.source, times) == (wanted.source, 0)
+
+
+def test_graphs_that_differ_in_anything_but_names_are_apart(folder):
+    def names_of(net):
+        before = set(folder.iterdir()) if folder.exists() else set()
+        planned(folder, net=net)
+        return set(folder.iterdir()) - before
+
+    def wider():
+        return small_net(7)
+
+    def renamed():
+        model, loss_fn, optimizer, batch = small_net()
+        other = nn.Sequential()
+        for i, module in enumerate(model):
+            other.add_module(f"other{i}", module)
+        return other, loss_fn, optimizer, batch
+
+    def sharper():
+        model, _, optimizer, batch = small_net()
+
+        def loss_fn(out, target):
+            return nn.functional.cross_entropy(out, target, label_smoothing=0.25)
+
+        return model, loss_fn, optimizer, batch
+
+    def heavier():
+        model, loss_fn, _, batch = small_net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.5)
+        return model, loss_fn, optimizer, batch
+
+    assert len(names_of(small_net)) == 2
+    assert not names_of(small_net)
+    assert not names_of(renamed)
+    for other in (wider, sharper, heavier):
+        assert len(names_of(other)) == 2
+
+
+def test_settings_that_change_times_are_part_of_the_key(folder):
+    assert planned(folder, net=small_net)[1] == 1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert planned(folder, net=small_net)[1] == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert planned(folder, net=small_net)[1] == 0
+
+
+def test_without_a_place_to_write_it_works(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("mine")
+    with pytest.warns(CacheWarning, match="not remembered") as caught:
+        _, times = planned(blocked, net=small_net)
+    assert times == 1
+    assert blocked.read_text() == "mine"
+    assert len(caught) == 1
+
+
+def test_a_full_disk_is_no_failure(folder, monkeypatch):
+    def full(path, contents):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mucudnn.torch.plan_cache.entries.write_whole", full)
+    with pytest.warns(CacheWarning, match="No space left"):
+        _, times = planned(folder, net=small_net)
+    assert times == 1
+
+
+def test_the_folder_does_not_grow_without_end(tmp_path):
+    entries = Entries(tmp_path, most=3000)
+    (tmp_path / "mine.txt").write_text("x" * 5000)
+    keys = [f"{i:064x}" for i in range(8)]
+    for i, key in enumerate(keys):
+        entries.put(key, "x" * 700)
+        os.utime(tmp_path / f"{key}.json", (i, i))
+    left = [key for key in keys if entries.get(key) is not None]
+    assert left == keys[-len(left) :]  # those that were asked for last
+    assert 2 <= len(left) <= 4
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_what_a_name_does_not_tell_is_not_remembered():
+    _, lowered = captured_small()
+    name, call = next(iter(lowered.calls.items()))
+    closure = replace(call, function=lambda *args: args)
+    other = replace(lowered, calls={**lowered.calls, name: closure})
+    with pytest.raises(Unnameable, match="not told by a name"):
+        structure_of(other, Places(other))
+
+
+def captured_small():
+    model, loss_fn, optimizer, batch = small_net()
+    found = []
+    plan = mt.TrainStep(
+        model,
+        loss_fn,
+        optimizer,
+        float("inf"),
+        lambda lowered: found.append(lowered) or measured(lowered),
+    ).prepare(*batch)
+    return plan, found[0]
+
+
+def test_faces_take_a_cache(folder):
+    model, loss_fn, optimizer, batch = small_net()
+    mt.train_step(model, loss_fn, optimizer, cache=folder).prepare(*batch)
+    assert len(list(folder.iterdir())) == 2
+    mt.train_step(model, loss_fn, optimizer).prepare(*batch)
+    assert len(list(default_folder().iterdir())) >= 2
+    before = set(default_folder().iterdir())
+    other, _, its, _ = small_net(9)
+    mt.train_step(other, loss_fn, its, cache=None).prepare(*batch)
+    assert set(default_folder().iterdir()) == before
+    for wrong, error in ((3, TypeError), ("", ValueError)):
+        with pytest.raises(error, match="cache"):
+            mt.train_step(model, loss_fn, optimizer, cache=wrong)
+
+
+def test_a_compiled_model_is_planned_once(folder, monkeypatch):
+    name, loss_fn, batch = "mlp", None, None
+    model, loss_fn, batch = build(name)
+    first = mt.backend(budget="4MiB", cache=folder)
+    loss_fn(torch.compile(model, backend=first)(batch[0]), batch[1]).backward()
+    torch._dynamo.reset()
+
+    def never(lowered):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("mucudnn.torch.compiled.measured", never)
+    second = mt.backend(budget="4MiB", cache=folder)
+    loss_fn(torch.compile(model, backend=second)(batch[0]), batch[1]).backward()
+    torch._dynamo.reset()
+    assert [p.source for p in second.plans] == [p.source for p in first.plans]
