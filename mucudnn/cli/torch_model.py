@@ -56,7 +56,7 @@ def torch_step(
         return None
     _refuse_others(ctx, name)
     try:
-        from mucudnn.torch.memory_study import memory
+        from mucudnn.torch import memory
     except ImportError as e:
         raise BadInputError(f"{name} is a model of PyTorch's; {_INSTALL}") from e
     logging.getLogger(_TRACES).setLevel(logging.CRITICAL)

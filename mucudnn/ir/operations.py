@@ -69,7 +69,9 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         "batch_norm": NodeTraits(
             replay=(("update", False),), narrow=True, rereads=(0,)
         ),
-        "batch_norm_eval": NodeTraits(narrow=True, batch=Batch((0, *(None,) * 4), (0,))),
+        "batch_norm_eval": NodeTraits(
+            narrow=True, batch=Batch((0, *(None,) * 4), (0,))
+        ),
         "batch_norm_grad": NodeTraits(overwrites=(1,), rereads=(0,)),
         "bias": NodeTraits(overwrites=(0,), narrow=True, batch=Batch((0, None), (0,))),
         "bias_grad": NodeTraits(batch=Batch((0,), (None,))),
