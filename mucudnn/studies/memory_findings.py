@@ -16,6 +16,7 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.comparison import Technique, best_technique
+from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.scheduling.costs import state_bytes
@@ -87,7 +88,7 @@ class MemoryStudy:
         interrupted: Whether Ctrl-C ended it early.
     """
 
-    spec: StepSpec
+    spec: StepSpec | DescribedStep
     image: tuple[int, ...]
     parameters: int
     budget: int

@@ -23,6 +23,7 @@ from mucudnn.passes.planning.comparison import (
     try_technique,
     unbounded,
 )
+from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
@@ -34,8 +35,9 @@ from mucudnn.passes.residency import (
     policy_names,
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
+from mucudnn.studies.costed_step import CostedStep, costed_step
 from mucudnn.studies.memory_findings import MemoryStudy, StepSpec
-from mucudnn.studies.step_costs import CPU, StepCosts
+from mucudnn.studies.step_costs import CPU
 
 __all__ = ["CPU", "SHARES", "MemoryStudy", "StepSpec", "study_memory"]
 
@@ -44,7 +46,7 @@ SHARES = (1.0, 0.7, 0.5, 0.3)
 
 
 def study_memory(
-    step: Graph | StepSpec,
+    step: Graph | StepSpec | DescribedStep,
     *,
     policies: Sequence[str | ResidencyPolicy] | None = None,
     schedulers: Sequence[str | Scheduler] = (),
@@ -67,7 +69,8 @@ def study_memory(
         study.best.policy, study.slowdown(study.best)
 
     Args:
-        step: A network with its loss, or more about its step.
+        step: A network with its loss, or more about its step; or one of another
+            framework's, which brings its costs.
         policies: Names in `policy_names()`, or functions; if not given, all of them.
         schedulers: Names in `SCHEDULERS`, or functions; if not given, each policy's
             own.
@@ -87,8 +90,11 @@ def study_memory(
             recordings know nothing of the step, or the graph is none to be trained.
         BackendUnavailableError: A recording is missing, or is something else.
     """
-    spec = _spec_of(step) if device is None else replace(_spec_of(step), device=device)
-    if max_batch and isinstance(spec.model, Graph):
+    described = isinstance(step, DescribedStep)
+    if described and (device, profile, recordings) != (None, None, ()):
+        raise ValueError("a described step has its costs: give no others")
+    spec = step if isinstance(step, DescribedStep) else _spec_of(step, device)
+    if max_batch and isinstance(spec, StepSpec) and isinstance(spec.model, Graph):
         raise ValueError(
             f"max_batch needs other batches than {spec.batch}, and a graph has one; "
             "pass StepSpec(model=…, batch=…) with a name or a function of the batch"
@@ -102,17 +108,16 @@ def study_memory(
     nbytes = None if budget is None else parse_bytes(budget)
     say = progress or (lambda what, done, total: None)
     say("building the step", 0, 1)
-    graph = spec.graph()
-    say("what its operations cost", 0, 1)
-    costs = StepCosts(graph, spec.device, profile, recordings)
-    return _Study(spec, graph, costs, policies, schedulers, nbytes, say).run(
+    costed = costed_step(spec, profile, recordings, say)
+    return _Study(spec, costed, policies, schedulers, nbytes, say).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget
     )
 
 
-def _spec_of(step: object) -> StepSpec:
+def _spec_of(step: object, device: str | None) -> StepSpec:
+    """A step as it was asked for, on a device if one is given."""
     if isinstance(step, StepSpec):
-        return step
+        return step if device is None else replace(step, device=device)
     if not isinstance(step, Graph):
         raise TypeError(
             f"a step is a Graph or a StepSpec, got {step!r}; networks are made with "
@@ -128,27 +133,27 @@ def _spec_of(step: object) -> StepSpec:
         raise ValueError(
             "the graph computes gradients already; pass the network with its loss"
         )
-    return StepSpec(model=step, batch=step.tensors[IMAGE].shape[0])
+    spec = StepSpec(model=step, batch=step.tensors[IMAGE].shape[0])
+    return spec if device is None else replace(spec, device=device)
 
 
 class _Study:
     def __init__(
         self,
-        spec: StepSpec,
-        graph: Graph,
-        costs: StepCosts,
+        spec: StepSpec | DescribedStep,
+        costed: CostedStep,
         policies: Sequence[str | ResidencyPolicy],
         schedulers: Sequence[str | Scheduler],
         budget: int | None,
         say: Callable[[str, int, int], None],
     ) -> None:
-        self._spec, self._costs = spec, costs
+        self._spec, self._costed = spec, costed
         self._policies = by_name("policies", policies)
         self._schedulers = by_name("schedulers", schedulers)
         self._say = say
-        self._step = StepRequest(graph, costs.profile)
+        self._step = costed.step
         say("the step without a budget", 0, 1)
-        self._unbounded = unbounded(graph, costs.profile)
+        self._unbounded = unbounded(costed.step.graph, costed.step.profile)
         self._budget = _memory_of(spec.device) if budget is None else budget
         self._minimum: int | None = None
         self._techniques: list[Technique] = []
@@ -175,13 +180,13 @@ class _Study:
             interrupted = True
         return MemoryStudy(
             spec=self._spec,
-            image=tuple(self._step.graph.tensors[IMAGE].shape[1:]),
-            parameters=self._step.graph.parameter_count,
+            image=self._costed.image,
+            parameters=self._costed.parameters,
             budget=self._budget,
             unbounded=self._unbounded,
             minimum=self._minimum,
-            figures=self._costs.figures,
-            convolutions=self._costs.coverage,
+            figures=self._costed.figures,
+            convolutions=self._costed.convolutions,
             techniques=tuple(self._techniques),
             placed=self._placed,
             unplaced=self._unplaced,
@@ -247,10 +252,7 @@ class _Study:
             self._min_budget[policy] = self._least(self._step, policy)
 
     def _find_max_batches(self) -> None:
-        @functools.cache
-        def step(batch: int) -> StepRequest:
-            graph = self._spec.graph(batch)
-            return StepRequest(graph, self._costs.at_another_batch(graph))
+        step = functools.cache(self._costed.at)
 
         @functools.cache
         def least(batch: int, policy: str) -> int:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     )
     from mucudnn.torch.conv.backend import cpu_backend as cpu_backend
     from mucudnn.torch.conv.context import convolutions as convolutions
+    from mucudnn.torch.hints.partitioner import (
+        HintedPartitioner as HintedPartitioner,
+        partitioner as partitioner,
+    )
+    from mucudnn.torch.hints.selective import checkpoint_contexts as checkpoint_contexts
     from mucudnn.torch.memory_study import MemoryStudy as MemoryStudy, memory as memory
     from mucudnn.torch.step import TrainStep as TrainStep, train_step as train_step
     from mucudnn.torch.step_plan import TorchPlan as TorchPlan
@@ -35,6 +40,8 @@ _HOMES = {
     "compiled": ("CompileBackend", "backend"),
     "conv.backend": ("cpu_backend",),
     "conv.context": ("convolutions",),
+    "hints.partitioner": ("HintedPartitioner", "partitioner"),
+    "hints.selective": ("checkpoint_contexts",),
     "memory_study": ("MemoryStudy", "memory"),
     "step": ("TrainStep", "train_step"),
     "step_plan": ("TorchPlan",),
@@ -45,13 +52,16 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CompileBackend",
+    "HintedPartitioner",
     "MemoryStudy",
     "TorchPlan",
     "TrainStep",
     "backend",
+    "checkpoint_contexts",
     "convolutions",
     "cpu_backend",
     "memory",
+    "partitioner",
     "train_step",
 ]
 
