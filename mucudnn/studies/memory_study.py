@@ -152,6 +152,7 @@ class _Study:
         self._budget = _memory_of(spec.device) if budget is None else budget
         self._minimum: int | None = None
         self._techniques: list[Technique] = []
+        self._requests_of: dict[tuple[str, str], StepRequest] = {}
         self._placed: PlacedStep | None = None
         self._unplaced = ""
         self._curve: list[Technique] = []
@@ -192,30 +193,25 @@ class _Study:
         )
 
     def _requests(self, step: StepRequest, policy: str) -> list[StepRequest]:
-        """A step by one policy and each of the schedulers, or the policy's own."""
+        """A step by one policy and each of the schedulers, or as the policy likes."""
         asked = replace(step, policy=self._policies[policy])
-        schedulers = self._schedulers.values() or (asked.timing,)
-        return [asked.scheduled(scheduler) for scheduler in schedulers]
+        return [asked.scheduled(s) for s in self._schedulers.values()] or [asked]
 
     def _try_techniques(self) -> None:
         step = self._step.within(self._budget)
         asked = [r for policy in self._policies for r in self._requests(step, policy)]
         for i, request in enumerate(asked):
-            policy, scheduler = name_of(request.policy), name_of(request.timing)
-            self._say(f"{policy}, {scheduler}", i, len(asked))
-            self._techniques.append(try_technique(request))
+            self._say(_words(request), i, len(asked))
+            found = try_technique(request)
+            self._techniques.append(found)
+            self._requests_of[found.policy, found.scheduler] = request
 
     def _place_best(self) -> None:
         best = best_technique(self._techniques)
         if best is None:
             return
         self._say("places in the arena", 0, 1)
-        step = self._step.within(self._budget)
-        (request,) = (
-            request
-            for request in self._requests(step, best.policy)
-            if name_of(request.timing) == best.scheduler
-        )
+        request = self._requests_of[best.policy, best.scheduler]
         try:
             self._placed = place_step(request, best.plan)
         except PlanningError as e:
@@ -267,6 +263,14 @@ class _Study:
                 start=self._spec.batch,
                 progress=say,
             )
+
+
+def _words(request: StepRequest) -> str:
+    """A technique as it is tried."""
+    free = request.policy == PLANNED and request.scheduler is None
+    return f"{name_of(request.policy)}, " + (
+        "any scheduler" if free else name_of(request.timing)
+    )
 
 
 def _memory_of(device: str) -> int:
