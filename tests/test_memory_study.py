@@ -97,3 +97,25 @@ def test_the_search_takes_any_scheduler_where_none_is_named(monkeypatch):
         budget="6MiB",
     )
     assert asked == [(PLANNED, "timed")]
+
+
+def test_a_study_says_what_no_plan_beats():
+    graph = get_model("lenet")(256)
+    spec = {"policies": ("lru", PLANNED), "device": "p100"}
+    most = study_memory(graph, budget="1GiB", **spec).unbounded.peak_bytes
+    found = study_memory(graph, budget=int(0.6 * most), curve=True, **spec)
+    least = found.least_ms[found.budget]
+    assert found.unbounded_ms * 0.999 <= least <= found.best.step_ms
+    assert found.gap(found.best) == pytest.approx(found.best.step_ms / least - 1)
+    (ours,) = (t for t in found.techniques if t.policy == PLANNED)
+    assert ours.plan.least_ms == least
+    assert ours.plan.gap == found.gap(ours)
+    assert "above the best" in repr(ours.plan)
+    assert set(found.least_ms) == {found.budget, *(t.budget for t in found.curve)}
+    rows = found.to_json()["rows"]
+    assert [row["least_ms"] for row in rows] == [least] * 2
+    assert [row["gap"] for row in rows] == [found.gap(t) for t in found.techniques]
+    techniques, curve = memory_tables(found)
+    assert f"{found.gap(found.best):.1%}" in techniques.rows[-1]
+    assert any("no plan within the budget takes less" in n for n in techniques.notes)
+    assert curve.rows[-1][0] == "(no plan below)"

@@ -6,6 +6,7 @@ what is done.
 """
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from mucudnn.passes.planning.comparison import (
     try_technique,
     unbounded,
 )
+from mucudnn.passes.planning.lower_bound import lower_bound
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
@@ -155,6 +157,8 @@ class _Study:
         self._requests_of: dict[tuple[str, str], StepRequest] = {}
         self._placed: PlacedStep | None = None
         self._unplaced = ""
+        self._least_ms: dict[int, float] = {}
+        self._loose: dict[int, str] = {}
         self._curve: list[Technique] = []
         self._max_batch: dict[str, int] = {}
         self._min_budget: dict[str, int] = {}
@@ -163,6 +167,7 @@ class _Study:
         interrupted = False
         try:
             self._try_techniques()
+            self._bound(self._budget)
             self._place_best()
             self._say("the least budget of any policy", 0, 1)
             self._minimum = self._least_of_all()
@@ -186,6 +191,8 @@ class _Study:
             techniques=tuple(self._techniques),
             placed=self._placed,
             unplaced=self._unplaced,
+            least_ms=self._least_ms,
+            loose=self._loose,
             curve=tuple(self._curve),
             max_batch=self._max_batch,
             min_budget=self._min_budget,
@@ -205,6 +212,16 @@ class _Study:
             found = try_technique(request)
             self._techniques.append(found)
             self._requests_of[found.policy, found.scheduler] = request
+
+    def _bound(self, budget: int) -> None:
+        """What a step takes at the least within a budget."""
+        if budget not in self._least_ms:
+            self._say("the bound of any plan", 0, 1)
+            found = lower_bound(self._step.within(budget))
+            if math.isfinite(found.step_ms):
+                self._least_ms[budget] = found.step_ms
+            if found.reason:
+                self._loose[budget] = found.reason
 
     def _place_best(self) -> None:
         best = best_technique(self._techniques)
@@ -227,6 +244,7 @@ class _Study:
             self._say(f"{policy} within {budget / most:.0%}", i, len(pairs))
             request, *_ = self._requests(self._step.within(budget), policy)
             self._curve.append(try_technique(request))
+            self._bound(budget)
 
     def _least(self, step: StepRequest, policy: str) -> int:
         """The least budget of a policy with any of its schedulers."""

@@ -12,9 +12,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.passes.planning.evaluate import check_residency, plan_residency
+from mucudnn.passes.planning.lower_bound import LowerBound, lower_bound
 from mucudnn.passes.planning.milp import MOST_SAVED, exact
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.vdnn_dyn import vdnn_dyn
@@ -57,8 +59,9 @@ def search(request: StepRequest) -> StepPlan:
     candidates = by_cost(candidates_of(request))
     best = _Best(request, _work(request))
     if best.consider(keep_all(request)) and best.step_ms <= _unbounded_ms(request):
-        return best.plan
-    begin = _begin(request, candidates)
+        return replace(best.plan, least_ms=best.step_ms)
+    bound = lower_bound(request)
+    begin = [*_begin(request, candidates), *_nearest(bound)]
     for residency in begin:
         best.consider(residency, free=True)
     fits = best.found
@@ -79,7 +82,14 @@ def search(request: StepRequest) -> StepPlan:
     _improve(candidates, best)
     if request.scheduler is None:
         _offer_other_schedulers(request, candidates, best)
-    return best.plan
+    return replace(best.plan, least_ms=bound.step_ms)
+
+
+def _nearest(bound: LowerBound) -> Iterator[Mapping[str, Residency]]:
+    """Residencies near the solution of the relaxation, with less and less kept."""
+    if bound.residency:
+        yield bound.residency
+        yield {EVERYTHING: Residency.PAGE, **bound.residency}
 
 
 def smallest(
