@@ -233,14 +233,14 @@ class Chains:
     """
 
     def __init__(self, graph: Graph) -> None:
-        names = {saved.name for saved in saved_tensors(graph)}
+        names = dict.fromkeys(saved.name for saved in saved_tensors(graph))
         self.chains: dict[str, tuple[str, ...]] = {}
-        self.parents: dict[str, frozenset[str]] = {}
+        self.parents: dict[str, tuple[str, ...]] = {}
         count: Counter[str] = Counter()
         for name in names:
             nodes = recompute_chain(graph, name, names.__contains__)
             self.chains[name] = tuple(node.name for node in nodes)
             read = {graph.storages[t] for node in nodes for t in node.inputs}
-            self.parents[name] = frozenset(read & names - {name})
+            self.parents[name] = tuple(n for n in names if n in read and n != name)
             count.update(self.chains[name])
         self.shared = frozenset(name for name, times in count.items() if times > 1)
