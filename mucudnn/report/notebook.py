@@ -138,6 +138,13 @@ def algorithm_survey(survey: AlgorithmSurvey) -> str:
     )
 
 
+def _least(plan: StepPlan) -> str:
+    """What no plan within the budget beats, as the end of a sentence."""
+    if not plan.least_ms:
+        return ""
+    return f"; no plan takes less than {ms_text(plan.least_ms)} ms"
+
+
 def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
     prediction = plan.prediction
     stalls_ms = sum(prediction.stalls_ms.values())
@@ -167,7 +174,7 @@ def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
                 ),
                 "the time of a step without a budget",
                 f"{ms_text(prediction.step_ms)} ms a step, of which compute waits "
-                f"{ms_text(stalls_ms)} ms",
+                f"{ms_text(stalls_ms)} ms{_least(plan)}",
             ),
             big_card(
                 "Offloaded",

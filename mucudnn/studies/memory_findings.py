@@ -82,6 +82,8 @@ class MemoryStudy:
         techniques: One for every policy and scheduler.
         placed: The best of them with fixed offsets in one arena, if places were found.
         unplaced: Why none were, where there is a best one.
+        least_ms: Budget -> the least that a step takes in it, by any plan there is.
+        loose: Budget -> why that is the time of compute alone, where it is.
         curve: The same under several budgets, with the first of the schedulers.
         max_batch: Policy -> the largest mini-batch within the budget, if asked for.
         min_budget: Policy -> the least budget, if asked for.
@@ -99,6 +101,8 @@ class MemoryStudy:
     techniques: tuple[Technique, ...]
     placed: PlacedStep | None = None
     unplaced: str = ""
+    least_ms: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    loose: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     curve: tuple[Technique, ...] = ()
     max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -140,6 +144,11 @@ class MemoryStudy:
         """A step's time over the unbounded one's."""
         ms = technique.step_ms
         return None if ms is None else ms / self.unbounded_ms
+
+    def gap(self, technique: Technique) -> float | None:
+        """By which share a step is slower at most than the best plan of its budget."""
+        least, ms = self.least_ms.get(technique.budget), technique.step_ms
+        return None if ms is None or not least else max(0.0, ms / least - 1)
 
     def to_json(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -185,6 +194,8 @@ class MemoryStudy:
             "predicted_ms": technique.step_ms,
             "unbounded_ms": self.unbounded_ms,
             "bound_ms": prediction and prediction.bound_ms,
+            "least_ms": self.least_ms.get(technique.budget),
+            "gap": self.gap(technique),
             "slowdown": self.slowdown(technique),
             "stalls_ms": dict(prediction.stalls_ms) if prediction else None,
             "best": technique is self.best,

@@ -6,6 +6,7 @@ what is done.
 """
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from mucudnn.passes.planning.comparison import (
     unbounded,
 )
 from mucudnn.passes.planning.described_step import DescribedStep
+from mucudnn.passes.planning.lower_bound import lower_bound
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
@@ -157,8 +159,11 @@ class _Study:
         self._budget = _memory_of(spec.device) if budget is None else budget
         self._minimum: int | None = None
         self._techniques: list[Technique] = []
+        self._requests_of: dict[tuple[str, str], StepRequest] = {}
         self._placed: PlacedStep | None = None
         self._unplaced = ""
+        self._least_ms: dict[int, float] = {}
+        self._loose: dict[int, str] = {}
         self._curve: list[Technique] = []
         self._max_batch: dict[str, int] = {}
         self._min_budget: dict[str, int] = {}
@@ -167,6 +172,7 @@ class _Study:
         interrupted = False
         try:
             self._try_techniques()
+            self._bound(self._budget)
             self._place_best()
             self._say("the least budget of any policy", 0, 1)
             self._minimum = self._least_of_all()
@@ -190,6 +196,8 @@ class _Study:
             techniques=tuple(self._techniques),
             placed=self._placed,
             unplaced=self._unplaced,
+            least_ms=self._least_ms,
+            loose=self._loose,
             curve=tuple(self._curve),
             max_batch=self._max_batch,
             min_budget=self._min_budget,
@@ -197,30 +205,35 @@ class _Study:
         )
 
     def _requests(self, step: StepRequest, policy: str) -> list[StepRequest]:
-        """A step by one policy and each of the schedulers, or the policy's own."""
+        """A step by one policy and each of the schedulers, or as the policy likes."""
         asked = replace(step, policy=self._policies[policy])
-        schedulers = self._schedulers.values() or (asked.timing,)
-        return [asked.scheduled(scheduler) for scheduler in schedulers]
+        return [asked.scheduled(s) for s in self._schedulers.values()] or [asked]
 
     def _try_techniques(self) -> None:
         step = self._step.within(self._budget)
         asked = [r for policy in self._policies for r in self._requests(step, policy)]
         for i, request in enumerate(asked):
-            policy, scheduler = name_of(request.policy), name_of(request.timing)
-            self._say(f"{policy}, {scheduler}", i, len(asked))
-            self._techniques.append(try_technique(request))
+            self._say(_words(request), i, len(asked))
+            found = try_technique(request)
+            self._techniques.append(found)
+            self._requests_of[found.policy, found.scheduler] = request
+
+    def _bound(self, budget: int) -> None:
+        """What a step takes at the least within a budget."""
+        if budget not in self._least_ms:
+            self._say("the bound of any plan", 0, 1)
+            found = lower_bound(self._step.within(budget))
+            if math.isfinite(found.step_ms):
+                self._least_ms[budget] = found.step_ms
+            if found.reason:
+                self._loose[budget] = found.reason
 
     def _place_best(self) -> None:
         best = best_technique(self._techniques)
         if best is None:
             return
         self._say("places in the arena", 0, 1)
-        step = self._step.within(self._budget)
-        (request,) = (
-            request
-            for request in self._requests(step, best.policy)
-            if name_of(request.timing) == best.scheduler
-        )
+        request = self._requests_of[best.policy, best.scheduler]
         try:
             self._placed = place_step(request, best.plan)
         except PlanningError as e:
@@ -236,6 +249,7 @@ class _Study:
             self._say(f"{policy} within {budget / most:.0%}", i, len(pairs))
             request, *_ = self._requests(self._step.within(budget), policy)
             self._curve.append(try_technique(request))
+            self._bound(budget)
 
     def _least(self, step: StepRequest, policy: str) -> int:
         """The least budget of a policy with any of its schedulers."""
@@ -269,6 +283,14 @@ class _Study:
                 start=self._spec.batch,
                 progress=say,
             )
+
+
+def _words(request: StepRequest) -> str:
+    """A technique as it is tried."""
+    free = request.policy == PLANNED and request.scheduler is None
+    return f"{name_of(request.policy)}, " + (
+        "any scheduler" if free else name_of(request.timing)
+    )
 
 
 def _memory_of(device: str) -> int:

@@ -73,6 +73,10 @@ class TorchPlan:
         """How convolutions run; none are named where no tuner was given."""
         return self.plan.plans
 
+    def _gap_words(self) -> str:
+        gap = self.plan.gap
+        return "" if gap is None else f", at most {gap:.1%} above the best plan"
+
     def __str__(self) -> str:
         budget = (
             "no budget"
@@ -87,7 +91,7 @@ class TorchPlan:
             f"{format_bytes(self.resident_bytes)} of it resident; "
             f"{format_bytes(self.given_bytes)} are the caller's",
             f"predicted {prediction.step_ms:.1f} ms, {self.slowdown:.3f} of the time "
-            "without a limit",
+            f"without a limit{self._gap_words()}",
             f"{len(leaving)} tensors leave, {format_bytes(prediction.out_bytes)} out "
             f"and {format_bytes(prediction.in_bytes)} back: {_some(leaving)}",
             f"{len(again)} operations run again: {_some(again)}",
