@@ -245,9 +245,9 @@ class _Splitter:
             for name in node.inputs
             for found in self._slices.gathered(name, node.phase)
         )
+        for name in node.outputs:
+            self._slices.realias(name, node, inputs)
         if inputs != node.inputs:
-            for name in node.outputs:
-                self._slices.realias(name, node, inputs)
             mutates = tuple(name for name in node.mutates if name in inputs)
             node = replace(node, inputs=inputs, mutates=mutates)
         self._slices.nodes.append(node)

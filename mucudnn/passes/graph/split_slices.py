@@ -111,6 +111,8 @@ class Slices:
         if name not in self._held:
             whole = _Held(name, 0, self.tensors[name].shape[0])
             return self._part(name, whole, start, stop, phase)
+        if (name, start, stop) in self._views:
+            return self._views[name, start, stop]
         held = self._held[name]
         these = [p for p in held if p.start < stop and start < p.stop]
         if len(these) == 1:
@@ -122,6 +124,7 @@ class Slices:
         joined = f"{name}@{start}:{stop}"
         self.tensors[joined] = self._like(name, joined, start, stop)
         self._join(parts, joined, phase)
+        self._views[name, start, stop] = joined
         inside = [p for p in these if start <= p.start and p.stop <= stop]
         if inside == these:
             rest = [p for p in held if p not in these]
