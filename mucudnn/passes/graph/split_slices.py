@@ -13,7 +13,7 @@ from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.operations import make_node
 from mucudnn.ir.traits import NodeTraits, Rows
 
-__all__ = ["Slices"]
+__all__ = ["Slices", "of_whole"]
 
 _VIEW = NodeTraits(view=True)
 
@@ -185,3 +185,8 @@ class Slices:
 def _sized(spec: TensorSpec) -> TensorSpec:
     """A spec of other rows, whose size follows from its shape."""
     return spec if spec.storage_bytes is None else replace(spec, storage_bytes=None)
+
+
+def of_whole(name: str) -> str:
+    """The tensor of the whole step that a slice is of."""
+    return name.partition("@")[0]
