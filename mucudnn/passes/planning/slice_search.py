@@ -44,7 +44,7 @@ _CHOICES = (
 """What may become of a tensor, the first most often of use."""
 
 
-def search_slices(request: StepRequest, *, trials: int = 160) -> StepPlan:
+def search_slices(request: StepRequest, *, trials: int = 100) -> StepPlan:
     """The best plan that is found for a step in slices.
 
     Args:

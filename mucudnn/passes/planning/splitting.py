@@ -11,7 +11,7 @@ with all the memory it wants than another within the budget needs no plan.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -19,6 +19,7 @@ from mucudnn.arguments import an_integer
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph, Phase
 from mucudnn.ir.profile import Profile
+from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.graph.split import batch_of, cuttable, split_batch
 from mucudnn.passes.graph.split_parts import largest_rows, parts_by_bytes
 from mucudnn.passes.planning.comparison import unbounded
@@ -62,12 +63,14 @@ class SplitStep:
     Attributes:
         graph: A training graph without updates that nothing has made in-place yet.
         finished: Makes a step of it, with updates and in its order.
-        costs: What a step's nodes take.
+        costs: What a step's nodes take; None where there is no room to measure it.
+        asked: What is asked of a step that costs this: a budget, a policy.
     """
 
     graph: Graph = field(repr=False)
     finished: Callable[[Graph], Graph] = field(repr=False)
-    costs: Callable[[Graph], Profile] = field(repr=False)
+    costs: Callable[[Graph], Profile | None] = field(repr=False)
+    asked: Callable[[Graph, Profile], StepRequest] = field(repr=False)
 
     def in_parts(self, parts: int) -> Graph:
         """The step with its largest layers in so many parts; 1 for the whole one."""
@@ -99,7 +102,7 @@ class Candidate:
 
     Attributes:
         parts: Of the largest layers; 1 if the step is whole.
-        request: The step that was planned; None where it did not come to that.
+        request: The step that was asked for; None if it could not be measured.
         plan: Within the budget; None where there is none, or none was made.
         unbounded_ms: A step's time with all the memory it wants.
         least_bytes: The least budget that works.
@@ -107,10 +110,10 @@ class Candidate:
     """
 
     parts: int
-    request: StepRequest = field(repr=False)
+    request: StepRequest | None = field(repr=False)
     plan: StepPlan | None = field(repr=False)
-    unbounded_ms: float
-    least_bytes: int
+    unbounded_ms: float = math.inf
+    least_bytes: int | None = None
     segments: tuple[Segment, ...] = ()
 
     @property
@@ -151,18 +154,37 @@ class Splitting:
             return f"{words}; whole it does not fit"
         return f"{words} instead of {self._times(whole)} whole"
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The decision, what was tried, and which segments run in parts."""
+        tried = (self._line(candidate) for candidate in self.tried)
+        parts = (
+            f"{s.phase.value}: {s.first} to {s.last} in {s.parts} parts"
+            for s in self.chosen.segments
+        )
+        return (self.reason, *tried, *parts)
+
+    def _line(self, candidate: Candidate) -> str:
+        name = "whole" if candidate.parts == 1 else f"{candidate.parts} parts"
+        if candidate.least_bytes is None:
+            return f"{name}: cannot be measured within the budget"
+        words = f"{name}: at least {format_bytes(candidate.least_bytes)}"
+        if candidate.plan is not None:
+            return f"{words}, {self._times(candidate)}"
+        if candidate.request and candidate.least_bytes > candidate.request.budget:
+            return f"{words}, does not fit"
+        times = candidate.unbounded_ms / self.unbounded_ms
+        return f"{words}, {times:.2f}x however planned"
+
     def _times(self, candidate: Candidate) -> str:
         return f"{candidate.step_ms / self.unbounded_ms:.2f}x of the unbounded step"
 
 
-def plan_splitting(
-    step: SplitStep, asked: StepRequest, split: Split = AUTO
-) -> Splitting:
+def plan_splitting(step: SplitStep, split: Split = AUTO) -> Splitting:
     """Plan a step whole and in parts, and choose what is predicted to be fastest.
 
     Args:
-        step: What it is made of.
-        asked: The whole step's request, whose budget and choices hold for all.
+        step: What it is made of, and what is asked of it.
         split: `auto`, `none`, or the number of parts of the largest layers.
 
     Raises:
@@ -170,26 +192,31 @@ def plan_splitting(
         ValueError: The split is none of these.
     """
     check_split(split)
-    unbounded_ms = unbounded(asked.graph, asked.profile).prediction.step_ms
-    fused = not couples_batch(step.graph)
     tried: list[Candidate] = []
-    if not isinstance(split, int) or split == 1:
-        tried.append(_candidate(asked, 1, unbounded_ms, ()))
     for parts in _numbers(step.graph, split):
         fastest = min((c.step_ms for c in tried), default=math.inf)
-        if split == AUTO and fastest <= _HARDLY * unbounded_ms:
+        if tried and fastest <= _HARDLY * tried[0].unbounded_ms:
             break
-        tried.append(_in_parts(step, asked, parts, fastest))
+        tried.append(_candidate(step, parts, fastest))
     chosen = min(tried, key=lambda c: c.step_ms)
     if chosen.plan is None:
-        least = min(c.least_bytes for c in tried)
-        raise PlanningError(
-            f"no split of the step fits {int(asked.budget)} bytes; the least budget "
-            f"that works is {least} bytes",
-            short_by=least - int(asked.budget),
-            least_bytes=least,
-        )
+        raise _refusal(tried)
+    unbounded_ms = min(tried[0].unbounded_ms, chosen.unbounded_ms)
+    fused = not couples_batch(step.graph)
     return Splitting(chosen, tuple(tried), unbounded_ms, fused)
+
+
+def _refusal(tried: Sequence[Candidate]) -> PlanningError:
+    sizes = [c.least_bytes for c in tried if c.least_bytes is not None]
+    asked = next((int(c.request.budget) for c in tried if c.request), 0)
+    if not sizes:
+        return PlanningError("the step cannot be measured within its budget")
+    least = min(sizes)
+    words = (
+        f"neither whole nor in parts does the step fit {exact_bytes(asked)}; the least "
+        f"budget that works is {exact_bytes(least)}"
+    )
+    return PlanningError(words, short_by=least - asked, least_bytes=least)
 
 
 def check_split(split: object) -> None:
@@ -232,34 +259,29 @@ def parts_for(graph: Graph, parts: int) -> Mapping[str, int] | int:
 
 def _numbers(graph: Graph, split: Split) -> Iterator[int]:
     batch = batch_of(graph)
+    if isinstance(split, int):
+        yield min(split, batch)
+        return
+    yield 1
     if split == AUTO:
         yield from (parts for parts in _TRIED if parts <= batch)
-    elif isinstance(split, int) and split > 1:
-        yield min(split, batch)
 
 
-def _in_parts(
-    step: SplitStep, asked: StepRequest, parts: int, fastest: float
-) -> Candidate:
-    """The step in parts, planned unless another is faster whatever the plan."""
+def _candidate(step: SplitStep, parts: int, fastest: float) -> Candidate:
+    """A step in parts, planned unless another is faster whatever its plan."""
     graph = step.in_parts(parts)
-    request = replace(asked, graph=graph, profile=step.costs(graph), seed=None)
-    wanted = unbounded(graph, request.profile).prediction.step_ms
-    segments = tuple(_segments(step.graph, parts_for(step.graph, parts)))
-    if wanted >= fastest:
-        return Candidate(parts, request, None, wanted, minimum_budget(request), segments)
-    return _candidate(request, parts, wanted, segments)
-
-
-def _candidate(
-    request: StepRequest,
-    parts: int,
-    unbounded_ms: float,
-    segments: tuple[Segment, ...],
-) -> Candidate:
+    profile = step.costs(graph)
+    if profile is None:
+        return Candidate(parts, None, None)
+    request = step.asked(graph, profile)
+    wanted = unbounded(graph, profile).prediction.step_ms
+    segments = ()
+    if parts > 1:
+        segments = tuple(_segments(step.graph, parts_for(step.graph, parts)))
     least = minimum_budget(request)
-    plan = _planned(request, parts) if least <= request.budget else None
-    return Candidate(parts, request, plan, unbounded_ms, least, segments)
+    planned = least <= request.budget and wanted < fastest
+    plan = _planned(request, parts) if planned else None
+    return Candidate(parts, request, plan, wanted, least, segments)
 
 
 def _planned(request: StepRequest, parts: int) -> StepPlan:
@@ -267,10 +289,9 @@ def _planned(request: StepRequest, parts: int) -> StepPlan:
     if parts == 1 or request.policy != PLANNED:
         return plan_step(request)
     try:
-        found = search_slices(request)
+        return search_slices(request)
     except PlanningError:
         return plan_step(request)
-    return found
 
 
 def _segments(graph: Graph, parts: Mapping[str, int] | int) -> Iterator[Segment]:

@@ -47,6 +47,8 @@ def batch_norm_merge(call: KernelCall) -> None:
     for stats in slices:
         found = _merged(found, tuple(stats))
     count, centre, squares = found
+    # A kernel may be timed on numbers that are no statistics.
+    count, squares = np.maximum(count, 1), np.maximum(squares, 0)
     mean[...] = centre
     inv_std[...] = 1 / np.sqrt(squares / count + call.attrs["eps"])
     if call.attrs["update"]:
