@@ -1,5 +1,8 @@
 """A step cut along the batch computes what the whole one does, and keeps its bits."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -8,6 +11,7 @@ from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Phase, Role
 from mucudnn.ir.traits import OPAQUE
+from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.split import batch_of, cuttable, split_batch
 from mucudnn.passes.residency import saved_tensors
@@ -35,8 +39,6 @@ NAMES = [
 
 
 def step(name, batch, dtype="float32"):
-    from mucudnn.models import get_model
-
     forward = get_model(name)(batch, classes=3, dtype=dtype, **MODELS[name])
     return training_graph(forward)
 
@@ -57,11 +59,12 @@ def computed(graph, given):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_computes_what_the_whole_step_does(name, dtype):
-    graph = step(name, 7, dtype)
+    large = name.startswith("unet")
+    graph = step(name, 3 if large else 7, dtype)
     given = random_feeds(graph)
     expected = computed(graph, given)
-    limit = {"float64": 1e-12, "float32": 1e-4 if name in NORMED else 1e-6}[dtype]
-    for parts in (2, 3, 8):
+    limit = {"float64": 1e-12, "float32": 1e-4 if name in NORMED else 2e-6}[dtype]
+    for parts in (2,) if large else (2, 3, 8):
         found = computed(split_batch(graph, parts), given)
         error, where = furthest(found, expected)
         assert error <= limit, (parts, where)
@@ -73,7 +76,9 @@ def test_every_node_may_have_parts_of_its_own(data):
     graph = data.draw(training_graphs())
     parts = {node.name: data.draw(st.integers(1, 6)) for node in graph.nodes}
     opaque = data.draw(st.sets(st.sampled_from(sorted(parts)), max_size=2))
-    cut = split_batch(graph, lambda node: 1 if node.name in opaque else parts[node.name])
+    cut = split_batch(
+        graph, lambda node: 1 if node.name in opaque else parts[node.name]
+    )
     given = feeds(graph)
     error, where = furthest(computed(cut, given), computed(graph, given))
     assert error < 1e-4, where
@@ -90,7 +95,7 @@ def test_every_node_may_have_parts_of_its_own(data):
     ],
 )
 def test_every_plan_keeps_the_bits_of_the_split_step(name):
-    for parts in (2, 3, 8):
+    for parts in (2,) if name.startswith("unet") else (2, 3, 8):
         bench = Bench.of(split_batch(step(name, 5), parts))
         kept = bench.run(bench.kept())
         recomputed = 0
@@ -116,7 +121,7 @@ def test_where_nothing_couples_the_batch_forward_and_backward_are_one_phase():
     graph = layers(7)
     cut = split_batch(graph, 3)
     phases = [node.phase for node in cut.nodes if not node.traits.view]
-    turns = sum(a != b for a, b in zip(phases, phases[1:], strict=False))
+    turns = sum(a != b for a, b in itertools.pairwise(phases))
     assert turns >= 5  # forward and back again, for each slice
     sizes = [
         node.attrs["problem"].batch
@@ -152,8 +157,6 @@ def test_no_more_parts_than_samples():
 
 
 def test_what_is_not_known_stays_whole():
-    from dataclasses import replace
-
     graph = layers(6)
     nodes = tuple(
         replace(n, traits=OPAQUE) if n.name == graph.nodes[1].name else n

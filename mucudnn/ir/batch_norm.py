@@ -48,7 +48,9 @@ def batch_norm_pieces(whole: Operands) -> Pieces:
     return (stats,), (
         _piece("sums", "batch_norm_sums", (x,), (stats.name,)),
         replace(
-            _piece("merge", "batch_norm_merge", (stats.name, *running), (mean, inv_std)),
+            _piece(
+                "merge", "batch_norm_merge", (stats.name, *running), (mean, inv_std)
+            ),
             attrs=whole.attrs,
             mutates=running,
         ),

@@ -29,8 +29,6 @@ def drawn_rows(attrs: Attributes, inputs: Inputs, rows: Rows) -> Attributes:
     return {**attrs, "offset": attrs.get("offset", 0) + before}
 
 
-def counted(
-    index: int, attrs: Attributes, inputs: Inputs, rows: Rows
-) -> Attributes:
+def counted(index: int, attrs: Attributes, inputs: Inputs, rows: Rows) -> Attributes:
     """A mean over the elements of an input, all of them: its parts add up to it."""
     return {"count": math.prod(inputs[index].shape), **attrs}

@@ -10,7 +10,17 @@ from typing import Any
 
 from mucudnn.ir.tensor import TensorSpec
 
-__all__ = ["OPAQUE", "PLAIN", "Batch", "NodeTraits", "Operands", "Piece", "Pieces", "Rows", "SliceRule"]
+__all__ = [
+    "OPAQUE",
+    "PLAIN",
+    "Batch",
+    "NodeTraits",
+    "Operands",
+    "Piece",
+    "Pieces",
+    "Rows",
+    "SliceRule",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,14 @@ from mucudnn.passes.planning.comparison import (
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.splitting import (
+    WHOLE,
+    Split,
+    SplitStep,
+    Splitting,
+    check_split,
+    plan_splitting,
+)
 from mucudnn.passes.registry import by_name, name_of
 from mucudnn.passes.residency import (
     PLANNED,
@@ -37,7 +45,10 @@ from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.studies.memory_findings import MemoryStudy, StepSpec
 from mucudnn.studies.step_costs import CPU, StepCosts
 
-__all__ = ["CPU", "SHARES", "MemoryStudy", "StepSpec", "study_memory"]
+__all__ = ["CPU", "IN_PARTS", "SHARES", "MemoryStudy", "StepSpec", "study_memory"]
+
+IN_PARTS = "planned, in parts"
+"""The technique that also decides whether a step runs in slices of its batch."""
 
 SHARES = (1.0, 0.7, 0.5, 0.3)
 """Budgets of the curve, as shares of what the unbounded step takes; then the least."""
@@ -56,6 +67,7 @@ def study_memory(
     profile: Profile | None = None,
     recordings: Sequence[str] = (),
     progress: Callable[[str, int, int], None] | None = None,
+    split: Split = WHOLE,
 ) -> MemoryStudy:
     """Plan a training step by every policy and scheduler.
 
@@ -80,6 +92,9 @@ def study_memory(
         recordings: Files with measurements of the device: convolutions that they know
             are not estimated.
         progress: Called with what is being done, how much is done, and of how much.
+        split: Whether the step may run in slices of its batch, as one more technique:
+            "none", "auto", or the number of parts of its largest layers; not on the
+            CPU, which would have to be measured.
 
     Raises:
         TypeError: The step is neither a graph nor a `StepSpec`.
@@ -99,13 +114,18 @@ def study_memory(
         check_policy(policy)
     for scheduler in schedulers:
         SCHEDULERS.resolve(scheduler)
+    check_split(split)
+    if split != WHOLE and spec.device == CPU:
+        raise ValueError(
+            "a step in parts has to be measured on the CPU: Trainer(…, split='auto')"
+        )
     nbytes = None if budget is None else parse_bytes(budget)
     say = progress or (lambda what, done, total: None)
     say("building the step", 0, 1)
     graph = spec.graph()
     say("what its operations cost", 0, 1)
     costs = StepCosts(graph, spec.device, profile, recordings)
-    return _Study(spec, graph, costs, policies, schedulers, nbytes, say).run(
+    return _Study(spec, graph, costs, policies, schedulers, nbytes, say, split).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget
     )
 
@@ -141,8 +161,11 @@ class _Study:
         schedulers: Sequence[str | Scheduler],
         budget: int | None,
         say: Callable[[str, int, int], None],
+        split: Split,
     ) -> None:
-        self._spec, self._costs = spec, costs
+        self._spec, self._costs, self._split = spec, costs, split
+        self._splitting: Splitting | None = None
+        self._least_in_parts: int | None = None
         self._policies = by_name("policies", policies)
         self._schedulers = by_name("schedulers", schedulers)
         self._say = say
@@ -162,6 +185,10 @@ class _Study:
         interrupted = False
         try:
             self._try_techniques()
+            if self._split != WHOLE:
+                self._say(IN_PARTS, 0, 1)
+                technique, self._splitting = self._in_parts(self._budget)
+                self._techniques.append(technique)
             self._place_best()
             self._say("the least budget of any policy", 0, 1)
             self._minimum = self._least_of_all()
@@ -188,6 +215,7 @@ class _Study:
             curve=tuple(self._curve),
             max_batch=self._max_batch,
             min_budget=self._min_budget,
+            splitting=self._splitting,
             interrupted=interrupted,
         )
 
@@ -205,17 +233,39 @@ class _Study:
             self._say(f"{policy}, {scheduler}", i, len(asked))
             self._techniques.append(try_technique(request))
 
+    def _in_parts(self, budget: int) -> tuple[Technique, Splitting | None]:
+        """The step in parts, or whole where that is faster, as a technique."""
+        step = SplitStep(
+            self._spec.gradients(),
+            self._spec.finished,
+            self._costs.of,
+            lambda graph, costs: StepRequest(graph, costs, budget=budget),
+        )
+        try:
+            found = plan_splitting(step, self._split)
+        except PlanningError as e:
+            self._least_in_parts = e.least_bytes
+            return Technique(IN_PARTS, "any", budget, None, e.least_bytes), None
+        sizes = [c.least_bytes for c in found.tried if c.least_bytes is not None]
+        self._least_in_parts = min(sizes)
+        plan = found.chosen.plan
+        name = "any" if plan is None else plan.scheduler
+        return Technique(IN_PARTS, name, budget, plan), found
+
     def _place_best(self) -> None:
         best = best_technique(self._techniques)
         if best is None:
             return
         self._say("places in the arena", 0, 1)
         step = self._step.within(self._budget)
-        (request,) = (
-            request
-            for request in self._requests(step, best.policy)
-            if name_of(request.timing) == best.scheduler
-        )
+        if best.policy == IN_PARTS and self._splitting is not None:
+            request = self._splitting.chosen.request or step
+        else:
+            (request,) = (
+                request
+                for request in self._requests(step, best.policy)
+                if name_of(request.timing) == best.scheduler
+            )
         try:
             self._placed = place_step(request, best.plan)
         except PlanningError as e:
@@ -231,6 +281,9 @@ class _Study:
             self._say(f"{policy} within {budget / most:.0%}", i, len(pairs))
             request, *_ = self._requests(self._step.within(budget), policy)
             self._curve.append(try_technique(request))
+        for budget in budgets if self._split != WHOLE else ():
+            self._say(f"{IN_PARTS} within {budget / most:.0%}", 0, 1)
+            self._curve.append(self._in_parts(budget)[0])
 
     def _least(self, step: StepRequest, policy: str) -> int:
         """The least budget of a policy with any of its schedulers."""
@@ -239,7 +292,8 @@ class _Study:
     def _least_of_all(self) -> int:
         """The least budget of any technique; none needs less than our own search."""
         ours = (PLANNED,) if PLANNED in self._policies else self._policies
-        return min(self._least(self._step, policy) for policy in ours)
+        whole = min(self._least(self._step, policy) for policy in ours)
+        return min(whole, self._least_in_parts or whole)
 
     def _find_min_budgets(self) -> None:
         for i, policy in enumerate(self._policies):

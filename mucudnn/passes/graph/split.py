@@ -29,6 +29,8 @@ from mucudnn.passes.graph.split_slices import Slices
 
 __all__ = ["Parts", "batch_of", "cut_as", "cuttable", "split_batch"]
 
+_WHOLE = Batch((), ())
+
 Parts = Mapping[str, int] | Callable[[Node], int] | int
 """Into how many parts nodes are cut: each by its name, by a function, or all alike."""
 
@@ -94,7 +96,7 @@ def cuttable(graph: Graph, batch: int) -> frozenset[str]:
 def cut_as(tensors: Mapping[str, TensorSpec], node: Node, batch: int) -> Batch | None:
     """How a node is cut; None if it stays whole.
 
-    Rows must be bytes behind each other: the batch is the slowest axis of dense tensors.
+    Rows must be bytes in a row: the batch is the slowest axis of dense tensors.
     """
     how = node.traits.batch
     if how is None or (how.averaged and how.sliced is None):
@@ -133,13 +135,11 @@ class _Cut:
 
     node: Node
     parts: int
-    how: Batch | None
+    how: Batch
 
 
 class _Splitter:
-    def __init__(
-        self, graph: Graph, parts: Callable[[Node], int], batch: int
-    ) -> None:
+    def __init__(self, graph: Graph, parts: Callable[[Node], int], batch: int) -> None:
         self._graph, self._parts, self._batch = graph, parts, batch
         self._cuttable = cuttable(graph, batch)
         self._slices = Slices(graph, batch)
@@ -163,9 +163,7 @@ class _Splitter:
             for name, spec in slices.tensors.items()
             if name in used or spec.role in PERSISTENT
         }
-        return replace(
-            graph, tensors=MappingProxyType(kept), nodes=tuple(slices.nodes)
-        )
+        return replace(graph, tensors=MappingProxyType(kept), nodes=tuple(slices.nodes))
 
     def _expanded(self, node: Node) -> Iterator[_Cut]:
         """A node, or what it falls into, with the parts of each."""
@@ -174,13 +172,15 @@ class _Splitter:
         if parts > 1 and node.traits.pieces is not None:
             for piece in self._pieces(node):
                 how = cut_as(self._slices.tensors, piece, self._batch)
-                yield _Cut(piece, 1 if how is None else parts, how)
+                yield _Cut(piece, parts, how) if how else _Cut(piece, 1, _WHOLE)
             return
         how = cut_as(self._graph.tensors, node, self._batch) if parts > 1 else None
-        yield _Cut(node, 1 if how is None else parts, how)
+        yield _Cut(node, parts, how) if how else _Cut(node, 1, _WHOLE)
 
     def _pieces(self, node: Node) -> Iterator[Node]:
         make, tensors = node.traits.pieces, self._graph.tensors
+        if make is None:
+            return
         inputs = tuple(tensors[name] for name in node.inputs)
         outputs = tuple(tensors[name] for name in node.outputs)
         between, pieces = make(Operands(node.name, inputs, outputs, node.attrs))
@@ -290,9 +290,7 @@ class _Splitter:
         for name in added:
             self._add(name, cut, index)
 
-    def _accumulate(
-        self, name: str, cut: _Cut, index: int, inputs: list[str]
-    ) -> str:
+    def _accumulate(self, name: str, cut: _Cut, index: int, inputs: list[str]) -> str:
         """A sum that the node itself adds to: what there is of it is an input."""
         before = self._totals.get(name)
         if before is not None:

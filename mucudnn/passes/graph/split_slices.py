@@ -132,9 +132,7 @@ class Slices:
             self._held[name] = sorted(rest, key=lambda p: p.start)
         return joined
 
-    def _part(
-        self, name: str, held: _Held, start: int, stop: int, phase: Phase
-    ) -> str:
+    def _part(self, name: str, held: _Held, start: int, stop: int, phase: Phase) -> str:
         """Rows of what is there: itself, or a view of it."""
         if (held.start, held.stop) == (start, stop):
             return held.name

@@ -25,11 +25,16 @@ __all__ = ["search_slices"]
 
 Residencies = Mapping[str, Residency]
 
-_SHARES = (0.0, 0.2, 0.35, 0.5, 0.6, 0.8, 1.0)
+_SHARES = (0.0, 0.35, 0.6, 1.0)
 """Of the bytes that are saved: how many are computed again."""
 
-_LEAVING = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
+_LEAVING = (0.0, 0.3, 1.0)
 """Of the others: how many leave."""
+
+_WORK = 100_000
+"""Nodes that all trials of a search may schedule together, beyond the starts."""
+
+_LEAST_TRIALS = 10
 
 _STARTS = 3
 """How many of the starts are timed by every scheduler."""
@@ -44,12 +49,8 @@ _CHOICES = (
 """What may become of a tensor, the first most often of use."""
 
 
-def search_slices(request: StepRequest, *, trials: int = 100) -> StepPlan:
-    """The best plan that is found for a step in slices.
-
-    Args:
-        request: Under a budget.
-        trials: Plans that are made after those of the starts.
+def search_slices(request: StepRequest) -> StepPlan:
+    """The best plan that is found for a step in slices, under a budget.
 
     Raises:
         PlanningError: None of the starts fits; it is the error of what came closest.
@@ -58,15 +59,15 @@ def search_slices(request: StepRequest, *, trials: int = 100) -> StepPlan:
     best = _Best(request.scheduled(request.timing))
     for others in (Residency.KEEP, Residency.PAGE):
         for residency in _starts(request.graph, candidates):
-            best.consider({EVERYTHING: others, PERSISTENTS: others} | residency)
+            best.consider({EVERYTHING: others, PERSISTENTS: others, **residency})
         if best.plan is not None:
             break
-    others = list(SCHEDULERS.table) if request.scheduler is None else []
-    for name, (_, residency) in itertools.product(others, best.first(_STARTS)):
+    names = list(SCHEDULERS.table) if request.scheduler is None else []
+    for name, (_, residency) in itertools.product(names, best.first(_STARTS)):
         best.consider(residency, request.scheduled(name))
     if best.plan is None:
         raise best.error
-    best.left = trials
+    best.left = max(_LEAST_TRIALS, _WORK // len(request.graph.nodes))
     groups = _groups(candidates)
     while _improved(best, groups, False) or _improved(best, groups, True):
         continue

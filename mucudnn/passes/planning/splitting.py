@@ -13,7 +13,7 @@ with all the memory it wants than another within the budget needs no plan.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from mucudnn.arguments import an_integer
 from mucudnn.errors import PlanningError
@@ -164,6 +164,28 @@ class Splitting:
         )
         return (self.reason, *tried, *parts)
 
+    def to_json(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "parts": self.chosen.parts,
+            "fused": self.fused,
+            "reason": self.reason,
+            "tried": [
+                {
+                    "parts": c.parts,
+                    "least_bytes": c.least_bytes,
+                    "predicted_ms": None if c.plan is None else c.step_ms,
+                    "unbounded_ms": None if c.request is None else c.unbounded_ms,
+                }
+                for c in self.tried
+            ],
+            "segments": [
+                {"phase": s.phase.value, "first": s.first, "last": s.last}
+                | {"parts": s.parts}
+                for s in self.chosen.segments
+            ],
+        }
+
     def _line(self, candidate: Candidate) -> str:
         name = "whole" if candidate.parts == 1 else f"{candidate.parts} parts"
         if candidate.least_bytes is None:
@@ -275,7 +297,7 @@ def _candidate(step: SplitStep, parts: int, fastest: float) -> Candidate:
         return Candidate(parts, None, None)
     request = step.asked(graph, profile)
     wanted = unbounded(graph, profile).prediction.step_ms
-    segments = ()
+    segments: tuple[Segment, ...] = ()
     if parts > 1:
         segments = tuple(_segments(step.graph, parts_for(step.graph, parts)))
     least = minimum_budget(request)

@@ -1,4 +1,4 @@
-"""A trainer's step cut along the batch: by a number, or as measurements say is faster."""
+"""A trainer's step cut along the batch: by a number, or as is measured to be best."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.splitting import (
     AUTO,
     Split,
-    Splitting,
     SplitStep,
+    Splitting,
     check_split,
     parts_for,
     plan_splitting,
@@ -89,9 +89,7 @@ class Divider:
     def _costs(self, graph: Graph) -> Profile | None:
         memory = None if self._budget is None else self._budget.nbytes
         try:
-            return profile(
-                self._tuner, graph, memory=memory, progress=self._progress
-            )
+            return profile(self._tuner, graph, memory=memory, progress=self._progress)
         except (OutOfMemoryError, PlanningError):
             return None
 

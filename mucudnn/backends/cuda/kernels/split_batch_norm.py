@@ -125,10 +125,11 @@ def batch_norm_sums(call: KernelCall) -> None:
     (x,), (stats,) = call.inputs, call.outputs
     channels = Channels.of(x.shape)
     sums, squares = channels.buffers(call.workspace, 2)
-    arguments = x, sums, squares, *channels.arguments
-    call.launch(PROGRAM, "channel_moments", channels.blocks, *arguments)
-    arguments = x, sums, squares, stats, channels.parts, *channels.shape
-    call.launch(PROGRAM, "finish_moments", flat(channels.shape[1]), *arguments)
+    partial = x, sums, squares
+    blocks, shape = channels.blocks, channels.arguments
+    call.launch(PROGRAM, "channel_moments", blocks, *partial, *shape)
+    finished = *partial, stats, channels.parts, *channels.shape
+    call.launch(PROGRAM, "finish_moments", flat(channels.shape[1]), *finished)
 
 
 def batch_norm_merge(call: KernelCall) -> None:
@@ -142,8 +143,8 @@ def batch_norm_merge(call: KernelCall) -> None:
         call.gpu.launch(PROGRAM, "join_moments", blocks, *arguments, dtype=dtype)
     operands = call.workspace, running_mean, running_var, *call.outputs, C
     numbers = *call.numbers("eps", "momentum"), int(call.attrs["update"])
-    operands = *operands, *numbers
-    call.gpu.launch(PROGRAM, "batch_norm_merge", blocks, *operands, dtype=dtype)
+    name = "batch_norm_merge"
+    call.gpu.launch(PROGRAM, name, blocks, *operands, *numbers, dtype=dtype)
 
 
 def batch_norm_apply(call: KernelCall) -> None:
@@ -158,11 +159,11 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
     x, dy, mean, inv_std = call.inputs
     channels = Channels.of(x.shape)
     sums, dots = channels.buffers(call.workspace, 2)
-    arguments = x, dy, mean, sums, dots, *channels.arguments
-    call.launch(PROGRAM, "slice_dots", channels.blocks, *arguments)
+    blocks, shape = channels.blocks, channels.arguments
+    call.launch(PROGRAM, "slice_dots", blocks, x, dy, mean, sums, dots, *shape)
     C = channels.shape[1]
-    arguments = inv_std, *call.outputs, sums, dots, channels.parts, C
-    call.launch(PROGRAM, "batch_norm_grad_sums", flat(C), *arguments)
+    finished = inv_std, *call.outputs, sums, dots, channels.parts, C
+    call.launch(PROGRAM, "batch_norm_grad_sums", flat(C), *finished)
 
 
 def batch_norm_grad_apply(call: KernelCall) -> None:
