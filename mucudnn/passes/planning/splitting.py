@@ -307,13 +307,15 @@ def _candidate(step: SplitStep, parts: int, fastest: float) -> Candidate:
 
 
 def _planned(request: StepRequest, parts: int) -> StepPlan:
-    """The best plan; of a split step also that of a search for slices."""
+    """The best plan; of a split step the search goes on from that of all slices."""
     if parts == 1 or request.policy != PLANNED:
         return plan_step(request)
     try:
-        return search_slices(request)
+        found = search_slices(request)
     except PlanningError:
         return plan_step(request)
+    others = plan_step(replace(request, seed=found.residency))
+    return min(found, others, key=lambda plan: plan.prediction.step_ms)
 
 
 def _segments(graph: Graph, parts: Mapping[str, int] | int) -> Iterator[Segment]:
