@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bench.table import render
-from mucudnn.errors import PlanningError
+from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
@@ -141,7 +141,7 @@ def _really(model: str, batch: int, image: int, parts: int) -> dict[str, Any]:
         for number in (1, parts):
             try:
                 row = _trained(model, batch, image, budget, number)
-            except PlanningError:
+            except (OutOfMemoryError, PlanningError):
                 continue
             rows.append(row | {"parts": number})
     return {"model": model, "batch": batch, "image": image, "rows": rows}
