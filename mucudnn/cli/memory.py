@@ -20,6 +20,7 @@ from mucudnn.cli.options import (
     names_of_all,
     option,
     report_option,
+    split_of,
     strategy,
 )
 from mucudnn.cli.output import emit, refuse_same, save, write_file
@@ -110,6 +111,13 @@ _CODES = (
 )
 @optimizer_option
 @strategy("--order", "In which order nodes run.", orders, default="builder")
+@option(
+    "--split PARTS",
+    "Also run the step in slices of its batch: auto, none, or how many parts of its "
+    "largest layers.",
+    split_of,
+    default="none",
+)
 @flag("--curve", "Also plan for several budgets, when one is given.")
 @flag("--max-batch", "Look for the largest batch within the budget.")
 @flag("--min-budget", "Look for the least budget of every policy.")
@@ -218,6 +226,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
             profile=_measured(spec, settings["cache_path"], show),
             recordings=settings["recordings"],
             progress=show,
+            split=settings["split"],
         )
 
 

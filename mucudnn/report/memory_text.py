@@ -100,6 +100,8 @@ def technique_table(study: MemoryStudy) -> Table:
     if study.minimum is not None:
         least = f"{bytes_text(study.minimum)} ({study.minimum} bytes)"
         notes.append(f"the least budget that works: {least}")
+    if study.splitting is not None:
+        notes += [f"in parts: {line}" for line in study.splitting.lines]
     notes += [f"{name}: {text}" for name, text in study.figures.items()]
     if study.interrupted:
         notes.append("interrupted: this is what was done by then")

@@ -7,6 +7,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.models import IMAGE
 from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.splitting import SplitStep
 from mucudnn.studies.memory_findings import StepSpec
 from mucudnn.studies.step_costs import Coverage, StepCosts
 
@@ -20,6 +21,7 @@ class CostedStep:
     Attributes:
         step: At its own batch, without a budget.
         at: Batch -> the same at another one, as far as decides what fits.
+        in_parts: Budget -> what decides about slices of its batch; None: it runs whole.
         image: Shape of a sample.
         parameters: Elements of all.
         figures: What costs are based on, in words.
@@ -28,6 +30,7 @@ class CostedStep:
 
     step: StepRequest
     at: Callable[[int], StepRequest]
+    in_parts: Callable[[int], SplitStep] | None
     image: tuple[int, ...]
     parameters: int
     figures: Mapping[str, str]
@@ -62,9 +65,18 @@ def costed_step(
         other = spec.graph(batch)
         return StepRequest(other, costs.at_another_batch(other))
 
+    def in_parts(budget: int) -> SplitStep:
+        return SplitStep(
+            spec.gradients(),
+            spec.finished,
+            costs.of,
+            lambda graph, costs: StepRequest(graph, costs, budget=budget),
+        )
+
     return CostedStep(
         StepRequest(graph, costs.profile),
         at,
+        in_parts,
         tuple(graph.tensors[IMAGE].shape[1:]),
         graph.parameter_count,
         costs.figures,
@@ -76,6 +88,7 @@ def _described(step: DescribedStep) -> CostedStep:
     return CostedStep(
         step.request(step.batch),
         step.request,
+        None,
         step.image,
         step.parameters,
         step.figures,

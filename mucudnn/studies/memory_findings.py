@@ -18,6 +18,7 @@ from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.comparison import Technique, best_technique
 from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.place_step import PlacedStep
+from mucudnn.passes.planning.splitting import Splitting
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.scheduling.costs import state_bytes
 from mucudnn.passes.scheduling.step_plan import StepPlan
@@ -58,11 +59,23 @@ class StepSpec:
         Raises:
             ValueError: A name is not known, or a size out of range.
         """
+        return self.finished(self.gradients(batch))
+
+    def gradients(self, batch: int | None = None) -> Graph:
+        """The network with its backward pass, before it gets updates.
+
+        Raises:
+            ValueError: A name is not known, or a size out of range.
+        """
         if isinstance(self.model, Graph):
             forward = self.model
         else:
             forward = get_model(self.model)(batch or self.batch, image=self.image)
-        step = with_updates(training_graph(forward), optimizer_of(self.optimizer))
+        return training_graph(forward)
+
+    def finished(self, gradients: Graph) -> Graph:
+        """A step of it: with updates, in its order."""
+        step = with_updates(gradients, optimizer_of(self.optimizer))
         return ordered(self.order, step)
 
 
@@ -87,6 +100,8 @@ class MemoryStudy:
         curve: The same under several budgets, with the first of the schedulers.
         max_batch: Policy -> the largest mini-batch within the budget, if asked for.
         min_budget: Policy -> the least budget, if asked for.
+        splitting: Whether the step is to run in parts within the budget, and why; None
+            if that was not asked for, or nothing fits.
         interrupted: Whether Ctrl-C ended it early.
     """
 
@@ -106,6 +121,7 @@ class MemoryStudy:
     curve: tuple[Technique, ...] = ()
     max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    splitting: Splitting | None = None
     interrupted: bool = False
 
     @property
@@ -172,6 +188,7 @@ class MemoryStudy:
             "curve": [{"budget_bytes": t.budget, **self._row(t)} for t in self.curve],
             "max_batch": dict(self.max_batch),
             "min_budget_bytes": dict(self.min_budget),
+            "splitting": None if self.splitting is None else self.splitting.to_json(),
             "interrupted": self.interrupted,
         }
 

@@ -29,6 +29,13 @@ from mucudnn.passes.planning.lower_bound import lower_bound
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.splitting import (
+    WHOLE,
+    Split,
+    Splitting,
+    check_split,
+    plan_splitting,
+)
 from mucudnn.passes.registry import by_name, name_of
 from mucudnn.passes.residency import (
     PLANNED,
@@ -41,7 +48,10 @@ from mucudnn.studies.costed_step import CostedStep, costed_step
 from mucudnn.studies.memory_findings import MemoryStudy, StepSpec
 from mucudnn.studies.step_costs import CPU
 
-__all__ = ["CPU", "SHARES", "MemoryStudy", "StepSpec", "study_memory"]
+__all__ = ["CPU", "IN_PARTS", "SHARES", "MemoryStudy", "StepSpec", "study_memory"]
+
+IN_PARTS = "planned, in parts"
+"""The technique that also decides whether a step runs in slices of its batch."""
 
 SHARES = (1.0, 0.7, 0.5, 0.3)
 """Budgets of the curve, as shares of what the unbounded step takes; then the least."""
@@ -60,6 +70,7 @@ def study_memory(
     profile: Profile | None = None,
     recordings: Sequence[str] = (),
     progress: Callable[[str, int, int], None] | None = None,
+    split: Split = WHOLE,
 ) -> MemoryStudy:
     """Plan a training step by every policy and scheduler.
 
@@ -85,6 +96,9 @@ def study_memory(
         recordings: Files with measurements of the device: convolutions that they know
             are not estimated.
         progress: Called with what is being done, how much is done, and of how much.
+        split: Whether the step may run in slices of its batch, as one more technique:
+            "none", "auto", or the number of parts of its largest layers; not on the
+            CPU, which would have to be measured.
 
     Raises:
         TypeError: The step is neither a graph nor a `StepSpec`.
@@ -107,11 +121,18 @@ def study_memory(
         check_policy(policy)
     for scheduler in schedulers:
         SCHEDULERS.resolve(scheduler)
+    check_split(split)
+    if split != WHOLE and described:
+        raise ValueError("a described step is not split: it runs as it is captured")
+    if split != WHOLE and spec.device == CPU:
+        raise ValueError(
+            "a step in parts has to be measured on the CPU: Trainer(…, split='auto')"
+        )
     nbytes = None if budget is None else parse_bytes(budget)
     say = progress or (lambda what, done, total: None)
     say("building the step", 0, 1)
     costed = costed_step(spec, profile, recordings, say)
-    return _Study(spec, costed, policies, schedulers, nbytes, say).run(
+    return _Study(spec, costed, policies, schedulers, nbytes, say, split).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget
     )
 
@@ -148,8 +169,11 @@ class _Study:
         schedulers: Sequence[str | Scheduler],
         budget: int | None,
         say: Callable[[str, int, int], None],
+        split: Split,
     ) -> None:
-        self._spec, self._costed = spec, costed
+        self._spec, self._costed, self._split = spec, costed, split
+        self._splitting: Splitting | None = None
+        self._least_in_parts: int | None = None
         self._policies = by_name("policies", policies)
         self._schedulers = by_name("schedulers", schedulers)
         self._say = say
@@ -172,6 +196,10 @@ class _Study:
         interrupted = False
         try:
             self._try_techniques()
+            if self._split != WHOLE:
+                self._say(IN_PARTS, 0, 1)
+                technique, self._splitting = self._in_parts(self._budget)
+                self._techniques.append(technique)
             self._bound(self._budget)
             self._place_best()
             self._say("the least budget of any policy", 0, 1)
@@ -201,6 +229,7 @@ class _Study:
             curve=tuple(self._curve),
             max_batch=self._max_batch,
             min_budget=self._min_budget,
+            splitting=self._splitting,
             interrupted=interrupted,
         )
 
@@ -228,12 +257,31 @@ class _Study:
             if found.reason:
                 self._loose[budget] = found.reason
 
+    def _in_parts(self, budget: int) -> tuple[Technique, Splitting | None]:
+        """The step in parts, or whole where that is faster, as a technique."""
+        step = self._costed.in_parts
+        assert step is not None, "study_memory has refused what cannot be split"
+        try:
+            found = plan_splitting(step(budget), self._split)
+        except PlanningError as e:
+            self._least_in_parts = e.least_bytes
+            return Technique(IN_PARTS, "any", budget, None, e.least_bytes), None
+        sizes = [c.least_bytes for c in found.tried if c.least_bytes is not None]
+        self._least_in_parts = min(sizes)
+        plan = found.chosen.plan
+        name = "any" if plan is None else plan.scheduler
+        return Technique(IN_PARTS, name, budget, plan), found
+
     def _place_best(self) -> None:
         best = best_technique(self._techniques)
         if best is None:
             return
         self._say("places in the arena", 0, 1)
-        request = self._requests_of[best.policy, best.scheduler]
+        if best.policy == IN_PARTS and self._splitting is not None:
+            step = self._step.within(self._budget)
+            request = self._splitting.chosen.request or step
+        else:
+            request = self._requests_of[best.policy, best.scheduler]
         try:
             self._placed = place_step(request, best.plan)
         except PlanningError as e:
@@ -250,6 +298,9 @@ class _Study:
             request, *_ = self._requests(self._step.within(budget), policy)
             self._curve.append(try_technique(request))
             self._bound(budget)
+        for budget in budgets if self._split != WHOLE else ():
+            self._say(f"{IN_PARTS} within {budget / most:.0%}", 0, 1)
+            self._curve.append(self._in_parts(budget)[0])
 
     def _least(self, step: StepRequest, policy: str) -> int:
         """The least budget of a policy with any of its schedulers."""
@@ -258,7 +309,8 @@ class _Study:
     def _least_of_all(self) -> int:
         """The least budget of any technique; none needs less than our own search."""
         ours = (PLANNED,) if PLANNED in self._policies else self._policies
-        return min(self._least(self._step, policy) for policy in ours)
+        whole = min(self._least(self._step, policy) for policy in ours)
+        return min(whole, self._least_in_parts or whole)
 
     def _find_min_budgets(self) -> None:
         for i, policy in enumerate(self._policies):
