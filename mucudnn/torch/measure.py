@@ -194,12 +194,23 @@ def _check(
                 f"{node.name} ({lowered.calls[node.name].function}) returns "
                 f"{'a view' if shares else 'a copy'} where its graph has the other"
             )
-        if (tuple(tensor.shape), tensor.stride()) != (expected.shape, expected.stride):
+        if not _lies_as(tensor, expected):
             raise UnsupportedError(
                 f"{node.name} ({lowered.calls[node.name].function}) returns shape "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}; its graph has "
                 f"{expected.shape} with {expected.stride}"
             )
+
+
+def _lies_as(tensor: torch.Tensor, expected: Layout) -> bool:
+    """Whether elements are where they should be: along an axis of one are no others."""
+    return tuple(tensor.shape) == expected.shape and all(
+        found == wanted
+        for size, found, wanted in zip(
+            tensor.shape, tensor.stride(), expected.stride, strict=True
+        )
+        if size != 1
+    )
 
 
 def _scratch(lowered: Lowered, ones: Mapping[Any, Node]) -> dict[Any, int]:
