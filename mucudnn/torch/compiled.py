@@ -17,8 +17,10 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mucudnn.ir.profile import Profile
 from mucudnn.torch.capture.joint import Joint, bind_halves
 from mucudnn.torch.execution.program import Segment
+from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
 from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.step_plan import TorchPlan
@@ -69,13 +71,17 @@ class CompileBackend:
 
     Args:
         budget: Bytes for each graph.
+        costs: What tells times and scratch memory of a graph's nodes.
 
     Attributes:
         plans: What was decided, in the order in which graphs were compiled.
     """
 
-    def __init__(self, budget: float) -> None:
+    def __init__(
+        self, budget: float, costs: Callable[[Lowered], Profile] = measured
+    ) -> None:
         self._budget = budget
+        self._costs = costs
         self._halves: dict[Any, Segment] = {}
         self.plans: list[TorchPlan] = []
 
@@ -108,7 +114,7 @@ class CompileBackend:
             lowered = parts.lowered()
             own = {lowered.inputs[i] for i in static_lifetime_input_indices or ()}
             given = {t for t in lowered.inputs if t is not None} - own
-            planner = Planner(lowered, measured(lowered), given)
+            planner = Planner(lowered, self._costs(lowered), given)
             plan = planner.plan(self._budget)
             halves = bind_halves(lowered, plan.plan.schedule, parts.count)
         source = f"{halves.forward.source}\n{halves.backward.source}"

@@ -29,7 +29,7 @@ from mucudnn.torch.lowering.lowered import (
     Operand,
 )
 
-__all__ = ["allocations", "estimated", "evaluate", "measured"]
+__all__ = ["allocations", "call_key", "estimated", "evaluate", "measured"]
 
 _VIEW_MS = 0.001
 _REPEATS = 3
@@ -48,7 +48,9 @@ def measured(lowered: Lowered) -> Profile:
         UnsupportedError: A result does not lie where or as its graph says.
     """
     graph = lowered.graph
-    keys = {n.name: _key(lowered, n) for n in graph.nodes if not _is_view(lowered, n)}
+    keys = {
+        n.name: call_key(lowered, n) for n in graph.nodes if not _is_view(lowered, n)
+    }
     ones = {key: graph.by_name[name] for name, key in reversed(keys.items())}
     with torch.no_grad():
         times = {key: _time_ms(lowered, node) for key, node in ones.items()}
@@ -133,7 +135,7 @@ def _is_view(lowered: Lowered, node: Node) -> bool:
     return bool(aliases) and not node.mutates and None not in aliases
 
 
-def _key(lowered: Lowered, node: Node) -> Any:
+def call_key(lowered: Lowered, node: Node) -> Any:
     """Equal for nodes that cost the same."""
     call = lowered.calls[node.name]
     layouts = tuple(lowered.layouts[name] for name in node.inputs)
