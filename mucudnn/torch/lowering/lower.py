@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
+from mucudnn.torch.lowering.drawing import as_in_place
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
 from mucudnn.torch.lowering.overloads import in_place_variant
 
@@ -189,7 +190,7 @@ class _Lowering:
         )
         tags = getattr(function, "tags", ())
         call = Call(
-            function,
+            as_in_place(function),
             args,
             kwargs,
             tuple(path for path, _, _ in outputs),
