@@ -14,7 +14,10 @@ import torch
 
 __all__ = ["timm_model", "torchvision_model", "vision_transformer"]
 
-_REGISTRATIONS = ("torchvision._autograd_registrations", "torchvision._meta_registrations")
+_REGISTRATIONS = (
+    "torchvision._autograd_registrations",
+    "torchvision._meta_registrations",
+)
 """What fails where the operators are missing."""
 
 

@@ -1,6 +1,6 @@
 """Networks that people train, with a loss and a batch each, always the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from bench.torch.vision import timm_model, torchvision_model, vision_transformer
 
-__all__ = ["ZOO", "Case", "GPTConfig", "build", "gpt", "images", "unet"]
+__all__ = ["ZOO", "Case", "GPTConfig", "build", "classifier", "gpt", "unet"]
 
 _CLASSES = 10
 
@@ -23,11 +23,13 @@ class Case:
         model: In training mode.
         loss_fn: Of its result and the rest of the batch.
         batch: What the model is called with, and targets.
+        parts: The model as a sequence; none if it is not one.
     """
 
     model: nn.Module
     loss_fn: Callable[..., torch.Tensor]
     batch: tuple[torch.Tensor, ...]
+    parts: tuple[nn.Module, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,28 @@ def gpt(batch: int, config: GPTConfig) -> Case:
     model = nn.Sequential(embedding, *blocks, nn.LayerNorm(config.width), head)
     shape = (batch, config.length)
     tokens, targets = (torch.randint(config.vocabulary, shape) for _ in range(2))
-    return Case(model, _token_loss, (tokens, targets))
+    return Case(model, _token_loss, (tokens, targets), tuple(model))
 
 
 def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def images(model: nn.Module, batch: int, size: int) -> Case:
+def _images(model: nn.Module, batch: int, size: int) -> Case:
     """A classifier of colour images."""
     x, y = torch.randn(batch, 3, size, size), torch.randint(_CLASSES, (batch,))
-    return Case(model, functional.cross_entropy, (x, y))
+    return Case(model, functional.cross_entropy, (x, y), tuple(_parts(model)))
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """A classifier's modules in their order, if its head follows its features."""
+    for name, child in model.named_children():
+        if name in ("classifier", "fc"):
+            yield nn.Flatten()
+        if isinstance(child, nn.Sequential):
+            yield from child
+        else:
+            yield child
 
 
 class _Level(nn.Module):  # type: ignore[misc]  # likewise
@@ -135,8 +148,9 @@ def unet(batch: int, size: int, width: int, levels: int = 4) -> Case:
     return Case(model, functional.cross_entropy, (x, y))
 
 
-def _classifier(name: str, batch: int, size: int) -> Callable[[], Case]:
-    return lambda: images(torchvision_model(name, num_classes=_CLASSES), batch, size)
+def classifier(name: str, batch: int, size: int) -> Case:
+    """One of torchvision's."""
+    return _images(torchvision_model(name, num_classes=_CLASSES), batch, size)
 
 
 def _vit() -> Case:
@@ -150,17 +164,17 @@ def _vit() -> Case:
         dropout=0.1,
         num_classes=_CLASSES,
     )
-    return images(model, 8, 32)
+    return _images(model, 8, 32)
 
 
 ZOO: dict[str, Callable[[], Case]] = {
-    "resnet18": _classifier("resnet18", 8, 32),
-    "resnet50": _classifier("resnet50", 4, 32),
-    "densenet121": _classifier("densenet121", 2, 32),
-    "mobilenet_v3_small": _classifier("mobilenet_v3_small", 8, 64),
-    "efficientnet_b0": _classifier("efficientnet_b0", 4, 64),
+    "resnet18": lambda: classifier("resnet18", 8, 32),
+    "resnet50": lambda: classifier("resnet50", 4, 32),
+    "densenet121": lambda: classifier("densenet121", 2, 32),
+    "mobilenet_v3_small": lambda: classifier("mobilenet_v3_small", 8, 64),
+    "efficientnet_b0": lambda: classifier("efficientnet_b0", 4, 64),
     "vit": _vit,
-    "convnext_atto": lambda: images(
+    "convnext_atto": lambda: _images(
         timm_model("convnext_atto", num_classes=_CLASSES, drop_path_rate=0.1), 4, 64
     ),
     "gpt": lambda: gpt(4, GPTConfig(layers=2, width=64, heads=2, length=32)),
