@@ -25,6 +25,7 @@ class TorchPlan:
         resident_bytes: What is there before and after a step: parameters, buffers and
             state, as far as the budget counts them.
         source: The program that runs.
+        name: Which graph it is of, where a model has several; else empty.
     """
 
     plan: StepPlan = field(repr=False)
@@ -32,6 +33,7 @@ class TorchPlan:
     budget: float
     resident_bytes: int
     source: str = field(repr=False, default="")
+    name: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -72,6 +74,7 @@ class TorchPlan:
         leaving, again = self.leaving, self.recomputed
         prediction = self.plan.prediction
         lines = [
+            *([self.name] if self.name else []),
             f"peak {format_bytes(self.peak_bytes)} within {budget}, "
             f"{format_bytes(self.resident_bytes)} of it resident; "
             f"{format_bytes(self.given_bytes)} are the caller's",

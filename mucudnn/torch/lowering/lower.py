@@ -25,6 +25,7 @@ from mucudnn.ir.traits import NodeTraits
 from mucudnn.torch.lowering.drawing import as_in_place
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
 from mucudnn.torch.lowering.overloads import in_place_variant
+from mucudnn.torch.lowering.user_code import user_line
 
 __all__ = ["lower"]
 
@@ -341,7 +342,10 @@ def _refuse(
         )
     for _, name, value in outputs:
         if value.layout is not torch.strided:
-            raise UnsupportedError(f"{name} is {value.layout}; only strided tensors")
+            raise UnsupportedError(
+                f"{name}, of {function}, is {value.layout}; only strided tensors can "
+                "be planned" + _where(node)
+            )
         if any(not isinstance(size, int) for size in value.shape):
             raise UnsupportedError(
                 f"the shape of {name} depends on data: {tuple(value.shape)}"
@@ -350,8 +354,8 @@ def _refuse(
 
 
 def _where(node: torch.fx.Node) -> str:
-    trace = node.meta.get("stack_trace")
-    return "" if not trace else "\n" + trace
+    line = user_line(node)
+    return f", at {line}" if line else ""
 
 
 def _needed(

@@ -1,0 +1,345 @@
+"""Whatever is called in whatever order: sizes, breaks, threads, errors, and no leak."""
+
+import copy
+import gc
+import mmap
+import threading
+import warnings
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  (where there is PyTorch)
+
+import mucudnn.torch as mt  # noqa: E402
+from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
+from mucudnn.torch.execution import copies  # noqa: E402
+from tests.torch_backends import (  # noqa: E402
+    WithLoss,
+    differing,
+    observed,
+    one_backward,
+    one_thread_and_a_fresh_compiler,  # noqa: F401  (a fixture)
+)
+from tests.torch_steps import build  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    # Of PyTorch's own modules, as Dynamo imports and traces them.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def made(name, budget=None, **options):
+    """A model with its loss, compiled; its backend; a batch."""
+    model, loss_fn, batch = build(name)
+    torch._dynamo.reset()
+    backend = mt.backend(budget=budget)
+    both = WithLoss(model, loss_fn)
+    return both, torch.compile(both, backend=backend, **options), backend, batch
+
+
+def least_budget(name):
+    _, call, _, batch = made(name, 0)
+    with pytest.raises(PlanningError) as caught:
+        call(*batch)
+    return caught.value.least_bytes
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_a_ragged_last_batch_has_a_plan_of_its_own(dynamic):
+    model, loss_fn, (x, y) = build("mlp")
+    both = WithLoss(model, loss_fn)
+    sizes = [128, 96, 128, 96, 1, 128, 1]
+    wanted = {
+        n: observed(both, one_backward, both, (x[-n:], y[-n:])) for n in set(sizes)
+    }
+    both, call, backend, _ = made("mlp", "2MiB", dynamic=dynamic)
+    for n in sizes:
+        found = observed(both, one_backward, call, (x[-n:], y[-n:]))
+        assert not differing(found, wanted[n])
+    assert len(backend.plans) == len(wanted)
+    peaks = [plan.peak_bytes for plan in backend.plans]
+    assert peaks == sorted(peaks, reverse=True)
+    if not dynamic:
+        assert "graph 0/0" in backend.plans[0].name
+    if dynamic is not False:
+        assert "at 96" in backend.plans[1].name
+    assert "test_torch_backend_runs" not in backend.plans[0].name  # the model's line
+    assert "torch_backends.py" in str(backend.plans[0])
+
+
+def test_more_sizes_than_recompilations_and_an_end_to_numbers(monkeypatch):
+    both, call, backend, (x, y) = made("mlp")
+    sizes = range(20, 20 + torch._dynamo.config.recompile_limit + 2)
+    for n in sizes:
+        one_backward(call, x[:n], y[:n])
+    assert len(backend.plans) == len(sizes)
+    monkeypatch.setattr("mucudnn.torch.capture.sizes._MOST", len(sizes) - 1)
+    with pytest.raises(UnsupportedError, match="now there are 64.*pad batches"):
+        call(x[:64], y[:64])
+    one_backward(call, x[:21], y[:21])
+
+
+class Broken(nn.Module):
+    """Three graphs: Python looks at values between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.drop(torch.relu(layer(x)))
+            torch._dynamo.graph_break()
+        return x.square().mean()
+
+
+def test_graphs_of_one_model_keep_the_budget_each_and_say_so():
+    def fresh():
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        return Broken(), (torch.randn(128, 64),)
+
+    model, batch = fresh()
+    wanted = observed(model, one_backward, model, batch)
+    model, batch = fresh()
+    backend = mt.backend(budget="1MiB")
+    call = torch.compile(model, backend=backend)
+    words = "several graphs.*graph 0/0, .*runs.py.*keeps the budget of 1.00 MiB for"
+    with pytest.warns(UserWarning, match=words) as caught:
+        found = observed(model, one_backward, call, batch)
+    assert len([w for w in caught if w.category is UserWarning]) == 1
+    assert not differing(found, wanted)
+    assert not differing(observed(model, one_backward, call, batch), wanted)
+    assert len(backend.plans) == len({plan.name for plan in backend.plans}) > 1
+    assert backend.peak_bytes == sum(plan.peak_bytes for plan in backend.plans)
+    model, batch = fresh()
+    with warnings.catch_warnings():  # there is no promise to be careful with
+        warnings.simplefilter("error", UserWarning)
+        one_backward(torch.compile(model, backend=mt.backend()), *batch)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
+def test_a_graph_that_is_retained_may_be_gone_through_again(name):
+    for budget in (None, least_budget(name)):
+        both, call, _, batch = made(name, budget)
+        torch.manual_seed(1)
+        one_backward(both, *batch)
+        wanted = [p.grad.clone() for p in both.parameters()]
+        torch.manual_seed(1)
+        loss = call(*batch)
+        for again in (True, True, False):
+            both.zero_grad()
+            loss.backward(retain_graph=again)
+            found = [p.grad for p in both.parameters()]
+            assert all(map(torch.equal, found, wanted))
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+
+
+def tensors():
+    """How many are alive, and their bytes."""
+    gc.collect()
+    alive = [o for o in gc.get_objects() if type(o) is torch.Tensor]
+    return len(alive), sum(o.untyped_storage().nbytes() for o in alive)
+
+
+def resident_pages():
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1])
+
+
+def test_a_thousand_forward_passes_leave_nothing(monkeypatch):
+    budget = least_budget("mlp")
+    hosts = weakref.WeakSet()
+
+    class Counted(mmap.mmap):
+        def __init__(self, *_):
+            hosts.add(self)
+
+    monkeypatch.setattr(copies.mmap, "mmap", Counted)
+    both, call, backend, batch = made("mlp", budget)
+    one_backward(call, *batch)
+    assert backend.plans[0].leaving
+    before, pages = tensors(), resident_pages()
+    for _ in range(1000):
+        call(*batch)
+    assert tensors() == before
+    assert resident_pages() - pages < 2 << 20 >> 12
+    assert not hosts
+    pending = [call(*batch) for _ in range(3)]
+    assert len(hosts) == 3 * len(backend.plans[0].leaving)
+    del pending
+    assert not hosts
+    both.eval()
+    with torch.no_grad():
+        assert not call(*batch).requires_grad
+    both.train()
+    one_backward(call, *batch)
+
+
+def test_three_steps_under_way_end_in_any_order():
+    budget = least_budget("gpt")
+    both, call, _, batch = made("gpt", budget)
+    batches = [(batch[0].roll(k, 0), batch[1]) for k in range(3)]
+
+    def gradients(function, order):
+        torch.manual_seed(1)
+        losses = [function(*b) for b in batches]
+        found = []
+        for k in order:
+            both.zero_grad()
+            losses[k].backward()
+            found.append([p.grad for p in both.parameters()])
+        return [g for k in range(3) for g in found[order.index(k)]]
+
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        wanted = gradients(both, order)
+        assert all(map(torch.equal, gradients(call, order), wanted))
+
+
+def test_copies_and_compiling_twice():
+    both, call, backend, batch = made("mlp", "2MiB")
+    wanted = observed(both, one_backward, both, batch)
+    assert not differing(observed(both, one_backward, call, batch), wanted)
+    copied = copy.deepcopy(call)
+    found = observed(copied._orig_mod, one_backward, copied, batch)
+    assert not differing(found, wanted)
+    twice = torch.compile(call, backend=backend)
+    assert not differing(observed(both, one_backward, twice, batch), wanted)
+    assert copy.copy(backend).plans == []
+
+
+def in_threads(*functions):
+    """Run functions at once; their results in order."""
+    found = [None] * len(functions)
+
+    def run(i):
+        found[i] = functions[i]()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_two_threads_at_once(dynamic):
+    budget = least_budget("mlp")
+    both, call, _, (x, y) = made("mlp", budget, dynamic=dynamic)
+    replicas = [copy.deepcopy(both) for _ in range(2)]
+
+    def work(function, k):
+        def run():
+            found = []
+            for _ in range(10):
+                both = replicas[k]
+                both.zero_grad()
+                loss = function(both, x[k::2], y[k::2])
+                loss.backward()
+                found = [loss.detach(), *(p.grad.clone() for p in both.parameters())]
+            return found
+
+        return run
+
+    def plain(model, *batch):
+        return model(*batch)
+
+    planned = torch.compile(plain, backend=mt.backend(budget=budget), dynamic=dynamic)
+    wanted = in_threads(work(plain, 0), work(plain, 1))
+    found = in_threads(work(planned, 0), work(planned, 1))
+    for some, others in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, some, others))
+    loss = call(x, y)  # and a backward pass in another thread than its forward pass
+    in_threads(loss.backward)
+    grads = [p.grad.clone() for p in both.parameters()]
+    both.zero_grad()
+    both(x, y).backward()
+    assert all(torch.equal(g, p.grad) for g, p in zip(grads, both.parameters()))
+
+
+class Failing(torch.utils._python_dispatch.TorchDispatchMode):
+    """Lets so many operations run, then raises."""
+
+    def __init__(self, after, error):
+        super().__init__()
+        self.left, self.error = after, error
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not self.left:
+            raise self.error
+        self.left -= 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyboardInterrupt()])
+def test_an_error_in_the_middle_of_a_step_leaves_nothing(error):
+    both, call, _, batch = made("gpt", least_budget("gpt"))
+    wanted = observed(both, one_backward, both, batch)
+    assert not differing(observed(both, one_backward, call, batch), wanted)
+    both.zero_grad()
+    before = tensors()
+    torch.manual_seed(3)
+    call(*batch)
+    state = torch.get_rng_state()
+    reached = 0
+    for after in range(0, 400, 7):
+        torch.manual_seed(3)
+        loss = None
+        mode = Failing(after, error)
+        try:
+            with mode:
+                loss = call(*batch)
+                loss.backward()
+        except type(error) as e:
+            e.__traceback__ = None
+            reached += 1
+        if loss is not None:  # in the backward pass: what is drawn again is undone
+            assert torch.equal(torch.get_rng_state(), state)
+        both.zero_grad()
+        if mode.left:
+            break
+    del loss, mode, state
+    assert reached > 10
+    assert tensors() == before
+    assert not differing(observed(both, one_backward, call, batch), wanted)
+
+
+def test_errors_name_the_operation_and_the_users_line():
+    @torch.library.custom_op("mucudnn_tests::doubled", mutates_args=("x",))
+    def doubled(x: torch.Tensor) -> None:
+        x.mul_(2)
+
+    class Changing(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            with torch.no_grad():
+                z = y.detach().clone()
+                torch.ops.mucudnn_tests.doubled(z)
+            return (y * z).sum()
+
+    model = Changing(4, 4)
+    call = torch.compile(model, backend=mt.backend(budget="1MiB"), fullgraph=True)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError) as caught:
+            call(torch.ones(2, 4))
+        assert "auto_functionalized" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert f"at {__file__}:" in str(caught.value)
+
+
+def test_no_setting_hides_a_budget_that_is_too_small():
+    both, call, _, batch = made("mlp", 1000)
+    with torch._dynamo.config.patch(suppress_errors=True):
+        for _ in range(2):
+            with pytest.raises(PlanningError, match="the least budget that works is"):
+                call(*batch)
+    with torch.no_grad():
+        call(*batch)
