@@ -184,12 +184,7 @@ def _planned(bench: _Bench, budget: float) -> tuple[Callable[[], torch.Tensor], 
     backend = CompileBackend(budget, bench.table)
     call = torch.compile(bench.module, backend=backend, fullgraph=True)
     loss = _of(bench, call)
-    try:
-        bench.step(loss)
-    except torch._dynamo.exc.BackendCompilerFailed as e:
-        if isinstance(e.inner_exception, PlanningError):
-            raise e.inner_exception from None
-        raise
+    bench.step(loss)
     [plan] = backend.plans
     return loss, plan
 
