@@ -1,4 +1,4 @@
-"""Networks that people train, planned: eager PyTorch's bits, and a peak that is kept."""
+"""Networks that people train, planned: eager mode's bits, and a peak that is kept."""
 
 from importlib.util import find_spec
 
@@ -6,15 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
 from bench.torch.zoo import ZOO  # noqa: E402
-from mucudnn.errors import PlanningError  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 from tests.torch_zoo import (  # noqa: E402
     SMALL,
     Steps,
     adamw,
-    build,
     different,
     eager,
     sgd,

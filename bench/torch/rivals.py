@@ -40,6 +40,7 @@ class WithLoss(nn.Module):  # type: ignore[misc]  # torch has no types here
         self.model, self._loss_fn = case.model, case.loss_fn
 
     def forward(self, x: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+        """Its loss."""
         return self._loss_fn(self.model(x), *targets)
 
 
