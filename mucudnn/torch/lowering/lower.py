@@ -100,7 +100,7 @@ class _Lowering:
             )
         )
         kept = _needed(self._nodes, asked, self._calls)
-        graph = Graph(MappingProxyType(self._tensors), kept, asked)
+        graph = Graph(MappingProxyType(self._known(kept)), kept, asked)
         return Lowered(
             graph,
             self._calls,
@@ -109,6 +109,16 @@ class _Lowering:
             tuple(v.name if isinstance(v, _Tensor) else v for v in self._results),
             self._constants,
         )
+
+    def _known(self, kept: Sequence[Node]) -> dict[str, TensorSpec]:
+        """Tensors without those that only dropped nodes made: they are no inputs."""
+        made = {self._owner(name) for node in kept for name in node.outputs}
+        made.update(name for node in kept for name in node.outputs)
+        return {
+            name: spec
+            for name, spec in self._tensors.items()
+            if spec.role is Role.STATE or name in made
+        }
 
     def _placeholder(self, node: torch.fx.Node) -> None:
         value = node.meta.get("val")
