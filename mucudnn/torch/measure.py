@@ -20,7 +20,7 @@ from mucudnn.torch.measurement.meters import Meter, meter_of
 from mucudnn.torch.measurement.node_costs import is_view, workspaces_of
 from mucudnn.torch.measurement.profiler_events import allocations
 
-__all__ = ["allocations", "estimated", "evaluate", "measured"]
+__all__ = ["allocations", "call_key", "estimated", "evaluate", "measured"]
 
 _VIEW_MS = 0.001
 
@@ -34,7 +34,9 @@ def measured(lowered: Lowered) -> Profile:
     """
     graph = lowered.graph
     meter = meter_of(device_of(lowered.layouts))
-    keys = {n.name: _key(lowered, n) for n in graph.nodes if not is_view(lowered, n)}
+    keys = {
+        n.name: call_key(lowered, n) for n in graph.nodes if not is_view(lowered, n)
+    }
     ones = {key: graph.by_name[name] for name, key in reversed(keys.items())}
     with torch.no_grad():
         times = {key: _time_ms(meter, lowered, node) for key, node in ones.items()}
@@ -71,7 +73,7 @@ def evaluate(call: Call, operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     return tuple(found if path is None else found[path] for path in call.results)
 
 
-def _key(lowered: Lowered, node: Node) -> Any:
+def call_key(lowered: Lowered, node: Node) -> Any:
     """Equal for nodes that cost the same."""
     call = lowered.calls[node.name]
     layouts = tuple(lowered.layouts[name] for name in node.inputs)

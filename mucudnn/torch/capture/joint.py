@@ -4,7 +4,7 @@ Each half is a graph of one node, which runs its part of the program.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -14,6 +14,7 @@ import torch
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
+from mucudnn.ir.traits import NodeTraits
 from mucudnn.torch.capture.halves import Count, Half, Halves
 from mucudnn.torch.capture.sizes import has_symbols
 from mucudnn.torch.execution.lanes import DEVICES
@@ -220,17 +221,39 @@ def _staying(lowered: Lowered, results: Sequence[Any]) -> Lowered:
     """The graph with it said that what the forward pass returns stays where it is.
 
     It is the caller's from then on: the second half can neither have it leave nor make
-    it another time. So it counts until the end.
+    it another time. So it counts until the end. Said of a view of what is returned, it
+    is not said of what else the same node makes: of a batch norm's activation, whose
+    running statistics are returned.
     """
     graph = lowered.graph
     returned = {graph.storages[r] for r in results if isinstance(r, str)}
-    nodes = tuple(
-        replace(node, traits=replace(node.traits, movable=False, recomputable=False))
-        if any(graph.storages[name] in returned for name in node.outputs)
-        else node
-        for node in graph.nodes
+    again = {graph.storages[t] for n in _later(graph) for t in n.inputs} & returned
+    tensors, layouts = dict(graph.tensors), dict(lowered.layouts)
+    calls, nodes = dict(lowered.calls), []
+    for node in graph.nodes:
+        mine = {graph.storages[name] for name in node.outputs}
+        fixed = mine <= returned or not mine.isdisjoint(again)
+        traits = replace(node.traits, recomputable=node.recomputable and not fixed)
+        nodes.append(replace(node, traits=traits))
+        for root in (name for name in node.outputs if name in returned):
+            name = f"returned.{root}"
+            tensors[name] = replace(tensors[root], name=name, alias=root)
+            layouts[name], calls[name] = layouts[root], NOTHING
+            view = NodeTraits(view=True, movable=False, recomputable=False)
+            nodes.append(
+                Node(name, "view", (root,), (name,), phase=node.phase, traits=view)
+            )
+    return replace(
+        lowered,
+        graph=Graph(MappingProxyType(tensors), tuple(nodes), graph.outputs),
+        calls=MappingProxyType(calls),
+        layouts=MappingProxyType(layouts),
     )
-    return replace(lowered, graph=Graph(graph.tensors, nodes, graph.outputs))
+
+
+def _later(graph: Graph) -> Iterator[Node]:
+    """What runs in the second half."""
+    return (node for node in graph.nodes if node.phase is not Phase.FORWARD)
 
 
 def _remembering(lowered: Lowered, mutated: Sequence[int]) -> Lowered:

@@ -197,7 +197,7 @@ class _Lowering:
         tags = getattr(function, "tags", ())
         result = outputs[0][2] if outputs else None
         call = Call(
-            function if result is None else as_laid_out(function, result),
+            function if result is None else as_laid_out(function, result, _first(node)),
             args,
             kwargs,
             tuple(path for path, _, _ in outputs),
@@ -270,6 +270,13 @@ class _Lowering:
     def _resolved(self, tree: Any) -> Any:
         """Arguments with what stands for the nodes among them."""
         return torch.fx.node.map_arg(tree, self._values.__getitem__)
+
+
+def _first(node: torch.fx.Node) -> torch.Tensor | None:
+    """The first operand of a node, if it is a tensor of the graph."""
+    operand = node.args[0] if node.args else None
+    value = operand.meta.get("val") if isinstance(operand, torch.fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -20,14 +20,25 @@ _REDUCED = frozenset(
 """Losses whose mean, or sum, lies in the storage of all that it is of."""
 
 
-def as_laid_out(function: Any, result: torch.Tensor) -> Callable[..., Any]:
+def as_laid_out(
+    function: Any, result: torch.Tensor, first: torch.Tensor | None
+) -> Callable[..., Any]:
     """What makes a result that lies as it is said to, by the same numbers.
 
     A graph has `bernoulli_`, which draws into a tensor as that lies, as an operation
-    whose result is contiguous: another order of the same draws.
+    that draws for a contiguous one: another order of the same draws. Dropout behind
+    attention, for one, is of tensors that are not contiguous.
+
+    Args:
+        function: What the graph calls.
+        result: As it is said to be.
+        first: The first operand.
     """
-    if function is torch.ops.aten.bernoulli.p and not result.is_contiguous():
-        return _drawn_into
+    if function is torch.ops.aten.bernoulli.p:
+        if not result.is_contiguous():
+            return _drawn_into
+        if first is not None and not first.is_contiguous():
+            return _drawn_densely
     if function in _REDUCED and result.numel() == 1:
         return _compact(function)
     return function  # type: ignore[no-any-return]
@@ -47,6 +58,11 @@ def _compact(function: Any) -> Callable[..., Any]:
 def _drawn_into(like: torch.Tensor, p: float) -> torch.Tensor:
     """Zeros and ones, drawn in the order in which a tensor's elements lie."""
     return torch.empty_like(like).bernoulli_(p)
+
+
+def _drawn_densely(like: torch.Tensor, p: float) -> torch.Tensor:
+    """The same numbers, contiguous."""
+    return _drawn_into(like, p).contiguous()
 
 
 @functools.cache
