@@ -52,6 +52,7 @@ def _compact(function: Any) -> Callable[..., Any]:
         loss: torch.Tensor = function(*args, **kwargs)
         return loss.clone()
 
+    compact.__qualname__ = f"_compact({function})"  # by which plans are remembered
     return compact
 
 
