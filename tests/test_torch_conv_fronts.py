@@ -286,7 +286,7 @@ def test_mistakes_are_said():
     for refuse in (
         lambda one: mt.train_step(*given, tuner=one),
         lambda one: mt.backend(tuner=one),
-        lambda one: compile_graph(None, [], options={"tuner": one}),
+        lambda one: compile_graph(None, [], options={"tuner": one})(),
     ):
         with pytest.raises(ValueError, match="cpu_backend"):
             refuse(Tuner(cache=None))

@@ -100,7 +100,7 @@ def test_three_steps_are_eager_ones_in_the_bytes_that_are_planned(name):
 
 
 def test_batch_normalisation_in_a_narrow_type_throughout():
-    """Statistics have the weight's type, whatever PyTorch's model of the kernel says."""
+    """Statistics have the weight's type, whatever PyTorch says without data."""
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
     model = nn.Sequential(*layers, nn.Linear(8 * 36, 4)).to(torch.bfloat16)
