@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mucudnn.runtime.environment import USERS
 from mucudnn.torch.capture.joint import Joint, bind_halves
 from mucudnn.torch.execution.program import Segment
+from mucudnn.torch.fusion.switch import fusing_of
 from mucudnn.torch.measure import measured
 from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner, as_budget
@@ -29,7 +30,10 @@ __all__ = ["CompileBackend", "backend", "compile_graph"]
 
 
 def backend(
-    *, budget: float | str | None = None, cache: PlanCacheChoice = USERS
+    *,
+    budget: float | str | None = None,
+    cache: PlanCacheChoice = USERS,
+    inductor: bool = False,
 ) -> "CompileBackend":
     """A backend for `torch.compile` that keeps a budget in training.
 
@@ -46,8 +50,11 @@ def backend(
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
         cache: A folder to remember measurements and plans in, by default one in the
             user's cache directory; None remembers nothing.
+        inductor: Whether neighbouring operations become kernels that PyTorch's Inductor
+            compiles, where these are faster and the budget allows. They compute what
+            the operations do, up to rounding.
     """
-    return CompileBackend(as_budget(budget), open_plans(cache))
+    return CompileBackend(as_budget(budget), open_plans(cache), inductor=inductor)
 
 
 def compile_graph(
@@ -62,12 +69,13 @@ def compile_graph(
         ValueError: An option is not known.
     """
     given = dict(options or {})
-    budget = given.pop("budget", None)
+    budget, inductor = given.pop("budget", None), given.pop("inductor", False)
     if given:
         raise ValueError(
-            f"unknown option {next(iter(given))!r}; there is only 'budget'"
+            f"unknown option {next(iter(given))!r}; there are 'budget' and 'inductor'"
         )
-    return CompileBackend(as_budget(budget), open_plans(USERS))(module, inputs)
+    made = CompileBackend(as_budget(budget), open_plans(USERS), inductor=inductor)
+    return made(module, inputs)
 
 
 class CompileBackend:
@@ -76,14 +84,18 @@ class CompileBackend:
     Args:
         budget: Bytes for each graph.
         plans: What was measured and planned before; None remembers nothing.
+        inductor: Whether operations are fused.
 
     Attributes:
         plans: What was decided, in the order in which graphs were compiled.
     """
 
-    def __init__(self, budget: float, plans: PlanStore | None = None) -> None:
+    def __init__(
+        self, budget: float, plans: PlanStore | None = None, *, inductor: bool = False
+    ) -> None:
         self._budget = budget
         self._plans = plans or PlanStore()
+        self._fusing = fusing_of(inductor, self._plans)
         self._halves: dict[Any, Segment] = {}
         self.plans: list[TorchPlan] = []
 
@@ -118,8 +130,11 @@ class CompileBackend:
             given = {t for t in lowered.inputs if t is not None} - own
             profile = self._plans.profile(lowered, measured)
             planner = Planner(lowered, profile, given)
-            plan = planner.plan(self._budget, self._plans)
-            halves = bind_halves(lowered, plan.plan.schedule, parts.count)
+            if self._fusing is None:
+                plan = planner.plan(self._budget, self._plans)
+            else:
+                planner, plan = self._fusing.plan(planner, self._budget)
+            halves = bind_halves(planner.lowered, plan.plan.schedule, parts.count)
         source = f"{halves.forward.source}\n{halves.backward.source}"
         self.plans.append(replace(plan, source=source))
         return parts.split(halves, self._halves)

@@ -20,7 +20,7 @@ from mucudnn.torch.measurement.meters import Meter, meter_of
 from mucudnn.torch.measurement.node_costs import is_view, workspaces_of
 from mucudnn.torch.measurement.profiler_events import allocations
 
-__all__ = ["allocations", "estimated", "evaluate", "measured"]
+__all__ = ["allocations", "costs_of", "estimated", "evaluate", "measured"]
 
 _VIEW_MS = 0.001
 
@@ -37,8 +37,7 @@ def measured(lowered: Lowered) -> Profile:
     keys = {n.name: _key(lowered, n) for n in graph.nodes if not is_view(lowered, n)}
     ones = {key: graph.by_name[name] for name, key in reversed(keys.items())}
     with torch.no_grad():
-        times = {key: _time_ms(meter, lowered, node) for key, node in ones.items()}
-        scratch = _scratch(meter, lowered, ones)
+        times, scratch = costs_of(lowered, ones)
     out, back = meter.rates()
     return Profile(
         node_ms={
@@ -52,23 +51,38 @@ def measured(lowered: Lowered) -> Profile:
     )
 
 
+def costs_of(
+    lowered: Lowered, nodes: Mapping[Any, Node]
+) -> tuple[dict[Any, float], dict[Any, int]]:
+    """Times of some nodes in ms and bytes of their scratch memory, by key.
+
+    Raises:
+        UnsupportedError: A result does not lie where or as its graph says, or tensors
+            are on several devices.
+    """
+    meter = meter_of(device_of(lowered.layouts))
+    times = {key: _time_ms(meter, lowered, node) for key, node in nodes.items()}
+    return times, _scratch(meter, lowered, nodes)
+
+
 def evaluate(call: Call, operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Run one node; its outputs."""
-
-    def value(leaf: Any) -> Any:
-        match leaf:
-            case Operand(index):
-                return operands[index]
-            case Number(function, args):
-                return function(*map(value, args))
-            case list() | tuple():
-                return type(leaf)(map(value, leaf))
-            case _:
-                return leaf
-
-    kwargs = {key: value(leaf) for key, leaf in call.kwargs.items()}
-    found = call.function(*map(value, call.args), **kwargs)
+    kwargs = {key: _value(leaf, operands) for key, leaf in call.kwargs.items()}
+    found = call.function(*(_value(a, operands) for a in call.args), **kwargs)
     return tuple(found if path is None else found[path] for path in call.results)
+
+
+def _value(leaf: Any, operands: Sequence[torch.Tensor]) -> Any:
+    """An argument; no closure, which would keep operands until they are collected."""
+    match leaf:
+        case Operand(index):
+            return operands[index]
+        case Number(function, args):
+            return function(*(_value(a, operands) for a in args))
+        case list() | tuple():
+            return type(leaf)([_value(a, operands) for a in leaf])
+        case _:
+            return leaf
 
 
 def _key(lowered: Lowered, node: Node) -> Any:

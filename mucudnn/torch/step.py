@@ -29,6 +29,7 @@ from mucudnn.torch.capture.whole_step import (
 )
 from mucudnn.torch.execution.bound_step import BoundStep, bind_step
 from mucudnn.torch.execution.lanes import DEVICES
+from mucudnn.torch.fusion.switch import fusing_of
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
@@ -47,6 +48,7 @@ def train_step(
     budget: float | str | None = None,
     cache: PlanCacheChoice = USERS,
     offload_state: bool = False,
+    inductor: bool = False,
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
 
@@ -67,6 +69,13 @@ def train_step(
             in memory of the host that is not of PyTorch's allocator, where the budget
             asks for it: the budget does not count them there. They stay the tensors
             that they are, with other memory; on the CPU so far.
+        inductor: Whether neighbouring operations become kernels that PyTorch's Inductor
+            compiles, where these are faster and the budget allows. They compute what
+            the operations do, up to rounding.
+
+    Raises:
+        TypeError: `inductor` is no bool, or the budget neither a number nor text.
+        ValueError: The budget is no size.
     """
     return TrainStep(
         model,
@@ -75,6 +84,7 @@ def train_step(
         as_budget(budget),
         plans=open_plans(cache),
         offload_state=offload_state,
+        inductor=inductor,
     )
 
 
@@ -124,6 +134,7 @@ class TrainStep:
         costs: What tells times and scratch memory of a graph's nodes.
         plans: What was measured and planned before; None remembers nothing.
         offload_state: Whether parameters and state may be host-resident.
+        inductor: Whether operations are fused.
     """
 
     def __init__(
@@ -136,6 +147,7 @@ class TrainStep:
         plans: PlanStore | None = None,
         *,
         offload_state: bool = False,
+        inductor: bool = False,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
@@ -144,6 +156,7 @@ class TrainStep:
         self._costs = costs
         self._offload_state = offload_state
         self._plans = plans or PlanStore()
+        self._fusing = fusing_of(inductor, self._plans)
         self._planned: dict[Any, _Planned] = {}
         self._last: _Planned | None = None
 
@@ -213,7 +226,10 @@ class TrainStep:
         captured = capture_step(self._model, self._loss_fn, self._optimizer, batch)
         planner = planner_of(captured, self._parts, self._profile)
         planner = replace(planner, offload=self._offload_state)
-        plan = planner.plan(self._budget, self._plans)
+        if self._fusing is None:
+            plan = planner.plan(self._budget, self._plans)
+        else:
+            planner, plan = self._fusing.plan(planner, self._budget)
         bound = bind_step(planner.lowered, plan.plan.schedule)
         return _Planned(replace(plan, source=bound.source), bound)
 
