@@ -159,29 +159,19 @@ def test_updates_are_fused_with_what_they_change():
 
 
 def test_a_value_that_changed_in_between_is_not_fused_over():
-    """Of two nodes that read a tensor, one before and one after it changes."""
+    """A node that reads state after its update gets the new value."""
     plain, *_ = planner("conv")
     lowered = plain.lowered
     group = next(g for g in groups_of(lowered, {}) if len(g.mutates) == 2)
     nodes = [lowered.graph.by_name[name] for name in group.members]
     assert Grouping(lowered).group(nodes) is not None
-    first = next(n for n in nodes if n.outputs and n.mutates)
+    before, now = nodes[-2].mutates[0], nodes[-2].outputs[0]
     last = nodes[-1]
-    late = replace(
-        last,
-        inputs=tuple(
-            first.mutates[0] if name == first.outputs[0] else name
-            for name in last.inputs
-        ),
-    )
-    if late.inputs == last.inputs:
-        late = replace(
-            last,
-            inputs=tuple(
-                first.mutates[0] if n in nodes[1].outputs else n for n in last.inputs
-            ),
-        )
-    assert Grouping(lowered).group([*nodes[:-1], late]) is None
+    assert now in last.inputs
+    late = replace(last, inputs=tuple(before if n == now else n for n in last.inputs))
+    every = tuple(late if n is last else n for n in lowered.graph.nodes)
+    other = replace(lowered, graph=replace(lowered.graph, nodes=every))
+    assert Grouping(other).group([*nodes[:-1], late]) is None
 
 
 def test_what_cannot_be_compiled_stays_as_it_is():
@@ -284,7 +274,7 @@ def test_without_a_compiler_one_sentence_says_so():
     from torch._inductor import config
 
     with config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        with pytest.raises(UnsupportedError, match="no-such-compiler.*install"):
+        with pytest.raises(UnsupportedError, match="no-such-compiler"):
             check_compiler(torch.device("cpu"))
         model, loss_fn, batch = build("mlp")
         optimizer = optimizer_of("mlp", model)

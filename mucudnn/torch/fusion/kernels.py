@@ -24,10 +24,12 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.fusion.recipes import Recipe
 from mucudnn.torch.lowering.lowered import Layout
+from mucudnn.torch.plan_cache.structure import Unnameable
 
 __all__ = ["Kernel", "Kernels", "check_compiler", "inductor"]
 
@@ -67,7 +69,11 @@ class Kernels:
             recipe: What it computes.
             taken: The input that its first result may overwrite.
         """
-        key = recipe.digest, taken, torch.get_num_threads()
+        try:
+            key = recipe.digest, taken, torch.get_num_threads()
+        except Unnameable as e:
+            logger.info("%s is not fused: %s", _text(recipe), e)
+            return None
         if key not in self._known:
             self._known[key] = self._compiled(recipe, taken)
         return self._known[key]
@@ -129,7 +135,7 @@ def inductor(recipe: Recipe) -> _Function:
     It is traced to the operations that Inductor knows, and compiled as a graph without
     gradients, whose results have the strides that are asked for.
     """
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode, torch.no_grad():
         fake = [_empty(layout) for layout in recipe.inputs]
         module = make_fx(recipe.function(), decomposition_table=select_decomp_table())(

@@ -99,6 +99,8 @@ def used_operands(value: Any) -> set[int]:
     match value:
         case Operand(index):
             return {index}
+        case Number(_, args):
+            return used_operands(args)
         case list() | tuple():
             return set().union(*map(used_operands, value))
         case _:
@@ -131,7 +133,7 @@ def _plain(call: Call) -> bool:
 
     def plain(value: Any) -> bool:
         match value:
-            case Number() | torch.Tensor():
+            case torch.Tensor():
                 return False
             case list() | tuple():
                 return all(map(plain, value))
