@@ -1,5 +1,6 @@
 """Fused nodes are the nodes that they are made of, whoever compiles them."""
 
+import time
 import warnings
 from dataclasses import replace
 
@@ -182,6 +183,42 @@ def test_what_cannot_be_compiled_stays_as_it_is():
 
     fusing = Fusing(PlanStore(), Kernels(refuses))
     assert fusing.planner(plain) is plain
+
+
+def test_what_takes_no_time_is_not_compiled():
+    plain, *_ = planner("mlp")
+    groups = groups_of(plain.lowered, plain.profile.workspaces)
+    least = groups[0]
+    times = dict.fromkeys(plain.profile.node_ms, 1.0)
+    for group in groups:
+        if group.recipe.digest == least.recipe.digest:
+            times.update(dict.fromkeys(group.members, 1e-6))
+    compiled = []
+
+    def compiler(recipe):
+        compiled.append(recipe.digest)
+        raise NotImplementedError
+
+    profile = replace(plain.profile, node_ms=times)
+    Fusing(PlanStore(), Kernels(compiler)).planner(replace(plain, profile=profile))
+    others = {group.recipe.digest for group in groups} - {least.recipe.digest}
+    assert set(compiled) == others != set()
+
+
+def test_kernels_that_are_not_faster_are_not_taken():
+    plain, *_ = planner("mlp")
+
+    def slow(recipe):
+        run = recipe.function()
+
+        def late(*given):
+            time.sleep(0.01)
+            return run(*given)
+
+        return late
+
+    found = Fusing(PlanStore(), Kernels(slow)).planner(plain)
+    assert found.lowered.graph.nodes == plain.lowered.graph.nodes
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ class TorchPlan:
         resident_bytes: What is there before and after a step: parameters, buffers and
             state, as far as the budget counts them.
         source: The program that runs.
+        kernels: Nodes of it that are kernels of several operations.
     """
 
     plan: StepPlan = field(repr=False)
@@ -32,6 +33,7 @@ class TorchPlan:
     budget: float
     resident_bytes: int
     source: str = field(repr=False, default="")
+    kernels: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -81,6 +83,8 @@ class TorchPlan:
             f"and {format_bytes(prediction.in_bytes)} back: {_some(leaving)}",
             f"{len(again)} operations run again: {_some(again)}",
         ]
+        if self.kernels:
+            lines.append(f"{self.kernels} kernels stand for several operations each")
         return "\n".join(lines)
 
 

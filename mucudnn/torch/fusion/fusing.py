@@ -19,7 +19,6 @@ from mucudnn.torch.fusion.groups import Group
 from mucudnn.torch.fusion.kernels import Kernel, Kernels, check_compiler
 from mucudnn.torch.fusion.rewriting import fused
 from mucudnn.torch.fusion.runs import Footprint, groups_of
-from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.plan_cache.store import PlanStore
 from mucudnn.torch.planning import Planner
 from mucudnn.torch.step_plan import TorchPlan
@@ -28,6 +27,9 @@ __all__ = ["Fusing"]
 
 _WORTH = 0.95
 """A kernel's time over its members' from which on it is not taken."""
+
+_SMALLEST = 5e-4
+"""Of the nodes' time: what takes less, wherever it comes, is not worth compiling."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,16 @@ class Fusing:
             apart = planner.plan(budget, self.plans)
             if apart.plan.prediction.step_ms < plan.plan.prediction.step_ms:
                 return planner, apart
-        return with_kernels, plan
+        known = planner.lowered.calls
+        count = sum(name not in known for name in with_kernels.lowered.calls)
+        return with_kernels, replace(plan, kernels=count)
 
     def planner(self, planner: Planner) -> Planner:
         """The same step with every group as one node whose kernel is faster."""
         lowered, profile = planner.lowered, planner.profile
         check_compiler(device_of(lowered.layouts))
-        groups, kernels = self._compiled(
-            lowered, groups_of(lowered, profile.workspaces)
-        )
+        worthy = _worthy(groups_of(lowered, profile.workspaces), profile)
+        groups, kernels = self._compiled(worthy)
         if not groups:
             return planner
         trial = fused(lowered, groups, kernels)
@@ -81,7 +84,7 @@ class Fusing:
         )
 
     def _compiled(
-        self, lowered: Lowered, groups: Sequence[Group]
+        self, groups: Sequence[Group]
     ) -> tuple[list[Group], dict[str, Kernel]]:
         """Groups that have kernels, and these by the group's name."""
         found, kernels = [], {}
@@ -108,6 +111,17 @@ def _either(
         if ours is not None and theirs is not None and ours < theirs:
             raise fused_error from None
         raise
+
+
+def _worthy(groups: Sequence[Group], known: Profile) -> list[Group]:
+    """Groups whose recipe takes a share of the step, wherever it comes."""
+    times: dict[str, float] = {}
+    for group in groups:
+        recipe = group.recipe.digest
+        apart = sum(known.node_ms[name] for name in group.members)
+        times[recipe] = times.get(recipe, 0) + apart
+    least = _SMALLEST * sum(known.node_ms.values())
+    return [group for group in groups if times[group.recipe.digest] >= least]
 
 
 def _pays(group: Group, costs: Profile, known: Profile, footprint: Footprint) -> bool:

@@ -29,7 +29,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.fusion.recipes import Recipe
 from mucudnn.torch.lowering.lowered import Layout
-from mucudnn.torch.plan_cache.structure import Unnameable
 
 __all__ = ["Kernel", "Kernels", "check_compiler", "inductor"]
 
@@ -69,11 +68,7 @@ class Kernels:
             recipe: What it computes.
             taken: The input that its first result may overwrite.
         """
-        try:
-            key = recipe.digest, taken, torch.get_num_threads()
-        except Unnameable as e:
-            logger.info("%s is not fused: %s", _text(recipe), e)
-            return None
+        key = recipe.digest, taken, torch.get_num_threads()
         if key not in self._known:
             self._known[key] = self._compiled(recipe, taken)
         return self._known[key]

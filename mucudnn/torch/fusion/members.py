@@ -14,6 +14,7 @@ import torch
 from mucudnn.ir.graph import Node
 from mucudnn.torch.lowering.lowered import NOTHING, Call, Lowered, Number, Operand
 from mucudnn.torch.measurement.node_costs import is_view
+from mucudnn.torch.plan_cache.structure import Unnameable, described
 
 __all__ = ["COPY", "fusible", "passes_through", "used_operands"]
 
@@ -129,12 +130,14 @@ def _known(function: Any) -> bool:
 
 
 def _plain(call: Call) -> bool:
-    """Whether all arguments are operands and constants."""
+    """Whether all arguments are operands, numbers of these, and constants."""
 
     def plain(value: Any) -> bool:
         match value:
             case torch.Tensor():
                 return False
+            case Number(function, args):
+                return _told(function) and plain(args)
             case list() | tuple():
                 return all(map(plain, value))
             case _:
@@ -142,3 +145,12 @@ def _plain(call: Call) -> bool:
 
     operator = isinstance(call.function, torch._ops.OpOverload)
     return operator and plain((call.args, tuple(call.kwargs.values())))
+
+
+def _told(function: Any) -> bool:
+    """Whether a function is told by its name."""
+    try:
+        described(function)
+    except Unnameable:
+        return False
+    return True

@@ -49,11 +49,7 @@ class Recipe:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all that it says.
-
-        Raises:
-            Unnameable: A function of numbers is not told by its name.
-        """
+        """A hash of all that it says."""
         return digest_of(described(self))
 
     def into(self, taken: int) -> "Recipe":
