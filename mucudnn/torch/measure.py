@@ -5,6 +5,7 @@ step. So what a step would need need not be there to plan it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,7 +90,8 @@ def _key(lowered: Lowered, node: Node) -> Any:
     """Equal for nodes that cost the same."""
     call = lowered.calls[node.name]
     layouts = tuple(lowered.layouts[name] for name in node.inputs)
-    return call.function, layouts, repr((call.args, dict(call.kwargs))), call.results
+    arguments = repr((call.args, dict(call.kwargs)))
+    return call.function, layouts, arguments, call.results, bool(node.mutates)
 
 
 def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
@@ -114,7 +116,20 @@ def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
 def _time_ms(meter: Meter, lowered: Lowered, node: Node) -> float:
     call, operands = lowered.calls[node.name], _operands(lowered, node)
     _check(lowered, node, operands, evaluate(call, operands))
-    return meter.time_ms(partial(evaluate, call, operands))
+    return meter.time_ms(partial(evaluate, _as_run(lowered, node), operands))
+
+
+def _as_run(lowered: Lowered, node: Node) -> Call:
+    """The call that a program makes: what changes a tensor writes into it."""
+    call = lowered.calls[node.name]
+    if call.into is None or not node.mutates or len(node.outputs) != 1:
+        return call
+    taken = lowered.graph.tensors[node.outputs[0]].alias
+    if taken not in node.inputs:
+        return call
+    place = node.inputs.index(taken)
+    out = {} if call.first else {"out": Operand(place)}
+    return replace(call, function=call.into, kwargs={**call.kwargs, **out})
 
 
 def _check(
