@@ -50,6 +50,14 @@ $(VENV)/peers.stamp: pyproject.toml $(VENV)/base.stamp | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[peers]'
 	@touch $@
 
+# Without their dependencies: any build of PyTorch does, and it is there.
+ZOO = import tomllib; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["zoo"])
+$(VENV)/zoo.stamp: pyproject.toml $(VENV)/peers.stamp | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
+		$$($(BIN)/python -c '$(ZOO)')
+	@touch $@
+
 # A cuDNN that is there already is kept: two of its wheels would overwrite each other.
 $(VENV)/cudnn.stamp: Makefile $(VENV)/base.stamp | $(BIN)/python
 	@$(LOAD_CUDNN) >/dev/null 2>&1 \
@@ -82,7 +90,7 @@ test-slow: $(VENV)/dev.stamp
 fuzz: $(VENV)/dev.stamp
 	$(PYTEST) -m hypothesis --hypothesis-profile=fuzz $(FUZZ)
 
-test-torch: $(VENV)/dev.stamp $(VENV)/peers.stamp
+test-torch: $(VENV)/dev.stamp $(VENV)/peers.stamp $(VENV)/zoo.stamp
 	$(PYTEST) -m torch || test $$? -eq 5  # 5: there are no such tests
 
 install-cudnn: $(VENV)/cudnn.stamp
@@ -101,7 +109,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/peers.stamp
+bench: $(VENV)/peers.stamp $(VENV)/zoo.stamp
 	$(BIN)/python -m bench all --out bench/results
 
 # For a machine with a GPU and no network: what it may lack, to be taken along.

@@ -88,6 +88,12 @@ def _least(study: MemoryStudy) -> dict[str, int]:
     return {t.policy: t.peak_bytes for t in study.curve if not t.fits}
 
 
+def _most_speed(study: MemoryStudy, budget: int) -> float | None:
+    """The speed that no plan within a budget exceeds."""
+    least = study.least_ms.get(budget)
+    return None if least is None else study.unbounded_ms / least
+
+
 def _budgets(study: MemoryStudy) -> Sequence[Mapping[str, Any]]:
     found: dict[int, dict[str, float | None]] = {}
     for technique in study.curve:
@@ -98,6 +104,7 @@ def _budgets(study: MemoryStudy) -> Sequence[Mapping[str, Any]]:
         {
             "budget_bytes": budget,
             "share": budget / study.unbounded.peak_bytes,
+            "most_speed": _most_speed(study, budget),
             "speed": speeds,
         }
         for budget, speeds in found.items()

@@ -13,10 +13,11 @@ from mucudnn.report.markup import Markup, tag
 from mucudnn.report.memory_charts import Series, speed_chart
 from mucudnn.report.svg import marker
 
-__all__ = ["picture"]
+__all__ = ["CHART", "panels", "picture"]
 
 _ACROSS = 3
 _WIDTH, _HEIGHT, _GAP = 330.0, 236.0, 14.0
+CHART = (_WIDTH, _HEIGHT)
 _HEAD, _FOOT, _MARGIN = 24.0, 40.0, 12.0
 _LEGEND_STEP = 200.0
 
@@ -38,21 +39,39 @@ def main() -> int:
 
 def picture(steps: Sequence[Mapping[str, Any]]) -> str:
     """A panel a network, and the policies' marks below."""
-    rows = -(-len(steps) // _ACROSS)
+    names = list(steps[0]["budgets"][0]["speed"])
+    title = "Speed of a training step against its memory budget"
+    return panels(title, [_panel(step) for step in steps], names, PLANNED)
+
+
+def panels(
+    title: str,
+    charts: Sequence[tuple[str, Markup]],
+    names: Sequence[str],
+    strong: str,
+) -> str:
+    """Pictures beside and below each other, and the marks of their curves.
+
+    Args:
+        title: What they show.
+        charts: Their names, and drawings of the size `CHART`.
+        names: What the curves are called.
+        strong: The one that stands out.
+    """
+    rows = -(-len(charts) // _ACROSS)
     width = _ACROSS * _WIDTH + (_ACROSS - 1) * _GAP
     panels_end = rows * (_HEAD + _HEIGHT + _GAP)
-    names = list(steps[0]["budgets"][0]["speed"])
-    panels = (_panel(step, *divmod(i, _ACROSS)) for i, step in enumerate(steps))
+    placed = (_placed(*chart, *divmod(i, _ACROSS)) for i, chart in enumerate(charts))
     height = panels_end + _FOOT
     m = _MARGIN
     full = (width + 2 * m, height + 2 * m)
     return tag(
         "svg",
-        tag("title", "Speed of a training step against its memory budget"),
+        tag("title", title),
         tag("style", Markup(_style())),
         tag("rect", class_="page", x=-m, y=-m, width=full[0], height=full[1], rx=10),
-        panels,
-        _legend(names, panels_end + 10),
+        placed,
+        _legend(names, strong, panels_end + 10),
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"{-m:g} {-m:g} {full[0]:g} {full[1]:g}",
         width=full[0],
@@ -70,18 +89,21 @@ def _style() -> str:
     return "".join(sheets) + font + page
 
 
-def _panel(step: Mapping[str, Any], row: int, column: int) -> Markup:
-    x = column * (_WIDTH + _GAP)
-    y = row * (_HEAD + _HEIGHT + _GAP)
+def _panel(step: Mapping[str, Any]) -> tuple[str, Markup]:
     series = [
         Series(name, _points(step, name), name == PLANNED)
         for name in step["budgets"][0]["speed"]
     ]
     chart = speed_chart(series, width=_WIDTH, height=_HEIGHT, ticks=6)
+    return f"{step['model']}, batch {step['batch']}", chart
+
+
+def _placed(name: str, chart: Markup, row: int, column: int) -> Markup:
+    x = column * (_WIDTH + _GAP)
+    y = row * (_HEAD + _HEIGHT + _GAP)
     placed = chart.replace(
         "<svg ", f'<svg x="0" y="{_HEAD:g}" width="{_WIDTH:g}" height="{_HEIGHT:g}" ', 1
     )
-    name = f"{step['model']}, batch {step['batch']}"
     return tag(
         "g",
         tag("text", name, class_="row-name", x=8, y=14),
@@ -98,12 +120,12 @@ def _points(step: Mapping[str, Any], policy: str) -> tuple[tuple[int, float], ..
     )
 
 
-def _legend(names: Sequence[str], top: float) -> list[Markup]:
+def _legend(names: Sequence[str], strong: str, top: float) -> list[Markup]:
     across = 5
     found = []
     for i, name in enumerate(names):
         x, y = 14 + (i % across) * _LEGEND_STEP, top + (i // across) * 18
-        found.append(marker(i, x, y, filled=name == PLANNED))
+        found.append(marker(i, x, y, filled=name == strong))
         found.append(tag("text", name, x=x + 9, y=y + 3.5))
     return found
 

@@ -46,6 +46,7 @@ def run() -> list[dict[str, Any]]:
                     "seconds": perf_counter() - start,
                     "slowdown": placed.plan.prediction.step_ms
                     / most.prediction.step_ms,
+                    "gap": placed.plan.gap,
                     "fragmentation": placed.layout.fragmentation,
                 }
             )

@@ -126,7 +126,14 @@ def run() -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> str:
     """A line a step, and what moves most in each."""
-    header = ("model", "precision", "launches", "GB", "conv GB", "beside GB")
+    header: tuple[str, ...] = (
+        "model",
+        "precision",
+        "launches",
+        "GB",
+        "conv GB",
+        "beside GB",
+    )
     header += ("least GB", "TFLOP", "most beside convolutions, GB")
     rows = []
     for step in result["steps"]:

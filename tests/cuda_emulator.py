@@ -44,9 +44,7 @@ class Emulator:
         self._backwards = backwards
         self.launched = set()
 
-    def launch(
-        self, program, kernel, blocks, *arguments, dtype=None, parameters=None
-    ):
+    def launch(self, program, kernel, blocks, *arguments, dtype=None, parameters=None):
         if 0 in blocks:
             return
         element = arguments[0].dtype if dtype is None else dtype

@@ -122,8 +122,9 @@ def _activations(dtype):
         (70, 0.999999, 0, 5),
     ):
         x = normal(size, dtype=dtype)
-        attrs = {"p": p, "seed": seed}
-        yield Case("dropout", [x, np.array(step)], [(x.shape, dtype)], attrs)
+        for start in ({}, {"offset": 65536 * 3 + 37}):
+            attrs = {"p": p, "seed": seed} | start
+            yield Case("dropout", [x, np.array(step)], [(x.shape, dtype)], attrs)
 
 
 def _copies(dtype):
@@ -177,6 +178,7 @@ def _norms(dtype):
             yield Case("batch_norm", inputs, both, attrs)
         yield Case("batch_norm_eval", inputs, outputs, {"eps": 1e-3})
         yield Case("batch_norm_grad", [x, dy, gamma, mean, var], both)
+        yield from _norm_pieces(x, dy, (gamma, beta, mean, var), dtype)
     yield from _group_norms(dtype)
     for shape in ((3, 6, 5, 4), (2, 9), (2, 3, 7)):
         x, y, dy = (normal(*shape, seed=i, dtype=dtype) for i in range(3))
@@ -184,6 +186,26 @@ def _norms(dtype):
             attrs = {"size": size, "alpha": 0.2, "beta": beta, "k": 1.5}
             yield Case("lrn", [x], [(shape, dtype)], attrs)
             yield Case("lrn_grad", [x, y, dy], [(shape, dtype)], attrs)
+
+
+def _norm_pieces(x, dy, channels, dtype):
+    """Batch normalisation on slices."""
+    gamma, beta, mean, var = channels
+    small, image = (gamma.shape, dtype), (x.shape, dtype)
+    stats = ((3, gamma.size), "f8")
+    yield Case("batch_norm_sums", [x], [stats])
+    slices = [
+        np.stack([np.full(gamma.size, n), mean * n, var * n]).astype("f8")
+        for n in (1.0, 5.0, 6.0)
+    ]
+    for count, update in ((1, False), (3, True)):
+        attrs = {"eps": 1e-3, "momentum": 0.2, "update": update}
+        inputs = [*slices[:count], mean, var]
+        yield Case("batch_norm_merge", inputs, [small, small], attrs)
+    yield Case("batch_norm_apply", [x, gamma, beta, mean, var], [image])
+    yield Case("batch_norm_grad_sums", [x, dy, mean, var], [small, small])
+    inputs = [x, dy, gamma, mean, var, beta, gamma]
+    yield Case("batch_norm_grad_apply", inputs, [image], {"count": 3 * x[:, 0].size})
 
 
 def _group_norms(dtype):

@@ -5,6 +5,7 @@ graph says that it shares bytes with another. Convolutions take whatever algorit
 the least workspace.
 """
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -39,7 +40,9 @@ def execute(
 
 def _array(spec: TensorSpec, values: Mapping[str, np.ndarray]) -> np.ndarray:
     if spec.alias is not None:
-        return values[spec.alias].reshape(spec.shape)
+        flat = values[spec.alias].reshape(-1)
+        first = spec.offset // flat.itemsize
+        return flat[first : first + math.prod(spec.shape)].reshape(spec.shape)
     if spec.dtype.startswith("float"):
         return np.full(spec.shape, np.nan, spec.dtype)
     return np.empty(spec.shape, spec.dtype)
@@ -52,4 +55,6 @@ def _convolve(
     algorithms = backend.conv.algorithms(problem)
     algo, nbytes = min(algorithms, key=lambda named: named[1])
     workspace = backend.device.allocate(nbytes)
-    backend.conv.run(problem, algo, *inputs, out, workspace)
+    a, b, *total = inputs
+    more = bool(total)
+    backend.conv.run(problem, algo, a, b, out, workspace, accumulate=more)

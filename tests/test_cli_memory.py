@@ -14,7 +14,7 @@ from mucudnn.passes.planning.plan_step import policy_names
 NULL = ("--device", "null", "--batch", "8")
 ROW = {
     *("policy", "scheduler", "peak_bytes", "fits", "offloaded_bytes"),
-    *("recomputed_nodes", "predicted_ms", "unbounded_ms", "bound_ms"),
+    *("recomputed_nodes", "predicted_ms", "unbounded_ms", "bound_ms", "gap"),
 }
 
 

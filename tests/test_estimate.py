@@ -155,6 +155,23 @@ def test_every_figure_says_where_it_is_from(name):
     assert "assumed" in device.sources()["shares of peaks"]
 
 
+def test_faster_arithmetic_leaves_copies_and_memory_as_they_are():
+    for word in ("a100", "h100", "h200", "gh200", "b200", "rtx4090", "rtx5090"):
+        single, tf32, half = (get_device(word + s) for s in ("", "_tf32", "_half"))
+        assert single.flops.value <= tf32.flops.value < half.flops.value
+        assert half.flops.value == pytest.approx(2 * tf32.flops.value, rel=0.01)
+        for one in (tf32, half):
+            same = ("bandwidth", "memory", "out", "back")
+            assert all(getattr(one, k).value == getattr(single, k).value for k in same)
+            assert "dense" in one.flops.source
+
+
+def test_the_h200_of_published_figures_stays():
+    device = get_device("h200")
+    assert device.title == "NVIDIA H200 SXM"
+    assert (device.flops.value, device.bandwidth.value) == (67e12, 4800e9)
+
+
 def test_what_is_not_known_is_refused():
     with pytest.raises(ValueError, match=r"unknown device 'abacus'.*h200"):
         get_device("abacus")

@@ -9,6 +9,7 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.planning.plan_step import PLANNED, policy_names
 from mucudnn.report.memory_text import memory_tables
+from mucudnn.studies import memory_study
 from mucudnn.studies.memory_study import StepSpec, study_memory
 
 MIB = 1 << 20
@@ -69,3 +70,52 @@ def headless(batch):
 def test_what_cannot_be_studied_is_said(step, options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         study_memory(step, **options)
+
+
+def test_the_search_takes_any_scheduler_where_none_is_named(monkeypatch):
+    asked = []
+    usual = memory_study.try_technique
+
+    def noted(request):
+        asked.append((request.policy, request.scheduler))
+        return usual(request)
+
+    monkeypatch.setattr(memory_study, "try_technique", noted)
+    found = study_memory(
+        get_model("lenet")(2), policies=("lru", PLANNED), device="null", budget="6MiB"
+    )
+    assert asked == [("lru", None), (PLANNED, None)]
+    best = found.best
+    assert best.scheduler == best.plan.scheduler
+    assert found.placed is not None
+    asked.clear()
+    study_memory(
+        get_model("lenet")(2),
+        policies=(PLANNED,),
+        schedulers=("timed",),
+        device="null",
+        budget="6MiB",
+    )
+    assert asked == [(PLANNED, "timed")]
+
+
+def test_a_study_says_what_no_plan_beats():
+    graph = get_model("lenet")(256)
+    spec = {"policies": ("lru", PLANNED), "device": "p100"}
+    most = study_memory(graph, budget="1GiB", **spec).unbounded.peak_bytes
+    found = study_memory(graph, budget=int(0.6 * most), curve=True, **spec)
+    least = found.least_ms[found.budget]
+    assert found.unbounded_ms * 0.999 <= least <= found.best.step_ms
+    assert found.gap(found.best) == pytest.approx(found.best.step_ms / least - 1)
+    (ours,) = (t for t in found.techniques if t.policy == PLANNED)
+    assert ours.plan.least_ms == least
+    assert ours.plan.gap == found.gap(ours)
+    assert "above the best" in repr(ours.plan)
+    assert set(found.least_ms) == {found.budget, *(t.budget for t in found.curve)}
+    rows = found.to_json()["rows"]
+    assert [row["least_ms"] for row in rows] == [least] * 2
+    assert [row["gap"] for row in rows] == [found.gap(t) for t in found.techniques]
+    techniques, curve = memory_tables(found)
+    assert f"{found.gap(found.best):.1%}" in techniques.rows[-1]
+    assert any("no plan within the budget takes less" in n for n in techniques.notes)
+    assert curve.rows[-1][0] == "(no plan below)"

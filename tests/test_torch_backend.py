@@ -10,9 +10,11 @@ from mucudnn.errors import PlanningError
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402  (where there is PyTorch)
-
-import mucudnn.torch as mt  # noqa: E402
+import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
+from tests.torch_backends import (  # noqa: E402
+    WithLoss,
+    one_thread_and_a_fresh_compiler,  # noqa: F401  (a fixture)
+)
 from tests.torch_steps import build, real_peak  # noqa: E402
 
 pytestmark = [
@@ -21,25 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-class WithLoss(nn.Module):
-    def __init__(self, model, loss_fn):
-        super().__init__()
-        self.model, self.loss_fn = model, loss_fn
-
-    def forward(self, x, *targets):
-        return self.loss_fn(self.model(x), *targets)
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_a_fresh_compiler():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    torch.set_num_threads(before)
 
 
 def compiled(name, budget):
@@ -64,22 +47,15 @@ def outcome(model):
     return gradients | {name: b.clone() for name, b in model.named_buffers()}
 
 
-def refusal(error):
-    """Our error, which Dynamo wraps in its own."""
-    while error is not None and not isinstance(error, PlanningError):
-        error = getattr(error, "inner_exception", None) or error.__cause__
-    return error
-
-
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
 def test_gradients_and_buffers_are_eager_ones_within_a_budget(name):
     model, loss_fn, batch = build(name)
     loss = step(WithLoss(model, loss_fn), batch, model)
     wanted = outcome(model)
     call, _, batch, model = compiled(name, 0)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+    with pytest.raises(PlanningError, match="the least budget that works is") as caught:
         call(*batch)
-    least = refusal(caught.value).least_bytes
+    least = caught.value.least_bytes
     peaks = []
     for budget in (None, least):
         call, backend, batch, model = compiled(name, budget)
@@ -143,19 +119,6 @@ def test_a_model_whose_loss_is_outside():
         assert torch.equal(value, wanted[key]), key
 
 
-def test_every_size_has_a_plan_or_is_refused():
-    model, loss_fn, (x, y) = build("mlp")
-    backend = mt.backend()
-    call = torch.compile(WithLoss(model, loss_fn), backend=backend, dynamic=False)
-    for size in (128, 96, 128):
-        call(x[:size], y[:size]).backward()
-    assert len(backend.plans) == 2
-    torch._dynamo.reset()
-    call = torch.compile(WithLoss(model, loss_fn), backend=mt.backend(), dynamic=True)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="dynamic=False"):
-        call(x, y)
-
-
 def test_options_of_the_name():
     project = Path(__file__).parent.parent / "pyproject.toml"
     points = tomllib.loads(project.read_text())["project"]["entry-points"]
@@ -167,11 +130,16 @@ def test_options_of_the_name():
     both = WithLoss(model, loss_fn)
     call = torch.compile(both, backend="mucudnn", options={"budget": "2MiB"})
     step(call, batch, model)
-    torch._dynamo.reset()
-    call = torch.compile(both, backend="mucudnn", options={"budget": 1000})
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="least budget"):
-        call(*batch)
-    with pytest.raises(ValueError, match="unknown option 'bugdet'"):
-        compile_graph(None, [], options={"bugdet": 1})
+    for options, error, words in (
+        ({"budget": 1000}, PlanningError, "least budget"),
+        ({"bugdet": 1}, ValueError, "unknown option 'bugdet'; there are 'budget' and"),
+        ({"budget": "much"}, ValueError, "not a size"),
+        ({"budget": []}, TypeError, "list"),
+    ):
+        torch._dynamo.reset()
+        call = torch.compile(both, backend="mucudnn", options=options)
+        for _ in range(2):
+            with pytest.raises(error, match=words):
+                call(*batch)
     with pytest.raises(ValueError, match="not a size"):
         mt.backend(budget="much")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mucudnn
-from mucudnn import ConvPlan, Tuner
+from mucudnn import AlgoPerf, ConvPlan, ConvProblem, Tuner
 from mucudnn.errors import BackendError, PlanningError
 from mucudnn.ir.conv import Direction
 from mucudnn.runtime.tuning.timing import Timing
@@ -19,10 +19,11 @@ from mucudnn.runtime.tuning.timing import Timing
 torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402  (where there is PyTorch)
+from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.torch.conv import calls as conv_calls  # noqa: E402
-from mucudnn.torch.conv.backend import TORCH  # noqa: E402
+from mucudnn.torch.conv.algorithm import TORCH  # noqa: E402
 from tests.torch_calls import (  # noqa: E402
     ONCE,
     conv,
@@ -130,6 +131,52 @@ def test_the_native_algorithm_computes_what_ours_do():
             made.append((y, mucudnn.conv_backward_data(y, b, a.shape, **options), dw))
         for one, other in zip(*made, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_lists_of_one_entry_are_told_from_others(ours):
+    x = torch.randn(2, 3, 9, 9)
+    w = torch.randn(4, 3, 3, 3)
+    wide = {"stride": (2,), "padding": (1, 1)}
+    narrow = {"stride": (2, 1), "padding": (1,)}
+    expected = [functional.conv2d(x, w, **options) for options in (wide, narrow)]
+    with ours:
+        found = [functional.conv2d(x, w, **options) for options in (wide, narrow)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert ours.stats.forward.ours == 2
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_plan_of_several_libraries_is_bound_as_one(direction):
+    backend = mt.cpu_backend()
+    problem = ConvProblem(
+        direction=direction,
+        x_shape=(4, 3, 6, 6),
+        w_shape=(5, 3, 3, 3),
+        dtype="float64",
+        layout="NHWC",
+    )
+    offered = dict(backend.conv.algorithms(problem.with_batch(2)))
+    assert backend.conv.traits(problem, TORCH).notes == ("workspace_not_counted",)
+    steps = (
+        AlgoPerf(algo=name, batch=2, time_ms=1.0, workspace=offered[name])
+        for name in (TORCH, "GEMM")
+    )
+    plan = ConvPlan(problem, tuple(steps))
+    device = backend.device
+    a, b, out = (
+        device.view(device.allocate(spec.nbytes), 0, spec)
+        for spec in problem.operands()
+    )
+    device.randomize(a)
+    device.randomize(b)
+    workspace = device.allocate(plan.workspace)
+    backend.bind(plan).run(a, b, out, workspace, False)
+    expected = np.empty_like(out)
+    mucudnn.get_backend("cpu").conv.run(
+        problem, "IMPLICIT_GEMM", a, b, expected, workspace
+    )
+    np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_fingerprints_name_pytorch_only_where_it_runs():
@@ -262,6 +309,29 @@ def test_other_threads_run_during_a_native_kernel():
     assert ticks
     times = [start, *(t for t in ticks if start < t < stop), stop]
     assert statistics.median(np.diff(times)) < 0.005  # as the interpreter's interval
+
+
+def test_modes_see_the_calls_that_the_user_wrote():
+    class Recorder(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    context = mt.convolutions(tuner=tuner(native=True, planner=only_torch))
+    x, w, b = operands(requires_grad=False)
+    with Recorder() as outside:
+        expected = conv(x, w, b)
+    with context:
+        conv(x, w, b)
+        with Recorder() as within:
+            found = conv(x, w, b)
+    assert torch.equal(found, expected)
+    assert within.seen == outside.seen
+    assert context.stats.forward.native == 2
 
 
 def test_nothing_is_kept_of_the_operands(ours):

@@ -17,7 +17,8 @@ import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import UnsupportedError  # noqa: E402
 from mucudnn.ir.graph import Phase  # noqa: E402
 from mucudnn.ir.traits import Batch  # noqa: E402
-from mucudnn.torch.capture.whole_step import StepParts, capture_step  # noqa: E402
+from mucudnn.torch.capture.parts import StepParts  # noqa: E402
+from mucudnn.torch.capture.whole_step import capture_step  # noqa: E402
 from mucudnn.torch.execution.bound_step import bind_step  # noqa: E402
 from mucudnn.torch.fusion.costs import costs_of_kernels  # noqa: E402
 from mucudnn.torch.fusion.fusing import Fusing  # noqa: E402
@@ -103,8 +104,8 @@ def test_a_graph_with_fused_nodes_computes_the_same_bits(name, share):
     budget = least + share * (ours.plan().peak_bytes - least)
     plan = ours.plan(budget)
     bound = bind_step(lowered, plan.plan.schedule)
-    step = mt.TrainStep(model, None, optimizer, budget)
-    given = [*step._tensors(), *batch]
+    step = mt.TrainStep(model, build(name)[1], optimizer, budget)
+    given = [*step._parts().tensors(), *batch]
     torch.manual_seed(1)
     losses = [bound.run(list(given))[0].item() for _ in range(STEPS)]
     expected, values = eager(name)

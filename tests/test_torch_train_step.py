@@ -13,7 +13,8 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.passes.planning.evaluate import plan_residency  # noqa: E402
 from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
-from mucudnn.torch.capture.whole_step import StepParts, capture_step  # noqa: E402
+from mucudnn.torch.capture.parts import StepParts  # noqa: E402
+from mucudnn.torch.capture.whole_step import capture_step  # noqa: E402
 from mucudnn.torch.execution import copies, program  # noqa: E402
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402

@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
-from mucudnn.torch.measure import allocations
+from bench.torch.peak import real_peak
+
+__all__ = ["Block", "TinyGPT", "build", "real_peak", "token_loss"]
 
 
 class Block(nn.Module):
@@ -68,21 +69,3 @@ def build(name):
     model = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 10))
     batch = torch.randn(8, 3, 16, 16), torch.randint(0, 10, (8,))
     return model, functional.cross_entropy, batch
-
-
-def real_peak(call):
-    """The most bytes that a call has allocated at once, beyond what was there."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        call()
-    now = most = 0
-    mine = set()
-    for _, nbytes, address in allocations(prof):
-        if nbytes > 0:
-            mine.add(address)
-        elif address not in mine:
-            continue  # freed here, allocated before
-        else:
-            mine.discard(address)
-        now += nbytes
-        most = max(most, now)
-    return most

@@ -20,10 +20,12 @@ from mucudnn.cli.options import (
     names_of_all,
     option,
     report_option,
+    split_of,
     strategy,
 )
 from mucudnn.cli.output import emit, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
+from mucudnn.cli.torch_model import torch_step
 from mucudnn.cli.train_options import (
     list_models,
     listing_option,
@@ -36,6 +38,7 @@ from mucudnn.cli.train_options import (
 from mucudnn.ir.devices import DEVICES
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.models import FunctionModel
+from mucudnn.passes.planning.described_step import DescribedStep
 
 if TYPE_CHECKING:
     from mucudnn.cli.progress import Show
@@ -108,6 +111,13 @@ _CODES = (
 )
 @optimizer_option
 @strategy("--order", "In which order nodes run.", orders, default="builder")
+@option(
+    "--split PARTS",
+    "Also run the step in slices of its batch: auto, none, or how many parts of its "
+    "largest layers.",
+    split_of,
+    default="none",
+)
 @flag("--curve", "Also plan for several budgets, when one is given.")
 @flag("--max-batch", "Look for the largest batch within the budget.")
 @flag("--min-budget", "Look for the least budget of every policy.")
@@ -121,7 +131,11 @@ _CODES = (
 def memory(
     ctx: click.Context, /, model: str | None, json_file: str | None, **settings: Any
 ) -> None:
-    """Plan a training step under a budget by every technique, and compare them."""
+    """Plan a training step under a budget by every technique, and compare them.
+
+    A network by its name, FILE.py:function with a function of (batch) that returns a
+    Graph, or one that returns (model, loss_fn, example, optimizer) of PyTorch.
+    """
     if settings["listing"]:
         list_models(json_file)
         return
@@ -131,7 +145,7 @@ def memory(
     refuse_same({"--json": json_file, **files})
     if settings["snapshot_file"] == "-":
         raise BadInputError("a snapshot is a pickle: name a file, not -")
-    found = _study(model, settings)
+    found = _study(ctx, model, settings)
     from mucudnn.report.memory_text import memory_tables
     from mucudnn.report.text import write_tables
 
@@ -159,12 +173,34 @@ def _refusal(found: "MemoryStudy", settings: dict[str, Any]) -> str:
     return f"{words}; nothing is written to {', '.join(names)}" if names else words
 
 
-def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
+def _step(
+    ctx: click.Context, model: str, settings: dict[str, Any]
+) -> "StepSpec | DescribedStep":
+    """The step that was asked for: a network of ours, or a model of PyTorch's."""
+    from mucudnn.studies.memory_study import StepSpec
+
+    device, batch, image = (settings[n] for n in ("device", "batch", "image"))
+    with bad_input():
+        step = torch_step(ctx, model, batch, device)
+        made = network(model) if step is None else model
+    if step is not None:
+        return step
+    return StepSpec(
+        model=made if isinstance(made, FunctionModel) else model,
+        batch=batch or (_CPU_BATCH if device == _CPU else _BATCH),
+        image=image[0] if image is not None and len(image) == 1 else image,
+        optimizer=settings["optimizer"],
+        order=settings["order"],
+        device=device,
+    )
+
+
+def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryStudy":
     from mucudnn.cli.progress import progress_display
     from mucudnn.passes.planning.plan_step import PLANNED
-    from mucudnn.studies.memory_study import StepSpec, study_memory
+    from mucudnn.studies.memory_study import study_memory
 
-    device, budget, image = (settings[n] for n in ("device", "budget", "image"))
+    device, budget = settings["device"], settings["budget"]
     if settings["cache_path"] not in (None, "none"):
         refuse_foreign_file(Path(settings["cache_path"]))
     if device == _CPU and settings["recordings"]:
@@ -173,16 +209,7 @@ def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
             f"estimated, and --device {_CPU} is measured"
         )
     asked_more = settings["max_batch"] or settings["min_budget"]
-    with bad_input():
-        made = network(model)
-    spec = StepSpec(
-        model=made if isinstance(made, FunctionModel) else model,
-        batch=settings["batch"] or (_CPU_BATCH if device == _CPU else _BATCH),
-        image=image[0] if image is not None and len(image) == 1 else image,
-        optimizer=settings["optimizer"],
-        order=settings["order"],
-        device=device,
-    )
+    spec = _step(ctx, model, settings)
     # The search takes longest: what Ctrl-C keeps comes before it.
     names = _chosen(settings["policies"], policies)
     if _ALL in settings["policies"]:
@@ -199,6 +226,7 @@ def _study(model: str, settings: dict[str, Any]) -> "MemoryStudy":
             profile=_measured(spec, settings["cache_path"], show),
             recordings=settings["recordings"],
             progress=show,
+            split=settings["split"],
         )
 
 
@@ -208,10 +236,10 @@ def _chosen(asked: tuple[str, ...], table: Table) -> tuple[str, ...]:
 
 
 def _measured(
-    spec: "StepSpec", cache_path: str | None, progress: "Show"
+    spec: "StepSpec | DescribedStep", cache_path: str | None, progress: "Show"
 ) -> "Profile | None":
-    """A profile of the step on the CPU; None for a device that is estimated."""
-    if spec.device != _CPU:
+    """A profile of a network's step on the CPU; None where there are costs already."""
+    if spec.device != _CPU or isinstance(spec, DescribedStep):
         return None
     from mucudnn.runtime.training.profiler import profile
     from mucudnn.runtime.tuning.tuner import Tuner

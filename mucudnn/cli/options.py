@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from functools import reduce
 from importlib import import_module
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import click
 
@@ -209,6 +209,21 @@ class StrategyOption(click.Option):
         names, _ = self._table()
         self.help = f"{self._text} One of: {', '.join(names)}."
         return super().get_help_record(ctx)
+
+
+def split_of(text: str) -> Literal["auto", "none"] | int:
+    """`auto`, `none` or a number of parts.
+
+    Raises:
+        click.BadParameter: It is none of these.
+    """
+    if text == "auto":
+        return "auto"
+    if text == "none":
+        return "none"
+    if text.isdecimal() and 0 < int(text) <= MOST_IMAGES:
+        return int(text)
+    raise click.BadParameter(f"{text!r} is not auto, none or a number of parts")
 
 
 def option(

@@ -21,7 +21,7 @@ from mucudnn.cli.app import BadInputError
 from mucudnn.models import FunctionModel, Model, get_model, model_names
 from mucudnn.plugins import module_files
 
-__all__ = ["import_option", "located", "network", "networks"]
+__all__ = ["import_option", "located", "network", "networks", "own_function"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,16 +62,31 @@ def network(name: str) -> Model | FunctionModel:
         BadInputError: There is no such file, or no such function in it.
         ValueError: No network has that name.
     """
+    made = own_function(name)
+    if made is None:
+        return get_model(name)
+    if isinstance(made, Model):
+        return made
+    try:
+        return FunctionModel(made, name)
+    except TypeError as e:
+        raise BadInputError(str(e)) from e
+
+
+def own_function(name: str) -> Any | None:
+    """What can be called as FILE.py:function; None where a name is no such thing.
+
+    Raises:
+        BadInputError: There is no such file, or no such function in it.
+    """
     file, colon, function = name.rpartition(":")
     if name.endswith(_SUFFIX):
         file, function = name, ""
     elif not (colon and file.endswith(_SUFFIX)):
-        return get_model(name)
+        return None
     module = _import_file(Path(file))
     made = getattr(module, function, None) if function else None
-    if isinstance(made, Model):
-        return made
-    if not callable(made):
+    if not isinstance(made, Model) and not callable(made):
         own = [
             key
             for key, value in vars(module).items()
@@ -82,10 +97,7 @@ def network(name: str) -> Model | FunctionModel:
         if not function:
             what = f"{file} is a file; name a function of it, {file}:FUNCTION"
         raise BadInputError(f"{what}; it has: {', '.join(own) or 'none'}")
-    try:
-        return FunctionModel(made, name)
-    except TypeError as e:
-        raise BadInputError(str(e)) from e
+    return made
 
 
 def networks() -> Iterator[tuple[str, Model | FunctionModel]]:

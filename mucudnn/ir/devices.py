@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from mucudnn.ir.devices_by_arithmetic import ARITHMETIC, BY_ARITHMETIC
+
 __all__ = [
     "ASSUMED",
     "DEVICES",
@@ -58,7 +60,8 @@ class DeviceFigures:
 
     Attributes:
         title: As its vendor calls it.
-        flops: Single-precision operations a second, at most.
+        flops: Operations a second, at most, in the arithmetic that its source names;
+            in single precision where it names none.
         bandwidth: Bytes a second of its memory, at most.
         memory: Bytes of its memory.
         out: Bytes a second to the host, in large copies.
@@ -115,6 +118,21 @@ def _nominal(gb_per_s: float, what: str) -> Figure:
     )
 
 
+def _by_arithmetic() -> dict[str, DeviceFigures]:
+    return {
+        word + suffix: _device(
+            f"{peaks.title}, {ARITHMETIC[suffix]}" if suffix else peaks.title,
+            f"{peaks.source}, {ARITHMETIC[suffix]}",
+            tflops=tflops,
+            gb_per_s=peaks.gb_per_s,
+            memory=peaks.gb * 1e9,
+            link=_nominal(peaks.link_gb_per_s, peaks.link),
+        )
+        for word, peaks in BY_ARITHMETIC.items()
+        for suffix, tflops in peaks.tflops.items()
+    }
+
+
 _PCIE3 = Figure(12.8e9, "PCIe 3.0 x16, reached in vDNN (MICRO 2016)")
 
 DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
@@ -169,6 +187,7 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
             memory=12 * _GIB,
             link=_PCIE3,
         ),
+        **_by_arithmetic(),
         "null": _device(
             "no device",
             "made up",
@@ -179,7 +198,11 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
         ),
     }
 )
-"""Word -> device. `null` is none: round numbers to try things with."""
+"""Word -> device. `null` is none: round numbers to try things with.
+
+`h200`, `h100` and the like compute in single precision, without tensor cores; followed
+by `_tf32` and `_half` they compute on them, as networks are mostly trained.
+"""
 
 
 def get_device(name: str) -> DeviceFigures:

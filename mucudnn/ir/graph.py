@@ -176,6 +176,15 @@ class Graph:
             found.update(dict.fromkeys(chain, root))
         return found
 
+    def offset(self, name: str) -> int:
+        """Bytes of a tensor's storage before its own."""
+        spec = self.tensors[name]
+        total = spec.offset
+        while spec.alias is not None:
+            spec = self.tensors[spec.alias]
+            total += spec.offset
+        return total
+
     @cached_property
     def overwritten(self) -> Mapping[int, tuple[str, ...]]:
         """Position of a node -> storages that it replaces what was in."""

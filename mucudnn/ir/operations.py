@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from mucudnn.ir.batch_norm import PIECES, batch_norm_grad_pieces, batch_norm_pieces
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.graph import Node, Phase
+from mucudnn.ir.slices import box_rows, conv_rows, counted, drawn_rows
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import PLAIN, Batch, NodeTraits
 
@@ -18,6 +21,7 @@ Rule = Callable[[Operands, Operands, Attributes], NodeTraits]
 """Traits that depend on inputs, results and attributes."""
 
 _NONE: Attributes = MappingProxyType({})
+_OF_FIRST, _OF_LABELS = partial(counted, 0), partial(counted, 1)
 _ROW = Batch((0,), (0,))
 _ROWS = Batch((0, 0), (0,))
 _FROM_ONE = NodeTraits(narrow=True, batch=_ROW)
@@ -29,7 +33,9 @@ _OF_FUNCTION = NodeTraits(overwrites=(1,), batch=_ROWS)
 
 def _conv(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
     to_filter = attrs["problem"].direction is Direction.BACKWARD_FILTER
-    batch = Batch((0, 0), (None,)) if to_filter else Batch((0, None), (0,))
+    batch = Batch((0, None), (0,), sliced=conv_rows)
+    if to_filter:
+        batch = Batch((0, 0), (None,), accumulates=True, sliced=conv_rows)
     return NodeTraits(expensive=True, convolution=True, batch=batch)
 
 
@@ -54,30 +60,43 @@ def _reshape(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTrai
 def _boxed(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
     """Cut out of a tensor, or put into a larger one: of all samples or of some."""
     kept = inputs[0].shape[:1] == outputs[0].shape[:1]
-    return _FROM_ONE if kept else NodeTraits(narrow=True)
+    rule = box_rows if "stops" in attrs else None
+    batch = Batch((0,), (0,), sliced=rule) if kept else None
+    return NodeTraits(narrow=True, batch=batch)
 
 
 OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
     {
         "accumulate": PLAIN,
-        "accuracy": NodeTraits(batch=Batch((0, 0), (None,))),
+        "accuracy": NodeTraits(batch=Batch((0, 0), (None,), accumulates=True)),
         "adagrad": PLAIN,
         "adam": PLAIN,
         "add": NodeTraits(overwrites=(0, 1), joint=True, narrow=True, batch=_ROWS),
         "avg_pool": _FROM_ONE,
         "avg_pool_grad": _FROM_ONE,
+        **PIECES,
         "batch_norm": NodeTraits(
-            replay=(("update", False),), narrow=True, rereads=(0,)
+            replay=(("update", False),),
+            narrow=True,
+            rereads=(0,),
+            pieces=batch_norm_pieces,
         ),
-        "batch_norm_eval": NodeTraits(narrow=True, batch=Batch((0, *(None,) * 4), (0,))),
-        "batch_norm_grad": NodeTraits(overwrites=(1,), rereads=(0,)),
+        "batch_norm_eval": NodeTraits(
+            narrow=True, batch=Batch((0, *(None,) * 4), (0,))
+        ),
+        "batch_norm_grad": NodeTraits(
+            overwrites=(1,), rereads=(0,), pieces=batch_norm_grad_pieces
+        ),
         "bias": NodeTraits(overwrites=(0,), narrow=True, batch=Batch((0, None), (0,))),
         "bias_grad": NodeTraits(batch=Batch((0,), (None,))),
         "cast": NodeTraits(batch=_ROW),
         "concat": _concat,
         "conv": _conv,
         "dropout": NodeTraits(
-            overwrites=(0,), random=True, narrow=True, batch=Batch((0, None), (0,))
+            overwrites=(0,),
+            random=True,
+            narrow=True,
+            batch=Batch((0, None), (0,), sliced=drawn_rows),
         ),
         "fill": PLAIN,
         "gelu": _FUNCTION,
@@ -98,8 +117,12 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         "matmul": _matmul,
         "max_pool": NodeTraits(narrow=True, batch=Batch((0,), (0, 0))),
         "max_pool_grad": _FROM_TWO,
-        "mean_squared_error": NodeTraits(batch=Batch((0, 0), (None,), (0,))),
-        "mean_squared_error_grad": NodeTraits(batch=Batch((0, 0, None), (0,), (0,))),
+        "mean_squared_error": NodeTraits(
+            batch=Batch((0, 0), (None,), (0,), sliced=_OF_FIRST)
+        ),
+        "mean_squared_error_grad": NodeTraits(
+            batch=Batch((0, 0, None), (0,), (0,), sliced=_OF_FIRST)
+        ),
         "momentum": PLAIN,
         "multiply": NodeTraits(overwrites=(0, 1), narrow=True, batch=_ROWS),
         "pad": _boxed,
@@ -112,9 +135,11 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         "sigmoid": _FUNCTION,
         "sigmoid_grad": _OF_FUNCTION,
         "slice": _boxed,
-        "softmax_cross_entropy": NodeTraits(batch=Batch((0, 0), (None, 0), (0,))),
+        "softmax_cross_entropy": NodeTraits(
+            batch=Batch((0, 0), (None, 0), (0,), sliced=_OF_LABELS)
+        ),
         "softmax_cross_entropy_grad": NodeTraits(
-            overwrites=(0,), batch=Batch((0, 0, None), (0,), (0,))
+            overwrites=(0,), batch=Batch((0, 0, None), (0,), (0,), sliced=_OF_LABELS)
         ),
         "tanh": _FUNCTION,
         "tanh_grad": _OF_FUNCTION,

@@ -37,6 +37,7 @@ class TensorSpec:
         role: Inputs come from outside, parameters and state outlive a step.
         alias: The tensor whose bytes these are: of a view, or of what was computed in
             place. None for a tensor with bytes of its own.
+        offset: Bytes of `alias` before its own: of a view of some of its rows.
         storage_bytes: Its size where that does not follow from shape and data type:
             another framework's type, strides or padding.
 
@@ -50,6 +51,7 @@ class TensorSpec:
     role: Role = Role.ACTIVATION
     alias: str | None = None
     storage_bytes: int | None = None
+    offset: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -4,10 +4,41 @@ The operations of our own builder have theirs in `operations`; whoever brings no
 another framework says for each what it is, and `OPAQUE` of what is not understood.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["OPAQUE", "PLAIN", "Batch", "NodeTraits"]
+from mucudnn.ir.tensor import TensorSpec
+
+__all__ = [
+    "OPAQUE",
+    "PLAIN",
+    "Batch",
+    "NodeTraits",
+    "Operands",
+    "Piece",
+    "Pieces",
+    "Rows",
+    "SliceRule",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Samples of a batch: from `start` up to `stop`, of `total`."""
+
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+SliceRule = Callable[[Mapping[str, Any], Sequence[TensorSpec], Rows], Mapping[str, Any]]
+"""Attributes of a slice from those of the whole node, its inputs and the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +53,64 @@ class Batch:
         inputs: The axis of every input, or None.
         outputs: The axis of every result, or None.
         averaged: Results that are divided by the batch: what a slice of n of N samples
-            computes of them has to be multiplied by n / N.
+            computes of them has to be multiplied by n / N, unless `sliced` sees to it.
+        gathered: Results that are no sums: every slice has one of its own, of the same
+            shape, and who reads the result reads those of all slices in its place.
+        accumulates: Whether its one result, a sum, may be added to what is there: that
+            is then one more input, whose bytes the result has.
+        sliced: Attributes of a slice, where they are not those of the node.
     """
 
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
     averaged: tuple[int, ...] = ()
+    gathered: tuple[int, ...] = ()
+    accumulates: bool = False
+    sliced: SliceRule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One of the nodes that a node falls into.
+
+    Attributes:
+        name: What is appended to the node's.
+        op: Its operation.
+        inputs: What it reads.
+        outputs: What it writes.
+        attrs: What else its kernel needs.
+        traits: What it is.
+        mutates: Those of its inputs that it overwrites.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attrs: Mapping[str, Any]
+    traits: "NodeTraits"
+    mutates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What a node that falls into pieces works on.
+
+    Attributes:
+        name: The node's.
+        inputs: What it reads.
+        outputs: What it writes.
+        attrs: Its attributes.
+    """
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    attrs: Mapping[str, Any]
+
+
+Pieces = tuple[tuple[TensorSpec, ...], tuple[Piece, ...]]
+"""Tensors between the pieces of a node, and the pieces in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +133,12 @@ class NodeTraits:
         recomputable: Whether it may run again. What mutates may not without a `replay`.
         movable: Whether its results may be elsewhere while no node uses them.
         rereads: Inputs that it reads twice.
-        narrow: Its first result, and those of its inputs that are neither parameters nor
-            statistics, may be in a narrower type than all else.
+        narrow: Its first result, and inputs that are neither parameters nor statistics,
+            may be in a narrower type than all else.
         temporaries: Bytes of scratch memory that it takes while it runs.
         batch: How it can be cut along the batch; None if it cannot.
+        pieces: What a node whose samples depend on each other falls into: nodes of
+            which all but a few small ones can be cut.
     """
 
     view: bool = False
@@ -69,6 +154,7 @@ class NodeTraits:
     narrow: bool = False
     temporaries: int = 0
     batch: Batch | None = None
+    pieces: Callable[[Operands], Pieces] | None = None
 
 
 PLAIN = NodeTraits()

@@ -157,16 +157,23 @@ def bound_ms(schedule: Schedule, profile: Profile) -> float:
     backward nodes run and the copies in begun since then are made. What leaves in the
     forward pass and returns in the backward pass thus takes at least
     max(C_f, D / B_out) + max(C_b, D / B_in). Copies that straddle the moment count only
-    towards what each link moves in all; so do all of them where copies may straddle the
-    end of the step as well.
+    towards what each link moves in all.
+
+    Where copies may straddle the end of the step as well, the same holds of those that
+    do not. Let the step begin at b, the moment be m and the next step begin at e. No
+    copy starts before the compute that precedes its instruction is done, and `Wait`
+    holds compute up until it is done. So a copy begun and waited for by the
+    instructions before the moment occupies its link within [b, m], and one begun and
+    waited for by those after it within [m, e], whatever the copies of other steps do; a
+    link makes one copy at a time, and the sums of both parts are no longer than m - b
+    and e - m. What is waited for in the next step counts for neither.
     """
     program = schedule.instructions
+    cyclic = bool(schedule.live_across)
     whole = max(_busy(schedule, profile, program, awaited=False))
-    if schedule.live_across:
-        return whole
     boundary = _boundary(schedule)
     before = _busy(schedule, profile, program[:boundary], awaited=True)
-    after = _busy(schedule, profile, program[boundary:], awaited=False)
+    after = _busy(schedule, profile, program[boundary:], awaited=cyclic)
     return max(max(before) + max(after), whole)
 
 

@@ -12,9 +12,10 @@ __all__ = ["heading", "memory_tables", "placed_words", "technique_table"]
 
 _COLUMNS = (
     *("policy", "scheduler", "fits", ">peak", ">offloaded", ">extra nodes"),
-    *(">step ms", ">slowdown", ">bound ms", "remark"),
+    *(">step ms", ">slowdown", ">bound ms", ">gap", "remark"),
 )
-"""Of the table of techniques; `extra nodes` run a second time or more often."""
+"""Of the table of techniques; `extra nodes` run a second time or more often, and a step
+is slower by the gap at most than the best plan there is."""
 
 
 def heading(study: MemoryStudy) -> str:
@@ -42,7 +43,7 @@ def _cells(study: MemoryStudy, technique: Technique) -> tuple[str, ...]:
     if plan is None:
         short = f"{bytes_text(technique.short_bytes)} short"
         needs = bytes_text(technique.peak_bytes)
-        return (*head, "no", needs, *(NOTHING,) * 5, short)
+        return (*head, "no", needs, *(NOTHING,) * 6, short)
     return (
         *head,
         "yes",
@@ -52,7 +53,23 @@ def _cells(study: MemoryStudy, technique: Technique) -> tuple[str, ...]:
         ms_text(plan.prediction.step_ms),
         speedup_text(study.slowdown(technique)),
         ms_text(plan.prediction.bound_ms),
+        _gap_text(study.gap(technique)),
         "best" if technique is study.best else "",
+    )
+
+
+def _gap_text(gap: float | None) -> str:
+    return NOTHING if gap is None else f"{gap:.1%}"
+
+
+def least_words(study: MemoryStudy) -> str:
+    """What no plan beats, in a sentence; empty where it is not known."""
+    least = study.least_ms.get(study.budget)
+    if least is None:
+        return ""
+    why = study.loose.get(study.budget, "")
+    return f"no plan within the budget takes less than {ms_text(least)} ms a step" + (
+        f" (compute alone: {why})" if why else ""
     )
 
 
@@ -79,10 +96,12 @@ def technique_table(study: MemoryStudy) -> Table:
         f"with all the memory it could use: {bytes_text(study.unbounded.peak_bytes)}, "
         f"{ms_text(study.unbounded_ms)} ms a step"
     )
-    notes = [unbounded, *filter(None, [placed_words(study)])]
+    notes = [unbounded, *filter(None, [least_words(study), placed_words(study)])]
     if study.minimum is not None:
         least = f"{bytes_text(study.minimum)} ({study.minimum} bytes)"
         notes.append(f"the least budget that works: {least}")
+    if study.splitting is not None:
+        notes += [f"in parts: {line}" for line in study.splitting.lines]
     notes += [f"{name}: {text}" for name, text in study.figures.items()]
     if study.interrupted:
         notes.append("interrupted: this is what was done by then")
@@ -100,6 +119,9 @@ def _curve(study: MemoryStudy) -> Table:
         (policy, *(_slowdown(study, found.get(budget)) for budget in budgets))
         for policy, found in by_policy.items()
     )
+    least = (study.least_ms.get(budget) for budget in budgets)
+    bounds = (None if ms is None else ms / study.unbounded_ms for ms in least)
+    rows += (("(no plan below)", *map(speedup_text, bounds)),)
     columns = ("policy", *(f">{_budget_text(study, budget)}" for budget in budgets))
     return Table("slowdown under smaller budgets", columns, rows)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapOut
+from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.passes.scheduling.costs import origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
@@ -18,7 +19,7 @@ from mucudnn.report.algorithm_survey import survey_tables
 from mucudnn.report.charts import plan_bar
 from mucudnn.report.html import comparison_body
 from mucudnn.report.markup import Child, Markup, tag
-from mucudnn.report.memory_html import SHEETS, memory_body
+from mucudnn.report.memory_html import SHEETS, memory_body, memory_report
 from mucudnn.report.memory_stack import KINDS, stack_chart
 from mucudnn.report.memory_text import heading
 from mucudnn.report.page import big_card, legend, styles, swatches, table
@@ -34,19 +35,22 @@ from mucudnn.report.words import (
     speedup_text,
 )
 from mucudnn.studies.algorithm_survey import AlgorithmSurvey
-from mucudnn.studies.memory_study import MemoryStudy
+from mucudnn.studies.memory_study import MemoryStudy, study_memory
 from mucudnn.studies.outcome import Comparison
 
 __all__ = [
     "algorithm_survey",
     "comparison",
     "conv_plan",
+    "described_report",
+    "described_study",
     "memory_study",
     "placed_step",
     "step_plan",
 ]
 
 _CLASS = "mucudnn"
+_SHOWN_POLICIES = ("keep_all", "planned")
 _NAMED = 6
 """Tensors and nodes that are listed; more are counted."""
 _SELECTORS = re.compile(r"(^|[{}])\s*([^@{}\s][^{}]*?)\s*\{")
@@ -101,6 +105,20 @@ def memory_study(study: MemoryStudy) -> str:
     return _piece(SHEETS, "Memory of a training step", facts, memory_body(study))
 
 
+def described_study(asked: tuple[DescribedStep, int]) -> str:
+    """Another framework's step within a budget, beside keeping everything."""
+    return memory_study(_studied(*asked))
+
+
+def described_report(asked: tuple[DescribedStep, int]) -> str:
+    """The same as a file of its own."""
+    return memory_report(_studied(*asked))
+
+
+def _studied(step: DescribedStep, budget: int) -> MemoryStudy:
+    return study_memory(step, policies=_SHOWN_POLICIES, budget=budget, curve=True)
+
+
 def comparison(found: Comparison) -> str:
     """The report's cards, table of speed-ups and layers."""
     facts = f"{found.backend} backend, {found.fingerprint}; numerics: {found.numerics}"
@@ -118,6 +136,13 @@ def algorithm_survey(survey: AlgorithmSurvey) -> str:
         table(reach),
         tag("ul", (tag("li", note) for note in reach.notes), class_="notes"),
     )
+
+
+def _least(plan: StepPlan) -> str:
+    """What no plan within the budget beats, as the end of a sentence."""
+    if not plan.least_ms:
+        return ""
+    return f"; no plan takes less than {ms_text(plan.least_ms)} ms"
 
 
 def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
@@ -149,7 +174,7 @@ def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
                 ),
                 "the time of a step without a budget",
                 f"{ms_text(prediction.step_ms)} ms a step, of which compute waits "
-                f"{ms_text(stalls_ms)} ms",
+                f"{ms_text(stalls_ms)} ms{_least(plan)}",
             ),
             big_card(
                 "Offloaded",

@@ -42,7 +42,7 @@ def snapshot(placed: PlacedStep) -> dict[str, Any]:
     left = [
         (address, interval)
         for address, interval in zip(addresses, intervals, strict=True)
-        if interval.kept
+        if interval.kept and interval.nbytes
     ]
     return {
         "segments": [_segment(sorted(left), size)],

@@ -16,7 +16,9 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.comparison import Technique, best_technique
+from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.place_step import PlacedStep
+from mucudnn.passes.planning.splitting import Splitting
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.scheduling.costs import state_bytes
 from mucudnn.passes.scheduling.step_plan import StepPlan
@@ -57,11 +59,23 @@ class StepSpec:
         Raises:
             ValueError: A name is not known, or a size out of range.
         """
+        return self.finished(self.gradients(batch))
+
+    def gradients(self, batch: int | None = None) -> Graph:
+        """The network with its backward pass, before it gets updates.
+
+        Raises:
+            ValueError: A name is not known, or a size out of range.
+        """
         if isinstance(self.model, Graph):
             forward = self.model
         else:
             forward = get_model(self.model)(batch or self.batch, image=self.image)
-        step = with_updates(training_graph(forward), optimizer_of(self.optimizer))
+        return training_graph(forward)
+
+    def finished(self, gradients: Graph) -> Graph:
+        """A step of it: with updates, in its order."""
+        step = with_updates(gradients, optimizer_of(self.optimizer))
         return ordered(self.order, step)
 
 
@@ -81,13 +95,17 @@ class MemoryStudy:
         techniques: One for every policy and scheduler.
         placed: The best of them with fixed offsets in one arena, if places were found.
         unplaced: Why none were, where there is a best one.
+        least_ms: Budget -> the least that a step takes in it, by any plan there is.
+        loose: Budget -> why that is the time of compute alone, where it is.
         curve: The same under several budgets, with the first of the schedulers.
         max_batch: Policy -> the largest mini-batch within the budget, if asked for.
         min_budget: Policy -> the least budget, if asked for.
+        splitting: Whether the step is to run in parts within the budget, and why; None
+            if that was not asked for, or nothing fits.
         interrupted: Whether Ctrl-C ended it early.
     """
 
-    spec: StepSpec
+    spec: StepSpec | DescribedStep
     image: tuple[int, ...]
     parameters: int
     budget: int
@@ -98,9 +116,12 @@ class MemoryStudy:
     techniques: tuple[Technique, ...]
     placed: PlacedStep | None = None
     unplaced: str = ""
+    least_ms: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    loose: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     curve: tuple[Technique, ...] = ()
     max_batch: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     min_budget: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    splitting: Splitting | None = None
     interrupted: bool = False
 
     @property
@@ -140,6 +161,11 @@ class MemoryStudy:
         ms = technique.step_ms
         return None if ms is None else ms / self.unbounded_ms
 
+    def gap(self, technique: Technique) -> float | None:
+        """By which share a step is slower at most than the best plan of its budget."""
+        least, ms = self.least_ms.get(technique.budget), technique.step_ms
+        return None if ms is None or not least else max(0.0, ms / least - 1)
+
     def to_json(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {
@@ -162,6 +188,7 @@ class MemoryStudy:
             "curve": [{"budget_bytes": t.budget, **self._row(t)} for t in self.curve],
             "max_batch": dict(self.max_batch),
             "min_budget_bytes": dict(self.min_budget),
+            "splitting": None if self.splitting is None else self.splitting.to_json(),
             "interrupted": self.interrupted,
         }
 
@@ -184,6 +211,8 @@ class MemoryStudy:
             "predicted_ms": technique.step_ms,
             "unbounded_ms": self.unbounded_ms,
             "bound_ms": prediction and prediction.bound_ms,
+            "least_ms": self.least_ms.get(technique.budget),
+            "gap": self.gap(technique),
             "slowdown": self.slowdown(technique),
             "stalls_ms": dict(prediction.stalls_ms) if prediction else None,
             "best": technique is self.best,

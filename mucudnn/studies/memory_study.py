@@ -6,6 +6,7 @@ what is done.
 """
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,9 +24,18 @@ from mucudnn.passes.planning.comparison import (
     try_technique,
     unbounded,
 )
+from mucudnn.passes.planning.described_step import DescribedStep
+from mucudnn.passes.planning.lower_bound import lower_bound
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.splitting import (
+    WHOLE,
+    Split,
+    Splitting,
+    check_split,
+    plan_splitting,
+)
 from mucudnn.passes.registry import by_name, name_of
 from mucudnn.passes.residency import (
     PLANNED,
@@ -34,17 +44,21 @@ from mucudnn.passes.residency import (
     policy_names,
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
+from mucudnn.studies.costed_step import CostedStep, costed_step
 from mucudnn.studies.memory_findings import MemoryStudy, StepSpec
-from mucudnn.studies.step_costs import CPU, StepCosts
+from mucudnn.studies.step_costs import CPU
 
-__all__ = ["CPU", "SHARES", "MemoryStudy", "StepSpec", "study_memory"]
+__all__ = ["CPU", "IN_PARTS", "SHARES", "MemoryStudy", "StepSpec", "study_memory"]
+
+IN_PARTS = "planned, in parts"
+"""The technique that also decides whether a step runs in slices of its batch."""
 
 SHARES = (1.0, 0.7, 0.5, 0.3)
 """Budgets of the curve, as shares of what the unbounded step takes; then the least."""
 
 
 def study_memory(
-    step: Graph | StepSpec,
+    step: Graph | StepSpec | DescribedStep,
     *,
     policies: Sequence[str | ResidencyPolicy] | None = None,
     schedulers: Sequence[str | Scheduler] = (),
@@ -56,6 +70,7 @@ def study_memory(
     profile: Profile | None = None,
     recordings: Sequence[str] = (),
     progress: Callable[[str, int, int], None] | None = None,
+    split: Split = WHOLE,
 ) -> MemoryStudy:
     """Plan a training step by every policy and scheduler.
 
@@ -67,7 +82,8 @@ def study_memory(
         study.best.policy, study.slowdown(study.best)
 
     Args:
-        step: A network with its loss, or more about its step.
+        step: A network with its loss, or more about its step; or one of another
+            framework's, which brings its costs.
         policies: Names in `policy_names()`, or functions; if not given, all of them.
         schedulers: Names in `SCHEDULERS`, or functions; if not given, each policy's
             own.
@@ -80,6 +96,9 @@ def study_memory(
         recordings: Files with measurements of the device: convolutions that they know
             are not estimated.
         progress: Called with what is being done, how much is done, and of how much.
+        split: Whether the step may run in slices of its batch, as one more technique:
+            "none", "auto", or the number of parts of its largest layers; not on the
+            CPU, which would have to be measured.
 
     Raises:
         TypeError: The step is neither a graph nor a `StepSpec`.
@@ -87,8 +106,11 @@ def study_memory(
             recordings know nothing of the step, or the graph is none to be trained.
         BackendUnavailableError: A recording is missing, or is something else.
     """
-    spec = _spec_of(step) if device is None else replace(_spec_of(step), device=device)
-    if max_batch and isinstance(spec.model, Graph):
+    described = isinstance(step, DescribedStep)
+    if described and (device, profile, recordings) != (None, None, ()):
+        raise ValueError("a described step has its costs: give no others")
+    spec = step if isinstance(step, DescribedStep) else _spec_of(step, device)
+    if max_batch and isinstance(spec, StepSpec) and isinstance(spec.model, Graph):
         raise ValueError(
             f"max_batch needs other batches than {spec.batch}, and a graph has one; "
             "pass StepSpec(model=…, batch=…) with a name or a function of the batch"
@@ -99,20 +121,26 @@ def study_memory(
         check_policy(policy)
     for scheduler in schedulers:
         SCHEDULERS.resolve(scheduler)
+    check_split(split)
+    if split != WHOLE and described:
+        raise ValueError("a described step is not split: it runs as it is captured")
+    if split != WHOLE and spec.device == CPU:
+        raise ValueError(
+            "a step in parts has to be measured on the CPU: Trainer(…, split='auto')"
+        )
     nbytes = None if budget is None else parse_bytes(budget)
     say = progress or (lambda what, done, total: None)
     say("building the step", 0, 1)
-    graph = spec.graph()
-    say("what its operations cost", 0, 1)
-    costs = StepCosts(graph, spec.device, profile, recordings)
-    return _Study(spec, graph, costs, policies, schedulers, nbytes, say).run(
+    costed = costed_step(spec, profile, recordings, say)
+    return _Study(spec, costed, policies, schedulers, nbytes, say, split).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget
     )
 
 
-def _spec_of(step: object) -> StepSpec:
+def _spec_of(step: object, device: str | None) -> StepSpec:
+    """A step as it was asked for, on a device if one is given."""
     if isinstance(step, StepSpec):
-        return step
+        return step if device is None else replace(step, device=device)
     if not isinstance(step, Graph):
         raise TypeError(
             f"a step is a Graph or a StepSpec, got {step!r}; networks are made with "
@@ -128,32 +156,38 @@ def _spec_of(step: object) -> StepSpec:
         raise ValueError(
             "the graph computes gradients already; pass the network with its loss"
         )
-    return StepSpec(model=step, batch=step.tensors[IMAGE].shape[0])
+    spec = StepSpec(model=step, batch=step.tensors[IMAGE].shape[0])
+    return spec if device is None else replace(spec, device=device)
 
 
 class _Study:
     def __init__(
         self,
-        spec: StepSpec,
-        graph: Graph,
-        costs: StepCosts,
+        spec: StepSpec | DescribedStep,
+        costed: CostedStep,
         policies: Sequence[str | ResidencyPolicy],
         schedulers: Sequence[str | Scheduler],
         budget: int | None,
         say: Callable[[str, int, int], None],
+        split: Split,
     ) -> None:
-        self._spec, self._costs = spec, costs
+        self._spec, self._costed, self._split = spec, costed, split
+        self._splitting: Splitting | None = None
+        self._least_in_parts: int | None = None
         self._policies = by_name("policies", policies)
         self._schedulers = by_name("schedulers", schedulers)
         self._say = say
-        self._step = StepRequest(graph, costs.profile)
+        self._step = costed.step
         say("the step without a budget", 0, 1)
-        self._unbounded = unbounded(graph, costs.profile)
+        self._unbounded = unbounded(costed.step.graph, costed.step.profile)
         self._budget = _memory_of(spec.device) if budget is None else budget
         self._minimum: int | None = None
         self._techniques: list[Technique] = []
+        self._requests_of: dict[tuple[str, str], StepRequest] = {}
         self._placed: PlacedStep | None = None
         self._unplaced = ""
+        self._least_ms: dict[int, float] = {}
+        self._loose: dict[int, str] = {}
         self._curve: list[Technique] = []
         self._max_batch: dict[str, int] = {}
         self._min_budget: dict[str, int] = {}
@@ -162,6 +196,11 @@ class _Study:
         interrupted = False
         try:
             self._try_techniques()
+            if self._split != WHOLE:
+                self._say(IN_PARTS, 0, 1)
+                technique, self._splitting = self._in_parts(self._budget)
+                self._techniques.append(technique)
+            self._bound(self._budget)
             self._place_best()
             self._say("the least budget of any policy", 0, 1)
             self._minimum = self._least_of_all()
@@ -175,47 +214,74 @@ class _Study:
             interrupted = True
         return MemoryStudy(
             spec=self._spec,
-            image=tuple(self._step.graph.tensors[IMAGE].shape[1:]),
-            parameters=self._step.graph.parameter_count,
+            image=self._costed.image,
+            parameters=self._costed.parameters,
             budget=self._budget,
             unbounded=self._unbounded,
             minimum=self._minimum,
-            figures=self._costs.figures,
-            convolutions=self._costs.coverage,
+            figures=self._costed.figures,
+            convolutions=self._costed.convolutions,
             techniques=tuple(self._techniques),
             placed=self._placed,
             unplaced=self._unplaced,
+            least_ms=self._least_ms,
+            loose=self._loose,
             curve=tuple(self._curve),
             max_batch=self._max_batch,
             min_budget=self._min_budget,
+            splitting=self._splitting,
             interrupted=interrupted,
         )
 
     def _requests(self, step: StepRequest, policy: str) -> list[StepRequest]:
-        """A step by one policy and each of the schedulers, or the policy's own."""
+        """A step by one policy and each of the schedulers, or as the policy likes."""
         asked = replace(step, policy=self._policies[policy])
-        schedulers = self._schedulers.values() or (asked.timing,)
-        return [asked.scheduled(scheduler) for scheduler in schedulers]
+        return [asked.scheduled(s) for s in self._schedulers.values()] or [asked]
 
     def _try_techniques(self) -> None:
         step = self._step.within(self._budget)
         asked = [r for policy in self._policies for r in self._requests(step, policy)]
         for i, request in enumerate(asked):
-            policy, scheduler = name_of(request.policy), name_of(request.timing)
-            self._say(f"{policy}, {scheduler}", i, len(asked))
-            self._techniques.append(try_technique(request))
+            self._say(_words(request), i, len(asked))
+            found = try_technique(request)
+            self._techniques.append(found)
+            self._requests_of[found.policy, found.scheduler] = request
+
+    def _bound(self, budget: int) -> None:
+        """What a step takes at the least within a budget."""
+        if budget not in self._least_ms:
+            self._say("the bound of any plan", 0, 1)
+            found = lower_bound(self._step.within(budget))
+            if math.isfinite(found.step_ms):
+                self._least_ms[budget] = found.step_ms
+            if found.reason:
+                self._loose[budget] = found.reason
+
+    def _in_parts(self, budget: int) -> tuple[Technique, Splitting | None]:
+        """The step in parts, or whole where that is faster, as a technique."""
+        step = self._costed.in_parts
+        assert step is not None, "study_memory has refused what cannot be split"
+        try:
+            found = plan_splitting(step(budget), self._split)
+        except PlanningError as e:
+            self._least_in_parts = e.least_bytes
+            return Technique(IN_PARTS, "any", budget, None, e.least_bytes), None
+        sizes = [c.least_bytes for c in found.tried if c.least_bytes is not None]
+        self._least_in_parts = min(sizes)
+        plan = found.chosen.plan
+        name = "any" if plan is None else plan.scheduler
+        return Technique(IN_PARTS, name, budget, plan), found
 
     def _place_best(self) -> None:
         best = best_technique(self._techniques)
         if best is None:
             return
         self._say("places in the arena", 0, 1)
-        step = self._step.within(self._budget)
-        (request,) = (
-            request
-            for request in self._requests(step, best.policy)
-            if name_of(request.timing) == best.scheduler
-        )
+        if best.policy == IN_PARTS and self._splitting is not None:
+            step = self._step.within(self._budget)
+            request = self._splitting.chosen.request or step
+        else:
+            request = self._requests_of[best.policy, best.scheduler]
         try:
             self._placed = place_step(request, best.plan)
         except PlanningError as e:
@@ -231,6 +297,10 @@ class _Study:
             self._say(f"{policy} within {budget / most:.0%}", i, len(pairs))
             request, *_ = self._requests(self._step.within(budget), policy)
             self._curve.append(try_technique(request))
+            self._bound(budget)
+        for budget in budgets if self._split != WHOLE else ():
+            self._say(f"{IN_PARTS} within {budget / most:.0%}", 0, 1)
+            self._curve.append(self._in_parts(budget)[0])
 
     def _least(self, step: StepRequest, policy: str) -> int:
         """The least budget of a policy with any of its schedulers."""
@@ -239,7 +309,8 @@ class _Study:
     def _least_of_all(self) -> int:
         """The least budget of any technique; none needs less than our own search."""
         ours = (PLANNED,) if PLANNED in self._policies else self._policies
-        return min(self._least(self._step, policy) for policy in ours)
+        whole = min(self._least(self._step, policy) for policy in ours)
+        return min(whole, self._least_in_parts or whole)
 
     def _find_min_budgets(self) -> None:
         for i, policy in enumerate(self._policies):
@@ -247,10 +318,7 @@ class _Study:
             self._min_budget[policy] = self._least(self._step, policy)
 
     def _find_max_batches(self) -> None:
-        @functools.cache
-        def step(batch: int) -> StepRequest:
-            graph = self._spec.graph(batch)
-            return StepRequest(graph, self._costs.at_another_batch(graph))
+        step = functools.cache(self._costed.at)
 
         @functools.cache
         def least(batch: int, policy: str) -> int:
@@ -267,6 +335,14 @@ class _Study:
                 start=self._spec.batch,
                 progress=say,
             )
+
+
+def _words(request: StepRequest) -> str:
+    """A technique as it is tried."""
+    free = request.policy == PLANNED and request.scheduler is None
+    return f"{name_of(request.policy)}, " + (
+        "any scheduler" if free else name_of(request.timing)
+    )
 
 
 def _memory_of(device: str) -> int:

@@ -95,6 +95,20 @@ class StepCosts:
         )
         return {"convolutions": share, **sources}
 
+    def of(self, graph: Graph) -> Profile:
+        """The same step as another graph: in parts.
+
+        Raises:
+            ValueError: The device is the CPU, where that would have to be measured.
+        """
+        if self._device == CPU:
+            raise ValueError(
+                "a step in parts has to be measured on the CPU; a Trainer does it: "
+                "Trainer(…, split='auto')"
+            )
+        fronts = self._fronts(_problems(graph))
+        return estimate(graph, self._device, fronts=fronts)
+
     def at_another_batch(self, graph: Graph) -> Profile:
         """Sizes alone decide what fits; of the CPU they are known unmeasured, too."""
         device = "null" if self._device == CPU else self._device

@@ -18,6 +18,8 @@ A name is imported when it is first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mucudnn.torch.versions import check_version, installed_version
+
 if TYPE_CHECKING:
     from mucudnn.torch.compiled import (
         CompileBackend as CompileBackend,
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
     )
     from mucudnn.torch.conv.backend import cpu_backend as cpu_backend
     from mucudnn.torch.conv.context import convolutions as convolutions
+    from mucudnn.torch.hints.partitioner import (
+        HintedPartitioner as HintedPartitioner,
+        partitioner as partitioner,
+    )
+    from mucudnn.torch.hints.selective import checkpoint_contexts as checkpoint_contexts
     from mucudnn.torch.memory_study import MemoryStudy as MemoryStudy, memory as memory
     from mucudnn.torch.step import TrainStep as TrainStep, train_step as train_step
     from mucudnn.torch.step_plan import TorchPlan as TorchPlan
@@ -33,6 +40,8 @@ _HOMES = {
     "compiled": ("CompileBackend", "backend"),
     "conv.backend": ("cpu_backend",),
     "conv.context": ("convolutions",),
+    "hints.partitioner": ("HintedPartitioner", "partitioner"),
+    "hints.selective": ("checkpoint_contexts",),
     "memory_study": ("MemoryStudy", "memory"),
     "step": ("TrainStep", "train_step"),
     "step_plan": ("TorchPlan",),
@@ -43,20 +52,30 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CompileBackend",
+    "HintedPartitioner",
     "MemoryStudy",
     "TorchPlan",
     "TrainStep",
     "backend",
+    "checkpoint_contexts",
     "convolutions",
     "cpu_backend",
     "memory",
+    "partitioner",
     "train_step",
 ]
+
+
+_VERSION = installed_version()
+if _VERSION is not None:  # without PyTorch there is nothing to refuse until it is used
+    check_version(_VERSION)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'mucudnn.torch' has no attribute {name!r}")
+    if _VERSION is None:
+        check_version(installed_version())
     value = getattr(import_module(f"mucudnn.torch.{_HOME[name]}"), name)
     globals()[name] = value  # a module of that name, once imported, is not in the way
     return value

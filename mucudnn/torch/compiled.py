@@ -5,33 +5,58 @@
 AOTAutograd hands over forward and backward as one graph. It is planned as one and cut
 where the forward pass has ended. What the second half still needs are ordinary tensors,
 which autograd keeps: those on the device, those on the host, and states of the random
-generator. So a forward pass without a backward pass leaves nothing behind, two may be
-under way at once, and autograd sees what has been changed between the halves.
+generator. So a forward pass without a backward pass leaves nothing behind, several may
+be under way at once, and autograd sees what has been changed between the halves.
+
+Errors are raised by the first call of a graph, not while it is compiled: Dynamo would
+wrap them in its own, or with `suppress_errors` run the model without a budget.
 """
 
+import copy
+import functools
+import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch.utils._python_dispatch import _disable_current_modes
 
+from mucudnn.arguments import a_flag
+from mucudnn.errors import MucudnnError
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.sizes import format_bytes
 from mucudnn.runtime.environment import USERS
-from mucudnn.torch.capture.joint import Joint, bind_halves
-from mucudnn.torch.execution.program import Segment
+from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.torch.capture.halves import Half, Halves, bind_halves
+from mucudnn.torch.capture.joint import Joint
+from mucudnn.torch.capture.sizes import BySize, has_symbols
+from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.fusion.switch import fusing_of
+from mucudnn.torch.internals import (
+    aot_compiled,
+    examples_of,
+    name_of_graph,
+    outside_of_tracing,
+    refresh_values,
+    while_compiling,
+)
+from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
+from mucudnn.torch.places import line_of_stack
 from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["CompileBackend", "backend", "compile_graph"]
 
+_log = logging.getLogger(__name__)
+
 
 def backend(
     *,
     budget: float | str | None = None,
+    tuner: Tuner | None = None,
     cache: PlanCacheChoice = USERS,
     inductor: bool = False,
 ) -> "CompileBackend":
@@ -40,21 +65,37 @@ def backend(
     The budget counts what one compiled graph has in use, forward to backward: its
     parameters and buffers, activations, gradients, results and scratch memory. The
     other inputs, the gradients that come in, and the optimizer's state are the
-    caller's. Where a model is compiled to several graphs each keeps the budget for
-    itself. Without gradients nothing is planned. Batches of several sizes need
-    `dynamic=False`: each has a plan of its own. A backward pass uses up what was kept
-    for it: `retain_graph=True` is refused by PyTorch's setting `donated_buffer`, which
-    must stay on.
+    caller's. Without gradients nothing is planned.
+
+    A model with graph breaks is several graphs, and each keeps the budget for itself;
+    a warning says so, once, if all together may need more. What Dynamo runs eagerly is
+    in no graph and keeps nothing: after a break in a loop, or beyond
+    `torch._dynamo.config.recompile_limit` versions of one function (8; PyTorch logs
+    it). `fullgraph=True` refuses breaks, and `plans` has what was planned.
+
+    Every size of a batch has a plan of its own, made when it is first seen; sizes do
+    not count as versions, unless `dynamic=False` makes them. With `retain_graph=True`
+    gradients are right, but what the first backward pass would let go of stays, beyond
+    the plan.
+
+    Operations that draw random numbers draw them in eager's order from PyTorch's
+    generator; one that runs again gets the numbers it had, unless another thread draws
+    at that moment.
 
     Args:
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
+        tuner: As `train_step` takes it.
         cache: A folder to remember measurements and plans in, by default one in the
             user's cache directory; None remembers nothing.
-        inductor: Whether neighbouring operations become kernels that PyTorch's Inductor
-            compiles, where these are faster and the budget allows. They compute what
-            the operations do, up to rounding.
+        inductor: As `train_step` takes it.
+
+    Raises:
+        ValueError: The budget is no size, or the tuner has another backend.
+        TypeError: It is no budget, or no tuner, or `inductor` is no bool.
     """
-    return CompileBackend(as_budget(budget), open_plans(cache), inductor=inductor)
+    return CompileBackend(
+        as_budget(budget), plans=open_plans(cache), tuner=tuner, inductor=inductor
+    )
 
 
 def compile_graph(
@@ -65,17 +106,42 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """What `torch.compile(backend="mucudnn", options={"budget": ...})` calls.
 
+    Plans are logged by `mucudnn.torch.compiled`, as information.
+
     Raises:
-        ValueError: An option is not known.
+        ValueError: By the first call: an option is not known, or its value no size.
+        TypeError: By the first call: the budget is neither a number nor text.
     """
     given = dict(options or {})
-    budget, inductor = given.pop("budget", None), given.pop("inductor", False)
+    budget, tuner = given.pop("budget", None), given.pop("tuner", None)
+    inductor = given.pop("inductor", False)
     if given:
-        raise ValueError(
-            f"unknown option {next(iter(given))!r}; there are 'budget' and 'inductor'"
+        unknown = ", ".join(map(repr, given))
+        wrong = ValueError(
+            f"unknown option {unknown}; there are 'budget', 'tuner' and 'inductor'"
         )
-    made = CompileBackend(as_budget(budget), open_plans(USERS), inductor=inductor)
-    return made(module, inputs)
+        return _refusal(wrong)
+    try:
+        named = _named(as_budget(budget), tuner, a_flag("inductor", inductor))
+    except (TypeError, ValueError) as e:
+        return _refusal(e)
+    return named(module, inputs)
+
+
+@functools.cache
+def _named(budget: float, tuner: Tuner | None, inductor: bool) -> "CompileBackend":
+    """One backend a budget, so that graphs of one model know of each other."""
+    return CompileBackend(
+        budget, plans=open_plans(USERS), tuner=tuner, inductor=inductor
+    )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a graph is called, and the function that it is part of."""
+
+    name: str
+    function: str
 
 
 class CompileBackend:
@@ -83,36 +149,85 @@ class CompileBackend:
 
     Args:
         budget: Bytes for each graph.
+        costs: What tells times and scratch memory of a graph's nodes.
         plans: What was measured and planned before; None remembers nothing.
+        tuner: Measures other ways to run the convolutions, if they are wanted.
         inductor: Whether operations are fused.
 
     Attributes:
-        plans: What was decided, in the order in which graphs were compiled.
+        plans: What was decided, in the order in which graphs were first seen; each
+            names its graph, where that begins in the user's code, and sizes.
     """
 
     def __init__(
-        self, budget: float, plans: PlanStore | None = None, *, inductor: bool = False
+        self,
+        budget: float,
+        costs: Callable[[Lowered], Profile] = measured,
+        *,
+        plans: PlanStore | None = None,
+        tuner: Tuner | None = None,
+        inductor: bool = False,
     ) -> None:
         self._budget = budget
-        self._plans = plans or PlanStore()
-        self._fusing = fusing_of(inductor, self._plans)
-        self._halves: dict[Any, Segment] = {}
+        self._costs = costs
+        self._tuner = tuner
+        self._choice = ConvolutionChoice(tuner)
+        self._store = plans or PlanStore()
+        self._fusing = fusing_of(inductor, self._store)
+        self._planned: dict[Any, Halves] = {}
+        self._peaks: dict[str, int] = {}
+        self._warned = False
         self.plans: list[TorchPlan] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the budget, and plans for itself."""
+        build = functools.partial(
+            CompileBackend,
+            plans=self._store,
+            tuner=self._tuner,
+            inductor=self._fusing is not None,
+        )
+        return build, (self._budget, self._costs)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most in use while every graph is under way once, at its largest size."""
+        return sum(self._peaks.values())
 
     def __call__(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Compile one graph."""
-        compiler = aot_autograd(
-            fw_compiler=self._compiled,
-            bw_compiler=self._compiled,
-            partition_fn=self._partitioned,
-        )
-        found: Callable[..., Any] = compiler(module, inputs)
-        return found
+        function, number = name_of_graph(module)
+        stacks = (node.meta.get("stack_trace") for node in module.graph.nodes)
+        line = next(filter(None, map(line_of_stack, stacks)), "")
+        name = f"graph {number}".rstrip() + line
+
+        def at_sizes(given: Sequence[Any], sizes: str) -> Callable[..., Any]:
+            source = _Source(f"{name}, at {sizes}", function)
+            with while_compiling():
+                examples = examples_of(given)
+                return self._compiled_whole(module, examples, source, static=True)
+
+        if has_symbols(inputs):
+            return BySize(inputs, at_sizes)
+        source = _Source(name, function)
+        return self._compiled_whole(module, inputs, source, static=False)
+
+    def _compiled_whole(
+        self,
+        module: torch.fx.GraphModule,
+        inputs: Sequence[Any],
+        source: _Source,
+        *,
+        static: bool,
+    ) -> Callable[..., Any]:
+        partition = functools.partial(self._partitioned, source)
+        return aot_compiled(module, inputs, partition, _compiled, static=static)
 
     def _partitioned(
         self,
+        source: _Source,
         joint: torch.fx.GraphModule,
         joint_inputs: Sequence[Any],
         *,
@@ -122,44 +237,79 @@ class CompileBackend:
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         """Two graphs of one node each: the halves of one planned program."""
         del joint_inputs
+        own = tuple(static_lifetime_input_indices or ())
+        refresh_values(joint)
         parts = Joint.of(joint, num_fwd_outputs)
+        try:
+            halves = self._halves(source, parts, own)
+        except MucudnnError as e:
+            return parts.refused(_refusal(e))
+        return parts.split(halves)
+
+    def _halves(self, source: _Source, parts: Joint, own: Sequence[int]) -> Halves:
+        """Two halves of a program; the same graph is planned once."""
         parts.check()
-        with _disable_current_modes(), torch.no_grad():
-            lowered = parts.lowered()
-            own = {lowered.inputs[i] for i in static_lifetime_input_indices or ()}
-            given = {t for t in lowered.inputs if t is not None} - own
-            profile = self._plans.profile(lowered, measured)
-            planner = Planner(lowered, profile, given)
-            if self._fusing is None:
-                plan = planner.plan(self._budget, self._plans)
-            else:
-                planner, plan = self._fusing.plan(planner, self._budget)
-            halves = bind_halves(planner.lowered, plan.plan.schedule, parts.count)
-        source = f"{halves.forward.source}\n{halves.backward.source}"
-        self.plans.append(replace(plan, source=source))
-        return parts.split(halves, self._halves)
+        key = parts.key(own)
+        if key not in self._planned:
+            with outside_of_tracing():
+                lowered = parts.lowered()
+                mine = {lowered.inputs[i] for i in own}
+                given = {t for t in lowered.inputs if t is not None} - mine
+                known = self._store.profile(lowered, self._costs)
+                profile = self._choice.profile(lowered, known)
+                planner = Planner(lowered, profile, given)
+                remembered = self._choice.remembered(self._store)
+                if self._fusing is None:
+                    plan = planner.plan(self._budget, remembered)
+                else:
+                    planner, plan = self._fusing.plan(planner, self._budget, remembered)
+                bound = self._choice.bound(planner.lowered, plan.plan)
+                halves = bind_halves(bound, plan.plan.schedule, parts.count)
+            self._note(source, plan, halves)
+            self._planned[key] = halves
+        return self._planned[key]
 
-    def _compiled(
-        self, module: torch.fx.GraphModule, example: Sequence[Any]
-    ) -> Callable[..., Any]:
-        """One half, or a graph that no gradient is asked of."""
-        del example
-        targets = (node.target for node in module.graph.nodes)
-        segment = next(
-            (self._halves[t] for t in targets if _is_half(t, self._halves)), None
-        )
-
-        def run(args: list[Any]) -> Any:
-            if segment is not None:
-                with torch.no_grad():
-                    return segment.run(args)
-            mine = list(args)
-            args.clear()
-            return module(*mine)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+    def _note(self, source: _Source, plan: TorchPlan, halves: Halves) -> None:
+        program = f"{halves.forward.source}\n{halves.backward.source}"
+        self.plans.append(replace(plan, source=program, name=source.name))
+        _log.info("%s", self.plans[-1])
+        peaks = self._peaks
+        peaks[source.function] = max(plan.peak_bytes, peaks.get(source.function, 0))
+        if len(peaks) > 1 and self.peak_bytes > self._budget and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"there are several graphs ({self.plans[0].name}; {source.name}), and "
+                f"each keeps the budget of {format_bytes(int(self._budget))} for "
+                f"itself: together up to {format_bytes(self.peak_bytes)} so far; "
+                "torch.compile with fullgraph=True says why a graph ends",
+                stacklevel=2,
+            )
 
 
-def _is_half(target: Any, halves: Mapping[Any, Segment]) -> bool:
-    return callable(target) and target in halves
+def _compiled(
+    module: torch.fx.GraphModule, example: Sequence[Any]
+) -> Callable[..., Any]:
+    """One half, or a graph that no gradient is asked of."""
+    del example
+    targets = (node.target for node in module.graph.nodes)
+    half = next((t for t in targets if isinstance(t, Half)), None)
+
+    def run(args: list[Any]) -> Any:
+        if half is not None:
+            with torch.no_grad():
+                return half.run(args)
+        mine = list(args)
+        args.clear()
+        return module(*mine)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _refusal(error: Exception) -> Callable[..., Any]:
+    """Raises an error, anew each time."""
+
+    def refuse(*_: Any) -> Any:
+        raise copy.copy(error)
+
+    return refuse

@@ -21,7 +21,14 @@ from mucudnn.torch.measurement.meters import Meter, meter_of
 from mucudnn.torch.measurement.node_costs import is_view, workspaces_of
 from mucudnn.torch.measurement.profiler_events import allocations
 
-__all__ = ["allocations", "costs_of", "estimated", "evaluate", "measured"]
+__all__ = [
+    "allocations",
+    "call_key",
+    "costs_of",
+    "estimated",
+    "evaluate",
+    "measured",
+]
 
 _VIEW_MS = 0.001
 
@@ -35,7 +42,9 @@ def measured(lowered: Lowered) -> Profile:
     """
     graph = lowered.graph
     meter = meter_of(device_of(lowered.layouts))
-    keys = {n.name: _key(lowered, n) for n in graph.nodes if not is_view(lowered, n)}
+    keys = {
+        n.name: call_key(lowered, n) for n in graph.nodes if not is_view(lowered, n)
+    }
     ones = {key: graph.by_name[name] for name, key in reversed(keys.items())}
     with torch.no_grad():
         times, scratch = costs_of(lowered, ones)
@@ -86,7 +95,7 @@ def _value(leaf: Any, operands: Sequence[torch.Tensor]) -> Any:
             return leaf
 
 
-def _key(lowered: Lowered, node: Node) -> Any:
+def call_key(lowered: Lowered, node: Node) -> Any:
     """Equal for nodes that cost the same."""
     call = lowered.calls[node.name]
     layouts = tuple(lowered.layouts[name] for name in node.inputs)
@@ -108,7 +117,7 @@ def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
         size = layout.dtype.itemsize
         flat = made[storage][: made[storage].numel() // size * size].view(layout.dtype)
         if layout.dtype.is_floating_point:
-            flat.fill_(1.0) if flat.numel() == 1 else flat.normal_()
+            flat.fill_(0.5) if flat.numel() == 1 else flat.uniform_(0.1, 0.9)
         found.append(flat.as_strided(layout.shape, layout.stride, layout.offset))
     return found
 
@@ -153,6 +162,11 @@ def _check(
             raise UnsupportedError(
                 f"{node.name} ({lowered.calls[node.name].function}) returns "
                 f"{'a view' if shares else 'a copy'} where its graph has the other"
+            )
+        if tensor.dtype != expected.dtype:
+            raise UnsupportedError(
+                f"{node.name} ({lowered.calls[node.name].function}) returns "
+                f"{tensor.dtype}; its graph has {expected.dtype}"
             )
         found = _lying(tensor.shape, tensor.stride())
         if found != _lying(expected.shape, expected.stride):

@@ -3,30 +3,40 @@
     study = mt.memory(model, loss_fn, (x, y), optimizer, device="h200")
     study.least_budget, study.max_batch("8GiB")
 
-The step is captured as `train_step` captures it, and every node is given the time of
-its roofline on the device. Bytes are exact but for the scratch memory of kernels, which
-only a measurement knows.
+The step is captured as `train_step` captures it, on copies of model and optimizer that
+have no data; a model built under `torch.device("meta")` will do. Every node is given
+the time of its roofline on the device. Bytes are exact but for the scratch memory of
+kernels, which only a measurement knows: `device="cpu"` runs every node here, alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 
 from mucudnn.errors import PlanningError
-from mucudnn.ir.devices import get_device
+from mucudnn.ir.devices import DEVICES, get_device
+from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.sizes import format_bytes
-from mucudnn.torch.capture.whole_step import StepParts, capture_step
+from mucudnn.ir.sizes import exact_bytes, format_bytes
+from mucudnn.notebook import drawn
+from mucudnn.passes.planning.comparison import largest_batch_within
+from mucudnn.passes.planning.described_step import DescribedStep
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.torch.capture.dataless import DatalessStep
+from mucudnn.torch.capture.parts import StepParts
+from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
 from mucudnn.torch.lowering.lowered import Lowered
-from mucudnn.torch.measure import estimated
+from mucudnn.torch.measure import estimated, measured
 from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.step import planner_of
 from mucudnn.torch.step_plan import TorchPlan
 
-__all__ = ["MemoryStudy", "memory"]
+__all__ = ["Hint", "MemoryStudy", "memory"]
 
-_LARGEST_BATCH = 1 << 20
+_CPU = "cpu"
 _SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)
 
 
@@ -40,43 +50,61 @@ def memory(
 ) -> "MemoryStudy":
     """Study a training step on a device that need not be there.
 
+    Model and optimizer stay as they are; nothing is run and nothing of their size is
+    allocated. Operations are those that PyTorch would run on the CPU: where a device
+    has a kernel of its own, such as another attention, its bytes may be others.
+
     Args:
-        model: Called with the first tensor of a batch; on the CPU or without data.
+        model: Called with the first tensor of a batch; with or without data.
         loss_fn: Called with the model's result and the rest of the batch.
         example: A batch; only its shapes and types are looked at.
         optimizer: Of the model's parameters.
-        device: Whose figures times are estimated with; see `mucudnn.ir.devices`.
+        device: Whose published figures times are estimated with: a name in
+            `mucudnn.ir.devices.DEVICES`. `cpu` measures every operation, here.
 
     Raises:
         ValueError: The device is not known.
+        TypeError: Something is of another type.
+        UnsupportedError: The step cannot be captured; says why.
     """
-    return MemoryStudy(model, loss_fn, tuple(example), optimizer, device)
+    if device != _CPU and device not in DEVICES:
+        get_device(device)  # says which there are
+    step = DatalessStep.of(model, loss_fn, example, optimizer)
+    return MemoryStudy(step, type(model).__name__, device)
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A plan, and what it is about in PyTorch's words.
+
+    Attributes:
+        planner: Of the step.
+        plan: Within a budget.
+        module: The step as PyTorch's operations.
+        forward: Those of its nodes that are of the forward pass.
+    """
+
+    planner: Planner
+    plan: TorchPlan
+    module: torch.fx.GraphModule
+    forward: frozenset[str]
 
 
 class MemoryStudy:
     """A step on a device, under any budget and of any batch size.
 
+    Bytes are what `train_step` counts: everything but the batch.
+
     Args:
-        model: Whose step it is.
-        loss_fn: Of its result and the rest of a batch.
-        example: A batch.
-        optimizer: Of its parameters.
+        step: Without data.
+        title: What the model is called.
         device: Where it would run.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        loss_fn: Callable[..., torch.Tensor],
-        example: Sequence[torch.Tensor],
-        optimizer: torch.optim.Optimizer,
-        device: str,
-    ) -> None:
-        self._model = model
-        self._loss_fn = loss_fn
-        self._example = example
-        self._optimizer = optimizer
-        self._figures = get_device(device)
+    def __init__(self, step: DatalessStep, title: str, device: str) -> None:
+        self._step = step
+        self._title = title
+        self._device = device
         self._planners: dict[int | None, Planner] = {}
 
     @cached_property
@@ -97,64 +125,138 @@ class MemoryStudy:
         """
         return self._planner(None).plan(as_budget(budget))
 
+    @cached_property
     def curve(self) -> Mapping[int, float]:
         """Budget -> predicted time over that without a limit, from much to little."""
         least, most = self.least_budget, self.unlimited_bytes
         budgets = [round(least + share * (most - least)) for share in _SHARES]
-        return {budget: self.plan(budget).slowdown for budget in budgets}
+        found = {budget: self.plan(budget).slowdown for budget in budgets}
+        return MappingProxyType(found)
 
     def max_batch(self, budget: float | str) -> int:
-        """The largest batch whose step is planned within a budget.
+        """The largest batch whose step is planned within a budget, up to 2**20.
 
-        The first axis of every tensor of the example is the batch. What a step needs
-        at least hardly differs from a straight line, which says where to look next.
+        The first axis of every tensor of the example is the batch.
 
         Raises:
             PlanningError: Not even a batch of one fits.
+            ValueError: There is no axis that all tensors of the example share.
         """
-        limit = as_budget(budget)
-        needs = {1: self._least(1)}
-        if needs[1] > limit:
+        limit, start = as_budget(budget), self._step.batch
+        most = largest_batch_within(self._least, int(limit), start=start)
+        if most == 0:
+            least = self._least(1)
             raise PlanningError(
-                f"a batch of one needs {format_bytes(needs[1])}; the budget is "
-                f"{format_bytes(int(limit))}",
-                short_by=needs[1] - int(limit),
-                least_bytes=needs[1],
+                f"a batch of one needs {exact_bytes(least)}; the budget is "
+                f"{exact_bytes(int(limit))}",
+                short_by=least - int(limit),
+                least_bytes=least,
             )
-        fits, beyond, size = 1, _LARGEST_BATCH + 1, max(2, len(self._example[0]))
-        while beyond - fits > 1:
-            needs[size] = self._least(size)
-            if needs[size] <= limit:
-                fits = size
-            else:
-                beyond = size
-            one = (needs[size] - needs[1]) / (size - 1)
-            guess = 1 + (limit - needs[1]) / one if one > 0 else 2.0 * size
-            size = min(max(int(min(guess, 4 * fits)), fits + 1), beyond - 1)
-        return fits
+        return most
+
+    def described(self, batch: int | None = None) -> DescribedStep:
+        """The step as `mucudnn.study_memory` compares techniques on it.
+
+        Args:
+            batch: Another size than the example's.
+        """
+        figures = (
+            {"times": "measured on this machine's CPU, every operation alone"}
+            if self._device == _CPU
+            else get_device(self._device).sources()
+        )
+        return DescribedStep(
+            title=self._title,
+            batch=batch or self._step.size,
+            image=tuple(self._step.example[0].shape[1:]),
+            parameters=self._step.parameters,
+            optimizer=type(self._step.optimizer).__name__,
+            device=self._device,
+            figures=figures,
+            request=self._request,
+        )
+
+    def hinted(
+        self, budget: float | str | None, costs: Callable[[Profile], Profile]
+    ) -> Hint:
+        """A plan of the example's step at other costs, to make hints of.
+
+        Raises:
+            PlanningError: It does not fit; says the least budget that works.
+        """
+        planner, captured = self._planner(None), self._capture(None)
+        planner = replace(planner, profile=costs(planner.profile))
+        plan = planner.plan(as_budget(budget))
+        return Hint(planner, plan, captured.module, captured.forward)
+
+    def report(self, budget: float | str | None = None) -> str:
+        """One HTML file: memory over the step, techniques, and a curve of budgets.
+
+        Args:
+            budget: Bytes, or a size; by default half way from the least that works to
+                all that the step could use.
+        """
+        return drawn("described_report", (self.described(), self._usual(budget)))
 
     def __str__(self) -> str:
         lines = [
-            f"on {self._figures.title}: {format_bytes(self.unlimited_bytes)} without a "
-            f"limit, at least {format_bytes(self.least_budget)}"
+            f"{self._title} on {self._where}: {format_bytes(self.unlimited_bytes)} "
+            f"without a limit, at least {format_bytes(self.least_budget)}"
         ]
         lines += [
             f"  {format_bytes(budget):>10}  {slowdown:.3f} of the time"
-            for budget, slowdown in self.curve().items()
+            for budget, slowdown in self.curve.items()
         ]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return drawn("described_study", (self.described(), self._usual(None)))
+
+    @property
+    def _where(self) -> str:
+        if self._device == _CPU:
+            return "this machine's CPU"
+        return get_device(self._device).title
+
+    def _usual(self, budget: float | str | None) -> int:
+        """A budget in bytes; half way between all and the least if none is given."""
+        if budget is None:
+            return (self.least_budget + self.unlimited_bytes) // 2
+        return int(as_budget(budget))
 
     def _least(self, size: int) -> int:
         return self._planner(size).least_budget()
 
+    def _request(self, size: int) -> StepRequest:
+        """What the planner is asked, the caller's tensors without bytes."""
+        planner = self._planner(size)
+        graph = planner.lowered.graph
+        given = {graph.storages[name] for name in planner.given}
+        tensors = {
+            name: replace(spec, shape=(0,)) if graph.storages[name] in given else spec
+            for name, spec in graph.tensors.items()
+        }
+        bare = Graph(MappingProxyType(tensors), graph.nodes, graph.outputs)
+        return replace(planner.request(), graph=bare, budget=float("inf"))
+
     def _planner(self, size: int | None) -> Planner:
+        if size == self._step.size_or_none:
+            size = None
         if size not in self._planners:
-            captured = capture_step(
-                self._model, self._loss_fn, self._optimizer, self._example, size=size
-            )
-            parts = StepParts.of(self._model, self._optimizer)
-            self._planners[size] = planner_of(captured, parts, self._estimated)
+            step = self._step
+            parts = StepParts.of(step.model, step.optimizer, step.loss_fn)
+            captured = self._capture(size)
+            self._planners[size] = planner_of(captured, parts, self._profile)
         return self._planners[size]
 
-    def _estimated(self, lowered: Lowered) -> Profile:
-        return estimated(lowered, self._figures)
+    def _capture(self, size: int | None) -> CapturedStep:
+        step = self._step
+        return capture_step(
+            step.model, step.loss_fn, step.optimizer, step.example, size=size
+        )
+
+    def _profile(self, lowered: Lowered) -> Profile:
+        if self._device == _CPU:
+            return measured(lowered)
+        return estimated(lowered, get_device(self._device))

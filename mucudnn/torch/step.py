@@ -11,22 +11,23 @@ batch, which is the caller's. Gradients live inside of the step: `grad` stays as
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.runtime.environment import USERS
+from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.torch.capture.batches import Batch
+from mucudnn.torch.capture.decisions import all_hold
+from mucudnn.torch.capture.parts import LiveParts, StepParts
+from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.updates import with_updates
-from mucudnn.torch.capture.whole_step import (
-    CapturedStep,
-    StepParts,
-    as_tensor,
-    capture_step,
-)
+from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
+from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.execution.bound_step import BoundStep, bind_step
 from mucudnn.torch.execution.lanes import DEVICES
 from mucudnn.torch.fusion.switch import fusing_of
@@ -42,41 +43,71 @@ __all__ = ["TrainStep", "lowered_step", "planner_of", "train_step"]
 
 def train_step(
     model: torch.nn.Module,
-    loss_fn: Callable[..., torch.Tensor],
+    loss_fn: Callable[..., Any],
     optimizer: torch.optim.Optimizer,
     *,
     budget: float | str | None = None,
+    tuner: Tuner | None = None,
     cache: PlanCacheChoice = USERS,
     offload_state: bool = False,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    max_plans: int = 32,
     inductor: bool = False,
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
 
+    The first argument of a step is the model's input: a tensor, a tuple of its
+    positional arguments, or a dict of those by name; `step(**batch)` gives them by name
+    too. All other arguments are the loss function's, behind the model's result.
+
     What Python decides is decided when a kind of batch is first seen: the model's mode,
-    hyperparameters and whatever branches there are. A change of the mode or of a
-    hyperparameter is seen, and planned anew; learning rates may change freely. Hooks of
-    the optimizer run when a step is planned; what they do to tensors then, such as to
-    clip gradients, is part of every step.
+    hyperparameters and whatever branches there are. A change of the mode, of a
+    hyperparameter, of types, or of which tensors there are is seen, and planned anew;
+    learning rates may change freely. What else changes in Python from step to step
+    cannot be seen: attributes of modules and Python's own random numbers are refused
+    when they change in a step, other objects are not looked at. Hooks of parameters,
+    modules and the optimizer run when a step is planned; what they do to tensors then
+    is part of every step.
 
     Args:
-        model: Called with the first tensor of a batch.
-        loss_fn: Called with the model's result and the rest of the batch; a scalar.
-        optimizer: Of the model's parameters; any that only changes tensors in place.
+        model: What is trained.
+        loss_fn: Called with the model's result and the rest of a batch. Returns the
+            scalar to minimise, or a pair of it and tensors, nested as you like, that
+            come back with it; the budget counts them.
+        optimizer: Of the model's parameters, and of the loss's if that is a module;
+            any that only changes tensors in place.
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
+        tuner: Measures other ways to run the convolutions, our algorithms and
+            micro-batches, of which the plan takes what is fastest in the bytes that it
+            has; results differ from eager ones by rounding then, and plans are made
+            anew. Its backend is `mucudnn.torch.cpu_backend()`. None leaves them to
+            PyTorch's kernels.
         cache: A folder to remember measurements and plans in, by default one in the
             user's cache directory; None remembers nothing.
         offload_state: Whether parameters, buffers and the optimizer's state may live
             in memory of the host that is not of PyTorch's allocator, where the budget
             asks for it: the budget does not count them there. They stay the tensors
             that they are, with other memory; on the CPU so far.
+        accumulate: Parts that every batch is cut into along its first axis, each with
+            a backward pass of its own: gradients are those of the mean of the parts'
+            losses, each part weighed by its samples. What comes back with the loss
+            is a tuple of every part's.
+        clip_norm: As `torch.nn.utils.clip_grad_norm_` of all gradients.
+        clip_value: As `torch.nn.utils.clip_grad_value_`; before `clip_norm`.
+        scaler: As a loop with `scale`, `unscale_`, `step` and `update` uses it.
+        max_plans: Kinds of batches, modes and hyperparameters that are planned for.
         inductor: Whether neighbouring operations become kernels that PyTorch's Inductor
             compiles, where these are faster and the budget allows. They compute what
             the operations do, up to rounding.
 
     Raises:
-        TypeError: `inductor` is no bool, or the budget neither a number nor text.
-        ValueError: The budget is no size.
+        ValueError: The budget is no size, or the tuner has another backend.
+        TypeError: It is no budget, or no tuner, or `inductor` is no bool.
     """
+    settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
     return TrainStep(
         model,
         loss_fn,
@@ -84,6 +115,9 @@ def train_step(
         as_budget(budget),
         plans=open_plans(cache),
         offload_state=offload_state,
+        tuner=tuner,
+        settings=settings,
+        max_plans=max_plans,
         inductor=inductor,
     )
 
@@ -121,6 +155,7 @@ def planner_of(
 class _Planned:
     plan: TorchPlan
     bound: BoundStep
+    captured: CapturedStep
 
 
 class TrainStep:
@@ -134,19 +169,25 @@ class TrainStep:
         costs: What tells times and scratch memory of a graph's nodes.
         plans: What was measured and planned before; None remembers nothing.
         offload_state: Whether parameters and state may be host-resident.
+        tuner: Measures other ways to run the convolutions, if they are wanted.
+        settings: What is done with gradients.
+        max_plans: How many there may be.
         inductor: Whether operations are fused.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        loss_fn: Callable[..., torch.Tensor],
+        loss_fn: Callable[..., Any],
         optimizer: torch.optim.Optimizer,
         budget: float,
         costs: Callable[[Lowered], Profile] = measured,
-        plans: PlanStore | None = None,
         *,
+        plans: PlanStore | None = None,
         offload_state: bool = False,
+        tuner: Tuner | None = None,
+        settings: StepSettings = PLAIN,
+        max_plans: int = 32,
         inductor: bool = False,
     ) -> None:
         self._model = model
@@ -154,22 +195,35 @@ class TrainStep:
         self._optimizer = optimizer
         self._budget = budget
         self._costs = costs
-        self._offload_state = offload_state
         self._plans = plans or PlanStore()
+        self._offload_state = offload_state
+        self._choice = ConvolutionChoice(tuner)
+        self._settings = settings
+        self._max_plans = max_plans
         self._fusing = fusing_of(inductor, self._plans)
-        self._planned: dict[Any, _Planned] = {}
+        self._planned: dict[Any, list[_Planned]] = {}
+        self._live: LiveParts | None = None
         self._last: _Planned | None = None
 
-    def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
-        """Train on one batch; its loss.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on one batch; its loss, or a pair of it and what came back with it.
 
         Raises:
             PlanningError: The step does not fit; says the least budget that works.
             UnsupportedError: It cannot be captured; says why.
         """
-        given = [*self._tensors(), *batch]
-        self._last = self._for(batch, given)
-        return self._last.bound.run(given)[0]
+        batch = Batch.of(args, kwargs)
+        live = self._parts()
+        given = [*live.tensors(), *batch.tensors]
+        planned = self._last = self._for(live, batch, given)
+        loss, *flat = planned.bound.run(given)
+        self._optimizer._opt_called = True  # what schedulers look for
+        captured = planned.captured
+        for i, j, key in reversed(captured.made):
+            parameter = self._optimizer.param_groups[i]["params"][j]
+            self._optimizer.state[parameter][key] = flat.pop()
+        form = captured.extras
+        return loss if form is None else (loss, pytree.tree_unflatten(flat, form))
 
     @property
     def plan(self) -> TorchPlan:
@@ -182,93 +236,95 @@ class TrainStep:
             raise RuntimeError("no batch was seen yet; prepare(*batch) plans for one")
         return self._last.plan
 
-    def prepare(self, *batch: torch.Tensor) -> TorchPlan:
+    def prepare(self, *args: Any, **kwargs: Any) -> TorchPlan:
         """Plan for batches like this one, without a step."""
-        self._last = self._for(batch, [*self._tensors(), *batch])
+        batch, live = Batch.of(args, kwargs), self._parts()
+        self._last = self._for(live, batch, [*live.tensors(), *batch.tensors])
         return self._last.plan
 
-    @cached_property
-    def _parts(self) -> StepParts:
-        """What the step is made of; which tensors those are may change."""
-        return StepParts.of(self._model, self._optimizer)
-
-    @cached_property
-    def _places(self) -> list[tuple[dict[str, Any], str]]:
-        """Where the model's tensors are: in which of its modules, by which name."""
-        modules = dict(self._model.named_modules())
-
-        def place(name: str, kind: str) -> tuple[dict[str, Any], str]:
-            module, _, own = name.rpartition(".")
-            return getattr(modules[module], kind), own
-
-        parameters = [place(name, "_parameters") for name in self._parts.parameters]
-        return parameters + [place(name, "_buffers") for name in self._parts.buffers]
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """The tensors of now: checkpoints replace those of buffers and of state."""
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        of_state = [
-            state[groups[i]["params"][j]][key] for i, j, key in self._parts.state
-        ]
-        rates = [as_tensor(group["lr"]) for group in groups]
-        return [*(found[name] for found, name in self._places), *of_state, *rates]
+    def _parts(self) -> LiveParts:
+        """What the step is made of; plans for other tensors than those are dropped."""
+        if self._live is None or not self._live.current():
+            self._planned.clear()
+            self._live = LiveParts(
+                self._model, self._optimizer, self._loss_fn, self._settings
+            )
+        return self._live
 
     def _for(
-        self, batch: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+        self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]
     ) -> _Planned:
-        _check_tensors(given)
-        key = self._key(batch, given)
-        if key not in self._planned:
-            self._planned[key] = self._plan(batch)
-        return self._planned[key]
+        _check_devices(given)
+        key = self._key(live, batch, given)
+        for planned in self._planned.get(key, ()):
+            if all_hold(planned.captured.decisions, given):
+                return planned
+        if sum(map(len, self._planned.values())) >= self._max_plans:
+            raise UnsupportedError(self._too_many())
+        planned = self._plan(live, batch)
+        self._planned.setdefault(key, []).append(planned)
+        return planned
 
-    def _plan(self, batch: Sequence[torch.Tensor]) -> _Planned:
-        captured = capture_step(self._model, self._loss_fn, self._optimizer, batch)
-        planner = planner_of(captured, self._parts, self._profile)
+    def _too_many(self) -> str:
+        shapes = {
+            tuple(tuple(shape) for shape, _, _ in layouts)
+            for (layouts, *_), *_ in self._planned
+        }
+        few = ", ".join(str(list(found)) for found in list(shapes)[:3])
+        return (
+            f"there are {self._max_plans} plans, for batches of {len(shapes)} shapes "
+            f"such as {few}; every shape, mode and hyperparameter has a plan of its "
+            "own: pad batches to a few sizes, or give train_step(max_plans=...) more"
+        )
+
+    def _plan(self, live: LiveParts, batch: Batch) -> _Planned:
+        captured = capture_step(
+            self._model,
+            self._loss_fn,
+            self._optimizer,
+            batch,
+            settings=self._settings,
+        )
+        planner = planner_of(captured, live.parts, self._profile)
         planner = replace(planner, offload=self._offload_state)
+        remembered = self._choice.remembered(self._plans)
         if self._fusing is None:
-            plan = planner.plan(self._budget, self._plans)
+            plan = planner.plan(self._budget, remembered)
         else:
-            planner, plan = self._fusing.plan(planner, self._budget)
-        bound = bind_step(planner.lowered, plan.plan.schedule)
-        return _Planned(replace(plan, source=bound.source), bound)
+            planner, plan = self._fusing.plan(planner, self._budget, remembered)
+        lowered = self._choice.bound(planner.lowered, plan.plan)
+        bound = bind_step(lowered, plan.plan.schedule)
+        return _Planned(replace(plan, source=bound.source), bound, captured)
 
     def _profile(self, lowered: Lowered) -> Profile:
-        return self._plans.profile(lowered, self._costs)
+        known = self._plans.profile(lowered, self._costs)
+        return self._choice.profile(lowered, known)
 
-    @cached_property
-    def _modules(self) -> tuple[torch.nn.Module, ...]:
-        return tuple(self._model.modules())
-
-    def _key(self, batch: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
+    def _key(self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]) -> Any:
         """What a plan was made for."""
-        layouts = tuple((t.shape, t.stride()) for t in batch)
-        types = tuple([(tensor.dtype, tensor.device) for tensor in given])
-        modes = tuple([module.training for module in self._modules])
+        kinds = tuple([(t.dtype, t.device, t.requires_grad, t.shape) for t in given])
+        modes = tuple([module.training for module in live.modules])
         fixed = tuple(
             (key, repr(value))
             for group in self._optimizer.param_groups
             for key, value in group.items()
             if key not in ("params", "lr")
         )
-        autocast = tuple(torch.is_autocast_enabled(kind) for kind in DEVICES)
-        return layouts, types, modes, fixed, autocast
+        cast = tuple(
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            for kind in DEVICES
+        )
+        return batch.key, kinds, modes, fixed, cast, self._settings.key
 
 
-def _check_tensors(given: Sequence[Any]) -> None:
-    """Refuse what cannot be planned for.
+def _check_devices(given: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors that are where nothing is run yet.
 
     Raises:
-        TypeError: Something is no tensor.
-        UnsupportedError: A tensor is on a device on which nothing is run yet.
+        UnsupportedError: Says where.
     """
     for value in given:
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"a batch has a {type(value).__name__}; tensors are wanted, such as "
-                "step(x, y)"
-            )
-        if not (value.is_cpu or value.is_cuda):
+        if value.device.type not in DEVICES:
             raise UnsupportedError(
                 f"a tensor is on {value.device}; steps run on the CPU and on CUDA "
                 "devices"

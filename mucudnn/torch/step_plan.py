@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapIn, SwapOut
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.costs import fastest_of, origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["TorchPlan"]
@@ -26,6 +27,7 @@ class TorchPlan:
             state, as far as the budget counts them.
         source: The program that runs.
         kernels: Nodes of it that are kernels of several operations.
+        name: Which graph it is of, where a model has several; else empty.
     """
 
     plan: StepPlan = field(repr=False)
@@ -33,6 +35,7 @@ class TorchPlan:
     budget: float
     resident_bytes: int
     source: str = field(repr=False, default="")
+    name: str = ""
     kernels: int = 0
 
     @property
@@ -42,9 +45,11 @@ class TorchPlan:
 
     @property
     def slowdown(self) -> float:
-        """Predicted time over that of every node once, without a copy."""
+        """Predicted time over that of every node once, its fastest, without a copy."""
         prediction = self.plan.prediction
-        times = prediction.profile.node_ms
+        fronts = prediction.profile.fronts.items()
+        fastest = {name: fastest_of(front).time_ms for name, front in fronts}
+        times = {**prediction.profile.node_ms, **fastest}
         nodes = self.plan.schedule.graph.nodes
         once = sum(times[node.name] for node in nodes if "~" not in node.name)
         return prediction.step_ms / once if once else 1.0
@@ -65,6 +70,15 @@ class TorchPlan:
         names = (node.name for node in self.plan.schedule.graph.nodes)
         return Counter(origin(name) for name in names if "~" in name)
 
+    @property
+    def convolutions(self) -> Mapping[str, ConvPlan]:
+        """How convolutions run; none are named where no tuner was given."""
+        return self.plan.plans
+
+    def _gap_words(self) -> str:
+        gap = self.plan.gap
+        return "" if gap is None else f", at most {gap:.1%} above the best plan"
+
     def __str__(self) -> str:
         budget = (
             "no budget"
@@ -74,18 +88,29 @@ class TorchPlan:
         leaving, again = self.leaving, self.recomputed
         prediction = self.plan.prediction
         lines = [
+            *([self.name] if self.name else []),
             f"peak {format_bytes(self.peak_bytes)} within {budget}, "
             f"{format_bytes(self.resident_bytes)} of it resident; "
             f"{format_bytes(self.given_bytes)} are the caller's",
             f"predicted {prediction.step_ms:.1f} ms, {self.slowdown:.3f} of the time "
-            "without a limit",
+            f"without a limit{self._gap_words()}",
             f"{len(leaving)} tensors leave, {format_bytes(prediction.out_bytes)} out "
             f"and {format_bytes(prediction.in_bytes)} back: {_some(leaving)}",
             f"{len(again)} operations run again: {_some(again)}",
         ]
         if self.kernels:
             lines.append(f"{self.kernels} kernels stand for several operations each")
+        if plans := self.convolutions:
+            kinds = sorted(Counter(map(_kind, plans.values())).items())
+            found = ", ".join(f"{count} {kind}" for kind, count in kinds)
+            lines.append(f"{len(plans)} convolutions: {found}")
         return "\n".join(lines)
+
+
+def _kind(plan: ConvPlan) -> str:
+    """Whose algorithms it has, and whether it is divided."""
+    names = "+".join(dict.fromkeys(step.algo for step in plan.steps))
+    return f"in micro-batches by {names}" if plan.divided else f"by {names}"
 
 
 def _some(names: Mapping[str, int]) -> str:

@@ -107,7 +107,7 @@ class _Narrowing:
             self._cast(result, self._graph.tensors[first])
 
     def _result(self, name: str, read: Mapping[str, str]) -> str:
-        """The first result, narrow; what the graph returns keeps its name for itself."""
+        """The first result, narrow; what the graph returns keeps its own name."""
         spec = self._graph.tensors[name]
         returned = name in self._graph.outputs
         own = f"{name}:{self._dtype}" if returned else name

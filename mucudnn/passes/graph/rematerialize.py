@@ -148,6 +148,7 @@ class _Rewriter:
                 Role.ACTIVATION,
                 self._alias(node, spec, inputs),
                 spec.storage_bytes,
+                spec.offset,
             )
         attrs = node.attrs
         if node.traits.replay:

@@ -72,14 +72,17 @@ def unbounded(graph: Graph, profile: Profile) -> StepPlan:
 
 
 def try_technique(request: StepRequest) -> Technique:
-    """Plan a step by one policy and one scheduler."""
-    policy, scheduler = name_of(request.policy), name_of(request.timing)
-    budget = int(request.budget)
+    """Plan a step by one policy, and by one scheduler if the request names one.
+
+    Else a search takes whichever is fastest, and the technique says which that was.
+    """
+    policy, budget = name_of(request.policy), int(request.budget)
     try:
-        plan = plan_step(request.scheduled(request.timing))
+        plan = plan_step(request)
     except PlanningError as e:
+        scheduler = name_of(request.timing)
         return Technique(policy, scheduler, budget, None, e.least_bytes)
-    return Technique(policy, scheduler, budget, plan)
+    return Technique(policy, plan.scheduler, budget, plan)
 
 
 def best_technique(techniques: Iterable[Technique]) -> Technique | None:

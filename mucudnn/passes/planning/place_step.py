@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes
@@ -78,12 +79,18 @@ def place_step(request: StepRequest, plan: StepPlan | None = None) -> PlacedStep
         PlanningError: It cannot fit; says how many bytes short, and which budget will
             do.
     """
-    budget = request.budget
     if plan is None:
         try:
             plan = plan_step(request)
         except PlanningError as e:
             raise _advised(e, request) from None
+    placed = _within(request, plan)
+    return replace(placed, plan=replace(placed.plan, least_ms=plan.least_ms))
+
+
+def _within(request: StepRequest, plan: StepPlan) -> PlacedStep:
+    """Places for a plan, or for another that has them."""
+    budget = request.budget
     if math.isinf(budget):
         return _as_planned(plan)
     target = budget

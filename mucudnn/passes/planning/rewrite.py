@@ -160,7 +160,8 @@ def _swaps(
     hosted: frozenset[str] | None,
 ) -> Swaps:
     """The gaps over which storages leave, by residencies."""
-    graph, boundary = ready.graph, ready.boundary
+    graph = ready.graph
+    forward = [node.phase is Phase.FORWARD for node in graph.nodes]
     chosen = {
         graph.storages[name]: choice
         for name, choice in residency.items()
@@ -181,22 +182,23 @@ def _swaps(
             choice = chosen.get(use.storage, default)
         else:
             choice = Residency.PAGE if use.storage in hosted else Residency.KEEP
-        if gaps := _gaps(use, choice, boundary, len(graph.nodes)):
+        if gaps := _gaps(use, choice, forward):
             found[use.storage] = gaps
     return found
 
 
 def _gaps(
-    use: Use, choice: Residency, boundary: int, count: int
+    use: Use, choice: Residency, forward: Sequence[bool]
 ) -> list[tuple[int, int]]:
     """Gaps of one storage over which it leaves, ascending.
 
     Args:
         use: Of the storage.
         choice: What was decided about it.
-        boundary: The first node behind the forward pass.
-        count: Nodes of the step.
+        forward: Of every node, whether it is of the forward pass. Where a step runs
+            in parts, that of one part may come behind the backward pass of another.
     """
+    count = len(forward)
     match choice:
         case Residency.PAGE if use.persistent:
             return list(use.gaps())
@@ -205,5 +207,9 @@ def _gaps(
         case Residency.OFFLOAD if use.persistent:
             return sorted(use.gaps(), key=lambda gap: gap[1] - gap[0])[-1:]
         case Residency.OFFLOAD:
-            return [(i, j) for i, j in use.gaps() if i < boundary <= j < count]
+            return [
+                (i, j)
+                for i, j in use.gaps()
+                if j < count and forward[i] and not forward[j]
+            ]
     return []

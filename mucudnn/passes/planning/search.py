@@ -12,11 +12,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.passes.planning.evaluate import check_residency, plan_residency
+from mucudnn.passes.planning.explore import explore
+from mucudnn.passes.planning.lower_bound import lower_bound
 from mucudnn.passes.planning.milp import MOST_SAVED, exact
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.trials import Trials, closer
 from mucudnn.passes.planning.vdnn_dyn import vdnn_dyn
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, RECOMPUTED, Residency
 from mucudnn.passes.residency.candidates import (
@@ -43,6 +47,9 @@ together, beyond the first ones."""
 _SLOW = 1.5
 """Times the unbounded step, from which on more is tried."""
 
+_NEAR = 1.005
+"""Times the bound of any plan, below which more is not worth the effort."""
+
 _LEAST_TRIALS = 12
 """How many trials of the largest graphs may follow the first ones."""
 
@@ -55,9 +62,10 @@ def search(request: StepRequest) -> StepPlan:
             closest.
     """
     candidates = by_cost(candidates_of(request))
-    best = _Best(request, _work(request))
+    best = Trials(request, _work(request), by_nodes=True)
     if best.consider(keep_all(request)) and best.step_ms <= _unbounded_ms(request):
-        return best.plan
+        return replace(best.plan, least_ms=best.step_ms)
+    bound = lower_bound(request)
     begin = _begin(request, candidates)
     for residency in begin:
         best.consider(residency, free=True)
@@ -79,7 +87,9 @@ def search(request: StepRequest) -> StepPlan:
     _improve(candidates, best)
     if request.scheduler is None:
         _offer_other_schedulers(request, candidates, best)
-    return best.plan
+    if best.step_ms > _NEAR * bound.step_ms:
+        explore(request, candidates_of(request), bound.residency, best)
+    return replace(best.plan, least_ms=bound.step_ms)
 
 
 def smallest(
@@ -106,7 +116,7 @@ def smallest(
                 check_residency(request, {**residency, **paged})
             except PlanningError as e:
                 error = copy(e)  # without a traceback, which would hold callers' locals
-                closest = _closer(closest or error, error)
+                closest = closer(closest or error, error)
             else:
                 return {**residency, **paged}
     raise copy(closest or PlanningError("nothing was tried"))
@@ -130,12 +140,7 @@ def _unbounded_ms(request: StepRequest) -> float:
     return unbounded.prediction.step_ms * (1 + 1e-9)
 
 
-def _closer(one: PlanningError, other: PlanningError) -> PlanningError:
-    """The error that says that less would do."""
-    return min(one, other, key=lambda e: e.least_bytes or math.inf)
-
-
-def _offer_vdnn_dyn(request: StepRequest, best: "_Best") -> None:
+def _offer_vdnn_dyn(request: StepRequest, best: "Trials") -> None:
     others = ("on_demand",) if request.scheduler is None else ()
     for scheduler in (request.timing, *others):
         with suppress(PlanningError):
@@ -143,7 +148,7 @@ def _offer_vdnn_dyn(request: StepRequest, best: "_Best") -> None:
 
 
 def _offer_other_schedulers(
-    request: StepRequest, candidates: list[Candidate], best: "_Best"
+    request: StepRequest, candidates: list[Candidate], best: "Trials"
 ) -> None:
     """What is best so far, and what policies decide, timed in other ways.
 
@@ -154,7 +159,7 @@ def _offer_other_schedulers(
     others = []
     for name in SCHEDULERS.table:
         if name != request.timing:
-            other = _Best(request.scheduled(name), _work(request) // 2)
+            other = Trials(request.scheduled(name), _work(request) // 2, by_nodes=True)
             for residency in (found, *decided(request)):
                 other.consider(residency, free=True)
             others.append(other)
@@ -165,74 +170,8 @@ def _offer_other_schedulers(
         best.offer(other.plan)
 
 
-class _Best:
-    """The best plan so far, and how much more may be tried."""
-
-    def __init__(self, request: StepRequest, left: int) -> None:
-        self._request = request
-        self._left = left
-        self._plan: StepPlan | None = None
-        self._error: PlanningError | None = None
-        self._tried: set[frozenset[tuple[str, Residency]]] = set()
-
-    def exhausted(self) -> bool:
-        """Whether nothing more may be tried."""
-        return self._left <= 0
-
-    @property
-    def step_ms(self) -> float:
-        return math.inf if self._plan is None else self._plan.prediction.step_ms
-
-    @property
-    def found(self) -> bool:
-        """Whether anything fits."""
-        return self._plan is not None
-
-    @property
-    def residency(self) -> Mapping[str, Residency]:
-        """The best plan's; empty without one."""
-        return {} if self._plan is None else self._plan.residency
-
-    @property
-    def plan(self) -> StepPlan:
-        if self._plan is None:
-            raise copy(self._error or PlanningError("nothing was tried"))
-        return self._plan
-
-    def consider(
-        self, residency: Mapping[str, Residency], *, free: bool = False
-    ) -> bool:
-        """Try residencies; whether they fit and are better than all before.
-
-        Args:
-            residency: Of saved tensors.
-            free: Whether this does not count as work.
-        """
-        key = frozenset(residency.items())
-        if key in self._tried or (self.exhausted() and not free):
-            return False
-        self._tried.add(key)
-        ready = self._request.rewritten(residency)
-        hosted = sum(ready.uses[name].persistent for name in ready.swaps)
-        self._left -= 0 if free else len(ready.graph.nodes) + hosted
-        try:
-            plan = plan_residency(self._request, residency)
-        except PlanningError as e:
-            error = copy(e)  # without a traceback, which would hold callers' locals
-            self._error = _closer(self._error or error, error)
-            return False
-        return self.offer(plan)
-
-    def offer(self, plan: StepPlan) -> bool:
-        """Take a plan; whether it is better than all before."""
-        if plan.prediction.step_ms >= self.step_ms:
-            return False
-        self._plan = plan
-        return True
-
-
 def _family(
-    candidates: Sequence[Candidate], best: _Best
+    candidates: Sequence[Candidate], best: Trials
 ) -> Iterator[dict[str, Residency]]:
     """Members of the one-parameter family: coarse first, then around the best."""
     total = len(candidates)
@@ -259,7 +198,7 @@ def _family(
             ]
 
 
-def _improve(candidates: Sequence[Candidate], best: _Best) -> None:
+def _improve(candidates: Sequence[Candidate], best: Trials) -> None:
     """Change one tensor's residency at a time, then two, the largest first."""
     largest = sorted(candidates, key=lambda c: -c.saved.nbytes)
     names = [*(candidate.saved.name for candidate in largest), EVERYTHING, PERSISTENTS]
@@ -267,7 +206,7 @@ def _improve(candidates: Sequence[Candidate], best: _Best) -> None:
         continue
 
 
-def _improved(changes: Iterable[Change], best: _Best) -> bool:
+def _improved(changes: Iterable[Change], best: Trials) -> bool:
     """Try changes one after the other; whether any of them helped."""
     improved = False
     for change in changes:

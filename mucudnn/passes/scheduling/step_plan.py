@@ -33,6 +33,8 @@ class StepPlan:
         policy: Who decided.
         scheduler: Who timed the copies.
         budget: Bytes that were given.
+        least_ms: No plan within the budget is faster, of any residencies; None where
+            that was not asked.
     """
 
     schedule: Schedule
@@ -43,6 +45,14 @@ class StepPlan:
     policy: str
     scheduler: str
     budget: float
+    least_ms: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """By which share of `least_ms` the step is slower at most than the best one."""
+        if not self.least_ms:
+            return None
+        return max(0.0, self.prediction.step_ms / self.least_ms - 1)
 
     @property
     def peak_bytes(self) -> int:
@@ -91,7 +101,9 @@ class StepPlan:
             f"{format_bytes(self.peak_bytes)} at most, "
             f"{self.prediction.step_ms:.3g} ms, "
             f"{format_bytes(self.prediction.out_bytes)} out, "
-            f"{self.recomputed} nodes again)"
+            f"{self.recomputed} nodes again"
+            + ("" if self.gap is None else f", at most {self.gap:.1%} above the best")
+            + ")"
         )
 
     def _repr_html_(self) -> str:

@@ -78,7 +78,7 @@ class Memory:
             array = self._state[storage]
             same = spec.shape == self._graph.tensors[storage].shape
             return array if same else array.reshape(spec.shape)
-        offset = self._layout.offsets[storage][interval]
+        offset = self._layout.offsets[storage][interval] + self._graph.offset(name)
         if (name, offset) not in self._views:
             self._views[name, offset] = self._device.view(self._arena, offset, spec)
         return self._views[name, offset]
@@ -232,9 +232,9 @@ class _Binder:
     def _convolution(self, node: Node, workspace: Buffer | None) -> Call:
         """The call of a convolution, by its plan."""
         runner = self._binding.backend.bind(self._binding.plans[node.name])
-        a, b = map(self._array, node.inputs)
+        a, b, *total = map(self._array, node.inputs)
         out = self._array(node.outputs[0])
-        return partial(runner.run, a, b, out, workspace, False)
+        return partial(runner.run, a, b, out, workspace, bool(total))
 
     def _kernel(self, node: Node, workspace: Buffer | None) -> Call:
         """The call of any other node."""

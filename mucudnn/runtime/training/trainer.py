@@ -8,6 +8,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
@@ -20,6 +21,7 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.graph.optimizer_updates import When
 from mucudnn.passes.ordering import ORDERS, Order
 from mucudnn.passes.planning.place_step import PlacedStep
+from mucudnn.passes.planning.splitting import WHOLE, Split
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
@@ -29,6 +31,7 @@ from mucudnn.runtime.training.placed_steps import (
     plan_convolutions,
 )
 from mucudnn.runtime.training.profiler import OnNode
+from mucudnn.runtime.training.splitting import Divider
 from mucudnn.runtime.training.stepping import SharedArena, Stepper, StepResult
 from mucudnn.runtime.training.training_graphs import TrainingGraphs, training_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -75,6 +78,10 @@ class Trainer:
             on the device.
         progress: Called while a step is measured for its budget, with a node's name,
             how many are done, and of how many.
+        split: Whether the step runs in slices of its batch: "none", the number of parts
+            of its largest layers, or "auto": whole or in parts, as is predicted to be
+            faster within the budget. Sums over the batch are then added in another
+            order; masks, losses and statistics are those of the whole batch.
 
     Attributes:
         backend: Where it computes.
@@ -85,6 +92,7 @@ class Trainer:
         peak_bytes: Device memory: the arena and the state.
         placed: How the step keeps its budget; None without one.
         budget: As it was resolved; None without one.
+        splitting: What was decided about its slices, and among what, for "auto".
 
     Raises:
         ValueError: The graphs do not belong together, or a name is unknown.
@@ -113,6 +121,7 @@ class Trainer:
         loss_scale: float | None = None,
         budget: MemoryBudget | int | str | None = None,
         progress: OnNode | None = None,
+        split: Split = WHOLE,
     ) -> None:
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
@@ -123,6 +132,15 @@ class Trainer:
         if budget is not None:
             budget = MemoryBudget.of(budget, tuner.backend.device)
         self.budget = budget
+        divider = Divider(
+            split,
+            tuner,
+            budget,
+            optimizer,
+            when=update_when,
+            order=order,
+            progress=progress,
+        )
         graphs = training_graphs(
             training,
             evaluation,
@@ -131,7 +149,11 @@ class Trainer:
             parts=gradient_accumulation,
             precision=precision,
             loss_scale=loss_scale,
+            divided=divider,
         )
+        self.splitting = divider.decision
+        if budget is not None and divider.profile is not None:
+            self._budget = replace(budget, measured=divider.profile)
         last = len(graphs.steps) - 1
         self.backend = tuner.backend
         self.graph = graphs.steps[last]

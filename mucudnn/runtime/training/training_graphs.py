@@ -4,6 +4,7 @@ A training step gets gradients and updates; evaluation returns the network's ans
 the tensor that the labels are compared with, beside its figures.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mucudnn.arguments import a_number, an_integer, of_type, one_of
@@ -15,7 +16,10 @@ from mucudnn.passes.graph.gradient_accumulation import accumulating
 from mucudnn.passes.graph.mixed_precision import LOSS_SCALES, lowered
 from mucudnn.passes.graph.optimizer_updates import STEP, When, with_updates
 
-__all__ = ["TrainingGraphs", "answers_of", "step_graphs", "training_graphs"]
+__all__ = ["Divided", "TrainingGraphs", "answers_of", "step_graphs", "training_graphs"]
+
+Divided = Callable[[Graph], Graph]
+"""A training graph without updates -> the same, cut along the batch or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,11 @@ def training_graphs(
     parts: int,
     precision: str | None,
     loss_scale: float | None,
+    divided: Divided | None = None,
 ) -> TrainingGraphs:
     """All graphs of a trainer; its arguments are explained there.
+
+    What `divided` makes of a training graph without updates is trained.
 
     Raises:
         ValueError: The graphs do not belong together, or a setting is out of range.
@@ -68,7 +75,12 @@ def training_graphs(
     if loss_scale is None:
         loss_scale = 1.0 if precision is None else LOSS_SCALES[precision]
     steps = step_graphs(
-        forward[0], optimizer, when=when, parts=parts, loss_scale=loss_scale
+        forward[0],
+        optimizer,
+        when=when,
+        parts=parts,
+        loss_scale=loss_scale,
+        divided=divided,
     )
     weights = tuple(spec.name for spec in forward[0].with_role(*PERSISTENT))
     if evaluation is not None:
@@ -84,6 +96,7 @@ def step_graphs(
     when: When = "early",
     parts: int = 1,
     loss_scale: float = 1.0,
+    divided: Divided | None = None,
 ) -> tuple[Graph, ...]:
     """The graph of a training step, with nothing in place yet.
 
@@ -94,6 +107,7 @@ def step_graphs(
         parts: How many batches of the network make one step. For several there is
             another graph, which runs for all of them but the last.
         loss_scale: Factor of the loss's gradient, taken out again by the updates.
+        divided: What becomes of the graph before it gets updates: cut along the batch.
 
     Raises:
         ValueError: A name is unknown, there is not one part, or the scale is not
@@ -104,6 +118,8 @@ def step_graphs(
     if not a_number("the loss scale", loss_scale, finite=False) > 0:
         raise ValueError(f"the loss scale must be positive, got {loss_scale}")
     graph = training_graph(forward, loss_scale=loss_scale)
+    if divided is not None:
+        graph = divided(graph)
     back = 1 / loss_scale
     if parts == 1:
         return (with_updates(graph, optimizer, when=when, gradient_scale=back),)

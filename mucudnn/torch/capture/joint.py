@@ -4,83 +4,28 @@ Each half is a graph of one node, which runs its part of the program.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
-from mucudnn.ir.schedule import Compute, Schedule
-from mucudnn.torch.execution.lanes import DEVICES, copies_for, device_of
-from mucudnn.torch.execution.program import Kept, Program, Segment
+from mucudnn.ir.traits import NodeTraits
+from mucudnn.torch.capture.halves import Count, Half, Halves
+from mucudnn.torch.capture.sizes import has_symbols
+from mucudnn.torch.execution.lanes import DEVICES
+from mucudnn.torch.internals import mutated_inputs
 from mucudnn.torch.lowering.lower import lower
-from mucudnn.torch.lowering.lowered import NOTHING, Lowered
+from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
 
-__all__ = ["Count", "Halves", "Joint", "bind_halves"]
+__all__ = ["Joint"]
 
 _CHANGED = "changed"
 """The node at which inputs have other values than in the forward pass."""
-
-
-@dataclass(frozen=True)
-class Halves:
-    """The two halves of a program, and what goes from one to the other."""
-
-    forward: Segment
-    backward: Segment
-    kept: Sequence[Kept]
-    layouts: Mapping[str, Any]
-
-
-def bind_halves(lowered: Lowered, schedule: Schedule, count: "Count") -> Halves:
-    """A schedule in two halves, cut where the last forward node has run."""
-    cut = _cut(schedule)
-    program = Program(
-        lowered, schedule, copies_for(device_of(lowered.layouts), reuse=False)
-    )
-    names = program.given(lowered.inputs)
-    program.begin(names[: count.primals])
-    for name, value in lowered.constants.items():
-        program.constant(name, value)
-    program.write(schedule.instructions[:cut])
-    program.settle()
-    results = [program.result(r) for r in lowered.results[: count.results]]
-    tangents = names[count.primals :]
-    kept = [k for k in program.kept() if k.variable not in tangents]
-    forward = program.end([*results, *(k.value for k in kept)])
-    program.begin([*(k.variable for k in kept), *tangents])
-    program.resume(kept)
-    program.write(schedule.instructions[cut:])
-    results = [program.result(r) for r in lowered.results[count.results :]]
-    return Halves(forward, program.end(results), kept, lowered.layouts)
-
-
-def _cut(schedule: Schedule) -> int:
-    """The first instruction of the second half."""
-    nodes = schedule.graph.by_name
-    program = schedule.instructions
-    last = max(
-        (
-            i
-            for i, step in enumerate(program)
-            if isinstance(step, Compute) and nodes[step.node].phase is Phase.FORWARD
-        ),
-        default=-1,
-    )
-    rest = range(last + 1, len(program))
-    return next((i for i in rest if isinstance(program[i], Compute)), len(program))
-
-
-@dataclass(frozen=True)
-class Count:
-    """How many inputs and results the forward half has."""
-
-    primals: int
-    results: int
 
 
 @dataclass(frozen=True)
@@ -100,7 +45,15 @@ class Joint:
         primals = [node for node in given if "tangents" not in node.name]
         tangents = [node for node in given if "tangents" in node.name]
         output = next(node for node in module.graph.nodes if node.op == "output")
-        return cls(module, primals, tangents, output, Count(len(primals), results))
+        values = [node.meta.get("val") for node in primals]
+        tensors = sum(isinstance(value, torch.Tensor) for value in values)
+        return cls(module, primals, tangents, output, Count(tensors, results))
+
+    @cached_property
+    def _numbers(self) -> tuple[int, ...]:
+        """Which of the inputs are no tensors: their values are in the graph."""
+        values = [node.meta.get("val") for node in self.primals]
+        return tuple(i for i, v in enumerate(values) if not isinstance(v, torch.Tensor))
 
     def check(self) -> None:
         """Refuse what cannot be planned, or not be run yet.
@@ -116,11 +69,10 @@ class Joint:
                     f"{node.name} is on {value.device}; budgets are kept on the CPU "
                     "and on CUDA devices"
                 )
-            sizes = value.shape if tensor else (value,)
-            if any(isinstance(size, torch.SymInt) for size in sizes):
+            if has_symbols([value]):
                 raise UnsupportedError(
-                    f"{node.name} has a size that is a symbol; give torch.compile "
-                    "dynamic=False, and every size has a plan of its own"
+                    f"{node.name} has a size that depends on data, {value}; such a "
+                    "step cannot be planned"
                 )
 
     def lowered(self) -> Lowered:
@@ -138,55 +90,103 @@ class Joint:
         def phase_of(node: str) -> Phase:
             return Phase.BACKWARD if node in backward else Phase.FORWARD
 
-        return _remembering(lower(self.module, phase_of), self._mutated())
+        mutated = mutated_inputs(self.output, self.primals)
+        found = _remembering(lower(self.module, phase_of), mutated)
+        return _staying(found, found.results[: self.count.results])
 
-    def _mutated(self) -> list[int]:
-        """Inputs that AOTAutograd changes between the halves."""
-        changed = [
-            result.mutated_input
-            for result in self.output.meta.get("desc", ())
-            if isinstance(result, InputMutationAOTOutput)
-        ]
-        given = [node.meta.get("desc") for node in self.primals]
-        return [i for i, described in enumerate(given) if described in changed]
+    def key(self, own: Sequence[int]) -> Any:
+        """Equal for graphs of which one program is right.
+
+        Args:
+            own: Inputs that the budget counts.
+        """
+        numbers = {self.primals[i] for i in self._numbers}
+        tensors = [node for node in self.primals if node not in numbers]
+        nodes = [node for node in self.module.graph.nodes if node not in numbers]
+        places = {node: f"%{i}" for i, node in enumerate(nodes)}
+        storages: dict[int, int] = {}
+        return (
+            self.count,
+            tuple(mutated_inputs(self.output, tensors)),
+            tuple(places[self.primals[i]] for i in own if i not in self._numbers),
+            tuple(_written(self.module, n, places, storages) for n in nodes[:-1]),
+            repr([places.get(r, r) for r in self.results]),
+        )
+
+    @property
+    def results(self) -> Sequence[Any]:
+        """Of both halves; no gradients of what is no tensor."""
+        flat = list(self.output.args[0])
+        missing = {self.count.results + i for i in self._numbers}
+        return [result for i, result in enumerate(flat) if i not in missing]
 
     def split(
-        self, halves: Halves, known: dict[Any, Segment]
+        self, halves: Halves
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        """Forward and backward as AOTAutograd wants them."""
+        """Forward and backward as AOTAutograd wants them.
+
+        What is kept is not described among the results of the forward half: AOTAutograd
+        would take it for a buffer that the backward half may destroy, and refuse to run
+        that twice.
+        """
         values = [node.meta.get("val") for node in self.primals]
         mode = next(v.fake_mode for v in values if isinstance(v, torch.Tensor))
         with mode:
             kept = [keeps.like(halves.layouts) for keeps in halves.kept]
-        flat = self.output.args[0]
-        results = [_value(r) for r in flat[: self.count.results]]
-        forward = _one_call(
-            self.module,
-            [(node.name, dict(node.meta)) for node in self.primals],
-            [*results, *kept],
-            _half(halves.forward, known),
+        of_program = tuple(
+            i
+            for i, keeps in enumerate(halves.kept)
+            if keeps.tensor not in halves.inputs and not keeps.host_bytes
         )
+        forward = Half(halves.forward, without=self._numbers)
+        backward = Half(halves.backward, own=of_program, filled=self._numbers)
+        return self._forward(forward, len(kept)), self._backward(backward, kept)
+
+    def refused(
+        self, refuse: Callable[..., Any]
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        """Two halves that do nothing but raise an error."""
+        return self._forward(refuse, 0), self._backward(refuse, [])
+
+    def _forward(self, function: Callable[..., Any], kept: int) -> torch.fx.GraphModule:
+        given = [(node.name, dict(node.meta)) for node in self.primals]
+        results = [_value(r) for r in self.output.args[0][: self.count.results]]
+        return _one_call(self.module, given, [*results, *[_UNSAID] * kept], function)
+
+    def _backward(
+        self, function: Callable[..., Any], kept: Sequence[torch.Tensor]
+    ) -> torch.fx.GraphModule:
         saved = [(f"kept_{i}", {"val": value}) for i, value in enumerate(kept)]
         tangents = [(node.name, dict(node.meta)) for node in self.tangents]
-        backward = _one_call(
-            self.module,
-            [*saved, *tangents],
-            [_value(r) for r in flat[self.count.results :]],
-            _half(halves.backward, known),
-        )
-        return forward, backward
+        results = [_value(r) for r in self.output.args[0][self.count.results :]]
+        return _one_call(self.module, [*saved, *tangents], results, function)
+
+
+_UNSAID = object()
+"""A result of which nothing is said."""
+
+
+def _written(
+    module: torch.fx.GraphModule,
+    node: torch.fx.Node,
+    places: Mapping[torch.fx.Node, str],
+    storages: dict[int, int],
+) -> Any:
+    """A node, its arguments by their places, and how its result lies."""
+    value = node.meta.get("val")
+    lies = repr(value)
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        storage = value.untyped_storage()
+        shared = storages.setdefault(storage._cdata, len(storages))
+        lies = repr((Layout.of(value), storage.nbytes(), shared))
+    constant = operator.attrgetter(node.target)(module) if node.op == "get_attr" else 0
+    asked = torch.fx.node.map_arg((node.args, dict(node.kwargs)), places.__getitem__)
+    target = node.target if node.op == "call_function" else ""
+    return node.op, target, id(constant), repr(asked), lies
 
 
 def _value(result: Any) -> Any:
     return result.meta.get("val") if isinstance(result, torch.fx.Node) else result
-
-
-def _half(segment: Segment, known: dict[Any, Segment]) -> Callable[..., Any]:
-    def planned_half(*args: Any) -> Any:
-        return segment.run(list(args))
-
-    known[planned_half] = segment
-    return planned_half
 
 
 def _one_call(
@@ -209,11 +209,51 @@ def _one_call(
             outputs.append(None)
             continue
         node = graph.call_function(operator.getitem, (whole, i))
-        node.meta["val"] = value
+        if value is not _UNSAID:
+            node.meta["val"] = value
         outputs.append(node)
     output = graph.output(tuple(outputs))
     output.meta["desc"] = [None] * len(outputs)
     return torch.fx.GraphModule(module, graph)
+
+
+def _staying(lowered: Lowered, results: Sequence[Any]) -> Lowered:
+    """The graph with it said that what the forward pass returns stays where it is.
+
+    It is the caller's from then on: the second half can neither have it leave nor make
+    it another time. So it counts until the end. Said of a view of what is returned, it
+    is not said of what else the same node makes: of a batch norm's activation, whose
+    running statistics are returned.
+    """
+    graph = lowered.graph
+    returned = {graph.storages[r] for r in results if isinstance(r, str)}
+    again = {graph.storages[t] for n in _later(graph) for t in n.inputs} & returned
+    tensors, layouts = dict(graph.tensors), dict(lowered.layouts)
+    calls, nodes = dict(lowered.calls), []
+    for node in graph.nodes:
+        mine = {graph.storages[name] for name in node.outputs}
+        fixed = mine <= returned or not mine.isdisjoint(again)
+        traits = replace(node.traits, recomputable=node.recomputable and not fixed)
+        nodes.append(replace(node, traits=traits))
+        for root in (name for name in node.outputs if name in returned):
+            name = f"returned.{root}"
+            tensors[name] = replace(tensors[root], name=name, alias=root)
+            layouts[name], calls[name] = layouts[root], NOTHING
+            view = NodeTraits(view=True, movable=False, recomputable=False)
+            nodes.append(
+                Node(name, "view", (root,), (name,), phase=node.phase, traits=view)
+            )
+    return replace(
+        lowered,
+        graph=Graph(MappingProxyType(tensors), tuple(nodes), graph.outputs),
+        calls=MappingProxyType(calls),
+        layouts=MappingProxyType(layouts),
+    )
+
+
+def _later(graph: Graph) -> Iterator[Node]:
+    """What runs in the second half."""
+    return (node for node in graph.nodes if node.phase is not Phase.FORWARD)
 
 
 def _remembering(lowered: Lowered, mutated: Sequence[int]) -> Lowered:

@@ -16,6 +16,21 @@ from mucudnn.errors import UnsupportedError
 
 __all__ = ["make_state", "swapped"]
 
+StateKey = tuple[int, int, str]
+"""A group, a parameter of it, and a name in its state."""
+
+_MOMENTUM = "momentum_buffer"
+
+_REFUSED: Mapping[type, str] = {
+    torch.optim.LBFGS: "it runs the model as often as values say; any other of "
+    "torch.optim but SparseAdam and Adafactor can be",
+    torch.optim.SparseAdam: "it takes sparse gradients; use Adam, and embeddings "
+    "without sparse=True",
+    torch.optim.Adafactor: "it decides by values of parameters (max of a norm that "
+    "item() gives); use Adam or AdamW",
+}
+"""Optimizers of PyTorch's whose steps cannot be recorded, and why."""
+
 
 @contextmanager
 def swapped(
@@ -23,10 +38,16 @@ def swapped(
     names: Mapping[int, str],
     parameters: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor | None],
-    state: Mapping[tuple[int, int, str], torch.Tensor],
+    state: Mapping[StateKey, torch.Tensor],
     rates: Sequence[Any],
-) -> Iterator[None]:
-    """Have an optimizer work on other tensors than its own."""
+) -> Iterator[dict[StateKey, torch.Tensor]]:
+    """Have an optimizer work on other tensors than its own.
+
+    Yields:
+        A mapping that has, when the context is left, the tensors that the optimizer
+        has added to its state.
+    """
+    made: dict[StateKey, torch.Tensor] = {}
     groups, old_state = optimizer.param_groups, optimizer.state
     others: list[dict[str, Any]] = []
     of_parameter: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
@@ -46,8 +67,13 @@ def swapped(
     before = {tensor: dict(found) for tensor, found in of_parameter.items()}
     optimizer.param_groups, optimizer.state = others, of_parameter
     try:
-        yield
-        _check_state(before, of_parameter)
+        yield made
+        for i, group in enumerate(others):
+            for j, tensor in enumerate(group["params"]):
+                for key, value in of_parameter.get(tensor, {}).items():
+                    old = before.get(tensor, {}).get(key)
+                    if new := _new(key, old, value):
+                        made[i, j, key] = new[0]
     finally:
         optimizer.param_groups, optimizer.state = groups, old_state
         for tensor in parameters.values():
@@ -59,26 +85,40 @@ def _one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: False for key in ("foreach", "fused") if key in group}
 
 
-def _check_state(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
-    for tensor, found in after.items():
-        old = before.get(tensor, {})
-        for key, value in found.items():
-            if value is not old.get(key) and value is not None:
-                raise UnsupportedError(
-                    f"the optimizer replaces {key!r} of its state in a step; only "
-                    "tensors that it changes in place can be kept: take the first "
-                    "step in eager mode if it makes its state there"
-                )
+def _new(key: str, old: Any, value: Any) -> tuple[torch.Tensor] | None:
+    """A tensor of an optimizer's state that was not there; others are put in place.
+
+    Raises:
+        UnsupportedError: What has changed is no tensor, or has another shape.
+    """
+    if value is old or (not isinstance(value, torch.Tensor) and value == old):
+        return None
+    if isinstance(value, torch.Tensor) and old is None:
+        return (value,)
+    alike = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
+    if not alike or (value.shape, value.dtype) != (old.shape, old.dtype):
+        raise UnsupportedError(
+            f"the optimizer changes {key!r} of its state in a step, which is no tensor "
+            "or not of one shape; only tensors are changed in the steps that follow: "
+            "keep a count as torch.tensor(0.0)"
+        )
+    old.copy_(value)
+    return None
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
     """What PyTorch's optimizers make in their first step, made now.
 
-    A momentum that starts as the first gradient is one that started as zero.
+    A momentum that starts as the first gradient is one that started as zero, but with
+    dampening. What is not made here is made by the first step, which then has a plan of
+    its own.
 
     Raises:
-        UnsupportedError: With dampening the first gradient is treated otherwise.
+        UnsupportedError: The optimizer's step cannot be recorded.
     """
+    for kind, reason in _REFUSED.items():
+        if isinstance(optimizer, kind):
+            raise UnsupportedError(f"{kind.__name__} cannot be planned: {reason}")
     missing = [
         (group, p)
         for group in optimizer.param_groups
@@ -95,15 +135,10 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             init(group, *([] for _ in range(count)))
     for group, parameter in missing:
-        if group.get("momentum") and isinstance(optimizer, torch.optim.SGD):
-            if group["dampening"]:
-                raise UnsupportedError(
-                    "SGD with dampening begins with another step than those that "
-                    "follow; take the first step in eager mode"
-                )
-            if optimizer.state[parameter].get("momentum_buffer") is None:
-                buffer = torch.zeros_like(parameter.detach())
-                optimizer.state[parameter]["momentum_buffer"] = buffer
+        if not isinstance(optimizer, torch.optim.SGD) or group["dampening"]:
+            continue
+        if group["momentum"] and optimizer.state[parameter].get(_MOMENTUM) is None:
+            optimizer.state[parameter][_MOMENTUM] = torch.zeros_like(parameter.detach())
 
 
 @contextmanager

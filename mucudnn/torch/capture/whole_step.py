@@ -5,7 +5,8 @@ do is recorded operation by operation, below autograd, and what they do in place
 new values that replace those of parameters, buffers and state when the step is over. So
 an optimizer needs no functional form: its own `step` is what is recorded, one tensor at
 a time, and its learning rates stay inputs. Whatever Python decides meanwhile is decided
-for every step that runs later.
+for every step that runs later; what it decides by numbers that are there before a step,
+such as an optimizer's count of steps, is noted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,84 +15,36 @@ from typing import Any
 
 import torch
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    ShapeEnv,
-)
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
 
 from mucudnn.errors import UnsupportedError
-from mucudnn.torch.capture.optimizers import make_state, swapped
+from mucudnn.torch.capture.batches import Batch, called
+from mucudnn.torch.capture.checkpoints import plain_checkpoints
+from mucudnn.torch.capture.decisions import DecidingShapes, Decision
+from mucudnn.torch.capture.fakes import StepFakes
+from mucudnn.torch.capture.gradients import (
+    Gradients,
+    added,
+    clipped,
+    leaf_of,
+    loss_of,
+    rescaled,
+    unscaled,
+)
+from mucudnn.torch.capture.optimizers import StateKey, swapped
+from mucudnn.torch.capture.parts import StepParts, root_of
+from mucudnn.torch.capture.refusals import (
+    RefusedOperations,
+    StepFunctions,
+    saying_where,
+)
+from mucudnn.torch.capture.settings import PLAIN, StepSettings
+from mucudnn.torch.capture.watch import AttributesChangedError, watched
 
-__all__ = ["CapturedStep", "StepParts", "as_tensor", "capture_step"]
-
-LossFunction = Callable[..., torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """The tensors of a step, in the order in which its graph takes them.
-
-    Attributes:
-        parameters: By name, shared ones once.
-        buffers: By name, shared ones once.
-        state: The optimizer's tensors, by group, parameter and key.
-        rates: The learning rate of each group, a number or a tensor.
-    """
-
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    state: Mapping[tuple[int, int, str], torch.Tensor]
-    rates: tuple[Any, ...]
-
-    @classmethod
-    def of(
-        cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> "StepParts":
-        """The parts as they are now; the optimizer's state is made if it is not there.
-
-        Raises:
-            UnsupportedError: The optimizer's state cannot be made before a step.
-        """
-        make_state(optimizer)
-        state = {
-            (i, j, key): value
-            for i, group in enumerate(optimizer.param_groups)
-            for j, parameter in enumerate(group["params"])
-            for key, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor)
-        }
-        return cls(
-            dict(model.named_parameters()),
-            dict(model.named_buffers()),
-            state,
-            tuple(group["lr"] for group in optimizer.param_groups),
-        )
-
-    def tensors(self) -> list[torch.Tensor]:
-        """All of them, detached; a rate that is a number as a tensor of one."""
-        rates = map(as_tensor, self.rates)
-        groups = (self.parameters.values(), self.buffers.values(), self.state.values())
-        return [*(t.detach() for group in groups for t in group), *rates]
-
-    def names(self) -> list[str]:
-        """What each of the tensors is called."""
-        return [
-            *self.parameters,
-            *self.buffers,
-            *(f"state.{i}.{j}.{key}" for i, j, key in self.state),
-            *(f"rate.{i}" for i in range(len(self.rates))),
-        ]
-
-
-def as_tensor(rate: Any) -> torch.Tensor:
-    """A learning rate as a step is given it."""
-    if isinstance(rate, torch.Tensor):
-        return rate
-    return torch.tensor(rate, dtype=torch.float64)
+__all__ = ["CapturedStep", "capture_step"]
 
 
 @dataclass(frozen=True)
@@ -100,60 +53,105 @@ class CapturedStep:
 
     Attributes:
         module: Its placeholders are those of `StepParts.tensors` and then the batch; it
-            returns the loss and what each placeholder's tensor has become.
+            returns the loss, what else the loss function gives, and what each
+            placeholder's tensor has become.
         names: Of the placeholders.
         forward: Nodes of the forward pass.
         backward: Nodes of the backward pass; the others are of the update.
+        extras: How what comes back with the loss is nested; None if nothing does.
+        decisions: What holds only as long as some inputs are as they were.
+        made: What the optimizer adds to its state: group, parameter and name of each
+            of the last results before the placeholders'.
     """
 
     module: torch.fx.GraphModule
     names: Sequence[str]
     forward: frozenset[str]
     backward: frozenset[str]
+    extras: Any = None
+    decisions: Sequence[Decision] = ()
+    made: Sequence[StateKey] = ()
 
 
 def capture_step(
     model: torch.nn.Module,
-    loss_fn: LossFunction,
+    loss_fn: Callable[..., Any],
     optimizer: torch.optim.Optimizer,
-    batch: Sequence[torch.Tensor],
+    batch: Sequence[Any] | Batch,
     *,
     size: int | None = None,
+    settings: StepSettings = PLAIN,
 ) -> CapturedStep:
     """Record one step without running it.
 
     Args:
-        model: Called with the first tensor of the batch.
+        model: Called with the first of the batch and what it has by name.
         loss_fn: Called with the model's result and the rest of the batch.
         optimizer: Of parameters of the model.
         batch: As a step is called with.
         size: Of the first axis of every tensor of the batch, if it is to be another.
+        settings: What is done with gradients.
 
     Raises:
-        UnsupportedError: Something depends on values that only a run has, or the
-            optimizer keeps what is no tensor.
+        UnsupportedError: Something depends on values that only a run has, or would be
+            otherwise in the next step.
     """
-    parts = StepParts.of(model, optimizer)
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    mode.allow_scalar_outputs = True
-    tracer = _Tracer(model, loss_fn, optimizer, parts)
-    fakes = [
-        mode.from_tensor(t, static_shapes=True) for t in (*parts.tensors(), *batch)
-    ]
-    if size is not None:
-        with mode:
-            resized = [t.new_empty((size, *t.shape[1:])) for t in fakes[-len(batch) :]]
-        fakes[-len(batch) :] = resized
-    try:
-        with mode, torch.enable_grad():
-            module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
-    except GuardOnDataDependentSymNode as e:
-        raise UnsupportedError(
-            f"the step decides something by a value that only a run has: {e}; keep "
-            "such decisions in tensors (torch.where), or outside of the step"
-        ) from e
+    given = batch if isinstance(batch, Batch) else Batch.of(batch, {})
+    parts = StepParts.of(model, optimizer, loss_fn, settings)
+    tracer = _Tracer(
+        root_of(model, loss_fn), loss_fn, optimizer, parts, given, settings
+    )
+    written: AttributesChangedError | None = None
+    while True:
+        try:
+            return _recorded(tracer, size, written)
+        except AttributesChangedError as e:
+            if not e.places or e is written:
+                raise
+            before = () if written is None else written.places
+            written = AttributesChangedError(str(e), (*before, *e.places))
+
+
+def _recorded(
+    tracer: "_Tracer", size: int | None, written: AttributesChangedError | None
+) -> CapturedStep:
+    """Run the step once without data.
+
+    Args:
+        tracer: The step.
+        size: Of the batch, if it is to be another.
+        written: Attributes that may change.
+    """
+    parts, batch = tracer.parts, tracer.batch.tensors
     names = [*parts.names(), *(f"batch.{i}" for i in range(len(batch)))]
-    return CapturedStep(module, names, tracer.forward, tracer.backward)
+    tensors = [*parts.tensors(), *batch]
+    shapes = DecidingShapes(names, tensors, frozenset(parts.parameters))
+    mode = StepFakes(shapes)
+    fakes = [mode.from_tensor(t, static_shapes=True) for t in tensors]
+    if size is not None and batch:
+        with mode:
+            fakes[-len(batch) :] = [
+                t.new_empty((size, *t.shape[1:])) for t in fakes[-len(batch) :]
+            ]
+    tracer.begin()
+    with (
+        watched(tracer.root, written),
+        plain_checkpoints(),
+        mode,
+        torch.enable_grad(),
+        saying_where(),
+    ):
+        module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
+        torch.clear_autocast_cache()
+    return CapturedStep(
+        module,
+        names,
+        frozenset(tracer.forward),
+        frozenset(tracer.backward),
+        tracer.extras,
+        tuple(shapes.decisions),
+        tuple(tracer.made),
+    )
 
 
 class _Tracer:
@@ -161,69 +159,152 @@ class _Tracer:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        loss_fn: LossFunction,
+        root: torch.nn.Module,
+        loss_fn: Callable[..., Any],
         optimizer: torch.optim.Optimizer,
         parts: StepParts,
+        batch: Batch,
+        settings: StepSettings,
     ) -> None:
-        self._model = model
+        self.root = root
+        self.parts = parts
+        self.batch = batch
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._parts = parts
-        self.forward: frozenset[str] = frozenset()
-        self.backward: frozenset[str] = frozenset()
+        self._settings = settings
+        self.begin()
 
-    def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
-        with FunctionalTensorMode():
+    def begin(self) -> None:
+        """Forget what was recorded."""
+        self.forward: set[str] = set()
+        self.backward: set[str] = set()
+        self.extras: Any = None
+        self.made: dict[StateKey, torch.Tensor] = {}
+        self._found: Any = None
+
+    def __call__(self, *flat: torch.Tensor) -> list[Any]:
+        with FunctionalTensorMode(), RefusedOperations(), StepFunctions():
             mine = [to_fun(tensor) for tensor in flat]
-            loss = self._step(mine)
+            results = self._step(mine)
             for tensor in mine:
                 torch._sync(tensor)
-            return [from_fun(loss), *map(from_fun, mine)]
+            return [from_fun(value) for value in (*results, *mine)]
 
-    def _step(self, flat: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _step(self, flat: Sequence[torch.Tensor]) -> list[Any]:
         given = iter(flat)
-        parts = self._parts
+        parts = self.parts
         parameters = {name: next(given) for name in parts.parameters}
         buffers = {name: next(given) for name in parts.buffers}
         state = {key: next(given) for key in parts.state}
+        scale = [next(given) for _ in parts.scale]
         rates = [
             tensor if isinstance(rate, torch.Tensor) else tensor.item()
             for rate, tensor in zip(parts.rates, given, strict=False)
         ]
         leaves = {
-            name: tensor.detach().requires_grad_(parts.parameters[name].requires_grad)
+            name: leaf_of(tensor, parts.parameters[name])
             for name, tensor in parameters.items()
         }
-        inputs, *targets = given
-        with _reparametrize_module(self._model, leaves | buffers, tie_weights=True):
-            loss = self._loss_fn(self._model(inputs), *targets)
-        _check_loss(loss)
-        self.forward = _recorded()
-        trained = [name for name, leaf in leaves.items() if leaf.requires_grad]
-        found = torch.autograd.grad(
-            loss, [leaves[name] for name in trained], allow_unused=True
-        )
-        gradients = dict(zip(trained, found, strict=True))
-        self.backward = _recorded() - self.forward
-        by_id = {id(tensor): name for name, tensor in parts.parameters.items()}
-        with swapped(self._optimizer, by_id, parameters, gradients, state, rates):
+        with _reparametrize_module(self.root, leaves | buffers, tie_weights=True):
+            loss, gradients = self._passes(leaves, list(given), scale)
+            self._keep(buffers)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            if not scale:
+                self._update(parameters, gradients, state, rates)
+            else:
+                gradients, found = unscaled(gradients, scale[0])
+                self._update_unless(found, parameters, gradients, state, rates)
+                rescaled(scale[0], scale[1], found, self._settings)
+        made = [tensor.detach() for tensor in self.made.values()]
+        if self._found is None:
+            return [loss, *made]
+        flat, self.extras = pytree.tree_flatten(self._found)
+        return [loss, *flat, *made]
+
+    def _passes(
+        self,
+        leaves: Mapping[str, torch.Tensor],
+        batch: Sequence[torch.Tensor],
+        scale: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, Gradients]:
+        """Forward and backward, part by part of the batch."""
+        trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        gradients: Gradients = dict.fromkeys(trained)
+        total: torch.Tensor | None = None
+        extras = []
+        before = _names_now()
+        for tensors, divisor in self.batch.parts(batch, self._settings.accumulate):
+            loss, found = self._loss(tensors)
+            extras.append(found)
+            loss = loss / divisor if divisor != 1 else loss
+            goal = loss * scale[0] if scale else loss
+            between = _names_now()
+            with torch.autocast("cpu", enabled=False):
+                mine = torch.autograd.grad(
+                    goal, list(trained.values()), allow_unused=True
+                )
+            gradients = added(gradients, dict(zip(trained, mine, strict=True)))
+            total = loss.detach() if total is None else total + loss.detach()
+            self.forward |= between - before
+            self.backward |= _names_now() - between
+            before = _names_now()
+        if any(found is not None for found in extras):
+            several = self._settings.accumulate > 1
+            self._found = tuple(extras) if several else extras[0]
+        return total, gradients
+
+    def _loss(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        torch.clear_autocast_cache()
+        args, kwargs = self.batch.arguments(tensors)
+        result = self._loss_fn(called(self.root.model, args, kwargs), *args[1:])
+        loss, extras = loss_of(result)
+        return loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, extras)
+
+    def _keep(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Have tensors that the model puts in a buffer's place as its new values."""
+        for name, buffer in buffers.items():
+            module, _, own = name.rpartition(".")
+            now = self.root.get_submodule(module)._buffers[own]
+            if now is buffer:
+                continue
+            if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
+                found = None if now is None else (tuple(now.shape), now.dtype)
+                raise UnsupportedError(
+                    f"the step makes buffer {name.partition('.')[2]!r} {found}; it was "
+                    f"{(tuple(buffer.shape), buffer.dtype)}, and shapes must stay"
+                )
+            buffer.copy_(now.detach())
+
+    def _update(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        gradients: Gradients,
+        state: Mapping[StateKey, torch.Tensor],
+        rates: Sequence[Any],
+    ) -> None:
+        by_id = {id(tensor): name for name, tensor in self.parts.parameters.items()}
+        given = clipped(gradients, self._settings)
+        with swapped(self._optimizer, by_id, parameters, given, state, rates) as made:
             self._optimizer.step()
-        return loss.detach()
+        self.made = made
+
+    def _update_unless(
+        self,
+        found: torch.Tensor,
+        parameters: Mapping[str, torch.Tensor],
+        gradients: Gradients,
+        state: Mapping[StateKey, torch.Tensor],
+        rates: Sequence[Any],
+    ) -> None:
+        """Update, and take it back where gradients were not finite."""
+        changed = [*parameters.values(), *state.values()]
+        before = [from_fun(tensor) for tensor in changed]
+        self._update(parameters, gradients, state, rates)
+        for tensor, old in zip(changed, before, strict=True):
+            if from_fun(tensor) is not old:
+                tensor.copy_(torch.where(found, to_fun(old), tensor))
 
 
-def _recorded() -> frozenset[str]:
+def _names_now() -> frozenset[str]:
     """Names of the nodes that there are so far."""
     return frozenset(node.name for node in get_proxy_mode().tracer.graph.nodes)
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, torch.Tensor)
-            else f"{type(loss).__name__}"
-        )
-        raise ValueError(f"loss_fn returned {found}; a tensor of one element is wanted")
-    if not loss.requires_grad:
-        raise ValueError("the loss does not depend on any parameter that is trained")

@@ -6,22 +6,18 @@ because the plan takes it, because it was faster when both were run whole, or be
 the call is none of ours.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from mucudnn.errors import MucudnnError
-from mucudnn.ir.conv import ConvProblem
 from mucudnn.runtime.tuning.bound_plan import Arena
 from mucudnn.runtime.tuning.timing import measure_together
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.torch.conv.backend import TORCH, TorchConv
-from mucudnn.torch.conv.geometry import Geometry, Role, operands
+from mucudnn.torch.conv.algorithm import TORCH
+from mucudnn.torch.conv.geometry import Geometry, Role
+from mucudnn.torch.conv.kernels import Backward, Forward, Kernel, Run
 
 __all__ = ["Ready", "ReadyMaker"]
-
-Run = Callable[..., Any]
 
 
 class Ready:
@@ -56,7 +52,6 @@ class ReadyMaker:
 
     def __init__(self, tuner: Tuner) -> None:
         self._tuner = tuner
-        self._competes = isinstance(tuner.backend.conv, TorchConv)
         self.arena = Arena(tuner.backend.device)
 
     def forward(self, native: Run, x: Any, w: Any, b: Any, options: Any) -> Ready:
@@ -72,7 +67,8 @@ class ReadyMaker:
             return Ready(None, _reason(e))
         if kernel is None:
             return Ready(None)
-        return self._faster(_Forward(kernel, b, x.dim()), native, (x, w, b))
+        ours = Forward(kernel, b is not None, x.dim())
+        return self._faster(ours, [kernel], native, (x, w, b))
 
     def backward(
         self, native: Run, gy: Any, x: Any, w: Any, sizes: Any, options: Any, mask: Any
@@ -88,24 +84,30 @@ class ReadyMaker:
             ]
         except (MucudnnError, ValueError, RuntimeError) as e:
             return Ready(None, _reason(e))
-        if kernels == [None, None]:
+        mine = [kernel for kernel in kernels if kernel is not None]
+        if not mine:
             return Ready(None)
-        ours = _Backward(kernels, geometry.transposed, mask)
-        return self._faster(ours, lambda: native(mask), (native, gy, x, w))
+        ours = Backward(kernels, geometry.transposed, mask)
+        return self._faster(ours, mine, lambda: native(mask), (native, gy, x, w))
 
-    def _kernel(
-        self, geometry: Geometry, role: Role, x: Any, w: Any
-    ) -> "_Kernel | None":
+    def _kernel(self, geometry: Geometry, role: Role, x: Any, w: Any) -> Kernel | None:
         """A planned kernel of ours; None where the plan is PyTorch's own."""
         (plan,) = self._tuner.plan([geometry.problem(role, x, w)])
         if not plan.divided and plan.steps[0].algo == TORCH:
             return None
         runner = self._tuner.backend.bind(plan)
-        return _Kernel(role, runner.run, plan.problem, plan.workspace, self.arena)
+        return Kernel(role, runner, plan.workspace, self.arena.get)
 
-    def _faster(self, ours: Run, native: Run, args: tuple[Any, ...]) -> Ready:
+    def _faster(
+        self,
+        ours: Run,
+        kernels: Sequence[Kernel],
+        native: Run,
+        args: tuple[Any, ...],
+    ) -> Ready:
         """Ours, unless PyTorch's competes and was not clearly slower, all included."""
-        if not self._competes:
+        offered = self._tuner.backend.conv.algorithms(kernels[0].problem)
+        if TORCH not in dict(offered):
             return Ready(ours)
         try:
             first, second = measure_together(
@@ -127,77 +129,3 @@ def _check(name: str, tensor: Any, shape: tuple[int, ...], dtype: Any) -> None:
 
 def _reason(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-class _Kernel:
-    """One planned kernel on tensors."""
-
-    def __init__(
-        self,
-        role: Role,
-        run: Run,
-        problem: ConvProblem,
-        workspace: int,
-        arena: Arena,
-    ) -> None:
-        self.role = role
-        self._run = run
-        self._workspace = workspace
-        self._arena = arena
-        *_, out = problem.operands()
-        shape = out.shape
-        self._format = torch.contiguous_format
-        if problem.layout == "NHWC":
-            last = (None, None, torch.channels_last, torch.channels_last_3d)
-            self._format = last[len(shape) - 2]
-            shape = (shape[0], shape[-1], *shape[1:-1])
-        self._shape = shape
-
-    def __call__(self, a: Any, b: Any) -> Any:
-        form = self._format
-        a = a.detach().contiguous(memory_format=form)
-        b = b.detach().contiguous(memory_format=form)
-        out = torch.empty(  # on the CPU, whatever `torch.set_default_device` says
-            self._shape, dtype=a.dtype, device=a.device, memory_format=form
-        )
-        workspace = self._arena.get(self._workspace)
-        self._run(a.numpy(), b.numpy(), out.numpy(), workspace, False)
-        return out
-
-
-class _Forward:
-    """Output and bias."""
-
-    def __init__(self, kernel: _Kernel, b: Any, axes: int) -> None:
-        self._kernel = kernel
-        self._bias = None if b is None else (-1, *[1] * (axes - 2))
-
-    def __call__(self, x: Any, w: Any, b: Any) -> Any:
-        y = self._kernel(x, w)
-        if self._bias is not None:
-            y.add_(b.detach().view(self._bias))
-        return y
-
-
-class _Backward:
-    """Up to three gradients: by our kernels, the others by one call of PyTorch's."""
-
-    def __init__(
-        self, kernels: Sequence[_Kernel | None], transposed: bool, mask: Sequence[bool]
-    ) -> None:
-        self._kernels = kernels
-        self._transposed = transposed
-        dx, dw, self._db = mask
-        self._native = [dx and kernels[0] is None, dw and kernels[1] is None, False]
-        if any(self._native):  # which has them at hand
-            self._native[2], self._db = self._db, False
-
-    def __call__(self, native: Run, gy: Any, x: Any, w: Any) -> Any:
-        theirs = native(self._native) if any(self._native) else (None, None, None)
-        found = list(theirs)
-        for i, kernel in enumerate(self._kernels):
-            if kernel is not None:
-                found[i] = kernel(*operands(kernel.role, self._transposed, gy, x, w))
-        if self._db:
-            found[2] = gy.detach().sum([0, *range(2, gy.dim())])
-        return tuple(found)

@@ -15,7 +15,7 @@ from typing import Any, Self
 from mucudnn.errors import MucudnnError
 from mucudnn.forks import Own
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.torch.conv.backend import cpu_backend
+from mucudnn.torch.conv.backend import check_tuner, cpu_backend
 from mucudnn.torch.conv.calls import Ready, ReadyMaker
 from mucudnn.torch.conv.dispatch import overrides
 
@@ -111,11 +111,11 @@ class Convolutions(ContextDecorator):
             w.stride(),
             w.dtype,
             b is None or (b.shape, b.dtype),
-            *stride,
-            *padding,
-            *dilation,
+            tuple(stride),  # a list may have one entry for all axes
+            tuple(padding),
+            tuple(dilation),
             transposed,
-            *output_padding,
+            tuple(output_padding),
             groups,
         )
         ready = self._forward.get(key)
@@ -168,13 +168,13 @@ class Convolutions(ContextDecorator):
             w.stride(),
             w.dtype,
             bias_sizes is None,
-            *stride,
-            *padding,
-            *dilation,
+            tuple(stride),
+            tuple(padding),
+            tuple(dilation),
             transposed,
-            *output_padding,
+            tuple(output_padding),
             groups,
-            *mask,
+            tuple(mask),
         )
         ready = self._backward.get(key)
         if ready is not None and ready.run is None:  # the usual way, without detours
@@ -245,15 +245,13 @@ def convolutions(
     Raises:
         ValueError: The limit is no size, both are given, or the tuner has another
             backend.
+        TypeError: The tuner is none.
     """
     if tuner is None:
         limit = "64MiB" if workspace_limit is None else workspace_limit
         tuner = Tuner(backend=cpu_backend(), workspace_limit=limit)
     elif workspace_limit is not None:
         raise ValueError("give workspace_limit to the tuner, or no tuner")
-    elif tuner.backend.name != "torch-cpu":
-        raise ValueError(
-            f"tuner has backend {tuner.backend.name!r}; make it with "
-            "Tuner(backend=mucudnn.torch.cpu_backend())"
-        )
+    else:
+        check_tuner(tuner)
     return Convolutions(tuner)

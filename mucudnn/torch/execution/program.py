@@ -222,7 +222,7 @@ class Program:
 
     def _compute(self, node: Node) -> None:
         first = origin(node.name)
-        call = self._lowered.calls[first]
+        call = self._lowered.planned.get(node.name, self._lowered.calls[first])
         if call is NOTHING:
             return
         operands = [self._variable(name) for name in node.inputs]
@@ -238,12 +238,16 @@ class Program:
         called = self._names.literal(_direct(function))
         text = f"{called}({', '.join([*positional, *named])})"
         self._changed.update(self._graph.storages[name] for name in node.mutates)
+        start = len(self._lines)
         if first in self._again:
             self._drawing(first, node)
         self._assign(node, call.results, text)
         if first in self._again and node.name != first:
             _, on = self._generator_text(first)
-            self._lines += [f"set_state(drawn{on})", "drawn = None"]
+            saved, *drawing = self._lines[start:]
+            indented = [f"    {line}" for line in drawing]
+            undone = ["finally:", f"    set_state(drawn{on})", "drawn = None"]
+            self._lines[start:] = [saved, "try:", *indented, *undone]
 
     def _taken(self, node: Node) -> str | None:
         """The operand that a node's result overwrites, if it does."""

@@ -37,15 +37,22 @@ class Fusing:
     """Plans steps with fused nodes.
 
     Attributes:
-        plans: What was measured and planned before.
+        plans: What was measured before.
         kernels: What compiles.
     """
 
     plans: PlanStore
     kernels: Kernels = field(default_factory=Kernels)
 
-    def plan(self, planner: Planner, budget: float) -> tuple[Planner, TorchPlan]:
+    def plan(
+        self, planner: Planner, budget: float, plans: PlanStore | None
+    ) -> tuple[Planner, TorchPlan]:
         """The faster plan, with fused nodes or without, and whose it is.
+
+        Args:
+            planner: Of the step without fused nodes.
+            budget: Bytes.
+            plans: What was planned before; None plans anew.
 
         Raises:
             PlanningError: Neither fits; says the least budget that works.
@@ -53,11 +60,11 @@ class Fusing:
         """
         with_kernels = self.planner(planner)
         try:
-            plan = with_kernels.plan(budget, self.plans)
+            plan = with_kernels.plan(budget, plans)
         except PlanningError as e:
-            return planner, _either(planner, budget, self.plans, e)
+            return planner, _either(planner, budget, plans, e)
         if plan.plan.prediction.step_ms > sum(planner.profile.node_ms.values()):
-            apart = planner.plan(budget, self.plans)
+            apart = planner.plan(budget, plans)
             if apart.plan.prediction.step_ms < plan.plan.prediction.step_ms:
                 return planner, apart
         known = planner.lowered.calls
@@ -97,7 +104,7 @@ class Fusing:
 
 
 def _either(
-    planner: Planner, budget: float, plans: PlanStore, fused_error: PlanningError
+    planner: Planner, budget: float, plans: PlanStore | None, fused_error: PlanningError
 ) -> TorchPlan:
     """The plan without fused nodes.
 

@@ -11,7 +11,6 @@ a product, random, or may overwrite operands.
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -19,11 +18,13 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
-from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
-from mucudnn.torch.lowering.overloads import in_place_variant
+from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Operand
+from mucudnn.torch.lowering.operands import Pending, Value, bound, is_leaf, times
+from mucudnn.torch.lowering.overloads import as_laid_out, in_place_variant
+from mucudnn.torch.lowering.refusals import refuse
+from mucudnn.torch.lowering.statistics import corrected, statistics_types
 
 __all__ = ["lower"]
 
@@ -32,6 +33,11 @@ _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 _IGNORED = frozenset({"profiler"})
 """Namespaces of operations that compute nothing."""
+
+_SCALARS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {torch.ops.aten._local_scalar_dense.default: torch.Tensor.item}
+)
+"""Operations whose results are numbers, as functions of tensors."""
 
 
 def lower(module: torch.fx.GraphModule, phase_of: Callable[[str], Phase]) -> Lowered:
@@ -94,17 +100,19 @@ class _Lowering:
             dict.fromkeys(
                 value.name
                 for value in self._results
-                if isinstance(value, _Tensor) and value.name in made
+                if isinstance(value, Value) and value.name in made
             )
         )
         kept = _needed(self._nodes, asked, self._calls)
-        graph = Graph(MappingProxyType(self._tensors), kept, asked)
+        gone = made.difference(name for node in kept for name in node.outputs)
+        tensors = {n: spec for n, spec in self._tensors.items() if n not in gone}
+        graph = Graph(MappingProxyType(tensors), kept, asked)
         return Lowered(
             graph,
             self._calls,
             self._layouts,
             tuple(self._inputs),
-            tuple(v.name if isinstance(v, _Tensor) else v for v in self._results),
+            tuple(v.name if isinstance(v, Value) else v for v in self._results),
             self._constants,
         )
 
@@ -120,14 +128,14 @@ class _Lowering:
         else:
             name = self._declare(node.name, value, Role.STATE, ())
         self._inputs.append(name)
-        self._values[node] = _Tensor(name)
+        self._values[node] = Value(name)
 
     def _constant(self, node: torch.fx.Node) -> None:
         value = operator.attrgetter(node.target)(self._module)
         if isinstance(value, torch.Tensor):
             name = self._declare(node.name, value, Role.STATE, ())
             self._constants[name] = value
-            self._values[node] = _Tensor(name)
+            self._values[node] = Value(name)
         else:
             self._values[node] = value
 
@@ -136,8 +144,10 @@ class _Lowering:
         args, kwargs = self._resolved((node.args, dict(node.kwargs)))
         if isinstance(value, torch.Tensor):
             self._add(node, args, kwargs, [(None, node.name, value)])
-            self._values[node] = _Tensor(node.name)
+            self._values[node] = Value(node.name)
         elif isinstance(value, tuple | list):
+            given = torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
+            value = corrected(value, statistics_types(node.target, given))
             found = [
                 (k, f"{node.name}.{k}", v)
                 for k, v in enumerate(value)
@@ -147,11 +157,11 @@ class _Lowering:
                 self._split_convolution(node, args, found)
             else:
                 self._add(node, args, kwargs, found)
-            names = {k: _Tensor(name) for k, name, _ in found}
+            names = {k: Value(name) for k, name, _ in found}
             self._values[node] = [names.get(k, v) for k, v in enumerate(value)]
         else:
             function = _SCALARS.get(node.target, node.target)
-            self._values[node] = _Pending(function, args)
+            self._values[node] = Pending(function, args)
 
     def _split_convolution(
         self,
@@ -178,18 +188,19 @@ class _Lowering:
         outputs: Sequence[tuple[int | None, str, torch.Tensor]],
     ) -> None:
         function = node.target
-        _refuse(node, function, outputs)
+        refuse(node, function, outputs)
         inputs: list[str] = []
         args, kwargs = pytree.tree_map(
-            functools.partial(_bound, inputs), (args, dict(kwargs)), is_leaf=_is_leaf
+            functools.partial(bound, inputs), (args, dict(kwargs)), is_leaf=is_leaf
         )
         names: tuple[str, ...] = tuple(
             self._declare(name, value, Role.ACTIVATION, inputs)
             for _, name, value in outputs
         )
         tags = getattr(function, "tags", ())
+        result = outputs[0][2] if outputs else None
         call = Call(
-            function,
+            function if result is None else as_laid_out(function, result, _first(node)),
             args,
             kwargs,
             tuple(path for path, _, _ in outputs),
@@ -230,7 +241,7 @@ class _Lowering:
             for index, name in enumerate(inputs)
             if self._layouts[name] == self._layouts[result.name]
             and self._tensors[name].nbytes == result.nbytes
-            and _times(call, index) == 1
+            and times(call, index) == 1
             and (not first or call.args[0] == Operand(index))
         )
         if not candidates:
@@ -264,93 +275,15 @@ class _Lowering:
         return torch.fx.node.map_arg(tree, self._values.__getitem__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor of the graph, as a value."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A number that is computed where it is used, from tensors and numbers."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-_SCALARS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
-    {torch.ops.aten._local_scalar_dense.default: torch.Tensor.item}
-)
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, _Tensor | _Pending)
-
-
-def _bound(inputs: list[str], value: Any) -> Any:
-    """An argument with tensors by their place among the inputs."""
-    match value:
-        case _Tensor(name):
-            if name not in inputs:
-                inputs.append(name)
-            return Operand(inputs.index(name))
-        case _Pending(function, args):
-            bound = tuple(_bound(inputs, argument) for argument in args)
-            return Number(function, bound)
-        case _:
-            return value
-
-
-def _times(call: Call, index: int) -> int:
-    """How often a call names an operand."""
-    found = 0
-    pending: list[Any] = [call.args, dict(call.kwargs)]
-    while pending:
-        match pending.pop():
-            case Operand(i):
-                found += i == index
-            case Number(_, args):
-                pending.append(args)
-            case dict() as mapping:
-                pending += mapping.values()
-            case list() | tuple() as values:
-                pending += values
-    return found
+def _first(node: torch.fx.Node) -> torch.Tensor | None:
+    """The first operand of a node, if it is a tensor of the graph."""
+    operand = node.args[0] if node.args else None
+    value = operand.meta.get("val") if isinstance(operand, torch.fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _refuse(
-    node: torch.fx.Node,
-    function: Any,
-    outputs: Sequence[tuple[int | None, str, torch.Tensor]],
-) -> None:
-    schema = getattr(function, "_schema", None)
-    if schema is None:
-        raise UnsupportedError(
-            f"{node.name} calls {function}, which is no operation of PyTorch's; such "
-            "calls cannot be planned" + _where(node)
-        )
-    if schema.is_mutable:
-        raise UnsupportedError(
-            f"{node.name} calls {function}, which changes its operands" + _where(node)
-        )
-    for _, name, value in outputs:
-        if value.layout is not torch.strided:
-            raise UnsupportedError(f"{name} is {value.layout}; only strided tensors")
-        if any(not isinstance(size, int) for size in value.shape):
-            raise UnsupportedError(
-                f"the shape of {name} depends on data: {tuple(value.shape)}"
-                + _where(node)
-            )
-
-
-def _where(node: torch.fx.Node) -> str:
-    trace = node.meta.get("stack_trace")
-    return "" if not trace else "\n" + trace
 
 
 def _needed(

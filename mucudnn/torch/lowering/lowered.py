@@ -1,7 +1,7 @@
 """A PyTorch graph as a graph of ours, with what is needed to run it: plain values."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -92,6 +92,7 @@ class Lowered:
         inputs: The tensor of each placeholder; None where it has none.
         results: The tensor, or the constant, of each result.
         constants: Tensors that are part of the graph.
+        planned: Node of a schedule -> how a plan runs it, instead of its call.
     """
 
     graph: Graph
@@ -100,3 +101,4 @@ class Lowered:
     inputs: tuple[str | None, ...]
     results: tuple[Any, ...]
     constants: Mapping[str, torch.Tensor]
+    planned: Mapping[str, Call] = field(default_factory=dict)

@@ -6,7 +6,64 @@ from typing import Any
 
 import torch
 
-__all__ = ["in_place_variant"]
+__all__ = ["as_laid_out", "in_place_variant"]
+
+
+_REDUCED = frozenset(
+    {
+        torch.ops.aten.binary_cross_entropy.default,
+        torch.ops.aten.mse_loss.default,
+        torch.ops.aten.smooth_l1_loss.default,
+        torch.ops.aten.soft_margin_loss.default,
+    }
+)
+"""Losses whose mean, or sum, lies in the storage of all that it is of."""
+
+
+def as_laid_out(
+    function: Any, result: torch.Tensor, first: torch.Tensor | None
+) -> Callable[..., Any]:
+    """What makes a result that lies as it is said to, by the same numbers.
+
+    A graph has `bernoulli_`, which draws into a tensor as that lies, as an operation
+    that draws for a contiguous one: another order of the same draws. Dropout behind
+    attention, for one, is of tensors that are not contiguous.
+
+    Args:
+        function: What the graph calls.
+        result: As it is said to be.
+        first: The first operand.
+    """
+    if function is torch.ops.aten.bernoulli.p:
+        if not result.is_contiguous():
+            return _drawn_into
+        if first is not None and not first.is_contiguous():
+            return _drawn_densely
+    if function in _REDUCED and result.numel() == 1:
+        return _compact(function)
+    return function  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _compact(function: Any) -> Callable[..., Any]:
+    """A reduced loss without the storage of the whole one, which its kernel keeps."""
+
+    def compact(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = function(*args, **kwargs)
+        return loss.clone()
+
+    compact.__qualname__ = f"_compact({function})"  # by which plans are remembered
+    return compact
+
+
+def _drawn_into(like: torch.Tensor, p: float) -> torch.Tensor:
+    """Zeros and ones, drawn in the order in which a tensor's elements lie."""
+    return torch.empty_like(like).bernoulli_(p)
+
+
+def _drawn_densely(like: torch.Tensor, p: float) -> torch.Tensor:
+    """The same numbers, contiguous."""
+    return _drawn_into(like, p).contiguous()
 
 
 @functools.cache

@@ -46,11 +46,14 @@ class CpuConv:
 
     Args:
         workers: Threads to share; a crew of its own if not given.
+        others: Algorithms of another library, beside ours.
     """
 
-    def __init__(self, workers: Workers | None = None) -> None:
+    def __init__(
+        self, workers: Workers | None = None, others: Sequence[Algorithm] = ()
+    ) -> None:
         self._workers = workers or Workers()
-        self._by_name = {a.name: a for a in ALGORITHMS}
+        self._by_name = {a.name: a for a in (*others, *ALGORITHMS)}
         self._kernel = functools.lru_cache(_KERNELS)(self._planned)
         self._bound = functools.lru_cache(_KERNELS)(self._checked)
 
@@ -58,18 +61,19 @@ class CpuConv:
         """(name, workspace bytes) of every algorithm that can run `problem`."""
         return [
             (a.name, self._kernel(a.name, problem).nbytes)
-            for a in ALGORITHMS
+            for a in self._by_name.values()
             if _excluded(a, problem) is None
         ]
 
     def excluded(self, problem: ConvProblem) -> Sequence[tuple[str, str]]:
         """(name, reason) of every algorithm that cannot run `problem`."""
-        reasons = ((a.name, _excluded(a, problem)) for a in ALGORITHMS)
+        every = self._by_name.items()
+        reasons = ((name, _excluded(a, problem)) for name, a in every)
         return [(name, reason) for name, reason in reasons if reason is not None]
 
     def traits(self, problem: ConvProblem, algo: str) -> Traits:
         """All sum in a fixed order, in the type of the operands."""
-        return Traits()
+        return Traits(notes=self._by_name[algo].notes)
 
     def run(
         self,

@@ -51,11 +51,13 @@ class Algorithm:
     """One way to compute a convolution.
 
     Attributes:
-        name: cuDNN's name for it.
+        name: cuDNN's name for it, of those that it has.
         kernel: (problem, number of workers) -> what runs it.
         excluded: Problem -> why it cannot be run, or None if it can.
+        notes: What else is known of it, as `Traits` say it.
     """
 
     name: str
     kernel: Callable[[ConvProblem, int], Kernel]
     excluded: Callable[[ConvProblem], str | None] = runs_everything
+    notes: tuple[str, ...] = ()

@@ -22,6 +22,7 @@ from mucudnn.backends.cpu.kernels import (
     matmul,
     max_pooling,
     shaping,
+    split_batch_norm,
     updates,
     upsampling,
 )
@@ -42,6 +43,7 @@ _FILES = (
     matmul,
     max_pooling,
     shaping,
+    split_batch_norm,
     updates,
     upsampling,
 )

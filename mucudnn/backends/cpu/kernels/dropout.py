@@ -20,7 +20,10 @@ _WORD = 1 << 64
 
 
 def dropout(call: KernelCall) -> None:
-    """Y = x / (1 - p) or, with probability p, 0."""
+    """Y = x / (1 - p) or, with probability p, 0.
+
+    Rows of a tensor begin at a position `offset` of it.
+    """
     x, y = call.inputs[0].reshape(-1), call.outputs[0].reshape(-1)
     p = call.attrs["p"]
     key = call.attrs["seed"] % _WORD | int(call.inputs[1]) % _WORD << 64
@@ -28,21 +31,27 @@ def dropout(call: KernelCall) -> None:
         y[...] = 0
         return
 
+    offset = call.attrs.get("offset", 0)
+    end = offset + x.size
+
     def block(number: int) -> None:
-        part = slice(number * _BLOCK, (number + 1) * _BLOCK)
+        start = max(offset, number * _BLOCK)
+        stop = min(end, (number + 1) * _BLOCK)
+        part = slice(start - offset, stop - offset)
         out = y[part]
-        keep(_mask(key, number, out.size, p), x[part], out)
+        inside = start - number * _BLOCK, stop - number * _BLOCK
+        keep(_mask(key, number, *inside, p), x[part], out)
         out *= 1 / (1 - p)
 
-    call.share(range(-(-x.size // _BLOCK)), block)
+    call.share(range(offset // _BLOCK, -(-end // _BLOCK)), block)
 
 
-def _mask(key: int, block: int, size: int, p: float) -> Any:
-    """True for what stays."""
+def _mask(key: int, block: int, start: int, stop: int, p: float) -> Any:
+    """True for what stays of some positions of a block."""
     source = np.random.Generator(np.random.Philox(key=key, counter=block << 64))
     # Unlike `random_raw`, this lets other threads run.
-    words = source.integers(0, _WORD - 1, -(-size // 4), np.uint64, endpoint=True)
-    halves = words.astype("<u8", copy=False).view("<u2")[:size]
+    words = source.integers(0, _WORD - 1, -(-stop // 4), np.uint64, endpoint=True)
+    halves = words.astype("<u8", copy=False).view("<u2")[start:stop]
     threshold = min(round(p * 65536), 65535)
     return np.greater_equal(halves, np.uint16(threshold))
 

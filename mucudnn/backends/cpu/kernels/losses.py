@@ -26,6 +26,8 @@ _PIECES = 8  # a batch of logits alone is small, but worth two workers
 def softmax_cross_entropy(call: KernelCall) -> None:
     """(mean of -log p[label], p).
 
+    The mean of some rows is over `count` labels, those of the whole batch.
+
     Raises:
         ValueError: A label is not a class.
     """
@@ -45,14 +47,14 @@ def softmax_cross_entropy(call: KernelCall) -> None:
         return float(np.sum(np.log(total) - picked, dtype=np.float64))
 
     total = _ordered_sum(call, _pixel_tiles(x), tile)
-    call.outputs[0][...] = total / labels.size
+    call.outputs[0][...] = total / call.attrs.get("count", labels.size)
 
 
 def softmax_cross_entropy_grad(call: KernelCall) -> None:
     """(p - [1 at the label]) dloss / number of labels."""
     p, dx = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     labels = _pixel_labels(call.inputs[1], p)
-    factor = float(call.inputs[2]) / labels.size
+    factor = float(call.inputs[2]) / call.attrs.get("count", labels.size)
 
     def tile(part: tuple[slice, slice]) -> None:
         n, s = part
@@ -74,14 +76,14 @@ def mean_squared_error(call: KernelCall) -> None:
         return total_dot(difference, difference)
 
     total = _ordered_sum(call, tiles(a.shape, BLOCK_BYTES // a.itemsize), tile)
-    call.outputs[0][...] = total / a.size
+    call.outputs[0][...] = total / call.attrs.get("count", a.size)
 
 
 def mean_squared_error_grad(call: KernelCall) -> None:
     """2 (prediction - target) dloss / number of elements."""
     a, b = (v.reshape(-1) for v in call.inputs[:2])
     out = call.outputs[0].reshape(-1)
-    factor = 2 * float(call.inputs[2]) / a.size
+    factor = 2 * float(call.inputs[2]) / call.attrs.get("count", a.size)
 
     def tile(part: tuple[slice, ...]) -> None:
         np.subtract(a[part], b[part], out=out[part])
@@ -93,11 +95,14 @@ def mean_squared_error_grad(call: KernelCall) -> None:
 def accuracy(call: KernelCall) -> None:
     """How many labels have fewer than k logits above their own.
 
+    A third input is a count so far, whose memory the result has.
+
     Raises:
         ValueError: A label is not a class.
     """
     x = as_ncs(call.inputs[0])
     labels = _pixel_labels(call.inputs[1], x)
+    before = call.inputs[2] if len(call.inputs) > 2 else 0
 
     def tile(part: tuple[slice, slice]) -> float:
         n, s = part
@@ -106,10 +111,11 @@ def accuracy(call: KernelCall) -> None:
         own = np.take_along_axis(logits, chosen[:, None], axis=1)
         above = np.count_nonzero(np.greater(logits, own), axis=1)
         # A NaN is above nothing, but no right answer either.
-        right = np.logical_and(above < call.attrs["k"], own[:, 0] == own[:, 0])
-        return float(np.count_nonzero(right))
+        hit = np.logical_and(above < call.attrs["k"], own[:, 0] == own[:, 0])
+        return float(np.count_nonzero(hit))
 
-    call.outputs[0][...] = _ordered_sum(call, _pixel_tiles(x), tile)
+    right = _ordered_sum(call, _pixel_tiles(x), tile)
+    call.outputs[0][...] = before + int(right)
 
 
 def _pixel_tiles(x: Any) -> list[Any]:

@@ -24,6 +24,7 @@ from mucudnn.backends.cuda.kernels import (
     matmul,
     max_pooling,
     shaping,
+    split_batch_norm,
     updates,
     upsampling,
 )
@@ -48,6 +49,7 @@ _FILES = (
     matmul,
     max_pooling,
     shaping,
+    split_batch_norm,
     updates,
     upsampling,
 )
@@ -68,6 +70,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "losses": losses.PROGRAM,
         "lrn": lrn.PROGRAM,
         "max_pooling": max_pooling.PROGRAM,
+        "split_batch_norm": split_batch_norm.PROGRAM,
         "updates": updates.PROGRAM,
         "upsampling": upsampling.PROGRAM,
     }

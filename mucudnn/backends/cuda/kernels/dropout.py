@@ -39,12 +39,14 @@ __device__ void philox(Word* c, Word key0, Word key1) {
 }
 
 KERNEL dropout(const T* x, const long long* step, T* y, I count, Word seed,
-               I threshold, double factor) {
+               I threshold, double factor, Word offset) {
     __shared__ unsigned short chosen[THREADS];  // a bit for each of 16 positions
-    long long runs = (count + 16ll * THREADS - 1) / (16 * THREADS);
+    // Rows of a tensor begin anywhere among the sixteen numbers of an encryption.
+    int before = (int)(offset % 16);
+    long long runs = (count + before + 16ll * THREADS - 1) / (16 * THREADS);
     for (long long run = blockIdx.x; run < runs; run += gridDim.x) {
-        long long start = run * 16 * THREADS;
-        Word position = start + 16 * threadIdx.x;
+        long long start = run * 16 * THREADS - before;
+        Word position = offset + start + 16 * threadIdx.x;
         Word c[4] = {position % POSITIONS / 16 + 1, position / POSITIONS, 0, 0};
         philox(c, seed, (Word)*step);
         unsigned int bits = 0;
@@ -54,7 +56,8 @@ KERNEL dropout(const T* x, const long long* step, T* y, I count, Word seed,
         chosen[threadIdx.x] = bits;
         __syncthreads();
         for (int i = threadIdx.x; i < 16 * THREADS && start + i < count; i += THREADS)
-            y[start + i] = chosen[i / 16] >> (i % 16) & 1
+            if (start + i >= 0)
+                y[start + i] = chosen[i / 16] >> (i % 16) & 1
                                ? (T)((A)x[start + i] * (A)factor)
                                : (T)(A)0;
         __syncthreads();
@@ -65,7 +68,10 @@ KERNEL dropout(const T* x, const long long* step, T* y, I count, Word seed,
 
 
 def dropout(call: KernelCall) -> None:
-    """Y = x / (1 - p) or, with probability p, 0."""
+    """Y = x / (1 - p) or, with probability p, 0.
+
+    Rows of a tensor begin at a position `offset` of it.
+    """
     import numpy as np
 
     (x, step), (y,) = call.inputs, call.outputs
@@ -75,10 +81,10 @@ def dropout(call: KernelCall) -> None:
         return
     seed = np.uint64(call.attrs["seed"] % _WORD)
     threshold = min(round(p * 65536), 65535)
-    blocks = (min(1 << 16, -(-x.size // _AT_ONCE)),)
-    call.launch(
-        PROGRAM, "dropout", blocks, x, step, y, x.size, seed, threshold, 1 / (1 - p)
-    )
+    offset = call.attrs.get("offset", 0)
+    blocks = (min(1 << 16, -(-(x.size + offset % 16) // _AT_ONCE)),)
+    arguments = x.size, seed, threshold, 1 / (1 - p), np.uint64(offset)
+    call.launch(PROGRAM, "dropout", blocks, x, step, y, *arguments)
 
 
 OPERATIONS: dict[str, Operation] = {"dropout": Operation(dropout)}

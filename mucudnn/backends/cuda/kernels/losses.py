@@ -73,8 +73,8 @@ KERNEL softmax_cross_entropy(const T* x, const Label* labels, T* p, double* part
 }
 
 KERNEL softmax_cross_entropy_grad(const T* p, const Label* labels, const T* dloss,
-                                  T* dx, I count, I C, I S) {
-    A factor = (A)((double)dloss[0] / (count / C));
+                                  T* dx, I count, I C, I S, double labelled) {
+    A factor = (A)((double)dloss[0] / labelled);
     EACH(i, count) {
         I c = i / S % C, pixel = i / S / C * S + i % S;
         dx[i] = (T)(((A)p[i] - (A)(labels[pixel] == c)) * factor);
@@ -109,8 +109,9 @@ KERNEL mean_squared_error(const T* a, const T* b, double* parts, I count) {
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-KERNEL mean_squared_error_grad(const T* a, const T* b, const T* dloss, T* dx, I count) {
-    A factor = (A)(2 * (double)dloss[0] / count);
+KERNEL mean_squared_error_grad(const T* a, const T* b, const T* dloss, T* dx, I count,
+                               double compared) {
+    A factor = (A)(2 * (double)dloss[0] / compared);
     EACH(i, count) dx[i] = (T)(((A)a[i] - (A)b[i]) * factor);
 }
 
@@ -125,9 +126,9 @@ KERNEL finish_mean(const double* parts, T* out, I count, double divisor) {
     if (threadIdx.x == 0) out[0] = (T)(sum / divisor);
 }
 
-KERNEL finish_count(const double* parts, long long* out, I count) {
+KERNEL finish_count(const double* parts, long long* out, I count, I more) {
     double sum = sum_of(parts, count);
-    if (threadIdx.x == 0) out[0] = (long long)sum;
+    if (threadIdx.x == 0) out[0] = (more ? out[0] : 0) + (long long)sum;
 }
 """
 )
@@ -140,7 +141,7 @@ def softmax_cross_entropy(call: KernelCall) -> None:
     call.launch(
         PROGRAM, "softmax_cross_entropy", blocks, x, labels, p, call.workspace, *shape
     )
-    _finish_mean(call, blocks, labels.size)
+    _finish_mean(call, blocks, call.attrs.get("count", labels.size))
 
 
 def softmax_cross_entropy_grad(call: KernelCall) -> None:
@@ -148,7 +149,9 @@ def softmax_cross_entropy_grad(call: KernelCall) -> None:
     p, (dx,) = call.inputs[0], call.outputs
     _, C, S = as_ncs(p.shape)
     name = "softmax_cross_entropy_grad"
-    call.launch(PROGRAM, name, flat(p.size), *call.inputs, dx, p.size, C, S)
+    labelled = float(call.attrs.get("count", call.inputs[1].size))
+    arguments = *call.inputs, dx, p.size, C, S, labelled
+    call.launch(PROGRAM, name, flat(p.size), *arguments)
 
 
 def mean_squared_error(call: KernelCall) -> None:
@@ -157,23 +160,27 @@ def mean_squared_error(call: KernelCall) -> None:
     blocks = (partials(size),)
     arguments = *call.inputs, call.workspace, size
     call.launch(PROGRAM, "mean_squared_error", blocks, *arguments)
-    _finish_mean(call, blocks, size)
+    _finish_mean(call, blocks, call.attrs.get("count", size))
 
 
 def mean_squared_error_grad(call: KernelCall) -> None:
     """2 (prediction - target) dloss / number of elements."""
     (dx,) = call.outputs
     blocks = flat(dx.size)
-    call.launch(PROGRAM, "mean_squared_error_grad", blocks, *call.inputs, dx, dx.size)
+    arguments = *call.inputs, dx, dx.size, float(call.attrs.get("count", dx.size))
+    call.launch(PROGRAM, "mean_squared_error_grad", blocks, *arguments)
 
 
 def accuracy(call: KernelCall) -> None:
-    """How many labels have fewer than k logits above their own."""
-    x = call.inputs[0]
+    """How many labels have fewer than k logits above their own.
+
+    A third input is a count so far, whose memory the result has.
+    """
+    x, labels, *before = call.inputs
     blocks, shape = _pixels(x.shape)
-    arguments = *call.inputs, call.workspace, *shape, call.attrs["k"]
+    arguments = x, labels, call.workspace, *shape, call.attrs["k"]
     call.launch(PROGRAM, "accuracy", blocks, *arguments)
-    parts = call.workspace, call.outputs[0], blocks[0]
+    parts = call.workspace, call.outputs[0], blocks[0], int(bool(before))
     call.gpu.launch(PROGRAM, "finish_count", (1,), *parts, dtype=x.dtype)
 
 

@@ -1,0 +1,139 @@
+"""Batch normalisation of slices of a batch, in the pieces that it falls into.
+
+A slice's statistics are its count, its mean and its sum of squares about the mean, in
+double precision. Chunks that fit a cache have theirs, too, and are merged as slices
+are: the tensor is read once.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
+
+__all__ = ["OPERATIONS"]
+
+Chunks = list[tuple[slice, ...]]
+Moments = tuple[Any, Any, Any]
+
+
+def batch_norm_sums(call: KernelCall) -> None:
+    """(count, mean, sum of squares about it) of each channel, (3, C)."""
+    x, (stats,) = as_ncs(call.inputs[0]), call.outputs
+
+    def block(item: tuple[slice, Chunks]) -> None:
+        channels, chunks = item
+        found: Moments = (0.0, 0.0, 0.0)
+        for chunk in chunks:
+            part = x[chunk]
+            count = float(part.shape[0] * part.shape[2])
+            centre = row_sums(part) / count
+            near = centre.astype(x.dtype)
+            deviation = part - near[:, None]
+            squares = row_dots(deviation, deviation) - count * (centre - near) ** 2
+            found = _merged(found, (count, centre, squares))
+        for row, values in enumerate(found):
+            stats[row, channels] = values
+
+    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+
+
+def batch_norm_merge(call: KernelCall) -> None:
+    """Mean and 1 / standard deviation of the batch; moves the running statistics."""
+    *slices, running_mean, running_var = call.inputs
+    mean, inv_std = call.outputs
+    found: Moments = (0.0, 0.0, 0.0)
+    for stats in slices:
+        found = _merged(found, tuple(stats))
+    count, centre, squares = found
+    # A kernel may be timed on numbers that are no statistics.
+    count, squares = np.maximum(count, 1), np.maximum(squares, 0)
+    mean[...] = centre
+    inv_std[...] = 1 / np.sqrt(squares / count + call.attrs["eps"])
+    if call.attrs["update"]:
+        unbiased = squares / np.maximum(1, count - 1)
+        _move(running_mean, centre, call.attrs["momentum"])
+        _move(running_var, unbiased, call.attrs["momentum"])
+
+
+def batch_norm_apply(call: KernelCall) -> None:
+    """Normalise a slice by the statistics of its batch."""
+    x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
+    gamma, beta, mean, inv_std = call.inputs[1:]
+    factor = (gamma * inv_std.astype(np.float64)).astype(x.dtype)[:, None]
+    centre, shift = mean[:, None], beta[:, None]
+
+    def tile(part: tuple[slice, ...]) -> None:
+        out, channels = y[part], part[1]
+        np.subtract(x[part], centre[channels], out=out)
+        out *= factor[channels]
+        out += shift[channels]
+
+    call.tiles_of(x, tile)
+
+
+def batch_norm_grad_sums(call: KernelCall) -> None:
+    """A slice's share of dgamma and of dbeta."""
+    x, dy, mean, inv_std = call.inputs
+    x, dy = as_ncs(x), as_ncs(dy)
+    dgamma, dbeta = call.outputs
+
+    def block(item: tuple[slice, Chunks]) -> None:
+        channels, chunks = item
+        centre = mean[channels, None]
+        total: Any = 0.0
+        dots: Any = 0.0
+        for chunk in chunks:
+            total = total + row_sums(dy[chunk])
+            dots = dots + row_dots(x[chunk] - centre, dy[chunk])
+        dbeta[channels] = total
+        dgamma[channels] = dots * inv_std[channels].astype(np.float64)
+
+    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+
+
+def batch_norm_grad_apply(call: KernelCall) -> None:
+    """Dx of a slice = gamma inv_std (dy - dbeta / count - x̂ dgamma / count)."""
+    x, dy, gamma, mean, inv_std, dgamma, dbeta = call.inputs
+    x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(call.outputs[0])
+    inverse = inv_std.astype(np.float64)
+    scale = gamma * inverse
+    along = _column(-scale * inverse * dgamma / call.attrs["count"], x)
+    offset = _column(-scale * dbeta / call.attrs["count"], x)
+    factor, centre = _column(scale, x), mean[:, None]
+
+    def tile(part: tuple[slice, ...]) -> None:
+        out, channels = dx[part], part[1]
+        deviation = x[part] - centre[channels]
+        deviation *= along[channels]
+        deviation += offset[channels]
+        np.multiply(dy[part], factor[channels], out=out)
+        out += deviation
+
+    call.tiles_of(x, tile)
+
+
+def _merged(one: Moments, other: Moments) -> Moments:
+    """Of two sets of numbers together (Chan, Golub and LeVeque, 1983)."""
+    count = one[0] + other[0]
+    apart = other[1] - one[1]
+    mean = one[1] + apart * (other[0] / count)
+    return count, mean, one[2] + other[2] + apart**2 * (one[0] * other[0] / count)
+
+
+def _column(values: Any, like: Any) -> Any:
+    return values.astype(like.dtype)[:, None]
+
+
+def _move(running: Any, batch: Any, momentum: float) -> None:
+    running[...] = (1 - momentum) * running.astype(np.float64) + momentum * batch
+
+
+OPERATIONS: dict[str, Run] = {
+    "batch_norm_apply": batch_norm_apply,
+    "batch_norm_grad_apply": batch_norm_grad_apply,
+    "batch_norm_grad_sums": batch_norm_grad_sums,
+    "batch_norm_merge": batch_norm_merge,
+    "batch_norm_sums": batch_norm_sums,
+}

@@ -1,0 +1,191 @@
+"""Batch normalisation of slices of a batch, in the pieces that it falls into.
+
+A slice's statistics are its count, its mean and its sum of squares about the mean, in
+double precision. They come of one pass: sums of distances to the channel's first
+element, and of their squares, lose nothing that single precision had.
+"""
+
+from mucudnn.backends.cuda.kernels.program import (
+    KernelCall,
+    Operation,
+    Program,
+    Specs,
+    flat,
+)
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, Channels
+
+__all__ = ["OPERATIONS", "PROGRAM"]
+
+PROGRAM = Program(
+    CHANNELS
+    + r"""
+KERNEL channel_moments(const T* x, double* sums, double* squares, I N, I C, I S,
+                       I width) {
+    Channel channel(N, C, S, width);
+    double from = channel.c < C ? (double)(A)x[channel.c * S] : 0.0;
+    double sum = 0, square = 0;
+    EACH_OF(channel, i) {
+        double distance = (double)(A)x[i] - from;
+        sum += distance;
+        square += distance * distance;
+    }
+    channel.leave(sums, lane_sum(sum, width));
+    channel.leave(squares, lane_sum(square, width));
+}
+
+KERNEL finish_moments(const T* x, const double* sums, const double* squares,
+                      double* stats, I parts, I N, I C, I S) {
+    EACH(c, C) {
+        double count = (double)N * S, sum = total(sums, parts, C, c);
+        double rest = total(squares, parts, C, c) - sum * sum / count;
+        stats[c] = count;
+        stats[C + c] = (double)(A)x[c * S] + sum / count;
+        stats[2 * C + c] = rest > 0 ? rest : 0;
+    }
+}
+
+KERNEL join_moments(const double* stats, double* all, const T* type, I C, I first) {
+    EACH(c, C) {
+        if (first) {
+            for (I row = 0; row < 3; ++row) all[row * C + c] = stats[row * C + c];
+            continue;
+        }
+        double one = all[c], other = stats[c], count = one + other;
+        double apart = stats[C + c] - all[C + c];
+        all[c] = count;
+        all[C + c] += apart * (other / count);
+        all[2 * C + c] += stats[2 * C + c] + apart * apart * (one * other / count);
+    }
+}
+
+KERNEL batch_norm_merge(const double* all, T* running_mean, T* running_var, T* mean,
+                        T* inv_std, I C, double eps, double momentum, I update) {
+    EACH(c, C) {
+        double count = all[c], average = all[C + c], square = all[2 * C + c];
+        mean[c] = (T)(A)average;
+        inv_std[c] = (T)(A)(1 / sqrt(square / count + eps));
+        if (!update) continue;
+        double unbiased = square / (count > 1 ? count - 1 : 1), rest = 1 - momentum;
+        running_mean[c] =
+            (T)(A)(rest * (double)(A)running_mean[c] + momentum * average);
+        running_var[c] = (T)(A)(rest * (double)(A)running_var[c] + momentum * unbiased);
+    }
+}
+
+KERNEL batch_norm_apply(const T* x, const T* gamma, const T* beta, const T* mean,
+                        const T* inv_std, T* y, I N, I C, I S, I width) {
+    Channel channel(N, C, S, width);
+    I c = channel.c;
+    if (c >= C) return;
+    A factor = (A)((double)gamma[c] * (double)inv_std[c]);
+    A centre = (A)mean[c], shift = (A)beta[c];
+    EACH_OF(channel, i) y[i] = (T)(((A)x[i] - centre) * factor + shift);
+}
+
+KERNEL slice_dots(const T* x, const T* dy, const T* mean, double* sums, double* dots,
+                  I N, I C, I S, I width) {
+    Channel channel(N, C, S, width);
+    A centre = channel.c < C ? (A)mean[channel.c] : (A)0;
+    double sum = 0, dot = 0;
+    EACH_OF(channel, i) {
+        sum += (double)dy[i];
+        dot += (double)((A)x[i] - centre) * (double)dy[i];
+    }
+    channel.leave(sums, lane_sum(sum, width));
+    channel.leave(dots, lane_sum(dot, width));
+}
+
+KERNEL batch_norm_grad_sums(const T* inv_std, T* dgamma, T* dbeta, const double* sums,
+                            const double* dots, I parts, I C) {
+    EACH(c, C) {
+        dgamma[c] = (T)(A)(total(dots, parts, C, c) * (double)inv_std[c]);
+        dbeta[c] = (T)(A)total(sums, parts, C, c);
+    }
+}
+
+KERNEL batch_norm_grad_apply(const T* x, const T* dy, const T* gamma, const T* mean,
+                             const T* inv_std, const T* dgamma, const T* dbeta, T* dx,
+                             I N, I C, I S, I width, double count) {
+    Channel channel(N, C, S, width);
+    I c = channel.c;
+    if (c >= C) return;
+    double inverse = (double)inv_std[c], factor = (double)gamma[c] * inverse;
+    A centre = (A)mean[c], scale = (A)factor;
+    A offset = (A)(-factor * (double)dbeta[c] / count);
+    A along = (A)(-factor * inverse * (double)dgamma[c] / count);
+    EACH_OF(channel, i)
+        dx[i] = (T)((A)dy[i] * scale + ((A)x[i] - centre) * along + offset);
+}
+"""
+)
+
+
+def batch_norm_sums(call: KernelCall) -> None:
+    """(count, mean, sum of squares about it) of each channel, (3, C)."""
+    (x,), (stats,) = call.inputs, call.outputs
+    channels = Channels.of(x.shape)
+    sums, squares = channels.buffers(call.workspace, 2)
+    partial = x, sums, squares
+    blocks, shape = channels.blocks, channels.arguments
+    call.launch(PROGRAM, "channel_moments", blocks, *partial, *shape)
+    finished = *partial, stats, channels.parts, *channels.shape
+    call.launch(PROGRAM, "finish_moments", flat(channels.shape[1]), *finished)
+
+
+def batch_norm_merge(call: KernelCall) -> None:
+    """Mean and 1 / standard deviation of the batch; moves the running statistics."""
+    *slices, running_mean, running_var = call.inputs
+    blocks, C = flat(running_mean.size), running_mean.size
+    dtype = running_mean.dtype
+    for number, stats in enumerate(slices):
+        first = int(number == 0)
+        arguments = stats, call.workspace, running_mean, C, first
+        call.gpu.launch(PROGRAM, "join_moments", blocks, *arguments, dtype=dtype)
+    operands = call.workspace, running_mean, running_var, *call.outputs, C
+    numbers = *call.numbers("eps", "momentum"), int(call.attrs["update"])
+    name = "batch_norm_merge"
+    call.gpu.launch(PROGRAM, name, blocks, *operands, *numbers, dtype=dtype)
+
+
+def batch_norm_apply(call: KernelCall) -> None:
+    """Normalise a slice by the statistics of its batch."""
+    channels = Channels.of(call.inputs[0].shape)
+    arguments = *call.inputs, *call.outputs, *channels.arguments
+    call.launch(PROGRAM, "batch_norm_apply", channels.blocks, *arguments)
+
+
+def batch_norm_grad_sums(call: KernelCall) -> None:
+    """A slice's share of dgamma and of dbeta."""
+    x, dy, mean, inv_std = call.inputs
+    channels = Channels.of(x.shape)
+    sums, dots = channels.buffers(call.workspace, 2)
+    blocks, shape = channels.blocks, channels.arguments
+    call.launch(PROGRAM, "slice_dots", blocks, x, dy, mean, sums, dots, *shape)
+    C = channels.shape[1]
+    finished = inv_std, *call.outputs, sums, dots, channels.parts, C
+    call.launch(PROGRAM, "batch_norm_grad_sums", flat(C), *finished)
+
+
+def batch_norm_grad_apply(call: KernelCall) -> None:
+    """Dx of a slice = gamma inv_std (dy - dbeta / count - x̂ dgamma / count)."""
+    channels = Channels.of(call.inputs[0].shape)
+    operands = *call.inputs, *call.outputs, *channels.arguments
+    count = float(call.attrs["count"])
+    call.launch(PROGRAM, "batch_norm_grad_apply", channels.blocks, *operands, count)
+
+
+def _two_sums(inputs: Specs, *_: object) -> int:
+    return 2 * Channels.of(inputs[0].shape).nbytes
+
+
+def _statistics(inputs: Specs, *_: object) -> int:
+    return inputs[0].nbytes
+
+
+OPERATIONS: dict[str, Operation] = {
+    "batch_norm_apply": Operation(batch_norm_apply),
+    "batch_norm_grad_apply": Operation(batch_norm_grad_apply),
+    "batch_norm_grad_sums": Operation(batch_norm_grad_sums, _two_sums),
+    "batch_norm_merge": Operation(batch_norm_merge, _statistics),
+    "batch_norm_sums": Operation(batch_norm_sums, _two_sums),
+}

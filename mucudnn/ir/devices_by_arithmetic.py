@@ -1,0 +1,122 @@
+"""Devices whose arithmetic peak depends on the precision that products are computed in.
+
+Rates are those of dense operands; data sheets often print twice as much, for sparse
+ones. Tensors stay in the precision of the graph whatever the arithmetic: half precision
+on a graph of single-precision tensors has fast products, and copies as slow as ever.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["ARITHMETIC", "BY_ARITHMETIC", "Peaks"]
+
+ARITHMETIC: Mapping[str, str] = MappingProxyType(
+    {
+        "": "single precision",
+        "_tf32": "TF32 on tensor cores, dense",
+        "_half": "half precision on tensor cores with sums in single, dense",
+    }
+)
+"""What follows a device's word -> what it computes in, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """A device's published peaks.
+
+    Attributes:
+        title: As its vendor calls it.
+        source: Of all of them.
+        tflops: What follows the word -> operations a second, in 1e12.
+        gb_per_s: Of its memory.
+        gb: Its memory.
+        link_gb_per_s: To the host, one direction, nominal.
+        link: Which link that is.
+    """
+
+    title: str
+    source: str
+    tflops: Mapping[str, float]
+    gb_per_s: float
+    gb: float
+    link_gb_per_s: float
+    link: str
+
+
+def _rates(single: float | None, tf32: float, half: float) -> Mapping[str, float]:
+    found = {"_tf32": tf32, "_half": half}
+    return MappingProxyType(found if single is None else {"": single, **found})
+
+
+_PCIE4 = "PCIe 4.0 x16"
+_PCIE5 = "PCIe 5.0 x16"
+
+BY_ARITHMETIC: Mapping[str, Peaks] = MappingProxyType(
+    {
+        "a100": Peaks(
+            title="NVIDIA A100 80GB SXM",
+            source="NVIDIA A100 data sheet",
+            tflops=_rates(19.5, 156, 312),
+            gb_per_s=2039,
+            gb=80,
+            link_gb_per_s=32,
+            link=f"{_PCIE4}, NVIDIA A100 data sheet",
+        ),
+        "h100": Peaks(
+            title="NVIDIA H100 SXM",
+            source="NVIDIA H100 data sheet",
+            tflops=_rates(67, 494.5, 989.5),
+            gb_per_s=3350,
+            gb=80,
+            link_gb_per_s=64,
+            link=f"{_PCIE5}, NVIDIA H100 data sheet",
+        ),
+        "h200": Peaks(
+            title="NVIDIA H200 SXM",
+            source="NVIDIA H200 data sheet",
+            tflops=_rates(None, 494.5, 989.5),
+            gb_per_s=4800,
+            gb=141,
+            link_gb_per_s=64,
+            link=f"{_PCIE5}, NVIDIA H200 data sheet",
+        ),
+        "gh200": Peaks(
+            title="NVIDIA GH200 96GB",
+            source="NVIDIA GH200 data sheet",
+            tflops=_rates(67, 494, 990),
+            gb_per_s=4000,
+            gb=96,
+            link_gb_per_s=450,
+            link="half of NVLink-C2C's 900 GB/s both ways, NVIDIA GH200 data sheet",
+        ),
+        "b200": Peaks(
+            title="NVIDIA B200 in HGX B200",
+            source="an eighth of NVIDIA HGX B200's published figures",
+            tflops=_rates(75, 1125, 2250),
+            gb_per_s=8000,
+            gb=180,
+            link_gb_per_s=64,
+            link=f"{_PCIE5} of DGX B200's hosts",
+        ),
+        "rtx4090": Peaks(
+            title="NVIDIA GeForce RTX 4090",
+            source="NVIDIA Ada GPU architecture white paper",
+            tflops=_rates(82.6, 82.6, 165.2),
+            gb_per_s=1008,
+            gb=24 * 1.073741824,
+            link_gb_per_s=32,
+            link=_PCIE4,
+        ),
+        "rtx5090": Peaks(
+            title="NVIDIA GeForce RTX 5090",
+            source="NVIDIA RTX Blackwell GPU architecture white paper",
+            tflops=_rates(104.8, 104.8, 209.5),
+            gb_per_s=1792,
+            gb=32 * 1.073741824,
+            link_gb_per_s=64,
+            link=_PCIE5,
+        ),
+    }
+)
+"""Word -> peaks. An H200 in single precision is a device of its own."""

@@ -1,0 +1,34 @@
+"""What changes in a node's attributes where it computes some rows of the batch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mucudnn.ir.tensor import TensorSpec
+from mucudnn.ir.traits import Rows
+
+__all__ = ["box_rows", "conv_rows", "counted", "drawn_rows"]
+
+Attributes = Mapping[str, Any]
+Inputs = Sequence[TensorSpec]
+
+
+def conv_rows(attrs: Attributes, inputs: Inputs, rows: Rows) -> Attributes:
+    """The same convolution of fewer samples."""
+    return {**attrs, "problem": attrs["problem"].with_batch(rows.count)}
+
+
+def box_rows(attrs: Attributes, inputs: Inputs, rows: Rows) -> Attributes:
+    """A box that is cut out of every sample."""
+    return {**attrs, "stops": (rows.count, *attrs["stops"][1:])}
+
+
+def drawn_rows(attrs: Attributes, inputs: Inputs, rows: Rows) -> Attributes:
+    """Numbers that follow from an element's position in the whole tensor."""
+    before = rows.start * math.prod(inputs[0].shape[1:])
+    return {**attrs, "offset": attrs.get("offset", 0) + before}
+
+
+def counted(index: int, attrs: Attributes, inputs: Inputs, rows: Rows) -> Attributes:
+    """A mean over the elements of an input, all of them: its parts add up to it."""
+    return {"count": math.prod(inputs[index].shape), **attrs}

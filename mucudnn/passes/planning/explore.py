@@ -1,0 +1,116 @@
+"""A second search, from other starts and by larger steps than the first.
+
+The first improves the best of what policies decide, tensor by tensor. That is a good
+way while few tensors have to leave. Where many do, no single one helps: so this one
+begins with rules for whole blocks and with the solution of the relaxation, under each
+of the schedulers, and changes groups of tensors before single ones.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.trials import Trials
+from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
+from mucudnn.passes.residency.blocks import blockwise, group_changes
+from mucudnn.passes.residency.candidates import Candidate, Change, single_changes
+from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
+
+__all__ = ["explore"]
+
+_WORK = 75_000
+"""Nodes of the graph, times the trials of each of both parts."""
+
+_MOST = 150
+_LEAST = 24
+"""Trials of each part; where only fewer are affordable, there are none."""
+
+_CLOSE = 1.05
+"""Times the best scheduler's plan, within which another's is improved, too."""
+
+_FEW = 16
+"""Of the largest tensors, which are tried one by one before groups are."""
+
+_BLIND = "on_demand"
+"""The scheduler that no other loses to, given what it decides."""
+
+
+def explore(
+    request: StepRequest,
+    candidates: Sequence[Candidate],
+    nearest: Mapping[str, Residency],
+    best: Trials,
+) -> None:
+    """Look for something better than the best of a search.
+
+    Args:
+        request: What is searched for.
+        candidates: Its saved tensors, in order of production.
+        nearest: The relaxation's solution, rounded; empty without one.
+        best: What is known; what is found is offered to it.
+    """
+    trials = min(_MOST, _WORK // len(request.graph.nodes))
+    if len(candidates) <= _FEW or trials < _LEAST:
+        return
+    starts = list(_starts(request, candidates, nearest, best))
+    found = []
+    for name in _schedulers(request):
+        tried = Trials(request.scheduled(name), trials)
+        for start in starts:
+            tried.consider(start)
+        found.append(tried)
+    found.sort(key=lambda tried: tried.step_ms)
+    for tried in found:
+        if tried.found and tried.step_ms <= _CLOSE * best.step_ms:
+            tried.allow(trials)
+            _improve(request, candidates, tried)
+            best.offer(tried.plan)
+
+
+def _schedulers(request: StepRequest) -> list[str | Scheduler]:
+    if request.scheduler is None:
+        return [name for name in SCHEDULERS.table if name != _BLIND]
+    return [request.scheduler]
+
+
+def _starts(
+    request: StepRequest,
+    candidates: Sequence[Candidate],
+    nearest: Mapping[str, Residency],
+    best: Trials,
+) -> Iterator[Mapping[str, Residency]]:
+    """The best that is known, the relaxation's, and rules for blocks."""
+    yield best.residency
+    others = (Residency.KEEP, Residency.PAGE)
+    if nearest:
+        for every in others:
+            yield {EVERYTHING: every, **nearest}
+    for rule in blockwise(request.graph, candidates):
+        for every in others:
+            yield {EVERYTHING: every, **rule}
+
+
+def _improve(
+    request: StepRequest, candidates: Sequence[Candidate], tried: Trials
+) -> None:
+    """Change the largest tensors, then groups, then others, as long as it helps."""
+    largest = sorted(candidates, key=lambda c: -c.saved.nbytes)
+    names = [c.saved.name for c in largest]
+    while not tried.exhausted():
+        changes = itertools.chain(
+            single_changes(names[:_FEW]),
+            group_changes(request.graph, candidates),
+            single_changes([*names[_FEW:], EVERYTHING, PERSISTENTS]),
+        )
+        if not improved(changes, tried):
+            break
+
+
+def improved(changes: Iterable[Change], tried: Trials) -> bool:
+    """Try changes one after the other; whether any of them helped."""
+    better = False
+    for change in changes:
+        if tried.exhausted():
+            return better
+        better |= tried.consider({**tried.residency, **dict(change)})
+    return better

@@ -1,0 +1,120 @@
+"""Residencies tried one after the other, and the best of them."""
+
+import math
+from collections.abc import Mapping
+from copy import copy
+
+from mucudnn.errors import PlanningError
+from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.residency import Residency
+from mucudnn.passes.scheduling.step_plan import StepPlan
+
+__all__ = ["Trials", "closer"]
+
+_ROUNDED = 1 - 1e-9
+
+
+def closer(one: PlanningError, other: PlanningError) -> PlanningError:
+    """The error that says that less would do."""
+    return min(one, other, key=lambda e: e.least_bytes or math.inf)
+
+
+class Trials:
+    """The best plan so far, and how much more may be tried.
+
+    Args:
+        request: What all of them are of.
+        left: How many may follow, beside those that are free.
+        by_nodes: Whether that counts the nodes that they schedule, and parameters and
+            state that leave, instead of trials.
+    """
+
+    def __init__(
+        self, request: StepRequest, left: int, *, by_nodes: bool = False
+    ) -> None:
+        self._request = request
+        self._left = left
+        self._by_nodes = by_nodes
+        self._plan: StepPlan | None = None
+        self._error: PlanningError | None = None
+        self._tried: set[frozenset[tuple[str, Residency]]] = set()
+
+    def exhausted(self) -> bool:
+        """Whether nothing more may be tried."""
+        return self._left <= 0
+
+    def allow(self, more: int) -> None:
+        """Let more be tried."""
+        self._left += more
+
+    @property
+    def step_ms(self) -> float:
+        """The best plan's; infinity without one."""
+        return math.inf if self._plan is None else self._plan.prediction.step_ms
+
+    @property
+    def found(self) -> bool:
+        """Whether anything fits."""
+        return self._plan is not None
+
+    @property
+    def residency(self) -> Mapping[str, Residency]:
+        """The best plan's; empty without one."""
+        return {} if self._plan is None else self._plan.residency
+
+    @property
+    def plan(self) -> StepPlan:
+        """The best one.
+
+        Raises:
+            PlanningError: None fits; it is the error of what came closest.
+        """
+        if self._plan is None:
+            raise copy(self._error or PlanningError("nothing was tried"))
+        return self._plan
+
+    def consider(
+        self, residency: Mapping[str, Residency], *, free: bool = False
+    ) -> bool:
+        """Try residencies; whether they fit and are better than all before.
+
+        Args:
+            residency: Of saved tensors.
+            free: Whether this does not count as work.
+        """
+        key = frozenset(residency.items())
+        if key in self._tried or (self.exhausted() and not free):
+            return False
+        self._tried.add(key)
+        self._left -= 0 if free else self._cost(residency)
+        if self._too_much_compute(residency):
+            return False
+        try:
+            plan = plan_residency(self._request, residency)
+        except PlanningError as e:
+            error = copy(e)  # without a traceback, which would hold callers' locals
+            self._error = closer(self._error or error, error)
+            return False
+        return self.offer(plan)
+
+    def _cost(self, residency: Mapping[str, Residency]) -> int:
+        if not self._by_nodes:
+            return 1
+        ready = self._request.rewritten(residency)
+        hosted = sum(ready.uses[name].persistent for name in ready.swaps)
+        return len(ready.graph.nodes) + hosted
+
+    def _too_much_compute(self, residency: Mapping[str, Residency]) -> bool:
+        """Whether the nodes alone, as fast as they can be, take as long as the best."""
+        if self._plan is None or self._request.convolutions != "dynamic":
+            return False
+        times = self._request.rewritten(residency).profile.node_ms
+        return sum(times.values()) * _ROUNDED >= self.step_ms
+
+    def offer(self, plan: StepPlan) -> bool:
+        """Take a plan; whether it is better than all before."""
+        if plan.prediction.step_ms >= self.step_ms:
+            return False
+        self._plan = plan
+        return True

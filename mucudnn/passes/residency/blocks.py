@@ -1,0 +1,107 @@
+"""Residencies of many tensors at once: by blocks, and of all that are alike.
+
+Networks repeat themselves: what is right for a tensor of one block is mostly right for
+that of the next, and only all of them together free enough to be worth a try. A block
+ends where branches join; without joints, at every checkpoint.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from mucudnn.ir.graph import Graph
+from mucudnn.passes.residency import Residency
+from mucudnn.passes.residency.candidates import Candidate, Change
+
+__all__ = ["blockwise", "group_changes"]
+
+_FAR = (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE)
+_NEAR = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH, Residency.OFFLOAD)
+_CHEAP = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
+_APART = (1, 2)
+"""Of so many ends of blocks one is not computed again."""
+
+_CHOICES = (
+    Residency.RECOMPUTE_EACH,
+    Residency.RECOMPUTE,
+    Residency.OFFLOAD,
+    Residency.KEEP,
+    Residency.PAGE,
+)
+
+
+def blockwise(
+    graph: Graph, candidates: Sequence[Candidate]
+) -> Iterator[dict[str, Residency]]:
+    """Where a search may begin: one rule for all blocks.
+
+    The ends of blocks are kept or leave; checkpoints within blocks are computed again,
+    also for each use, where a copy would take longer; and so is all that is cheap.
+
+    Args:
+        graph: Whose saved tensors they are.
+        candidates: In order of production.
+    """
+    ends = _ends(graph, candidates)
+    for every, near, cheap, far in itertools.product(_APART, _NEAR, _CHEAP, _FAR):
+        stay = frozenset(ends[::every])
+        yield {
+            c.saved.name: far
+            if c.saved.name in stay
+            else near
+            if c.checkpoint or c.saved.name in ends
+            else cheap
+            for c in candidates
+        }
+
+
+def group_changes(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Change]:
+    """Every residency for every group, those of most bytes first.
+
+    Groups are the slices of a tensor, the rest of a block, its checkpoints, and what is
+    of one operation and size.
+    """
+    found: dict[tuple[object, ...], list[Candidate]] = {}
+    ends = frozenset(_ends(graph, candidates))
+    block = 0
+    for candidate in candidates:
+        saved = candidate.saved
+        keys: list[tuple[object, ...]] = [
+            ("slices", saved.name.partition("@")[0]),
+            ("alike", saved.producer.op, saved.nbytes, saved.name in ends),
+        ]
+        if saved.name in ends:
+            block += 1
+        else:
+            keys += [("block", block), ("rest", block, candidate.checkpoint)]
+        for key in keys:
+            found.setdefault(key, []).append(candidate)
+    members = dict.fromkeys(
+        tuple(c.saved.name for c in group)
+        for group in sorted(found.values(), key=_bytes, reverse=True)
+        if len(group) > 1
+    )
+    for names, choice in itertools.product(members, _CHOICES):
+        yield [(name, choice) for name in names]
+
+
+def _bytes(group: Sequence[Candidate]) -> int:
+    return sum(candidate.saved.nbytes for candidate in group)
+
+
+def _ends(graph: Graph, candidates: Sequence[Candidate]) -> list[str]:
+    """The last tensor of every block, in order."""
+    joints = [c.saved.name for c in candidates if _joins(graph, c.saved.name)]
+    return joints or [c.saved.name for c in candidates if c.checkpoint]
+
+
+def _joins(graph: Graph, tensor: str) -> bool:
+    """Whether a tensor is of a joint, or what follows it in its place."""
+    node = graph.producers[tensor]
+    while not node.traits.joint:
+        if not node.traits.overwrites or node.traits.expensive:
+            return False
+        source = node.inputs[node.traits.overwrites[0]]
+        if source not in graph.producers:
+            return False
+        node = graph.producers[source]
+    return True

@@ -1,0 +1,109 @@
+"""A trainer's step cut along the batch: by a number, or as is measured to be best."""
+
+from dataclasses import replace
+
+from mucudnn.errors import OutOfMemoryError, PlanningError
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.optimizers import Optimizer
+from mucudnn.ir.profile import Profile
+from mucudnn.passes.graph.optimizer_updates import When, with_updates
+from mucudnn.passes.graph.split import split_batch
+from mucudnn.passes.ordering import Order, ordered
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.splitting import (
+    AUTO,
+    Split,
+    SplitStep,
+    Splitting,
+    check_split,
+    parts_for,
+    plan_splitting,
+)
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.profiler import OnNode, profile
+from mucudnn.runtime.tuning.tuner import Tuner
+
+__all__ = ["Divider"]
+
+
+class Divider:
+    """Cuts a training graph; remembers why.
+
+    Args:
+        split: `auto`, `none`, or the number of parts of the largest layers.
+        tuner: Measures, for `auto`.
+        budget: What the step is planned for; without one `auto` leaves it whole.
+        optimizer: Of the step.
+        when: Whether its updates come early or late.
+        order: In which order the step runs.
+        progress: Called while a step is measured.
+
+    Attributes:
+        decision: What was decided among what; None where there was nothing to decide.
+        profile: What the chosen step costs, if it was measured.
+
+    Raises:
+        ValueError: The split is none of these.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        tuner: Tuner,
+        budget: MemoryBudget | None,
+        optimizer: Optimizer,
+        *,
+        when: When,
+        order: str | Order,
+        progress: OnNode | None,
+    ) -> None:
+        check_split(split)
+        self.decision: Splitting | None = None
+        self.profile: Profile | None = None
+        self._split, self._tuner, self._budget = split, tuner, budget
+        self._optimizer, self._when, self._order = optimizer, when, order
+        self._progress = progress
+
+    def __call__(self, graph: Graph) -> Graph:
+        """The graph in parts, or as it is.
+
+        Raises:
+            PlanningError: Neither whole nor in parts does it fit the budget.
+        """
+        parts: Split = self._split
+        if parts == AUTO and self._budget is not None:
+            step = SplitStep(graph, self._finished, self._costs, self._asked)
+            self.decision = plan_splitting(step, AUTO)
+            parts = self.decision.chosen.parts
+            request = self.decision.chosen.request
+            self.profile = None if request is None else request.profile
+        if not isinstance(parts, int) or parts == 1:
+            return graph
+        return split_batch(graph, parts_for(graph, parts))
+
+    def _finished(self, graph: Graph) -> Graph:
+        return ordered(
+            self._order, with_updates(graph, self._optimizer, when=self._when)
+        )
+
+    def _costs(self, graph: Graph) -> Profile | None:
+        memory = None if self._budget is None else self._budget.nbytes
+        try:
+            return profile(self._tuner, graph, memory=memory, progress=self._progress)
+        except (OutOfMemoryError, PlanningError):
+            return None
+
+    def _asked(self, graph: Graph, costs: Profile) -> StepRequest:
+        budget = self._budget
+        asked = StepRequest(graph, costs)
+        if budget is None:
+            return asked
+        return replace(
+            asked,
+            budget=budget.nbytes,
+            policy=budget.policy,
+            scheduler=budget.scheduler,
+            convolutions=(
+                "dynamic" if budget.convolutions == "fixed" else budget.convolutions
+            ),
+        )

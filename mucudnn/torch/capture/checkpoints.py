@@ -1,0 +1,45 @@
+"""Checkpoints inside of a model, taken off while its step is captured.
+
+The planner decides what is computed again; a checkpoint of the model's own would have
+it recorded as computed twice, with other random numbers. Without it the step computes
+the same.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils import checkpoint
+
+__all__ = ["plain_checkpoints"]
+
+
+class _Plain:
+    """Stands for the autograd function of a reentrant checkpoint."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        """Call what would be checkpointed."""
+        return function(*args)
+
+
+def _plain(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    """Stands for the generator around a checkpoint that is not reentrant."""
+    yield
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Have `torch.utils.checkpoint` call what it is given, and no more."""
+    plain = {
+        "CheckpointFunction": _Plain,
+        "_checkpoint_without_reentrant_generator": _plain,
+    }
+    before = {name: getattr(checkpoint, name) for name in plain}
+    for name, value in plain.items():
+        setattr(checkpoint, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(checkpoint, name, value)

@@ -1,0 +1,175 @@
+"""A model, its optimizer and a batch without data: what planning needs of them.
+
+Copies of them have tensors that only know their shape, type and strides. So nothing of
+the model's size is allocated, the optimizer gets no state, and a model that never had
+data is as good as any. Tensors without a device (`meta`) stand for ones on the CPU.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mucudnn.errors import UnsupportedError
+from mucudnn.torch.capture.optimizers import make_state
+
+__all__ = ["DatalessStep"]
+
+
+@dataclass(frozen=True)
+class DatalessStep:
+    """What `capture_step` takes, without data.
+
+    Attributes:
+        model: A copy.
+        loss_fn: A copy if it is a module.
+        example: As a step is called with.
+        optimizer: A copy, with its state.
+    """
+
+    model: torch.nn.Module
+    loss_fn: Callable[..., torch.Tensor]
+    example: tuple[torch.Tensor, ...]
+    optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., torch.Tensor],
+        example: Sequence[torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+    ) -> "DatalessStep":
+        """Copies of what there is.
+
+        Raises:
+            TypeError: Something is of another type.
+            UnsupportedError: The model cannot be copied; says why.
+        """
+        _check(model, loss_fn, example, optimizer)
+        modules = [model]
+        if isinstance(loss_fn, torch.nn.Module):
+            modules.append(loss_fn)
+        mode = FakeTensorMode()
+        given = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        memo: dict[int, Any] = {id(t): _dataless(mode, t) for t in given}
+        try:
+            copies = [copy.deepcopy(module, memo) for module in modules]
+        except (TypeError, RuntimeError) as e:
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be copied, which a study needs: {e}"
+            ) from e
+        lent = _optimizer(optimizer, memo, mode)
+        with mode:
+            make_state(lent)
+        batch = tuple(_dataless(mode, tensor) for tensor in example)
+        return cls(copies[0], copies[1] if len(copies) > 1 else loss_fn, batch, lent)
+
+    @property
+    def size_or_none(self) -> int | None:
+        """Size of the first axis that all tensors of the batch share, if they do."""
+        sizes = {tensor.shape[0] if tensor.dim() else None for tensor in self.example}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
+    def size(self) -> int:
+        """Size of the first axis of the first tensor."""
+        first = self.example[0]
+        return int(first.shape[0]) if first.dim() else 1
+
+    @property
+    def batch(self) -> int:
+        """Size of the first axis of every tensor of the batch.
+
+        Raises:
+            ValueError: They do not share it.
+        """
+        if self.size_or_none is None:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.example)
+            raise ValueError(
+                f"the example's tensors have the shapes {shapes}; other batches than "
+                "it need one first axis that all of them share"
+            )
+        return self.size_or_none
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def _check(model: Any, loss_fn: Any, example: Any, optimizer: Any) -> None:
+    """Refuse what is of another type.
+
+    Raises:
+        TypeError: Says what was given and what is wanted.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}; a Module is wanted")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; a function is wanted")
+    if isinstance(example, torch.Tensor) or not isinstance(example, Sequence):
+        raise TypeError(
+            f"the example is a {type(example).__name__}; a batch is wanted, such as "
+            "(x, y)"
+        )
+    for value in example:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"the example has a {type(value).__name__}; tensors are wanted"
+            )
+    if not example:
+        raise TypeError("the example is empty; a batch is wanted, such as (x, y)")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"the optimizer is a {type(optimizer).__name__}; one of torch.optim's is "
+            "wanted"
+        )
+
+
+def _dataless(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like another, without its data."""
+    if not tensor.is_meta:
+        return mode.from_tensor(tensor, static_shapes=True)
+    with mode:
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+        )
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def _optimizer(
+    optimizer: torch.optim.Optimizer, memo: Mapping[int, Any], mode: FakeTensorMode
+) -> torch.optim.Optimizer:
+    """A copy that works on the copied parameters; its hooks are those of the other.
+
+    PyTorch's own way to copy one would leave its hooks behind.
+
+    Raises:
+        ValueError: A parameter of it is not the model's.
+    """
+    lent: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(lent).update(vars(optimizer))
+    lent.param_groups = []
+    lent.state = defaultdict(dict)
+    for i, group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            if id(parameter) not in memo:
+                raise ValueError(
+                    f"parameter {j} of the optimizer's group {i} is not the model's"
+                )
+            lent.state[memo[id(parameter)]] = {
+                key: _dataless(mode, value)
+                if isinstance(value, torch.Tensor)
+                else copy.copy(value)
+                for key, value in optimizer.state.get(parameter, {}).items()
+            }
+        mine = [memo[id(parameter)] for parameter in group["params"]]
+        lent.param_groups.append({**group, "params": mine})
+    return lent

@@ -1,0 +1,50 @@
+"""Tensors without data that lie as PyTorch's kernels really lay out their results."""
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mucudnn.torch.lowering.statistics import corrected, statistics_types
+
+__all__ = ["StepFakes"]
+
+_aten = torch.ops.aten
+
+_CONTIGUOUS = frozenset(
+    {
+        _aten.huber_loss_backward.default,
+        _aten.mse_loss_backward.default,
+        _aten.smooth_l1_loss_backward.default,
+    }
+)
+"""Whose results are contiguous, whatever PyTorch's own model of them says."""
+
+
+class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types here
+    """PyTorch's tensors without data, where its model of a kernel misses or is wrong.
+
+    Args:
+        shape_env: What symbols are made in.
+    """
+
+    def __init__(self, shape_env: Any) -> None:
+        super().__init__(shape_env=shape_env, allow_non_fake_inputs=True)
+        self.allow_scalar_outputs = True
+
+    def dispatch(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What an operation gives."""
+        if func is _aten.bernoulli.p:
+            with self:  # of `bernoulli_`, which leaves a tensor as it lies
+                return torch.empty_like(args[0])
+        found = super().dispatch(func, types, args, kwargs)
+        if func in _CONTIGUOUS and not found.is_contiguous():
+            return self._contiguous(found)
+        with self:
+            return corrected(found, statistics_types(func, args))
+
+    def _contiguous(self, like: torch.Tensor) -> torch.Tensor:
+        with self:
+            return torch.empty(like.shape, dtype=like.dtype, device=like.device)

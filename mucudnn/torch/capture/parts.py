@@ -1,0 +1,242 @@
+"""The tensors that a step is made of, and where they are found before each step.
+
+Checkpoints, schedules and users replace tensors between steps. A plan holds none of
+them: they are looked up where the model, the optimizer and the scaler have them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mucudnn.errors import UnsupportedError
+from mucudnn.torch.capture.optimizers import make_state
+from mucudnn.torch.capture.settings import PLAIN, StepSettings
+
+__all__ = ["LiveParts", "StepParts", "as_tensor", "root_of"]
+
+_WRAPPERS = frozenset(
+    {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+)
+
+
+def root_of(
+    model: torch.nn.Module, loss_fn: Callable[..., Any] | None = None
+) -> torch.nn.Module:
+    """One module with the model in it, and the loss where it is a module too.
+
+    Raises:
+        UnsupportedError: The model is wrapped by what spreads it over devices, or
+            compiled.
+    """
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind in _WRAPPERS:
+            raise UnsupportedError(
+                f"the model has a {kind}; collectives are not captured: take the "
+                "module inside of it"
+            )
+        if kind == "OptimizedModule":
+            raise UnsupportedError(
+                "the model is compiled by torch.compile; take the one that was given "
+                "to it, or compile with backend='mucudnn' in place of this step"
+            )
+    root = torch.nn.Module()
+    root.model = model
+    if isinstance(loss_fn, torch.nn.Module):
+        root.loss_fn = loss_fn
+    return root
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The tensors of a step, in the order in which its graph takes them.
+
+    Attributes:
+        parameters: By name, shared ones once.
+        buffers: By name, shared ones once.
+        state: The optimizer's tensors, by group, parameter and key.
+        scale: The scaler's factor and its count of steps since that has changed.
+        rates: The learning rate of each group, a number or a tensor.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    state: Mapping[tuple[int, int, str], torch.Tensor]
+    scale: tuple[torch.Tensor, ...]
+    rates: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Any] | None = None,
+        settings: StepSettings = PLAIN,
+    ) -> "StepParts":
+        """The parts as they are now; the optimizer's state is made if it is not there.
+
+        Raises:
+            UnsupportedError: The optimizer's state cannot be made before a step.
+        """
+        root = root_of(model, loss_fn)
+        make_state(optimizer)
+        state = {
+            (i, j, key): value
+            for i, group in enumerate(optimizer.param_groups)
+            for j, parameter in enumerate(group["params"])
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return cls(
+            dict(root.named_parameters()),
+            dict(root.named_buffers()),
+            state,
+            _scale(settings),
+            tuple(group["lr"] for group in optimizer.param_groups),
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, detached; a rate that is a number as a tensor of one."""
+        groups = (self.parameters.values(), self.buffers.values(), self.state.values())
+        held = [t.detach() for group in (*groups, self.scale) for t in group]
+        return [*held, *map(as_tensor, self.rates)]
+
+    def names(self) -> list[str]:
+        """What each of the tensors is called."""
+        return [
+            *self.parameters,
+            *self.buffers,
+            *(f"state.{i}.{j}.{key}" for i, j, key in self.state),
+            *(f"scale.{i}" for i in range(len(self.scale))),
+            *(f"rate.{i}" for i in range(len(self.rates))),
+        ]
+
+
+def _scale(settings: StepSettings) -> tuple[torch.Tensor, ...]:
+    scaler: Any = settings.scaler
+    if not settings.scales:
+        return ()
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    return scaler._scale, scaler._growth_tracker
+
+
+def as_tensor(rate: Any) -> torch.Tensor:
+    """A learning rate as a step is given it."""
+    if isinstance(rate, torch.Tensor):
+        return rate
+    return torch.tensor(rate, dtype=torch.float64)
+
+
+class LiveParts:
+    """The parts of a step wherever they are now.
+
+    Args:
+        model: Whose parameters and buffers they are.
+        optimizer: Whose state.
+        loss_fn: The loss, which has such too if it is a module.
+        settings: With a scaler, if there is one.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Any],
+        settings: StepSettings,
+    ) -> None:
+        self._optimizer = optimizer
+        self._settings = settings
+        self.parts = StepParts.of(model, optimizer, loss_fn, settings)
+        root = root_of(model, loss_fn)
+        named = dict(root.named_modules())
+
+        def place(name: str, kind: str) -> tuple[dict[str, Any], str]:
+            module, _, own = name.rpartition(".")
+            return getattr(named[module], kind), own
+
+        self._parameters = [place(n, "_parameters") for n in self.parts.parameters]
+        self._buffers = [place(n, "_buffers") for n in self.parts.buffers]
+        self._modules = [
+            (module, list(module._modules.values()))
+            for module in root.modules()
+            if module is not root
+        ]
+        self._counts = [
+            (m._parameters, len(m._parameters), m._buffers, list(m._buffers))
+            for m, _ in self._modules
+        ]
+        self._numbers: dict[int, float] = {}
+        self._held: dict[int, torch.Tensor] = {}
+        self._given = [list(group["params"]) for group in optimizer.param_groups]
+
+    def current(self) -> bool:
+        """Whether these are still the parts: nothing was added, removed or replaced."""
+        groups = self._optimizer.param_groups
+        held = self.parts.parameters.values()
+        return (
+            len(groups) == len(self._given)
+            and all(
+                _identical(group["params"], params)
+                for group, params in zip(groups, self._given, strict=True)
+            )
+            and all(
+                _identical(module._modules.values(), children)
+                for module, children in self._modules
+            )
+            and all(
+                len(parameters) == count and list(buffers) == names
+                for parameters, count, buffers, names in self._counts
+            )
+            and all(
+                found.get(name) is parameter
+                for (found, name), parameter in zip(self._parameters, held, strict=True)
+            )
+            and self._has_state()
+        )
+
+    def _has_state(self) -> bool:
+        """Whether the optimizer has all its state, and no other."""
+        state = self._optimizer.state
+        count = sum(
+            isinstance(value, torch.Tensor)
+            for params in self._given
+            for p in params
+            for value in state.get(p, {}).values()
+        )
+        return count == len(self.parts.state) and all(
+            isinstance(state.get(self._given[i][j], {}).get(key), torch.Tensor)
+            for i, j, key in self.parts.state
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of now, in the order of the parts."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        of_state = [state[self._given[i][j]][key] for i, j, key in self.parts.state]
+        rates = list(map(self._rate, range(len(groups)), groups))
+        found = [places[name] for places, name in (*self._parameters, *self._buffers)]
+        return [*found, *of_state, *_scale(self._settings), *rates]
+
+    def _rate(self, number: int, group: Mapping[str, Any]) -> torch.Tensor:
+        """A group's learning rate, a number in a tensor that stays."""
+        rate = group["lr"]
+        if isinstance(rate, torch.Tensor):
+            return rate
+        if self._numbers.get(number) != rate:
+            self._numbers[number] = rate
+            self._held[number] = as_tensor(rate)
+        return self._held[number]
+
+    @cached_property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """All modules."""
+        return tuple(module for module, _ in self._modules)
+
+
+def _identical(found: Any, known: list[Any]) -> bool:
+    return len(found) == len(known) and all(
+        a is b for a, b in zip(found, known, strict=True)
+    )

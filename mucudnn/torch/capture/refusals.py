@@ -1,0 +1,195 @@
+"""What a captured step cannot have, refused by name with the user's line.
+
+Operations are looked at as the model calls them. Most of what is refused would compute
+something else in the steps that follow than in the one that was captured.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mucudnn.errors import UnsupportedError
+from mucudnn.torch.places import line_now, line_of_traceback
+
+__all__ = ["RefusedOperations", "StepFunctions", "saying_where"]
+
+_NAMESPACES = {
+    "c10d": "a collective of torch.distributed",
+    "_c10d_functional": "a collective of torch.distributed",
+    "_c10d_functional_autograd": "a collective of torch.distributed",
+    "quantized": "an operation on quantized tensors",
+    "quantized_decomposed": "an operation on quantized tensors",
+}
+"""Namespaces whose operations are not captured, and what they are."""
+
+_QUANTIZING = ("quantize_per", "int_repr", "dequantize", "_empty_affine", "q_scale")
+_NESTING = ("_nested_",)
+_SPARSE = ("_to_sparse", "to_sparse", "sparse_", "_sparse_coo", "_sparse_csr")
+_KINDS = (
+    (
+        _QUANTIZING,
+        "quantized tensors are not captured; use torch.ao's fake quantization",
+    ),
+    (_NESTING, "nested tensors are not captured; pad them, with a mask"),
+    (_SPARSE, "sparse tensors are not captured; use dense ones (sparse=False)"),
+    (
+        ("_linalg_check_errors",),
+        "it decides by values whether to raise; use the form that does not, such as "
+        "torch.linalg.solve_ex",
+    ),
+)
+"""Beginnings of names, and why they are refused."""
+
+_VALUES = frozenset({torch.Tensor.tolist, torch.Tensor.numpy})
+"""Functions that give a run's values to Python."""
+
+_DATA_DEPENDENT = (
+    "its result has as many elements as the data say; keep the shape, with torch.where "
+    "or a mask to multiply with, or do it outside of the step"
+)
+
+
+class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types here
+    """Looks at every operation before it is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = torch.get_rng_state()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Let an operation through, or refuse it."""
+        kwargs = kwargs or {}
+        reason = self._reason(func, args, kwargs)
+        if reason is not None:
+            raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")
+        if func is torch.ops.aten.bernoulli.p:
+            plain = torch.empty_like(args[0], memory_format=torch.contiguous_format)
+            return plain.bernoulli_(args[1])
+        found = func(*args, **kwargs)
+        for result in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(result, torch.Tensor) and (reason := _laid_out(result)):
+                raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")
+        return found
+
+    def _reason(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        if (reason := _NAMESPACES.get(func.namespace)) is not None:
+            return reason
+        if func._schema.is_mutable and _writes_elsewhere(func, args, kwargs):
+            return (
+                "it changes a tensor that is no parameter or buffer of the model; "
+                "register it (register_buffer)"
+            )
+        name = func._schema.name.partition("::")[2]
+        for beginnings, reason in _KINDS:
+            if name.startswith(beginnings):
+                return reason
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if kwargs.get("generator") is not None:
+                return (
+                    "it draws from a generator of its own; only what PyTorch's default "
+                    "generator draws is drawn in every step"
+                )
+            if not torch.equal(self._state, torch.get_rng_state()):
+                return (
+                    "the state of PyTorch's generator was set before it, inside of the "
+                    "step; set it outside (torch.manual_seed)"
+                )
+        if kwargs.get("layout") not in (None, torch.strided):
+            return f"{kwargs['layout']} is not captured; use dense tensors"
+        return None
+
+
+def _writes_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation changes what is neither an input nor made in the step."""
+    names = [a.name for a in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    written = [
+        given.get(a.name)
+        for a in func._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return any(
+        isinstance(t, torch.Tensor) and not isinstance(t, FunctionalTensor)
+        for t in pytree.tree_leaves(written)
+    )
+
+
+def _laid_out(result: torch.Tensor) -> str | None:
+    """Why a result cannot be planned for; None if it can."""
+    if result.layout is not torch.strided:
+        return f"its result is {result.layout}; use dense tensors (sparse=False)"
+    if any(not isinstance(size, int) for size in result.shape):
+        return _DATA_DEPENDENT
+    return None
+
+
+class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
+    """Functions of PyTorch's that are captured in another way than they are run."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function, or what stands for it."""
+        kwargs = kwargs or {}
+        if func is torch.as_tensor and args and isinstance(args[0], torch.SymFloat):
+            kwargs = {"dtype": torch.get_default_dtype(), **kwargs}
+            return torch.scalar_tensor(args[0], **kwargs)
+        if func is torch.lstm:
+            # oneDNN's keeps bytes whose number only a run tells.
+            with torch.backends.mkldnn.flags(enabled=False):
+                return func(*args, **kwargs)
+        if func in _VALUES:
+            raise UnsupportedError(
+                f"the step calls {func.__name__}{line_now()}: it gives values to "
+                "Python that only a run has; keep them in tensors"
+            )
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def saying_where() -> Iterator[None]:
+    """Errors of PyTorch's about what depends on data, with the user's line.
+
+    Raises:
+        UnsupportedError: In their place.
+    """
+    try:
+        yield
+    except (GuardOnDataDependentSymNode, DataDependentOutputException) as e:
+        raise UnsupportedError(
+            "the step decides something by a value that only a run has"
+            f"{line_of_traceback(e.__traceback__)}; keep such decisions in tensors "
+            "(torch.where), or outside of the step"
+        ) from e
+    except (DynamicOutputShapeException, UnsupportedOperatorException) as e:
+        reason = (
+            _DATA_DEPENDENT
+            if isinstance(e, DynamicOutputShapeException)
+            else "PyTorch cannot tell its result's shape without running it"
+        )
+        raise UnsupportedError(
+            f"the step calls {e.func}{line_of_traceback(e.__traceback__)}: {reason}"
+        ) from e
+    except RuntimeError as e:
+        if "data is not allocated yet" not in str(e):
+            raise
+        raise UnsupportedError(
+            "the step calls a kernel that reads values to tell its result's shape"
+            f"{line_of_traceback(e.__traceback__)}; do it outside of the step"
+        ) from e

@@ -1,0 +1,239 @@
+"""What convolutions of a PyTorch step may trade: time against memory, as measured.
+
+The tuner's algorithms and micro-batches are candidates. Each is then run as the step
+would run it, beside PyTorch's kernel for the whole batch, with what it allocates
+counted: operands that have to be copied, and results of PyTorch's kernels for
+micro-batches, among it. What nothing beats in both is the front.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from mucudnn.backends.base import Backend
+from mucudnn.errors import MucudnnError
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.profile import Profile
+from mucudnn.passes.microbatch import pareto_plans
+from mucudnn.passes.scheduling.costs import fastest_of
+from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.runtime.tuning.timing import StoppingRule, measure, measure_together
+from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.torch.conv.algorithm import TORCH
+from mucudnn.torch.conv.backend import check_tuner
+from mucudnn.torch.conv.sites import Site, is_native, with_plans
+from mucudnn.torch.lowering.lowered import Call, Layout, Lowered
+from mucudnn.torch.measure import evaluate
+from mucudnn.torch.measurement.cpu import CpuMeter
+from mucudnn.torch.plan_cache.store import PlanStore
+
+__all__ = ["ConvolutionChoice", "with_fronts"]
+
+_RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
+_ONCE = StoppingRule(min_samples=1, max_samples=1)
+_NO_LIMIT = 1 << 62
+_MOST = 8
+"""Candidates of one convolution that are run: evenly chosen where there are more."""
+
+
+@dataclass(frozen=True)
+class ConvolutionChoice:
+    """Whether a step's convolutions may be run in other ways than PyTorch's.
+
+    Attributes:
+        tuner: Measures the ways; None leaves them to PyTorch's kernels.
+    """
+
+    tuner: Tuner | None
+
+    def __post_init__(self) -> None:
+        if self.tuner is not None:
+            check_tuner(self.tuner)
+
+    def profile(self, lowered: Lowered, known: Profile) -> Profile:
+        """A graph's costs, given those of PyTorch's kernels."""
+        if self.tuner is None:
+            return known
+        return with_fronts(lowered, known, self.tuner)
+
+    def remembered(self, plans: PlanStore) -> PlanStore | None:
+        """Where plans are remembered; with a tuner nowhere, as fronts are measured."""
+        return plans if self.tuner is None else None
+
+    def bound(self, lowered: Lowered, plan: StepPlan) -> Lowered:
+        """The graph with its convolutions run as planned."""
+        if self.tuner is None:
+            return lowered
+        return with_plans(lowered, plan.plans, self.tuner.backend)
+
+
+def with_fronts(lowered: Lowered, known: Profile, tuner: Tuner) -> Profile:
+    """A profile in which convolutions may be run in other ways than PyTorch's.
+
+    Args:
+        lowered: The graph.
+        known: What its nodes cost as PyTorch runs them.
+        tuner: Measures algorithms and micro-batches; its backend is of `cpu_backend`.
+    """
+    found = {node.name: Site.of(lowered, node) for node in lowered.graph.nodes}
+    sites = {name: site for name, site in found.items() if site is not None}
+    if not sites:
+        return known
+    alike = {site.key: site for site in sites.values()}
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        every = dict(zip(alike, _fronts([*alike.values()], tuner), strict=True))
+    fronts = {name: every[site.key] for name, site in sites.items()}
+    times = {name: fastest_of(front).time_ms for name, front in fronts.items()}
+    scratch = known.workspaces.items()
+    return replace(
+        known,
+        node_ms={**known.node_ms, **times},
+        workspaces={name: nbytes for name, nbytes in scratch if name not in fronts},
+        fronts=fronts,
+    )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to run a convolution."""
+
+    site: Site
+    plan: ConvPlan
+    call: Call
+
+    def prepared(self) -> Callable[[], object]:
+        """The call, given operands."""
+        operands = [_made(layout) for layout in self.site.operands]
+        return partial(evaluate, self.call, operands)
+
+
+def _fronts(sites: Sequence[Site], tuner: Tuner) -> list[tuple[ConvPlan, ...]]:
+    """The front of each, as it is run in a step."""
+    tables = [_measured(tuner, site.problem) for site in sites]
+    sizes = _native_sizes(tuner.backend, tables)
+    ways = [
+        [_Way(site, p, site.bound(tuner.backend, p)) for p in _plans(table, sizes)]
+        for site, table in zip(sites, tables, strict=True)
+    ]
+    timed = [[*_timed(some, tuner.backend)] for some in ways]
+    nbytes = iter(
+        CpuMeter().most_bytes([way.prepared for some in ways for way in some])
+    )
+    return [
+        _undominated([_taking(p, next(nbytes) - site.result_bytes) for p in plans])
+        for site, plans in zip(sites, timed, strict=True)
+    ]
+
+
+def _measured(tuner: Tuner, problem: ConvProblem) -> PerfTable:
+    """What the tuner knows; an empty table where it cannot measure."""
+    try:
+        return tuner.measure(problem)
+    except MucudnnError:  # PyTorch's kernel is left
+        return PerfTable(problem, ())
+
+
+def _native_sizes(
+    backend: Backend, tables: Iterable[PerfTable]
+) -> Mapping[ConvProblem, int]:
+    """What PyTorch allocates to compute into arrays of the caller's."""
+    problems = dict.fromkeys(
+        table.problem.with_batch(row.batch)
+        for table in tables
+        for row in table.usable
+        if row.algo == TORCH
+    )
+    sizes = CpuMeter().most_bytes([partial(_native_run, backend, p) for p in problems])
+    return dict(zip(problems, sizes, strict=True))
+
+
+def _native_run(backend: Backend, problem: ConvProblem) -> Callable[[], object]:
+    device = backend.device
+    a, b, out = (
+        device.view(device.allocate(spec.nbytes), 0, spec)
+        for spec in problem.operands()
+    )
+    device.randomize(a)
+    device.randomize(b)
+    return partial(backend.conv.run, problem, TORCH, a, b, out, None)
+
+
+def _plans(table: PerfTable, sizes: Mapping[ConvProblem, int]) -> list[ConvPlan]:
+    """PyTorch's kernel for the whole batch, then what a tuner's figures speak for."""
+    problem = table.problem
+    whole = AlgoPerf(algo=TORCH, batch=problem.batch, time_ms=0.0, workspace=0)
+    rows = tuple(
+        replace(row, workspace=sizes[problem.with_batch(row.batch)])
+        if row.algo == TORCH
+        else row
+        for row in table.usable
+    )
+    front = pareto_plans(replace(table, perfs=rows), _NO_LIMIT) if rows else ()
+    others = [plan for plan in front if not is_native(plan)]
+    if (last := len(others) - 1) >= _MOST:
+        others = [others[round(i * last / (_MOST - 1))] for i in range(_MOST)]
+    return [ConvPlan(problem, (whole,)), *others]
+
+
+def _timed(ways: Sequence[_Way], backend: Backend) -> Iterable[ConvPlan]:
+    """Their plans, with the times that they take in turn.
+
+    Those that the tuner found hopelessly slow, which are there for their few bytes, are
+    timed once.
+    """
+    runs = [partial(_run, way.prepared()) for way in ways]
+    best_ms = min((way.plan.time_ms for way in ways[1:]), default=0.0)
+    slow = [way.plan.time_ms > _RULE.hopeless * best_ms for way in ways]
+    fast = [run for run, late in zip(runs, slow, strict=True) if not late]
+    together = iter(measure_together(fast, backend.device, _RULE))
+    for way, run, late in zip(ways, runs, slow, strict=True):
+        timing = measure(run, backend.device, _ONCE) if late else next(together)
+        plan, parts = way.plan, len(way.plan.steps)
+        steps = (
+            replace(
+                step,
+                time_ms=timing.time_ms
+                * (step.time_ms / plan.time_ms if plan.time_ms else 1 / parts),
+                noise_ms=timing.noise_ms / parts,
+            )
+            for step in plan.steps
+        )
+        yield ConvPlan(plan.problem, tuple(steps))
+
+
+def _run(call: Callable[[], object]) -> None:
+    call()
+
+
+def _taking(plan: ConvPlan, nbytes: int) -> ConvPlan:
+    """The plan, so many bytes in use beside its result."""
+    steps = (replace(step, workspace=max(0, nbytes)) for step in plan.steps)
+    return ConvPlan(plan.problem, tuple(steps))
+
+
+def _undominated(plans: Sequence[ConvPlan]) -> tuple[ConvPlan, ...]:
+    """The front, ascending in workspace; more memory has to win by more than noise.
+
+    PyTorch's kernel, which is the first, stays where another in the same bytes is not
+    clearly faster.
+    """
+    native, *_ = plans
+    front: list[ConvPlan] = []
+    for plan in sorted(plans, key=lambda p: (p.workspace, p is not native, p.time_ms)):
+        noise_ms = sum(step.noise_ms for step in plan.steps)
+        if front and plan.time_ms + noise_ms >= front[-1].time_ms:
+            continue
+        if front and plan.workspace == front[-1].workspace:
+            front.pop()
+        front.append(plan)
+    return tuple(front)
+
+
+def _made(layout: Layout) -> torch.Tensor:
+    """A tensor that lies so, of ordinary numbers."""
+    spans = zip(layout.shape, layout.stride, strict=True)
+    count = 1 + sum((size - 1) * stride for size, stride in spans)
+    flat = torch.empty(count, dtype=layout.dtype, device=layout.device).normal_()
+    return flat.as_strided(layout.shape, layout.stride)

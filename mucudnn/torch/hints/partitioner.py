@@ -1,0 +1,201 @@
+"""Our plan of a joint graph as hints for PyTorch's own partitioner.
+
+    options = {"custom_partitioner_fn": mt.partitioner(budget="8GiB")}
+    model = torch.compile(model, options=options)
+
+Inductor compiles the model as it always does. What is saved between forward and
+backward, and what is computed again, is as the plan of the graph has it. That is all:
+no peak is promised. Inductor decides in which order kernels run, fuses them, and frees
+what it likes; a plan that computes something again twice is heard once.
+`torch.compile(backend=mt.backend(budget=...))` keeps its budget.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._functorch import config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
+
+from mucudnn.errors import UnsupportedError
+from mucudnn.ir.devices import get_device
+from mucudnn.torch.capture.joint import Joint
+from mucudnn.torch.hints.policies import ResultPolicies, policies_of, without_copies
+from mucudnn.torch.measure import estimated
+from mucudnn.torch.planning import Planner, as_budget
+from mucudnn.torch.step_plan import TorchPlan
+
+__all__ = ["HintedPartitioner", "partitioner", "tag"]
+
+_KEY = "recompute"
+_SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+
+
+def partitioner(
+    *, budget: float | str | None = None, device: str = "h200", offload: bool = False
+) -> "HintedPartitioner":
+    """A partitioner for Inductor that saves and recomputes what our plans do.
+
+    It promises no peak; see `mucudnn.torch.backend` for one that is kept. Give it to
+    `torch.compile(model, options={"custom_partitioner_fn": ...})`, or to the setting of
+    that name in `torch._inductor.config`. `aot_autograd(partition_fn=...)` takes it,
+    too.
+
+    Args:
+        budget: Of a compiled graph, as `mucudnn.torch.backend` counts it. What is
+            planned runs operation by operation; what Inductor makes of it needs less
+            or more.
+        device: Whose published figures decide what is worth to be computed again.
+        offload: Whether what a plan sends to the host goes there, by PyTorch's own
+            pass, which is for GPUs. If not, plans compute again instead, as far as
+            that goes; what they need to send away all the same is saved.
+
+    Raises:
+        ValueError: The device is not known.
+    """
+    get_device(device)
+    return HintedPartitioner(as_budget(budget), device, offload)
+
+
+class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch has no types here
+    """Plans joint graphs, and has PyTorch partition them accordingly.
+
+    Args:
+        budget: Bytes for each graph.
+        device: Whose figures estimate times.
+        offload: Whether PyTorch's offloading is used.
+
+    Attributes:
+        plans: What was decided, in the order in which graphs were compiled.
+        policies: What each plan says of its forward results.
+    """
+
+    def __init__(self, budget: float, device: str, offload: bool) -> None:
+        self._budget = budget
+        self._device = device
+        self._offload = offload
+        self.plans: list[TorchPlan] = []
+        self.policies: list[ResultPolicies] = []
+
+    def __call__(
+        self,
+        gm: torch.fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        compiler: str = "inductor",
+        **_: Any,
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        """Partition one graph."""
+        parts = Joint.of(_functional(gm), num_fwd_outputs)
+        _check(parts)
+        own = list(static_lifetime_input_indices or ())
+        with _disable_current_modes(), torch.no_grad():
+            lowered = parts.lowered()
+            resident = {lowered.inputs[i] for i in own}
+            given = {t for t in lowered.inputs if t is not None} - resident
+            profile = estimated(lowered, get_device(self._device))
+            if not self._offload:
+                profile = without_copies(profile)
+            plan = Planner(lowered, profile, given).plan(self._budget)
+        found = policies_of(lowered, plan)
+        tag(gm, found, offload=self._offload)
+        self.plans.append(plan)
+        self.policies.append(found)
+        offloading = self._offload or config.enable_activation_offloading
+        # At another budget than one PyTorch would choose again among what is saved.
+        with config.patch(
+            activation_memory_budget=1.0, enable_activation_offloading=offloading
+        ):
+            halves: tuple[torch.fx.GraphModule, torch.fx.GraphModule] = (
+                min_cut_rematerialization_partition(
+                    gm,
+                    joint_inputs,
+                    compiler,
+                    num_fwd_outputs=num_fwd_outputs,
+                    static_lifetime_input_indices=own,
+                )
+            )
+        return halves
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HintedPartitioner":
+        """Itself: Inductor copies its settings, and `plans` are to be found here."""
+        return self
+
+    def uuid(self) -> Any | None:
+        """None: what is compiled by a plan is not taken from Inductor's cache."""
+        return None
+
+
+def tag(
+    module: torch.fx.GraphModule, policies: ResultPolicies, *, offload: bool = False
+) -> None:
+    """Write policies where PyTorch's partitioner looks for them.
+
+    Views of what is saved are made again, which costs nothing. PyTorch 2.13 knows
+    `MUST_CPU_OFFLOAD` but looks for a mark of its own, and for `MUST_SAVE`.
+
+    Args:
+        module: A joint graph.
+        policies: Of the forward pass's results.
+        offload: Whether to mark what is to leave.
+    """
+    again = CheckpointPolicy.MUST_RECOMPUTE
+    for node in module.graph.nodes:
+        name = _name(node)
+        policy = again if name in policies.views else policies.of.get(name)
+        if policy is None and node.target in _SAME and _KEY in node.args[0].meta:
+            policy = again
+        if policy is None:
+            continue
+        away = policy is CheckpointPolicy.MUST_CPU_OFFLOAD
+        node.meta[_KEY] = CheckpointPolicy.MUST_SAVE if away else policy
+        if away and offload:
+            node.meta["should_offload"] = True
+        if node.target is operator.getitem and policy is again:
+            node.args[0].meta[_KEY] = again  # a tuple cannot be saved itself
+
+
+def _functional(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The graph without the copies by which Inductor changes inputs at its end.
+
+    Nodes keep their names.
+    """
+    graph = torch.fx.Graph()
+    copied: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.copy_.default and (
+            node.args[0].op == "placeholder"
+        ):
+            copied[node] = copied[node.args[1]]
+        else:
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+    return torch.fx.GraphModule(module, graph)
+
+
+def _name(node: torch.fx.Node) -> str:
+    """What a lowered graph calls a node's result."""
+    if node.target is operator.getitem:
+        return f"{node.args[0]}.{node.args[1]}"
+    return str(node.name)
+
+
+def _check(parts: Joint) -> None:
+    """Refuse sizes that are not known.
+
+    Raises:
+        UnsupportedError: Names the input.
+    """
+    for node in parts.primals:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            raise UnsupportedError(
+                f"{node.name} has a size that is a symbol; give torch.compile "
+                "dynamic=False, and every size has a plan of its own"
+            )

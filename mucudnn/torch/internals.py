@@ -1,0 +1,167 @@
+"""What the `torch.compile` backend uses of PyTorch beside its public names.
+
+Each function is one such thing, and says what PyTorch would have to offer instead.
+Public are `torch.compile` itself, `torch.fx` and `torch.compiler.disable`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.convert_frame import compile_lock
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "aot_compiled",
+    "examples_of",
+    "graph_is_kept",
+    "mutated_inputs",
+    "name_of_graph",
+    "outside_of_tracing",
+    "refresh_values",
+    "while_compiling",
+]
+
+
+def aot_compiled(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]],
+    compiled: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    *,
+    static: bool,
+) -> Callable[..., Any]:
+    """Forward and backward of a captured graph by AOTAutograd.
+
+    `aot_autograd` is what PyTorch's guide to backends names; `partition_fn`, which is
+    given both halves as one graph, is documented only in its source.
+
+    Args:
+        module: As Dynamo captured it.
+        inputs: Examples of its inputs.
+        partition: Cuts the joint graph into two.
+        compiled: Compiles a half, or a graph without gradients.
+        static: Whether numbers among the inputs are constants of the graph.
+    """
+    compiler = aot_autograd(
+        fw_compiler=compiled,
+        bw_compiler=compiled,
+        partition_fn=partition,
+        ignore_shape_env=static,
+    )
+    found: Callable[..., Any] = compiler(module, inputs)
+    return found
+
+
+@contextmanager
+def outside_of_tracing() -> Iterator[None]:
+    """Tensors are real and without gradients, operations as they are called.
+
+    While a graph is traced, fake tensors are made by a dispatch mode; there is no
+    public way to step out of it. Automatic casts are off: what is cast is in the graph.
+    """
+    with (
+        _disable_current_modes(),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+@contextmanager
+def while_compiling() -> Iterator[None]:
+    """As Dynamo compiles: one thread at a time, in no dispatch mode of the user's.
+
+    Random numbers that are drawn meanwhile are drawn again. Dynamo has a lock, and no
+    public way to compile what it has captured once more.
+    """
+    with compile_lock, _disable_current_modes(), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def examples_of(given: Sequence[Any]) -> list[Any]:
+    """Fake tensors like those given, of sizes that are no symbols.
+
+    Tracing itself makes such ones of real tensors, but without a place for numbers that
+    depend on data: Python numbers that come from tensors.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    return [
+        mode.from_tensor(value, static_shapes=True)
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in given
+    ]
+
+
+def refresh_values(module: torch.fx.GraphModule) -> None:
+    """Have example values of a graph share storages as its operations say.
+
+    Dynamo makes tensors of the Python numbers that change from call to call, and leaves
+    the values of what is computed from them as they were.
+    """
+    if any(map(_is_stale_view, module.graph.nodes)):
+        given = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+        tensors = (value for value in given if isinstance(value, FakeTensor))
+        mode = next(tensor.fake_mode for tensor in tensors)
+        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*given)
+
+
+def _is_stale_view(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    value = node.meta.get("val")
+    if schema is None or not isinstance(value, torch.Tensor):
+        return False
+    of = [
+        argument.meta.get("val")
+        for argument, said in zip(node.args, schema.arguments, strict=False)
+        if said.alias_info is not None and isinstance(argument, torch.fx.Node)
+    ]
+    storages = {
+        tensor.untyped_storage()._cdata
+        for tensor in of
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    }
+    strided = value.layout is torch.strided
+    return (
+        bool(storages) and strided and (value.untyped_storage()._cdata not in storages)
+    )
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward pass under way was asked to `retain_graph`.
+
+    AOTAutograd asks the same way whether it may let go of what was saved.
+    """
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def mutated_inputs(
+    output: torch.fx.Node, inputs: Sequence[torch.fx.Node]
+) -> Sequence[int]:
+    """Inputs that AOTAutograd changes between the halves.
+
+    Its descriptors of inputs and outputs tell; their classes are of a private module.
+    """
+    changed = [
+        result.mutated_input
+        for result in output.meta.get("desc", ())
+        if isinstance(result, InputMutationAOTOutput)
+    ]
+    given = [node.meta.get("desc") for node in inputs]
+    return [i for i, described in enumerate(given) if described in changed]
+
+
+def name_of_graph(module: torch.fx.GraphModule) -> tuple[str, str]:
+    """Dynamo's number of the function that a graph is of, and of the graph, "0/1".
+
+    They are those of `TORCH_LOGS=recompiles` and of `tlparse`.
+    """
+    number = module.meta.get("dynamo_compile_id")
+    return ("", "") if number is None else (str(number).split("/")[0], str(number))

@@ -1,0 +1,59 @@
+"""Which versions of PyTorch this works with, and what each lacks.
+
+Only a version that the tests ran on is called tested. Older ones than `OLDEST` lack
+names that are needed; newer ones than those tested are tried, with a warning.
+"""
+
+import sys
+import warnings
+from collections.abc import Mapping
+from importlib import metadata
+from types import MappingProxyType
+
+from mucudnn.errors import BackendUnavailableError
+
+__all__ = ["OLDEST", "TESTED", "check_version", "installed_version"]
+
+TESTED: Mapping[str, str] = MappingProxyType({"2.13": "It lacks nothing."})
+"""Version -> what it lacks, in a sentence."""
+
+OLDEST = "2.11"
+"""The oldest that is tried; the tests were run with neither it nor 2.12."""
+
+
+def installed_version() -> str | None:
+    """PyTorch's version, without importing it; None if it is not there."""
+    loaded = sys.modules.get("torch")
+    if loaded is not None:
+        return str(loaded.__version__)
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_version(version: str | None) -> None:
+    """Refuse a version that cannot work, and say of one that it is not tested.
+
+    Raises:
+        BackendUnavailableError: There is none, or it is too old.
+    """
+    tested = ", ".join(TESTED)
+    advice = f"it is tested with {tested}: pip install 'mucudnn[torch]'"
+    if version is None:
+        raise BackendUnavailableError(f"mucudnn.torch needs PyTorch; {advice}")
+    if _order(version) < _order(OLDEST):
+        raise BackendUnavailableError(
+            f"mucudnn.torch needs PyTorch {OLDEST} or newer and found {version}; "
+            f"{advice}"
+        )
+    if _order(version) not in map(_order, TESTED):
+        warnings.warn(
+            f"mucudnn.torch is tested with PyTorch {tested}, not with {version}",
+            stacklevel=2,
+        )
+
+
+def _order(version: str) -> tuple[int, ...]:
+    """A version's two leading numbers; those of "2.13.0+cpu" are 2 and 13."""
+    return tuple(int(part) for part in version.split(".")[:2])

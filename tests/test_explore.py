@@ -1,0 +1,85 @@
+"""The search by blocks and groups: what it tries, and that it helps."""
+
+from collections import Counter
+
+import pytest
+
+from mucudnn.ir.optimizers import Momentum
+from mucudnn.models import get_model
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.planning import search as first
+from mucudnn.passes.planning.comparison import unbounded
+from mucudnn.passes.planning.explore import explore
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.trials import Trials
+from mucudnn.passes.residency import Residency
+from mucudnn.passes.residency.blocks import blockwise, group_changes
+from mucudnn.passes.residency.candidates import candidates_of
+from tests.schedule_oracle import verify
+
+
+def request(model="resnet18", batch=32, share=0.2):
+    graph = with_updates(training_graph(get_model(model)(batch)), Momentum())
+    free = StepRequest(graph, estimate(graph, "h200"))
+    if share is None:
+        return free
+    least, most = minimum_budget(free), unbounded(graph, free.profile).peak_bytes
+    return free.within(least + int(share * (most - least)))
+
+
+def test_a_rule_treats_all_blocks_alike_and_keeps_their_ends():
+    asked = request(share=None)
+    candidates = candidates_of(asked)
+    rules = list(blockwise(asked.graph, candidates))
+    assert all(set(rule) == {c.saved.name for c in candidates} for rule in rules)
+    assert len({frozenset(rule.items()) for rule in rules}) > 30
+    kept = rules[0]
+    ends = [name for name, choice in kept.items() if choice is Residency.KEEP]
+    assert len(ends) == 8  # blocks of ResNet-18
+    producers = asked.graph.producers
+    assert {producers[name].op for name in ends} <= {"add", "relu"}
+    half = next(r for r in rules if Counter(r.values())[Residency.KEEP] == 4)
+    assert {n for n, c in half.items() if c is Residency.KEEP} == set(ends[::2])
+
+
+def test_without_joints_a_block_ends_at_each_checkpoint():
+    asked = request("alexnet", share=None)
+    candidates = candidates_of(asked)
+    kept = next(blockwise(asked.graph, candidates))
+    ends = {name for name, choice in kept.items() if choice is Residency.KEEP}
+    assert ends == {c.saved.name for c in candidates if c.checkpoint}
+
+
+def test_a_change_is_of_a_whole_group():
+    asked = request(share=None)
+    candidates = candidates_of(asked)
+    changes = list(group_changes(asked.graph, candidates))
+    nbytes = {c.saved.name: c.saved.nbytes for c in candidates}
+    groups = list(dict.fromkeys(tuple(n for n, _ in change) for change in changes))
+    assert all(len(group) > 1 for group in groups)
+    assert len(changes) == 5 * len(groups)
+    sizes = [sum(nbytes[name] for name in group) for group in groups]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_exploring_helps_where_many_tensors_have_to_leave(monkeypatch):
+    asked = request()
+    found = plan_step(asked)
+    monkeypatch.setattr(first, "explore", lambda *_: None)
+    before = plan_step(asked)
+    assert found.prediction.step_ms < 0.99 * before.prediction.step_ms
+    assert verify(found.schedule, asked.budget, granularity=ALIGNMENT)
+    assert found.least_ms == before.least_ms <= found.prediction.step_ms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["timed", "on_demand"])
+def test_exploring_keeps_to_the_scheduler_that_is_named(scheduler):
+    asked = request().scheduled(scheduler)
+    best = Trials(asked, 10)
+    explore(asked, candidates_of(asked), {}, best)
+    assert best.plan.scheduler == scheduler

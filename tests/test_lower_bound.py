@@ -1,0 +1,124 @@
+"""The bound that no plan can beat, against every plan of small steps."""
+
+import itertools
+import math
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, strategies as st
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.ir.optimizers import Momentum, Sgd
+from mucudnn.models import get_model
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.planning import lower_bound as programme
+from mucudnn.passes.planning.comparison import unbounded
+from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.planning.lower_bound import lower_bound
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency, saved_tensors
+from mucudnn.passes.scheduling import SCHEDULERS
+from tests.examples import examples
+from tests.random_graphs import foreign, profiles, residencies, training_graphs
+
+NEARLY = 1 + 1e-6
+
+
+def below(request, plan):
+    """Whether the bound of a request is below a plan of it."""
+    return lower_bound(request).step_ms <= plan.prediction.step_ms * NEARLY + 1e-9
+
+
+@examples(60)
+@given(data=st.data(), scheduler=st.sampled_from(sorted(SCHEDULERS.table)))
+def test_no_plan_of_any_residencies_beats_it(data, scheduler):
+    graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
+    if data.draw(st.booleans()):
+        graph = data.draw(foreign(graph))
+    profile = data.draw(profiles(graph))
+    residency = data.draw(residencies(graph))
+    least = StepRequest(graph, profile).rewritten(residency).least_peak()
+    budget = least + data.draw(st.sampled_from([0, 512, 4096, 30_000]))
+    request = StepRequest(graph, profile, budget=budget, scheduler=scheduler)
+    with suppress(PlanningError):
+        assert below(request, plan_residency(request, residency))
+
+
+def small(kind):
+    g = GraphBuilder()
+    x = g.input("x", (16, 3, 8, 8))
+    y = g.relu(g.batch_norm(g.conv(x, 4, 3, padding=1)))
+    if kind == "residual":
+        y = g.add(y, g.relu(g.conv(y, 4, 3, padding=1)))
+    y = g.relu(g.conv(y, 4, 3, padding=1))
+    loss = g.softmax_cross_entropy(
+        g.linear(g.flatten(y), 3), g.input("label", (16,), "int64")
+    )
+    return with_updates(training_graph(g.build(loss)), Sgd())
+
+
+@pytest.mark.parametrize("kind", ["chain", "residual"])
+@pytest.mark.parametrize("order", ["null", "fast link"])
+def test_exhaustive_search_does_not_beat_it(kind, order):
+    """Of the three largest saved tensors, everything else and the parameters."""
+    graph = small(kind)
+    profile = estimate(graph, "null" if order == "null" else "h200")
+    largest = sorted(saved_tensors(graph), key=lambda s: -s.nbytes)[:3]
+    names = [saved.name for saved in largest]
+    others = (Residency.KEEP, Residency.PAGE)
+    free = StepRequest(graph, profile)
+    least = minimum_budget(free)
+    most = unbounded(graph, profile).peak_bytes
+    for share in (0.0, 0.3, 0.7):
+        request = free.within(least + int(share * (most - least)))
+        bound = lower_bound(request).step_ms
+        found = []
+        for choices in itertools.product(Residency, repeat=len(names)):
+            for every, state in itertools.product(others, others):
+                residency = dict(zip(names, choices, strict=True))
+                residency |= {EVERYTHING: every, PERSISTENTS: state}
+                for scheduler in ("timed", "adaptive_window"):
+                    with suppress(PlanningError):
+                        plan = plan_residency(request.scheduled(scheduler), residency)
+                        found.append(plan.prediction.step_ms)
+        assert found
+        assert bound <= min(found) * NEARLY
+
+
+@pytest.mark.parametrize("model", ["lenet", "cifar_quick", "alexnet"])
+def test_it_lies_between_compute_and_the_plan_and_falls_with_the_budget(model):
+    graph = with_updates(training_graph(get_model(model)(64)), Momentum())
+    profile = estimate(graph, "h200")
+    whole = unbounded(graph, profile)
+    free = StepRequest(graph, profile)
+    least = minimum_budget(free)
+    bounds = []
+    for share in (0.02, 0.3, 1.0):
+        request = free.within(least + int(share * (whole.peak_bytes - least)))
+        bounds.append(lower_bound(request).step_ms)
+        assert bounds[-1] >= whole.prediction.step_ms / NEARLY
+        assert below(request, plan_step(request))
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[0] > 1.001 * bounds[-1]
+    assert bounds[-1] == pytest.approx(whole.prediction.step_ms, rel=1e-3)
+
+
+def test_below_every_operand_nothing_fits():
+    graph = small("chain")
+    profile = estimate(graph, "null")
+    assert lower_bound(StepRequest(graph, profile, budget=4096)).step_ms == math.inf
+
+
+def test_of_large_graphs_it_is_the_compute_time_and_says_so(monkeypatch):
+    graph = small("chain")
+    profile = estimate(graph, "null")
+    request = StepRequest(graph, profile)
+    least = minimum_budget(request)
+    monkeypatch.setattr(programme, "MOST_ABSENCES", 3)
+    found = lower_bound(request.within(least))
+    assert found.step_ms == pytest.approx(unbounded(graph, profile).prediction.step_ms)
+    assert "more than 3" in found.reason

@@ -1,0 +1,96 @@
+"""Whole or in parts: chosen by what is predicted, and said why."""
+
+import pytest
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.ir.optimizers import Sgd
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.split_parts import largest_rows, parts_by_bytes
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.splitting import (
+    SplitStep,
+    couples_batch,
+    parts_for,
+    plan_splitting,
+)
+from mucudnn.studies.memory_study import IN_PARTS, StepSpec, study_memory
+
+
+def network(batch, *, norm):
+    g = GraphBuilder()
+    x = g.input("image", (batch, 4, 64, 64))
+    for channels in (16, 8):
+        x = g.conv(x, channels, 3, padding=1)
+        x = g.relu(g.batch_norm(x) if norm else x)
+    x = g.flatten(g.global_avg_pool(x))
+    label = g.input("label", (batch,), "int64")
+    return training_graph(g.build(g.softmax_cross_entropy(g.linear(x, 3), label)))
+
+
+def step(budget, *, norm=True, batch=4):
+    return SplitStep(
+        network(batch, norm=norm),
+        lambda graph: with_updates(graph, Sgd(0.1)),
+        lambda graph: estimate(graph, "h200"),
+        lambda graph, profile: StepRequest(graph, profile, budget=budget),
+    )
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_parts_need_less_and_are_chosen_where_whole_does_not_fit(norm):
+    roomy = plan_splitting(step(1 << 40, norm=norm))
+    assert roomy.chosen.parts == 1
+    assert len(roomy.tried) == 1
+    least = roomy.tried[0].least_bytes
+    tight = plan_splitting(step(0.6 * least, norm=norm))
+    assert tight.chosen.parts > 1
+    assert tight.tried[0].plan is None
+    assert tight.chosen.plan.peak_bytes <= 0.6 * least
+    assert "whole it does not fit" in tight.reason
+    assert {s.parts for s in tight.chosen.segments} >= {tight.chosen.parts}
+    assert tight.fused is not norm
+    assert tight.to_json()["parts"] == tight.chosen.parts
+    assert len(tight.lines) == 1 + len(tight.tried) + len(tight.chosen.segments)
+
+
+def test_a_number_of_parts_is_taken_and_none_is_whole():
+    assert plan_splitting(step(1 << 40), 2).chosen.parts == 2
+    assert plan_splitting(step(1 << 40), 99).chosen.parts == 4
+    assert plan_splitting(step(1 << 40), "none").chosen.parts == 1
+
+
+def test_what_fits_no_way_names_the_least_budget_of_all():
+    with pytest.raises(PlanningError, match="neither whole nor in parts") as refused:
+        plan_splitting(step(1000, norm=False))
+    found = plan_splitting(step(refused.value.least_bytes, norm=False))
+    assert found.chosen.plan.peak_bytes <= refused.value.least_bytes
+
+
+def test_parts_follow_sizes_where_the_batch_is_coupled():
+    coupled, free = network(16, norm=True), network(16, norm=False)
+    assert couples_batch(coupled)
+    assert not couples_batch(free)
+    assert parts_for(free, 4) == 4
+    parts = parts_by_bytes(coupled, largest_rows(coupled) / 4, most=4)
+    assert set(parts.values()) == {4} or {1, 4} <= set(parts.values())
+    with pytest.raises(ValueError, match="limit"):
+        parts_by_bytes(coupled, 0)
+
+
+def test_the_memory_study_has_steps_in_parts_as_one_more_technique():
+    spec = StepSpec(model="lenet", batch=512)
+    least = study_memory(spec, policies=["planned"], budget="64MiB").minimum
+    study = study_memory(spec, policies=["planned"], budget=int(0.8 * least), split=2)
+    assert [t.policy for t in study.techniques] == ["planned", IN_PARTS]
+    assert study.best.policy == IN_PARTS
+    assert study.minimum < least
+    assert study.placed is not None
+    assert study.to_json()["splitting"]["parts"] > 1
+
+
+def test_the_cpu_is_measured():
+    with pytest.raises(ValueError, match="measured"):
+        study_memory(StepSpec(model="lenet", batch=4, device="cpu"), split="auto")

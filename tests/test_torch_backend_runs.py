@@ -1,0 +1,439 @@
+"""Whatever is called in whatever order: sizes, breaks, threads, errors, and no leak."""
+
+import contextlib
+import copy
+import gc
+import math
+import mmap
+import threading
+import warnings
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  (where there is PyTorch)
+from torch.nn import functional  # noqa: E402
+
+import mucudnn.torch as mt  # noqa: E402
+from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
+from mucudnn.torch.capture.halves import Half  # noqa: E402
+from mucudnn.torch.execution import copies  # noqa: E402
+from mucudnn.torch.measure import measured  # noqa: E402
+from tests.torch_backends import (  # noqa: E402
+    WithLoss,
+    differing,
+    observed,
+    one_backward,
+    one_thread_and_a_fresh_compiler,  # noqa: F401  (a fixture)
+)
+from tests.torch_steps import build  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    # Of PyTorch's own modules, as Dynamo imports and traces them.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def made(name, budget=None, **options):
+    """A model with its loss, compiled; its backend; a batch."""
+    model, loss_fn, batch = build(name)
+    torch._dynamo.reset()
+    backend = mt.backend(budget=budget)
+    both = WithLoss(model, loss_fn)
+    return both, torch.compile(both, backend=backend, **options), backend, batch
+
+
+def least_budget(name):
+    _, call, _, batch = made(name, 0)
+    with pytest.raises(PlanningError) as caught:
+        call(*batch)
+    return caught.value.least_bytes
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_a_ragged_last_batch_has_a_plan_of_its_own(dynamic):
+    model, loss_fn, (x, y) = build("mlp")
+    both = WithLoss(model, loss_fn)
+    sizes = [128, 96, 128, 96, 1, 128, 1]
+    wanted = {
+        n: observed(both, one_backward, both, (x[-n:], y[-n:])) for n in set(sizes)
+    }
+    both, call, backend, _ = made("mlp", "2MiB", dynamic=dynamic)
+    for n in sizes:
+        found = observed(both, one_backward, call, (x[-n:], y[-n:]))
+        assert not differing(found, wanted[n])
+    assert len(backend.plans) == len(wanted)
+    peaks = [plan.peak_bytes for plan in backend.plans]
+    assert peaks == sorted(peaks, reverse=True)
+    if not dynamic:
+        assert "graph 0/0" in backend.plans[0].name
+    if dynamic is not False:
+        assert "at 96" in backend.plans[1].name
+    assert "test_torch_backend_runs" not in backend.plans[0].name  # the model's line
+    assert "torch_backends.py" in str(backend.plans[0])
+
+
+def test_more_sizes_than_recompilations_and_an_end_to_numbers(monkeypatch):
+    _, call, backend, (x, y) = made("mlp")
+    sizes = range(20, 20 + torch._dynamo.config.recompile_limit + 2)
+    for n in sizes:
+        one_backward(call, x[:n], y[:n])
+    assert len(backend.plans) == len(sizes)
+    monkeypatch.setattr("mucudnn.torch.capture.sizes._MOST", len(sizes) - 1)
+    with pytest.raises(UnsupportedError, match=r"now there are 64.*pad batches"):
+        call(x[:64], y[:64])
+    one_backward(call, x[:21], y[:21])
+
+
+class Scaled(nn.Linear):
+    """With numbers: one from the caller, one that depends on data."""
+
+    def forward(self, x, number):
+        y = super().forward(x) * number
+        return (y * x.sum().item()).square().mean(), x.shape[0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own look at it
+@pytest.mark.parametrize(("numbers", "plans"), [((0.5, 2.5, 3.5), 4), ((2, 3, 2), 4)])
+def test_numbers_that_change(numbers, plans):
+    torch.manual_seed(0)
+    model, x = Scaled(16, 16), torch.randn(8, 16)
+    backend = mt.backend(budget="1MiB")
+    call = torch.compile(model, backend=backend)
+    for number in (*numbers, *numbers):
+        found = []
+        for function in (model, call):
+            model.zero_grad()
+            loss, size = function(x, number)
+            loss.backward()
+            assert size == 8
+            found.append([loss, model.weight.grad, model.bias.grad])
+        assert all(map(torch.equal, *found))
+    assert len(backend.plans) <= plans
+
+
+class Broken(nn.Module):
+    """Three graphs: Python looks at values between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        first, second, third = self.layers
+        x = self.drop(torch.relu(first(x)))
+        torch._dynamo.graph_break()
+        x = self.drop(torch.relu(second(x)))
+        torch._dynamo.graph_break()
+        return third(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own look at it
+def test_graphs_of_one_model_keep_the_budget_each_and_say_so():
+    def fresh():
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        return Broken(), (torch.randn(128, 64),)
+
+    model, batch = fresh()
+    wanted = observed(model, one_backward, model, batch)
+    model, batch = fresh()
+    backend = mt.backend(budget="200KiB")
+    call = torch.compile(model, backend=backend)
+    words = r"several graphs.*graph 0/0 \(.*runs.py.*keeps the budget of 200.0 KiB for"
+    with pytest.warns(UserWarning, match=words) as caught:
+        found = observed(model, one_backward, call, batch)
+    assert len([w for w in caught if "several graphs" in str(w.message)]) == 1
+    assert not differing(found, wanted)
+    assert not differing(observed(model, one_backward, call, batch), wanted)
+    assert len(backend.plans) == len({plan.name for plan in backend.plans}) == 3
+    assert backend.peak_bytes == sum(plan.peak_bytes for plan in backend.plans)
+    model, batch = fresh()
+    for budget in (None, "1MiB"):  # no promise to be careful with; one that holds
+        torch._dynamo.reset()
+        call = torch.compile(model, backend=mt.backend(budget=budget))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            one_backward(call, *batch)
+        assert not [w for w in caught if "several graphs" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        pytest.param("cnn", marks=pytest.mark.slow),
+        pytest.param("gpt", marks=pytest.mark.slow),
+    ],
+)
+def test_a_graph_that_is_retained_may_be_gone_through_again(name):
+    for budget in (None, least_budget(name)):
+        both, call, _, batch = made(name, budget)
+        torch.manual_seed(1)
+        one_backward(both, *batch)
+        wanted = [p.grad.clone() for p in both.parameters()]
+        torch.manual_seed(1)
+        loss = call(*batch)
+        for again in (True, True, False):
+            both.zero_grad()
+            loss.backward(retain_graph=again)
+            found = [p.grad for p in both.parameters()]
+            assert all(map(torch.equal, found, wanted))
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+
+
+def tensors():
+    """How many are alive, and their bytes."""
+    gc.collect()
+    alive = [o for o in gc.get_objects() if type(o) is torch.Tensor]
+    return len(alive), sum(o.untyped_storage().nbytes() for o in alive)
+
+
+def resident_pages():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+
+def test_a_thousand_forward_passes_leave_nothing(monkeypatch):
+    budget = least_budget("mlp")
+    hosts = weakref.WeakSet()
+
+    class Counted(mmap.mmap):
+        def __init__(self, *_):
+            hosts.add(self)
+
+    monkeypatch.setattr(copies.mmap, "mmap", Counted)
+    both, call, backend, batch = made("mlp", budget)
+    one_backward(call, *batch)
+    assert backend.plans[0].leaving
+    before, pages = tensors(), resident_pages()
+    for _ in range(1000):
+        call(*batch)
+    assert tensors() == before
+    assert resident_pages() - pages < 2 << 20 >> 12
+    assert not hosts
+    pending = [call(*batch) for _ in range(3)]
+    assert len(hosts) == 3 * len(backend.plans[0].leaving)
+    del pending
+    assert not hosts
+    both.eval()
+    with torch.no_grad():
+        assert not call(*batch).requires_grad
+    both.train()
+    one_backward(call, *batch)
+
+
+def test_three_steps_under_way_end_in_any_order():
+    budget = least_budget("gpt")
+    both, call, _, batch = made("gpt", budget)
+    batches = [(batch[0].roll(k, 0), batch[1]) for k in range(3)]
+
+    def gradients(function, order):
+        torch.manual_seed(1)
+        losses = [function(*b) for b in batches]
+        found = []
+        for k in order:
+            both.zero_grad()
+            losses[k].backward()
+            found.append([p.grad for p in both.parameters()])
+        return [g for k in range(3) for g in found[order.index(k)]]
+
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        wanted = gradients(both, order)
+        assert all(map(torch.equal, gradients(call, order), wanted))
+
+
+def test_copies_and_compiling_twice():
+    both, call, backend, batch = made("mlp", "2MiB")
+    wanted = observed(both, one_backward, both, batch)
+    assert not differing(observed(both, one_backward, call, batch), wanted)
+    copied = copy.deepcopy(call)
+    found = observed(copied._orig_mod, one_backward, copied, batch)
+    assert not differing(found, wanted)
+    twice = torch.compile(call, backend=backend)
+    assert not differing(observed(both, one_backward, twice, batch), wanted)
+    assert copy.copy(backend).plans == []
+
+
+def in_threads(*functions):
+    """Run functions at once; their results in order."""
+    found = [None] * len(functions)
+
+    def run(i):
+        found[i] = functions[i]()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_two_threads_at_once(dynamic):
+    budget = least_budget("mlp")
+    both, call, _, (x, y) = made("mlp", budget, dynamic=dynamic)
+    replicas = [copy.deepcopy(both) for _ in range(2)]
+
+    def work(function, k):
+        def run():
+            found = []
+            for _ in range(10):
+                both = replicas[k]
+                both.zero_grad()
+                loss = function(both, x[k::2], y[k::2])
+                loss.backward()
+                found = [loss.detach(), *(p.grad.clone() for p in both.parameters())]
+            return found
+
+        return run
+
+    def plain(model, *batch):
+        return model(*batch)
+
+    planned = torch.compile(plain, backend=mt.backend(budget=budget), dynamic=dynamic)
+    wanted = in_threads(work(plain, 0), work(plain, 1))
+    found = in_threads(work(planned, 0), work(planned, 1))
+    for some, others in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, some, others))
+    loss = call(x, y)  # and a backward pass in another thread than its forward pass
+    in_threads(loss.backward)
+    found = [p.grad.clone() for p in both.parameters()]
+    both.zero_grad()
+    both(x, y).backward()
+    assert all(map(torch.equal, found, [p.grad for p in both.parameters()]))
+
+
+class Failing(torch.utils._python_dispatch.TorchDispatchMode):
+    """Lets so many operations run, then raises."""
+
+    def __init__(self, after, error):
+        super().__init__()
+        self.left, self.error = after, error
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not self.left:
+            raise self.error
+        self.left -= 1
+        return function(*args, **(kwargs or {}))
+
+
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = functional.dropout(functional.gelu(layer(x)), 0.5)
+        return x.square().mean()
+
+
+def by_a_slow_link(lowered):
+    """Costs with which it is better to compute again."""
+    times = {n.name: 1.0 if n.traits.expensive else 0.01 for n in lowered.graph.nodes}
+    return replace(
+        measured(lowered), node_ms=times, out_bytes_per_ms=1e3, in_bytes_per_ms=1e3
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("full"),
+        pytest.param(KeyboardInterrupt(), marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_in_the_middle_of_a_step_leaves_nothing(error, monkeypatch):
+    torch.manual_seed(0)
+    model, batch = Drops(), [torch.randn(256, 64)]
+    wanted = observed(model, one_backward, model, batch)
+    free = mt.CompileBackend(math.inf)
+    one_backward(torch.compile(model, backend=free), *batch)
+    torch._dynamo.reset()
+    backend = mt.CompileBackend(0.75 * free.peak_bytes, by_a_slow_link)
+    call = torch.compile(model, backend=backend)
+    assert not differing(observed(model, one_backward, call, batch), wanted)
+    assert any("dropout" in name for name in backend.plans[0].recomputed)
+    model.zero_grad()
+    before = tensors()
+    torch.manual_seed(3)
+    call(*batch)
+    state = torch.get_rng_state().numpy().copy()
+    mode, run = contextlib.nullcontext(), Half.run
+
+    def failing_run(half, args):
+        with mode:
+            return run(half, args)
+
+    monkeypatch.setattr(Half, "run", failing_run)
+    reached = 0
+    for after in range(1000):
+        torch.manual_seed(3)
+        loss = None
+        mode = Failing(after, error)
+        try:
+            loss = call(*batch)
+            loss.backward()
+        except type(error) as e:
+            e.__traceback__ = None
+            reached += 1
+        if loss is not None:  # in the backward pass: what is drawn again is undone
+            assert np.array_equal(torch.get_rng_state().numpy(), state)
+        model.zero_grad()
+        if mode.left:
+            break
+    del loss
+    mode = contextlib.nullcontext()
+    assert reached > 40
+    assert tensors() == before
+    assert not differing(observed(model, one_backward, call, batch), wanted)
+
+
+def test_errors_name_the_operation_and_the_users_line():
+    @torch.library.custom_op("mucudnn_tests::doubled", mutates_args=("x",))
+    def doubled(x: torch.Tensor) -> None:
+        x.mul_(2)
+
+    class Changing(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            with torch.no_grad():
+                z = y.detach().clone()
+                torch.ops.mucudnn_tests.doubled(z)
+            return (y * z).sum()
+
+    model = Changing(4, 4)
+    call = torch.compile(model, backend=mt.backend(budget="1MiB"), fullgraph=True)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError) as caught:
+            call(torch.ones(2, 4))
+        assert "auto_functionalized" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert f"({__file__}:" in str(caught.value)
+
+
+def test_a_sparse_gradient_is_refused():
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
+    call = torch.compile(model, backend=mt.backend(budget="1MiB"))
+    with pytest.raises(UnsupportedError, match=r"sparse_coo; only dense tensors"):
+        call(torch.tensor([1, 2]))
+
+
+def test_no_setting_hides_a_budget_that_is_too_small():
+    _, call, _, batch = made("mlp", 1000)
+    with torch._dynamo.config.patch(suppress_errors=True):
+        for _ in range(2):
+            with pytest.raises(PlanningError, match="the least budget that works is"):
+                call(*batch)
+    with torch.no_grad():
+        call(*batch)

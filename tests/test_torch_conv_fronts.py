@@ -1,0 +1,294 @@
+"""Convolutions of planned PyTorch steps: other ways to run them, in promised bytes."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from mucudnn import AlgoPerf, ConvPlan, Tuner
+from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.runtime.tuning.timing import Timing
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  (where there is PyTorch)
+from torch.nn import functional  # noqa: E402
+
+import mucudnn.torch as mt  # noqa: E402
+from mucudnn.torch.capture.whole_step import StepParts, capture_step  # noqa: E402
+from mucudnn.torch.compiled import compile_graph  # noqa: E402
+from mucudnn.torch.conv import fronts as conv_fronts  # noqa: E402
+from mucudnn.torch.conv.algorithm import TORCH  # noqa: E402
+from mucudnn.torch.conv.sites import Site, is_native, with_plans  # noqa: E402
+from mucudnn.torch.measure import evaluate, measured  # noqa: E402
+from mucudnn.torch.measurement.cpu import CpuMeter  # noqa: E402
+from mucudnn.torch.step import planner_of  # noqa: E402
+from tests.torch_calls import tuner  # noqa: E402
+from tests.torch_steps import real_peak  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    # PyTorch's allocator says so when a profiler begins, once a process.
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+]
+
+CASES = [
+    (torch.float32, torch.channels_last),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (torch.float64, torch.contiguous_format),
+            (torch.float32, torch.contiguous_format),
+            (torch.float64, torch.channels_last),
+        )
+    ),
+]
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums in a fixed order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def gain_by_memory(monkeypatch):
+    """Whatever takes more memory is faster, and PyTorch's own kernel the slowest."""
+
+    def timed(runs, device, rule):
+        assert all(run() is None for run in runs)
+        return [Timing(100.0 - i if i else 200.0, 0.0, 1) for i in range(len(runs))]
+
+    monkeypatch.setattr(conv_fronts, "measure_together", timed)
+    rule = replace(conv_fronts._RULE, hopeless=float("inf"))
+    monkeypatch.setattr(conv_fronts, "_RULE", rule)
+
+
+def dividing():
+    return tuner(native=True, batch_policy="powers_of_two")
+
+
+def network(dtype, form=torch.contiguous_format):
+    """Its first convolution needs no gradient of its input, its last has two axes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 5, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=2, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 4, 3, stride=2),
+        nn.Flatten(),
+        nn.Linear(4 * 9 * 9, 5),
+    )
+    x = torch.randn(4, 3, 8, 8, dtype=dtype)
+    return model.to(dtype).to(memory_format=form), (
+        x.to(memory_format=form),
+        torch.arange(4),
+    )
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+
+def eager(dtype, form, steps=3):
+    model, (x, y) = network(dtype, form)
+    optimizer = sgd(model)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, model.state_dict()
+
+
+def planned_step(dtype, form, budget, one):
+    model, batch = network(dtype, form)
+    step = mt.train_step(
+        model,
+        functional.cross_entropy,
+        sgd(model),
+        budget=budget,
+        tuner=one,
+        cache=None,
+    )
+    return model, batch, step
+
+
+def least_budget(dtype, form, one):
+    _, batch, step = planned_step(dtype, form, 0, one)
+    with pytest.raises(PlanningError, match="least budget") as caught:
+        step.prepare(*batch)
+    return caught.value.least_bytes
+
+
+def assert_close(found, wanted, dtype):
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("gain_by_memory")
+@pytest.mark.parametrize(("dtype", "form"), CASES)
+def test_steps_are_eager_ones_in_the_bytes_that_are_promised(dtype, form):
+    losses, state = eager(dtype, form)
+    one = dividing()
+    chosen = []
+    for budget in (None, least_budget(dtype, form, one)):
+        model, batch, step = planned_step(dtype, form, budget, one)
+        for wanted in losses:
+            assert_close(step(*batch), wanted, dtype)
+        assert_close(dict(model.state_dict()), dict(state), dtype)
+        plan = step.plan
+        beyond = real_peak(lambda step=step, batch=batch: step(*batch))
+        assert budget is None or plan.peak_bytes <= budget
+        assert 0 < beyond <= plan.peak_bytes - plan.resident_bytes
+        assert f"{len(plan.convolutions)} convolutions: " in str(plan)
+        chosen.append(plan.convolutions)
+    free, tight = chosen
+    assert len(free) == 3 + 5  # without the gradient of the batch
+    assert not any(map(is_native, free.values()))
+    assert any(plan.divided for plan in tight.values())
+    wide = {name: plan.workspace for name, plan in free.items()}
+    narrow = {name: plan.workspace for name, plan in tight.items()}
+    assert sum(narrow.values()) < sum(wide.values())
+
+
+def test_what_native_kernels_do_not_fit_is_planned():
+    dtype, form = torch.float64, torch.contiguous_format  # which PyTorch lowers whole
+    native = least_budget(dtype, form, None)
+    tight = least_budget(dtype, form, dividing())
+    assert tight < native
+
+
+def lowered_network(dtype=torch.float64, form=torch.contiguous_format):
+    model, batch = network(dtype, form)
+    optimizer = sgd(model)
+    captured = capture_step(model, functional.cross_entropy, optimizer, batch)
+    return planner_of(captured, StepParts.of(model, optimizer), measured)
+
+
+def test_fronts_have_what_is_really_allocated():
+    planner = lowered_network()
+    one = dividing()
+    profile = conv_fronts.with_fronts(planner.lowered, planner.profile, one)
+    assert profile.fronts.keys().isdisjoint(profile.workspaces)
+    for name, front in profile.fronts.items():
+        site = Site.of(planner.lowered, planner.lowered.graph.by_name[name])
+        sizes = [plan.workspace for plan in front]
+        times = [plan.time_ms for plan in front]
+        assert sizes == sorted(set(sizes))
+        assert times == sorted(set(times), reverse=True)
+        assert profile.node_ms[name] == times[-1]
+        for plan in front:
+            call = site.bound(one.backend, plan)
+            operands = [conv_fronts._made(layout) for layout in site.operands]
+            run = partial(evaluate, call, operands)
+            (most,) = CpuMeter().most_bytes([lambda run=run: run])
+            assert most - site.result_bytes == plan.workspace
+            for found, wanted in zip(
+                evaluate(call, operands), evaluate(site.call, operands), strict=True
+            ):
+                assert_close(found, wanted, torch.float64)
+
+
+def test_what_would_lie_otherwise_stays_pytorchs():
+    planner = lowered_network()
+    lowered = planner.lowered
+    turned = {
+        name: replace(layout, stride=(1, *layout.stride[1:]))
+        for name, layout in lowered.layouts.items()
+        if name.startswith("convolution")
+    }
+    other = replace(lowered, layouts={**lowered.layouts, **turned})
+    profile = conv_fronts.with_fronts(other, planner.profile, dividing())
+    assert profile is planner.profile
+
+
+def test_a_tuner_that_cannot_measure_leaves_it_to_pytorch(monkeypatch):
+    planner = lowered_network()
+    one = dividing()
+
+    def refuses(self, problem):
+        raise UnsupportedError("not today")
+
+    monkeypatch.setattr(Tuner, "measure", refuses)
+    profile = conv_fronts.with_fronts(planner.lowered, planner.profile, one)
+    assert all(
+        len(front) == 1 and is_native(front[0]) for front in profile.fronts.values()
+    )
+
+
+def test_a_second_run_of_a_node_has_a_plan_of_its_own():
+    lowered = lowered_network().lowered
+    backend = mt.cpu_backend()
+    problem = Site.of(lowered, lowered.graph.by_name["convolution"]).problem
+
+    def plan(algo, *batches):
+        perf = AlgoPerf(algo=algo, batch=1, time_ms=1.0, workspace=0)
+        return ConvPlan(problem, tuple(replace(perf, batch=b) for b in batches))
+
+    plans = {"convolution": plan(TORCH, 4), "convolution~1": plan("GEMM", 1, 3)}
+    calls = with_plans(lowered, plans, backend).planned
+    assert calls["convolution"] is lowered.calls["convolution"]
+    assert calls["convolution~1"].function is not lowered.calls["convolution"].function
+
+
+def test_plans_run_where_the_tensors_are_whatever_the_default_device():
+    lowered = lowered_network().lowered
+    with torch.device("meta"):
+        site = Site.of(lowered, lowered.graph.by_name["convolution"])
+        perf = AlgoPerf(algo="GEMM", batch=2, time_ms=1.0, workspace=0)
+        call = site.bound(mt.cpu_backend(), ConvPlan(site.problem, (perf, perf)))
+        operands = [conv_fronts._made(layout) for layout in site.operands]
+        (found,) = evaluate(call, operands)
+        (wanted,) = evaluate(site.call, operands)
+    assert_close(found, wanted, torch.float64)
+
+
+def test_data_types_that_are_not_ours_stay_pytorchs():
+    planner = lowered_network(torch.bfloat16)
+    profile = conv_fronts.with_fronts(planner.lowered, planner.profile, dividing())
+    assert profile is planner.profile
+
+
+@pytest.mark.usefixtures("gain_by_memory")
+@pytest.mark.parametrize("by_options", [True, False])
+def test_compiled_models_choose_too(by_options):
+    dtype = torch.float64
+    model, (x, y) = network(dtype)
+    loss = functional.cross_entropy(model(x), y)
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    one = dividing()
+    backend = mt.backend(tuner=one, cache=None)
+    torch._dynamo.reset()
+    given = partial(compile_graph, options={"tuner": one}) if by_options else backend
+    compiled = torch.compile(model, backend=given)
+    found = functional.cross_entropy(compiled(x), y)
+    grads = torch.autograd.grad(found, list(model.parameters()))
+    assert_close(found, loss, dtype)
+    assert_close(grads, wanted, dtype)
+    if not by_options:
+        (plan,) = backend.plans
+        assert not any(map(is_native, plan.plan.plans.values()))
+
+
+def test_mistakes_are_said():
+    model, _ = network(torch.float32)
+    given = model, functional.cross_entropy, sgd(model)
+    for refuse in (
+        lambda one: mt.train_step(*given, tuner=one),
+        lambda one: mt.backend(tuner=one),
+        lambda one: compile_graph(None, [], options={"tuner": one})(),
+    ):
+        with pytest.raises(ValueError, match="cpu_backend"):
+            refuse(Tuner(cache=None))
+        with pytest.raises(TypeError, match="must be a Tuner, got str"):
+            refuse("64MiB")

@@ -1,0 +1,201 @@
+"""What a PyTorch step needs on a device, without running it."""
+
+import re
+
+import pytest
+
+from mucudnn.errors import PlanningError, UnsupportedError
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  (where there is PyTorch)
+
+import mucudnn.torch as mt  # noqa: E402
+from mucudnn.ir.devices import get_device  # noqa: E402
+from mucudnn.studies.memory_study import study_memory  # noqa: E402
+from mucudnn.torch.measure import estimated  # noqa: E402
+from mucudnn.torch.step import TrainStep  # noqa: E402
+from tests.torch_steps import build  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+]
+
+H200 = "h200"
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), 1e-3)
+
+
+def study_of(name, **options):
+    model, loss_fn, batch = build(name)
+    return mt.memory(model, loss_fn, batch, adamw(model), **options)
+
+
+def least_of(model, loss_fn, batch, optimizer):
+    """What `train_step` says it needs, with the same figures."""
+
+    def costs(lowered):
+        return estimated(lowered, get_device(H200))
+
+    step = TrainStep(model, loss_fn, optimizer, 0, costs)
+    with pytest.raises(PlanningError) as caught:
+        step.prepare(*batch)
+    return caught.value.least_bytes
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
+def test_it_is_what_train_step_plans_for(name):
+    model, loss_fn, batch = build(name)
+    optimizer = adamw(model)
+    study = mt.memory(model, loss_fn, batch, optimizer, device=H200)
+    assert study.least_budget < study.unlimited_bytes
+    assert not optimizer.state  # and nothing was made for it
+    assert study.least_budget == least_of(model, loss_fn, batch, optimizer)
+    assert study.plan(study.least_budget).peak_bytes <= study.least_budget
+    # An optimizer that has its state needs the same.
+    again = mt.memory(model, loss_fn, batch, optimizer, device=H200)
+    assert again.least_budget == study.least_budget
+
+
+def test_measured_here_it_is_train_steps_budget():
+    model, loss_fn, batch = build("mlp")
+    study = mt.memory(model, loss_fn, batch, adamw(model), device="cpu")
+    step = mt.train_step(model, loss_fn, adamw(model), budget=study.least_budget)
+    step(*batch)
+    assert step.plan.peak_bytes <= study.least_budget
+    step = mt.train_step(model, loss_fn, adamw(model), budget=study.least_budget - 64)
+    with pytest.raises(PlanningError):
+        step(*batch)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_models_without_data_need_as_much(name):
+    wanted = study_of(name)
+    with torch.device("meta"):
+        found = study_of(name)
+    assert found.least_budget == wanted.least_budget
+    assert found.unlimited_bytes == wanted.unlimited_bytes
+
+
+def test_a_model_larger_than_any_memory():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1 << 18, 1 << 18) for _ in range(4)))
+        x = torch.empty(16, 1 << 18)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    study = mt.memory(model, lambda y: y.square().mean(), (x,), optimizer)
+    weights = 4 * 4 * (1 << 36)
+    assert weights < study.least_budget < 2 * weights
+
+
+def test_the_largest_batch_fits_and_the_next_does_not():
+    model, loss_fn, batch = build("mlp")
+    study = mt.memory(model, loss_fn, batch, adamw(model), device=H200)
+    budget = 3 * study.least_budget
+    most = study.max_batch(budget)
+    assert most > len(batch[0])
+
+    def needs(size):
+        other = [t.new_zeros((size, *t.shape[1:])) for t in batch]
+        return least_of(model, loss_fn, other, adamw(model))
+
+    assert needs(most) <= budget < needs(most + 1)
+    with pytest.raises(PlanningError, match="a batch of one needs") as caught:
+        study.max_batch(1000)
+    assert study.max_batch(caught.value.least_bytes) >= 1
+
+
+def test_less_memory_costs_no_less_time():
+    study = study_of("mlp")
+    budgets = list(study.curve)
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[0] == study.unlimited_bytes
+    assert budgets[-1] == study.least_budget
+    times = list(study.curve.values())
+    assert times[0] == pytest.approx(1)
+    assert times == sorted(times)
+    text = str(study)
+    assert "NVIDIA H200" in text
+    assert len(text.splitlines()) == 1 + len(budgets)
+
+
+def test_techniques_are_compared_on_it():
+    study = study_of("mlp")
+    found = study_memory(
+        study.described(),
+        policies=("keep_all", "planned"),
+        budget=study.least_budget,
+        min_budget=True,
+    )
+    assert found.minimum == study.least_budget
+    assert found.min_budget["keep_all"] == study.unlimited_bytes
+    kept, ours = found.techniques
+    assert not kept.fits
+    assert ours.peak_bytes <= study.least_budget
+    assert found.parameters == 64 * 256 + 256 * 256 + 256 * 10 + 522
+    with pytest.raises(ValueError, match="has its costs"):
+        study_memory(study.described(), device="cpu")
+
+
+def test_a_report_and_a_notebooks_cell():
+    study = study_of("mlp")
+    page = study.report("1.6MiB")
+    assert page.startswith("<!DOCTYPE html>")
+    assert "1.6 MiB" in page
+    assert "AdamW" in page
+    assert len(re.findall("<svg", page)) >= 3
+    cell = study._repr_html_()
+    assert cell.startswith("<div")
+    assert "<svg" in cell
+
+
+def test_the_optimizers_hooks_are_counted():
+    """What clips gradients needs all of them at once, unless they leave."""
+
+    def clip(optimizer, args, kwargs):
+        del args, kwargs
+        parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    model, loss_fn, batch = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    bare = mt.memory(model, loss_fn, batch, optimizer).unlimited_bytes
+    optimizer.register_step_pre_hook(clip)
+    clipped = mt.memory(model, loss_fn, batch, optimizer)
+    assert clipped.unlimited_bytes > bare
+    assert clipped.least_budget == least_of(model, loss_fn, batch, optimizer)
+
+
+def test_bad_input():
+    model, loss_fn, (x, y) = build("mlp")
+    optimizer = adamw(model)
+    with pytest.raises(ValueError, match=r"unknown device 'abacus'.*h200"):
+        mt.memory(model, loss_fn, (x, y), optimizer, device="abacus")
+    with pytest.raises(TypeError, match=r"a batch is wanted, such as \(x, y\)"):
+        mt.memory(model, loss_fn, x, optimizer)
+    with pytest.raises(TypeError, match="the example has a int"):
+        mt.memory(model, loss_fn, (x, 3), optimizer)
+    with pytest.raises(TypeError, match="the example is empty"):
+        mt.memory(model, loss_fn, (), optimizer)
+    with pytest.raises(TypeError, match="the optimizer is a str"):
+        mt.memory(model, loss_fn, (x, y), "adamw")
+    with pytest.raises(TypeError, match="the model is a function"):
+        mt.memory(loss_fn, loss_fn, (x, y), optimizer)
+    with pytest.raises(TypeError, match="loss_fn is a NoneType"):
+        mt.memory(model, None, (x, y), optimizer)
+    with pytest.raises(ValueError, match="group 0 is not the model's"):
+        mt.memory(nn.Linear(64, 10), loss_fn, (x, y), optimizer)
+    study = mt.memory(
+        model, lambda out, t, w: out.mean() * w, (x, y, x[0, 0]), optimizer
+    )
+    assert study.least_budget
+    with pytest.raises(ValueError, match=r"\(128, 64\), \(128,\), \(\)"):
+        study.max_batch("1GiB")
+
+    def deciding(out, target):
+        return out.sum() if out.sum().item() > 0 else -out.sum()
+
+    with pytest.raises(UnsupportedError, match="only a run has"):
+        _ = mt.memory(model, deciding, (x, y), optimizer).least_budget

@@ -1,0 +1,133 @@
+"""Networks that people train, planned: eager mode's bits, and a peak that is kept."""
+
+from importlib.util import find_spec
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
+from bench.torch.nodes import NodeTable  # noqa: E402
+from bench.torch.rivals import WithLoss  # noqa: E402
+from bench.torch.zoo import ZOO  # noqa: E402
+from mucudnn.errors import PlanningError  # noqa: E402
+from mucudnn.torch.compiled import CompileBackend  # noqa: E402
+from tests.torch_steps import real_peak  # noqa: E402
+from tests.torch_zoo import (  # noqa: E402
+    SMALL,
+    Steps,
+    adamw,
+    build,
+    different,
+    eager,
+    sgd,
+)
+
+pytestmark = [
+    pytest.mark.torch,
+    # PyTorch's allocator says so when a profiler begins, once a process.
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+    # Of PyTorch's own modules and timm's, as they are imported and traced.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)
+"""Of what there is between the least budget and what is needed without one."""
+
+SEVERAL = [
+    *(pytest.param(name, 3) for name in SMALL),
+    *(pytest.param(name, 10, marks=pytest.mark.slow) for name in ZOO),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums in a fixed order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def needs_packages(name):
+    if name in ZOO and not all(map(find_spec, ("torchvision", "timm"))):
+        pytest.skip("needs torchvision and timm: the extra zoo")
+
+
+def gradients(name, call_of):
+    """Of one step, with buffers after it."""
+    torch._dynamo.reset()
+    case = build(name)
+    call = call_of(case)
+    torch.manual_seed(1)
+    call(*case.batch).backward()
+    found = {name: p.grad for name, p in case.model.named_parameters()}
+    return found | dict(case.model.named_buffers())
+
+
+def compiled(case, budget, table):
+    """A case with its loss as one function, and the backend that plans it."""
+    torch._dynamo.reset()
+    backend = CompileBackend(budget, table)
+    return torch.compile(WithLoss(case), backend=backend, fullgraph=True), backend
+
+
+def kept(steps, wanted, budget, count):
+    """A step that trains as eager PyTorch does, in bytes that were promised."""
+    found, step, batch = steps.trained(budget, count)
+    assert different(found, wanted) == []
+    plan = step.plan
+    assert plan.peak_bytes <= budget
+    beyond = real_peak(lambda: step(*batch))
+    assert 0 < beyond <= plan.peak_bytes - plan.resident_bytes
+    return plan
+
+
+@pytest.mark.parametrize(("name", "count"), SEVERAL)
+def test_steps_are_eager_ones_within_every_budget(name, count):
+    optimizer_of = adamw if name in ("vit", "small gpt") else sgd
+    needs_packages(name)
+    wanted = eager(name, optimizer_of, count)
+    steps = Steps(name, optimizer_of)
+    most = kept(steps, wanted, float("inf"), count).peak_bytes
+    least = steps.least_budget()
+    assert least < most
+    for share in SHARES if name in ZOO else (0.3, 0.0):
+        kept(steps, wanted, int(least + share * (most - least)), count)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["small unet", *(pytest.param(name, marks=pytest.mark.slow) for name in ZOO)],
+)
+def test_compiled_gradients_are_eager_ones_within_a_budget(name):
+    needs_packages(name)
+    wanted = gradients(name, WithLoss)
+    table = NodeTable()
+    with pytest.raises(PlanningError) as caught:
+        gradients(name, lambda case: compiled(case, 0, table)[0])
+    least = caught.value.least_bytes
+    for budget in (float("inf"), 2 * least, least):
+        found = gradients(name, lambda case, b=budget: compiled(case, b, table)[0])
+        assert different(found, wanted) == []
+    case = build(name)
+    call, backend = compiled(case, least, table)
+    call(*case.batch).backward()
+    case.model.zero_grad()
+    beyond = real_peak(lambda: call(*case.batch).backward())
+    [plan] = backend.plans
+    assert 0 < beyond <= plan.peak_bytes - plan.resident_bytes
+    assert plan.peak_bytes <= least
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["small unet", "small gpt", "vit"])
+def test_more_bytes_are_never_slower_by_prediction(name):
+    needs_packages(name)
+    case = build(name)
+    study = mt.memory(case.model, case.loss_fn, case.batch, sgd(case.model))
+    least, most = study.least_budget, study.unlimited_bytes
+    budgets = [least + i * (most - least) // 11 for i in range(12)]
+    times = [study.plan(budget).plan.prediction.step_ms for budget in budgets]
+    assert times == sorted(times, reverse=True)

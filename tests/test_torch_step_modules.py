@@ -1,0 +1,122 @@
+"""Small modules of every kind: a planned step's bits are those of eager PyTorch."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import mucudnn.torch as mt  # noqa: E402
+from mucudnn.torch.capture.batches import Batch  # noqa: E402
+from mucudnn.torch.capture.parts import LiveParts, StepParts  # noqa: E402
+from mucudnn.torch.capture.settings import PLAIN  # noqa: E402
+from mucudnn.torch.capture.whole_step import capture_step  # noqa: E402
+from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
+from mucudnn.torch.execution.program import bind  # noqa: E402
+from mucudnn.torch.measure import measured  # noqa: E402
+from mucudnn.torch.step import planner_of  # noqa: E402
+from tests.torch_step_cases import CASES, QUICK  # noqa: E402
+from tests.torch_steps import real_peak  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+    # Of PyTorch's own modules: a dropout within a layer that has one too, and so on.
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+]
+
+STEPS = 3
+
+ROUNDED = frozenset({"gru"})
+"""Whose gates change slices in place: here they lie otherwise, for other vectors."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def built(name):
+    torch.manual_seed(0)
+    model, loss_fn, batch = CASES[name]()
+    return model, loss_fn, batch, torch.optim.SGD(model.parameters(), 0.05, 0.9)
+
+
+def eager(name):
+    model, loss_fn, (x, y), optimizer = built(name)
+    losses = []
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES],
+)
+def test_three_steps_are_eager_ones_in_the_bytes_that_are_planned(name):
+    wanted, tensors = eager(name)
+    model, loss_fn, batch, optimizer = built(name)
+    captured = capture_step(model, loss_fn, optimizer, batch)
+    parts = StepParts.of(model, optimizer, loss_fn)
+    planner = planner_of(captured, parts, measured)
+    least = planner.least_budget()
+    for budget in (float("inf"), least):
+        plan = planner.plan(budget)
+        assert plan.peak_bytes <= budget
+        schedule = plan.plan.schedule
+        segment = bind(planner.lowered, schedule, ThreadCopies(reuse=True))
+        model, loss_fn, batch, optimizer = built(name)
+        live = LiveParts(model, optimizer, loss_fn, PLAIN)
+        given = Batch.of(batch, {}).tensors
+        torch.manual_seed(1)
+        with torch.no_grad():
+            losses = [
+                segment.run([*live.tensors(), *given])[0].item() for _ in range(STEPS)
+            ]
+            assert losses == wanted
+            for key, value in model.state_dict().items():
+                if name in ROUNDED:
+                    torch.testing.assert_close(value, tensors[key])
+                else:
+                    assert torch.equal(value, tensors[key]), key
+            peak = real_peak(
+                lambda run=segment.run, live=live, given=given: run(
+                    [*live.tensors(), *given]
+                )
+            )
+        assert peak <= plan.peak_bytes - plan.resident_bytes
+
+
+def test_batch_normalisation_in_a_narrow_type_throughout():
+    """Statistics have the weight's type, whatever PyTorch says without data."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(8 * 36, 4)).to(torch.bfloat16)
+    batch = torch.randn(4, 3, 8, 8, dtype=torch.bfloat16), torch.randint(0, 4, (4,))
+    eager = copy.deepcopy(model)
+    step = mt.train_step(
+        model,
+        functional.cross_entropy,
+        torch.optim.SGD(model.parameters(), 0.1),
+        cache=None,
+    )
+    optimizer = torch.optim.SGD(eager.parameters(), 0.1)
+    for _ in range(2):
+        loss = functional.cross_entropy(eager(batch[0]), batch[1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(step(*batch), loss)
+    assert torch.equal(model[1].running_var, eager[1].running_var)

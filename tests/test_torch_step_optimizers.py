@@ -1,0 +1,144 @@
+"""Every optimizer of torch.optim: its own bits, or refused by name."""
+
+import pytest
+
+from mucudnn.errors import UnsupportedError
+
+torch = pytest.importorskip("torch")
+
+from torch import nn, optim  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import mucudnn.torch as mt  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+]
+
+STEPS = 8
+"""RAdam and ASGD decide something else after a few."""
+
+OPTIMIZERS = {
+    "sgd": lambda p: optim.SGD(p, 0.05, 0.9, nesterov=True, weight_decay=0.1),
+    "sgd_dampened": lambda p: optim.SGD(p, 0.05, 0.9, dampening=0.1),
+    "sgd_maximizing": lambda p: optim.SGD(p, 0.01, maximize=True, foreach=True),
+    "adam_rate": lambda p: optim.Adam(p, torch.tensor(1e-2), weight_decay=0.1),
+    "adamw": lambda p: optim.AdamW(p, 1e-2, amsgrad=True, maximize=True),
+    "rmsprop": lambda p: optim.RMSprop(p, 1e-2, momentum=0.5, centered=True),
+    "adagrad": lambda p: optim.Adagrad(p, 1e-2, lr_decay=0.1),
+    "adadelta": lambda p: optim.Adadelta(p, weight_decay=0.1),
+    "adamax": lambda p: optim.Adamax(p, weight_decay=0.1),
+    "nadam": lambda p: optim.NAdam(p, 1e-2, decoupled_weight_decay=True),
+    "radam": lambda p: optim.RAdam(p, 1e-2, weight_decay=0.1),
+    "asgd": lambda p: optim.ASGD(p, 1e-2, t0=3),
+    "rprop": lambda p: optim.Rprop(p, 1e-2),
+    "of_ones_own": lambda p: Lion(p, {"lr": 1e-2}),
+}
+
+
+class Lion(optim.Optimizer):
+    """An optimizer that makes its state in its first step, and replaces it."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"] = torch.zeros_like(p)
+                p.sub_(group["lr"] * (0.9 * state["mean"] + 0.1 * p.grad).sign())
+                state["mean"] = 0.99 * state["mean"] + 0.01 * p.grad
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def built(optimizer_of):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    x, y = torch.randn(5, 6), torch.randn(5, 3)
+    return model, optimizer_of(model.parameters()), x, y
+
+
+def eager(optimizer_of):
+    model, optimizer, x, y = built(optimizer_of)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model, optimizer.state_dict()["state"]
+
+
+def planned(optimizer_of):
+    model, optimizer, x, y = built(optimizer_of)
+    step = mt.train_step(model, functional.mse_loss, optimizer)
+    losses = [step(x, y).item() for _ in range(STEPS)]
+    return losses, model, optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_of_an_optimizer_are_its_own(name):
+    wanted, model, state = eager(OPTIMIZERS[name])
+    losses, mine, my_state = planned(OPTIMIZERS[name])
+    assert losses == wanted
+    assert all(map(torch.equal, model.parameters(), mine.parameters()))
+    assert len(set(wanted)) == STEPS
+    for number, of_parameter in state.items():
+        assert of_parameter.keys() <= my_state[number].keys()
+        for key, value in of_parameter.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(my_state[number][key], value), key
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.Adagrad])
+def test_fused_optimizers_are_run_unfused(kind):
+    def of(parameters):
+        return kind(parameters, 1e-2, fused=True)
+
+    wanted, model, _ = eager(of)
+    losses, mine, _ = planned(of)
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    for one, other in zip(model.parameters(), mine.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_muon_is_planned_where_there_is_one():
+    if "Muon" not in dir(optim):
+        pytest.skip("this PyTorch has no Muon")
+
+    def of(parameters):
+        return optim.Muon([p for p in parameters if p.dim() == 2], 1e-2)
+
+    wanted, model, _ = eager(of)
+    losses, mine, _ = planned(of)
+    assert losses == wanted
+    assert torch.equal(model.weight, mine.weight)
+
+
+@pytest.mark.parametrize("kind", [optim.LBFGS, optim.SparseAdam, optim.Adafactor])
+def test_others_are_refused_by_name(kind):
+    model, optimizer, x, y = built(kind)
+    with pytest.raises(UnsupportedError, match=f"{kind.__name__} cannot be planned"):
+        mt.train_step(model, functional.mse_loss, optimizer)(x, y)
+
+
+def test_state_that_is_no_tensor_is_refused():
+    class Counting(optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                p.sub_(p.grad / self.state[p]["count"])
+
+    model, optimizer, x, y = built(lambda p: Counting(p, {"lr": 0.1}))
+    with pytest.raises(UnsupportedError, match="'count' of its state"):
+        mt.train_step(model, functional.mse_loss, optimizer)(x, y)

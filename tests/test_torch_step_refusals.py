@@ -1,0 +1,226 @@
+"""What a step cannot have is refused: which operation, which line, what to do."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from mucudnn.errors import UnsupportedError
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import mucudnn.torch as mt  # noqa: E402
+from tests.torch_step_cases import Whole  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
+
+
+def nonzero(s, x):
+    return s.m[0](x)[x.sum(1).nonzero().squeeze(1)].sum()  # LINE
+
+
+def selected(s, x):
+    return s.m[0](x).masked_select(x > 0).sum()  # LINE
+
+
+def indexed(s, x):
+    return s.m[0](x)[x > 0].sum()  # LINE
+
+
+def decided(s, x):
+    y = s.m[0](x)
+    if y.sum().item() > 0:  # LINE
+        return y.sum() * 2
+    return y.sum()
+
+
+def by_chance(s, x):
+    y = s.m[0](x)
+    if torch.rand(()) < 0.5:  # LINE
+        return y.sum() * 2
+    return y.sum()
+
+
+def as_number(s, x):
+    return s.m[0](x).sum() * float(x.detach().numpy().mean())  # LINE
+
+
+def as_list(s, x):
+    return s.m[0](x).sum() * x.tolist()[0][0]  # LINE
+
+
+def sparse(s, x):
+    return torch.sparse.mm(torch.eye(4).to_sparse(), s.m[0](x)).sum()  # LINE
+
+
+def nested(s, x):
+    return s.m[0](x).sum() * torch.nested.nested_tensor([x[0], x[1]]).sum()  # LINE
+
+
+def quantized(s, x):
+    q = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)  # LINE
+    return (q.dequantize() * s.m[0](x)).sum()
+
+
+def own_generator(s, x):
+    g = torch.Generator().manual_seed(3)
+    return (s.m[0](x) + torch.rand(4, 8, generator=g)).sum()  # LINE
+
+
+def seeded(s, x):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        noise = torch.rand(4, 8)  # LINE
+    return (s.m[0](x) + noise).sum()
+
+
+def solved(s, x):
+    return torch.linalg.solve(s.m[0].weight, s.m[0](x).T).sum()  # LINE
+
+
+HELD = torch.ones(8)
+
+
+def elsewhere(s, x):
+    HELD.add_(1.0)  # LINE
+    return (s.m[0](x) * HELD).sum()
+
+
+AT_LINES = {
+    nonzero: r"aten\.nonzero.*torch\.where",
+    selected: r"aten\.masked_select.*torch\.where",
+    indexed: r"aten\.index\.Tensor.*torch\.where",
+    decided: r"decides something by a value.*torch\.where",
+    by_chance: r"decides something by a value.*torch\.where",
+    as_number: r"calls numpy.*keep them in tensors",
+    as_list: r"calls tolist.*keep them in tensors",
+    sparse: r"_to_sparse.*use dense",
+    nested: r"nested.*pad them",
+    quantized: r"quantize_per_tensor.*fake quantization",
+    own_generator: r"generator of its own",
+    seeded: r"state of PyTorch's generator was set",
+    solved: r"_linalg_check_errors.*solve_ex",
+    elsewhere: r"changes a tensor that is no parameter or buffer",
+}
+
+
+def step_of(model, loss_fn=lambda out: out):
+    return mt.train_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("forward", AT_LINES, ids=lambda f: f.__name__)
+def test_the_users_line_is_named(forward):
+    state, values = torch.get_rng_state(), HELD.clone()
+    model = Whole(forward, nn.Linear(8, 8))
+    with pytest.raises(UnsupportedError, match=AT_LINES[forward]) as caught:
+        step_of(model)(torch.randn(4, 8))
+    source = Path(__file__).read_text().splitlines()
+    file, line = re.search(r"\((\S+):(\d+), in", str(caught.value)).groups()
+    assert Path(file) == Path(__file__)
+    assert "# LINE" in source[int(line) - 1]
+    assert torch.equal(HELD, values)
+    assert state.shape == torch.get_rng_state().shape
+
+
+def test_sparse_gradients_are_refused():
+    model = nn.Embedding(8, 4, sparse=True)
+    with pytest.raises(UnsupportedError, match="sparse=False"):
+        step_of(model, lambda out: out.sum())(torch.tensor([1, 2]))
+
+
+def test_lengths_of_ctc_have_to_be_known():
+    model = nn.Linear(8, 5)
+
+    def loss_fn(out, targets):
+        lengths = torch.full((2,), 6), torch.full((2,), 3)
+        return functional.ctc_loss(out.log_softmax(2), targets, *lengths)
+
+    with pytest.raises(UnsupportedError, match="_ctc_loss"):
+        step_of(model, loss_fn)(torch.randn(6, 2, 8), torch.randint(1, 5, (2, 3)))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.count = nn.Linear(4, 1), 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.linear(x).sum() * self.count
+
+
+class Recurring(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.state = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        before = torch.zeros_like(x) if self.state is None else self.state
+        self.state = self.linear(x + before).detach()
+        return self.linear(x + before).sum()
+
+
+class Appending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(4, 1), []
+
+    def forward(self, x):
+        self.seen.append(x.mean())
+        return self.linear(x).sum()
+
+
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("mask", None)
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(4)
+        return self.linear(x * self.mask).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Counting, "count"), (Recurring, "state"), (Appending, "seen"), (Late, "mask")],
+)
+def test_attributes_that_change_are_refused_and_put_back(kind, name):
+    model = kind()
+    before = getattr(model, name)
+    kept = list(before) if isinstance(before, list) else before
+    with pytest.raises(UnsupportedError, match=f"'{name}'"):
+        step_of(model)(torch.randn(2, 4))
+    assert getattr(model, name) == kept
+
+
+def test_pythons_random_numbers_are_refused():
+    model = Whole(lambda s, x: s.m[0](x).sum() * random.random(), nn.Linear(4, 4))
+    with pytest.raises(UnsupportedError, match="generator of random"):
+        step_of(model)(torch.randn(2, 4))
+
+
+def test_wrapped_models_are_refused_by_name():
+    model = nn.DataParallel(nn.Linear(4, 1))
+    with pytest.raises(UnsupportedError, match="DataParallel"):
+        step_of(model)(torch.randn(2, 4))
+    model = torch.compile(nn.Linear(4, 1), backend="eager")
+    with pytest.raises(UnsupportedError, match=r"compiled by torch\.compile"):
+        step_of(model)(torch.randn(2, 4))
+
+
+def test_errors_of_the_users_own_come_through():
+    with pytest.raises(RuntimeError, match=r"reduction dim|shape"):
+        step_of(nn.Linear(4, 1), lambda out: out.sum())(torch.randn(2, 5))
+    with pytest.raises(ValueError, match="pair"):
+        step_of(nn.Linear(4, 1), lambda out: {"loss": out.sum()})(torch.randn(2, 4))

@@ -1,0 +1,75 @@
+"""A recomputation reads what was there the first time; if it does not, bits differ."""
+
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+
+from mucudnn.ir.schedule import Alloc, Free
+
+torch = pytest.importorskip("torch")
+
+from mucudnn.passes.planning.evaluate import plan_residency  # noqa: E402
+from mucudnn.passes.residency import Residency  # noqa: E402  (where there is PyTorch)
+from mucudnn.torch.capture.whole_step import StepParts, capture_step  # noqa: E402
+from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
+from mucudnn.torch.execution.program import bind  # noqa: E402
+from mucudnn.torch.measure import measured  # noqa: E402
+from mucudnn.torch.step import planner_of  # noqa: E402
+from tests.torch_steps import build  # noqa: E402
+from tests.torch_zoo import sgd  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def overwriting(schedule, result, operand):
+    """The same program with one result computed in the place of its operand."""
+    tensors = dict(schedule.graph.tensors)
+    tensors[result] = replace(tensors[result], alias=operand)
+    graph = replace(schedule.graph, tensors=MappingProxyType(tensors))
+    program = tuple(
+        step
+        for step in schedule.instructions
+        if not (isinstance(step, Alloc | Free) and step.tensor == result)
+    )
+    return replace(schedule, graph=graph, instructions=program)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_recomputation_reads_the_version_of_the_first_time(right):
+    model, loss_fn, (x, y) = build("mlp")
+    optimizer = sgd(model)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model, loss_fn, batch = build("mlp")
+    optimizer = sgd(model)
+    parts = StepParts.of(model, optimizer)
+    captured = capture_step(model, loss_fn, optimizer, batch)
+    planner = planner_of(captured, parts, measured)
+    plan = plan_residency(planner.request(), {"gelu": Residency.RECOMPUTE})
+    again = [node for node in plan.schedule.graph.nodes if "gelu~" in node.name]
+    assert [node.inputs for node in again] == [("addmm",)]
+    schedule = plan.schedule
+    if not right:
+        schedule = overwriting(schedule, "gelu", "addmm")
+    segment = bind(planner.lowered, schedule, ThreadCopies(reuse=True))
+    with torch.no_grad():
+        found = [segment.run([*parts.tensors(), *batch])[0].item() for _ in range(2)]
+    assert found[0] == losses[0]  # nothing is read again before the first loss
+    assert (found[1] == losses[1]) == right
