@@ -132,7 +132,7 @@ def test_options_of_the_name():
     step(call, batch, model)
     for options, error, words in (
         ({"budget": 1000}, PlanningError, "least budget"),
-        ({"bugdet": 1}, ValueError, "unknown option 'bugdet'; there are 'budget' and"),
+        ({"bugdet": 1}, ValueError, "unknown option 'bugdet'; there are 'budget',"),
         ({"budget": "much"}, ValueError, "not a size"),
         ({"budget": []}, TypeError, "list"),
     ):

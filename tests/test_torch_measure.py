@@ -132,3 +132,32 @@ def test_the_statistics_that_are_read_are_pytorchs():
 def test_a_device_has_its_meter():
     assert isinstance(meter_of(torch.device("cpu")), CpuMeter)
     assert isinstance(meter_of(torch.device("cuda", 0)), CudaMeter)
+
+
+def test_a_node_that_changes_a_tensor_is_timed_writing_into_it(monkeypatch):
+    from mucudnn.torch import measure
+    from mucudnn.torch.capture.parts import StepParts
+    from mucudnn.torch.capture.whole_step import capture_step
+    from mucudnn.torch.step import planner_of
+    from tests.torch_steps import build
+
+    model, loss_fn, batch = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    captured = capture_step(model, loss_fn, optimizer, batch)
+    timed = []
+
+    class Meter(CpuMeter):
+        def time_ms(self, call):
+            result = call()
+            if isinstance(getattr(call, "args", None), tuple) and len(result) == 1:
+                given = {t.data_ptr() for t in call.args[1]}
+                timed.append((call.args[0].function, result[0].data_ptr() in given))
+            return super().time_ms(call)
+
+    monkeypatch.setattr(measure, "meter_of", lambda device: Meter())
+    planner = planner_of(captured, StepParts.of(model, optimizer), measure.measured)
+    calls, nodes = planner.lowered.calls, planner.lowered.graph.nodes
+    into = {calls[n.name].into for n in nodes if n.mutates and n.outputs}
+    assert into
+    assert None not in into
+    assert {function for function, there in timed if there} >= into

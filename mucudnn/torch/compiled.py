@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from mucudnn.arguments import a_flag
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import format_bytes
@@ -31,6 +32,7 @@ from mucudnn.torch.capture.halves import Half, Halves, bind_halves
 from mucudnn.torch.capture.joint import Joint
 from mucudnn.torch.capture.sizes import BySize, has_symbols
 from mucudnn.torch.conv.fronts import ConvolutionChoice
+from mucudnn.torch.fusion.switch import fusing_of
 from mucudnn.torch.internals import (
     aot_compiled,
     examples_of,
@@ -56,6 +58,7 @@ def backend(
     budget: float | str | None = None,
     tuner: Tuner | None = None,
     cache: PlanCacheChoice = USERS,
+    inductor: bool = False,
 ) -> "CompileBackend":
     """A backend for `torch.compile` that keeps a budget in training.
 
@@ -84,12 +87,15 @@ def backend(
         tuner: As `train_step` takes it.
         cache: A folder to remember measurements and plans in, by default one in the
             user's cache directory; None remembers nothing.
+        inductor: As `train_step` takes it.
 
     Raises:
         ValueError: The budget is no size, or the tuner has another backend.
-        TypeError: It is no budget, or no tuner.
+        TypeError: It is no budget, or no tuner, or `inductor` is no bool.
     """
-    return CompileBackend(as_budget(budget), plans=open_plans(cache), tuner=tuner)
+    return CompileBackend(
+        as_budget(budget), plans=open_plans(cache), tuner=tuner, inductor=inductor
+    )
 
 
 def compile_graph(
@@ -108,21 +114,26 @@ def compile_graph(
     """
     given = dict(options or {})
     budget, tuner = given.pop("budget", None), given.pop("tuner", None)
+    inductor = given.pop("inductor", False)
     if given:
         unknown = ", ".join(map(repr, given))
-        wrong = ValueError(f"unknown option {unknown}; there are 'budget' and 'tuner'")
+        wrong = ValueError(
+            f"unknown option {unknown}; there are 'budget', 'tuner' and 'inductor'"
+        )
         return _refusal(wrong)
     try:
-        named = _named(as_budget(budget), tuner)
+        named = _named(as_budget(budget), tuner, a_flag("inductor", inductor))
     except (TypeError, ValueError) as e:
         return _refusal(e)
     return named(module, inputs)
 
 
 @functools.cache
-def _named(budget: float, tuner: Tuner | None) -> "CompileBackend":
+def _named(budget: float, tuner: Tuner | None, inductor: bool) -> "CompileBackend":
     """One backend a budget, so that graphs of one model know of each other."""
-    return CompileBackend(budget, plans=open_plans(USERS), tuner=tuner)
+    return CompileBackend(
+        budget, plans=open_plans(USERS), tuner=tuner, inductor=inductor
+    )
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,7 @@ class CompileBackend:
         costs: What tells times and scratch memory of a graph's nodes.
         plans: What was measured and planned before; None remembers nothing.
         tuner: Measures other ways to run the convolutions, if they are wanted.
+        inductor: Whether operations are fused.
 
     Attributes:
         plans: What was decided, in the order in which graphs were first seen; each
@@ -154,12 +166,14 @@ class CompileBackend:
         *,
         plans: PlanStore | None = None,
         tuner: Tuner | None = None,
+        inductor: bool = False,
     ) -> None:
         self._budget = budget
         self._costs = costs
         self._tuner = tuner
         self._choice = ConvolutionChoice(tuner)
         self._store = plans or PlanStore()
+        self._fusing = fusing_of(inductor, self._store)
         self._planned: dict[Any, Halves] = {}
         self._peaks: dict[str, int] = {}
         self._warned = False
@@ -167,7 +181,12 @@ class CompileBackend:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the budget, and plans for itself."""
-        build = functools.partial(CompileBackend, plans=self._store, tuner=self._tuner)
+        build = functools.partial(
+            CompileBackend,
+            plans=self._store,
+            tuner=self._tuner,
+            inductor=self._fusing is not None,
+        )
         return build, (self._budget, self._costs)
 
     @property
@@ -240,8 +259,11 @@ class CompileBackend:
                 profile = self._choice.profile(lowered, known)
                 planner = Planner(lowered, profile, given)
                 remembered = self._choice.remembered(self._store)
-                plan = planner.plan(self._budget, remembered)
-                bound = self._choice.bound(lowered, plan.plan)
+                if self._fusing is None:
+                    plan = planner.plan(self._budget, remembered)
+                else:
+                    planner, plan = self._fusing.plan(planner, self._budget, remembered)
+                bound = self._choice.bound(planner.lowered, plan.plan)
                 halves = bind_halves(bound, plan.plan.schedule, parts.count)
             self._note(source, plan, halves)
             self._planned[key] = halves

@@ -5,6 +5,7 @@ step. So what a step would need need not be there to plan it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,14 @@ from mucudnn.torch.measurement.meters import Meter, meter_of
 from mucudnn.torch.measurement.node_costs import is_view, workspaces_of
 from mucudnn.torch.measurement.profiler_events import allocations
 
-__all__ = ["allocations", "call_key", "estimated", "evaluate", "measured"]
+__all__ = [
+    "allocations",
+    "call_key",
+    "costs_of",
+    "estimated",
+    "evaluate",
+    "measured",
+]
 
 _VIEW_MS = 0.001
 
@@ -39,8 +47,7 @@ def measured(lowered: Lowered) -> Profile:
     }
     ones = {key: graph.by_name[name] for name, key in reversed(keys.items())}
     with torch.no_grad():
-        times = {key: _time_ms(meter, lowered, node) for key, node in ones.items()}
-        scratch = _scratch(meter, lowered, ones)
+        times, scratch = costs_of(lowered, ones)
     out, back = meter.rates()
     return Profile(
         node_ms={
@@ -54,30 +61,46 @@ def measured(lowered: Lowered) -> Profile:
     )
 
 
+def costs_of(
+    lowered: Lowered, nodes: Mapping[Any, Node]
+) -> tuple[dict[Any, float], dict[Any, int]]:
+    """Times of some nodes in ms and bytes of their scratch memory, by key.
+
+    Raises:
+        UnsupportedError: A result does not lie where or as its graph says, or tensors
+            are on several devices.
+    """
+    meter = meter_of(device_of(lowered.layouts))
+    times = {key: _time_ms(meter, lowered, node) for key, node in nodes.items()}
+    return times, _scratch(meter, lowered, nodes)
+
+
 def evaluate(call: Call, operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Run one node; its outputs."""
-
-    def value(leaf: Any) -> Any:
-        match leaf:
-            case Operand(index):
-                return operands[index]
-            case Number(function, args):
-                return function(*map(value, args))
-            case list() | tuple():
-                return type(leaf)(map(value, leaf))
-            case _:
-                return leaf
-
-    kwargs = {key: value(leaf) for key, leaf in call.kwargs.items()}
-    found = call.function(*map(value, call.args), **kwargs)
+    kwargs = {key: _value(leaf, operands) for key, leaf in call.kwargs.items()}
+    found = call.function(*(_value(a, operands) for a in call.args), **kwargs)
     return tuple(found if path is None else found[path] for path in call.results)
+
+
+def _value(leaf: Any, operands: Sequence[torch.Tensor]) -> Any:
+    """An argument; no closure, which would keep operands until they are collected."""
+    match leaf:
+        case Operand(index):
+            return operands[index]
+        case Number(function, args):
+            return function(*(_value(a, operands) for a in args))
+        case list() | tuple():
+            return type(leaf)([_value(a, operands) for a in leaf])
+        case _:
+            return leaf
 
 
 def call_key(lowered: Lowered, node: Node) -> Any:
     """Equal for nodes that cost the same."""
     call = lowered.calls[node.name]
     layouts = tuple(lowered.layouts[name] for name in node.inputs)
-    return call.function, layouts, repr((call.args, dict(call.kwargs))), call.results
+    arguments = repr((call.args, dict(call.kwargs)))
+    return call.function, layouts, arguments, call.results, bool(node.mutates)
 
 
 def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
@@ -102,7 +125,20 @@ def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
 def _time_ms(meter: Meter, lowered: Lowered, node: Node) -> float:
     call, operands = lowered.calls[node.name], _operands(lowered, node)
     _check(lowered, node, operands, evaluate(call, operands))
-    return meter.time_ms(partial(evaluate, call, operands))
+    return meter.time_ms(partial(evaluate, _as_run(lowered, node), operands))
+
+
+def _as_run(lowered: Lowered, node: Node) -> Call:
+    """The call that a program makes: what changes a tensor writes into it."""
+    call = lowered.calls[node.name]
+    if call.into is None or not node.mutates or len(node.outputs) != 1:
+        return call
+    taken = lowered.graph.tensors[node.outputs[0]].alias
+    if taken not in node.inputs:
+        return call
+    place = node.inputs.index(taken)
+    out = {} if call.first else {"out": Operand(place)}
+    return replace(call, function=call.into, kwargs={**call.kwargs, **out})
 
 
 def _check(

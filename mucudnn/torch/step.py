@@ -30,6 +30,7 @@ from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
 from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.execution.bound_step import BoundStep, bind_step
 from mucudnn.torch.execution.lanes import DEVICES
+from mucudnn.torch.fusion.switch import fusing_of
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
@@ -54,6 +55,7 @@ def train_step(
     clip_value: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
     max_plans: int = 32,
+    inductor: bool = False,
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
 
@@ -97,10 +99,13 @@ def train_step(
         clip_value: As `torch.nn.utils.clip_grad_value_`; before `clip_norm`.
         scaler: As a loop with `scale`, `unscale_`, `step` and `update` uses it.
         max_plans: Kinds of batches, modes and hyperparameters that are planned for.
+        inductor: Whether neighbouring operations become kernels that PyTorch's Inductor
+            compiles, where these are faster and the budget allows. They compute what
+            the operations do, up to rounding.
 
     Raises:
         ValueError: The budget is no size, or the tuner has another backend.
-        TypeError: It is no budget, or no tuner.
+        TypeError: It is no budget, or no tuner, or `inductor` is no bool.
     """
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
     return TrainStep(
@@ -113,6 +118,7 @@ def train_step(
         tuner=tuner,
         settings=settings,
         max_plans=max_plans,
+        inductor=inductor,
     )
 
 
@@ -166,6 +172,7 @@ class TrainStep:
         tuner: Measures other ways to run the convolutions, if they are wanted.
         settings: What is done with gradients.
         max_plans: How many there may be.
+        inductor: Whether operations are fused.
     """
 
     def __init__(
@@ -181,6 +188,7 @@ class TrainStep:
         tuner: Tuner | None = None,
         settings: StepSettings = PLAIN,
         max_plans: int = 32,
+        inductor: bool = False,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
@@ -192,6 +200,7 @@ class TrainStep:
         self._choice = ConvolutionChoice(tuner)
         self._settings = settings
         self._max_plans = max_plans
+        self._fusing = fusing_of(inductor, self._plans)
         self._planned: dict[Any, list[_Planned]] = {}
         self._live: LiveParts | None = None
         self._last: _Planned | None = None
@@ -278,7 +287,11 @@ class TrainStep:
         )
         planner = planner_of(captured, live.parts, self._profile)
         planner = replace(planner, offload=self._offload_state)
-        plan = planner.plan(self._budget, self._choice.remembered(self._plans))
+        remembered = self._choice.remembered(self._plans)
+        if self._fusing is None:
+            plan = planner.plan(self._budget, remembered)
+        else:
+            planner, plan = self._fusing.plan(planner, self._budget, remembered)
         lowered = self._choice.bound(planner.lowered, plan.plan)
         bound = bind_step(lowered, plan.plan.schedule)
         return _Planned(replace(plan, source=bound.source), bound, captured)

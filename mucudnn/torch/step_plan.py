@@ -26,6 +26,7 @@ class TorchPlan:
         resident_bytes: What is there before and after a step: parameters, buffers and
             state, as far as the budget counts them.
         source: The program that runs.
+        kernels: Nodes of it that are kernels of several operations.
         name: Which graph it is of, where a model has several; else empty.
     """
 
@@ -35,6 +36,7 @@ class TorchPlan:
     resident_bytes: int
     source: str = field(repr=False, default="")
     name: str = ""
+    kernels: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -96,6 +98,8 @@ class TorchPlan:
             f"and {format_bytes(prediction.in_bytes)} back: {_some(leaving)}",
             f"{len(again)} operations run again: {_some(again)}",
         ]
+        if self.kernels:
+            lines.append(f"{self.kernels} kernels stand for several operations each")
         if plans := self.convolutions:
             kinds = sorted(Counter(map(_kind, plans.values())).items())
             found = ", ".join(f"{count} {kind}" for kind, count in kinds)

@@ -17,7 +17,7 @@ import torch
 
 from mucudnn.torch.lowering.lowered import Lowered
 
-__all__ = ["Places", "Unnameable", "digest_of", "structure_of"]
+__all__ = ["Places", "Unnameable", "described", "digest_of", "structure_of"]
 
 _TORCH = (
     torch.dtype,
@@ -81,7 +81,7 @@ def structure_of(lowered: Lowered, places: Places) -> str:
             spec.nbytes,
             spec.role.value,
             None if spec.alias is None else places.tensor(spec.alias),
-            _described(lowered.layouts[name]),
+            described(lowered.layouts[name]),
         ]
         for name, spec in graph.tensors.items()
     ]
@@ -92,9 +92,9 @@ def structure_of(lowered: Lowered, places: Places) -> str:
             [places.tensor(name) for name in node.outputs],
             [places.tensor(name) for name in node.mutates],
             node.phase.value,
-            _described(node.attrs),
-            _described(node.traits),
-            _described(lowered.calls[node.name]),
+            described(node.attrs),
+            described(node.traits),
+            described(lowered.calls[node.name]),
         ]
         for node in graph.nodes
     ]
@@ -107,8 +107,12 @@ def structure_of(lowered: Lowered, places: Places) -> str:
     return digest_of([tensors, nodes, ends])
 
 
-def _described(value: Any) -> Any:
-    """A value that JSON can write, other for other values."""
+def described(value: Any) -> Any:
+    """A value as one that JSON can write, other for other values.
+
+    Raises:
+        Unnameable: A function is not told by its name.
+    """
     match value:
         case enum.Enum():
             return [type(value).__name__, value.name]
@@ -117,14 +121,14 @@ def _described(value: Any) -> Any:
         case float() | complex():
             return ["number", repr(value)]
         case list() | tuple():
-            return [type(value).__name__, *map(_described, value)]
+            return [type(value).__name__, *map(described, value)]
         case dict() | MappingProxyType():
-            return {str(key): _described(item) for key, item in value.items()}
+            return {str(key): described(item) for key, item in value.items()}
         case _ if isinstance(value, _TORCH):
             return ["torch", str(value)]
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = (getattr(value, f.name) for f in dataclasses.fields(value))
-            return [type(value).__name__, *map(_described, fields)]
+            return [type(value).__name__, *map(described, fields)]
         case _:
             return ["function", _named(value)]
 

@@ -1,0 +1,1 @@
+"""Runs of neighbouring nodes as one node each, which PyTorch's Inductor compiles."""

@@ -1,0 +1,139 @@
+"""Fused where it pays: kernels are measured, and taken where they are faster.
+
+What is decided follows from measurements alone, never from a budget: so the same step
+has the same kernels, and the same bits, under every budget that they allow. Beside
+eager PyTorch, kernels of Inductor's differ by rounding. A fused node has what it reads
+and makes in use at once; where a budget is met, or met faster, only by the nodes one by
+one, it is they that run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.profile import Profile
+from mucudnn.torch.execution.lanes import device_of
+from mucudnn.torch.fusion.costs import costs_of_kernels, restricted
+from mucudnn.torch.fusion.groups import Group
+from mucudnn.torch.fusion.kernels import Kernel, Kernels, check_compiler
+from mucudnn.torch.fusion.rewriting import fused
+from mucudnn.torch.fusion.runs import Footprint, groups_of
+from mucudnn.torch.plan_cache.store import PlanStore
+from mucudnn.torch.planning import Planner
+from mucudnn.torch.step_plan import TorchPlan
+
+__all__ = ["Fusing"]
+
+_WORTH = 0.95
+"""A kernel's time over its members' from which on it is not taken."""
+
+_SMALLEST = 5e-4
+"""Of the nodes' time: what takes less, wherever it comes, is not worth compiling."""
+
+
+@dataclass(frozen=True)
+class Fusing:
+    """Plans steps with fused nodes.
+
+    Attributes:
+        plans: What was measured before.
+        kernels: What compiles.
+    """
+
+    plans: PlanStore
+    kernels: Kernels = field(default_factory=Kernels)
+
+    def plan(
+        self, planner: Planner, budget: float, plans: PlanStore | None
+    ) -> tuple[Planner, TorchPlan]:
+        """The faster plan, with fused nodes or without, and whose it is.
+
+        Args:
+            planner: Of the step without fused nodes.
+            budget: Bytes.
+            plans: What was planned before; None plans anew.
+
+        Raises:
+            PlanningError: Neither fits; says the least budget that works.
+            UnsupportedError: There is no C++ compiler.
+        """
+        with_kernels = self.planner(planner)
+        try:
+            plan = with_kernels.plan(budget, plans)
+        except PlanningError as e:
+            return planner, _either(planner, budget, plans, e)
+        if plan.plan.prediction.step_ms > sum(planner.profile.node_ms.values()):
+            apart = planner.plan(budget, plans)
+            if apart.plan.prediction.step_ms < plan.plan.prediction.step_ms:
+                return planner, apart
+        known = planner.lowered.calls
+        count = sum(name not in known for name in with_kernels.lowered.calls)
+        return with_kernels, replace(plan, kernels=count)
+
+    def planner(self, planner: Planner) -> Planner:
+        """The same step with every group as one node whose kernel is faster."""
+        lowered, profile = planner.lowered, planner.profile
+        check_compiler(device_of(lowered.layouts))
+        worthy = _worthy(groups_of(lowered, profile.workspaces), profile)
+        groups, kernels = self._compiled(worthy)
+        if not groups:
+            return planner
+        trial = fused(lowered, groups, kernels)
+        costs = self.plans.profile(
+            trial, partial(costs_of_kernels, profile), "inductor"
+        )
+        footprint = Footprint(lowered, profile.workspaces)
+        taken = [g for g in groups if _pays(g, costs, profile, footprint)]
+        found = fused(lowered, taken, kernels)
+        return replace(
+            planner, lowered=found, profile=restricted(found, profile, costs)
+        )
+
+    def _compiled(
+        self, groups: Sequence[Group]
+    ) -> tuple[list[Group], dict[str, Kernel]]:
+        """Groups that have kernels, and these by the group's name."""
+        found, kernels = [], {}
+        for group in groups:
+            kernel = self.kernels.of(group.recipe, group.taken)
+            if kernel is not None:
+                found.append(group if kernel.into else group.apart())
+                kernels[group.name] = kernel
+        return found, kernels
+
+
+def _either(
+    planner: Planner, budget: float, plans: PlanStore | None, fused_error: PlanningError
+) -> TorchPlan:
+    """The plan without fused nodes.
+
+    Raises:
+        PlanningError: Of the two, the one that says the lesser budget.
+    """
+    try:
+        return planner.plan(budget, plans)
+    except PlanningError as e:
+        ours, theirs = fused_error.least_bytes, e.least_bytes
+        if ours is not None and theirs is not None and ours < theirs:
+            raise fused_error from None
+        raise
+
+
+def _worthy(groups: Sequence[Group], known: Profile) -> list[Group]:
+    """Groups whose recipe takes a share of the step, wherever it comes."""
+    times: dict[str, float] = {}
+    for group in groups:
+        recipe = group.recipe.digest
+        apart = sum(known.node_ms[name] for name in group.members)
+        times[recipe] = times.get(recipe, 0) + apart
+    least = _SMALLEST * sum(known.node_ms.values())
+    return [group for group in groups if times[group.recipe.digest] >= least]
+
+
+def _pays(group: Group, costs: Profile, known: Profile, footprint: Footprint) -> bool:
+    """Whether a group is faster as one node, and has no more in use."""
+    apart = sum(known.node_ms[name] for name in group.members)
+    return costs.node_ms[group.name] < _WORTH * apart and footprint.fits(
+        group, costs.workspaces.get(group.name, 0)
+    )

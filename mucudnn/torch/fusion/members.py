@@ -1,0 +1,156 @@
+"""Which nodes may be part of a fused one.
+
+Those that Inductor computes in the loops that it writes: pointwise operations,
+reductions, normalisations, losses and what fills a tensor. Never a product or a
+convolution, nothing that draws random numbers, and nothing that is not understood. A
+node that changes a step's state may be, if it changes one tensor: Inductor writes where
+the old value is. Views are no members: they cost nothing, inside and outside.
+"""
+
+from typing import Any
+
+import torch
+
+from mucudnn.ir.graph import Node
+from mucudnn.torch.lowering.lowered import NOTHING, Call, Lowered, Number, Operand
+from mucudnn.torch.measurement.node_costs import is_view
+from mucudnn.torch.plan_cache.structure import Unnameable, described
+
+__all__ = ["COPY", "fusible", "passes_through", "used_operands"]
+
+COPY = torch.ops.aten.copy_.default
+"""Stores a value in a tensor that outlives the step."""
+
+_TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
+
+_OTHERS = frozenset(
+    {
+        "_batch_norm_no_update",
+        "_batch_norm_with_update_functional",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "_native_batch_norm_legit_functional",
+        "_native_batch_norm_legit_no_training",
+        "_softmax",
+        "_softmax_backward_data",
+        "_to_copy",
+        "arange",
+        "batch_norm_backward",
+        "elu_backward",
+        "fill",
+        "full",
+        "full_like",
+        "hardsigmoid",
+        "hardsigmoid_backward",
+        "hardswish",
+        "hardswish_backward",
+        "hardtanh",
+        "hardtanh_backward",
+        "leaky_relu_backward",
+        "mse_loss",
+        "mse_loss_backward",
+        "native_batch_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "new_zeros",
+        "nll_loss_backward",
+        "nll_loss_forward",
+        "ones_like",
+        "scalar_tensor",
+        "select_backward",
+        "slice_backward",
+        "zeros",
+        "zeros_like",
+    }
+)
+"""Operations that have neither tag and are made of such: names in `aten`."""
+
+
+def fusible(lowered: Lowered, node: Node) -> bool:
+    """Whether a node may be computed as part of another."""
+    call, traits, tensors = lowered.calls[node.name], node.traits, lowered.graph.tensors
+    if call is NOTHING or is_view(lowered, node) or call.random or traits.random:
+        return False
+    if traits.expensive or not (traits.recomputable and traits.movable):
+        return False
+    if not _plain(call) or any(
+        lowered.layouts[name].dtype.is_complex for name in node.tensors
+    ):
+        return False
+    if node.mutates:
+        return len(node.mutates) == 1 and _stores(lowered, node)
+    own = all(tensors[name].alias is None for name in node.outputs)
+    return bool(node.outputs) and own and _known(call.function)
+
+
+def passes_through(lowered: Lowered, node: Node) -> bool:
+    """Whether a node is a view that may be taken inside as well as outside."""
+    return (
+        is_view(lowered, node)
+        and not node.mutates
+        and bool(node.outputs)
+        and _plain(lowered.calls[node.name])
+    )
+
+
+def used_operands(value: Any) -> set[int]:
+    """The operands that arguments name."""
+    match value:
+        case Operand(index):
+            return {index}
+        case Number(_, args):
+            return used_operands(args)
+        case list() | tuple():
+            return set().union(*map(used_operands, value))
+        case _:
+            return set()
+
+
+def _stores(lowered: Lowered, node: Node) -> bool:
+    """Whether a node stores a value that can be computed beside the old one."""
+    call, tensors = lowered.calls[node.name], lowered.graph.tensors
+    if call.function is COPY:
+        return not node.outputs and call.args == (Operand(0), Operand(1))
+    return (
+        len(node.outputs) == 1
+        and lowered.graph.storages[node.outputs[0]]
+        == lowered.graph.storages[node.mutates[0]]
+        and tensors[node.outputs[0]].alias in node.inputs
+        and _known(call.function)
+    )
+
+
+def _known(function: Any) -> bool:
+    if not isinstance(function, torch._ops.OpOverload) or function.namespace != "aten":
+        return False
+    name = function._schema.name.removeprefix("aten::")
+    return not _TAGS.isdisjoint(function.tags) or name in _OTHERS
+
+
+def _plain(call: Call) -> bool:
+    """Whether all arguments are operands, numbers of these, and constants."""
+
+    def plain(value: Any) -> bool:
+        match value:
+            case torch.Tensor():
+                return False
+            case Number(function, args):
+                return _told(function) and plain(args)
+            case list() | tuple():
+                return all(map(plain, value))
+            case _:
+                return True
+
+    operator = isinstance(call.function, torch._ops.OpOverload)
+    return operator and plain((call.args, tuple(call.kwargs.values())))
+
+
+def _told(function: Any) -> bool:
+    """Whether a function is told by its name."""
+    try:
+        described(function)
+    except Unnameable:
+        return False
+    return True
