@@ -35,7 +35,7 @@ def statistics_types(function: Any, args: Sequence[Any]) -> Mapping[int, torch.d
     """
     if function not in _NORMS:
         return {}
-    found = {}
+    found: dict[int, torch.dtype] = {}
     if isinstance(args[1], torch.Tensor):
         found |= {1: args[1].dtype, 2: args[1].dtype}
     if _NORMS[function]:
