@@ -31,13 +31,25 @@ ROUNDINGS = 16
 WIDE = {
     "bias": ((1,), ()),
     "bias_grad": ((), (0,)),
+    "bias_relu": ((1,), ()),
+    "bias_relu_grad": ((), (1,)),
     "batch_norm": ((1, 2, 3, 4), (1, 2)),
     "batch_norm_eval": ((1, 2, 3, 4), ()),
     "batch_norm_grad": ((2, 3, 4), (1, 2)),
+    "batch_norm_relu": ((1, 2, 3, 4), (1, 2)),
+    "batch_norm_relu_grad": ((2, 3, 4, 5), (1, 2)),
+    "batch_norm_add_relu": ((1, 2, 3, 4), (1, 2)),
+    "batch_norm_add_relu_grad": ((3, 4, 5), (2, 3)),
     "group_norm": ((1, 2), (1, 2)),
     "group_norm_grad": ((2, 3, 4), (1, 2)),
 }
 """Operation -> its inputs and its results that are wide in mixed precision."""
+
+DOUBLE = {
+    "batch_norm_sums": (slice(0), slice(1)),
+    "batch_norm_merge": (slice(-2), slice(0)),
+}
+"""Operation -> its inputs and its results that are in double precision always."""
 
 
 def computed(kernel, case, types, wrap):
@@ -69,10 +81,15 @@ def narrowing(narrow, mixed):
 
     def types(case):
         wide = WIDE[case.op] if mixed else ((), ())
+        sums = DOUBLE.get(case.op, (slice(0), slice(0)))
         given = [a.dtype for a in case.inputs], [np.dtype(t) for _, t in case.outputs]
         return [
             [
-                t if t.kind != "f" else np.dtype("f4") if i in wide[side] else narrow
+                t
+                if t.kind != "f" or i in range(len(some))[sums[side]]
+                else np.dtype("f4")
+                if i in wide[side]
+                else narrow
                 for i, t in enumerate(some)
             ]
             for side, some in enumerate(given)

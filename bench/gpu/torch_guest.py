@@ -1,10 +1,10 @@
 """Planned PyTorch steps on this GPU: the same numbers as eager ones, peaks, and times.
 
 A small GPT and ResNet-18 are trained by `mucudnn.torch.train_step` and under
-`torch.compile` by `mucudnn.torch.backend`, without a limit and in half of the bytes that
-a plan can save. Each is a section that is asked once and written by itself: losses and
-parameters beside those of eager mode, what PyTorch's allocator had in use at most beside
-what was planned, and times that take turns. Sections without a limit come first.
+`torch.compile` by `mucudnn.torch.backend`, without a limit and in half of the bytes
+that a plan can save. Each is a section that is asked once and written by itself: losses
+and parameters beside those of eager mode, what PyTorch's allocator had in use at most
+beside what was planned, and times that take turns. Those without a limit come first.
 
 PyTorch's algorithms are the deterministic ones wherever it has them, for both.
 """

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from mucudnn.backends.cpu.kernels.elementwise import Zeros, keep
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_sums
 from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
 
@@ -21,6 +22,36 @@ def bias(call: KernelCall) -> None:
     call.tiles_of(x, tile, 2 * BLOCK_BYTES)
 
 
+def bias_relu(call: KernelCall) -> None:
+    """max(x + b, 0)."""
+    x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
+    b, zeros = call.inputs[1][:, None], Zeros(x)
+
+    def tile(part: tuple[slice, ...]) -> None:
+        out = y[part]
+        np.add(x[part], b[part[1]], out=out)
+        np.maximum(out, zeros.like(out), out=out)
+
+    call.tiles_of(x, tile)
+
+
+def bias_relu_grad(call: KernelCall) -> None:
+    """Dy where y is not 0, and its sum over samples and pixels."""
+    y, dy, dx = (as_ncs(a) for a in (*call.inputs, call.outputs[0]))
+    db = call.outputs[1]
+
+    def block(item: tuple[slice, list[tuple[slice, ...]]]) -> None:
+        channels, chunks = item
+        total: Any = 0.0
+        for chunk in chunks:
+            masked = dx[chunk]
+            keep(np.not_equal(y[chunk], 0), dy[chunk], masked)
+            total = total + row_sums(masked)
+        db[channels] = total
+
+    call.share(channel_chunks(dy.shape, BLOCK_BYTES // dy.itemsize), block)
+
+
 def bias_grad(call: KernelCall) -> None:
     """The sum of dy over samples and pixels."""
     dy, db = as_ncs(call.inputs[0]), call.outputs[0]
@@ -35,4 +66,9 @@ def bias_grad(call: KernelCall) -> None:
     call.share(channel_chunks(dy.shape, BLOCK_BYTES // dy.itemsize), block)
 
 
-OPERATIONS: dict[str, Run] = {"bias": bias, "bias_grad": bias_grad}
+OPERATIONS: dict[str, Run] = {
+    "bias": bias,
+    "bias_grad": bias_grad,
+    "bias_relu": bias_relu,
+    "bias_relu_grad": bias_relu_grad,
+}

@@ -1,0 +1,136 @@
+"""Batch normalisation with a sum and a ReLU behind it, in the tiles of the first.
+
+What `batch_norm` leaves in a worker's cache is finished there. Gradients are masked
+where they are first read. Without a sum the mask is told from the input by the formula
+of the forward pass, rounding by rounding, so that its result is not read at all.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.kernels.batch_norm import Chunks, column, move
+from mucudnn.backends.cpu.kernels.elementwise import Zeros, keep
+from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
+
+__all__ = ["OPERATIONS"]
+
+
+def batch_norm_relu(call: KernelCall) -> None:
+    """max(normalised + term, 0), if there is a term; moves the running statistics."""
+    x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
+    gamma, beta, running_mean, running_var, *terms = call.inputs[1:]
+    mean, inv_std = call.outputs[1:]
+    count, zeros = x.shape[0] * x.shape[2], Zeros(x)
+    term = as_ncs(terms[0]) if terms else None
+
+    def block(item: tuple[slice, Chunks]) -> None:
+        channels, chunks = item
+        total, squares = 0.0, 0.0
+        for chunk in chunks:
+            total = total + row_sums(x[chunk])
+        centre = total / count
+        mean[channels] = centre
+        for chunk in chunks:
+            np.subtract(x[chunk], mean[channels, None], out=y[chunk])
+            squares = squares + row_dots(y[chunk], y[chunk])
+        inv_std[channels] = 1 / np.sqrt(squares / count + call.attrs["eps"])
+        factor = _factor(gamma[channels], inv_std[channels], x)
+        for chunk in chunks:
+            part = y[chunk]
+            part *= factor
+            part += beta[channels, None]
+            if term is not None:
+                part += term[chunk]
+            np.maximum(part, zeros.like(part), out=part)
+        if call.attrs["update"]:
+            unbiased = squares / max(1, count - 1)
+            move(running_mean[channels], centre, call.attrs["momentum"])
+            move(running_var[channels], unbiased, call.attrs["momentum"])
+
+    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+
+
+def batch_norm_relu_grad(call: KernelCall) -> None:
+    """As `batch_norm_grad` of the gradient where the ReLU's input is not negative."""
+    x, dy, gamma, beta, mean, inv_std = call.inputs
+    dx, dgamma, dbeta = call.outputs
+    x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(dx)
+
+    def block(item: tuple[slice, Chunks]) -> None:
+        channels, chunks = item
+        centre = mean[channels, None]
+        factor = _factor(gamma[channels], inv_std[channels], x)
+        total: Any = 0.0
+        dots: Any = 0.0
+        for chunk in chunks:
+            deviation, masked = x[chunk] - centre, dx[chunk]
+            normed = deviation * factor
+            normed += beta[channels, None]
+            mask = np.less_equal(normed, 0)
+            np.logical_not(mask, out=mask)  # of NaN it lets through
+            keep(mask, dy[chunk], masked)
+            total = total + row_sums(masked)
+            dots = dots + row_dots(deviation, masked)
+        inverse = inv_std[channels].astype(np.float64)
+        dbeta[channels], dgamma[channels] = total, dots * inverse
+        scales = _scales(gamma[channels] * inverse, inverse, total, dots, x)
+        for chunk in chunks:
+            _finish(x[chunk] - centre, dx[chunk], dx[chunk], *scales)
+
+    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+
+
+def batch_norm_add_relu_grad(call: KernelCall) -> None:
+    """The gradient where the result is not 0, which is the term's, and the others."""
+    x, dy, y, gamma, mean, inv_std = call.inputs
+    dterm, dx, dgamma, dbeta = call.outputs
+    x, dy, y, dterm, dx = (as_ncs(array) for array in (x, dy, y, dterm, dx))
+
+    def block(item: tuple[slice, Chunks]) -> None:
+        channels, chunks = item
+        centre = mean[channels, None]
+        total: Any = 0.0
+        dots: Any = 0.0
+        for chunk in chunks:
+            masked = dterm[chunk]
+            keep(np.not_equal(y[chunk], 0), dy[chunk], masked)
+            total = total + row_sums(masked)
+            dots = dots + row_dots(x[chunk] - centre, masked)
+        inverse = inv_std[channels].astype(np.float64)
+        dbeta[channels], dgamma[channels] = total, dots * inverse
+        scales = _scales(gamma[channels] * inverse, inverse, total, dots, x)
+        for chunk in chunks:
+            _finish(x[chunk] - centre, dterm[chunk], dx[chunk], *scales)
+
+    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+
+
+def _factor(gamma: Any, inv_std: Any, x: Any) -> Any:
+    """Of deviations, from what is saved: as `batch_norm_apply` has it."""
+    return column(gamma * inv_std.astype(np.float64), x)
+
+
+def _scales(factor: Any, inverse: Any, total: Any, dots: Any, x: Any) -> Any:
+    """Of the gradient, of deviations, and what is added."""
+    count = x.shape[0] * x.shape[2]
+    along = -factor * inverse**2 * dots / count
+    return column(factor, x), column(along, x), column(-factor * total / count, x)
+
+
+def _finish(
+    deviation: Any, masked: Any, out: Any, scale: Any, along: Any, offset: Any
+) -> None:
+    deviation *= along
+    deviation += offset
+    np.multiply(masked, scale, out=out)
+    out += deviation
+
+
+OPERATIONS: dict[str, Run] = {
+    "batch_norm_add_relu": batch_norm_relu,
+    "batch_norm_add_relu_grad": batch_norm_add_relu_grad,
+    "batch_norm_relu": batch_norm_relu,
+    "batch_norm_relu_grad": batch_norm_relu_grad,
+}
