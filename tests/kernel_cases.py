@@ -102,13 +102,17 @@ def large_cases(dtype, N=16):
     yield "cast", [x], [y], {}
     yield "fill", [], [y], {"value": 1.0}
     yield "dropout", [x, step], [y], {"p": 0.3, "seed": 1}
+    yield "add_relu", [x, x], [y], {}
     yield "bias", [x, gamma], [y], {}
+    yield "bias_relu", [x, gamma], [y], {}
+    yield "bias_relu_grad", [x, x], [y, gamma.copy()], {}
     yield "bias_grad", [x], [gamma.copy()], {}
     turned = {"transpose_a": True, "transpose_b": False}
     yield "matmul", [flat, flat], [np.empty((32, 32), dtype)], turned
     yield "batch_norm", [x, gamma, beta, mean, var], [y, mean * 0, var * 0], norm
     yield "batch_norm_eval", [x, gamma, beta, mean, var], [y], norm
     yield "batch_norm_grad", [x, x, gamma, mean, var], [y, mean * 0, var * 0], {}
+    yield from _large_norms(x, y, (gamma, beta, mean, var), norm)
     yield "group_norm", [x, gamma, beta], [y, *(s * 0 for s in stats)], group
     yield "group_norm_grad", [x, x, gamma, *stats], [y, mean * 0, var * 0], group
     yield "lrn", [x], [y], lrn
@@ -138,3 +142,22 @@ def large_cases(dtype, N=16):
     yield "adagrad", [y, x, scalar, one], [], DECAYED | {"eps": 1e-8}
     yield "rmsprop", [y, x, scalar, one], [], DECAYED | {"eps": 1e-8, "alpha": 0.9}
     yield "accumulate", [y, x], [], {"factor": 0.5}
+
+
+def _large_norms(x, y, channels, norm):
+    """Batch normalisation in pieces, and with what follows it."""
+    gamma, beta, mean, var = channels
+    small, stats = [mean * 0, var * 0], np.ones((3, gamma.size))
+    yield "batch_norm_sums", [x], [stats.copy()], {}
+    yield "batch_norm_merge", [stats, stats, mean, var], small, norm
+    yield "batch_norm_apply", [x, gamma, beta, mean, var], [y], {}
+    yield "batch_norm_grad_sums", [x, x, mean, var], small, {}
+    inputs = [x, x, gamma, mean, var, beta, gamma]
+    yield "batch_norm_grad_apply", inputs, [y], {"count": x[:, 0].size}
+    inputs = [x, gamma, beta, mean, var]
+    yield "batch_norm_relu", inputs, [y, *small], norm
+    yield "batch_norm_add_relu", [*inputs, x], [y, *small], norm
+    inputs = [x, x, gamma, beta, mean, var]
+    yield "batch_norm_relu_grad", inputs, [y, *small], {}
+    inputs = [x, x, x, gamma, mean, var]
+    yield "batch_norm_add_relu_grad", inputs, [y, y.copy(), *small], {}

@@ -14,7 +14,7 @@ from mucudnn.ir.slices import box_rows, conv_rows, counted, drawn_rows
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import PLAIN, Batch, NodeTraits
 
-__all__ = ["OPERATIONS", "make_node", "traits_of"]
+__all__ = ["FUSIONS", "OPERATIONS", "make_node", "traits_of"]
 
 Attributes = Mapping[str, Any]
 Operands = Sequence[TensorSpec]
@@ -158,6 +158,17 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
 )
 """Operation -> its traits, or what finds them; all kernels that may overwrite an input
 work when it and the result are the same memory."""
+
+FUSIONS: Mapping[tuple[str, ...], str] = MappingProxyType(
+    {
+        ("add", "relu"): "add_relu",
+        ("batch_norm", "add", "relu"): "batch_norm_add_relu",
+        ("batch_norm", "relu"): "batch_norm_relu",
+        ("bias", "relu"): "bias_relu",
+    }
+)
+"""Operations of which each reads the first result of the one before -> the one that
+does it all. It has the attributes of the first, and what they read, in order."""
 
 
 def traits_of(

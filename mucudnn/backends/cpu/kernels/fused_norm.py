@@ -53,31 +53,32 @@ def batch_norm_relu(call: KernelCall) -> None:
 
 
 def batch_norm_relu_grad(call: KernelCall) -> None:
-    """As `batch_norm_grad` of the gradient where the ReLU's input is not negative."""
+    """As `batch_norm_grad` of the gradient where the ReLU's input is positive."""
     x, dy, gamma, beta, mean, inv_std = call.inputs
     dx, dgamma, dbeta = call.outputs
     x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(dx)
 
     def block(item: tuple[slice, Chunks]) -> None:
         channels, chunks = item
-        centre = mean[channels, None]
+        deviations, normed = (_like(x[chunks[0]]) for _ in range(2))
+        centre, shift = mean[channels, None], beta[channels, None] + 0.0
         factor = _factor(gamma[channels], inv_std[channels], x)
         total: Any = 0.0
         dots: Any = 0.0
         for chunk in chunks:
-            deviation, masked = x[chunk] - centre, dx[chunk]
-            normed = deviation * factor
-            normed += beta[channels, None]
-            mask = np.less_equal(normed, 0)
-            np.logical_not(mask, out=mask)  # of NaN it lets through
-            keep(mask, dy[chunk], masked)
+            deviation = np.subtract(x[chunk], centre, out=_first(deviations, chunk, x))
+            part, masked = _first(normed, chunk, x), dx[chunk]
+            np.multiply(deviation, factor, out=part)
+            part += shift
+            _pass(part, dy[chunk], masked)
             total = total + row_sums(masked)
             dots = dots + row_dots(deviation, masked)
         inverse = inv_std[channels].astype(np.float64)
         dbeta[channels], dgamma[channels] = total, dots * inverse
         scales = _scales(gamma[channels] * inverse, inverse, total, dots, x)
         for chunk in chunks:
-            _finish(x[chunk] - centre, dx[chunk], dx[chunk], *scales)
+            deviation = np.subtract(x[chunk], centre, out=_first(deviations, chunk, x))
+            _finish(deviation, dx[chunk], dx[chunk], *scales)
 
     call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
 
@@ -90,6 +91,7 @@ def batch_norm_add_relu_grad(call: KernelCall) -> None:
 
     def block(item: tuple[slice, Chunks]) -> None:
         channels, chunks = item
+        deviations = _like(x[chunks[0]])
         centre = mean[channels, None]
         total: Any = 0.0
         dots: Any = 0.0
@@ -97,14 +99,40 @@ def batch_norm_add_relu_grad(call: KernelCall) -> None:
             masked = dterm[chunk]
             keep(np.not_equal(y[chunk], 0), dy[chunk], masked)
             total = total + row_sums(masked)
-            dots = dots + row_dots(x[chunk] - centre, masked)
+            deviation = np.subtract(x[chunk], centre, out=_first(deviations, chunk, x))
+            dots = dots + row_dots(deviation, masked)
         inverse = inv_std[channels].astype(np.float64)
         dbeta[channels], dgamma[channels] = total, dots * inverse
         scales = _scales(gamma[channels] * inverse, inverse, total, dots, x)
         for chunk in chunks:
-            _finish(x[chunk] - centre, dterm[chunk], dx[chunk], *scales)
+            deviation = np.subtract(x[chunk], centre, out=_first(deviations, chunk, x))
+            _finish(deviation, dterm[chunk], dx[chunk], *scales)
 
     call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+
+
+def _like(part: Any) -> Any:
+    """Scratch memory for a chunk, the first of a block being its largest."""
+    return np.empty(part.size, part.dtype)
+
+
+def _first(scratch: Any, chunk: tuple[slice, ...], x: Any) -> Any:
+    part = x[chunk]
+    return scratch[: part.size].reshape(part.shape)
+
+
+def _pass(normed: Any, dy: Any, out: Any) -> None:
+    """`out = dy` where `normed` is positive, else 0; overwrites `normed`.
+
+    It has no negative zero, as nothing else is added last. The bits of positive floats,
+    as integers, and no others become negative when their sign is turned: that sign is
+    spread over the word. What is NaN may pass or not: its channel's gradient is NaN.
+    """
+    kind = f"i{normed.itemsize}"
+    mask = normed.view(kind)
+    np.negative(mask, out=mask)
+    np.right_shift(mask, 8 * normed.itemsize - 1, out=mask)
+    np.bitwise_and(mask, dy.view(kind), out=out.view(kind))
 
 
 def _factor(gamma: Any, inv_std: Any, x: Any) -> Any:
