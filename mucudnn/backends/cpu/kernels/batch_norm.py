@@ -12,7 +12,7 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
 from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
 
-__all__ = ["OPERATIONS", "Chunks", "column", "move"]
+__all__ = ["OPERATIONS", "Chunks", "batch_norm_grad", "column", "move"]
 
 Chunks = list[tuple[slice, ...]]
 

@@ -5,8 +5,14 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.elementwise import Zeros, keep
-from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_sums
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
+from mucudnn.backends.cpu.kernels.sums import LONGEST_ROW, channel_chunks, row_sums
+from mucudnn.backends.cpu.kernels.tiles import (
+    BLOCK_BYTES,
+    KernelCall,
+    Run,
+    as_ncs,
+    tiles,
+)
 
 __all__ = ["OPERATIONS"]
 
@@ -39,17 +45,21 @@ def bias_relu_grad(call: KernelCall) -> None:
     """Dy where y is not 0, and its sum over samples and pixels."""
     y, dy, dx = (as_ncs(a) for a in (*call.inputs, call.outputs[0]))
     db = call.outputs[1]
+    limit = LONGEST_ROW if dy.shape[2] > LONGEST_ROW else BLOCK_BYTES // dy.itemsize
+    parts = tiles(dy.shape, limit)  # dense, as masks are slow on short rows
+    sums: list[Any] = [0.0] * len(parts)
 
-    def block(item: tuple[slice, list[tuple[slice, ...]]]) -> None:
-        channels, chunks = item
-        total: Any = 0.0
-        for chunk in chunks:
-            masked = dx[chunk]
-            keep(np.not_equal(y[chunk], 0), dy[chunk], masked)
-            total = total + row_sums(masked)
-        db[channels] = total
+    def tile(index: int) -> None:
+        part = parts[index]
+        masked = dx[part]
+        keep(np.not_equal(y[part], 0), dy[part], masked)
+        sums[index] = row_sums(masked)
 
-    call.share(channel_chunks(dy.shape, BLOCK_BYTES // dy.itemsize), block)
+    call.share(range(len(parts)), tile)
+    total = np.zeros(db.shape)
+    for part, found in zip(parts, sums, strict=True):
+        total[part[1]] += found
+    db[...] = total
 
 
 def bias_grad(call: KernelCall) -> None:

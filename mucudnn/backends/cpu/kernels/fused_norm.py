@@ -1,15 +1,21 @@
 """Batch normalisation with a sum and a ReLU behind it, in the tiles of the first.
 
-What `batch_norm` leaves in a worker's cache is finished there. Gradients are masked
-where they are first read. Without a sum the mask is told from the input by the formula
+What `batch_norm` leaves in a worker's cache is finished there. Without a sum gradients
+are masked where they are first read, and the mask is told from the input by the formula
 of the forward pass, rounding by rounding, so that its result is not read at all.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.batch_norm import Chunks, column, move
+from mucudnn.backends.cpu.kernels.batch_norm import (
+    Chunks,
+    batch_norm_grad,
+    column,
+    move,
+)
 from mucudnn.backends.cpu.kernels.elementwise import Zeros, keep
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
 from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
@@ -84,31 +90,18 @@ def batch_norm_relu_grad(call: KernelCall) -> None:
 
 
 def batch_norm_add_relu_grad(call: KernelCall) -> None:
-    """The gradient where the result is not 0, which is the term's, and the others."""
-    x, dy, y, gamma, mean, inv_std = call.inputs
-    dterm, dx, dgamma, dbeta = call.outputs
-    x, dy, y, dterm, dx = (as_ncs(array) for array in (x, dy, y, dterm, dx))
+    """The gradient where the result is not 0, which is the term's, and the others.
 
-    def block(item: tuple[slice, Chunks]) -> None:
-        channels, chunks = item
-        deviations = _like(x[chunks[0]])
-        centre = mean[channels, None]
-        total: Any = 0.0
-        dots: Any = 0.0
-        for chunk in chunks:
-            masked = dterm[chunk]
-            keep(np.not_equal(y[chunk], 0), dy[chunk], masked)
-            total = total + row_sums(masked)
-            deviation = np.subtract(x[chunk], centre, out=_first(deviations, chunk, x))
-            dots = dots + row_dots(deviation, masked)
-        inverse = inv_std[channels].astype(np.float64)
-        dbeta[channels], dgamma[channels] = total, dots * inverse
-        scales = _scales(gamma[channels] * inverse, inverse, total, dots, x)
-        for chunk in chunks:
-            deviation = np.subtract(x[chunk], centre, out=_first(deviations, chunk, x))
-            _finish(deviation, dterm[chunk], dx[chunk], *scales)
+    Masks are made of dense memory, whose rows are longer than a channel's.
+    """
+    x, dy, y, *parameters = call.inputs
+    dterm, *others = call.outputs
 
-    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+    def mask(y: Any, dy: Any, out: Any) -> None:
+        keep(np.not_equal(y, 0), dy, out)
+
+    call.flat_blocks([y, dy, dterm], mask)
+    batch_norm_grad(replace(call, inputs=[x, dterm, *parameters], outputs=others))
 
 
 def _like(part: Any) -> Any:
