@@ -100,6 +100,7 @@ def test_every_option_is_taken(run):
         *("--lr-schedule", "step:1", "--warmup", 2, "--weight-decay", 1e-4),
         *("--workspace-limit", "1MiB", "--batch-policy", "all", "--seed", 7),
         *("--order", "least_peak", "--update-when", "late", "--accumulate", 3),
+        "--no-fuse",
         *("--json", "-"),
     )
     assert done.exit_code == 0, done.output
