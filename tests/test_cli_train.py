@@ -266,3 +266,12 @@ def test_a_terminal_gets_a_bar():
     assert b"epoch 2/2" in seen
     assert b"images/s" in seen
     assert "epoch 2/2" in lines
+
+
+def test_fused_steps_take_less_memory(run):
+    options = ("resnet18", *NULL, "--batch", 8, "--steps", 1, "--json", "-")
+    peaks = [
+        json.loads(run(*options, *more).stdout)["peak_bytes"]
+        for more in ((), ("--no-fuse",))
+    ]
+    assert peaks[0] < peaks[1]

@@ -243,6 +243,16 @@ def test_it_does_so_on_a_gpu(dtype, tmp_path):
         assert np.array_equal(passed, dbeta)
 
 
+def test_a_negative_zero_is_no_positive_number():
+    x = np.array([-1.0, 0.0, 1.0])[:, None, None] * np.ones((3, 1, 2))
+    gamma, beta, mean, inv_std = (np.array([v]) for v in (-1.0, -0.0, 0.0, 1.0))
+    inputs = [x, np.ones_like(x), gamma, beta, mean, inv_std]
+    outputs = [(x.shape, "f8"), ((1,), "f8"), ((1,), "f8")]
+    case = Case("batch_norm_relu_grad", inputs, outputs)
+    _, _, dbeta, *_ = compute(bind_cpu(Workers(1))[case.op], case)
+    assert dbeta == 2
+
+
 def test_infinite_gradients_of_what_was_cut_off_are_zero():
     x = np.array([[-1.0], [1.0], [3.0]])[..., None] * np.ones((3, 2, 4))
     y = np.maximum(x, 0)
