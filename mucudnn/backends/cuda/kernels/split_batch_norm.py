@@ -72,8 +72,8 @@ KERNEL batch_norm_merge(const double* all, T* running_mean, T* running_var, T* m
     }
 }
 
-KERNEL batch_norm_apply(const T* x, const T* gamma, const T* beta, const T* mean,
-                        const T* inv_std, T* y, I N, I C, I S, I width) {
+KERNEL batch_norm_apply(const T* x, const P* gamma, const P* beta, const P* mean,
+                        const P* inv_std, T* y, I N, I C, I S, I width) {
     Channel channel(N, C, S, width);
     I c = channel.c;
     if (c >= C) return;
@@ -82,7 +82,7 @@ KERNEL batch_norm_apply(const T* x, const T* gamma, const T* beta, const T* mean
     EACH_OF(channel, i) y[i] = (T)(((A)x[i] - centre) * factor + shift);
 }
 
-KERNEL slice_dots(const T* x, const T* dy, const T* mean, double* sums, double* dots,
+KERNEL slice_dots(const T* x, const T* dy, const P* mean, double* sums, double* dots,
                   I N, I C, I S, I width) {
     Channel channel(N, C, S, width);
     A centre = channel.c < C ? (A)mean[channel.c] : (A)0;
@@ -103,8 +103,8 @@ KERNEL batch_norm_grad_sums(const T* inv_std, T* dgamma, T* dbeta, const double*
     }
 }
 
-KERNEL batch_norm_grad_apply(const T* x, const T* dy, const T* gamma, const T* mean,
-                             const T* inv_std, const T* dgamma, const T* dbeta, T* dx,
+KERNEL batch_norm_grad_apply(const T* x, const T* dy, const P* gamma, const P* mean,
+                             const P* inv_std, const P* dgamma, const P* dbeta, T* dx,
                              I N, I C, I S, I width, double count) {
     Channel channel(N, C, S, width);
     I c = channel.c;
@@ -149,9 +149,11 @@ def batch_norm_merge(call: KernelCall) -> None:
 
 def batch_norm_apply(call: KernelCall) -> None:
     """Normalise a slice by the statistics of its batch."""
-    channels = Channels.of(call.inputs[0].shape)
+    x, gamma, *_ = call.inputs
+    channels = Channels.of(x.shape)
     arguments = *call.inputs, *call.outputs, *channels.arguments
-    call.launch(PROGRAM, "batch_norm_apply", channels.blocks, *arguments)
+    blocks = channels.blocks
+    call.launch(PROGRAM, "batch_norm_apply", blocks, *arguments, beside=gamma)
 
 
 def batch_norm_grad_sums(call: KernelCall) -> None:
@@ -160,7 +162,8 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
     channels = Channels.of(x.shape)
     sums, dots = channels.buffers(call.workspace, 2)
     blocks, shape = channels.blocks, channels.arguments
-    call.launch(PROGRAM, "slice_dots", blocks, x, dy, mean, sums, dots, *shape)
+    arguments = x, dy, mean, sums, dots, *shape
+    call.launch(PROGRAM, "slice_dots", blocks, *arguments, beside=mean)
     C = channels.shape[1]
     finished = inv_std, *call.outputs, sums, dots, channels.parts, C
     call.launch(PROGRAM, "batch_norm_grad_sums", flat(C), *finished)
@@ -168,10 +171,12 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
 
 def batch_norm_grad_apply(call: KernelCall) -> None:
     """Dx of a slice = gamma inv_std (dy - dbeta / count - x̂ dgamma / count)."""
-    channels = Channels.of(call.inputs[0].shape)
+    x, _, gamma, *_ = call.inputs
+    channels = Channels.of(x.shape)
     operands = *call.inputs, *call.outputs, *channels.arguments
-    count = float(call.attrs["count"])
-    call.launch(PROGRAM, "batch_norm_grad_apply", channels.blocks, *operands, count)
+    arguments = *operands, float(call.attrs["count"])
+    blocks = channels.blocks
+    call.launch(PROGRAM, "batch_norm_grad_apply", blocks, *arguments, beside=gamma)
 
 
 def _two_sums(inputs: Specs, *_: object) -> int:
