@@ -9,7 +9,8 @@
 #
 #   bench/gpu.sh OUT deepbench    500 s   every engine's time and workspace, first of all
 #   bench/gpu.sh OUT probe tests  360 s   what this GPU is; the tests that need one
-#   bench/gpu.sh OUT peers models 390 s   plain cuDNN and PyTorch; whole networks
+#   bench/gpu.sh OUT torch peers models 530 s   planned PyTorch steps; plain cuDNN and
+#                                         PyTorch beside ours; whole networks
 #   bench/gpu.sh OUT                      all again: what is complete costs nothing
 #
 # Parts of one call that are usually longer than nine minutes together (all of them, say)

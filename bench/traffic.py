@@ -117,9 +117,10 @@ def run() -> dict[str, Any]:
     """Count steps of every network in every precision. Ready for JSON."""
     return {
         "steps": [
-            _step(model, batch, precision)
+            _step(model, batch, precision, fuse)
             for model, batch in BATCHES.items()
             for precision in PRECISIONS
+            for fuse in (False, True)
         ]
     }
 
@@ -129,6 +130,7 @@ def table(result: Mapping[str, Any]) -> str:
     header: tuple[str, ...] = (
         "model",
         "precision",
+        "fused",
         "launches",
         "GB",
         "conv GB",
@@ -145,6 +147,7 @@ def table(result: Mapping[str, Any]) -> str:
             (
                 f"{step['model']} N={step['batch']}",
                 step["precision"],
+                "yes" if step["fused"] else "no",
                 step["launches"],
                 step["bytes"] / _GB,
                 step["conv_bytes"] / _GB,
@@ -157,7 +160,7 @@ def table(result: Mapping[str, Any]) -> str:
     return render(header, rows)
 
 
-def _step(model: str, batch: int, precision: str | None) -> dict[str, Any]:
+def _step(model: str, batch: int, precision: str | None, fuse: bool) -> dict[str, Any]:
     graph = training_graphs(
         get_model(model)(batch),
         None,
@@ -166,12 +169,14 @@ def _step(model: str, batch: int, precision: str | None) -> dict[str, Any]:
         parts=1,
         precision=precision,
         loss_scale=None,
+        fuse=fuse,
     ).steps[0]
     found = traffic_of(graph)
     return {
         "model": model,
         "batch": batch,
         "precision": precision or "float32",
+        "fused": fuse,
         "launches": sum(t.launches for t in found.values()),
         "bytes": sum(t.nbytes for t in found.values()),
         "conv_bytes": found["conv"].nbytes,

@@ -102,13 +102,17 @@ def large_cases(dtype, N=16):
     yield "cast", [x], [y], {}
     yield "fill", [], [y], {"value": 1.0}
     yield "dropout", [x, step], [y], {"p": 0.3, "seed": 1}
+    yield "add_relu", [x, x], [y], {}
     yield "bias", [x, gamma], [y], {}
+    yield "bias_relu", [x, gamma], [y], {}
+    yield "bias_relu_grad", [x, x], [y, gamma.copy()], {}
     yield "bias_grad", [x], [gamma.copy()], {}
     turned = {"transpose_a": True, "transpose_b": False}
     yield "matmul", [flat, flat], [np.empty((32, 32), dtype)], turned
     yield "batch_norm", [x, gamma, beta, mean, var], [y, mean * 0, var * 0], norm
     yield "batch_norm_eval", [x, gamma, beta, mean, var], [y], norm
     yield "batch_norm_grad", [x, x, gamma, mean, var], [y, mean * 0, var * 0], {}
+    yield from _large_norms(x, y, (gamma, beta, mean, var), norm)
     moments = np.ones((3, 32))
     sizes = {"count": N * 128 * 128}
     yield "batch_norm_sums", [x], [moments * 0], {}
@@ -146,3 +150,16 @@ def large_cases(dtype, N=16):
     yield "adagrad", [y, x, scalar, one], [], DECAYED | {"eps": 1e-8}
     yield "rmsprop", [y, x, scalar, one], [], DECAYED | {"eps": 1e-8, "alpha": 0.9}
     yield "accumulate", [y, x], [], {"factor": 0.5}
+
+
+def _large_norms(x, y, channels, norm):
+    """Batch normalisation with what follows it."""
+    gamma, beta, mean, var = channels
+    small = [mean * 0, var * 0]
+    inputs = [x, gamma, beta, mean, var]
+    yield "batch_norm_relu", inputs, [y, *small], norm
+    yield "batch_norm_add_relu", [*inputs, x], [y, *small], norm
+    inputs = [x, x, gamma, beta, mean, var]
+    yield "batch_norm_relu_grad", inputs, [y, *small], {}
+    inputs = [x, x, x, gamma, mean, var]
+    yield "batch_norm_add_relu_grad", inputs, [y, y.copy(), *small], {}

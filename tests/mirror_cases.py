@@ -102,12 +102,17 @@ def _activations(dtype):
     yield Case("leaky_relu", [x], same, slope)
     yield Case("leaky_relu_grad", [x, dy], same, slope)
     yield Case("add", [x, dy], same)
+    yield Case("add_relu", [x, dy], same)
     yield Case("multiply", [x, dy], same)
     yield Case("scale", [x], same, {"factor": -1.5})
     for shape in ((5, 3), (2, 5, 7, 3), (9, 70, 2), (3000, 40)):
         x = normal(*shape, dtype=dtype)
         yield Case("bias", [x, normal(shape[1], dtype=dtype)], [(shape, dtype)])
         yield Case("bias_grad", [x], [(shape[1:2], dtype)])
+        yield Case("bias_relu", [x, normal(shape[1], dtype=dtype)], [(shape, dtype)])
+        y = np.maximum(normal(*shape, seed=1, dtype=dtype), 0)
+        both = [(shape, dtype), (shape[1:2], dtype)]
+        yield Case("bias_relu_grad", [y, x], both)
     for turn_a, turn_b in np.ndindex(2, 2):
         a = normal(*((5, 4) if turn_a else (4, 5)), dtype=dtype)
         b = normal(*((3, 5) if turn_b else (5, 3)), dtype=dtype)
@@ -176,8 +181,15 @@ def _norms(dtype):
         for update in (False, True):
             attrs = {"eps": 1e-3, "momentum": 0.2, "update": update}
             yield Case("batch_norm", inputs, both, attrs)
+            yield Case("batch_norm_relu", inputs, both, attrs)
+            yield Case("batch_norm_add_relu", [*inputs, dy], both, attrs)
         yield Case("batch_norm_eval", inputs, outputs, {"eps": 1e-3})
         yield Case("batch_norm_grad", [x, dy, gamma, mean, var], both)
+        inputs = [x, dy, gamma, beta - 3, mean, var]
+        yield Case("batch_norm_relu_grad", inputs, both)
+        y = np.maximum(normal(*shape, seed=4, dtype=dtype), 0)
+        inputs = [x, dy, y, gamma, mean, var]
+        yield Case("batch_norm_add_relu_grad", inputs, [*outputs, *both])
         yield from _norm_pieces(x, dy, (gamma, beta, mean, var), dtype)
     yield from _group_norms(dtype)
     for shape in ((3, 6, 5, 4), (2, 9), (2, 3, 7)):

@@ -14,6 +14,7 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph, Node, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
 from mucudnn.passes.graph.autodiff import RULES, training_graph
+from mucudnn.passes.graph.fusion import fused
 from tests.model_cases import random_feeds
 
 torch = pytest.importorskip("torch")
@@ -39,6 +40,10 @@ def fork_of_views(g: GraphBuilder, x: str) -> str:
     n, f = g.shape(flat)
     turned = g.reshape(flat, (f, n))
     return g.add(g.add(flat, g.scale(g.reshape(turned, (n, f)), 3.0)), g.tanh(flat))
+
+
+def normed_sum(g: GraphBuilder, x: str) -> str:
+    return g.relu(g.add(both(g, x), g.batch_norm(x)))
 
 
 def pixels(g: GraphBuilder, x: str) -> str:
@@ -103,6 +108,12 @@ LAYERS: dict[str, tuple[tuple[int, ...], Layer]] = {
     "upsample_linear": ((2, 2, 4), lambda g, x: g.upsample_bilinear(x, 3)),
     "upsample_bilinear": ((1, 2, 2, 3), lambda g, x: g.upsample_bilinear(x)),
     "upsample_trilinear": ((1, 1, 2, 2, 3), lambda g, x: g.upsample_bilinear(x)),
+    "fused_add_relu": ((3, 4), lambda g, x: g.relu(g.add(x, g.tanh(both(g, x))))),
+    "fused_add_relu_of_one": ((3, 4), lambda g, x: g.relu(g.add(x, x))),
+    "fused_batch_norm_relu": ((3, 2, 2, 2), lambda g, x: g.relu(g.batch_norm(x))),
+    "fused_batch_norm_add_relu": ((3, 2, 2, 2), normed_sum),
+    "fused_shortcut": ((4, 2, 3), lambda g, x: g.relu(g.add(g.batch_norm(x), x))),
+    "fused_bias_relu": ((3, 2, 3), lambda g, x: g.relu(g.bias(x))),
     "softmax_cross_entropy": ((4, 5), pixels),
     "softmax_of_pixels": ((2, 3, 2, 2), pixels),
     "mean_squared_error": ((3, 4), lambda g, x: g.mean_squared_error(x, both(g, x))),
@@ -116,7 +127,8 @@ def forward(name: str) -> Graph:
     y = layer(g, g.parameter("x", shape, Constant(0.0)))
     if g.shape(y) == ():
         return g.build(y)
-    return g.build(g.mean_squared_error(y, g.input("target", g.shape(y))))
+    graph = g.build(g.mean_squared_error(y, g.input("target", g.shape(y))))
+    return fused(graph) if name.startswith("fused") else graph
 
 
 def product(transpose_a: bool, transpose_b: bool) -> Graph:

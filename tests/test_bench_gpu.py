@@ -128,7 +128,7 @@ def test_all_parts_run_and_leave_three_files(whole):
 def test_every_result_says_what_made_it(whole, tmp_path):
     out = unpacked(whole[0], tmp_path)
     results = [f for f in out.glob("*.json") if f.name != "info.json"]
-    assert len(results) == len(STAGES) + 6
+    assert len(results) == len(STAGES) + 7
     for file in results:
         machine = load(file)["machine"]
         assert "python -m bench.gpu" in machine["command"]

@@ -100,6 +100,7 @@ def test_every_option_is_taken(run):
         *("--lr-schedule", "step:1", "--warmup", 2, "--weight-decay", 1e-4),
         *("--workspace-limit", "1MiB", "--batch-policy", "all", "--seed", 7),
         *("--order", "least_peak", "--update-when", "late", "--accumulate", 3),
+        "--no-fuse",
         *("--json", "-"),
     )
     assert done.exit_code == 0, done.output
@@ -265,3 +266,12 @@ def test_a_terminal_gets_a_bar():
     assert b"epoch 2/2" in seen
     assert b"images/s" in seen
     assert "epoch 2/2" in lines
+
+
+def test_fused_steps_take_less_memory(run):
+    options = ("resnet18", *NULL, "--batch", 8, "--steps", 1, "--json", "-")
+    peaks = [
+        json.loads(run(*options, *more).stdout)["peak_bytes"]
+        for more in ((), ("--no-fuse",))
+    ]
+    assert peaks[0] < peaks[1]

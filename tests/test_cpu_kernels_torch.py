@@ -114,6 +114,37 @@ def test_batch_norm(shape, precision):
     check(dbeta, tb.grad, tolerance)
 
 
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("shape", [(9, 40), (3, 33, 90), (5, 20, 50, 31)])
+def test_batch_norm_then_relu(shape, summed, precision):
+    dtype, tolerance = precision
+    C = shape[1]
+    x, dy, term = (normal(*shape, seed=i, dtype=dtype) for i in range(3))
+    gamma, beta, mean, var = (normal(C, seed=i, dtype=dtype) for i in range(4))
+    var = var**2
+    tx, tg, tb, tt = leaves(x, gamma, beta, term)
+    tm, tv = torch.from_numpy(mean.copy()), torch.from_numpy(var.copy())
+    ty = functional.batch_norm(tx, tm, tv, tg, tb, True, 0.3, 1e-4)
+    ty = functional.relu(ty + tt if summed else ty)
+    ty.backward(torch.from_numpy(dy))
+    attrs = {"eps": 1e-4, "momentum": 0.3, "update": True}
+    outputs = [(shape, dtype), ((C,), dtype), ((C,), dtype)]
+    inputs = [x, gamma, beta, mean, var]
+    if summed:
+        y, m, s = run("batch_norm_add_relu", [*inputs, term], outputs, attrs)
+        inputs = [x, dy, y, gamma, m, s]
+        dterm, *found = run("batch_norm_add_relu_grad", inputs, [outputs[0], *outputs])
+        check(dterm, tt.grad, tolerance)
+    else:
+        y, m, s = run("batch_norm_relu", inputs, outputs, attrs)
+        found = run("batch_norm_relu_grad", [x, dy, gamma, beta, m, s], outputs)
+    check(y, ty, tolerance)
+    check(mean, tm, tolerance)
+    check(var, tv, tolerance)
+    for ours, theirs in zip(found, (tx, tg, tb), strict=True):
+        check(ours, theirs.grad, tolerance)
+
+
 @pytest.mark.parametrize("per_element", [False, True])
 @pytest.mark.parametrize("shape", [(30, 48), (6, 48, 30, 11)])
 def test_group_and_layer_norm(shape, per_element, precision):

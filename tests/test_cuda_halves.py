@@ -31,12 +31,18 @@ ROUNDINGS = 16
 WIDE = {
     "bias": ((1,), ()),
     "bias_grad": ((), (0,)),
+    "bias_relu": ((1,), ()),
+    "bias_relu_grad": ((), (1,)),
     "batch_norm": ((1, 2, 3, 4), (1, 2)),
     "batch_norm_apply": ((1, 2, 3, 4), ()),
     "batch_norm_grad_apply": ((2, 3, 4, 5, 6), ()),
     "batch_norm_grad_sums": ((2, 3), (0, 1)),
     "batch_norm_eval": ((1, 2, 3, 4), ()),
     "batch_norm_grad": ((2, 3, 4), (1, 2)),
+    "batch_norm_relu": ((1, 2, 3, 4), (1, 2)),
+    "batch_norm_relu_grad": ((2, 3, 4, 5), (1, 2)),
+    "batch_norm_add_relu": ((1, 2, 3, 4), (1, 2)),
+    "batch_norm_add_relu_grad": ((3, 4, 5), (2, 3)),
     "group_norm": ((1, 2), (1, 2)),
     "group_norm_grad": ((2, 3, 4), (1, 2)),
 }

@@ -56,6 +56,8 @@ BY_NAME = {
 UNCUT = {
     *("accumulate", "adagrad", "adam", "momentum", "rmsprop", "sgd"),
     *("batch_norm", "batch_norm_grad", "batch_norm_merge", "fill"),
+    *("batch_norm_relu", "batch_norm_relu_grad"),
+    *("batch_norm_add_relu", "batch_norm_add_relu_grad"),
 }
 """Operations that cannot be cut along the batch by themselves."""
 

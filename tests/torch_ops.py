@@ -64,6 +64,9 @@ def execute(
             outputs = x * mask / (1 - node.attrs["p"])
         elif node.op == "relu" and node.outputs[0] in decided:
             outputs = inputs[0] * (decided[node.outputs[0]] > 0)
+        elif node.op.endswith("_relu") and node.outputs[0] in decided:
+            y, *others = _sum_before_relu(node, inputs)
+            outputs = (y * (decided[node.outputs[0]] > 0), *others)
         elif node.op == "max_pool" and node.outputs[1] in decided:
             index = decided[node.outputs[1]].long()
             chosen = _windows(inputs[0], node, -math.inf)
@@ -195,6 +198,22 @@ def _batch_norm(node: Node, inputs: Sequence[Tensor], _: Any) -> tuple[Tensor, .
     return y, batch_mean, (batch_var + eps).rsqrt()
 
 
+def _sum_before_relu(node: Node, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The first result of a fused node before its ReLU, and the others."""
+    match node.op:
+        case "add_relu":
+            return [inputs[0] + inputs[1]]
+        case "bias_relu":
+            return [inputs[0] + _column(inputs[1], inputs[0])]
+    y, *others = _batch_norm(node, inputs[:5], None)
+    return [sum(inputs[5:], start=y), *others]
+
+
+def _then_relu(node: Node, inputs: Sequence[Tensor], _: Any) -> tuple[Tensor, ...]:
+    y, *others = _sum_before_relu(node, inputs)
+    return functional.relu(y), *others
+
+
 def _batch_norm_eval(node: Node, inputs: Sequence[Tensor], _: Any) -> Tensor:
     x, gamma, beta, mean, var = inputs
     return functional.batch_norm(
@@ -262,7 +281,11 @@ FORWARD: Mapping[str, Op] = {
     "accuracy": _accuracy,
     "add": lambda n, i, s: i[0] + i[1],
     "avg_pool": _avg_pool,
+    "add_relu": _then_relu,
     "batch_norm": _batch_norm,
+    "batch_norm_add_relu": _then_relu,
+    "batch_norm_relu": _then_relu,
+    "bias_relu": _then_relu,
     "batch_norm_eval": _batch_norm_eval,
     "bias": lambda n, i, s: i[0] + _column(i[1], i[0]),
     "cast": _cast,
@@ -334,6 +357,28 @@ def _batch_norm_grad(
     return _column(gamma * inv_std, x) * (dy - rest), dgamma, dbeta
 
 
+def _batch_norm_relu_grad(
+    node: Node, inputs: Sequence[Tensor], _: Any
+) -> tuple[Tensor, ...]:
+    x, dy, gamma, beta, mean, inv_std = inputs
+    y = (x - _column(mean, x)) * _column(gamma * inv_std, x) + _column(beta, x)
+    return _batch_norm_grad(node, (x, dy * (y > 0), gamma, mean, inv_std), None)
+
+
+def _batch_norm_add_relu_grad(
+    node: Node, inputs: Sequence[Tensor], _: Any
+) -> tuple[Tensor, ...]:
+    x, dy, y, *parameters = inputs
+    masked = dy * (y > 0)
+    return masked, *_batch_norm_grad(node, (x, masked, *parameters), None)
+
+
+def _bias_relu_grad(node: Node, inputs: Sequence[Tensor], _: Any) -> tuple[Tensor, ...]:
+    y, dy = inputs
+    masked = dy * (y > 0)
+    return masked, masked.sum(_axes(masked))
+
+
 def _group_norm_grad(
     node: Node, inputs: Sequence[Tensor], _: Any
 ) -> tuple[Tensor, ...]:
@@ -392,7 +437,10 @@ def _fill(node: Node, _: Any, specs: Sequence[TensorSpec]) -> Tensor:
 
 GRADIENT: Mapping[str, Op] = {
     "avg_pool_grad": _adjoint(_averaged),
+    "batch_norm_add_relu_grad": _batch_norm_add_relu_grad,
     "batch_norm_grad": _batch_norm_grad,
+    "batch_norm_relu_grad": _batch_norm_relu_grad,
+    "bias_relu_grad": _bias_relu_grad,
     "bias_grad": lambda n, i, s: i[0].sum(_axes(i[0])),
     "fill": _fill,
     "gelu_grad": _gelu_grad,

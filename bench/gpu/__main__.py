@@ -21,7 +21,14 @@ from mucudnn.errors import MucudnnError
 __all__ = ["SECONDS", "main"]
 
 SECONDS: Mapping[str, int] = MappingProxyType(
-    {"deepbench": 500, "probe": 60, "tests": 300, "peers": 240, "models": 150}
+    {
+        "deepbench": 500,
+        "probe": 60,
+        "tests": 300,
+        "torch": 140,
+        "peers": 240,
+        "models": 150,
+    }
 )
 """Parts in the order that is most worth having, and the seconds each may take.
 
@@ -32,7 +39,7 @@ MOST_S = 540
 """What the parts of one call of the script may take in all."""
 
 _LEAST_S = 10
-_MODULES = {"tests": "gpu_tests"}
+_MODULES = {"tests": "gpu_tests", "torch": "torch_guest"}
 _SUMMARY = "summary.json"
 _COMPLETE, _PARTIAL, _FAILED, _BEGUN = "complete", "partial", "failed", "begun"
 _INTERRUPTED = 130

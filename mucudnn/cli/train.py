@@ -213,6 +213,7 @@ class _Training:
                 loss_scale=settings["loss_scale"],
                 budget=_budget(settings, tuner.backend.device),
                 progress=shown.prepared,
+                fuse=not settings["no_fuse"],
             )
 
 

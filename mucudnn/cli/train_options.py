@@ -190,6 +190,7 @@ run_options = group(
         click.Choice(["early", "late"]),
         default="early",
     ),
+    flag("--no-fuse", "Run each operation by a kernel of its own."),
     option(
         "--accumulate",
         "Compute a step's gradient in so many parts.",

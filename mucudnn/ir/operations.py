@@ -8,12 +8,13 @@ from typing import Any
 
 from mucudnn.ir.batch_norm import PIECES, batch_norm_grad_pieces, batch_norm_pieces
 from mucudnn.ir.conv import Direction
+from mucudnn.ir.fused_norm import FUSED_NORMS
 from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.slices import box_rows, conv_rows, counted, drawn_rows
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import PLAIN, Batch, NodeTraits
 
-__all__ = ["OPERATIONS", "make_node", "traits_of"]
+__all__ = ["FUSIONS", "OPERATIONS", "make_node", "traits_of"]
 
 Attributes = Mapping[str, Any]
 Operands = Sequence[TensorSpec]
@@ -72,9 +73,11 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         "adagrad": PLAIN,
         "adam": PLAIN,
         "add": NodeTraits(overwrites=(0, 1), joint=True, narrow=True, batch=_ROWS),
+        "add_relu": NodeTraits(overwrites=(0, 1), joint=True, narrow=True, batch=_ROWS),
         "avg_pool": _FROM_ONE,
         "avg_pool_grad": _FROM_ONE,
         **PIECES,
+        **FUSED_NORMS,
         "batch_norm": NodeTraits(
             replay=(("update", False),),
             narrow=True,
@@ -89,6 +92,10 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         ),
         "bias": NodeTraits(overwrites=(0,), narrow=True, batch=Batch((0, None), (0,))),
         "bias_grad": NodeTraits(batch=Batch((0,), (None,))),
+        "bias_relu": NodeTraits(
+            overwrites=(0,), narrow=True, batch=Batch((0, None), (0,))
+        ),
+        "bias_relu_grad": NodeTraits(overwrites=(1,), batch=Batch((0, 0), (0, None))),
         "cast": NodeTraits(batch=_ROW),
         "concat": _concat,
         "conv": _conv,
@@ -151,6 +158,17 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
 )
 """Operation -> its traits, or what finds them; all kernels that may overwrite an input
 work when it and the result are the same memory."""
+
+FUSIONS: Mapping[tuple[str, ...], str] = MappingProxyType(
+    {
+        ("add", "relu"): "add_relu",
+        ("batch_norm", "add", "relu"): "batch_norm_add_relu",
+        ("batch_norm", "relu"): "batch_norm_relu",
+        ("bias", "relu"): "bias_relu",
+    }
+)
+"""Operations of which each reads the first result of the one before -> the one that
+does it all. It has the attributes of the first, and what they read, in order."""
 
 
 def traits_of(

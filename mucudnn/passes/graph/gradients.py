@@ -82,6 +82,30 @@ def _normalised(op: str) -> Rule:
     return rule
 
 
+def _batch_norm_relu(tape: Tape, node: Node) -> None:
+    """What the ReLU let through follows from the input: its result is not kept."""
+    x, gamma, beta = node.inputs[:3]
+    inputs = (x, tape.of(node), gamma, beta, *node.outputs[1:])
+    tape.emit("batch_norm_relu_grad", inputs, (x, gamma, beta))
+
+
+def _batch_norm_add_relu(tape: Tape, node: Node) -> None:
+    x, gamma, beta, _, _, term = node.inputs
+    y, mean, inv_std = node.outputs
+    inputs = (x, tape.of(node), y, gamma, mean, inv_std)
+    tape.emit("batch_norm_add_relu_grad", inputs, (term, x, gamma, beta))
+
+
+def _add_relu(tape: Tape, node: Node) -> None:
+    inputs = (node.outputs[0], tape.of(node))
+    tape.emit_shared("relu_grad", inputs, node.inputs)
+
+
+def _bias_relu(tape: Tape, node: Node) -> None:
+    inputs = (node.outputs[0], tape.of(node))
+    tape.emit("bias_relu_grad", inputs, node.inputs)
+
+
 def _add(tape: Tape, node: Node) -> None:
     for term in node.inputs:
         tape.pass_on(term, tape.of(node))
@@ -138,9 +162,13 @@ def _mean_squared_error(tape: Tape, node: Node) -> None:
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "add": _add,
+        "add_relu": _add_relu,
         "avg_pool": _reading("avg_pool_grad", "dy"),
         "batch_norm": _normalised("batch_norm_grad"),
+        "batch_norm_add_relu": _batch_norm_add_relu,
+        "batch_norm_relu": _batch_norm_relu,
         "bias": _bias,
+        "bias_relu": _bias_relu,
         "cast": _reading("cast", "dy"),
         "concat": _concat,
         "conv": _conv,

@@ -73,6 +73,17 @@ class Tape:
         for target, contribution in zip(targets, outputs, strict=True):
             self._contribute(target, contribution)
 
+    def emit_shared(
+        self, op: str, inputs: tuple[str, ...], of: tuple[str, ...]
+    ) -> None:
+        """Append a node whose one result is the gradient of several tensors."""
+        wanted = [target for target in of if self.wants(target)]
+        if wanted:
+            gradient = self._declare(wanted[0])
+            self._append(op, inputs, (gradient,))
+            for target in wanted:
+                self.pass_on(target, gradient)
+
     def pass_on(self, of: str, gradient: str) -> None:
         """Let a tensor's gradient be that of another, or contribute to it."""
         if self.wants(of):

@@ -82,6 +82,9 @@ class Trainer:
             of its largest layers, or "auto": whole or in parts, as is predicted to be
             faster within the budget. Sums over the batch are then added in another
             order; masks, losses and statistics are those of the whole batch.
+        fuse: Whether a ReLU, and a sum before it, are computed by the kernel of the
+            normalisation, bias or sum whose result they read, and their gradients by
+            its gradient's: the same up to a rounding, with less to read and write.
 
     Attributes:
         backend: Where it computes.
@@ -122,6 +125,7 @@ class Trainer:
         budget: MemoryBudget | int | str | None = None,
         progress: OnNode | None = None,
         split: Split = WHOLE,
+        fuse: bool = True,
     ) -> None:
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
@@ -150,6 +154,7 @@ class Trainer:
             precision=precision,
             loss_scale=loss_scale,
             divided=divider,
+            fuse=fuse,
         )
         self.splitting = divider.decision
         if budget is not None and divider.profile is not None:

@@ -12,6 +12,7 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Role
 from mucudnn.ir.optimizers import Optimizer
 from mucudnn.models import IMAGE, LABEL
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.fusion import fused
 from mucudnn.passes.graph.gradient_accumulation import accumulating
 from mucudnn.passes.graph.mixed_precision import LOSS_SCALES, lowered
 from mucudnn.passes.graph.optimizer_updates import STEP, When, with_updates
@@ -56,6 +57,7 @@ def training_graphs(
     precision: str | None,
     loss_scale: float | None,
     divided: Divided | None = None,
+    fuse: bool = True,
 ) -> TrainingGraphs:
     """All graphs of a trainer; its arguments are explained there.
 
@@ -72,6 +74,8 @@ def training_graphs(
     if precision is not None:
         one_of("precision", precision, LOSS_SCALES)
         forward = [lowered(graph, precision) for graph in forward]
+    if fuse:
+        forward = [fused(graph) for graph in forward]
     if loss_scale is None:
         loss_scale = 1.0 if precision is None else LOSS_SCALES[precision]
     steps = step_graphs(

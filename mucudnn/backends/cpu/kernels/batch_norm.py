@@ -12,7 +12,7 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
 from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
 
-__all__ = ["OPERATIONS"]
+__all__ = ["OPERATIONS", "Chunks", "batch_norm_grad", "column", "move"]
 
 Chunks = list[tuple[slice, ...]]
 
@@ -42,8 +42,8 @@ def batch_norm(call: KernelCall) -> None:
             y[chunk] += beta[channels, None]
         if call.attrs["update"]:
             unbiased = squares / max(1, count - 1)
-            _move(running_mean[channels], centre, call.attrs["momentum"])
-            _move(running_var[channels], unbiased, call.attrs["momentum"])
+            move(running_mean[channels], centre, call.attrs["momentum"])
+            move(running_var[channels], unbiased, call.attrs["momentum"])
 
     call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
 
@@ -87,9 +87,9 @@ def batch_norm_grad(call: KernelCall) -> None:
         dbeta[channels] = total
         dgamma[channels] = dots * inverse
         factor = gamma[channels] * inverse
-        along = _column(-factor * inverse**2 * dots / count, x)
-        offset = _column(-factor * total / count, x)
-        scale = _column(factor, x)
+        along = column(-factor * inverse**2 * dots / count, x)
+        offset = column(-factor * total / count, x)
+        scale = column(factor, x)
         for chunk in chunks:
             deviation = x[chunk] - centre
             deviation *= along
@@ -101,11 +101,13 @@ def batch_norm_grad(call: KernelCall) -> None:
     call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
 
 
-def _column(values: Any, like: Any) -> Any:
+def column(values: Any, like: Any) -> Any:
+    """Numbers of channels, to be used beside (n, c, s) in the type of `like`."""
     return values.astype(like.dtype)[:, None]
 
 
-def _move(running: Any, batch: Any, momentum: float) -> None:
+def move(running: Any, batch: Any, momentum: float) -> None:
+    """Let running statistics follow those of a batch."""
     running[...] = (1 - momentum) * running.astype(np.float64) + momentum * batch
 
 

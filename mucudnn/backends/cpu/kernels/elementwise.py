@@ -13,7 +13,7 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.erf import normal_cdf, normal_density
 from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, Attrs, KernelCall, Run
 
-__all__ = ["OPERATIONS", "keep"]
+__all__ = ["OPERATIONS", "Zeros", "keep"]
 
 _LONG = 2 * BLOCK_BYTES  # one pass and no temporary
 _MANY = BLOCK_BYTES // 4  # many passes over several temporaries
@@ -37,14 +37,39 @@ def keep(mask: Any, values: Any, out: Any) -> None:
     np.bitwise_and(values.view(bits), wide, out=out.view(bits))
 
 
+class Zeros:
+    """Zeros of any shape: NumPy has no vector code for the maximum with a scalar."""
+
+    def __init__(self, array: Any) -> None:
+        size = min(array.size, BLOCK_BYTES // array.itemsize)
+        self._flat = np.zeros(size, array.dtype)
+
+    def like(self, part: Any) -> Any:
+        """As many as a part of an array has elements, in its shape."""
+        flat = self._flat
+        if part.size > flat.size:
+            flat = np.zeros(part.size, flat.dtype)
+        return flat[: part.size].reshape(part.shape)
+
+
 def relu(call: KernelCall) -> None:
     """max(x, 0); NaN stays."""
     (x,) = call.inputs
-    # NumPy has no vector code for the maximum with a scalar.
-    zeros = np.zeros(min(x.size, BLOCK_BYTES // x.itemsize), x.dtype)
+    zeros = Zeros(x)
     call.flat_blocks(
-        [x, *call.outputs], lambda x, y: np.maximum(x, zeros[: x.size], out=y)
+        [x, *call.outputs], lambda x, y: np.maximum(x, zeros.like(x), out=y)
     )
+
+
+def add_relu(call: KernelCall) -> None:
+    """max(a + b, 0); NaN stays."""
+    zeros = Zeros(call.inputs[0])
+
+    def block(a: Any, b: Any, y: Any) -> None:
+        np.add(a, b, out=y)
+        np.maximum(y, zeros.like(y), out=y)
+
+    call.flat_blocks([*call.inputs, *call.outputs], block)
 
 
 def relu_grad(attrs: Attrs, y: Any, dy: Any, dx: Any) -> None:
@@ -113,6 +138,7 @@ def _each(formula: Callable[..., object], nbytes: int = BLOCK_BYTES) -> Run:
 
 OPERATIONS: dict[str, Run] = {
     "add": _each(lambda _, a, b, y: np.add(a, b, out=y), _LONG),
+    "add_relu": add_relu,
     "gelu": _each(lambda _, x, y: np.multiply(x, normal_cdf(x), out=y), _MANY),
     "gelu_grad": _each(gelu_grad, _MANY),
     "leaky_relu": _each(leaky_relu),

@@ -10,9 +10,11 @@ import numpy as np
 
 from mucudnn.backends.cpu.kernels.tiles import tiles
 
-__all__ = ["channel_chunks", "row_dots", "row_sums", "total_dot"]
+__all__ = ["LONGEST_ROW", "channel_chunks", "row_dots", "row_sums", "total_dot"]
 
-_LONGEST_ROW = 16384
+LONGEST_ROW = 16384
+"""Elements that are added in single precision at most."""
+
 _CACHE_LINE = 16  # channels without pixels lie next to each other
 
 
@@ -31,9 +33,9 @@ def channel_chunks(
         channels = slice(first, min(first + step, C))
         width = channels.stop - first
         rows = [
-            slice(i, min(i + _LONGEST_ROW, S)) for i in range(0, S, _LONGEST_ROW)
+            slice(i, min(i + LONGEST_ROW, S)) for i in range(0, S, LONGEST_ROW)
         ] or [slice(0, 0)]
-        longest = max(1, width * min(S, _LONGEST_ROW))
+        longest = max(1, width * min(S, LONGEST_ROW))
         chunks: list[tuple[slice, ...]] = [
             (n, channels, s) for s in rows for (n,) in tiles((N,), limit // longest)
         ]
@@ -60,8 +62,8 @@ def row_dots(a: Any, b: Any) -> Any:
 def total_dot(a: Any, b: Any) -> float:
     """The sum of a * b over two flat arrays, summed in rows."""
     total = 0.0
-    for start in range(0, a.size, _LONGEST_ROW):
-        part = slice(start, start + _LONGEST_ROW)
+    for start in range(0, a.size, LONGEST_ROW):
+        part = slice(start, start + LONGEST_ROW)
         total += float(np.dot(a[part], b[part]))
     return total
 

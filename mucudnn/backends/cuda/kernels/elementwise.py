@@ -22,6 +22,9 @@ KERNEL multiply(const T* a, const T* b, T* y, I count) { TWO(x * d) }
 KERNEL scale(const T* a, T* y, I count, double factor) { ONE(x * (A)factor) }
 
 KERNEL relu(const T* a, T* y, I count) { ONE(x > 0 || x != x ? x : (A)0) }
+KERNEL add_relu(const T* a, const T* b, T* y, I count) {
+    TWO(x + d > 0 || x + d != x + d ? x + d : (A)0)
+}
 KERNEL relu_grad(const T* a, const T* b, T* y, I count) { TWO(x != 0 ? d : (A)0) }
 
 KERNEL leaky_relu(const T* a, T* y, I count, double slope) {

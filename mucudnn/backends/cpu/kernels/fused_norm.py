@@ -1,0 +1,157 @@
+"""Batch normalisation with a sum and a ReLU behind it, in the tiles of the first.
+
+What `batch_norm` leaves in a worker's cache is finished there. Without a sum gradients
+are masked where they are first read, and the mask is told from the input by the formula
+of the forward pass, rounding by rounding, so that its result is not read at all.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.kernels.batch_norm import (
+    Chunks,
+    batch_norm_grad,
+    column,
+    move,
+)
+from mucudnn.backends.cpu.kernels.elementwise import Zeros, keep
+from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
+
+__all__ = ["OPERATIONS"]
+
+
+def batch_norm_relu(call: KernelCall) -> None:
+    """max(normalised + term, 0), if there is a term; moves the running statistics."""
+    x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
+    gamma, beta, running_mean, running_var, *terms = call.inputs[1:]
+    mean, inv_std = call.outputs[1:]
+    count, zeros = x.shape[0] * x.shape[2], Zeros(x)
+    term = as_ncs(terms[0]) if terms else None
+
+    def block(item: tuple[slice, Chunks]) -> None:
+        channels, chunks = item
+        total, squares = 0.0, 0.0
+        for chunk in chunks:
+            total = total + row_sums(x[chunk])
+        centre = total / count
+        mean[channels] = centre
+        for chunk in chunks:
+            np.subtract(x[chunk], mean[channels, None], out=y[chunk])
+            squares = squares + row_dots(y[chunk], y[chunk])
+        inv_std[channels] = 1 / np.sqrt(squares / count + call.attrs["eps"])
+        factor = _factor(gamma[channels], inv_std[channels], x)
+        for chunk in chunks:
+            part = y[chunk]
+            part *= factor
+            part += beta[channels, None]
+            if term is not None:
+                part += term[chunk]
+            np.maximum(part, zeros.like(part), out=part)
+        if call.attrs["update"]:
+            unbiased = squares / max(1, count - 1)
+            move(running_mean[channels], centre, call.attrs["momentum"])
+            move(running_var[channels], unbiased, call.attrs["momentum"])
+
+    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+
+
+def batch_norm_relu_grad(call: KernelCall) -> None:
+    """As `batch_norm_grad` of the gradient where the ReLU's input is positive."""
+    x, dy, gamma, beta, mean, inv_std = call.inputs
+    dx, dgamma, dbeta = call.outputs
+    x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(dx)
+
+    def block(item: tuple[slice, Chunks]) -> None:
+        channels, chunks = item
+        deviations, normed = (_like(x[chunks[0]]) for _ in range(2))
+        centre, shift = mean[channels, None], beta[channels, None] + 0.0
+        factor = _factor(gamma[channels], inv_std[channels], x)
+        total: Any = 0.0
+        dots: Any = 0.0
+        for chunk in chunks:
+            deviation = np.subtract(x[chunk], centre, out=_first(deviations, chunk, x))
+            part, masked = _first(normed, chunk, x), dx[chunk]
+            np.multiply(deviation, factor, out=part)
+            part += shift
+            _pass(part, dy[chunk], masked)
+            total = total + row_sums(masked)
+            dots = dots + row_dots(deviation, masked)
+        inverse = inv_std[channels].astype(np.float64)
+        dbeta[channels], dgamma[channels] = total, dots * inverse
+        scales = _scales(gamma[channels] * inverse, inverse, total, dots, x)
+        for chunk in chunks:
+            deviation = np.subtract(x[chunk], centre, out=_first(deviations, chunk, x))
+            _finish(deviation, dx[chunk], dx[chunk], *scales)
+
+    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+
+
+def batch_norm_add_relu_grad(call: KernelCall) -> None:
+    """The gradient where the result is not 0, which is the term's, and the others.
+
+    Masks are made of dense memory, whose rows are longer than a channel's.
+    """
+    x, dy, y, *parameters = call.inputs
+    dterm, *others = call.outputs
+
+    def mask(y: Any, dy: Any, out: Any) -> None:
+        keep(np.not_equal(y, 0), dy, out)
+
+    call.flat_blocks([y, dy, dterm], mask)
+    batch_norm_grad(replace(call, inputs=[x, dterm, *parameters], outputs=others))
+
+
+def _like(part: Any) -> Any:
+    """Scratch memory for a chunk, the first of a block being its largest."""
+    return np.empty(part.size, part.dtype)
+
+
+def _first(scratch: Any, chunk: tuple[slice, ...], x: Any) -> Any:
+    part = x[chunk]
+    return scratch[: part.size].reshape(part.shape)
+
+
+def _pass(normed: Any, dy: Any, out: Any) -> None:
+    """`out = dy` where `normed` is positive, else 0; overwrites `normed`.
+
+    It has no negative zero, as nothing else is added last. The bits of positive floats,
+    as integers, and no others become negative when their sign is turned: that sign is
+    spread over the word. What is NaN may pass or not: its channel's gradient is NaN.
+    """
+    kind = f"i{normed.itemsize}"
+    mask = normed.view(kind)
+    np.negative(mask, out=mask)
+    np.right_shift(mask, 8 * normed.itemsize - 1, out=mask)
+    np.bitwise_and(mask, dy.view(kind), out=out.view(kind))
+
+
+def _factor(gamma: Any, inv_std: Any, x: Any) -> Any:
+    """Of deviations, from what is saved: as `batch_norm_apply` has it."""
+    return column(gamma * inv_std.astype(np.float64), x)
+
+
+def _scales(factor: Any, inverse: Any, total: Any, dots: Any, x: Any) -> Any:
+    """Of the gradient, of deviations, and what is added."""
+    count = x.shape[0] * x.shape[2]
+    along = -factor * inverse**2 * dots / count
+    return column(factor, x), column(along, x), column(-factor * total / count, x)
+
+
+def _finish(
+    deviation: Any, masked: Any, out: Any, scale: Any, along: Any, offset: Any
+) -> None:
+    deviation *= along
+    deviation += offset
+    np.multiply(masked, scale, out=out)
+    out += deviation
+
+
+OPERATIONS: dict[str, Run] = {
+    "batch_norm_add_relu": batch_norm_relu,
+    "batch_norm_add_relu_grad": batch_norm_add_relu_grad,
+    "batch_norm_relu": batch_norm_relu,
+    "batch_norm_relu_grad": batch_norm_relu_grad,
+}
