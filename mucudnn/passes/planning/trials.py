@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from copy import copy
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.planning.evaluate import draft
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.scheduling.step_plan import StepPlan
@@ -91,12 +91,14 @@ class Trials:
         if self._too_much_compute(residency):
             return False
         try:
-            plan = plan_residency(self._request, residency)
+            found = draft(self._request, residency)
         except PlanningError as e:
             error = copy(e)  # without a traceback, which would hold callers' locals
             self._error = closer(self._error or error, error)
             return False
-        return self.offer(plan)
+        if found.step_ms(self.step_ms) >= self.step_ms:
+            return False
+        return self.offer(found.plan())
 
     def _cost(self, residency: Mapping[str, Residency]) -> int:
         if not self._by_nodes:
