@@ -59,7 +59,9 @@ class Draft:
         known, graph = self.ready.profile, self.ready.graph
         times = known.node_ms
         node_ms = [
-            self.plans[node.name].time_ms if node.name in self.plans else times[node.name]
+            self.plans[node.name].time_ms
+            if node.name in self.plans
+            else times[node.name]
             for node in graph.nodes
         ]
         moved = {i.storage for i in self.intervals if i.copied_in or i.copied_out}
@@ -127,7 +129,7 @@ def check_residency(request: StepRequest, residency: Mapping[str, Residency]) ->
         return
     ready = request.rewritten(residency)
     plans = first_plans(ready.profile, request.convolutions, request.plans)
-    ready.problem(plans, request.budget).least()
+    ready.problem(plans, request.budget).check()
 
 
 def grown(

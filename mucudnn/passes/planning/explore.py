@@ -53,12 +53,9 @@ def explore(
     if len(candidates) <= _FEW or trials < _LEAST:
         return
     starts = list(_starts(request, candidates, nearest, best))
-    found = []
-    for name in _schedulers(request):
-        tried = Trials(request.scheduled(name), trials)
-        for start in starts:
-            tried.consider(start)
-        found.append(tried)
+    found = [Trials(request.scheduled(name), trials) for name in _schedulers(request)]
+    for start, tried in itertools.product(starts, found):  # each is rewritten once
+        tried.consider(start)
     found.sort(key=lambda tried: tried.step_ms)
     for tried in found:
         if tried.found and tried.step_ms <= _CLOSE * best.step_ms:
