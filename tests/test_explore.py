@@ -10,7 +10,7 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning import search as first
+from mucudnn.passes.planning import explore as module, search as first
 from mucudnn.passes.planning.comparison import unbounded
 from mucudnn.passes.planning.explore import explore
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
@@ -18,7 +18,7 @@ from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.trials import Trials
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.residency.blocks import blockwise, group_changes
-from mucudnn.passes.residency.candidates import candidates_of
+from mucudnn.passes.residency.candidates import candidates_of, decided
 from tests.schedule_oracle import verify
 
 
@@ -66,6 +66,20 @@ def test_a_change_is_of_a_whole_group():
     assert sizes == sorted(sizes, reverse=True)
 
 
+def test_exploring_improves_on_what_every_policy_decides(monkeypatch):
+    monkeypatch.setattr(module, "_MOST", 40)
+    asked = request(share=0.08).scheduled("timed")
+    best = Trials(asked, 0)
+    for residency in decided(asked):
+        best.consider(residency, free=True)
+    before = best.step_ms
+    explore(asked, candidates_of(asked), {}, best)
+    assert best.step_ms < 0.95 * before
+    assert best.plan.scheduler == "timed"
+    assert verify(best.plan.schedule, asked.budget, granularity=ALIGNMENT)
+
+
+@pytest.mark.slow
 def test_exploring_helps_where_many_tensors_have_to_leave(monkeypatch):
     asked = request(share=0.08)
     times = []

@@ -38,7 +38,8 @@ def test_stalls_are_shared_among_the_copies_that_are_waited_for():
 def test_what_runs_again_is_counted_by_what_it_is_for():
     plan, candidates = planned(Residency.RECOMPUTE_EACH)
     again = again_ms(plan, candidates)
-    assert again and not stalls_ms(plan, candidates)
+    assert again
+    assert not stalls_ms(plan, candidates)
     nodes = [origin(n.name) for n in plan.schedule.graph.nodes if "~" in n.name]
     for candidate in candidates:
         runs = nodes.count(candidate.saved.producer.name)

@@ -83,7 +83,8 @@ BY_ARITHMETIC: Mapping[str, Peaks] = MappingProxyType(
         ),
         "gh200": Peaks(
             title="NVIDIA GH200 96GB",
-            source="NVIDIA GH200 data sheet; rates as of its H100, bandwidth unconfirmed",
+            source="NVIDIA GH200 data sheet; rates as of its H100, bandwidth "
+            "unconfirmed",
             tflops=_rates(67, 494, 990),
             gb_per_s=4000,
             gb=96,
