@@ -66,16 +66,19 @@ def test_a_change_is_of_a_whole_group():
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_exploring_improves_on_what_every_policy_decides(monkeypatch):
+@pytest.mark.parametrize("scheduler", ["timed", "on_demand"])
+def test_exploring_improves_on_policies_and_keeps_to_the_scheduler_that_is_named(
+    monkeypatch, scheduler
+):
     monkeypatch.setattr(module, "_MOST", 40)
-    asked = request(share=0.08).scheduled("timed")
+    asked = request(share=0.08).scheduled(scheduler)
     best = Trials(asked, 0)
     for residency in decided(asked):
         best.consider(residency, free=True)
     before = best.step_ms
     explore(asked, candidates_of(asked), {}, best)
     assert best.step_ms < 0.95 * before
-    assert best.plan.scheduler == "timed"
+    assert best.plan.scheduler == scheduler
     assert verify(best.plan.schedule, asked.budget, granularity=ALIGNMENT)
 
 
@@ -95,12 +98,3 @@ def test_exploring_helps_where_many_tensors_have_to_leave(monkeypatch):
     assert found.prediction.step_ms == after < 0.99 * before
     assert verify(found.schedule, asked.budget, granularity=ALIGNMENT)
     assert found.least_ms <= found.prediction.step_ms
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheduler", ["timed", "on_demand"])
-def test_exploring_keeps_to_the_scheduler_that_is_named(scheduler):
-    asked = request().scheduled(scheduler)
-    best = Trials(asked, 10)
-    explore(asked, candidates_of(asked), {}, best)
-    assert best.plan.scheduler == scheduler
