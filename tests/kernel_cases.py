@@ -109,6 +109,14 @@ def large_cases(dtype, N=16):
     yield "batch_norm", [x, gamma, beta, mean, var], [y, mean * 0, var * 0], norm
     yield "batch_norm_eval", [x, gamma, beta, mean, var], [y], norm
     yield "batch_norm_grad", [x, x, gamma, mean, var], [y, mean * 0, var * 0], {}
+    moments = np.ones((3, 32))
+    sizes = {"count": N * 128 * 128}
+    yield "batch_norm_sums", [x], [moments * 0], {}
+    yield "batch_norm_merge", [moments, moments, mean, var], [mean * 0, var * 0], norm
+    yield "batch_norm_apply", [x, gamma, beta, mean, var], [y], {}
+    yield "batch_norm_grad_sums", [x, x, mean, var], [mean * 0, var * 0], {}
+    gradients = [x, x, gamma, mean, var, mean * 0, var * 0]
+    yield "batch_norm_grad_apply", gradients, [y], sizes
     yield "group_norm", [x, gamma, beta], [y, *(s * 0 for s in stats)], group
     yield "group_norm_grad", [x, x, gamma, *stats], [y, mean * 0, var * 0], group
     yield "lrn", [x], [y], lrn

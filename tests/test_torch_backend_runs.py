@@ -148,7 +148,7 @@ def test_graphs_of_one_model_keep_the_budget_each_and_say_so():
     model, batch = fresh()
     backend = mt.backend(budget="200KiB")
     call = torch.compile(model, backend=backend)
-    words = "several graphs.*graph 0/0, .*runs.py.*keeps the budget of 200.0 KiB for"
+    words = r"several graphs.*graph 0/0 \(.*runs.py.*keeps the budget of 200.0 KiB for"
     with pytest.warns(UserWarning, match=words) as caught:
         found = observed(model, one_backward, call, batch)
     assert len([w for w in caught if "several graphs" in str(w.message)]) == 1
@@ -419,13 +419,13 @@ def test_errors_name_the_operation_and_the_users_line():
             call(torch.ones(2, 4))
         assert "auto_functionalized" in str(caught.value)
         assert "\n" not in str(caught.value)
-        assert f"at {__file__}:" in str(caught.value)
+        assert f"({__file__}:" in str(caught.value)
 
 
 def test_a_sparse_gradient_is_refused():
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
     call = torch.compile(model, backend=mt.backend(budget="1MiB"))
-    with pytest.raises(UnsupportedError, match=r"sparse_coo; only strided tensors can"):
+    with pytest.raises(UnsupportedError, match=r"sparse_coo; only dense tensors"):
         call(torch.tensor([1, 2]))
 
 

@@ -19,9 +19,9 @@ from mucudnn.torch.capture.whole_step import StepParts, capture_step  # noqa: E4
 from mucudnn.torch.compiled import compile_graph  # noqa: E402
 from mucudnn.torch.conv import fronts as conv_fronts  # noqa: E402
 from mucudnn.torch.conv.algorithm import TORCH  # noqa: E402
-from mucudnn.torch.conv.allocated import most_allocated  # noqa: E402
 from mucudnn.torch.conv.sites import Site, is_native, with_plans  # noqa: E402
 from mucudnn.torch.measure import evaluate, measured  # noqa: E402
+from mucudnn.torch.measurement.cpu import CpuMeter  # noqa: E402
 from mucudnn.torch.step import planner_of  # noqa: E402
 from tests.torch_calls import tuner  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
@@ -191,7 +191,7 @@ def test_fronts_have_what_is_really_allocated():
             call = site.bound(one.backend, plan)
             operands = [conv_fronts._made(layout) for layout in site.operands]
             run = partial(evaluate, call, operands)
-            (most,) = most_allocated([lambda run=run: run])
+            (most,) = CpuMeter().most_bytes([lambda run=run: run])
             assert most - site.result_bytes == plan.workspace
             for found, wanted in zip(
                 evaluate(call, operands), evaluate(site.call, operands), strict=True
@@ -286,7 +286,7 @@ def test_mistakes_are_said():
     for refuse in (
         lambda one: mt.train_step(*given, tuner=one),
         lambda one: mt.backend(tuner=one),
-        lambda one: compile_graph(None, [], options={"tuner": one}),
+        lambda one: compile_graph(None, [], options={"tuner": one})(),
     ):
         with pytest.raises(ValueError, match="cpu_backend"):
             refuse(Tuner(cache=None))

@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+with warnings.catch_warnings():
+    # PyTorch's samples import it. Late in a process it may fail over `distutils`.
+    warnings.simplefilter("ignore")
+    pytest.importorskip("setuptools")
 
 from torch.nn import functional  # noqa: E402  (where there is PyTorch)
 from torch.utils import flop_counter  # noqa: E402

@@ -1,9 +1,15 @@
 """Small modules of every kind: a planned step's bits are those of eager PyTorch."""
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import mucudnn.torch as mt  # noqa: E402
 from mucudnn.torch.capture.batches import Batch  # noqa: E402
 from mucudnn.torch.capture.parts import LiveParts, StepParts  # noqa: E402
 from mucudnn.torch.capture.settings import PLAIN  # noqa: E402
@@ -91,3 +97,26 @@ def test_three_steps_are_eager_ones_in_the_bytes_that_are_planned(name):
                 )
             )
         assert peak <= plan.peak_bytes - plan.resident_bytes
+
+
+def test_batch_normalisation_in_a_narrow_type_throughout():
+    """Statistics have the weight's type, whatever PyTorch says without data."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(8 * 36, 4)).to(torch.bfloat16)
+    batch = torch.randn(4, 3, 8, 8, dtype=torch.bfloat16), torch.randint(0, 4, (4,))
+    eager = copy.deepcopy(model)
+    step = mt.train_step(
+        model,
+        functional.cross_entropy,
+        torch.optim.SGD(model.parameters(), 0.1),
+        cache=None,
+    )
+    optimizer = torch.optim.SGD(eager.parameters(), 0.1)
+    for _ in range(2):
+        loss = functional.cross_entropy(eager(batch[0]), batch[1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(step(*batch), loss)
+    assert torch.equal(model[1].running_var, eager[1].running_var)

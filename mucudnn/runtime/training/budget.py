@@ -77,8 +77,14 @@ class MemoryBudget:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, budget: "MemoryBudget | int | str", device: Device) -> "MemoryBudget":
+    def of(
+        cls, budget: "MemoryBudget | int | str", device: Device | None = None
+    ) -> "MemoryBudget":
         """A budget, from itself, a size such as "1.5GiB", or "device": all it has free.
+
+        Args:
+            budget: As a user gives it.
+            device: Whose free memory may be meant.
 
         Raises:
             ValueError: The size is none.
@@ -87,7 +93,7 @@ class MemoryBudget:
         """
         if isinstance(budget, MemoryBudget):
             return budget
-        if isinstance(budget, str) and budget == DEVICE:
+        if isinstance(budget, str) and budget == DEVICE and device is not None:
             return cls(nbytes=device.available_bytes())
         try:
             return cls(nbytes=budget)

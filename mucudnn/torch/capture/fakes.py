@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mucudnn.torch.lowering.statistics import corrected, statistics_types
+
 __all__ = ["StepFakes"]
 
 _aten = torch.ops.aten
@@ -17,18 +19,6 @@ _CONTIGUOUS = frozenset(
     }
 )
 """Whose results are contiguous, whatever PyTorch's own model of them says."""
-
-
-_NORMS = frozenset(
-    {
-        _aten._native_batch_norm_legit.default,
-        _aten._native_batch_norm_legit.no_stats,
-        _aten._native_batch_norm_legit_functional.default,
-        _aten.native_batch_norm.default,
-        _aten.native_group_norm.default,
-    }
-)
-"""Whose statistics have the type of the weight, not that of the input."""
 
 
 class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types here
@@ -52,11 +42,8 @@ class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types h
         found = super().dispatch(func, types, args, kwargs)
         if func in _CONTIGUOUS and not found.is_contiguous():
             return self._contiguous(found)
-        if func in _NORMS and isinstance(args[1], torch.Tensor):
-            with self:
-                kept = [t.new_empty(t.shape, dtype=args[1].dtype) for t in found[1:3]]
-            return (found[0], *kept, *found[3:])
-        return found
+        with self:
+            return corrected(found, statistics_types(func, args))
 
     def _contiguous(self, like: torch.Tensor) -> torch.Tensor:
         with self:

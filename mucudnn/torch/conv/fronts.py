@@ -22,11 +22,11 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.runtime.tuning.timing import StoppingRule, measure, measure_together
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.conv.algorithm import TORCH
-from mucudnn.torch.conv.allocated import most_allocated
 from mucudnn.torch.conv.backend import check_tuner
 from mucudnn.torch.conv.sites import Site, is_native, with_plans
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered
 from mucudnn.torch.measure import evaluate
+from mucudnn.torch.measurement.cpu import CpuMeter
 from mucudnn.torch.plan_cache.store import PlanStore
 
 __all__ = ["ConvolutionChoice", "with_fronts"]
@@ -118,7 +118,9 @@ def _fronts(sites: Sequence[Site], tuner: Tuner) -> list[tuple[ConvPlan, ...]]:
         for site, table in zip(sites, tables, strict=True)
     ]
     timed = [[*_timed(some, tuner.backend)] for some in ways]
-    nbytes = iter(most_allocated([way.prepared for some in ways for way in some]))
+    nbytes = iter(
+        CpuMeter().most_bytes([way.prepared for some in ways for way in some])
+    )
     return [
         _undominated([_taking(p, next(nbytes) - site.result_bytes) for p in plans])
         for site, plans in zip(sites, timed, strict=True)
@@ -143,7 +145,7 @@ def _native_sizes(
         for row in table.usable
         if row.algo == TORCH
     )
-    sizes = most_allocated([partial(_native_run, backend, p) for p in problems])
+    sizes = CpuMeter().most_bytes([partial(_native_run, backend, p) for p in problems])
     return dict(zip(problems, sizes, strict=True))
 
 

@@ -24,6 +24,7 @@ from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Operand
 from mucudnn.torch.lowering.operands import Pending, Value, bound, is_leaf, times
 from mucudnn.torch.lowering.overloads import as_laid_out, in_place_variant
 from mucudnn.torch.lowering.refusals import refuse
+from mucudnn.torch.lowering.statistics import corrected, statistics_types
 
 __all__ = ["lower"]
 
@@ -145,6 +146,8 @@ class _Lowering:
             self._add(node, args, kwargs, [(None, node.name, value)])
             self._values[node] = Value(node.name)
         elif isinstance(value, tuple | list):
+            given = torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
+            value = corrected(value, statistics_types(node.target, given))
             found = [
                 (k, f"{node.name}.{k}", v)
                 for k, v in enumerate(value)
