@@ -83,7 +83,8 @@ BY_ARITHMETIC: Mapping[str, Peaks] = MappingProxyType(
         ),
         "gh200": Peaks(
             title="NVIDIA GH200 96GB",
-            source="NVIDIA GH200 data sheet",
+            source="NVIDIA GH200 data sheet; rates as of its H100, bandwidth "
+            "unconfirmed",
             tflops=_rates(67, 494, 990),
             gb_per_s=4000,
             gb=96,
@@ -92,7 +93,8 @@ BY_ARITHMETIC: Mapping[str, Peaks] = MappingProxyType(
         ),
         "b200": Peaks(
             title="NVIDIA B200 in HGX B200",
-            source="an eighth of NVIDIA HGX B200's published figures",
+            source="an eighth of NVIDIA HGX B200's figures; others quote 75 to 80 "
+            "TFLOP/s, 1100 to 1130 in TF32, and 7.7 to 8 TB/s",
             tflops=_rates(75, 1125, 2250),
             gb_per_s=8000,
             gb=180,
@@ -110,7 +112,8 @@ BY_ARITHMETIC: Mapping[str, Peaks] = MappingProxyType(
         ),
         "rtx5090": Peaks(
             title="NVIDIA GeForce RTX 5090",
-            source="NVIDIA RTX Blackwell GPU architecture white paper",
+            source="NVIDIA RTX Blackwell GPU architecture white paper; TF32 and half "
+            "are derived: an eighth and a quarter of 838 for sparse FP16",
             tflops=_rates(104.8, 104.8, 209.5),
             gb_per_s=1792,
             gb=32 * 1.073741824,

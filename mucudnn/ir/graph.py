@@ -9,6 +9,7 @@ that say so in `mutates`.
 import enum
 import math
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -165,7 +166,10 @@ class Graph:
     def storages(self) -> Mapping[str, str]:
         """Tensor -> the one whose bytes it is: the end of its chain of aliases."""
         found: dict[str, str] = {}
-        for name in self.tensors:
+        for name, spec in self.tensors.items():
+            if spec.alias is None:
+                found[name] = name
+                continue
             chain = [name]
             while chain[-1] not in found:
                 alias = self.tensors[chain[-1]].alias
@@ -203,6 +207,21 @@ class Graph:
         results = (name for node in fixed for name in node.outputs)
         borrowed = (spec.name for spec in self.with_role(Role.BORROWED))
         return frozenset(self.storages[name] for name in (*results, *borrowed))
+
+    def with_aliases(self, tensors: Mapping[str, TensorSpec]) -> "Graph":
+        """The same nodes over the same tensors, of which others share bytes.
+
+        Nothing is checked again, and what is known of the nodes stays known.
+
+        Args:
+            tensors: Every tensor; they differ from those here in nothing but `alias`,
+                and no view is among those that differ.
+        """
+        found = copy(self)
+        for name in ("storages", "overwritten", "immovable"):
+            found.__dict__.pop(name, None)
+        object.__setattr__(found, "tensors", tensors)
+        return found
 
     def with_role(self, *roles: Role) -> Iterator[TensorSpec]:
         """Tensors of some roles with bytes of their own, in order of declaration."""

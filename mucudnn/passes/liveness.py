@@ -19,6 +19,7 @@ __all__ = [
     "LiveRange",
     "Use",
     "kept",
+    "last_uses",
     "live_ranges",
     "memory_curve",
     "peak_bytes",
@@ -97,18 +98,34 @@ def kept(graph: Graph) -> frozenset[str]:
     return frozenset(graph.storages[name] for name in (*asked, *persistent))
 
 
+def last_uses(graph: Graph) -> dict[str, int]:
+    """Storage -> the last node of its live range."""
+    return _ranges(graph)[1]
+
+
 def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
     """The live range of every storage; what is declared but unused has none.
 
     An input that nobody reads is there for the whole step: it is fed all the same.
     """
+    first, last = _ranges(graph)
+    return {
+        name: LiveRange(name, first[name], last[name])
+        for name in graph.tensors
+        if name in first
+    }
+
+
+def _ranges(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
+    """First and last uses of storages."""
     storages, end = graph.storages, len(graph.nodes)
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
-        for name in node.tensors:
+        for name in node.inputs + node.outputs:
             storage = storages[name]
-            first.setdefault(storage, position)
+            if storage not in last:
+                first[storage] = position
             last[storage] = position
     for name in graph.inputs:
         storage = storages[name]
@@ -120,11 +137,7 @@ def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
         last[storage] = end
         if graph.tensors[storage].role in PERSISTENT:
             first[storage] = 0
-    return {
-        name: LiveRange(name, first[name], last[name])
-        for name in graph.tensors
-        if name in first
-    }
+    return first, last
 
 
 def uses_of(graph: Graph) -> Mapping[str, Use]:
@@ -145,8 +158,13 @@ def uses_of(graph: Graph) -> Mapping[str, Use]:
         touch(spec.name, 0)
         writes.setdefault(spec.name, []).append(0)
     for i, node in enumerate(graph.nodes):
-        for name in node.tensors:
-            touch(storages[name], i)
+        for name in node.inputs + node.outputs:
+            storage = storages[name]
+            known = positions.get(storage)
+            if known is None:
+                positions[storage] = [i]
+            elif known[-1] != i:
+                known.append(i)
         for storage in written(graph, node):
             writes.setdefault(storage, []).append(i)
     for storage in kept(graph):

@@ -17,6 +17,8 @@ def written(graph: Graph, node: Node) -> tuple[str, ...]:
     """Storages whose bytes a node changes."""
     outputs = () if node.traits.view else node.outputs
     storages = graph.storages
+    if len(outputs) == 1 and not node.mutates:  # most nodes
+        return (storages[outputs[0]],)
     return tuple(dict.fromkeys(storages[t] for t in (*outputs, *node.mutates)))
 
 

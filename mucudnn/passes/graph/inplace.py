@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph, Node, TensorSpec
-from mucudnn.passes.liveness import live_ranges
+from mucudnn.passes.liveness import last_uses
 
 __all__ = ["in_place"]
 
@@ -21,7 +21,7 @@ def in_place(graph: Graph) -> Graph:
     """The same graph with as many results in place as can be without changing any."""
     tensors = dict(graph.tensors)
     storage = dict(graph.storages)
-    last = {name: live.last for name, live in live_ranges(graph).items()}
+    last = last_uses(graph)
     fixed = {storage[name] for name in graph.inputs}
 
     def root(name: str) -> str:
@@ -54,4 +54,4 @@ def in_place(graph: Graph) -> Graph:
                 storage[result.name] = taken
                 last[taken] = last[result.name]
                 break
-    return replace(graph, tensors=MappingProxyType(tensors))
+    return graph.with_aliases(MappingProxyType(tensors))

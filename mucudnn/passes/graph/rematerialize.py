@@ -37,8 +37,8 @@ def rematerialize(
     if saved is None:
         saved = {tensor.name for tensor in saved_tensors(graph)}
     rewriter = _Rewriter(graph, residency, saved)
-    for node in graph.nodes:
-        rewriter.visit(node)
+    for position, node in enumerate(graph.nodes):
+        rewriter.visit(node, position)
     return Graph(
         MappingProxyType(rewriter.tensors),
         tuple(rewriter.nodes),
@@ -46,6 +46,24 @@ def rematerialize(
         graph.gradients,
         graph.initializers,
     )
+
+
+def _dropped(
+    graph: Graph, residency: Mapping[str, Residency], saved: Collection[str]
+) -> frozenset[str]:
+    """Tensors that may not be there, or be there anew, when they are read again.
+
+    Of a node that runs again all results are new.
+    """
+    recomputed = {name for name, choice in residency.items() if choice in RECOMPUTED}
+    storages = graph.storages
+    found: set[str] = set()
+    for node in graph.nodes:
+        forward = node.phase is Phase.FORWARD
+        for storage in (storages[name] for name in node.outputs):
+            if storage in recomputed or (forward and storage not in saved):
+                found.update(node.outputs)
+    return frozenset(found)
 
 
 class _Rewriter:
@@ -63,10 +81,12 @@ class _Rewriter:
         self._changed: dict[str, int] = {}
         self._copies: dict[str, str] = {}
         self._count = 0
+        self._dropped = _dropped(graph, residency, saved)
 
-    def visit(self, node: Node) -> None:
+    def visit(self, node: Node, now: int) -> None:
         """Append a node; before it, what it needs again."""
-        if node.phase is Phase.BACKWARD:
+        again = node.phase is Phase.BACKWARD
+        if again and not self._dropped.isdisjoint(node.inputs):
             mine: dict[str, str] = {}
             inputs = tuple(self._again(name, mine) for name in node.inputs)
             for spec in (self.tensors[output] for output in node.outputs):
@@ -76,7 +96,6 @@ class _Rewriter:
             if inputs != node.inputs:
                 node = replace(node, inputs=inputs)
         self.nodes.append(node)
-        now = self._graph.positions[node.name]
         for storage in self._graph.overwritten.get(now, ()):
             self._changed[storage] = now
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.suggested import suggested
 from mucudnn.passes.planning.trials import Trials
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
 from mucudnn.passes.residency.blocks import blockwise, group_changes
@@ -18,11 +19,11 @@ from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 
 __all__ = ["explore"]
 
-_WORK = 75_000
+_WORK = 120_000
 """Nodes of the graph, times the trials of each of both parts."""
 
-_MOST = 150
-_LEAST = 24
+_MOST = 210
+_LEAST = 36
 """Trials of each part; where only fewer are affordable, there are none."""
 
 _CLOSE = 1.05
@@ -53,12 +54,9 @@ def explore(
     if len(candidates) <= _FEW or trials < _LEAST:
         return
     starts = list(_starts(request, candidates, nearest, best))
-    found = []
-    for name in _schedulers(request):
-        tried = Trials(request.scheduled(name), trials)
-        for start in starts:
-            tried.consider(start)
-        found.append(tried)
+    found = [Trials(request.scheduled(name), trials) for name in _schedulers(request)]
+    for start, tried in itertools.product(starts, found):  # each is rewritten once
+        tried.consider(start)
     found.sort(key=lambda tried: tried.step_ms)
     for tried in found:
         if tried.found and tried.step_ms <= _CLOSE * best.step_ms:
@@ -93,17 +91,22 @@ def _starts(
 def _improve(
     request: StepRequest, candidates: Sequence[Candidate], tried: Trials
 ) -> None:
-    """Change the largest tensors, then groups, then others, as long as it helps."""
+    """Change one thing after the other, as long as it helps."""
+    while not tried.exhausted():
+        if not improved(_changes(request, candidates, tried), tried):
+            break
+
+
+def _changes(
+    request: StepRequest, candidates: Sequence[Candidate], tried: Trials
+) -> Iterator[Change]:
+    """The largest tensors, what the best plan suggests by then, groups, and others."""
     largest = sorted(candidates, key=lambda c: -c.saved.nbytes)
     names = [c.saved.name for c in largest]
-    while not tried.exhausted():
-        changes = itertools.chain(
-            single_changes(names[:_FEW]),
-            group_changes(request.graph, candidates),
-            single_changes([*names[_FEW:], EVERYTHING, PERSISTENTS]),
-        )
-        if not improved(changes, tried):
-            break
+    yield from single_changes(names[:_FEW])
+    yield from suggested(tried.plan, candidates)
+    yield from group_changes(request.graph, candidates)
+    yield from single_changes([*names[_FEW:], EVERYTHING, PERSISTENTS])
 
 
 def improved(changes: Iterable[Change], tried: Trials) -> bool:

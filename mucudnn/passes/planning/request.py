@@ -11,7 +11,7 @@ from functools import cached_property
 
 from mucudnn.arguments import a_number, of_type, one_of
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import PERSISTENT, Graph
+from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.planning.rewrite import Rewriter, Rewritten
@@ -115,6 +115,10 @@ class StepRequest:
     def rewritten(self, residency: Mapping[str, Residency]) -> Rewritten:
         """The step with residencies decided, before its copies are timed."""
         return self._rewriter(residency, self.hosted)
+
+    def nodes(self, residency: Mapping[str, Residency]) -> tuple[Node, ...]:
+        """What runs with residencies decided; known sooner than `rewritten`."""
+        return self._rewriter.nodes(residency)
 
     def within(self, budget: float) -> "StepRequest":
         """The same under another budget."""

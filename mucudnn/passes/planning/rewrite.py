@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import PERSISTENT, Graph, Phase
+from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.rematerialize import rematerialize
@@ -105,7 +105,7 @@ class Rewriter:
         self._graph = graph
         self._profile = profile
         self._last: tuple[object, Rewritten] | None = None
-        self._known: OrderedDict[frozenset[tuple[str, Residency]], Rewritten] = (
+        self._known: OrderedDict[frozenset[tuple[str, Residency]], _Again] = (
             OrderedDict()
         )
 
@@ -126,24 +126,48 @@ class Rewriter:
         asked = dict(residency), hosted
         if self._last is not None and self._last[0] == asked:
             return self._last[1]
-        again = frozenset(
-            (name, choice) for name, choice in residency.items() if choice in RECOMPUTED
-        )
-        if again not in self._known:
-            self._known[again] = self._rewritten(dict(again))
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        self._known.move_to_end(again)
-        ready = self._known[again]
+        ready = self._again(residency).rewritten
         swaps = _swaps(ready, residency, hosted)
         away = (hosted or frozenset()) - ready.graph.immovable
         found = replace(ready, swaps=swaps, away=away)
         self._last = asked, found
         return found
 
-    def _rewritten(self, again: Mapping[str, Residency]) -> Rewritten:
-        graph = self._graph
-        final = in_place(rematerialize(graph, again, self._saved) if again else graph)
+    def nodes(self, residency: Mapping[str, Residency]) -> tuple[Node, ...]:
+        """What runs with residencies, copies included; known before all the rest."""
+        return self._again(residency).graph.nodes
+
+    def _again(self, residency: Mapping[str, Residency]) -> "_Again":
+        again = frozenset(
+            (name, choice) for name, choice in residency.items() if choice in RECOMPUTED
+        )
+        if again not in self._known:
+            graph = self._graph
+            if again:
+                graph = rematerialize(graph, dict(again), self._saved)
+            self._known[again] = _Again(graph, self._profile)
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        self._known.move_to_end(again)
+        return self._known[again]
+
+
+class _Again:
+    """A graph with what is computed again in it, and what follows from that.
+
+    Args:
+        graph: Rematerialized.
+        profile: Of the graph that it is made of.
+    """
+
+    def __init__(self, graph: Graph, profile: Profile) -> None:
+        self.graph = graph
+        self._profile = profile
+
+    @cached_property
+    def rewritten(self) -> Rewritten:
+        """The step in place, while nothing leaves."""
+        final = in_place(self.graph)
         uses = uses_of(final)
         return Rewritten(
             graph=final,

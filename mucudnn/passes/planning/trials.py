@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from copy import copy
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.planning.evaluate import draft
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency
+from mucudnn.passes.scheduling.costs import origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["Trials", "closer"]
@@ -87,20 +88,25 @@ class Trials:
         if key in self._tried or (self.exhausted() and not free):
             return False
         self._tried.add(key)
-        self._left -= 0 if free else self._cost(residency)
-        if self._too_much_compute(residency):
+        too_much = self._too_much_compute(residency)
+        self._left -= 0 if free else self._cost(residency, too_much)
+        if too_much:
             return False
         try:
-            plan = plan_residency(self._request, residency)
+            found = draft(self._request, residency)
         except PlanningError as e:
             error = copy(e)  # without a traceback, which would hold callers' locals
             self._error = closer(self._error or error, error)
             return False
-        return self.offer(plan)
+        if found.step_ms(self.step_ms) >= self.step_ms:
+            return False
+        return self.offer(found.plan())
 
-    def _cost(self, residency: Mapping[str, Residency]) -> int:
+    def _cost(self, residency: Mapping[str, Residency], too_much: bool) -> int:
         if not self._by_nodes:
             return 1
+        if too_much:
+            return len(self._request.nodes(residency))
         ready = self._request.rewritten(residency)
         hosted = sum(ready.uses[name].persistent for name in ready.swaps)
         return len(ready.graph.nodes) + hosted
@@ -109,8 +115,9 @@ class Trials:
         """Whether the nodes alone, as fast as they can be, take as long as the best."""
         if self._plan is None or self._request.convolutions != "dynamic":
             return False
-        times = self._request.rewritten(residency).profile.node_ms
-        return sum(times.values()) * _ROUNDED >= self.step_ms
+        times = self._request.profile.node_ms
+        nodes = self._request.nodes(residency)
+        return sum(times[origin(n.name)] for n in nodes) * _ROUNDED >= self.step_ms
 
     def offer(self, plan: StepPlan) -> bool:
         """Take a plan; whether it is better than all before."""

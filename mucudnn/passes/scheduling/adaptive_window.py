@@ -67,7 +67,7 @@ def windows(problem: Problem) -> Windows:
         PlanningError: A node's own operands do not fit beside what may not leave.
     """
     problem = replace(problem, swaps=problem.swaps or _every_gap(problem))
-    problem.least()
+    problem.check()
     return _Planner(problem).plan()
 
 

@@ -5,6 +5,7 @@ a node never exceeds the budget in any of them; they differ in how much compute 
 wait for copies.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -58,10 +59,32 @@ class Problem:
             for interval in split(use, self.swaps.get(use.storage, ()), n)
         ]
         occupancy = self.ledger(intervals)
+        self._refuse_more(occupancy)
+        return intervals, occupancy
+
+    def check(self) -> None:
+        """Refuse what `least` refuses; takes less time, because it keeps nothing.
+
+        Raises:
+            PlanningError: Not even the shortest intervals fit.
+        """
+        n = len(self.graph.nodes)
+        change = [0] * (n + 1)
+        moved: list[ResidencyInterval] = []
+        for use in self.moving():
+            if gaps := self.swaps.get(use.storage):
+                moved += split(use, gaps, n)
+            else:
+                change[min(use.positions[0], n)] += use.nbytes
+                change[min(use.positions[-1] + 1, n)] -= use.nbytes
+        used = itertools.accumulate(change)
+        always = [a + b for a, b in zip(self.scratch(), used, strict=False)]
+        self._refuse_more(least_occupancy(moved, always, self.resident(), self.budget))
+
+    def _refuse_more(self, occupancy: Occupancy) -> None:
         peak, position = occupancy.peak()
         if peak > self.budget:
             raise short_of(self.graph.nodes[position].name, peak, self.budget)
-        return intervals, occupancy
 
     def moving(self) -> Iterator[Use]:
         """Uses of what is not on the device all the time."""
