@@ -4,6 +4,7 @@ Every distinct node is run once or a few times on operands of its own; never the
 step. So what a step would need need not be there to plan it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,8 @@ from mucudnn.torch.measurement.profiler_events import allocations
 __all__ = ["allocations", "call_key", "estimated", "evaluate", "measured"]
 
 _VIEW_MS = 0.001
+_HEAVIEST = 4
+"""Distinct nodes that stand for a step while copies beside it are measured."""
 
 
 def measured(lowered: Lowered) -> Profile:
@@ -41,7 +44,7 @@ def measured(lowered: Lowered) -> Profile:
     with torch.no_grad():
         times = {key: _time_ms(meter, lowered, node) for key, node in ones.items()}
         scratch = _scratch(meter, lowered, ones)
-    out, back = meter.rates()
+        links = meter.links(partial(_heaviest, lowered, ones, keys, times))
     return Profile(
         node_ms={
             node.name: times[keys[node.name]] if node.name in keys else _VIEW_MS
@@ -49,8 +52,9 @@ def measured(lowered: Lowered) -> Profile:
         },
         workspaces=workspaces_of(lowered, {n: scratch[k] for n, k in keys.items()}),
         fronts={},
-        out_bytes_per_ms=out,
-        in_bytes_per_ms=back,
+        out_bytes_per_ms=links.out_bytes_per_ms,
+        in_bytes_per_ms=links.in_bytes_per_ms,
+        copy_share=links.copy_share,
     )
 
 
@@ -78,6 +82,23 @@ def call_key(lowered: Lowered, node: Node) -> Any:
     call = lowered.calls[node.name]
     layouts = tuple(lowered.layouts[name] for name in node.inputs)
     return call.function, layouts, repr((call.args, dict(call.kwargs))), call.results
+
+
+def _heaviest(
+    lowered: Lowered,
+    ones: Mapping[Any, Node],
+    keys: Mapping[str, Any],
+    times: Mapping[Any, float],
+) -> Callable[[], object]:
+    """A call that runs the few nodes that a step spends most of its time in."""
+    count = Counter(keys.values())
+    order = sorted(ones, key=lambda key: count[key] * times[key], reverse=True)
+    nodes = [ones[key] for key in order[:_HEAVIEST]]
+    calls = [
+        partial(evaluate, lowered.calls[node.name], _operands(lowered, node))
+        for node in nodes
+    ]
+    return lambda: [call() for call in calls]
 
 
 def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
