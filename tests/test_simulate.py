@@ -1,6 +1,7 @@
 """The simulator against sums by hand, and against its own bound."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -57,26 +58,28 @@ def by_hand():
     return Graph(spec, nodes, ("e",))
 
 
+BY_HAND = (
+    *(Alloc("x"), Alloc("a"), Compute("f1"), Free("x")),
+    *(Alloc("b"), Compute("f2"), SwapOut("a"), Wait("a"), Free("a")),
+    *(Alloc("a"), SwapIn("a"), Alloc("d"), Compute("b2"), Free("b")),
+    *(Wait("a"), Alloc("e"), Compute("b1"), Free("a"), Free("d")),
+)
+COSTS_BY_HAND = Profile(
+    node_ms=dict.fromkeys(("f1", "f2", "b2", "b1"), 2.0),
+    workspaces={},
+    fronts={},
+    out_bytes_per_ms=200.0,
+    in_bytes_per_ms=250.0,
+)
+
+
 def test_a_step_by_hand():
     """Each node takes 2 ms, a copy out 5 ms, a copy in 4 ms.
 
     f1 0-2, f2 2-4, out a 4-9 and waited for; b2 9-11; in a 9-13, waited for before b1:
     13-15.
     """
-    program = (
-        *(Alloc("x"), Alloc("a"), Compute("f1"), Free("x")),
-        *(Alloc("b"), Compute("f2"), SwapOut("a"), Wait("a"), Free("a")),
-        *(Alloc("a"), SwapIn("a"), Alloc("d"), Compute("b2"), Free("b")),
-        *(Wait("a"), Alloc("e"), Compute("b1"), Free("a"), Free("d")),
-    )
-    profile = Profile(
-        node_ms=dict.fromkeys(("f1", "f2", "b2", "b1"), 2.0),
-        workspaces={},
-        fronts={},
-        out_bytes_per_ms=200.0,
-        in_bytes_per_ms=250.0,
-    )
-    found = simulate(Schedule(by_hand(), program, {}, 3000), profile)
+    found = simulate(Schedule(by_hand(), BY_HAND, {}, 3000), COSTS_BY_HAND)
     assert found.step_ms == pytest.approx(15.0)
     assert found.compute_ms == pytest.approx(8.0)
     assert found.stalls_ms == pytest.approx({"memory": 5.0, "operand": 2.0})
@@ -95,11 +98,30 @@ def test_a_step_by_hand():
     ]
 
 
+def test_a_step_that_copies_slow_down_by_hand():
+    """A copy takes half of its time from what is computed beside it, or waits.
+
+    f1 0-2, f2 2-4, out a 4-9 and waited for, which hides its half; in a 9-13, its half
+    9-11, so b2 11-13, b1 13-15.
+    """
+    profile = replace(COSTS_BY_HAND, copy_share=0.5)
+    found = simulate(Schedule(by_hand(), BY_HAND, {}, 3000), profile)
+    compute = [lane for lane in found.lanes if lane.engine == "compute"]
+    assert [lane.start_ms for lane in compute] == [0.0, 2.0, 11.0, 13.0]
+    assert found.step_ms == pytest.approx(15.0)
+    assert found.stalls_ms == {"copies": 4.5, "memory": 2.5, "operand": 0.0}
+    slower = simulate(
+        Schedule(by_hand(), BY_HAND, {}, 3000), replace(profile, copy_share=1.0)
+    )
+    assert slower.step_ms == pytest.approx(17.0)
+
+
 @examples(150)
 @given(data=st.data(), scheduler=st.sampled_from(sorted(SCHEDULERS.table)))
 def test_no_step_is_faster_than_its_bound(data, scheduler):
     graph = data.draw(training_graphs())
-    profile = data.draw(profiles(graph))
+    share = data.draw(st.sampled_from([0.0, 0.5, 2.0]))
+    profile = replace(data.draw(profiles(graph)), copy_share=share)
     residency = data.draw(residencies(graph))
     least = StepRequest(graph, profile).rewritten(residency).least_peak()
     budget = least + data.draw(st.sampled_from([0, 512, 4096, 30_000]))

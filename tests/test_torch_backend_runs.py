@@ -219,11 +219,12 @@ def test_a_thousand_forward_passes_leave_nothing(monkeypatch):
         call(*batch)
     assert tensors() == before
     assert resident_pages() - pages < 2 << 20 >> 12
-    assert not hosts
-    pending = [call(*batch) for _ in range(3)]
-    assert len(hosts) == 3 * len(backend.plans[0].leaving)
-    del pending
-    assert not hosts
+    leaving = len(backend.plans[0].leaving)
+    assert len(hosts) == leaving  # all used the same
+    for _ in range(2):
+        pending = [call(*batch) for _ in range(3)]
+        assert len(hosts) == 3 * leaving
+        del pending
     both.eval()
     with torch.no_grad():
         assert not call(*batch).requires_grad

@@ -1,5 +1,8 @@
 """What nodes take: the CPU's meter beside known calls, the GPU's beside a stand-in."""
 
+import threading
+import time
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -43,6 +46,22 @@ def test_times_are_of_the_call_itself():
     once = meter.time_ms(lambda: x @ x)
     many = meter.time_ms(lambda: [x @ x for _ in range(200)])
     assert 0 < once < many
+
+
+def test_what_a_copy_takes_from_a_call_beside_it_is_the_copys():
+    before = threading.active_count()
+
+    def call():
+        copying = threading.active_count() > before
+        time.sleep(0.006 if copying else 0.002)
+
+    found = CpuMeter().links(lambda: call)
+    assert found.out_bytes_per_ms > 0
+    assert found.in_bytes_per_ms > 0
+    assert 0.1 < found.copy_share < 3  # of copies all the time: 4 ms of 6
+    assert threading.active_count() == before
+    apart = CpuMeter().links(lambda: lambda: time.sleep(0.004))
+    assert apart.copy_share < found.copy_share
 
 
 class Gpu:

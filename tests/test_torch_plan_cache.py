@@ -77,7 +77,7 @@ def planned(folder, budget=None, net=residual_net):
     counted = Counted()
     plans = open_plans(folder)
     limit = float("inf") if budget is None else budget
-    step = mt.TrainStep(model, loss_fn, optimizer, limit, counted, plans)
+    step = mt.TrainStep(model, loss_fn, optimizer, limit, counted, plans=plans)
     return step.prepare(*batch), counted.times
 
 

@@ -20,6 +20,8 @@ class Profile:
             workspace, ascending in workspace.
         out_bytes_per_ms: Rate of copies to the host.
         in_bytes_per_ms: Rate of copies from the host.
+        copy_share: Of a copy's time, what the computation beside it takes longer: 0
+            where an engine of its own copies; more where cores or memory are shared.
     """
 
     node_ms: Mapping[str, float]
@@ -27,3 +29,4 @@ class Profile:
     fronts: Mapping[str, tuple[ConvPlan, ...]]
     out_bytes_per_ms: float
     in_bytes_per_ms: float
+    copy_share: float = 0.0

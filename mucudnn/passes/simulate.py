@@ -2,6 +2,7 @@
 
 Each engine works through its own queue. A copy begins when its engine is free and the
 compute before it in the program is done; compute waits where the program says `Wait`.
+Where a copy slows computation down, what it takes is taken when it is begun.
 Where storages are live across iterations, the third step in a row is what counts.
 """
 
@@ -47,7 +48,8 @@ class Prediction:
             step, from the end of one step's compute to the end of the next one's.
         compute_ms: Sum of the nodes.
         stalls_ms: Time that compute waits, by cause: `operand` for what has not come
-            back yet, `memory` for what has not left yet.
+            back yet, `memory` for what has not left yet; and, where copies slow it
+            down, `copies` for what it takes longer.
         out_bytes: Copied to the host.
         in_bytes: Copied back.
         lanes: Everything that happens, in program order.
@@ -117,6 +119,8 @@ class _Engines:
     def run(self) -> list[Lane]:
         """One step; what it did."""
         self.stalls = {"operand": 0.0, "memory": 0.0}
+        if self._profile.copy_share:
+            self.stalls["copies"] = 0.0
         self.moved = {"out": 0, "in": 0}
         lanes = []
         for instruction in self._program:
@@ -144,8 +148,13 @@ class _Engines:
     def _copy(self, engine: str, name: str, bytes_per_ms: float, after: float) -> Lane:
         nbytes = self._tensors[name].nbytes
         start = max(self.now, self._free[engine], after)
-        stop = self._free[engine] = start + nbytes / bytes_per_ms
+        ms = nbytes / bytes_per_ms
+        stop = self._free[engine] = start + ms
         self.moved[engine] += nbytes
+        if self._profile.copy_share:
+            slower = self._profile.copy_share * ms
+            self.stalls["copies"] += slower
+            self.now += slower
         return Lane(engine, name, start, stop)
 
 

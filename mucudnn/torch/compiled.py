@@ -78,6 +78,11 @@ def backend(
     gradients are right, but what the first backward pass would let go of stays, beyond
     the plan.
 
+    What a graph returns may be changed in place before the backward pass. Where that
+    pass reads it, autograd raises, as in eager mode. One case PyTorch 2.13 itself does
+    not see, with any backend: a view that is returned without what it is a view of,
+    such as a linear layer's result of three dimensions.
+
     Operations that draw random numbers draw them in eager's order from PyTorch's
     generator; one that runs again gets the numbers it had, unless another thread draws
     at that moment.

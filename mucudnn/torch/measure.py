@@ -4,6 +4,7 @@ Every distinct node is run once or a few times on operands of its own; never the
 step. So what a step would need need not be there to plan it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 _VIEW_MS = 0.001
+_HEAVIEST = 4
+"""Distinct nodes that stand for a step while copies beside it are measured."""
 
 
 def measured(lowered: Lowered) -> Profile:
@@ -48,7 +51,7 @@ def measured(lowered: Lowered) -> Profile:
     ones = {key: graph.by_name[name] for name, key in reversed(keys.items())}
     with torch.no_grad():
         times, scratch = costs_of(lowered, ones)
-    out, back = meter.rates()
+        links = meter.links(partial(_heaviest, lowered, ones, keys, times))
     return Profile(
         node_ms={
             node.name: times[keys[node.name]] if node.name in keys else _VIEW_MS
@@ -56,8 +59,9 @@ def measured(lowered: Lowered) -> Profile:
         },
         workspaces=workspaces_of(lowered, {n: scratch[k] for n, k in keys.items()}),
         fronts={},
-        out_bytes_per_ms=out,
-        in_bytes_per_ms=back,
+        out_bytes_per_ms=links.out_bytes_per_ms,
+        in_bytes_per_ms=links.in_bytes_per_ms,
+        copy_share=links.copy_share,
     )
 
 
@@ -101,6 +105,23 @@ def call_key(lowered: Lowered, node: Node) -> Any:
     layouts = tuple(lowered.layouts[name] for name in node.inputs)
     arguments = repr((call.args, dict(call.kwargs)))
     return call.function, layouts, arguments, call.results, bool(node.mutates)
+
+
+def _heaviest(
+    lowered: Lowered,
+    ones: Mapping[Any, Node],
+    keys: Mapping[str, Any],
+    times: Mapping[Any, float],
+) -> Callable[[], object]:
+    """A call that runs the few nodes that a step spends most of its time in."""
+    count = Counter(keys.values())
+    order = sorted(ones, key=lambda key: count[key] * times[key], reverse=True)
+    nodes = [ones[key] for key in order[:_HEAVIEST]]
+    calls = [
+        partial(evaluate, lowered.calls[node.name], _operands(lowered, node))
+        for node in nodes
+    ]
+    return lambda: [call() for call in calls]
 
 
 def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:

@@ -39,11 +39,13 @@ class ThreadCopies:
 
     Args:
         reuse: Keep the host's bytes of every slot from step to step. Not where two
-            steps may be under way at once.
+            steps may be under way at once: there bytes are used again when nobody holds
+            them any more.
     """
 
     def __init__(self, *, reuse: bool) -> None:
         self._hosts: dict[int, torch.Tensor] | None = {} if reuse else None
+        self._memory = _HostMemory()
         self._out = _Lane()
         self._back = _Lane()
         weakref.finalize(self, _stop, self._out, self._back)
@@ -53,7 +55,7 @@ class ThreadCopies:
         whole = bytes_of(tensor)
         host = None if self._hosts is None else self._hosts.get(slot)
         if host is None:
-            host = host_bytes(whole.numel())
+            host = self._memory.take(whole.numel())
             if self._hosts is not None:
                 self._hosts[slot] = host
         return Leaving(host, self._out.copy(whole, host, None))
@@ -74,6 +76,27 @@ class ThreadCopies:
 
     def settle(self) -> None:
         """Nothing: a copy that is under way holds on to its bytes itself."""
+
+
+class _HostMemory:
+    """Bytes of the host that are used again once no tensor has them.
+
+    A page that is touched for the first time costs ten times what a copy of it does.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[mmap.mmap]] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """So many bytes that nobody has."""
+        free = self._free.setdefault(nbytes, [])
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = mmap.mmap(-1, max(1, nbytes))
+        held = memoryview(memory)  # the tensor's storage holds on to it
+        weakref.finalize(held, free.append, memory).atexit = False
+        return torch.frombuffer(held, dtype=torch.uint8)[:nbytes]
 
 
 class _Lane:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from mucudnn.torch.measurement.links import Links
+
 __all__ = ["CudaMeter"]
 
 _REPEATS = 3
@@ -61,14 +63,18 @@ class CudaMeter:
             found.append(peak - before)
         return found
 
-    def rates(self) -> tuple[float, float]:
-        """Bytes a ms between the device and pinned memory of the host, out and back."""
+    def links(self, prepared: Callable[[], Callable[[], object]]) -> Links:
+        """Between the device and pinned memory of the host: engines of their own copy.
+
+        So it is not asked what copies cost beside a call.
+        """
+        del prepared
         here = torch.empty(_COPIED, dtype=torch.uint8, device=self._device)
         host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
         here.copy_(host)
         out = self.time_ms(lambda: host.copy_(here, non_blocking=True))
         back = self.time_ms(lambda: here.copy_(host, non_blocking=True))
-        return _COPIED / out, _COPIED / back
+        return Links(_COPIED / out, _COPIED / back)
 
     def _burst_ms(self, call: Callable[[], object], count: int) -> float:
         """Time of one of so many calls in a row."""

@@ -7,6 +7,7 @@ import torch
 
 from mucudnn.torch.measurement.cpu import CpuMeter
 from mucudnn.torch.measurement.cuda import CudaMeter
+from mucudnn.torch.measurement.links import Links
 
 __all__ = ["Meter", "Prepared", "meter_of"]
 
@@ -23,8 +24,8 @@ class Meter(Protocol):
     def most_bytes(self, calls: Sequence[Prepared]) -> list[int]:
         """The most that each call has in use of what it allocates, results included."""
 
-    def rates(self) -> tuple[float, float]:
-        """Bytes a ms that are copied to the host, and back."""
+    def links(self, prepared: Prepared) -> Links:
+        """What copies to the host and back cost beside a call."""
 
 
 def meter_of(device: torch.device) -> Meter:

@@ -28,7 +28,10 @@ __all__ = [
     "schedule_digest",
 ]
 
-_PROFILE = ("node_ms", "workspaces", "fronts", "out_bytes_per_ms", "in_bytes_per_ms")
+_PROFILE = (
+    *("node_ms", "workspaces", "fronts"),
+    *("out_bytes_per_ms", "in_bytes_per_ms", "copy_share"),
+)
 _DECISION = ("residency", "scheduler", "schedule")
 
 
@@ -59,6 +62,7 @@ def profile_to(profile: Profile, places: Places) -> dict[str, Any]:
         ],
         "out_bytes_per_ms": profile.out_bytes_per_ms,
         "in_bytes_per_ms": profile.in_bytes_per_ms,
+        "copy_share": profile.copy_share,
     }
 
 
@@ -68,7 +72,8 @@ def profile_from(data: object, places: Places) -> Profile:
     Raises:
         ValueError: It is none, or of another graph; says what is wrong.
     """
-    times, workspaces, fronts, out, back = members_of("profile", data, _PROFILE)
+    found = members_of("profile", data, _PROFILE)
+    times, workspaces, fronts, out, back, share = found
     node_ms = [_amount("node_ms", float, t) for t in list_of("node_ms", times)]
     if len(node_ms) != len(places.nodes):
         raise ValueError(f"node_ms: {len(node_ms)} times for {len(places.nodes)} nodes")
@@ -83,6 +88,7 @@ def profile_from(data: object, places: Places) -> Profile:
         },
         out_bytes_per_ms=_amount("out_bytes_per_ms", float, out),
         in_bytes_per_ms=_amount("in_bytes_per_ms", float, back),
+        copy_share=_amount("copy_share", float, share),
     )
 
 
