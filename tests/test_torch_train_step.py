@@ -360,3 +360,12 @@ def test_memory_is_studied_without_running():
         study.max_batch(1000)
     with pytest.raises(ValueError, match="unknown device"):
         mt.memory(model, loss_fn, batch, adamw(model), device="abacus")
+
+
+def test_planning_draws_no_random_numbers():
+    """Whoever seeds before the first step gets the eager step's dropout."""
+    model, loss_fn, batch = build("gpt")
+    before = torch.get_rng_state()
+    step = mt.train_step(model, loss_fn, sgd(model), cache=None)
+    step.prepare(*batch)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -261,7 +261,10 @@ class TrainStep:
                 return planned
         if sum(map(len, self._planned.values())) >= self._max_plans:
             raise UnsupportedError(self._too_many())
-        planned = self._plan(live, batch)
+        # What is drawn while a step is measured is drawn again by the step.
+        devices = {t.device.index for t in given if t.is_cuda}
+        with torch.random.fork_rng(devices=sorted(devices)):
+            planned = self._plan(live, batch)
         self._planned.setdefault(key, []).append(planned)
         return planned
 
