@@ -296,19 +296,21 @@ def _candidate(step: SplitStep, parts: int, fastest: float) -> Candidate:
     if profile is None:
         return Candidate(parts, None, None)
     request = step.asked(graph, profile)
-    wanted = unbounded(graph, profile).prediction.step_ms
+    free = unbounded(graph, profile)
+    wanted = free.prediction.step_ms
     segments: tuple[Segment, ...] = ()
     if parts > 1:
         segments = tuple(_segments(step.graph, parts_for(step.graph, parts)))
     least = minimum_budget(request)
     planned = least <= request.budget and wanted < fastest
-    plan = _planned(request, parts) if planned else None
+    roomy = parts == 1 or free.peak_bytes <= request.budget
+    plan = _planned(request, searched=not roomy) if planned else None
     return Candidate(parts, request, plan, wanted, least, segments)
 
 
-def _planned(request: StepRequest, parts: int) -> StepPlan:
+def _planned(request: StepRequest, *, searched: bool) -> StepPlan:
     """The best plan; of a split step the search goes on from that of all slices."""
-    if parts == 1 or request.policy != PLANNED:
+    if not searched or request.policy != PLANNED:
         return plan_step(request)
     try:
         found = search_slices(request)
