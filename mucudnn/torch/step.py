@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
+from mucudnn.passes.planning.splitting import WHOLE, Split, check_split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.batches import Batch
@@ -35,6 +36,7 @@ from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
 from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner, as_budget
+from mucudnn.torch.splitting.decide import plan_in_parts
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["TrainStep", "lowered_step", "planner_of", "train_step"]
@@ -53,6 +55,7 @@ def train_step(
     clip_norm: float | None = None,
     clip_value: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    split: Split = WHOLE,
     max_plans: int = 32,
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
@@ -96,10 +99,15 @@ def train_step(
         clip_norm: As `torch.nn.utils.clip_grad_norm_` of all gradients.
         clip_value: As `torch.nn.utils.clip_grad_value_`; before `clip_norm`.
         scaler: As a loop with `scale`, `unscale_`, `step` and `update` uses it.
+        split: Whether the step runs in slices of its batch, one behind the other, which
+            need less at once: "none", "auto" for what is predicted to be fastest within
+            the budget, or into how many parts its largest layers are cut. Gradients
+            are those of the whole batch up to the order of sums.
         max_plans: Kinds of batches, modes and hyperparameters that are planned for.
 
     Raises:
-        ValueError: The budget is no size, or the tuner has another backend.
+        ValueError: The budget is no size, the tuner has another backend, or the split
+            is none of these.
         TypeError: It is no budget, or no tuner.
     """
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
@@ -112,6 +120,7 @@ def train_step(
         offload_state=offload_state,
         tuner=tuner,
         settings=settings,
+        split=split,
         max_plans=max_plans,
     )
 
@@ -128,7 +137,10 @@ def lowered_step(captured: CapturedStep) -> Lowered:
 
 
 def planner_of(
-    captured: CapturedStep, parts: StepParts, profiled: Callable[[Lowered], Profile]
+    captured: CapturedStep,
+    parts: StepParts,
+    profiled: Callable[[Lowered], Profile],
+    plain: Lowered | None = None,
 ) -> Planner:
     """What plans a captured step.
 
@@ -136,8 +148,9 @@ def planner_of(
         captured: The step.
         parts: What it is made of.
         profiled: What measures or estimates it.
+        plain: Its graph, if it is not the captured one as it is.
     """
-    plain = lowered_step(captured)
+    plain = lowered_step(captured) if plain is None else plain
     of_name = dict(zip(captured.names, plain.inputs, strict=True))
     late = frozenset(t for name in parts.buffers if (t := of_name[name]) is not None)
     lowered = with_updates(plain, late)
@@ -180,8 +193,10 @@ class TrainStep:
         offload_state: bool = False,
         tuner: Tuner | None = None,
         settings: StepSettings = PLAIN,
+        split: Split = WHOLE,
         max_plans: int = 32,
     ) -> None:
+        check_split(split)
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
@@ -191,6 +206,7 @@ class TrainStep:
         self._offload_state = offload_state
         self._choice = ConvolutionChoice(tuner)
         self._settings = settings
+        self._split: Split = split
         self._max_plans = max_plans
         self._planned: dict[Any, list[_Planned]] = {}
         self._live: LiveParts | None = None
@@ -276,9 +292,19 @@ class TrainStep:
             batch,
             settings=self._settings,
         )
-        planner = planner_of(captured, live.parts, self._profile)
-        planner = replace(planner, offload=self._offload_state)
-        plan = planner.plan(self._budget, self._choice.remembered(self._plans))
+
+        def make(lowered: Lowered) -> Planner:
+            planner = planner_of(captured, live.parts, self._profile, lowered)
+            return replace(planner, offload=self._offload_state)
+
+        lowered = lowered_step(captured)
+        if self._split == WHOLE:
+            planner = make(lowered)
+            plan = planner.plan(self._budget, self._choice.remembered(self._plans))
+        else:
+            planner, plan = plan_in_parts(
+                lowered, captured.names, make, self._budget, self._split
+            )
         lowered = self._choice.bound(planner.lowered, plan.plan)
         bound = bind_step(lowered, plan.plan.schedule)
         return _Planned(replace(plan, source=bound.source), bound, captured)
