@@ -14,7 +14,7 @@ from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operan
 from mucudnn.torch.splitting.axes import Axis, Cut, of_rows
 from mucudnn.torch.splitting.traits import Batched
 
-__all__ = ["in_slices"]
+__all__ = ["in_part", "in_slices"]
 
 _OF = re.compile(r"[@\[]")
 """What is behind it in a name tells which rows."""
@@ -96,25 +96,15 @@ class _Calls:
         return replace(node, attrs=MappingProxyType({}), traits=traits)
 
     def _sliced(self, call: Call, whole: Node, node: Node, cut: Cut) -> Call:
-        rows: Rows = node.attrs["rows"]
-        leaves = {}
-        for i, axis in cut.inputs.items():
-            if self._batched.axes.get(whole.inputs[i]) != axis:
-                place = axis.index, rows.start * axis.each, rows.count * axis.each
-                leaves[i] = Number(_narrowed, (Operand(i), *place))
-        args = [_put(leaves, value) for value in call.args]
-        for position in cut.shaped:
-            args[position] = list(self._layouts[node.outputs[0]].shape)
-        for position in cut.counted:
-            args[position] = rows.count * next(iter(cut.inputs.values())).each
-        kwargs = {key: _put(leaves, value) for key, value in call.kwargs.items()}
-        function, call = call.function, replace(call, random=node.traits.random)
-        if cut.averaged:
-            args = [function, rows.count / rows.total, *args]
-            return replace(
-                call, function=_weighed, args=tuple(args), kwargs=kwargs, into=None
-            )
-        return replace(call, args=tuple(args), kwargs=kwargs)
+        axes = self._batched.axes
+        narrowed = {
+            i: axis
+            for i, axis in cut.inputs.items()
+            if axes.get(whole.inputs[i]) != axis
+        }
+        shape = self._layouts[node.outputs[0]].shape
+        found = in_part(call, cut, node.attrs["rows"], shape, narrowed)
+        return replace(found, random=node.traits.random)
 
     def _overwritten(self, node: Node) -> tuple[int, ...]:
         result = self._layouts[node.outputs[0]]
@@ -160,6 +150,42 @@ class _Calls:
 
     def _axis(self, name: str) -> Axis:
         return self._batched.axes[_OF.split(name)[0]]
+
+
+def in_part(
+    call: Call,
+    cut: Cut,
+    rows: Rows,
+    shape: Sequence[int],
+    narrowed: Mapping[int, Axis],
+) -> Call:
+    """A call for some samples.
+
+    Args:
+        call: For all of them.
+        cut: How it is cut.
+        rows: Which samples.
+        shape: Of its first result.
+        narrowed: Operands that are given whole, of which it reads what it needs.
+    """
+    leaves = {
+        i: Number(
+            _narrowed,
+            (Operand(i), axis.index, rows.start * axis.each, rows.count * axis.each),
+        )
+        for i, axis in narrowed.items()
+    }
+    args = [_put(leaves, value) for value in call.args]
+    for position in cut.shaped:
+        args[position] = list(shape)
+    for position in cut.counted:
+        args[position] = rows.count * next(iter(cut.inputs.values())).each
+    kwargs = {key: _put(leaves, value) for key, value in call.kwargs.items()}
+    found = replace(call, args=tuple(args), kwargs=kwargs)
+    if not cut.averaged:
+        return found
+    weighed = (call.function, rows.count / rows.total, *args)
+    return replace(found, function=_weighed, args=weighed, into=None)
 
 
 def _put(leaves: Mapping[int, Number], value: Any) -> Any:

@@ -69,12 +69,16 @@ def _unsqueeze(site: Site) -> Cut | None:
 
 
 def _squeeze(site: Site) -> Cut | None:
+    """Of one sample it would take away the batch's axis, where that is among them."""
     axis, sizes = site.axis(0), site.shape(0)
     if axis is None:
         return None
-    asked = site.arg(1, tuple(range(len(sizes))))
+    asked = site.arg(1)
     several = asked if isinstance(asked, Sequence) else (asked,)
-    gone = {d % len(sizes) for d in several if sizes[d] == 1}
+    named = {d % len(sizes) for d in several}
+    if axis.index in named:
+        return None
+    gone = {d for d in named if sizes[d] == 1}
     return _moved(site, axis.index - sum(d < axis.index for d in gone))
 
 
@@ -167,7 +171,6 @@ SHAPES: Mapping[str, Rule] = MappingProxyType(
         "aten.transpose.int": _transpose,
         "aten.t.default": _t,
         "aten.unsqueeze.default": _unsqueeze,
-        "aten.squeeze.default": _squeeze,
         "aten.squeeze.dim": _squeeze,
         "aten.squeeze.dims": _squeeze,
         "aten.expand.default": _expand,
