@@ -9,6 +9,7 @@ from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
+from mucudnn.runtime.tuning.tuner import Tuner  # noqa: E402
 from tests.torch_steps import TinyGPT, build, real_peak, token_loss  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -157,6 +158,22 @@ def test_what_couples_the_batch_stays_whole_and_is_exact():
         assert float((mine - theirs).abs().max()) < 1e-5 * most
     for name, value in model.named_buffers():
         torch.testing.assert_close(value, running[name])
+
+
+def test_convolutions_of_slices_may_be_planned_too(tmp_path):
+    own = Tuner(
+        backend=mt.cpu_backend(), workspace_limit="1MiB", cache=tmp_path / "t.sqlite"
+    )
+    model, loss_fn, batch = made("convolutions", torch.float32)
+    with own as tuner:
+        step = mt.train_step(
+            model, loss_fn, momentum(model), split=2, tuner=tuner, cache=None
+        )
+        loss = step(*batch)
+    sizes = {plan.problem.batch for plan in step.plan.convolutions.values()}
+    assert sizes == {len(batch[0]) // 2}
+    expected, _ = eager("convolutions", torch.float32)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
 def test_masks_of_dropout_are_drawn_as_one():
