@@ -112,6 +112,29 @@ def test_every_option_is_taken(run):
     assert "momentum=0.8" in data["settings"]["optimizer"]
 
 
+def test_a_step_runs_in_parts(run):
+    arguments = ("--steps", 2, "--batch", 12, "--epochs", 1)
+    whole = run(*QUICK, *arguments, "--json", "-")
+    parts = run(*QUICK, *arguments, "--split", 3, "--json", "-")
+    assert parts.exit_code == 0, parts.output
+    (mine,), (theirs,) = figures(parts), figures(whole)
+    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    segments = json.loads(parts.stdout)["segments"]
+    assert {s["parts"] for s in segments} == {3}
+    assert {s["phase"] for s in segments} == {"forward", "backward"}
+    assert json.loads(whole.stdout)["segments"] == []
+
+
+def test_whole_or_in_parts_is_said(run):
+    arguments = ("--steps", 2, "--batch", 12, "--epochs", 1, "--budget", "8MiB")
+    done = run(*QUICK, *arguments, "--split", "auto")
+    assert done.exit_code == 0, done.output
+    assert "whole: nothing in parts is faster" in done.stdout
+    refused = run(*QUICK, "--split", "auto")
+    assert refused.exit_code == 2
+    assert "--split auto needs --budget" in refused.output
+
+
 def test_a_huge_network_on_the_virtual_clock(run):
     done = run("vgg16", *NULL, "--batch", 256, "--steps", 1, "--json", "-")
     assert done.exit_code == 0, done.output

@@ -71,6 +71,13 @@ def test_whole_or_in_parts_is_decided_by_what_was_measured():
     assert splitting.lines[0] == splitting.reason
 
 
+def test_what_was_measured_of_the_step_is_not_taken_for_evaluation():
+    found = trained("auto", norm=False, budget="64MiB")
+    whole = trained("none", norm=False)
+    assert found[3].chosen.parts == 1
+    np.testing.assert_allclose(found[1], whole[1], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("split", ["some", 0, -2])
 def test_other_splits_are_refused(split):
     with pytest.raises(ValueError, match="split"):

@@ -64,8 +64,8 @@ def test_a_number_of_parts_is_taken_and_none_is_whole():
 
 def test_what_fits_no_way_names_the_least_budget_of_all():
     with pytest.raises(PlanningError, match="neither whole nor in parts") as refused:
-        plan_splitting(step(1000, norm=False))
-    found = plan_splitting(step(refused.value.least_bytes, norm=False))
+        plan_splitting(step(1000, norm=False, batch=2))
+    found = plan_splitting(step(refused.value.least_bytes, norm=False, batch=2))
     assert found.chosen.plan.peak_bytes <= refused.value.least_bytes
 
 

@@ -64,6 +64,8 @@ def train(
                 raise BadInputError(f"--{option} needs --checkpoint DIR")
     if settings["budget"] is None:
         _refuse_budgeted(ctx)
+        if settings["split"] == "auto":
+            raise BadInputError("--split auto needs --budget SIZE")
     from mucudnn.cli.progress import progress_display
 
     with progress_display(1) as show:
@@ -145,6 +147,10 @@ class _Training:
             "peak_bytes": trainer.peak_bytes,
             "budget_bytes": None if trainer.budget is None else trainer.budget.nbytes,
             "memory": _memory_to_json(trainer.placed),
+            "segments": [segment.to_json() for segment in trainer.segments],
+            "splitting": (
+                None if trainer.splitting is None else trainer.splitting.to_json()
+            ),
             "steps": trainer.steps,
             "interrupted": interrupted,
             "parameters": self._work.training.parameter_count,
@@ -162,6 +168,10 @@ class _Training:
             f"{trainer.steps:,} steps, {ms_text(trainer.step_ms)} ms each; "
             f"{bytes_text(trainer.peak_bytes)} of memory"
         )
+        if trainer.splitting is not None:
+            click.echo(trainer.splitting.reason)
+        for segment in trainer.segments:
+            click.echo(str(segment))
         if self._checkpoints is not None and (steps := self._checkpoints.steps()):
             click.echo(f"checkpoint of step {steps[0]} in {self._checkpoints.folder}")
 
@@ -214,6 +224,7 @@ class _Training:
                 budget=_budget(settings, tuner.backend.device),
                 progress=shown.prepared,
                 fuse=not settings["no_fuse"],
+                split=settings["split"],
             )
 
 

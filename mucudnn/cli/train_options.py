@@ -16,6 +16,7 @@ from mucudnn.cli.options import (
     option,
     parsed,
     real,
+    split_of,
     strategy,
     table,
 )
@@ -196,6 +197,13 @@ run_options = group(
         "Compute a step's gradient in so many parts.",
         count(),
         default=1,
+    ),
+    option(
+        "--split PARTS",
+        "Run a step in slices of its batch, which need less at once: none, how many "
+        "parts of its largest layers, or, with --budget, auto.",
+        split_of,
+        default="none",
     ),
     option(
         "--checkpoint DIR",

@@ -16,6 +16,7 @@ from mucudnn.ir.sizes import exact_bytes, parse_bytes
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.plan_cache.store import PlanStore
 from mucudnn.torch.step_plan import TorchPlan
@@ -95,6 +96,10 @@ class Planner:
                 short_by=least - int(budget),
                 least_bytes=least,
             ) from None
+        return self.described(plan, budget)
+
+    def described(self, plan: StepPlan, budget: float) -> TorchPlan:
+        """A plan of the step, in the bytes that its user counts."""
         tensors = self.lowered.graph.tensors
         away = sum(rounded(tensors[name].nbytes) for name in plan.schedule.hosted)
         resident = self.resident_bytes - away

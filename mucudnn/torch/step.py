@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
+from mucudnn.passes.planning.splitting import WHOLE, Split, check_split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.batches import Batch
@@ -36,6 +37,7 @@ from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
 from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner, as_budget
+from mucudnn.torch.splitting.decide import plan_in_parts
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["TrainStep", "lowered_step", "planner_of", "train_step"]
@@ -54,6 +56,7 @@ def train_step(
     clip_norm: float | None = None,
     clip_value: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    split: Split = WHOLE,
     max_plans: int = 32,
     inductor: bool = False,
 ) -> "TrainStep":
@@ -98,13 +101,18 @@ def train_step(
         clip_norm: As `torch.nn.utils.clip_grad_norm_` of all gradients.
         clip_value: As `torch.nn.utils.clip_grad_value_`; before `clip_norm`.
         scaler: As a loop with `scale`, `unscale_`, `step` and `update` uses it.
+        split: Whether the step runs in slices of its batch, one behind the other, which
+            need less at once: "none", "auto" for what is predicted to be fastest within
+            the budget, or into how many parts its largest layers are cut. Gradients
+            are those of the whole batch up to the order of sums.
         max_plans: Kinds of batches, modes and hyperparameters that are planned for.
         inductor: Whether neighbouring operations become kernels that PyTorch's Inductor
             compiles, where these are faster and the budget allows. They compute what
             the operations do, up to rounding.
 
     Raises:
-        ValueError: The budget is no size, or the tuner has another backend.
+        ValueError: The budget is no size, the tuner has another backend, the split is
+            none of these, or it is wanted with `inductor`, which takes whole steps.
         TypeError: It is no budget, or no tuner, or `inductor` is no bool.
     """
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
@@ -117,6 +125,7 @@ def train_step(
         offload_state=offload_state,
         tuner=tuner,
         settings=settings,
+        split=split,
         max_plans=max_plans,
         inductor=inductor,
     )
@@ -134,7 +143,10 @@ def lowered_step(captured: CapturedStep) -> Lowered:
 
 
 def planner_of(
-    captured: CapturedStep, parts: StepParts, profiled: Callable[[Lowered], Profile]
+    captured: CapturedStep,
+    parts: StepParts,
+    profiled: Callable[[Lowered], Profile],
+    plain: Lowered | None = None,
 ) -> Planner:
     """What plans a captured step.
 
@@ -142,8 +154,9 @@ def planner_of(
         captured: The step.
         parts: What it is made of.
         profiled: What measures or estimates it.
+        plain: Its graph, if it is not the captured one as it is.
     """
-    plain = lowered_step(captured)
+    plain = lowered_step(captured) if plain is None else plain
     of_name = dict(zip(captured.names, plain.inputs, strict=True))
     late = frozenset(t for name in parts.buffers if (t := of_name[name]) is not None)
     lowered = with_updates(plain, late)
@@ -187,9 +200,16 @@ class TrainStep:
         offload_state: bool = False,
         tuner: Tuner | None = None,
         settings: StepSettings = PLAIN,
+        split: Split = WHOLE,
         max_plans: int = 32,
         inductor: bool = False,
     ) -> None:
+        check_split(split)
+        if inductor and split != WHOLE:
+            raise ValueError(
+                f"split={split!r} and inductor=True: kernels of several operations are "
+                "made for whole steps so far; take one of both"
+            )
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
@@ -199,6 +219,7 @@ class TrainStep:
         self._offload_state = offload_state
         self._choice = ConvolutionChoice(tuner)
         self._settings = settings
+        self._split: Split = split
         self._max_plans = max_plans
         self._fusing = fusing_of(inductor, self._plans)
         self._planned: dict[Any, list[_Planned]] = {}
@@ -288,13 +309,23 @@ class TrainStep:
             batch,
             settings=self._settings,
         )
-        planner = planner_of(captured, live.parts, self._profile)
-        planner = replace(planner, offload=self._offload_state)
+
+        def make(lowered: Lowered) -> Planner:
+            planner = planner_of(captured, live.parts, self._profile, lowered)
+            return replace(planner, offload=self._offload_state)
+
+        lowered = lowered_step(captured)
         remembered = self._choice.remembered(self._plans)
-        if self._fusing is None:
+        if self._split != WHOLE:
+            planner, plan = plan_in_parts(
+                lowered, captured.names, make, self._budget, self._split
+            )
+        elif self._fusing is None:
+            planner = make(lowered)
             plan = planner.plan(self._budget, remembered)
         else:
-            planner, plan = self._fusing.plan(planner, self._budget, remembered)
+            whole = make(lowered)
+            planner, plan = self._fusing.plan(whole, self._budget, remembered)
         lowered = self._choice.bound(planner.lowered, plan.plan)
         bound = bind_step(lowered, plan.plan.schedule)
         return _Planned(replace(plan, source=bound.source), bound, captured)

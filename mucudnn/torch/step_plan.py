@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapIn, SwapOut
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.passes.planning.splitting import Splitting
 from mucudnn.passes.scheduling.costs import fastest_of, origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
@@ -28,6 +29,8 @@ class TorchPlan:
         source: The program that runs.
         kernels: Nodes of it that are kernels of several operations.
         name: Which graph it is of, where a model has several; else empty.
+        splitting: How it was decided whether the step runs in parts; None if it was
+            not asked for.
     """
 
     plan: StepPlan = field(repr=False)
@@ -37,6 +40,7 @@ class TorchPlan:
     source: str = field(repr=False, default="")
     name: str = ""
     kernels: int = 0
+    splitting: Splitting | None = field(repr=False, default=None)
 
     @property
     def peak_bytes(self) -> int:
@@ -104,6 +108,8 @@ class TorchPlan:
             kinds = sorted(Counter(map(_kind, plans.values())).items())
             found = ", ".join(f"{count} {kind}" for kind, count in kinds)
             lines.append(f"{len(plans)} convolutions: {found}")
+        if self.splitting is not None:
+            lines += self.splitting.lines
         return "\n".join(lines)
 
 

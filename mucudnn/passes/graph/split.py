@@ -12,8 +12,9 @@ batch is summed slice by slice, in place, and the last sum has the tensor's own 
 
 Order is by phases: runs of nodes that are cut into the same number of parts and in
 which none needs a sum that the same run makes. A phase is emitted slice by slice, so
-that little is alive at once. Values are those of the whole graph up to the order of
-sums; whatever is planned for the split graph then computes the same bits.
+that little is alive at once. A node that is not cut and reads only such sums waits for
+the end of the phase instead of ending it. Values are those of the whole graph up to the
+order of sums; whatever is planned for the split graph then computes the same bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -146,6 +147,8 @@ class _Splitter:
         self._phase: list[_Cut] = []
         self._sums: set[str] = set()
         """Results of the open phase that are there only when it is closed."""
+        self._late: list[Node] = []
+        """Whole nodes that run behind the open phase."""
         self._totals: dict[str, str] = {}
         """Result that is a sum -> the sum of the slices so far."""
 
@@ -200,6 +203,10 @@ class _Splitter:
     def _visit(self, cut: _Cut) -> None:
         if cut.parts == 1:
             if self._depends(cut.node):
+                if self._waits(cut.node):
+                    self._late.append(cut.node)
+                    self._sums.update(cut.node.outputs)
+                    return
                 self._close()
             self._emit_whole(cut.node)
             return
@@ -217,12 +224,19 @@ class _Splitter:
         made = {name for other in self._phase for name in other.node.outputs}
         return bool(whole & made or self._sums.intersection(cut.node.inputs))
 
+    def _waits(self, node: Node) -> bool:
+        """Whether it can run behind the open phase: it needs sums, and no rows."""
+        storages = self._slices.storages
+        made = {t for cut in self._phase for t in cut.node.outputs} - self._sums
+        rows = {storages(t) for t in made}
+        return not node.mutates and all(storages(t) not in rows for t in node.inputs)
+
     def _depends(self, node: Node) -> bool:
         """Whether a whole node must come behind the open phase."""
         if not self._phase:
             return False
         storages = self._slices.storages
-        nodes = [cut.node for cut in self._phase]
+        nodes = [*(cut.node for cut in self._phase), *self._late]
         made = {storages(t) for n in nodes for t in (*n.outputs, *n.mutates)}
         if any(storages(t) in made for t in node.tensors):
             return True
@@ -233,11 +247,14 @@ class _Splitter:
     def _close(self) -> None:
         """Emit the open phase, slice by slice."""
         phase, self._phase, self._sums = self._phase, [], set()
+        late, self._late = self._late, []
         if not phase:
             return
         for index in range(phase[0].parts):
             for cut in phase:
                 self._emit_slice(cut, index)
+        for node in late:
+            self._emit_whole(node)
 
     def _emit_whole(self, node: Node) -> None:
         inputs = tuple(

@@ -41,6 +41,7 @@ __all__ = [
     "couples_batch",
     "parts_for",
     "plan_splitting",
+    "segments_of",
 ]
 
 AUTO: Literal["auto"] = "auto"
@@ -94,6 +95,14 @@ class Segment:
     first: str
     last: str
     parts: int
+
+    def __str__(self) -> str:
+        return f"{self.phase.value}: {self.first} to {self.last} in {self.parts} parts"
+
+    def to_json(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        words = {"phase": self.phase.value, "first": self.first, "last": self.last}
+        return words | {"parts": self.parts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +158,8 @@ class Splitting:
             next_best = min(others, key=lambda c: c.step_ms)
             return f"whole: {next_best.parts} parts take {self._times(next_best)}"
         kind = "the whole step" if self.fused else "its largest layers"
-        words = f"{kind} in {chosen.parts} parts: {self._times(chosen)}"
+        how = ", gradients accumulated" if self.fused else ""
+        words = f"{kind} in {chosen.parts} parts{how}: {self._times(chosen)}"
         if whole.plan is None:
             return f"{words}; whole it does not fit"
         return f"{words} instead of {self._times(whole)} whole"
@@ -158,11 +168,7 @@ class Splitting:
     def lines(self) -> tuple[str, ...]:
         """The decision, what was tried, and which segments run in parts."""
         tried = (self._line(candidate) for candidate in self.tried)
-        parts = (
-            f"{s.phase.value}: {s.first} to {s.last} in {s.parts} parts"
-            for s in self.chosen.segments
-        )
-        return (self.reason, *tried, *parts)
+        return (self.reason, *tried, *map(str, self.chosen.segments))
 
     def to_json(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -179,15 +185,12 @@ class Splitting:
                 }
                 for c in self.tried
             ],
-            "segments": [
-                {"phase": s.phase.value, "first": s.first, "last": s.last}
-                | {"parts": s.parts}
-                for s in self.chosen.segments
-            ],
+            "segments": [segment.to_json() for segment in self.chosen.segments],
         }
 
     def _line(self, candidate: Candidate) -> str:
-        name = "whole" if candidate.parts == 1 else f"{candidate.parts} parts"
+        how = ", gradients accumulated" if self.fused else ""
+        name = "whole" if candidate.parts == 1 else f"{candidate.parts} parts{how}"
         if candidate.least_bytes is None:
             return f"{name}: cannot be measured within the budget"
         words = f"{name}: at least {format_bytes(candidate.least_bytes)}"
@@ -296,19 +299,21 @@ def _candidate(step: SplitStep, parts: int, fastest: float) -> Candidate:
     if profile is None:
         return Candidate(parts, None, None)
     request = step.asked(graph, profile)
-    wanted = unbounded(graph, profile).prediction.step_ms
+    free = unbounded(graph, profile)
+    wanted = free.prediction.step_ms
     segments: tuple[Segment, ...] = ()
     if parts > 1:
-        segments = tuple(_segments(step.graph, parts_for(step.graph, parts)))
+        segments = tuple(segments_of(step.graph, parts_for(step.graph, parts)))
     least = minimum_budget(request)
     planned = least <= request.budget and wanted < fastest
-    plan = _planned(request, parts) if planned else None
+    roomy = parts == 1 or free.peak_bytes <= request.budget
+    plan = _planned(request, searched=not roomy) if planned else None
     return Candidate(parts, request, plan, wanted, least, segments)
 
 
-def _planned(request: StepRequest, parts: int) -> StepPlan:
+def _planned(request: StepRequest, *, searched: bool) -> StepPlan:
     """The best plan; of a split step the search goes on from that of all slices."""
-    if parts == 1 or request.policy != PLANNED:
+    if not searched or request.policy != PLANNED:
         return plan_step(request)
     try:
         found = search_slices(request)
@@ -318,8 +323,13 @@ def _planned(request: StepRequest, parts: int) -> StepPlan:
     return min(found, others, key=lambda plan: plan.prediction.step_ms)
 
 
-def _segments(graph: Graph, parts: Mapping[str, int] | int) -> Iterator[Segment]:
-    """Runs of nodes in the same number of parts, those of one part left out."""
+def segments_of(graph: Graph, parts: Mapping[str, int] | int) -> Iterator[Segment]:
+    """Runs of nodes in the same number of parts, those of one part left out.
+
+    Args:
+        graph: A training graph that is not cut yet.
+        parts: Of each node, or of all.
+    """
     able = cuttable(graph, batch_of(graph))
     open_: Segment | None = None
     for node in graph.nodes:

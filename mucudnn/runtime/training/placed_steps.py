@@ -109,13 +109,14 @@ def _together(
     }
 
     def within(graph: Graph, hosted: frozenset[str] | None) -> PlacedStep:
-        mine = {spec.name for spec in graph.with_role(*PERSISTENT)} | (hosted or set())
-        beside = sum(n for name, n in sizes.items() if name not in mine)
+        held = {spec.name for spec in graph.with_role(*PERSISTENT)} | (hosted or set())
+        beside = sum(n for name, n in sizes.items() if name not in held)
         final = ordered(order, graph, {})
         fixed = None
         if budget.convolutions == "fixed":
             fixed = _by_node(final, plan_convolutions(tuner, (final,), plans))
-        return _Bounded(tuner, final, budget, beside, hosted, fixed).placed(progress)
+        mine = budget if graph is graphs[first] else replace(budget, measured=None)
+        return _Bounded(tuner, final, mine, beside, hosted, fixed).placed(progress)
 
     decided = within(graphs[first], None)
     hosted = frozenset(decided.schedule.hosted)

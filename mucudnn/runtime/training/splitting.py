@@ -12,12 +12,14 @@ from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.splitting import (
     AUTO,
+    Segment,
     Split,
     SplitStep,
     Splitting,
     check_split,
     parts_for,
     plan_splitting,
+    segments_of,
 )
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.profiler import OnNode, profile
@@ -41,6 +43,7 @@ class Divider:
     Attributes:
         decision: What was decided among what; None where there was nothing to decide.
         profile: What the chosen step costs, if it was measured.
+        segments: What runs in parts.
 
     Raises:
         ValueError: The split is none of these.
@@ -60,6 +63,7 @@ class Divider:
         check_split(split)
         self.decision: Splitting | None = None
         self.profile: Profile | None = None
+        self.segments: tuple[Segment, ...] = ()
         self._split, self._tuner, self._budget = split, tuner, budget
         self._optimizer, self._when, self._order = optimizer, when, order
         self._progress = progress
@@ -79,7 +83,9 @@ class Divider:
             self.profile = None if request is None else request.profile
         if not isinstance(parts, int) or parts == 1:
             return graph
-        return split_batch(graph, parts_for(graph, parts))
+        cut = parts_for(graph, parts)
+        self.segments = tuple(segments_of(graph, cut))
+        return split_batch(graph, cut)
 
     def _finished(self, graph: Graph) -> Graph:
         return ordered(

@@ -96,6 +96,7 @@ class Trainer:
         placed: How the step keeps its budget; None without one.
         budget: As it was resolved; None without one.
         splitting: What was decided about its slices, and among what, for "auto".
+        segments: What of the step runs in parts.
 
     Raises:
         ValueError: The graphs do not belong together, or a name is unknown.
@@ -157,8 +158,9 @@ class Trainer:
             fuse=fuse,
         )
         self.splitting = divider.decision
+        self.segments = divider.segments
         if budget is not None and divider.profile is not None:
-            self._budget = replace(budget, measured=divider.profile)
+            self.budget = replace(budget, measured=divider.profile)
         last = len(graphs.steps) - 1
         self.backend = tuner.backend
         self.graph = graphs.steps[last]

@@ -68,6 +68,8 @@ class Site:
             (_, x, w, sizes), options = call.args[:4], call.args[4:-1]
         else:
             return None
+        if not (isinstance(x, Operand) and isinstance(w, Operand)):
+            return None
         x, w = (_like(layouts[leaf.index]) for leaf in (x, w))
         try:
             geometry = Geometry.of(x, w, sizes, tuple(options))

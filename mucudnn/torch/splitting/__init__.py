@@ -1,0 +1,1 @@
+"""PyTorch's graphs cut along the batch: where the batch is, and calls of slices."""

@@ -1,0 +1,235 @@
+"""A PyTorch step in slices of its batch: the passes' graph, and calls of its nodes."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from mucudnn.ir.graph import Graph, Node, Role, TensorSpec
+from mucudnn.ir.traits import Rows
+from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
+from mucudnn.torch.splitting.axes import Axis, Cut, of_rows
+from mucudnn.torch.splitting.traits import Batched
+
+__all__ = ["in_part", "in_slices"]
+
+_OF = re.compile(r"[@\[]")
+"""What is behind it in a name tells which rows."""
+
+
+def in_slices(batched: Batched, graph: Graph) -> Lowered:
+    """The calls of a graph that was cut.
+
+    Args:
+        batched: The whole step.
+        graph: The same, split along the batch.
+    """
+    return _Calls(batched, graph).lowered()
+
+
+class _Calls:
+    def __init__(self, batched: Batched, graph: Graph) -> None:
+        self._batched, self._graph = batched, graph
+        self._whole = batched.lowered
+        self._calls: dict[str, Call] = {}
+        self._layouts: dict[str, Layout] = {
+            name: self._whole.layouts[name] for name in graph.inputs
+        }
+
+    def lowered(self) -> Lowered:
+        """The graph, with calls and layouts of all that is in it."""
+        nodes = tuple(self._written(node) for node in self._graph.nodes)
+        tensors = {name: self._spec(spec) for name, spec in self._graph.tensors.items()}
+        graph = replace(
+            self._graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes)
+        )
+        return replace(
+            self._whole, graph=graph, calls=self._calls, layouts=self._layouts
+        )
+
+    def _written(self, node: Node) -> Node:
+        """Note how a node is called; the node as it is planned."""
+        known = self._whole.graph.by_name.get(node.name)
+        if known is not None:
+            self._calls[node.name] = self._whole.calls[node.name]
+            for name in node.outputs:
+                self._layouts[name] = self._whole.layouts[name]
+            traits = replace(node.traits, batch=None)
+            return replace(node, traits=traits)
+        if "rows" in node.attrs:
+            return self._slice(node)
+        if node.op == "slice":
+            self._view(node)
+        elif node.op == "concat":
+            self._join(node)
+        else:
+            self._add(node)
+        return replace(node, attrs=MappingProxyType({}))
+
+    def _spec(self, spec: TensorSpec) -> TensorSpec:
+        """As PyTorch's tensors are described: inputs are state."""
+        known = self._whole.graph.tensors.get(spec.name)
+        if spec.name in self._graph.inputs:
+            return replace(spec, role=Role.STATE, shape=(spec.nbytes,))
+        return spec if known is None else replace(spec, shape=(spec.nbytes,))
+
+    def _slice(self, node: Node) -> Node:
+        first = node.name.rpartition("@")[0]
+        whole = self._whole.graph.by_name[first]
+        cut, rows = self._batched.cuts[first], node.attrs["rows"]
+        for name, of, axis in zip(
+            node.outputs, whole.outputs, cut.outputs, strict=True
+        ):
+            layout = self._whole.layouts[of]
+            self._layouts[name] = (
+                layout if axis is None else of_rows(layout, axis, rows.count)
+            )
+        call = self._sliced(self._whole.calls[first], whole, node, cut)
+        overwrites = self._overwritten(node) if call.into is not None else ()
+        if not overwrites:
+            call = replace(call, into=None, first=False)
+        self._calls[node.name] = call
+        traits = replace(node.traits, overwrites=overwrites)
+        return replace(node, attrs=MappingProxyType({}), traits=traits)
+
+    def _sliced(self, call: Call, whole: Node, node: Node, cut: Cut) -> Call:
+        axes = self._batched.axes
+        narrowed = {
+            i: axis
+            for i, axis in cut.inputs.items()
+            if axes.get(whole.inputs[i]) != axis
+        }
+        shape = self._layouts[node.outputs[0]].shape
+        found = in_part(call, cut, node.attrs["rows"], shape, narrowed)
+        return replace(found, random=node.traits.random)
+
+    def _overwritten(self, node: Node) -> tuple[int, ...]:
+        result = self._layouts[node.outputs[0]]
+        nbytes = self._graph.tensors[node.outputs[0]].nbytes
+        return tuple(
+            i
+            for i in node.traits.overwrites
+            if self._layouts[node.inputs[i]] == result
+            and self._graph.tensors[node.inputs[i]].nbytes == nbytes
+        )
+
+    def _view(self, node: Node) -> None:
+        """Some rows of what is there as one."""
+        (held,), (view,) = node.inputs, node.outputs
+        axis = self._axis(held)
+        spec, samples = self._graph.tensors[view], self._graph.tensors[view].shape[0]
+        start = spec.offset // (spec.nbytes // samples)
+        self._layouts[view] = of_rows(self._layouts[held], axis, samples, start)
+        place = axis.index, start * axis.each, samples * axis.each
+        self._calls[node.name] = Call(_narrowed, (Operand(0), *place), {}, (None,))
+
+    def _join(self, node: Node) -> None:
+        """Rows put together, as the whole tensor lies or would."""
+        (joined,) = node.outputs
+        axis, of = self._axis(joined), _OF.split(joined)[0]
+        spec, layout = self._graph.tensors[joined], self._whole.layouts[of]
+        if joined != of:
+            layout = of_rows(layout, axis, spec.shape[0])
+        self._layouts[joined] = layout
+        parts = [Operand(i) for i in range(len(node.inputs))]
+        items = spec.nbytes // layout.dtype.itemsize
+        lies = layout.shape, layout.stride, layout.offset, layout.dtype, layout.device
+        self._calls[node.name] = Call(
+            _joined, (parts, axis.index, items, *lies), {}, (None,)
+        )
+
+    def _add(self, node: Node) -> None:
+        """What a slice leaves, added to the sum of those before."""
+        self._layouts[node.outputs[0]] = self._layouts[node.inputs[0]]
+        self._calls[node.name] = Call(
+            torch.ops.aten.add_.Tensor, (Operand(0), Operand(1)), {}, (None,)
+        )
+
+    def _axis(self, name: str) -> Axis:
+        return self._batched.axes[_OF.split(name)[0]]
+
+
+def in_part(
+    call: Call,
+    cut: Cut,
+    rows: Rows,
+    shape: Sequence[int],
+    narrowed: Mapping[int, Axis],
+) -> Call:
+    """A call for some samples.
+
+    Args:
+        call: For all of them.
+        cut: How it is cut.
+        rows: Which samples.
+        shape: Of its first result.
+        narrowed: Operands that are given whole, of which it reads what it needs.
+    """
+    leaves = {
+        i: Number(
+            _narrowed,
+            (Operand(i), axis.index, rows.start * axis.each, rows.count * axis.each),
+        )
+        for i, axis in narrowed.items()
+    }
+    args = [_put(leaves, value) for value in call.args]
+    for position in cut.shaped:
+        args[position] = list(shape)
+    for position in cut.counted:
+        args[position] = rows.count * next(iter(cut.inputs.values())).each
+    kwargs = {key: _put(leaves, value) for key, value in call.kwargs.items()}
+    found = replace(call, args=tuple(args), kwargs=kwargs)
+    if not cut.averaged:
+        return found
+    weighed = (call.function, rows.count / rows.total, *args)
+    return replace(found, function=_weighed, args=weighed, into=None)
+
+
+def _put(leaves: Mapping[int, Number], value: Any) -> Any:
+    """An argument with some operands replaced."""
+    match value:
+        case Operand(index):
+            return leaves.get(index, value)
+        case list() | tuple():
+            return type(value)(_put(leaves, v) for v in value)
+        case _:
+            return value
+
+
+def _narrowed(tensor: torch.Tensor, axis: int, start: int, count: int) -> torch.Tensor:
+    """Some entries along an axis."""
+    return tensor.narrow(axis, start, count)
+
+
+def _weighed(function: Any, share: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A mean's share in that of the whole batch."""
+    mean: torch.Tensor = function(*args, **kwargs)
+    return mean.mul_(share)
+
+
+def _joined(
+    parts: Sequence[torch.Tensor],
+    axis: int,
+    items: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Parts behind each other, in memory that is laid out as is said."""
+    memory = torch.empty(items, dtype=dtype, device=device)
+    whole = memory.as_strided(shape, stride, offset)
+    start = 0
+    for part in parts:
+        count = part.shape[axis]
+        mine = whole.narrow(axis, start, count)
+        for d, step in enumerate(stride):
+            if step == 0:  # every entry is the same bytes
+                mine, part = mine.narrow(d, 0, 1), part.narrow(d, 0, 1)
+        mine.copy_(part)
+        start += count
+    return whole

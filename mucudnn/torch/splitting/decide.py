@@ -1,0 +1,149 @@
+"""Whether a PyTorch step runs whole or in slices of its batch: planned each way.
+
+Every candidate is a lowered graph of its own with measurements of its own, planned
+under the same budget; what is predicted to be fastest runs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.sizes import exact_bytes
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.splitting import AUTO, Split, SplitStep, plan_splitting
+from mucudnn.torch.lowering.lowered import Lowered
+from mucudnn.torch.planning import Planner
+from mucudnn.torch.splitting.cut import in_slices
+from mucudnn.torch.splitting.prepare import prepared
+from mucudnn.torch.splitting.traits import Batched, with_batches
+from mucudnn.torch.step_plan import TorchPlan
+
+__all__ = ["batched_step", "in_parts", "plan_in_parts"]
+
+
+def batched_step(lowered: Lowered, names: Sequence[str]) -> Batched | None:
+    """A step of which is known where the batch is.
+
+    Args:
+        lowered: The step, without updates in place.
+        names: Of its inputs, in order; those of a batch begin with `batch.`.
+
+    Returns:
+        None if no tensor of the batch has an axis, or there is one sample only.
+    """
+    of_name = zip(names, lowered.inputs, strict=True)
+    batch = [t for n, t in of_name if t is not None and n.startswith("batch.")]
+    shapes = {name: lowered.layouts[name].shape for name in batch}
+    samples = next((shape[0] for shape in shapes.values() if shape), 0)
+    given = [name for name, shape in shapes.items() if shape[:1] == (samples,)]
+    if samples < 2:
+        return None
+    found = with_batches(prepared(lowered), given, samples)
+    return found if found.cuts and set(given) & found.axes.keys() else None
+
+
+def in_parts(
+    lowered: Lowered, names: Sequence[str], make: Callable[[Lowered], Planner]
+) -> "_Candidates | None":
+    """What plans a step whole and in parts; None if it has no batch to cut."""
+    batched = batched_step(lowered, names)
+    return None if batched is None else _Candidates(lowered, batched, make)
+
+
+def plan_in_parts(
+    lowered: Lowered,
+    names: Sequence[str],
+    make: Callable[[Lowered], Planner],
+    budget: float,
+    split: Split,
+) -> tuple[Planner, TorchPlan]:
+    """The fastest way to run a step within a budget, whole or in parts.
+
+    Args:
+        lowered: The step, without updates in place.
+        names: Of its inputs.
+        make: Measures a step, with its updates.
+        budget: Bytes.
+        split: `auto`, or a number of parts.
+
+    Raises:
+        PlanningError: Nothing fits; says the least budget that works.
+        UnsupportedError: A number of parts was given and nothing can be cut.
+    """
+    candidates = in_parts(lowered, names, make)
+    if candidates is None:
+        if split == AUTO:
+            planner = make(lowered)
+            return planner, planner.plan(budget)
+        raise UnsupportedError(
+            f"the step was to run in {split} parts, but its batch has one sample, or "
+            "no operation on it can be cut; split='auto' runs it whole then"
+        )
+    return candidates.planned(budget, split)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    graph: Graph
+    planner: Planner
+
+
+class _Candidates:
+    """A step whole and in parts, each made and measured when it is asked for."""
+
+    def __init__(
+        self, whole: Lowered, batched: Batched, make: Callable[[Lowered], Planner]
+    ) -> None:
+        self._whole, self._batched, self._make = whole, batched, make
+        self._made: list[_Planned] = []
+
+    def planned(self, budget: float, split: Split) -> tuple[Planner, TorchPlan]:
+        """The fastest within a budget.
+
+        Raises:
+            PlanningError: Nothing fits.
+        """
+        try:
+            found = plan_splitting(self.step(budget), split)
+        except PlanningError as e:
+            given = self._made[0].planner.given_bytes
+            if e.least_bytes is None:
+                raise
+            least = e.least_bytes - given
+            raise PlanningError(
+                f"neither whole nor in parts does the step fit into "
+                f"{exact_bytes(int(budget))}; the least budget that works is "
+                f"{exact_bytes(least)}",
+                short_by=least - int(budget),
+                least_bytes=least,
+            ) from None
+        chosen = found.chosen
+        if chosen.request is None or chosen.plan is None:
+            raise PlanningError("the step has no plan")
+        planner = self._planner(chosen.request.graph)
+        plan = planner.described(chosen.plan, budget)
+        return planner, replace(plan, splitting=found)
+
+    def step(self, budget: float) -> SplitStep:
+        """What is planned, and how it is asked for."""
+
+        def asked(graph: Graph, profile: Profile) -> StepRequest:
+            return self._planner(graph).request(budget)
+
+        return SplitStep(self._batched.graph, self._finished, self._costs, asked)
+
+    def _finished(self, graph: Graph) -> Graph:
+        """A step with its updates, and a planner of it."""
+        whole = graph is self._batched.graph
+        planner = self._make(self._whole if whole else in_slices(self._batched, graph))
+        self._made.append(_Planned(planner.lowered.graph, planner))
+        return planner.lowered.graph
+
+    def _costs(self, graph: Graph) -> Profile:
+        return self._planner(graph).profile
+
+    def _planner(self, graph: Graph) -> Planner:
+        nodes = graph.nodes
+        return next(m.planner for m in self._made if m.graph.nodes is nodes)
