@@ -58,10 +58,10 @@ def test_what_a_copy_takes_from_a_call_beside_it_is_the_copys():
     found = CpuMeter().links(lambda: call)
     assert found.out_bytes_per_ms > 0
     assert found.in_bytes_per_ms > 0
-    assert 0.1 < found.copy_share < 3  # of copies all the time: 4 ms of 6
+    assert 0.1 < found.copy_share <= 1  # of copies all the time: 4 ms of 6
     assert threading.active_count() == before
     apart = CpuMeter().links(lambda: lambda: time.sleep(0.004))
-    assert apart.copy_share < found.copy_share
+    assert apart.copy_share <= found.copy_share
 
 
 class Gpu:

@@ -2,7 +2,8 @@
 
 Here a thread copies, on a core and through a memory that the computation wants as well.
 So copies are timed while the heaviest operations of a step run, and what these take
-longer meanwhile is theirs.
+longer meanwhile is theirs: at most the copy's own time, for which a computation could
+as well have waited.
 """
 
 import statistics
@@ -78,7 +79,7 @@ class CpuMeter:
             out_s += copying.out_s
             back_s += copying.back_s
         out, back = statistics.median(out_s), statistics.median(back_s)
-        share = max(0.0, statistics.median(slower))
+        share = min(1.0, max(0.0, statistics.median(slower)))
         return Links(_COPIED / 1e3 / out, _COPIED / 1e3 / back, share)
 
 
