@@ -1,6 +1,7 @@
 """The time of a step from its intervals, against its simulated program."""
 
 import math
+from dataclasses import replace
 
 from hypothesis import given, strategies as st
 
@@ -18,7 +19,7 @@ def drafts(draw):
     residency = draw(residencies(graph))
     free = StepRequest(
         graph,
-        draw(profiles(graph)),
+        replace(draw(profiles(graph)), copy_share=draw(st.sampled_from([0, 0.3]))),
         scheduler=draw(st.sampled_from(sorted(SCHEDULERS.table))),
     )
     least = free.rewritten(residency).least_peak()

@@ -31,6 +31,7 @@ def step_ms(
     nbytes: Mapping[str, int],
     rates: tuple[float, float],
     below: float = math.inf,
+    share: float = 0.0,
 ) -> float:
     """What `simulate` predicts for the program that `emit` writes, to the last bit.
 
@@ -40,6 +41,7 @@ def step_ms(
         nbytes: Storage -> bytes that a copy of it moves.
         rates: Bytes per ms of the links out and in.
         below: What is not faster than this need not be known exactly.
+        share: Of a copy's time, what the computation beside it takes longer.
 
     Returns:
         The step's time, or infinity where it is not below the limit.
@@ -48,7 +50,7 @@ def step_ms(
     before, behind = _events(intervals, count, nbytes, rates)
     cyclic = any(i.host_resident and i.stop >= count for i in intervals)
     left = sum(node_ms) * _ROUNDED
-    clock = _Clock(node_ms, before, behind)
+    clock = _Clock(node_ms, before, behind, share)
     for _ in range(_STEPS_BEFORE if cyclic else 0):
         clock.run(math.inf, 0.0)
     begin = clock.now
@@ -62,9 +64,14 @@ class _Clock:
     """The clocks of compute and of both links, from step to step."""
 
     def __init__(
-        self, node_ms: Sequence[float], before: _Events, behind: _Events
+        self,
+        node_ms: Sequence[float],
+        before: _Events,
+        behind: _Events,
+        share: float,
     ) -> None:
         self.now = 0.0
+        self._share = share
         self._node_ms = node_ms
         self._before, self._behind = before, behind
         self._out = self._in = 0.0
@@ -107,9 +114,11 @@ class _Clock:
             elif kind == _IN:
                 start = max(self.now, self._in, self._left.get(name, 0.0))
                 done[name] = self._in = start + ms
+                self.now += self._share * ms
             else:
                 start = max(self.now, self._out, 0.0)
                 done[name] = self._left[name] = self._out = start + ms
+                self.now += self._share * ms
 
 
 def _events(
