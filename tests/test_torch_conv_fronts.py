@@ -22,7 +22,7 @@ from mucudnn.torch.conv.algorithm import TORCH  # noqa: E402
 from mucudnn.torch.conv.sites import Site, is_native, with_plans  # noqa: E402
 from mucudnn.torch.measure import evaluate, measured  # noqa: E402
 from mucudnn.torch.measurement.cpu import CpuMeter  # noqa: E402
-from mucudnn.torch.step import planner_of  # noqa: E402
+from mucudnn.torch.step_planning import planner_of  # noqa: E402
 from tests.torch_calls import tuner  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 

@@ -30,7 +30,7 @@ from mucudnn.torch.fusion.runs import Footprint, groups_of  # noqa: E402
 from mucudnn.torch.measure import measured  # noqa: E402
 from mucudnn.torch.plan_cache.store import PlanStore  # noqa: E402
 from mucudnn.torch.plan_cache.structure import Places, structure_of  # noqa: E402
-from mucudnn.torch.step import planner_of  # noqa: E402
+from mucudnn.torch.step_planning import StepPlanning, planner_of  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
 pytestmark = [
@@ -104,7 +104,7 @@ def test_a_graph_with_fused_nodes_computes_the_same_bits(name, share):
     budget = least + share * (ours.plan().peak_bytes - least)
     plan = ours.plan(budget)
     bound = bind_step(lowered, plan.plan.schedule)
-    step = mt.TrainStep(model, build(name)[1], optimizer, budget)
+    step = mt.TrainStep(model, build(name)[1], optimizer, StepPlanning(budget))
     given = [*step._parts().tensors(), *batch]
     torch.manual_seed(1)
     losses = [bound.run(list(given))[0].item() for _ in range(STEPS)]

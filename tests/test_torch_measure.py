@@ -157,7 +157,7 @@ def test_a_node_that_changes_a_tensor_is_timed_writing_into_it(monkeypatch):
     from mucudnn.torch import measure
     from mucudnn.torch.capture.parts import StepParts
     from mucudnn.torch.capture.whole_step import capture_step
-    from mucudnn.torch.step import planner_of
+    from mucudnn.torch.step_planning import planner_of
     from tests.torch_steps import build
 
     model, loss_fn, batch = build("mlp")

@@ -15,6 +15,7 @@ from mucudnn.ir.devices import get_device  # noqa: E402
 from mucudnn.studies.memory_study import study_memory  # noqa: E402
 from mucudnn.torch.measure import estimated  # noqa: E402
 from mucudnn.torch.step import TrainStep  # noqa: E402
+from mucudnn.torch.step_planning import StepPlanning  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
 pytestmark = [
@@ -40,7 +41,7 @@ def least_of(model, loss_fn, batch, optimizer):
     def costs(lowered):
         return estimated(lowered, get_device(H200))
 
-    step = TrainStep(model, loss_fn, optimizer, 0, costs)
+    step = TrainStep(model, loss_fn, optimizer, StepPlanning(0, costs))
     with pytest.raises(PlanningError) as caught:
         step.prepare(*batch)
     return caught.value.least_bytes

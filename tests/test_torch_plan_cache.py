@@ -24,6 +24,7 @@ from mucudnn.torch.plan_cache.structure import (  # noqa: E402
     Unnameable,
     structure_of,
 )
+from mucudnn.torch.step_planning import StepPlanning  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
 pytestmark = [
@@ -77,7 +78,7 @@ def planned(folder, budget=None, net=residual_net):
     counted = Counted()
     plans = open_plans(folder)
     limit = float("inf") if budget is None else budget
-    step = mt.TrainStep(model, loss_fn, optimizer, limit, counted, plans=plans)
+    step = mt.TrainStep(model, loss_fn, optimizer, StepPlanning(limit, counted, plans))
     return step.prepare(*batch), counted.times
 
 
@@ -302,8 +303,9 @@ def captured_small():
         model,
         loss_fn,
         optimizer,
-        float("inf"),
-        lambda lowered: found.append(lowered) or measured(lowered),
+        StepPlanning(
+            float("inf"), lambda lowered: found.append(lowered) or measured(lowered)
+        ),
     ).prepare(*batch)
     return plan, found[0]
 

@@ -20,7 +20,7 @@ from mucudnn.torch.execution.lanes import copies_for, device_of  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.lowering.lowered import Layout  # noqa: E402
 from mucudnn.torch.measure import measured  # noqa: E402
-from mucudnn.torch.step import planner_of  # noqa: E402
+from mucudnn.torch.step_planning import planner_of  # noqa: E402
 from tests.cuda_streams import OrderingError, StandIn  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 

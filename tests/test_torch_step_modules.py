@@ -17,7 +17,7 @@ from mucudnn.torch.capture.whole_step import capture_step  # noqa: E402
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.measure import measured  # noqa: E402
-from mucudnn.torch.step import planner_of  # noqa: E402
+from mucudnn.torch.step_planning import planner_of  # noqa: E402
 from tests.torch_step_cases import CASES, QUICK  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 

@@ -19,7 +19,7 @@ from mucudnn.torch.execution import copies, program  # noqa: E402
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.measure import measured  # noqa: E402
-from mucudnn.torch.step import planner_of  # noqa: E402
+from mucudnn.torch.step_planning import planner_of  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
 pytestmark = [

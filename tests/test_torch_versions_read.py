@@ -15,7 +15,7 @@ from mucudnn.torch.capture.whole_step import StepParts, capture_step  # noqa: E4
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.measure import measured  # noqa: E402
-from mucudnn.torch.step import planner_of  # noqa: E402
+from mucudnn.torch.step_planning import planner_of  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 from tests.torch_zoo import sgd  # noqa: E402
 

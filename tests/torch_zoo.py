@@ -6,6 +6,7 @@ from bench.torch.zoo import Case, GPTConfig, build as build_case, gpt, unet
 from mucudnn.errors import PlanningError
 from mucudnn.torch.measure import measured
 from mucudnn.torch.step import TrainStep
+from mucudnn.torch.step_planning import StepPlanning
 
 SMALL = {
     "small gpt": lambda: gpt(4, GPTConfig(layers=1, width=32, heads=2, length=16)),
@@ -76,7 +77,9 @@ class Steps:
         """A step under a budget that is planned; its case and its optimizer."""
         case = build(self._name)
         optimizer = self._optimizer_of(case.model)
-        step = TrainStep(case.model, case.loss_fn, optimizer, budget, self._costs)
+        step = TrainStep(
+            case.model, case.loss_fn, optimizer, StepPlanning(budget, self._costs)
+        )
         step.prepare(*case.batch)
         return step, case, optimizer
 

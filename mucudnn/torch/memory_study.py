@@ -31,8 +31,8 @@ from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import estimated, measured
 from mucudnn.torch.planning import Planner, as_budget
-from mucudnn.torch.step import planner_of
 from mucudnn.torch.step_plan import TorchPlan
+from mucudnn.torch.step_planning import planner_of
 
 __all__ = ["Hint", "MemoryStudy", "memory"]
 

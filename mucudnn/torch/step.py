@@ -10,37 +10,31 @@ batch, which is the caller's. Gradients live inside of the step: `grad` stays as
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from mucudnn.errors import UnsupportedError
-from mucudnn.ir.graph import Phase
-from mucudnn.ir.profile import Profile
-from mucudnn.passes.planning.splitting import WHOLE, Split, check_split
+from mucudnn.passes.planning.splitting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.batches import Batch
 from mucudnn.torch.capture.decisions import all_hold
-from mucudnn.torch.capture.parts import LiveParts, StepParts
+from mucudnn.torch.capture.parts import LiveParts
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
-from mucudnn.torch.capture.updates import with_updates
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
 from mucudnn.torch.conv.fronts import ConvolutionChoice
-from mucudnn.torch.execution.bound_step import BoundStep, bind_step
+from mucudnn.torch.execution.bound_step import BoundStep
 from mucudnn.torch.execution.lanes import DEVICES
 from mucudnn.torch.fusion.switch import fusing_of
-from mucudnn.torch.lowering.lower import lower
-from mucudnn.torch.lowering.lowered import Lowered
-from mucudnn.torch.measure import measured
-from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
-from mucudnn.torch.planning import Planner, as_budget
-from mucudnn.torch.splitting.decide import plan_in_parts
+from mucudnn.torch.plan_cache.store import PlanCacheChoice, open_plans
+from mucudnn.torch.planning import as_budget
 from mucudnn.torch.step_plan import TorchPlan
+from mucudnn.torch.step_planning import StepPlanning
 
-__all__ = ["TrainStep", "lowered_step", "planner_of", "train_step"]
+__all__ = ["TrainStep", "train_step"]
 
 
 def train_step(
@@ -116,52 +110,18 @@ def train_step(
         TypeError: It is no budget, or no tuner, or `inductor` is no bool.
     """
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
-    return TrainStep(
-        model,
-        loss_fn,
-        optimizer,
+    plans = open_plans(cache)
+    planning = StepPlanning(
         as_budget(budget),
-        plans=open_plans(cache),
+        plans=plans,
         offload_state=offload_state,
-        tuner=tuner,
-        settings=settings,
+        choice=ConvolutionChoice(tuner),
         split=split,
-        max_plans=max_plans,
-        inductor=inductor,
+        fusing=fusing_of(inductor, plans),
     )
-
-
-def lowered_step(captured: CapturedStep) -> Lowered:
-    """The graph of a captured step, what it changes for good changed in place."""
-
-    def phase_of(node: str) -> Phase:
-        if node in captured.forward:
-            return Phase.FORWARD
-        return Phase.BACKWARD if node in captured.backward else Phase.UPDATE
-
-    return lower(captured.module, phase_of)
-
-
-def planner_of(
-    captured: CapturedStep,
-    parts: StepParts,
-    profiled: Callable[[Lowered], Profile],
-    plain: Lowered | None = None,
-) -> Planner:
-    """What plans a captured step.
-
-    Args:
-        captured: The step.
-        parts: What it is made of.
-        profiled: What measures or estimates it.
-        plain: Its graph, if it is not the captured one as it is.
-    """
-    plain = lowered_step(captured) if plain is None else plain
-    of_name = dict(zip(captured.names, plain.inputs, strict=True))
-    late = frozenset(t for name in parts.buffers if (t := of_name[name]) is not None)
-    lowered = with_updates(plain, late)
-    given = [t for n, t in of_name.items() if t is not None and n.startswith("batch.")]
-    return Planner(lowered, profiled(lowered), given)
+    return TrainStep(
+        model, loss_fn, optimizer, planning, settings=settings, max_plans=max_plans
+    )
 
 
 @dataclass(frozen=True)
@@ -178,14 +138,9 @@ class TrainStep:
         model: Whose parameters are trained.
         loss_fn: Of its result and the rest of a batch.
         optimizer: Of its parameters.
-        budget: Bytes for everything but the batch.
-        costs: What tells times and scratch memory of a graph's nodes.
-        plans: What was measured and planned before; None remembers nothing.
-        offload_state: Whether parameters and state may be host-resident.
-        tuner: Measures other ways to run the convolutions, if they are wanted.
+        planning: How steps are planned.
         settings: What is done with gradients.
         max_plans: How many there may be.
-        inductor: Whether operations are fused.
     """
 
     def __init__(
@@ -193,35 +148,17 @@ class TrainStep:
         model: torch.nn.Module,
         loss_fn: Callable[..., Any],
         optimizer: torch.optim.Optimizer,
-        budget: float,
-        costs: Callable[[Lowered], Profile] = measured,
+        planning: StepPlanning,
         *,
-        plans: PlanStore | None = None,
-        offload_state: bool = False,
-        tuner: Tuner | None = None,
         settings: StepSettings = PLAIN,
-        split: Split = WHOLE,
         max_plans: int = 32,
-        inductor: bool = False,
     ) -> None:
-        check_split(split)
-        if inductor and split != WHOLE:
-            raise ValueError(
-                f"split={split!r} and inductor=True: kernels of several operations are "
-                "made for whole steps so far; take one of both"
-            )
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._budget = budget
-        self._costs = costs
-        self._plans = plans or PlanStore()
-        self._offload_state = offload_state
-        self._choice = ConvolutionChoice(tuner)
+        self._planning = planning
         self._settings = settings
-        self._split: Split = split
         self._max_plans = max_plans
-        self._fusing = fusing_of(inductor, self._plans)
         self._planned: dict[Any, list[_Planned]] = {}
         self._live: LiveParts | None = None
         self._last: _Planned | None = None
@@ -309,30 +246,8 @@ class TrainStep:
             batch,
             settings=self._settings,
         )
-
-        def make(lowered: Lowered) -> Planner:
-            planner = planner_of(captured, live.parts, self._profile, lowered)
-            return replace(planner, offload=self._offload_state)
-
-        lowered = lowered_step(captured)
-        remembered = self._choice.remembered(self._plans)
-        if self._split != WHOLE:
-            planner, plan = plan_in_parts(
-                lowered, captured.names, make, self._budget, self._split
-            )
-        elif self._fusing is None:
-            planner = make(lowered)
-            plan = planner.plan(self._budget, remembered)
-        else:
-            whole = make(lowered)
-            planner, plan = self._fusing.plan(whole, self._budget, remembered)
-        lowered = self._choice.bound(planner.lowered, plan.plan)
-        bound = bind_step(lowered, plan.plan.schedule)
-        return _Planned(replace(plan, source=bound.source), bound, captured)
-
-    def _profile(self, lowered: Lowered) -> Profile:
-        known = self._plans.profile(lowered, self._costs)
-        return self._choice.profile(lowered, known)
+        plan, bound = self._planning.plan(captured, live.parts)
+        return _Planned(plan, bound, captured)
 
     def _key(self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]) -> Any:
         """What a plan was made for."""

@@ -46,7 +46,7 @@ class ConvolutionChoice:
         tuner: Measures the ways; None leaves them to PyTorch's kernels.
     """
 
-    tuner: Tuner | None
+    tuner: Tuner | None = None
 
     def __post_init__(self) -> None:
         if self.tuner is not None:
