@@ -102,7 +102,7 @@ def test_every_plan_keeps_the_bits_of_the_split_step(name):
         bench = Bench.of(split_batch(step(name, BATCHES.get(name, 5)), parts))
         kept = bench.run(bench.kept())
         recomputed = 0
-        for seed in range(1, 2 if slow else 4):
+        for seed in (2,) if slow else (1, 2, 3):  # the second computes again
             plan = bench.plan(bench.random_residency(seed), part=seed / 4)
             recomputed += sum("~" in n.name for n in plan.schedule.graph.nodes)
             same(bench.run(plan.schedule, watcher=RaceDetector()), kept)
