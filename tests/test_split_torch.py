@@ -1,5 +1,6 @@
 """Gradients of a step in slices against PyTorch's of the whole one."""
 
+import numpy as np
 import pytest
 
 from mucudnn.models import get_model
@@ -21,7 +22,16 @@ CASES = {
     "densenet40": {"image": 8},
     "vgg16": {"image": 32},
 }
+
 SLOW = ("densenet40", "vgg16")
+
+
+def masks(shape, attrs, step):
+    """Those that the whole step's dropout draws."""
+    kernel = get_backend("cpu").kernels["dropout"]
+    kept = np.empty(tuple(shape))
+    kernel.run([np.ones_like(kept), np.array(step)], [kept], attrs, None)
+    return torch.from_numpy(kept != 0).double()
 
 
 @pytest.mark.parametrize(
@@ -36,7 +46,7 @@ def test_gradients_are_those_of_autograd(name):
     values = {k: torch.from_numpy(v.copy()) for k, v in feeds.items()}
     for parameter in parameters:
         values[parameter].requires_grad_()
-    values = torch_ops.execute(forward, values)
+    values = torch_ops.execute(forward, values, masks)
     wrt = [values[parameter] for parameter in parameters]
     grads = torch.autograd.grad(values[forward.outputs[0]], wrt)
     expected = {p: g.numpy() for p, g in zip(parameters, grads, strict=True)}
