@@ -12,7 +12,15 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
 from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
 
-__all__ = ["OPERATIONS", "Chunks", "batch_norm_grad", "column", "move"]
+__all__ = [
+    "OPERATIONS",
+    "Chunks",
+    "batch_norm_grad",
+    "column",
+    "move",
+    "normalise",
+    "sums_and_dots",
+]
 
 Chunks = list[tuple[slice, ...]]
 
@@ -52,17 +60,8 @@ def batch_norm_eval(call: KernelCall) -> None:
     """Normalise by the running statistics."""
     x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     gamma, beta, mean, var = call.inputs[1:]
-    factor = gamma / np.sqrt(var.astype(np.float64) + call.attrs["eps"])
-    factor = factor.astype(x.dtype)[:, None]
-    centre, shift = mean[:, None], beta[:, None]
-
-    def tile(part: tuple[slice, ...]) -> None:
-        out, channels = y[part], part[1]
-        np.subtract(x[part], centre[channels], out=out)
-        out *= factor[channels]
-        out += shift[channels]
-
-    call.tiles_of(x, tile)
+    factor = column(gamma / np.sqrt(var.astype(np.float64) + call.attrs["eps"]), x)
+    normalise(call, x, y, factor, mean[:, None], beta[:, None])
 
 
 def batch_norm_grad(call: KernelCall) -> None:
@@ -79,11 +78,7 @@ def batch_norm_grad(call: KernelCall) -> None:
         channels, chunks = item
         centre = mean[channels, None]
         inverse = inv_std[channels].astype(np.float64)
-        total: Any = 0.0
-        dots: Any = 0.0
-        for chunk in chunks:
-            total = total + row_sums(dy[chunk])
-            dots = dots + row_dots(x[chunk] - centre, dy[chunk])
+        total, dots = sums_and_dots(x, dy, centre, chunks)
         dbeta[channels] = total
         dgamma[channels] = dots * inverse
         factor = gamma[channels] * inverse
@@ -99,6 +94,30 @@ def batch_norm_grad(call: KernelCall) -> None:
             out += deviation
 
     call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+
+
+def normalise(
+    call: KernelCall, x: Any, y: Any, factor: Any, centre: Any, shift: Any
+) -> None:
+    """Y = (x - centre) factor + shift, tile by tile; (C, 1) each."""
+
+    def tile(part: tuple[slice, ...]) -> None:
+        out, channels = y[part], part[1]
+        np.subtract(x[part], centre[channels], out=out)
+        out *= factor[channels]
+        out += shift[channels]
+
+    call.tiles_of(x, tile)
+
+
+def sums_and_dots(x: Any, dy: Any, centre: Any, chunks: Chunks) -> tuple[Any, Any]:
+    """Sums of dy, and of dy (x - centre), over the chunks of some channels."""
+    total: Any = 0.0
+    dots: Any = 0.0
+    for chunk in chunks:
+        total = total + row_sums(dy[chunk])
+        dots = dots + row_dots(x[chunk] - centre, dy[chunk])
+    return total, dots
 
 
 def column(values: Any, like: Any) -> Any:

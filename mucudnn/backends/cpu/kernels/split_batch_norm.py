@@ -9,12 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from mucudnn.backends.cpu.kernels.batch_norm import (
+    Chunks,
+    column,
+    move,
+    normalise,
+    sums_and_dots,
+)
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
 from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
 
 __all__ = ["OPERATIONS"]
 
-Chunks = list[tuple[slice, ...]]
 Moments = tuple[Any, Any, Any]
 
 
@@ -53,24 +59,16 @@ def batch_norm_merge(call: KernelCall) -> None:
     inv_std[...] = 1 / np.sqrt(squares / count + call.attrs["eps"])
     if call.attrs["update"]:
         unbiased = squares / np.maximum(1, count - 1)
-        _move(running_mean, centre, call.attrs["momentum"])
-        _move(running_var, unbiased, call.attrs["momentum"])
+        move(running_mean, centre, call.attrs["momentum"])
+        move(running_var, unbiased, call.attrs["momentum"])
 
 
 def batch_norm_apply(call: KernelCall) -> None:
     """Normalise a slice by the statistics of its batch."""
     x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     gamma, beta, mean, inv_std = call.inputs[1:]
-    factor = (gamma * inv_std.astype(np.float64)).astype(x.dtype)[:, None]
-    centre, shift = mean[:, None], beta[:, None]
-
-    def tile(part: tuple[slice, ...]) -> None:
-        out, channels = y[part], part[1]
-        np.subtract(x[part], centre[channels], out=out)
-        out *= factor[channels]
-        out += shift[channels]
-
-    call.tiles_of(x, tile)
+    factor = column(gamma * inv_std.astype(np.float64), x)
+    normalise(call, x, y, factor, mean[:, None], beta[:, None])
 
 
 def batch_norm_grad_sums(call: KernelCall) -> None:
@@ -81,12 +79,7 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
 
     def block(item: tuple[slice, Chunks]) -> None:
         channels, chunks = item
-        centre = mean[channels, None]
-        total: Any = 0.0
-        dots: Any = 0.0
-        for chunk in chunks:
-            total = total + row_sums(dy[chunk])
-            dots = dots + row_dots(x[chunk] - centre, dy[chunk])
+        total, dots = sums_and_dots(x, dy, mean[channels, None], chunks)
         dbeta[channels] = total
         dgamma[channels] = dots * inv_std[channels].astype(np.float64)
 
@@ -99,9 +92,9 @@ def batch_norm_grad_apply(call: KernelCall) -> None:
     x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(call.outputs[0])
     inverse = inv_std.astype(np.float64)
     scale = gamma * inverse
-    along = _column(-scale * inverse * dgamma / call.attrs["count"], x)
-    offset = _column(-scale * dbeta / call.attrs["count"], x)
-    factor, centre = _column(scale, x), mean[:, None]
+    along = column(-scale * inverse * dgamma / call.attrs["count"], x)
+    offset = column(-scale * dbeta / call.attrs["count"], x)
+    factor, centre = column(scale, x), mean[:, None]
 
     def tile(part: tuple[slice, ...]) -> None:
         out, channels = dx[part], part[1]
@@ -120,14 +113,6 @@ def _merged(one: Moments, other: Moments) -> Moments:
     apart = other[1] - one[1]
     mean = one[1] + apart * (other[0] / count)
     return count, mean, one[2] + other[2] + apart**2 * (one[0] * other[0] / count)
-
-
-def _column(values: Any, like: Any) -> Any:
-    return values.astype(like.dtype)[:, None]
-
-
-def _move(running: Any, batch: Any, momentum: float) -> None:
-    running[...] = (1 - momentum) * running.astype(np.float64) + momentum * batch
 
 
 OPERATIONS: dict[str, Run] = {

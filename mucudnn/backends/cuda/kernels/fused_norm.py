@@ -5,7 +5,7 @@ by the formula of the forward pass, rounding by rounding (a product and a sum in
 from what that pass saved: neither its result nor a masked gradient is read or written.
 """
 
-from mucudnn.backends.cuda.kernels.batch_norm import PROGRAM as MOMENTS
+from mucudnn.backends.cuda.kernels.batch_norm import PROGRAM as WHOLE
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, Specs
 from mucudnn.backends.cuda.kernels.sums import CHANNELS, Channels
 
@@ -169,7 +169,7 @@ def batch_norm_add_relu_grad(call: KernelCall) -> None:
     arguments = x, dy, y, mean, dterm, sums, dots, *shape
     call.launch(PROGRAM, "kept_dots", blocks, *arguments, beside=mean)
     operands = x, dterm, gamma, mean, inv_std, *others, sums, dots
-    call.launch(MOMENTS, "batch_norm_grad", blocks, *operands, *shape, beside=mean)
+    call.launch(WHOLE, "batch_norm_grad", blocks, *operands, *shape, beside=mean)
 
 
 def _forward(call: KernelCall, kernel: str) -> None:
@@ -177,7 +177,7 @@ def _forward(call: KernelCall, kernel: str) -> None:
     channels = Channels.of(x.shape)
     sums, squares = channels.buffers(call.workspace, 2)
     shape, blocks = channels.arguments, channels.blocks
-    call.launch(MOMENTS, "channel_moments", blocks, x, sums, squares, *shape)
+    call.launch(WHOLE, "channel_moments", blocks, x, sums, squares, *shape)
     operands = *call.inputs, *call.outputs, sums, squares
     numbers = *call.numbers("eps", "momentum"), int(call.attrs["update"])
     call.launch(PROGRAM, kernel, blocks, *operands, *shape, *numbers, beside=gamma)

@@ -1,10 +1,10 @@
 """Batch normalisation of slices of a batch, in the pieces that it falls into.
 
 A slice's statistics are its count, its mean and its sum of squares about the mean, in
-double precision. They come of one pass: sums of distances to the channel's first
-element, and of their squares, lose nothing that single precision had.
+double precision. Sums over a slice are those of a whole batch, by the same kernels.
 """
 
+from mucudnn.backends.cuda.kernels.batch_norm import PROGRAM as WHOLE
 from mucudnn.backends.cuda.kernels.program import (
     KernelCall,
     Operation,
@@ -19,20 +19,6 @@ __all__ = ["OPERATIONS", "PROGRAM"]
 PROGRAM = Program(
     CHANNELS
     + r"""
-KERNEL channel_moments(const T* x, double* sums, double* squares, I N, I C, I S,
-                       I width) {
-    Channel channel(N, C, S, width);
-    double from = channel.c < C ? (double)(A)x[channel.c * S] : 0.0;
-    double sum = 0, square = 0;
-    EACH_OF(channel, i) {
-        double distance = (double)(A)x[i] - from;
-        sum += distance;
-        square += distance * distance;
-    }
-    channel.leave(sums, lane_sum(sum, width));
-    channel.leave(squares, lane_sum(square, width));
-}
-
 KERNEL finish_moments(const T* x, const double* sums, const double* squares,
                       double* stats, I parts, I N, I C, I S) {
     EACH(c, C) {
@@ -82,19 +68,6 @@ KERNEL batch_norm_apply(const T* x, const P* gamma, const P* beta, const P* mean
     EACH_OF(channel, i) y[i] = (T)(((A)x[i] - centre) * factor + shift);
 }
 
-KERNEL slice_dots(const T* x, const T* dy, const P* mean, double* sums, double* dots,
-                  I N, I C, I S, I width) {
-    Channel channel(N, C, S, width);
-    A centre = channel.c < C ? (A)mean[channel.c] : (A)0;
-    double sum = 0, dot = 0;
-    EACH_OF(channel, i) {
-        sum += (double)dy[i];
-        dot += (double)((A)x[i] - centre) * (double)dy[i];
-    }
-    channel.leave(sums, lane_sum(sum, width));
-    channel.leave(dots, lane_sum(dot, width));
-}
-
 KERNEL batch_norm_grad_sums(const T* inv_std, T* dgamma, T* dbeta, const double* sums,
                             const double* dots, I parts, I C) {
     EACH(c, C) {
@@ -127,7 +100,7 @@ def batch_norm_sums(call: KernelCall) -> None:
     sums, squares = channels.buffers(call.workspace, 2)
     partial = x, sums, squares
     blocks, shape = channels.blocks, channels.arguments
-    call.launch(PROGRAM, "channel_moments", blocks, *partial, *shape)
+    call.launch(WHOLE, "channel_moments", blocks, *partial, *shape)
     finished = *partial, stats, channels.parts, *channels.shape
     call.launch(PROGRAM, "finish_moments", flat(channels.shape[1]), *finished)
 
@@ -163,7 +136,7 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
     sums, dots = channels.buffers(call.workspace, 2)
     blocks, shape = channels.blocks, channels.arguments
     arguments = x, dy, mean, sums, dots, *shape
-    call.launch(PROGRAM, "slice_dots", blocks, *arguments, beside=mean)
+    call.launch(WHOLE, "channel_dots", blocks, *arguments, beside=mean)
     C = channels.shape[1]
     finished = inv_std, *call.outputs, sums, dots, channels.parts, C
     call.launch(PROGRAM, "batch_norm_grad_sums", flat(C), *finished)
