@@ -71,3 +71,14 @@ def cudnn_library() -> LoadedLibrary:
         return load_library(without_driver=True)
     except BackendUnavailableError as e:
         pytest.skip(str(e).split("; install")[0])
+
+
+@pytest.fixture
+def one_thread():
+    """PyTorch's sums in a fixed order."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

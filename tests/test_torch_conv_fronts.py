@@ -27,6 +27,7 @@ from tests.torch_calls import tuner  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.torch,
     # PyTorch's allocator says so when a profiler begins, once a process.
     pytest.mark.filterwarnings("ignore:.*profiling.*"),
@@ -45,15 +46,6 @@ CASES = [
 ]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in a fixed order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -34,19 +34,12 @@ from mucudnn.torch.step_planning import StepPlanning, planner_of  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:.*profiling.*"),
 ]
 
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def optimizer_of(name, model):

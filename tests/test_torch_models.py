@@ -24,6 +24,7 @@ from tests.torch_zoo import (  # noqa: E402
 )
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.torch,
     # PyTorch's allocator says so when a profiler begins, once a process.
     pytest.mark.filterwarnings("ignore:.*profiling.*"),
@@ -45,15 +46,6 @@ SEVERAL = [
     *(pytest.param(name, 3) for name in SMALL),
     *(pytest.param(name, 10, marks=pytest.mark.slow) for name in ZOO),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in a fixed order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from tests.torch_step_cases import CASES, QUICK  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:.*profiling.*"),
     # Of PyTorch's own modules: a dropout within a layer that has one too, and so on.
@@ -32,14 +33,6 @@ STEPS = 3
 
 ROUNDED = frozenset({"gru"})
 """Whose gates change slices in place: here they lie otherwise, for other vectors."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def built(name):

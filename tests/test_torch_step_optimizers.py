@@ -12,6 +12,7 @@ from torch.nn import functional  # noqa: E402
 import mucudnn.torch as mt  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:.*profiling.*"),
 ]
@@ -49,14 +50,6 @@ class Lion(optim.Optimizer):
                     state["mean"] = torch.zeros_like(p)
                 p.sub_(group["lr"] * (0.9 * state["mean"] + 0.1 * p.grad).sign())
                 state["mean"] = 0.99 * state["mean"] + 0.01 * p.grad
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def built(optimizer_of):

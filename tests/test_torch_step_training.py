@@ -16,17 +16,10 @@ import mucudnn.torch as mt  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:.*profiling.*"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def built(*, norm=False):

@@ -23,21 +23,13 @@ from mucudnn.torch.step_planning import planner_of  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.torch,
     # PyTorch's allocator says so when a profiler begins, once a process.
     pytest.mark.filterwarnings("ignore:.*profiling.*"),
 ]
 
 STEPS = 10
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in a fixed order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sgd(model):

@@ -20,17 +20,10 @@ from tests.torch_steps import build  # noqa: E402
 from tests.torch_zoo import sgd  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:.*profiling.*"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def overwriting(schedule, result, operand):
