@@ -10,6 +10,7 @@ import mucudnn
 ROOT = Path(mucudnn.__file__).parent
 
 MAY_USE = {
+    "fleet": set(),
     "convolution": set(),
     "graph": set(),
     "ordering": {"graph"},

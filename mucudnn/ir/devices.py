@@ -171,6 +171,14 @@ DEVICES: Mapping[str, DeviceFigures] = MappingProxyType(
                 75, "half of the 150 GB/s both ways of IBM's four-GPU server"
             ),
         ),
+        "k80": _device(
+            "NVIDIA Tesla K80, one of its two GPUs",
+            "half of NVIDIA Tesla K80 data sheet",
+            tflops=4.37,
+            gb_per_s=240,
+            memory=12 * _GIB,
+            link=_PCIE3,
+        ),
         "k40c": _device(
             "NVIDIA Tesla K40c",
             "NVIDIA Tesla K40 data sheet",

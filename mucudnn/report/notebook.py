@@ -17,6 +17,8 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.passes.simulate import Prediction
 from mucudnn.report.algorithm_survey import survey_tables
 from mucudnn.report.charts import plan_bar
+from mucudnn.report.fleet_html import SHEETS as FLEET_SHEETS, fleet_body
+from mucudnn.report.fleet_text import fleet_facts, fleet_heading
 from mucudnn.report.html import comparison_body
 from mucudnn.report.markup import Child, Markup, tag
 from mucudnn.report.memory_html import SHEETS, memory_body, memory_report
@@ -35,6 +37,7 @@ from mucudnn.report.words import (
     speedup_text,
 )
 from mucudnn.studies.algorithm_survey import AlgorithmSurvey
+from mucudnn.studies.fleet import FleetStudy
 from mucudnn.studies.memory_study import MemoryStudy, study_memory
 from mucudnn.studies.outcome import Comparison
 
@@ -44,6 +47,7 @@ __all__ = [
     "conv_plan",
     "described_report",
     "described_study",
+    "fleet_study",
     "memory_study",
     "placed_step",
     "step_plan",
@@ -103,6 +107,13 @@ def memory_study(study: MemoryStudy) -> str:
     """The report's cards, pictures and table of techniques."""
     facts = f"{heading(study)}; budget {bytes_text(study.budget)}"
     return _piece(SHEETS, "Memory of a training step", facts, memory_body(study))
+
+
+def fleet_study(study: FleetStudy) -> str:
+    """The report's cards, who waits for whom, and the table."""
+    return _piece(
+        FLEET_SHEETS, fleet_heading(study), fleet_facts(study), fleet_body(study)
+    )
 
 
 def described_study(asked: tuple[DescribedStep, int]) -> str:

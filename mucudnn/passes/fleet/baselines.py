@@ -1,0 +1,52 @@
+"""What a planned split is compared with: what people do, and what nobody can beat."""
+
+from mucudnn.ir.fleet import Fleet
+from mucudnn.passes.fleet.plan import FleetPlan, plan_of, times_of
+from mucudnn.passes.fleet.share_times import ShareTimes
+
+__all__ = ["best_rate", "equal_shares", "proportional_shares", "step_bound_ms"]
+
+
+def equal_shares(fleet: Fleet, batch: int) -> FleetPlan:
+    """The same for everybody, as data-parallel training usually has it.
+
+    Raises:
+        PlanningError: A share does not fit.
+    """
+    each, more = divmod(batch, len(fleet.ranks))
+    return plan_of(fleet, [each + (i < more) for i in range(len(fleet.ranks))])
+
+
+def proportional_shares(fleet: Fleet, batch: int) -> FleetPlan:
+    """In proportion to each rank's speed at an equal share.
+
+    What is left by rounding goes to those who lost the most by it.
+
+    Raises:
+        PlanningError: A share does not fit.
+    """
+    times = times_of(fleet, batch)
+    equal = -(-batch // len(times))
+    speeds = [_speed(of, min(equal, of.most)) for of in times]
+    exact = [batch * speed / sum(speeds) for speed in speeds]
+    samples = [int(share) for share in exact]
+    lost = sorted(range(len(exact)), key=lambda i: samples[i] - exact[i])
+    for i in lost[: batch - sum(samples)]:
+        samples[i] += 1
+    return plan_of(fleet, samples, times)
+
+
+def step_bound_ms(fleet: Fleet, batch: int) -> float:
+    """No way to share out the batch is faster: everybody at its best rate, always."""
+    rates = sum(best_rate(of) for of in times_of(fleet, batch))
+    return batch / rates + fleet.all_reduce_ms
+
+
+def best_rate(times: ShareTimes) -> float:
+    """The most samples a millisecond, at any share."""
+    rates = (_speed(times, n) for n in range(1, times.most + 1))
+    return max(rates, default=0.0)
+
+
+def _speed(times: ShareTimes, samples: int) -> float:
+    return samples / times.times_ms[samples] if samples else 0.0

@@ -1,0 +1,45 @@
+"""Tables of step times as files: measured on one machine, planned with on another."""
+
+from pathlib import Path
+
+from mucudnn.codecs.step_tables import format_step_table, read_step_table
+from mucudnn.errors import CacheError
+from mucudnn.files import read_whole, write_whole
+from mucudnn.ir.fleet import StepTable
+
+__all__ = ["load_step_table", "save_step_table"]
+
+_MOST_BYTES = 1 << 24
+
+
+def save_step_table(
+    file: Path | str, table: StepTable, memory: int | None = None
+) -> None:
+    """Write a table, whole or not at all.
+
+    Args:
+        file: Where; what is there is replaced.
+        table: What a step takes at a few sizes.
+        memory: Bytes of the device, if they are known.
+
+    Raises:
+        CacheError: The file cannot be written.
+    """
+    try:
+        write_whole(file, format_step_table(table, memory).encode())
+    except OSError as e:
+        raise CacheError(f"cannot write {file}: {e.strerror or e}") from e
+
+
+def load_step_table(file: Path | str) -> tuple[StepTable, int | None]:
+    """A table, and the memory of its device if that is known.
+
+    Raises:
+        CacheError: The file cannot be read, or is something else.
+    """
+    try:
+        return read_step_table(read_whole(file, most=_MOST_BYTES).decode())
+    except OSError as e:
+        raise CacheError(f"cannot read {file}: {e.strerror or e}") from e
+    except ValueError as e:
+        raise CacheError(f"{file}: {e}") from e

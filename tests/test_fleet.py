@@ -1,0 +1,225 @@
+"""Shares of a mini-batch: exhaustive search, an ILP, bounds, memory, drift."""
+
+import itertools
+import random
+import time
+
+import pulp
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.errors import PlanningError
+from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepPoint, StepTable
+from mucudnn.passes.cbc import cbc
+from mucudnn.passes.fleet import (
+    best_batch,
+    equal_shares,
+    plan_of,
+    proportional_shares,
+    replanned,
+    share_times,
+    split_batch,
+    step_bound_ms,
+)
+
+
+def a_table(name, *points):
+    return StepTable(name, tuple(StepPoint(*point) for point in points))
+
+
+def linear(name, fixed, each, most, **rank):
+    table = a_table(name, (1, fixed + each), (most, fixed + each * most))
+    return Rank(name, table, **rank)
+
+
+@st.composite
+def ranks(draw, most=12):
+    points, time_ms, nbytes = [], 0.0, 100
+    sizes = draw(st.sets(st.integers(1, most), min_size=1, max_size=4))
+    for samples in sorted(sizes):
+        # Times may fall, as measured ones do.
+        time_ms = max(0.125, time_ms + draw(st.integers(-4, 24)) / 8)
+        nbytes += draw(st.integers(0, 300))
+        points.append(StepPoint(samples, time_ms, nbytes))
+    memory = draw(st.none() | st.integers(100, 1200))
+    return Rank("r", StepTable("d", tuple(points)), memory, draw(st.booleans()))
+
+
+def of_all(fleet, batch, at_least):
+    """The least time of a step by trying everything; None if nothing fits."""
+    times = [share_times(rank, batch).times_ms for rank in fleet.ranks]
+    sizes = [range(at_least, len(of)) for of in times]
+    found = [
+        max(of[n] for of, n in zip(times, shares, strict=True))
+        for shares in itertools.product(*sizes)
+        if sum(shares) == batch
+    ]
+    return min(found) + fleet.all_reduce_ms if found else None
+
+
+def by_ilp(fleet, batch):
+    times = [share_times(rank, batch).times_ms for rank in fleet.ranks]
+    program = pulp.LpProblem("split", pulp.LpMinimize)
+    longest = pulp.LpVariable("longest", lowBound=0)
+    program += longest
+    total = []
+    for i, of in enumerate(times):
+        x = [program.add_variable(f"x_{i}_{n}", cat="Binary") for n in range(len(of))]
+        program += pulp.lpSum(x) == 1
+        program += longest >= pulp.lpSum(t * v for t, v in zip(of, x, strict=True))
+        total += [n * v for n, v in enumerate(x)]
+    program += pulp.lpSum(total) == batch
+    program.solve(cbc(10_000))
+    return pulp.value(longest) + fleet.all_reduce_ms
+
+
+@given(st.lists(ranks(), min_size=1, max_size=3), st.integers(1, 16), st.integers(0, 2))
+@settings(max_examples=150, deadline=None)
+def test_the_split_equals_exhaustive_search(members, batch, at_least):
+    fleet = Fleet(tuple(members), AllReduce(measured_ms=0.5))
+    batch = max(batch, at_least * len(members))
+    if batch == 0:
+        return
+    best = of_all(fleet, batch, at_least)
+    if best is None:
+        with pytest.raises(PlanningError):
+            split_batch(fleet, batch, at_least=at_least)
+        return
+    plan = split_batch(fleet, batch, at_least=at_least)
+    assert plan.batch == batch
+    assert min(plan.samples) >= at_least
+    assert plan.step_ms == best
+    assert step_bound_ms(fleet, batch) <= plan.step_ms * (1 + 1e-12)
+    for rank, share in zip(fleet.ranks, plan.shares, strict=True):
+        if share.samples:
+            assert rank.most_at_once * share.passes >= share.samples
+            assert rank.accumulates or share.passes == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PuLP's solvers
+@given(st.integers(0, 10_000))
+@settings(max_examples=5, deadline=None)
+def test_the_split_equals_an_integer_program(seed):
+    rng = random.Random(seed)
+    members = [
+        linear(f"r{i}", rng.uniform(0, 5), rng.uniform(0.2, 3), 40) for i in range(5)
+    ]
+    fleet = Fleet(tuple(members))
+    assert split_batch(fleet, 40).step_ms == pytest.approx(by_ilp(fleet, 40), rel=1e-5)
+
+
+@given(st.lists(ranks(8), min_size=1, max_size=2), st.integers(1, 6), st.integers(0, 6))
+@settings(max_examples=50, deadline=None)
+def test_the_best_batch_of_a_range_equals_trying_each(members, least, more):
+    fleet = Fleet(tuple(members), AllReduce(measured_ms=1.0))
+    rates = []
+    for batch in range(least, least + more + 1):
+        try:
+            rates.append(split_batch(fleet, batch).samples_per_s)
+        except PlanningError:
+            break
+    if not rates:
+        with pytest.raises(PlanningError):
+            best_batch(fleet, least, least + more)
+        return
+    found = best_batch(fleet, least, least + more)
+    assert least <= found.batch <= least + more
+    assert found.samples_per_s == pytest.approx(max(rates))
+
+
+def test_a_fast_and_a_slow_device_end_together():
+    fleet = Fleet((linear("slow", 0, 4.0, 256), linear("fast", 0, 1.0, 256)))
+    plan = split_batch(fleet, 250)
+    assert plan.samples == (50, 200)
+    assert plan.idle_ms == (0.0, 0.0)
+    assert equal_shares(fleet, 250).step_ms == 500
+    assert proportional_shares(fleet, 250).samples == (50, 200)
+
+
+def test_memory_cuts_a_share_into_passes_or_moves_it():
+    table = a_table("d", (1, 2.0, 100), (101, 102.0, 10_100))
+    small = Rank("small", table, memory=1_100)
+    other = linear("other", 1, 3.0, 101)
+    assert small.most_at_once == 11
+    plan = split_batch(Fleet((small, other)), 60)
+    (first, second) = plan.shares
+    assert first.passes == -(-first.samples // 11) > 1
+    assert second.passes == 1
+    strict = Rank("small", table, memory=1_100, accumulates=False)
+    assert split_batch(Fleet((strict, other)), 60).samples == (11, 49)
+
+
+def test_a_rank_that_would_only_hold_others_up_gets_nothing():
+    fleet = Fleet((linear("fast", 0, 1.0, 8), Rank("slow", a_table("s", (1, 99.0)))))
+    assert split_batch(fleet, 8).samples == (8, 0)
+    assert split_batch(fleet, 8, at_least=1).samples == (7, 1)
+
+
+def test_a_thousand_ranks_of_four_kinds_take_less_than_a_second():
+    kinds = [(0.8, 0.31), (1.7, 0.77), (0.4, 1.9), (3.0, 0.11)]
+    members = [linear(f"r{i}", *kinds[i % 4], 512) for i in range(1024)]
+    fleet = Fleet(tuple(members), AllReduce(measured_ms=3.0))
+    began = time.process_time()
+    plan = split_batch(fleet, 65_536)
+    assert time.process_time() - began < 1.0
+    assert plan.batch == 65_536
+    # No rank could take another sample in the same time: the least time it is.
+    longest = max(fixed + each for fixed, each in kinds)
+    assert max(plan.idle_ms) <= longest
+    below = plan.compute_ms - 1e-9
+    fits = sum(
+        max(n for n in range(513) if n == 0 or fixed + each * n <= below) * 256
+        for fixed, each in kinds
+    )
+    assert fits < 65_536
+
+
+@pytest.mark.parametrize(
+    ("memory", "most"), [(None, 8), (99, 0), (100, 2), (250, 5), (10_000, 8)]
+)
+def test_the_largest_step_within_memory_is_on_the_line_between_points(memory, most):
+    table = a_table("d", (2, 1.0, 100), (6, 2.0, 300), (8, 3.0, 300))
+    assert table.most_within(memory) == most
+
+
+def test_a_table_is_a_line_between_its_points():
+    table = a_table("d", (4, 3.0), (2, 2.0))
+    assert table.times(4) == [0.0, 2.0, 2.0, 2.5, 3.0]
+    assert table.times(1) == [0.0, 2.0]
+    with pytest.raises(ValueError, match="ends at 4 samples, not 5"):
+        table.times(5)
+    with pytest.raises(ValueError, match="two steps of 3"):
+        a_table("d", (3, 1.0), (3, 2.0))
+    with pytest.raises(ValueError, match="has no step"):
+        StepTable("d", ())
+
+
+def test_what_cannot_be_shared_out_is_said():
+    fleet = Fleet((linear("a", 0, 1.0, 8, accumulates=False),) * 2)
+    with pytest.raises(PlanningError, match="at most 16 samples a step, not 17"):
+        split_batch(fleet, 17)
+    with pytest.raises(ValueError, match="fewer than 2 samples for each of 2 ranks"):
+        split_batch(fleet, 3, at_least=2)
+    with pytest.raises(PlanningError, match="a takes at most 8 samples a step, not 9"):
+        plan_of(fleet, (9, 0))
+    with pytest.raises(ValueError, match="1 shares for 2 ranks"):
+        plan_of(fleet, (9,))
+
+
+def test_a_split_is_changed_where_that_pays_and_kept_otherwise():
+    fleet = Fleet((linear("a", 0, 1.0, 64), linear("b", 0, 1.0, 64)))
+    assert replanned(fleet, (32, 32), (1.0, 1.1)) is None
+    changed = replanned(fleet, (32, 32), (1.0, 3.0))
+    assert changed is not None
+    assert changed.samples == (48, 16)
+    # Once changed it stays, with the same factors and with slightly other ones.
+    assert replanned(fleet, changed.samples, (1.0, 3.0)) is None
+    assert replanned(fleet, changed.samples, (1.0, 2.9)) is None
+
+
+def test_an_all_reduce_is_a_ring():
+    ring = AllReduce(nbytes=1000, bytes_per_ms=100.0, latency_ms=0.5)
+    assert ring.time_ms(1) == 0
+    assert ring.time_ms(2) == 2 * (0.5 + 5)
+    assert ring.time_ms(4) == 6 * (0.5 + 2.5)
+    assert AllReduce(measured_ms=7.0).time_ms(4) == 7
