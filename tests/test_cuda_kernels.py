@@ -98,6 +98,20 @@ def test_labels_that_are_no_classes_are_told_by_nan(folder):
 
 
 @emulated
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_a_batch_norm_made_again_by_its_statistics_has_the_same_bits(dtype, folder):
+    kernels = bind(Emulator(folder))
+    rng = np.random.default_rng(0)
+    x, *channels = (rng.random(s).astype(dtype) for s in ((4, 3, 5, 5), *[(3,)] * 4))
+    specs = [((4, 3, 5, 5), dtype), ((3,), dtype), ((3,), dtype)]
+    attrs = {"eps": 1e-5, "momentum": 0.1, "update": True}
+    whole = Case("batch_norm", [x, *channels], specs, attrs)
+    y, mean, inv_std, *_ = compute(kernels[whole.op], whole)
+    again = Case("batch_norm_apply", [x, *channels[:2], mean, inv_std], specs[:1])
+    assert np.array_equal(compute(kernels[again.op], again)[0], y)
+
+
+@emulated
 def test_nothing_is_launched_for_nothing(folder):
     emulator = Emulator(folder)
     empty = np.empty((0, 3))

@@ -8,9 +8,11 @@ from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Phase
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.fusion import fused
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.rematerialize import rematerialize
 from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
+from mucudnn.passes.scheduling.costs import origin
 from tests.examples import examples
 from tests.numpy_runner import execute
 from tests.random_graphs import feeds, residencies, training_graphs
@@ -42,27 +44,52 @@ def test_values_are_identical(backend, data):
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def block():
+def block(*, fuse=False):
     g = GraphBuilder()
     x = g.input("image", (3, 4, 4, 4))
     x = g.conv(x, 4, 3, padding=1, bias=False)
     x = g.dropout(g.relu(g.batch_norm(x)), 0.5)
     label = g.input("label", (3,), "int64")
-    return training_graph(
-        g.build(g.softmax_cross_entropy(g.linear(g.flatten(x), 3), label))
-    )
+    graph = g.build(g.softmax_cross_entropy(g.linear(g.flatten(x), 3), label))
+    return training_graph(fused(graph) if fuse else graph)
 
 
 @pytest.mark.parametrize("mode", RECOMPUTED)
-def test_a_copied_batch_norm_updates_nothing(mode):
+def test_a_batch_norm_is_applied_again_by_its_statistics_and_updates_nothing(mode):
     graph = block()
     again = rematerialize(graph, {saved.name: mode for saved in saved_tensors(graph)})
-    norms = [node for node in again.nodes if node.op == "batch_norm"]
+    (norm,) = (node for node in again.nodes if node.op == "batch_norm")
+    copies = [node for node in again.nodes if origin(node.name) == norm.name][1:]
+    assert {node.op for node in copies} == {"batch_norm_apply"}
+    for node in copies:
+        assert not node.mutates
+        assert node.inputs[-2:] == norm.outputs[1:]
+
+
+@pytest.mark.parametrize("mode", RECOMPUTED)
+def test_a_fused_batch_norm_that_runs_again_updates_nothing(mode):
+    graph = block(fuse=True)
+    again = rematerialize(graph, {saved.name: mode for saved in saved_tensors(graph)})
+    norms = [node for node in again.nodes if node.op == "batch_norm_relu"]
+    updates = [node.attrs["update"] for node in norms]
+    assert updates == [True] + [False] * (len(norms) - 1)
+    assert [bool(node.mutates) for node in norms] == updates
     assert len(norms) > 1
-    assert [node.attrs["update"] for node in norms] == [True] + [False] * (
-        len(norms) - 1
-    )
-    assert [bool(node.mutates) for node in norms] == [True] + [False] * (len(norms) - 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_batch_norm_made_again_has_the_same_bits(backend, dtype):
+    g = GraphBuilder(dtype=dtype)
+    x = g.input("x", (5, 3, 4, 4), dtype)
+    y = g.batch_norm(g.scale(x, 1.5))
+    target = g.input("t", g.shape(x), dtype)
+    graph = training_graph(g.build(g.mean_squared_error(g.tanh(y), target)))
+    (norm,) = (node for node in graph.nodes if node.op == "batch_norm")
+    tanh = next(node for node in graph.nodes if node.op == "tanh")
+    again = rematerialize(graph, dict.fromkeys(tanh.outputs, Residency.RECOMPUTE))
+    (made,) = (node for node in again.nodes if node.op == "batch_norm_apply")
+    values = execute(backend, again, feeds(again, 3))
+    np.testing.assert_array_equal(values[made.outputs[0]], values[norm.outputs[0]])
 
 
 def test_a_copied_dropout_draws_the_same_mask():
@@ -81,7 +108,7 @@ def test_what_nobody_saved_is_computed_again_with_what_needs_it():
     (relu,) = (n for n in graph.nodes if n.op == "relu")
     again = rematerialize(graph, {relu.outputs[0]: Residency.RECOMPUTE})
     copies = [n.op for n in again.nodes if "~" in n.name]
-    assert copies == ["batch_norm", "relu"]
+    assert copies == ["batch_norm_apply", "relu"]
     (norm,) = (n for n in graph.nodes if n.op == "batch_norm")
     readers = again.readers[norm.outputs[0]]
     assert all(node.phase is Phase.FORWARD for node in readers)

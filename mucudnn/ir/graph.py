@@ -10,7 +10,7 @@ import enum
 import math
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -61,7 +61,32 @@ class Node:
     def recomputable(self) -> bool:
         """Whether a copy of it may run, which mutates nothing."""
         traits = self.traits
-        return traits.recomputable and (not self.mutates or bool(traits.replay))
+        pure = not self.mutates or bool(traits.replay) or traits.again is not None
+        return traits.recomputable and pure
+
+    @property
+    def once_more(self) -> "Node | None":
+        """What makes its first result again instead of a copy; None if a copy does."""
+        again = self.traits.again
+        if again is None:
+            return None
+        inputs = tuple(self.tensors[index] for index in again.inputs)
+        first = self.outputs[:1]
+        return replace(
+            self,
+            op=again.op,
+            inputs=inputs,
+            outputs=first,
+            attrs=MappingProxyType({}),
+            mutates=(),
+            traits=again.traits,
+        )
+
+    def remakes(self, tensor: str) -> bool:
+        """Whether one of its results may be made again by running something."""
+        return self.recomputable and (
+            self.traits.again is None or tensor == self.outputs[0]
+        )
 
     @property
     def tensors(self) -> tuple[str, ...]:

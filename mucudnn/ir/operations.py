@@ -12,7 +12,7 @@ from mucudnn.ir.fused_norm import FUSED_NORMS
 from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.slices import box_rows, conv_rows, counted, drawn_rows
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.ir.traits import PLAIN, Batch, NodeTraits
+from mucudnn.ir.traits import PLAIN, Again, Batch, NodeTraits
 
 __all__ = ["FUSIONS", "OPERATIONS", "make_node", "traits_of"]
 
@@ -79,7 +79,7 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         **PIECES,
         **FUSED_NORMS,
         "batch_norm": NodeTraits(
-            replay=(("update", False),),
+            again=Again("batch_norm_apply", (0, 1, 2, 6, 7), PIECES["batch_norm_apply"]),
             narrow=True,
             rereads=(0,),
             pieces=batch_norm_pieces,

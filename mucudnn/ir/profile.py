@@ -1,7 +1,7 @@
 """What a graph costs on one device: the planners' only view of hardware."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mucudnn.ir.conv import ConvPlan
 
@@ -22,6 +22,8 @@ class Profile:
         in_bytes_per_ms: Rate of copies from the host.
         copy_share: Of a copy's time, what the computation beside it takes longer: 0
             where an engine of its own copies; more where cores or memory are shared.
+        once_more_ms: Node -> time of what makes its first result again, of nodes of
+            which that is something else than a copy; without it, the node's own.
     """
 
     node_ms: Mapping[str, float]
@@ -30,3 +32,8 @@ class Profile:
     out_bytes_per_ms: float
     in_bytes_per_ms: float
     copy_share: float = 0.0
+    once_more_ms: Mapping[str, float] = field(default_factory=dict)
+
+    def again_ms(self, node: str) -> float:
+        """How long what runs again for a node takes."""
+        return self.once_more_ms.get(node, self.node_ms[node])

@@ -13,6 +13,7 @@ from mucudnn.ir.tensor import TensorSpec
 __all__ = [
     "OPAQUE",
     "PLAIN",
+    "Again",
     "Batch",
     "NodeTraits",
     "Operands",
@@ -114,6 +115,21 @@ Pieces = tuple[tuple[TensorSpec, ...], tuple[Piece, ...]]
 
 
 @dataclass(frozen=True, slots=True)
+class Again:
+    """What makes a node's first result once more while its other results are there.
+
+    Attributes:
+        op: Its operation, which writes the bits that the node wrote.
+        inputs: What it reads, of the node's inputs and results in a row.
+        traits: What it is.
+    """
+
+    op: str
+    inputs: tuple[int, ...]
+    traits: "NodeTraits"
+
+
+@dataclass(frozen=True, slots=True)
 class NodeTraits:
     """What a node is, as far as memory and order are concerned.
 
@@ -130,7 +146,9 @@ class NodeTraits:
             same, and so has a slice.
         replay: Attributes of a copy in place of the node's own, which keep it from
             changing what the node mutates a second time.
-        recomputable: Whether it may run again. What mutates may not without a `replay`.
+        again: What runs in place of a copy; the results but the first never run again.
+        recomputable: Whether it may run again. What mutates may not without one of
+            `replay` and `again`.
         movable: Whether its results may be elsewhere while no node uses them.
         rereads: Inputs that it reads twice.
         narrow: Its first result, and inputs that are neither parameters nor statistics,
@@ -148,6 +166,7 @@ class NodeTraits:
     joint: bool = False
     random: bool = False
     replay: tuple[tuple[str, Any], ...] = ()
+    again: Again | None = None
     recomputable: bool = True
     movable: bool = True
     rereads: tuple[int, ...] = ()

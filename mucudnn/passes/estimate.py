@@ -49,6 +49,7 @@ def estimate(
     figures = get_device(device) if isinstance(device, str) else device
     known = dict(fronts or {})
     node_ms: dict[str, float] = {}
+    once_more_ms: dict[str, float] = {}
     of_node: dict[str, tuple[ConvPlan, ...]] = {}
     for node in graph.nodes:
         if node.op == "conv":
@@ -60,12 +61,15 @@ def estimate(
             node_ms[node.name] = min(plan.time_ms for plan in known[problem])
         else:
             node_ms[node.name] = _node_ms(graph, node, figures, assumed)
+        if (again := node.once_more) is not None:
+            once_more_ms[node.name] = _node_ms(graph, again, figures, assumed)
     return Profile(
         node_ms=node_ms,
         workspaces=_temporaries(graph) | dict(workspaces or {}),
         fronts=of_node,
         out_bytes_per_ms=figures.out.value / 1e3,
         in_bytes_per_ms=figures.back.value / 1e3,
+        once_more_ms=once_more_ms,
     )
 
 

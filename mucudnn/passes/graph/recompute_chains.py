@@ -1,9 +1,10 @@
 """Recompute chains: what has to run again to have a dropped tensor back."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.profile import Profile
 
 __all__ = ["is_checkpoint", "recompute_chain", "recompute_ms"]
 
@@ -24,7 +25,7 @@ def recompute_chain(
     while pending:
         name = pending.pop()
         node = graph.producers.get(name)
-        if node is None or node.name in needed or not node.recomputable:
+        if node is None or node.name in needed or not node.remakes(name):
             continue
         if name != tensor and available(graph.storages[name]):
             continue
@@ -34,15 +35,13 @@ def recompute_chain(
 
 
 def recompute_ms(
-    graph: Graph,
-    node_ms: Mapping[str, float],
-    tensor: str,
-    available: Callable[[str], bool],
+    graph: Graph, profile: Profile, tensor: str, available: Callable[[str], bool]
 ) -> float:
     """Time of a recompute chain; infinity for what cannot be computed again."""
-    if not graph.producers[tensor].recomputable:
+    if not graph.producers[tensor].remakes(tensor):
         return math.inf
-    return sum(node_ms[node.name] for node in recompute_chain(graph, tensor, available))
+    chain = recompute_chain(graph, tensor, available)
+    return sum(profile.again_ms(node.name) for node in chain)
 
 
 def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bool:

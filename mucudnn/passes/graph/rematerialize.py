@@ -110,7 +110,8 @@ class _Rewriter:
             if top in known:
                 pending.pop()
                 continue
-            node = self._graph.producers[top]
+            first = self._graph.producers[top]
+            node = first.once_more or first
             inputs = [(t, self._known(t, known, mine)) for t in node.inputs]
             missing = [(t, k) for t, k in inputs if k is not None and t not in k]
             if missing:
@@ -132,7 +133,7 @@ class _Rewriter:
         storages = self._graph.storages
         if name in self._copies:
             return self._copies
-        if node is None or not self._runs_again(node):
+        if node is None or not (node.remakes(name) and self._runs_again(node)):
             return None
         match self._residency.get(storages[name]):
             case Residency.RECOMPUTE:

@@ -139,7 +139,7 @@ def _of_activation(graph: Graph, use: Use, windows: Windows) -> Iterator[Absence
             continue
         crossed = windows.between(after, before)
         again: frozenset[int] = frozenset()
-        if producer is not None and producer.recomputable:
+        if producer is not None and producer.remakes(use.storage):
             behind = graph.nodes[before].phase is Phase.BACKWARD
             again = frozenset(
                 w for w in crossed if behind and _any_backward(graph, windows, w)

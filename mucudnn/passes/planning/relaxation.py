@@ -211,7 +211,7 @@ class Relaxation:
                     ran = self._ran(name, window)
                     self._model += self._sum([(v, 1.0) for v in ran]) >= variable
             elif name == producer or not any(changed):
-                self._compute[window].append((variable, self._ms[name]))
+                self._compute[window].append((variable, self._again_ms(name)))
 
     def _ran(self, node: str, window: int) -> list[Any]:
         """Which fraction of a node has run a second time by the end of a window."""
@@ -219,8 +219,12 @@ class Relaxation:
         for w in range(self._backward, window + 1):
             if w not in runs:
                 runs[w] = self._variable(None)
-                self._compute[w].append((runs[w], self._ms[node]))
+                self._compute[w].append((runs[w], self._again_ms(node)))
         return [variable for w, variable in runs.items() if w <= window]
+
+    def _again_ms(self, node: str) -> float:
+        """The least that what runs again for a node takes."""
+        return self._request.profile.once_more_ms.get(node, self._ms[node])
 
     def _add_inputs_of_what_runs_again(self) -> None:
         """Saved tensors that others are computed again from are there by then."""

@@ -8,7 +8,7 @@ from mucudnn.errors import PlanningError
 from mucudnn.passes.planning.evaluate import draft
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency
-from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.costs import least_ms
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["Trials", "closer"]
@@ -115,9 +115,9 @@ class Trials:
         """Whether the nodes alone, as fast as they can be, take as long as the best."""
         if self._plan is None or self._request.convolutions != "dynamic":
             return False
-        times = self._request.profile.node_ms
-        nodes = self._request.nodes(residency)
-        return sum(times[origin(n.name)] for n in nodes) * _ROUNDED >= self.step_ms
+        profile = self._request.profile
+        names = (node.name for node in self._request.nodes(residency))
+        return sum(least_ms(profile, n) for n in names) * _ROUNDED >= self.step_ms
 
     def offer(self, plan: StepPlan) -> bool:
         """Take a plan; whether it is better than all before."""

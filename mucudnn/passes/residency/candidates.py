@@ -76,13 +76,18 @@ class Candidate:
 
 
 def candidates_of(step: PolicyInput) -> list[Candidate]:
-    """Saved tensors, in order of production."""
+    """Saved tensors worth a decision, in order of production.
+
+    Not among them is what others are made again from and nothing makes again, such as
+    a normalisation's statistics.
+    """
     tensors = saved_tensors(step.graph)
     names = {saved.name for saved in tensors}
     found = []
     for saved in tensors:
-        node_ms = step.profile.node_ms
-        again = recompute_ms(step.graph, node_ms, saved.name, names.__contains__)
+        if saved.producer.recomputable and not saved.producer.remakes(saved.name):
+            continue
+        again = recompute_ms(step.graph, step.profile, saved.name, names.__contains__)
         nodes = recompute_chain(step.graph, saved.name, names.__contains__)
         read = {step.graph.storages[t] for node in nodes for t in node.inputs}
         parents = tuple(sorted((read & names) - {saved.name}))

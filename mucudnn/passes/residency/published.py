@@ -169,7 +169,7 @@ def cost_based(step: PolicyInput) -> Mapping[str, Residency]:
         return clock[saved.again] - clock[saved.last + 1] - moving_ms(saved)
 
     def again_ms(saved: Saved) -> float:
-        return recompute_ms(graph, profile.node_ms, saved.name, names.__contains__)
+        return recompute_ms(graph, profile, saved.name, names.__contains__)
 
     kept = _kept_bytes(step)
     for saved in sorted(tensors, key=free_ms, reverse=True):

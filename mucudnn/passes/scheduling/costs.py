@@ -17,6 +17,7 @@ __all__ = [
     "CONVOLUTIONS",
     "fastest_of",
     "first_plans",
+    "least_ms",
     "origin",
     "profile_of",
     "state_bytes",
@@ -41,10 +42,16 @@ def profile_of(graph: Graph, profile: Profile) -> Profile:
     origins = {node.name: origin(node.name) for node in graph.nodes}
     return replace(
         profile,
-        node_ms=_of_copies(profile.node_ms, origins),
+        node_ms={name: least_ms(profile, name) for name in origins},
         workspaces=_of_copies(profile.workspaces, origins),
         fronts=_of_copies(profile.fronts, origins),
     )
+
+
+def least_ms(profile: Profile, name: str) -> float:
+    """What a node, or the copy of one, takes; of a convolution its fastest plan."""
+    node = origin(name)
+    return profile.node_ms[node] if name == node else profile.again_ms(node)
 
 
 def _of_copies(known: Mapping[str, T], origins: Mapping[str, str]) -> dict[str, T]:

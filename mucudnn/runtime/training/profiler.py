@@ -74,7 +74,7 @@ def profile(
     with cold_bench(backend, sizes, memory, rule or _RULE) as bench:
         cold_ms = {plan.problem: bench.plan_ms(plan) for plan in plans}
         fronts = {p: _in_step(front, cold_ms.get(p)) for p, front in fronts.items()}
-        kernels_ms = _kernel_times(graph, workspaces, bench, tell)
+        kernels_ms, again_ms = _kernel_times(graph, workspaces, bench, tell)
         out_rate, in_rate = bench.link()
     fronts_of = {n.name: fronts[n.attrs["problem"]] for n in _convolutions(graph)}
     node_ms = {name: _fastest(front).time_ms for name, front in fronts_of.items()}
@@ -84,6 +84,7 @@ def profile(
         fronts=fronts_of,
         out_bytes_per_ms=out_rate,
         in_bytes_per_ms=in_rate,
+        once_more_ms=again_ms,
     )
 
 
@@ -213,21 +214,29 @@ def _taking(plan: ConvPlan, ms: float) -> ConvPlan:
 
 def _kernel_times(
     graph: Graph, workspaces: Mapping[str, int], bench: ColdBench, tell: _Teller
-) -> dict[str, float]:
-    """Node -> ms of all that are no convolution, each distinct one timed once."""
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Node -> ms of all that are no convolution, each distinct one timed once.
+
+    And node -> ms of what makes its first result again, where that is no copy of it.
+    """
     times: dict[Hashable, float] = {}
-    found = {}
+
+    def timed(node: Node, workspace: int) -> float:
+        key = _signature(graph, node)
+        if key not in times:
+            view = node.traits.view
+            times[key] = 0.0 if view else bench.node_ms(graph, node, workspace)
+        return times[key]
+
+    found, again = {}, {}
     for node in graph.nodes:
         if node.op == "conv":
             continue
-        key = _signature(graph, node)
-        if node.traits.view:
-            times[key] = 0.0
-        elif key not in times:
-            times[key] = bench.node_ms(graph, node, workspaces.get(node.name, 0))
-        found[node.name] = times[key]
+        found[node.name] = timed(node, workspaces.get(node.name, 0))
+        if node.once_more is not None:
+            again[node.name] = timed(node.once_more, 0)
         tell.done(node)
-    return found
+    return found, again
 
 
 def _signature(graph: Graph, node: Node) -> Hashable:

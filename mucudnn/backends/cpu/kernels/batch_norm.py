@@ -42,9 +42,9 @@ def batch_norm(call: KernelCall) -> None:
         for chunk in chunks:
             np.subtract(x[chunk], mean[channels, None], out=y[chunk])
             squares = squares + row_dots(y[chunk], y[chunk])
-        inverse = 1 / np.sqrt(squares / count + call.attrs["eps"])
-        inv_std[channels] = inverse
-        factor = (gamma[channels] * inverse).astype(x.dtype)[:, None]
+        inv_std[channels] = 1 / np.sqrt(squares / count + call.attrs["eps"])
+        saved = inv_std[channels].astype(np.float64)  # as what runs again has it
+        factor = column(gamma[channels] * saved, x)
         for chunk in chunks:
             y[chunk] *= factor
             y[chunk] += beta[channels, None]

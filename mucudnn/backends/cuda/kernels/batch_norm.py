@@ -38,13 +38,13 @@ KERNEL batch_norm(const T* x, const P* gamma, const P* beta, P* running_mean,
     double average = (double)x[c * S] + sum / count;
     double square = total(squares, gridDim.y, C, c) - sum * sum / count;
     if (square < 0) square = 0;
-    double inverse = 1 / sqrt(square / count + eps);
-    A centre = (A)(P)average, factor = (A)((double)gamma[c] * inverse);
+    P inverse = (P)(1 / sqrt(square / count + eps));  // as what runs again reads it
+    A centre = (A)(P)average, factor = (A)((double)gamma[c] * (double)inverse);
     A shift = (A)beta[c];
     EACH_OF(channel, i) y[i] = (T)(((A)x[i] - centre) * factor + shift);
     if (!channel.first() || blockIdx.y != 0) return;
     mean[c] = (P)average;
-    inv_std[c] = (P)inverse;
+    inv_std[c] = inverse;
     if (!update) return;
     double unbiased = square / (count > 1 ? count - 1 : 1);
     running_mean[c] =
