@@ -79,7 +79,9 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         **PIECES,
         **FUSED_NORMS,
         "batch_norm": NodeTraits(
-            again=Again("batch_norm_apply", (0, 1, 2, 6, 7), PIECES["batch_norm_apply"]),
+            again=Again(
+                "batch_norm_apply", (0, 1, 2, 6, 7), PIECES["batch_norm_apply"]
+            ),
             narrow=True,
             rereads=(0,),
             pieces=batch_norm_pieces,
