@@ -1,6 +1,6 @@
 # Two commands do everything: `make demo` and `make test`. Both make .venv themselves.
-# `make test` skips what needs PyTorch or cuDNN; `make test-torch` and `make test-cudnn`
-# install the one or the other first. Neither needs a GPU.
+# `make test` skips what needs PyTorch, cuDNN, dask or MPI; `make test-torch`,
+# `make test-cudnn` and `make test-many` install them first. None needs a GPU.
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +15,7 @@ CUDNN := nvidia-cudnn-cu12==9.19.0.56 nvidia-cuda-nvrtc-cu12 cuda-pathfinder
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
 	print(load_library(without_driver=True).path)"
 
-.PHONY: help demo demo-train test test-slow fuzz test-torch test-cudnn install-cudnn \
+.PHONY: help demo demo-train test test-slow fuzz test-torch test-many test-cudnn install-cudnn \
 	check format bench gpu-wheels clean
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test-slow   the tests that take long: whole networks, every policy"
 	@echo "make fuzz    the properties, on twenty times as many examples, at random"
 	@echo "make test-torch   the tests that compare with PyTorch"
+	@echo "make test-many   the tests of measuring by workers of dask and of MPI"
 	@echo "make test-cudnn   the tests of the real cuDNN, no GPU needed (a 1.5 GB download)"
 	@echo "make check   the same as test, without the tests"
 	@echo "make format  let ruff rewrite the sources"
@@ -92,6 +93,13 @@ fuzz: $(VENV)/dev.stamp
 
 test-torch: $(VENV)/dev.stamp $(VENV)/peers.stamp $(VENV)/zoo.stamp
 	$(PYTEST) -m torch || test $$? -eq 5  # 5: there are no such tests
+
+$(VENV)/many.stamp: pyproject.toml $(VENV)/base.stamp | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[many]'
+	@touch $@
+
+test-many: $(VENV)/dev.stamp $(VENV)/many.stamp
+	$(PYTEST) -m many
 
 install-cudnn: $(VENV)/cudnn.stamp
 

@@ -193,7 +193,7 @@ def test_a_cold_run_is_used_but_not_remembered():
         deadline=0.1,
         clock=lambda: now[0],
     )
-    table = sweep.table(problem(), "powers_of_two", prune=True)
+    (table,) = sweep.tables([problem()], "powers_of_two", prune=True)
     assert [perf.samples for perf in table.usable] == [0]
     assert cache.rows() == ()
 

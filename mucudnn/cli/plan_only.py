@@ -24,6 +24,7 @@ _MEASURING = {
     "memory_limit": "--memory-limit",
     "time_limit": "--time-limit",
     "exhaustive": "--exhaustive",
+    "workers": "--workers",
 }
 """What makes sense only with measurements: parameter -> as it is written."""
 

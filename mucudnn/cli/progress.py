@@ -18,7 +18,7 @@ from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
     from mucudnn.runtime.training.history import EpochReport, Position
-    from mucudnn.runtime.tuning.sweep import Measured
+    from mucudnn.runtime.tuning.table_filler import Measured
     from mucudnn.studies.advance import Advance
     from mucudnn.studies.algorithm_survey import SurveyedLayer
     from mucudnn.studies.outcome import LayerResult
@@ -209,7 +209,8 @@ class LayerWords:
 
     def measured(self, at: "Measured") -> None:
         """One algorithm was timed at one size."""
-        text = f"{self._layer}: {at.algo}({at.batch}) {at.done}/{at.total}"
+        layer = self._layer or DIRECTIONS[at.problem.direction]  # none has begun yet
+        text = f"{layer}: {at.algo}({at.batch}) {at.done}/{at.total}"
         self._show(text, self._done, self._total)
 
     def _at(self, layer: Layer, index: int, total: int, result: str) -> None:

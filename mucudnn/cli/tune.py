@@ -1,7 +1,8 @@
 """`mucudnn tune`: planned against undivided, for a suite, a file or a problem."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from mucudnn.cli.layers import layer_options, layers_of, title_of
 from mucudnn.cli.options import (
     byte_size,
     byte_sizes,
+    count,
     file_option,
     flag,
     group,
@@ -46,6 +48,8 @@ __all__ = ["batch_policies", "make_tuner", "tune", "tuner_options"]
 
 _DESCRIBED = "cuda"
 """The backend that can list algorithms from a description of a device."""
+
+_MOST_WORKERS = 256
 
 
 def batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
@@ -115,6 +119,12 @@ tuner_options = group(
     byte_size,
 )
 @tuner_options
+@option(
+    "--workers N",
+    "Measure in so many processes at once. They share this machine's cores: for "
+    "devices that do not, or that are recorded.",
+    count(1, _MOST_WORKERS),
+)
 @flag("--plan-only", "Measure nothing: list which algorithms there are and which fit.")
 @option(
     "--device FILE|NAME",
@@ -205,9 +215,12 @@ def _compare(
     from mucudnn.cli.progress import LayerWords, progress_display
     from mucudnn.studies.conv_comparison import ComparisonInterrupted, compare
 
-    with progress_display(len(layers), lines=settings["verbose"]) as show:
+    with (
+        progress_display(len(layers), lines=settings["verbose"]) as show,
+        _workers(settings["workers"]) as more,
+    ):
         shown = LayerWords(show)
-        tuner = make_tuner(settings, progress=shown.measured)
+        tuner = make_tuner(settings, progress=shown.measured, **more)
         with tuner.cache, recording(tuner, layers, settings["record_file"]) as record:
             try:
                 comparison = compare(
@@ -225,6 +238,18 @@ def _compare(
                 comparison = e.comparison
             record.tables += [layer.table for layer in comparison.layers]
     return comparison, record
+
+
+@contextmanager
+def _workers(number: int | None) -> Iterator[dict[str, Any]]:
+    """What a tuner is told of the processes that measure for it, if there are any."""
+    if number is None:
+        yield {}
+        return
+    from mucudnn.runtime.tuning.workers import process_pool
+
+    with process_pool(number) as pool:
+        yield {"executor": pool}
 
 
 def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":

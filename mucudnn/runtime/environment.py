@@ -47,7 +47,7 @@ def tuner_options(
         if (text := environ.get(name)) and option not in options:
             options[option] = _named(name, text, parse)
     text = environ.get(_DEVICES)
-    if text and "benchmark_backends" not in options:
+    if text and not {"benchmark_backends", "executor"} & options.keys():
         backend = options.get("backend", "cpu")
         kind = backend if isinstance(backend, str) else backend.name
         options["benchmark_backends"] = _named(

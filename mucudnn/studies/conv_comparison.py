@@ -8,6 +8,7 @@ layers whose share was too small.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
@@ -114,6 +115,8 @@ def compare(
         return run.layer(layer, per_kernel, share, left)
 
     try:
+        if tuner.executor is not None:
+            run.measure_ahead(layers, share)
         for result in advancing(layers, one, progress):
             done.append(result)
         short = [i for i, result in enumerate(done) if _short_of_time(result)]
@@ -136,6 +139,18 @@ class _Run:
         self._start = time.monotonic()
         self._time_limit_s = time_limit_s
         self._choices: dict[tuple[ConvPlan, ConvPlan | None], Choice] = {}
+
+    def measure_ahead(self, layers: Sequence[Layer], share: float) -> None:
+        """Have workers measure all layers at once; one alone does not employ many.
+
+        What they find no time for is measured when the layer's turn comes.
+        """
+        seconds = self._share(share, 1)
+        if seconds is not None:
+            seconds *= _MEASURING
+        problems = [layer.problem for layer in layers]
+        with suppress(PlanningError):  # of one too large, which its turn will tell
+            self._tuner.measure_all(problems, time_limit_s=seconds)
 
     def layer(
         self, layer: Layer, limits: Sequence[Limit], share: float, left: int

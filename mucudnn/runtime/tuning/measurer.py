@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.pareto import check_divisible
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
 from mucudnn.runtime.tuning.sweep import Sweep
+from mucudnn.runtime.tuning.workers import refuse_other_model
 
 __all__ = ["Measurer"]
 
@@ -42,11 +44,7 @@ class Measurer:
         candidate_batches(1, self.batch_policy)
         mine = self.backend.device.fingerprint
         for backend in self.sweep.backends:
-            if (other := backend.device.fingerprint) != mine:
-                raise ValueError(
-                    f"measurements do not carry over between {mine!r} and {other!r}; "
-                    "use devices of one model"
-                )
+            refuse_other_model(mine, backend.device.fingerprint)
 
     def table(
         self,
@@ -65,29 +63,68 @@ class Measurer:
         Raises:
             PlanningError: There are too many samples to be divided.
         """
-        if (table := self._tables.get(problem)) is not None:
-            return table
-        with self.lock.mine:
-            if (table := self._tables.get(problem)) is None:
-                table = self._sweep(problem, time_limit_s, memory_limit)
-            return table
+        (table,) = self.tables([problem], time_limit_s, memory_limit)
+        return table
 
-    def _sweep(
-        self, problem: ConvProblem, time_limit_s: float | None, memory_limit: float
-    ) -> PerfTable:
-        limit_s = self.time_limit_s if time_limit_s is None else time_limit_s
+    def tables(
+        self,
+        problems: Sequence[ConvProblem],
+        time_limit_s: float | None = None,
+        memory_limit: float = math.inf,
+    ) -> tuple[PerfTable, ...]:
+        """The table of each; see `table`. Workers measure all of them at once.
+
+        The tuner's own limit of time is that of one problem, a time given that of all.
+
+        Raises:
+            PlanningError: Of some problem there are too many samples to be divided.
+        """
+        found = {p: t for p in problems if (t := self._tables.get(p)) is not None}
+        missing = [problem for problem in problems if problem not in found]
+        if missing:
+            with self.lock.mine:
+                found |= self._measured(missing, time_limit_s, memory_limit)
+        return tuple(found[problem] for problem in problems)
+
+    def check(self, problem: ConvProblem) -> None:
+        """Raise `PlanningError` where there are too many samples to be divided."""
         if self.batch_policy != "undivided":
             every = self.batch_policy == "all"
             sizes = problem.batch if every else problem.batch.bit_length()
             check_divisible(problem.batch, sizes)
+
+    def _measured(
+        self,
+        problems: Sequence[ConvProblem],
+        time_limit_s: float | None,
+        memory_limit: float,
+    ) -> dict[ConvProblem, PerfTable]:
+        for problem in problems:
+            self.check(problem)
+        found = {p: t for p in problems if (t := self._tables.get(p)) is not None}
+        missing = [problem for problem in problems if problem not in found]
+        together = self.sweep.workers is not None
+        begun = time.monotonic()
+        for some in [missing] if together else [[problem] for problem in missing]:
+            if time_limit_s is None:
+                deadline = time.monotonic() + self.time_limit_s * len(some)
+            else:
+                deadline = begun + time_limit_s
+            found |= self._swept(some, deadline, memory_limit)
+        return found
+
+    def _swept(
+        self, problems: Sequence[ConvProblem], deadline: float, memory_limit: float
+    ) -> dict[ConvProblem, PerfTable]:
         sweep = replace(
             self.sweep,
             memory_limit=min(self.sweep.memory_limit, memory_limit),
-            deadline=time.monotonic() + limit_s,
+            deadline=deadline,
         )
         # What was recorded takes no time to ask for, and all of it was planned with.
         prune = self.prune and recording_of(self.backend) is None
-        table = sweep.table(problem, self.batch_policy, prune=prune)
-        if not any(perf.status is RowStatus.LIMITED for perf in table.perfs):
-            self._tables[problem] = table
-        return table
+        tables = sweep.tables(problems, self.batch_policy, prune=prune)
+        for table in tables:
+            if not any(perf.status is RowStatus.LIMITED for perf in table.perfs):
+                self._tables[table.problem] = table
+        return {table.problem: table for table in tables}

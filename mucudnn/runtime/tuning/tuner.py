@@ -8,6 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any, NoReturn, Self
 
 from mucudnn.backends import Backend, get_backend
@@ -29,9 +30,11 @@ from mucudnn.runtime.tuning import planning
 from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan, restore_plans
 from mucudnn.runtime.tuning.isolation import Isolation
 from mucudnn.runtime.tuning.measurer import Measurer
-from mucudnn.runtime.tuning.sweep import Measured, Sweep
+from mucudnn.runtime.tuning.sweep import Sweep
+from mucudnn.runtime.tuning.table_filler import Measured
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing
 from mucudnn.runtime.tuning.validation import Choice, Validator
+from mucudnn.runtime.tuning.workers import Workers
 
 __all__ = ["Choice", "Measured", "Tuner"]
 
@@ -71,10 +74,15 @@ class Tuner:
         isolate: Whether to measure in a child process, so that a kernel that crashes
             or spoils the device's context costs one row; by default where the backend
             is fragile.
+        executor: Any `concurrent.futures.Executor` (of processes, of MPI, of dask)
+            whose workers have a device of the same model, that of the backend's index,
+            and measure instead. It stays the caller's to shut down.
 
     Raises:
-        ValueError: A name, size or policy is not valid, or the devices differ.
-        TypeError: `cache` is nothing that measurements can be remembered in.
+        ValueError: A name, size or policy is not valid, the devices differ, or there is
+            an executor besides.
+        TypeError: `cache` is nothing that measurements can be remembered in, or
+            `executor` nothing that takes tasks.
     """
 
     def __init__(
@@ -96,6 +104,7 @@ class Tuner:
         rule: StoppingRule | None = None,
         progress: Callable[[Measured], None] | None = None,
         isolate: bool | None = None,
+        executor: Executor | None = None,
     ) -> None:
         self.backend = get_backend(backend) if isinstance(backend, str) else backend
         self.workspace_limit = parse_bytes(workspace_limit)
@@ -113,6 +122,12 @@ class Tuner:
         )
         self.rule = rule or StoppingRule()
         self.benchmark_backends = tuple(benchmark_backends) or (self.backend,)
+        if executor is not None and benchmark_backends:
+            raise ValueError(
+                "give either benchmark_backends, devices of this process, or an "
+                "executor, whose workers have devices of their own"
+            )
+        self.executor = executor
         self._cache_choice = cache
         self._cache: BenchmarkCache | None = open_cache(cache, self.backend)
         self._isolation = Isolation(isolate)
@@ -127,6 +142,7 @@ class Tuner:
                 memory_limit=memory,
                 progress=progress,
                 isolation=self._isolation,
+                workers=None if executor is None else Workers(executor, isolate),
             ),
             batch_policy=batch_policy,
             time_limit_s=math.inf if time_limit_s is None else time_limit_s,
@@ -212,13 +228,19 @@ class Tuner:
         """Every algorithm at every candidate micro-batch size; see `Measurer.table`."""
         return self._measurer.table(problem, time_limit_s, memory_limit)
 
+    def measure_all(
+        self, problems: Sequence[ConvProblem], *, time_limit_s: float | None = None
+    ) -> tuple[PerfTable, ...]:
+        """The table of each; an executor's workers measure all of them at once."""
+        return self._measurer.tables(problems, time_limit_s)
+
     def plan(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
         """One plan a problem, each at least as fast as undivided under its limit.
 
         Raises:
             PlanningError: A problem has no plan within the limit.
         """
-        tables = [self.measure(problem) for problem in problems]
+        tables = self.measure_all(problems)
         limit, total = self.workspace_limit, self.total_workspace
         plans = planning.plans_within(self.planner, tables, limit, total)
         if not self._validates:

@@ -1,0 +1,287 @@
+"""Have the workers of an executor measure: rows come here, as they come.
+
+Any PEP 3148 executor does whose workers have a device of the same model: a process
+pool, `mpi4py.futures`, `Client.get_executor()` of dask. Only this process writes to the
+cache. One task is one micro-batch size of one layer: a worker makes its buffers once,
+and gives up on what is far behind, as one device alone would. What an executor loses,
+since a worker died, is measured here, once, in a child process: a kernel that kills
+what runs it becomes a failed row.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
+from dataclasses import dataclass
+from typing import Any
+
+from mucudnn.codecs.values import perf_from_dict, problem_to_dict
+from mucudnn.errors import BackendUnavailableError
+from mucudnn.runtime.interrupts import SIGNALS
+from mucudnn.runtime.tuning.isolation import Isolation
+from mucudnn.runtime.tuning.kernel_bench import KernelBench
+from mucudnn.runtime.tuning.table_filler import SizeRun, Sizes, TableFiller
+from mucudnn.runtime.tuning.worker import Message, measure_size
+
+__all__ = ["Round", "Workers", "process_pool", "refuse_other_model"]
+
+logger = logging.getLogger(__name__)
+
+_LATE_S = 60.0
+"""What a worker may take beyond a time limit; then it is not waited for any more."""
+
+Wait = Callable[..., Any]
+"""`concurrent.futures.wait`, or what stands for it on a clock that is not real."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Sizes of one table that may be timed side by side."""
+
+    filler: TableFiller
+    sizes: Sizes
+
+
+class Workers:
+    """Who measures, in other processes and perhaps on other machines.
+
+    Args:
+        executor: Stays the caller's: it is not shut down.
+        isolate: Whether workers measure in children of theirs; None means where the
+            backend is fragile.
+        wait: Waits for the first of some futures.
+
+    Raises:
+        TypeError: It is no executor.
+    """
+
+    def __init__(
+        self, executor: Executor, isolate: bool | None = None, *, wait: Wait = wait
+    ) -> None:
+        if not isinstance(executor, Executor):
+            raise TypeError(
+                f"executor is {executor!r}; give a concurrent.futures.Executor, such "
+                "as ProcessPoolExecutor(4), mpi4py.futures.MPIPoolExecutor() or "
+                "dask.distributed.Client(…).get_executor()"
+            )
+        self.executor = executor
+        self.isolate = isolate
+        self.wait = wait
+
+    def fill(self, chains: Sequence[Iterator[Round]]) -> None:
+        """Measure the rounds of all chains, those of each chain one after another.
+
+        Whatever ends it, Ctrl-C too, the rows that have come by then are kept.
+
+        Raises:
+            ValueError: A worker has a device of another model, or other libraries.
+            BackendUnavailableError: A worker cannot load the backend, or the executor
+                takes no tasks.
+        """
+        _Dispatch(self).run(chains)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    chain: Iterator[Round]
+    filler: TableFiller
+    size: SizeRun
+
+    @property
+    def flops(self) -> float:
+        """What there is to compute."""
+        problem = self.filler.task.problem.with_batch(self.size.batch)
+        return problem.flops * len(self.size.workspaces)
+
+
+class _Dispatch:
+    """The tasks that are out, of one call of `fill`.
+
+    What takes longest is begun first, else the others would wait for it at the end: so
+    the second rounds wait until all first ones, which are short, are back.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._broken = False
+        self._ready: list[_Sent] = []
+        self._sent: dict[Future[Message], _Sent] = {}
+        self._open: dict[Iterator[Round], int] = {}
+        self._first: set[Iterator[Round]] = set()
+        self._isolation = Isolation(True)
+        self._benches: dict[TableFiller, KernelBench] = {}
+
+    def run(self, chains: Sequence[Iterator[Round]]) -> None:
+        try:
+            for chain in chains:
+                self._advance(chain)
+            self._first = {chain for chain in chains if self._open.get(chain)}
+            self._send()
+            while self._sent:
+                for future in self._wait():
+                    self._receive(future)
+                if not (self._first and self._sent):
+                    self._send()
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._isolation.close()
+
+    def _advance(self, chain: Iterator[Round]) -> None:
+        """Have the next round of a chain ready."""
+        self._first.discard(chain)
+        if (todo := next(chain, None)) is not None:
+            for batch, algos in todo.sizes:
+                size = todo.filler.size(batch, algos)
+                self._ready.append(_Sent(chain, todo.filler, size))
+            self._open[chain] = len(todo.sizes)
+
+    def _send(self) -> None:
+        """Send what is ready, the longest first."""
+        while self._ready:
+            self._ready.sort(key=lambda sent: sent.flops)
+            sent = self._ready.pop()
+            if (future := self._submitted(sent)) is None:
+                self._measure_here(sent)
+                self._settle(sent)
+            else:
+                self._sent[future] = sent
+
+    def _settle(self, sent: _Sent) -> None:
+        """The rows of a task are kept."""
+        self._open[sent.chain] -= 1
+        if not self._open[sent.chain]:
+            self._advance(sent.chain)
+
+    def _submitted(self, sent: _Sent) -> Future[Message] | None:
+        """The task, or None once the executor is broken."""
+        if self._broken:
+            return None
+        try:
+            return self._workers.executor.submit(measure_size, self._message(sent))
+        except BrokenExecutor as e:
+            self._broken = True
+            logger.warning("the executor is broken (%s); it is measured here", e)
+            return None
+        except RuntimeError as e:
+            raise BackendUnavailableError(
+                f"the executor takes no tasks: {e}; give one that is open"
+            ) from e
+
+    def _message(self, sent: _Sent) -> Message:
+        task = sent.filler.task
+        left_s = task.deadline - task.clock()
+        return {
+            "backend": task.backend.name,
+            "index": task.backend.index,
+            "fingerprint": task.backend.device.fingerprint,
+            "problem": problem_to_dict(task.problem),
+            "rule": dataclasses.asdict(task.rule),
+            "memory_limit": task.memory_limit,
+            "until": time.time() + left_s,  # monotonic clocks differ between machines
+            "isolate": self._workers.isolate,
+            "size": dataclasses.asdict(sent.size),
+        }
+
+    def _wait(self) -> Sequence[Future[Message]]:
+        """Those that are done; where workers are too late, all of them."""
+        task = next(iter(self._sent.values())).filler.task
+        seconds = None
+        if math.isfinite(task.deadline):
+            seconds = max(0.0, task.deadline - task.clock()) + _LATE_S
+        done, late = self._workers.wait(self._sent, seconds, FIRST_COMPLETED)
+        if done:
+            return [future for future in self._sent if future in done]
+        for future in late:
+            future.cancel()
+        return list(late)
+
+    def _receive(self, future: Future[Message]) -> None:
+        sent = self._sent.pop(future)
+        try:
+            answer = future.result(timeout=0)
+        except ImportError as e:
+            raise BackendUnavailableError(
+                f"a worker of the executor has no mucudnn that can measure: {e}"
+            ) from e
+        except Exception as e:  # whatever an executor says of a worker that it lost
+            self._broken |= isinstance(e, BrokenExecutor)
+            logger.warning(
+                "a worker was lost (%s: %s); its measurements of %s are made here",
+                *(type(e).__name__, e, sent.filler.task.problem),
+            )
+            self._measure_here(sent)
+        else:
+            self._keep(answer, sent)
+        self._settle(sent)
+
+    def _keep(self, answer: Message, sent: _Sent) -> None:
+        backend = sent.filler.task.backend
+        if (reason := answer.get("unavailable")) is not None:
+            raise BackendUnavailableError(
+                f"the worker {answer['where']} cannot measure on backend "
+                f"{backend.name!r}: {reason}"
+            )
+        mine, other = backend.device.fingerprint, answer["fingerprint"]
+        refuse_other_model(mine, other, f" of the worker {answer['where']}")
+        for row in answer["rows"]:
+            sent.filler.keep(perf_from_dict(row))
+
+    def _measure_here(self, sent: _Sent) -> None:
+        filler = sent.filler
+        bench = self._benches.get(filler)
+        if bench is None:
+            bench = self._benches[filler] = self._isolation.bench(filler.task)
+        filler.measure(bench, sent.size)
+        bench.release()
+
+    def _give_up(self) -> None:
+        """Keep what has come, and have nothing more begun."""
+        for future, sent in self._sent.items():
+            if future.cancel() or not future.done():
+                continue
+            with contextlib.suppress(Exception):  # why we give up is on its way
+                self._keep(future.result(timeout=0), sent)
+
+
+def refuse_other_model(mine: str, other: str, whose: str = "") -> None:
+    """Raise `ValueError` where rows of one device say nothing of the other."""
+    if other != mine:
+        raise ValueError(
+            f"measurements do not carry over between {mine!r} and {other!r}{whose}; "
+            "use devices of one model, with the same libraries"
+        )
+
+
+@contextlib.contextmanager
+def process_pool(workers: int) -> Iterator[Executor]:
+    """Processes of this machine that measure; Ctrl-C is their parent's business.
+
+    They are started anew and not forked: a device's context does not survive a fork.
+    """
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_ignore_interrupts
+    )
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _ignore_interrupts() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
