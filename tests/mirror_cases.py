@@ -142,6 +142,10 @@ def _copies(dtype):
     for axis in range(4):
         shape = np.concatenate([x, x], axis).shape
         yield Case("concat", [x, x * 2], [(shape, dtype)], {"axis": axis})
+        rows = {"axis": axis, "parts": ((1, x.shape[axis]), (0, 1)), "before": 2}
+        sizes = list(x.shape)
+        sizes[axis] += 4
+        yield Case("concat", [x, x * 2], [(tuple(sizes), dtype)], rows)
     corner = {"starts": (0, 1, 2, 0), "stops": (2, 3, 4, 4)}
     yield Case("slice", [x], [((2, 2, 2, 4), dtype)], corner)
     margins = {"before": (0, 1, 2, 0), "after": (1, 0, 2, 3)}

@@ -13,7 +13,8 @@ from mucudnn.ir.graph import PERSISTENT, Phase, Role
 from mucudnn.ir.traits import OPAQUE
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.split import batch_of, cuttable, split_batch
+from mucudnn.passes.graph.split import split_batch
+from mucudnn.passes.graph.split_axis import along_batch, cuttable
 from mucudnn.passes.residency import saved_tensors
 from tests.examples import examples
 from tests.model_cases import furthest, random_feeds
@@ -179,7 +180,7 @@ def test_what_follows_from_weights_alone_is_not_cut():
     half = g.scale(g.nodes[0].inputs[1], 0.5)
     x = g.append("conv", (x, half), g.shape(x), **g.nodes[0].attrs)
     graph = training_graph(g.build(g.mean_squared_error(x, g.input("t", g.shape(x)))))
-    assert "scale" not in cuttable(graph, batch_of(graph))
+    assert "scale" not in cuttable(graph, along_batch(graph))
     assert "scale" in split_batch(graph, 2).by_name
 
 

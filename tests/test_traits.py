@@ -49,6 +49,7 @@ BY_NAME = {
     "passes/graph/gradients.py": {"group_norm_grad"},  # its attributes
     "ir/batch_norm.py": {"PIECES"},
     "ir/operations.py": {"OPERATIONS"},
+    "ir/strips.py": {"STRIPS"},
     "ir/layers/elementwise.py": {"dropout"},  # each has another seed
 }
 """Where the meaning of one operation is needed, not what kind of operation it is."""

@@ -12,6 +12,7 @@ import math
 from dataclasses import replace
 from types import MappingProxyType
 
+from mucudnn.ir.strips import HEIGHT
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import Batch, NodeTraits, Operands, Piece, Pieces
 
@@ -20,19 +21,32 @@ __all__ = ["PIECES", "batch_norm_grad_pieces", "batch_norm_pieces"]
 _VALUES = 3
 """Of a slice and channel: how many numbers, their mean, their squares about it."""
 
+
+def _cut(
+    inputs: int,
+    outputs: tuple[int | None, ...],
+    *,
+    others: int = 0,
+    gathered: tuple[int, ...] = (),
+    overwrites: tuple[int, ...] = (),
+) -> NodeTraits:
+    """Cut along the batch and into strips alike: some inputs by rows, others whole."""
+
+    def along(axis: int) -> Batch:
+        rows = tuple(None if place is None else axis for place in outputs)
+        reads = (*(axis,) * inputs, *(None,) * others)
+        return Batch(reads, rows, gathered=gathered)
+
+    return NodeTraits(overwrites=overwrites, batch=along(0), strips=along(HEIGHT))
+
+
 PIECES = MappingProxyType(
     {
-        "batch_norm_sums": NodeTraits(batch=Batch((0,), (None,), gathered=(0,))),
+        "batch_norm_sums": _cut(1, (None,), gathered=(0,)),
         "batch_norm_merge": NodeTraits(recomputable=False),
-        "batch_norm_apply": NodeTraits(
-            overwrites=(0,), batch=Batch((0, *(None,) * 4), (0,))
-        ),
-        "batch_norm_grad_sums": NodeTraits(
-            batch=Batch((0, 0, None, None), (None, None))
-        ),
-        "batch_norm_grad_apply": NodeTraits(
-            overwrites=(1,), batch=Batch((0, 0, *(None,) * 5), (0,))
-        ),
+        "batch_norm_apply": _cut(1, (0,), others=4, overwrites=(0,)),
+        "batch_norm_grad_sums": _cut(2, (None, None), others=2),
+        "batch_norm_grad_apply": _cut(2, (0,), others=5, overwrites=(1,)),
     }
 )
 """Operation -> its traits."""

@@ -10,14 +10,23 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mucudnn.ir.batch_norm import PIECES, batch_norm_grad_pieces, batch_norm_pieces
+from mucudnn.ir.strips import HEIGHT
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import Batch, NodeTraits, Operands, Piece, Pieces
 
 __all__ = ["FUSED_NORMS"]
 
-_RELU = NodeTraits(overwrites=(0,), narrow=True, batch=Batch((0,), (0,)))
-_ADD = NodeTraits(overwrites=(0, 1), joint=True, batch=Batch((0, 0), (0,)))
-_RELU_GRAD = NodeTraits(overwrites=(1,), batch=Batch((0, 0), (0,)))
+_STRIPS_OF_ONE = Batch((HEIGHT,), (HEIGHT,))
+_STRIPS_OF_TWO = Batch((HEIGHT, HEIGHT), (HEIGHT,))
+_RELU = NodeTraits(
+    overwrites=(0,), narrow=True, batch=Batch((0,), (0,)), strips=_STRIPS_OF_ONE
+)
+_ADD = NodeTraits(
+    overwrites=(0, 1), joint=True, batch=Batch((0, 0), (0,)), strips=_STRIPS_OF_TWO
+)
+_RELU_GRAD = NodeTraits(
+    overwrites=(1,), batch=Batch((0, 0), (0,)), strips=_STRIPS_OF_TWO
+)
 
 
 def _forward(whole: Operands) -> Pieces:

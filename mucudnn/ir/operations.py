@@ -11,8 +11,9 @@ from mucudnn.ir.conv import Direction
 from mucudnn.ir.fused_norm import FUSED_NORMS
 from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.slices import box_rows, conv_rows, counted, drawn_rows
+from mucudnn.ir.strips import strips_of
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.ir.traits import PLAIN, Again, Batch, NodeTraits
+from mucudnn.ir.traits import PLAIN, Again, Batch, NodeTraits, Operands as Whole
 
 __all__ = ["FUSIONS", "OPERATIONS", "make_node", "traits_of"]
 
@@ -179,6 +180,9 @@ def traits_of(
     """Traits of an operation on certain operands; those of one not known are plain."""
     found = OPERATIONS.get(op, PLAIN)
     traits = found if isinstance(found, NodeTraits) else found(inputs, outputs, attrs)
+    strips = strips_of(op, Whole("", tuple(inputs), tuple(outputs), attrs))
+    if strips is not None:
+        traits = replace(traits, strips=strips)
     if traits.batch is None:
         return traits
     axes = (*traits.batch.inputs, *traits.batch.outputs)

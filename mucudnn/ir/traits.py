@@ -15,22 +15,35 @@ __all__ = [
     "PLAIN",
     "Again",
     "Batch",
+    "Interval",
     "NodeTraits",
     "Operands",
     "Piece",
     "Pieces",
+    "Reach",
     "Rows",
     "SliceRule",
+    "Strip",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Samples of a batch: from `start` up to `stop`, of `total`."""
+    """A part of an axis, such as samples of a batch: `start` to `stop` of `total`."""
 
     start: int
     stop: int
     total: int
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """The first, and the one behind the last."""
+        return self.start, self.stop
+
+    def of(self, size: int) -> "Rows":
+        """The same part of an axis of another size."""
+        start, stop = self.start * size // self.total, self.stop * size // self.total
+        return Rows(start, stop, size)
 
     @property
     def count(self) -> int:
@@ -42,9 +55,34 @@ SliceRule = Callable[[Mapping[str, Any], Sequence[TensorSpec], Rows], Mapping[st
 """Attributes of a slice from those of the whole node, its inputs and the rows."""
 
 
+Interval = tuple[int, int]
+"""Positions along an axis: the first, and the one behind the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """What a node does to compute some rows of its results.
+
+    Attributes:
+        inputs: The rows of every input that it reads, or None for all. Those outside of
+            the input are zeros.
+        made: The rows of its results that it computes: those asked for, and perhaps
+            some around them that come out wrong. None where its results are sums.
+        attrs: Its attributes.
+    """
+
+    inputs: "tuple[Interval | None, ...]"
+    made: "Interval | None"
+    attrs: Mapping[str, Any]
+
+
+Reach = Callable[["Operands", Rows], Strip]
+"""What a node does for some rows of its results."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Along which axes a node can be cut into slices of the batch.
+    """Along which axes a node can be cut into slices, of the batch or of its images.
 
     A slice of the node reads the slices of those inputs that have an axis, and the
     others whole. It writes slices of those results that have an axis; the other results
@@ -60,6 +98,8 @@ class Batch:
         accumulates: Whether its one result, a sum, may be added to what is there: that
             is then one more input, whose bytes the result has.
         sliced: Attributes of a slice, where they are not those of the node.
+        reach: What a slice does, where it reads more than the same rows of each input;
+            it stands in for `sliced`.
     """
 
     inputs: tuple[int | None, ...]
@@ -68,6 +108,7 @@ class Batch:
     gathered: tuple[int, ...] = ()
     accumulates: bool = False
     sliced: SliceRule | None = None
+    reach: Reach | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +196,8 @@ class NodeTraits:
             may be in a narrower type than all else.
         temporaries: Bytes of scratch memory that it takes while it runs.
         batch: How it can be cut along the batch; None if it cannot.
+        strips: How it can be cut along the first axis of its images, their height or,
+            in three dimensions, their depth; None if it cannot.
         pieces: What a node whose samples depend on each other falls into: nodes of
             which all but a few small ones can be cut.
     """
@@ -173,6 +216,7 @@ class NodeTraits:
     narrow: bool = False
     temporaries: int = 0
     batch: Batch | None = None
+    strips: Batch | None = None
     pieces: Callable[[Operands], Pieces] | None = None
 
 

@@ -160,6 +160,8 @@ def _node_ms(
     again = (node.inputs[index] for index in node.traits.rereads)
     touched = (*node.tensors, *node.mutates, *again)
     nbytes = sum(graph.tensors[name].nbytes for name in touched)
+    if "parts" in node.attrs:  # some rows of what it reads, which it writes
+        nbytes = 2 * sum(graph.tensors[name].nbytes for name in node.outputs)
     flops = _matmul_flops(graph, node) if node.op == "matmul" else 0.0
     return _roofline(flops, assumed.matmul, nbytes, figures, assumed)
 

@@ -1,4 +1,4 @@
-"""Cut a training step along the batch: every node into slices, every tensor into rows.
+"""Cut a training step along an axis: every node into slices, every tensor into rows.
 
 No planner can need less than what one node touches at once. A node that computes its
 samples one by one runs on some rows of the batch at a time; what it reads and writes of
@@ -11,29 +11,35 @@ may fall into pieces that can (`pieces`); all others stay whole. What sums over 
 batch is summed slice by slice, in place, and the last sum has the tensor's own name.
 
 Order is by phases: runs of nodes that are cut into the same number of parts and in
-which none needs a sum that the same run makes. A phase is emitted slice by slice, so
-that little is alive at once. A node that is not cut and reads only such sums waits for
-the end of the phase instead of ending it. Values are those of the whole graph up to the
-order of sums; whatever is planned for the split graph then computes the same bits.
+which none needs a sum that the same run makes. A phase is emitted slice by slice, of
+each node as far ahead as those behind it reach, so that little is alive at once. A node
+that is not cut and reads only such sums waits for the end of the phase instead of
+ending it. Values are those of the whole graph up to the order of sums; whatever is
+planned for the split graph then computes the same bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from mucudnn.arguments import an_integer
-from mucudnn.ir.graph import PERSISTENT, Graph, Node, Role, TensorSpec
+from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.operations import make_node
-from mucudnn.ir.tensor import INTEGERS, ITEMSIZE
-from mucudnn.ir.traits import Batch, Operands
+from mucudnn.ir.traits import Batch, Interval, Operands, Strip
+from mucudnn.passes.graph.split_axis import (
+    SAMPLES,
+    Along,
+    along_batch,
+    along_height,
+    cut_as,
+    cuttable,
+)
+from mucudnn.passes.graph.split_order import line_by_line
+from mucudnn.passes.graph.split_parts import Parts, asked_of
 from mucudnn.passes.graph.split_slices import Slices
 
-__all__ = ["Parts", "batch_of", "cut_as", "cuttable", "split_batch"]
+__all__ = ["split_along", "split_batch", "split_height"]
 
 _WHOLE = Batch((), ())
-
-Parts = Mapping[str, int] | Callable[[Node], int] | int
-"""Into how many parts nodes are cut: each by its name, by a function, or all alike."""
 
 
 def split_batch(graph: Graph, parts: Parts, *, batch: int | None = None) -> Graph:
@@ -49,85 +55,24 @@ def split_batch(graph: Graph, parts: Parts, *, batch: int | None = None) -> Grap
         ValueError: A number of parts is below 1, or the graph's batch is not known.
         TypeError: It is no whole number.
     """
-    samples = batch_of(graph) if batch is None else an_integer("batch", batch, least=1)
-    return _Splitter(graph, _asked(parts), samples).run()
+    return split_along(graph, parts, along_batch(graph, batch))
 
 
-def batch_of(graph: Graph) -> int:
-    """Samples of a graph: the first axis of its first input that has one.
+def split_height(graph: Graph, parts: Parts) -> Graph:
+    """The same step with its nodes cut along the height of images, depth of volumes.
+
+    No more parts of a node are made than the smallest of its images has rows.
 
     Raises:
-        ValueError: No input has an axis.
+        ValueError: A number of parts is below 1, or the graph has no images.
+        TypeError: It is no whole number.
     """
-    for spec in graph.with_role(Role.INPUT):
-        if spec.shape:
-            return spec.shape[0]
-    raise ValueError("no input of the graph has a batch; say how many samples it has")
+    return split_along(graph, parts, along_height(graph))
 
 
-def cuttable(graph: Graph, batch: int) -> frozenset[str]:
-    """Nodes that can be cut, as they are or in pieces, and read something of the batch.
-
-    What follows from weights alone has rows as well, but none for each sample.
-    """
-    carrying = {
-        spec.name
-        for spec in graph.with_role(Role.INPUT, Role.BORROWED)
-        if spec.shape[:1] == (batch,)
-    }
-    found = set()
-    for node in graph.nodes:
-        fed = [name for name in node.inputs if name in carrying]
-        if not fed:
-            continue
-        how = cut_as(graph.tensors, node, batch)
-        if how is not None:
-            axes = zip(node.inputs, how.inputs, strict=True)
-            if any(axis is not None and name in carrying for name, axis in axes):
-                found.add(node.name)
-        elif node.traits.pieces is not None:
-            found.add(node.name)
-        lengths = {graph.tensors[name].shape[:1] for name in fed}
-        carrying.update(
-            name for name in node.outputs if graph.tensors[name].shape[:1] in lengths
-        )
-    return frozenset(found)
-
-
-def cut_as(tensors: Mapping[str, TensorSpec], node: Node, batch: int) -> Batch | None:
-    """How a node is cut; None if it stays whole.
-
-    Rows must be bytes in a row: the batch is the slowest axis of dense tensors.
-    """
-    how = node.traits.batch
-    if how is None or (how.averaged and how.sliced is None):
-        return None
-    axes = (*how.inputs, *how.outputs)
-    if not any(axis is not None for axis in axes):
-        return None
-    for name, axis in zip(node.tensors, axes, strict=True):
-        if axis is not None and not (axis == 0 and _in_rows(tensors[name], batch)):
-            return None
-    return how
-
-
-def _in_rows(spec: TensorSpec, batch: int) -> bool:
-    if not spec.shape or spec.shape[0] % batch:
-        return False
-    known = spec.dtype in ITEMSIZE or spec.dtype in INTEGERS
-    dense = replace(spec, storage_bytes=None)
-    return known and dense.nbytes == spec.nbytes
-
-
-def _asked(parts: Parts) -> Callable[[Node], int]:
-    if isinstance(parts, Mapping):
-        for number in parts.values():
-            an_integer("parts", number, least=1)
-        return lambda node: parts.get(node.name, 1)
-    if callable(parts):
-        return lambda node: an_integer("parts", parts(node), least=1)
-    number = an_integer("parts", parts, least=1)
-    return lambda node: number
+def split_along(graph: Graph, parts: Parts, along: Along) -> Graph:
+    """The same step with its nodes cut along an axis."""
+    return _Splitter(graph, asked_of(parts), along).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +84,24 @@ class _Cut:
     how: Batch
 
 
+def _ends(
+    names: tuple[str, ...], rows: tuple[Interval | None, ...]
+) -> Mapping[str, int]:
+    """Tensor -> the row before which a slice reads of it."""
+    found: dict[str, int] = {}
+    for name, part in zip(names, rows, strict=True):
+        if part is not None:
+            found[name] = max(part[1], found.get(name, 0))
+    return found
+
+
 class _Splitter:
-    def __init__(self, graph: Graph, parts: Callable[[Node], int], batch: int) -> None:
-        self._graph, self._parts, self._batch = graph, parts, batch
-        self._cuttable = cuttable(graph, batch)
-        self._slices = Slices(graph, batch)
+    def __init__(
+        self, graph: Graph, parts: Callable[[Node], int], along: Along
+    ) -> None:
+        self._graph, self._parts, self._along = graph, parts, along
+        self._cuttable = cuttable(graph, along)
+        self._slices = Slices(graph, along.unit)
         self._phase: list[_Cut] = []
         self._sums: set[str] = set()
         """Results of the open phase that are there only when it is closed."""
@@ -170,15 +128,23 @@ class _Splitter:
 
     def _expanded(self, node: Node) -> Iterator[_Cut]:
         """A node, or what it falls into, with the parts of each."""
-        asked = self._parts(node) if node.name in self._cuttable else 1
-        parts = min(asked, self._batch)
-        if parts > 1 and node.traits.pieces is not None:
-            for piece in self._pieces(node):
-                how = cut_as(self._slices.tensors, piece, self._batch)
-                yield _Cut(piece, parts, how) if how else _Cut(piece, 1, _WHOLE)
-            return
-        how = cut_as(self._graph.tensors, node, self._batch) if parts > 1 else None
-        yield _Cut(node, parts, how) if how else _Cut(node, 1, _WHOLE)
+        parts = self._parts(node) if node.name in self._cuttable else 1
+        whole = parts > 1 and node.traits.pieces is None
+        for piece in (node,) if whole or parts == 1 else self._pieces(node):
+            yield self._cut(piece, parts)
+
+    def _cut(self, node: Node, parts: int) -> _Cut:
+        """A node in no more parts than what it works on has rows."""
+        tensors = self._slices.tensors
+        how = cut_as(tensors, node, self._along) if parts > 1 else None
+        if how is None:
+            return _Cut(node, 1, _WHOLE)
+        most = self._along.size
+        if self._along.axis != SAMPLES:
+            axes = zip(node.tensors, (*how.inputs, *how.outputs), strict=True)
+            rows = (tensors[t].shape[axis] for t, axis in axes if axis is not None)
+            most = min(rows)
+        return _Cut(node, min(parts, most), how) if most > 1 else _Cut(node, 1, _WHOLE)
 
     def _pieces(self, node: Node) -> Iterator[Node]:
         make, tensors = node.traits.pieces, self._graph.tensors
@@ -250,11 +216,46 @@ class _Splitter:
         late, self._late = self._late, []
         if not phase:
             return
-        for index in range(phase[0].parts):
-            for cut in phase:
-                self._emit_slice(cut, index)
+        strips = [
+            [self._strip(cut, index) for index in range(cut.parts)] for cut in phase
+        ]
+        reads = [
+            [_ends(cut.node.inputs, strip.inputs) for strip in of_node]
+            for cut, of_node in zip(phase, strips, strict=True)
+        ]
+        for position, index in line_by_line(reads, [self._made(cut) for cut in phase]):
+            self._emit_slice(phase[position], index, strips[position][index])
         for node in late:
             self._emit_whole(node)
+        self._slices.forget_copies()
+
+    def _made(self, cut: _Cut) -> Mapping[str, list[int]]:
+        """Where each slice of each result ends."""
+        found = {}
+        for name, axis in zip(cut.node.outputs, cut.how.outputs, strict=True):
+            if axis is not None:
+                size = self._slices.tensors[name].shape[axis]
+                slices = (self._slices.rows(cut.parts, i) for i in range(cut.parts))
+                found[name] = [rows.of(size).stop for rows in slices]
+        return found
+
+    def _strip(self, cut: _Cut, index: int) -> Strip:
+        """What a slice of a node reads and computes."""
+        node, how, tensors = cut.node, cut.how, self._slices.tensors
+        rows = self._slices.rows(cut.parts, index)
+        inputs = tuple(tensors[name] for name in node.inputs)
+        if how.reach is not None:
+            outputs = tuple(tensors[name] for name in node.outputs)
+            return how.reach(Operands(node.name, inputs, outputs, node.attrs), rows)
+        axes = zip(inputs, how.inputs, strict=True)
+        reads = tuple(
+            None if axis is None else rows.of(spec.shape[axis]).interval
+            for spec, axis in axes
+        )
+        attrs = node.attrs
+        if how.sliced is not None:
+            attrs = how.sliced(attrs, inputs, rows)
+        return Strip(reads, None, attrs)
 
     def _emit_whole(self, node: Node) -> None:
         inputs = tuple(
@@ -269,24 +270,23 @@ class _Splitter:
             node = replace(node, inputs=inputs, mutates=mutates)
         self._slices.nodes.append(node)
 
-    def _emit_slice(self, cut: _Cut, index: int) -> None:
+    def _emit_slice(self, cut: _Cut, index: int, strip: Strip) -> None:
         node, how, slices = cut.node, cut.how, self._slices
         rows = slices.rows(cut.parts, index)
+        reads = zip(node.inputs, strip.inputs, how.inputs, strict=True)
         inputs = [
             slices.whole(name, node.phase)
-            if axis is None
-            else slices.read(name, rows, node.phase)
-            for name, axis in zip(node.inputs, how.inputs, strict=True)
+            if axis is None or interval is None
+            else slices.read(name, axis, interval, node.phase)
+            for name, interval, axis in reads
         ]
-        specs = [slices.tensors[name] for name in node.inputs]
-        attrs = node.attrs
-        if how.sliced is not None:
-            attrs = MappingProxyType(dict(how.sliced(attrs, specs, rows)))
         outputs, added = [], []
         for position, axis in enumerate(how.outputs):
             name = node.outputs[position]
             if axis is not None:
-                outputs.append(slices.write(name, rows, index, node, inputs))
+                wanted = rows.of(slices.tensors[name].shape[axis]).interval
+                outputs.append(slices.write(name, axis, wanted, index, strip.made))
+                slices.realias(outputs[-1], node, inputs)
             elif position in how.gathered:
                 outputs.append(slices.gather(name, index))
             elif how.accumulates:
@@ -300,10 +300,11 @@ class _Splitter:
                 name=f"{node.name}@{index}",
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
-                attrs=attrs,
-                traits=replace(node.traits, batch=None),
+                attrs=MappingProxyType(dict(strip.attrs)),
+                traits=replace(node.traits, batch=None, strips=None),
             )
         )
+        slices.crop(node.phase)
         for name in added:
             self._add(name, cut, index)
 
@@ -331,7 +332,10 @@ class _Splitter:
             phase=node.phase,
         )
         self._slices.nodes.append(
-            replace(added, traits=replace(added.traits, batch=None, joint=False))
+            replace(
+                added,
+                traits=replace(added.traits, batch=None, strips=None, joint=False),
+            )
         )
 
     def _total(self, name: str, cut: _Cut, index: int, before: str | None) -> str:

@@ -9,19 +9,30 @@ are put together and cut again cost copies.
 from collections.abc import Callable, Mapping, Sequence
 
 from mucudnn.arguments import an_integer
-from mucudnn.ir.graph import Graph, Role
-from mucudnn.passes.graph.split import batch_of, cuttable
+from mucudnn.ir.graph import Graph, Node, Role
+from mucudnn.passes.graph.split_axis import SAMPLES, Along, along_batch, cuttable
 
-__all__ = ["largest_rows", "parts_by_bytes"]
+__all__ = ["Parts", "asked_of", "largest_rows", "parts_by_bytes"]
+
+Parts = Mapping[str, int] | Callable[[Node], int] | int
+"""Into how many parts nodes are cut: each by its name, by a function, or all alike."""
 
 _WINDOW = 10
 """Nodes that a stretch of fewer parts must be longer than, to be cut otherwise."""
+
+_WINDOW_OF_STRIPS = 3
+"""The same for strips: the fewer they are, the fewer rows are read twice."""
 
 _OF_STEP = (Role.ACTIVATION, Role.GRADIENT, Role.INPUT)
 
 
 def parts_by_bytes(
-    graph: Graph, limit: float, *, most: int | None = None, window: int = _WINDOW
+    graph: Graph,
+    limit: float,
+    *,
+    most: int | None = None,
+    window: int | None = None,
+    along: Along | None = None,
 ) -> Mapping[str, int]:
     """Parts of each node so that rows of its tensors stay below a limit.
 
@@ -30,18 +41,23 @@ def parts_by_bytes(
         limit: Bytes of the largest tensor that a slice of a node touches.
         most: Parts that are never exceeded; by default as many as there are samples.
         window: Nodes within which stretches of fewer parts are not told apart.
+        along: What nodes are cut along; by default their batch.
 
     Raises:
         ValueError: The limit is not positive.
     """
     if limit <= 0:
         raise ValueError(f"slices have some bytes: the limit must be positive, {limit}")
-    batch = batch_of(graph)
-    most = batch if most is None else min(batch, an_integer("most", most, least=1))
-    able = cuttable(graph, batch)
+    along = along_batch(graph) if along is None else along
+    if window is None:
+        window = _WINDOW if along.axis == SAMPLES else _WINDOW_OF_STRIPS
+    size = along.size
+    most = size if most is None else min(size, an_integer("most", most, least=1))
+    able = cuttable(graph, along)
+    sizes = _rows_bytes(graph, able, along)
     needed = [
-        _parts(size, limit, most) if node.name in able else 1
-        for node, size in zip(graph.nodes, _rows_bytes(graph, able, batch), strict=True)
+        _parts(nbytes, limit, most) if node.name in able else 1
+        for node, nbytes in zip(graph.nodes, sizes, strict=True)
     ]
     wide = _over(max, needed, window)
     closed = _over(min, wide, window)
@@ -52,10 +68,27 @@ def parts_by_bytes(
     }
 
 
-def largest_rows(graph: Graph) -> int:
+def asked_of(parts: Parts) -> Callable[[Node], int]:
+    """How many parts are asked of a node.
+
+    Raises:
+        ValueError: One is below 1, which of a function shows when it is called.
+        TypeError: One is no whole number.
+    """
+    if isinstance(parts, Mapping):
+        for number in parts.values():
+            an_integer("parts", number, least=1)
+        return lambda node: parts.get(node.name, 1)
+    if callable(parts):
+        return lambda node: an_integer("parts", parts(node), least=1)
+    number = an_integer("parts", parts, least=1)
+    return lambda node: number
+
+
+def largest_rows(graph: Graph, along: Along | None = None) -> int:
     """Bytes of the largest tensor that a node which can be cut touches."""
-    batch = batch_of(graph)
-    return max(_rows_bytes(graph, cuttable(graph, batch), batch), default=0)
+    along = along_batch(graph) if along is None else along
+    return max(_rows_bytes(graph, cuttable(graph, along), along), default=0)
 
 
 def _parts(size: int, limit: float, most: int) -> int:
@@ -65,15 +98,13 @@ def _parts(size: int, limit: float, most: int) -> int:
     return parts
 
 
-def _rows_bytes(graph: Graph, able: frozenset[str], batch: int) -> list[int]:
+def _rows_bytes(graph: Graph, able: frozenset[str], along: Along) -> list[int]:
     """Bytes of the largest tensor of every node that has rows; 0 of others."""
 
     def sizes(names: Sequence[str]) -> list[int]:
         specs = (graph.tensors[name] for name in names)
         return [
-            spec.nbytes
-            for spec in specs
-            if spec.role in _OF_STEP and spec.shape and spec.shape[0] % batch == 0
+            spec.nbytes for spec in specs if spec.role in _OF_STEP and along.cuts(spec)
         ]
 
     return [

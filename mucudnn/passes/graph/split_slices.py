@@ -1,17 +1,20 @@
 """Which rows of a tensor exist, and under which name: tensors while a step is cut.
 
 Rows that were computed together are a storage of their own. Rows of a tensor that is
-there as one are a view of it, some bytes behind its beginning. What is needed in larger
-parts than there are is put together once; from then on smaller ones are views of that,
-so that no bytes are held twice.
+there as one are a view of it, some bytes behind its beginning, if they are bytes in a
+row. What is needed in larger parts than there are is put together once; from then on
+smaller ones are taken of that, so that no bytes are held twice. Rows that windows reach
+over are copied for one node after the other, and then gone.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.operations import make_node
-from mucudnn.ir.traits import NodeTraits, Rows
+from mucudnn.ir.traits import Interval, NodeTraits, Rows
 
 __all__ = ["Slices", "of_whole"]
 
@@ -20,7 +23,7 @@ _VIEW = NodeTraits(view=True)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Rows that exist, `start` to `stop` of the tensor's own first axis."""
+    """Rows that exist, `start` to `stop` of the tensor's own axis."""
 
     name: str
     start: int
@@ -30,41 +33,72 @@ class _Held:
 class Slices:
     """The tensors and nodes of a step that is being cut.
 
+    Args:
+        graph: The whole step.
+        unit: In how many equal parts everything can be cut; samples of a batch.
+
     Attributes:
         tensors: Declared so far.
         nodes: Emitted so far.
     """
 
-    def __init__(self, graph: Graph, batch: int) -> None:
+    def __init__(self, graph: Graph, unit: int) -> None:
         self.tensors: dict[str, TensorSpec] = dict(graph.tensors)
         self.nodes: list[Node] = []
-        self._graph, self._batch = graph, batch
+        self._graph, self._unit = graph, unit
         self._held: dict[str, list[_Held]] = {}
+        self._axes: dict[str, int] = {}
+        """Tensor of which rows exist -> their axis."""
         self._gathered: dict[str, list[str]] = {}
         self._views: dict[tuple[str, int, int], str] = {}
+        self._copies: dict[tuple[str, int, int], str] = {}
+        self._copied = 0
+        self._to_crop: list[tuple[str, Interval, str, int]] = []
 
     def storages(self, name: str) -> str:
         """The storage of a tensor of the whole graph, or of one between pieces."""
         return self._graph.storages.get(name, name)
 
     def rows(self, parts: int, index: int) -> Rows:
-        """The samples of a slice; sizes differ by one at most."""
-        start = index * self._batch // parts
-        return Rows(start, (index + 1) * self._batch // parts, self._batch)
+        """The part of a slice; those of a batch differ by one sample at most."""
+        unit = self._unit
+        if parts > unit:
+            return Rows(index, index + 1, parts)
+        return Rows(index * unit // parts, (index + 1) * unit // parts, unit)
 
     def write(
-        self, name: str, rows: Rows, index: int, node: Node, inputs: list[str]
+        self, name: str, axis: int, rows: Interval, index: int, made: Interval | None
     ) -> str:
-        """Declare rows that a slice of a node computes from these inputs."""
-        start, stop = self._of(name, rows)
-        mine = f"{name}@{index}"
-        spec = self.tensors[name]
-        alias = self._alias(spec, node, inputs)
-        shape = (stop - start, *spec.shape[1:])
-        self.tensors[mine] = replace(spec, name=mine, shape=shape, alias=alias)
-        self.tensors[mine] = _sized(self.tensors[mine])
-        self._held.setdefault(name, []).append(_Held(mine, start, stop))
-        return mine
+        """Declare rows that a slice of a node computes, and what it computes them in.
+
+        Args:
+            name: The tensor.
+            axis: Its axis.
+            rows: What is wanted.
+            index: Of the slice.
+            made: What the node computes, if more: `crop` then takes the rest away.
+        """
+        mine, spec = f"{name}@{index}", self.tensors[name]
+        self.tensors[mine] = _with_rows(spec, mine, axis, rows)
+        self._held.setdefault(name, []).append(_Held(mine, *rows))
+        self._axes[name] = axis
+        if made is None or made == rows:
+            return mine
+        wide = f"{mine}+"
+        self.tensors[wide] = replace(_with_rows(spec, wide, axis, made), alias=None)
+        part = rows[0] - made[0], rows[1] - made[0]
+        self._to_crop.append((wide, part, mine, axis))
+        return wide
+
+    def crop(self, phase: Phase) -> None:
+        """Copy the rows that were wanted out of those that the last node computed."""
+        for wide, part, mine, axis in self._to_crop:
+            self._join(((wide, part),), mine, axis, 0, phase)
+        self._to_crop.clear()
+
+    def forget_copies(self) -> None:
+        """From here on rows that were copied for windows are copied anew."""
+        self._copies.clear()
 
     def gather(self, name: str, index: int) -> str:
         """Declare a slice's own result of those that are read together."""
@@ -83,11 +117,11 @@ class Slices:
         spec = self.tensors[name]
         self.tensors[mine] = replace(spec, name=mine, alias=alias)
 
-    def realias(self, name: str, node: Node, inputs: tuple[str, ...]) -> None:
-        """Let a result of a whole node share the bytes of what it reads now."""
+    def realias(self, name: str, node: Node, inputs: Sequence[str]) -> None:
+        """Let a node's result, or rows of it, share the bytes of what it reads now."""
         spec = self.tensors[name]
         if spec.alias is not None:
-            alias = self._alias(spec, node, list(inputs))
+            alias = self._alias(spec, node, inputs)
             self.tensors[name] = replace(spec, alias=alias)
 
     def gathered(self, name: str, phase: Phase) -> tuple[str, ...]:
@@ -100,47 +134,63 @@ class Slices:
         """A tensor as one, its rows put together if need be."""
         if name not in self._held:
             return name
-        held = self._held.pop(name)
+        held, axis = self._held.pop(name), self._axes.pop(name)
         self.tensors[name] = replace(self.tensors[name], alias=None)
-        self._join(tuple(piece.name for piece in held), name, phase)
+        sources = tuple((p.name, (0, p.stop - p.start)) for p in held)
+        self._join(sources, name, axis, 0, phase)
         return name
 
-    def read(self, name: str, rows: Rows, phase: Phase) -> str:
-        """Some rows of a tensor, as they are or as a view."""
-        start, stop = self._of(name, rows)
-        if name not in self._held:
-            whole = _Held(name, 0, self.tensors[name].shape[0])
-            return self._part(name, whole, start, stop, phase)
-        if (name, start, stop) in self._views:
-            return self._views[name, start, stop]
-        held = self._held[name]
+    def read(self, name: str, axis: int, rows: Interval, phase: Phase) -> str:
+        """Some rows of a tensor: as they are, as a view, or a copy.
+
+        Those outside of the tensor are zeros.
+        """
+        start, stop = rows
+        size = self.tensors[name].shape[axis]
+        held = self._held.get(name, [_Held(name, 0, size)])
         these = [p for p in held if p.start < stop and start < p.stop]
-        if len(these) == 1:
-            return self._part(name, these[0], start, stop, phase)
-        parts = tuple(
-            self._part(name, p, max(start, p.start), min(stop, p.stop), phase)
+        inside = start >= 0 and stop <= size
+        if inside and len(these) == 1 and self._viewable(name, axis, these[0], rows):
+            return self._part(name, axis, these[0], rows, phase)
+        for known in (self._views, self._copies):
+            if (name, start, stop) in known:
+                return known[name, start, stop]
+        sources = tuple(
+            (p.name, (max(start, p.start) - p.start, min(stop, p.stop) - p.start))
             for p in these
         )
+        replaced = inside and name in self._held and _cover(these, rows)
         joined = f"{name}@{start}:{stop}"
-        self.tensors[joined] = self._like(name, joined, start, stop)
-        self._join(parts, joined, phase)
-        self._views[name, start, stop] = joined
-        inside = [p for p in these if start <= p.start and p.stop <= stop]
-        if inside == these:
+        if not replaced:
+            self._copied += 1
+            joined = f"{joined}#{self._copied}"
+        self.tensors[joined] = self._like(name, joined, axis, rows)
+        self._join(sources, joined, axis, max(0, -start), phase)
+        (self._views if replaced else self._copies)[name, start, stop] = joined
+        if replaced:
             rest = [p for p in held if p not in these]
             rest.append(_Held(joined, start, stop))
             self._held[name] = sorted(rest, key=lambda p: p.start)
         return joined
 
-    def _part(self, name: str, held: _Held, start: int, stop: int, phase: Phase) -> str:
+    def _viewable(self, name: str, axis: int, held: _Held, rows: Interval) -> bool:
+        """Whether rows of what is there are that, or bytes in a row of it."""
+        if (held.start, held.stop) == rows:
+            return True
+        return math.prod(self.tensors[name].shape[:axis]) == 1
+
+    def _part(
+        self, name: str, axis: int, held: _Held, rows: Interval, phase: Phase
+    ) -> str:
         """Rows of what is there: itself, or a view of it."""
-        if (held.start, held.stop) == (start, stop):
+        start, stop = rows
+        if (held.start, held.stop) == rows:
             return held.name
         key = held.name, start, stop
         if key in self._views:
             return self._views[key]
         view = f"{held.name}[{start}:{stop}]"
-        spec = self._like(name, view, start, stop)
+        spec = self._like(name, view, axis, rows)
         row = self.tensors[held.name].nbytes // (held.stop - held.start)
         offset = (start - held.start) * row
         self.tensors[view] = replace(spec, alias=held.name, offset=offset)
@@ -150,25 +200,31 @@ class Slices:
         self._views[key] = view
         return view
 
-    def _like(self, name: str, mine: str, start: int, stop: int) -> TensorSpec:
+    def _like(self, name: str, mine: str, axis: int, rows: Interval) -> TensorSpec:
         spec = self.tensors[name]
         role = Role.ACTIVATION if spec.role is Role.INPUT else spec.role
-        shape = (stop - start, *spec.shape[1:])
-        return _sized(replace(spec, name=mine, shape=shape, alias=None, role=role))
+        return replace(_with_rows(spec, mine, axis, rows), alias=None, role=role)
 
-    def _join(self, sources: tuple[str, ...], joined: str, phase: Phase) -> None:
-        attrs = MappingProxyType({"axis": 0})
-        node = make_node(
-            self.tensors, f"{joined}:join", "concat", sources, (joined,), attrs, phase
+    def _join(
+        self,
+        sources: tuple[tuple[str, Interval], ...],
+        joined: str,
+        axis: int,
+        before: int,
+        phase: Phase,
+    ) -> None:
+        """Rows of several tensors behind each other, zeros before and behind them."""
+        names = tuple(name for name, _ in sources)
+        attrs = MappingProxyType(
+            {"axis": axis, "parts": tuple(p for _, p in sources), "before": before}
         )
-        self.nodes.append(replace(node, traits=replace(node.traits, joint=False)))
+        node = make_node(
+            self.tensors, f"{joined}:join", "concat", names, (joined,), attrs, phase
+        )
+        traits = replace(node.traits, batch=None, strips=None, joint=False)
+        self.nodes.append(replace(node, traits=traits))
 
-    def _of(self, name: str, rows: Rows) -> tuple[int, int]:
-        """Rows of a tensor's own first axis, which may be several for a sample."""
-        each = self.tensors[name].shape[0] // self._batch
-        return rows.start * each, rows.stop * each
-
-    def _alias(self, spec: TensorSpec, node: Node, inputs: list[str]) -> str | None:
+    def _alias(self, spec: TensorSpec, node: Node, inputs: Sequence[str]) -> str | None:
         """What a slice of a result has the bytes of."""
         if spec.alias is None:
             return None
@@ -180,9 +236,15 @@ class Slices:
         return next(same, None)
 
 
-def _sized(spec: TensorSpec) -> TensorSpec:
+def _with_rows(spec: TensorSpec, name: str, axis: int, rows: Interval) -> TensorSpec:
     """A spec of other rows, whose size follows from its shape."""
-    return spec if spec.storage_bytes is None else replace(spec, storage_bytes=None)
+    shape = (*spec.shape[:axis], rows[1] - rows[0], *spec.shape[axis + 1 :])
+    return replace(spec, name=name, shape=shape, storage_bytes=None)
+
+
+def _cover(held: list[_Held], rows: Interval) -> bool:
+    """Whether rows are all of those that these have."""
+    return bool(held) and (held[0].start, held[-1].stop) == rows
 
 
 def of_whole(name: str) -> str:

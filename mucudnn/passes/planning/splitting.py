@@ -20,7 +20,8 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
-from mucudnn.passes.graph.split import batch_of, cuttable, split_batch
+from mucudnn.passes.graph.split import split_batch
+from mucudnn.passes.graph.split_axis import along_batch, batch_of, cuttable
 from mucudnn.passes.graph.split_parts import largest_rows, parts_by_bytes
 from mucudnn.passes.planning.comparison import unbounded
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
@@ -263,8 +264,7 @@ def check_split(split: object) -> None:
 
 def couples_batch(graph: Graph) -> bool:
     """Whether samples depend on each other before all of them are known."""
-    batch = batch_of(graph)
-    able = cuttable(graph, batch)
+    able = cuttable(graph, along_batch(graph))
     coupled = any(
         node.traits.pieces is not None for node in graph.nodes if node.name in able
     )
@@ -330,7 +330,7 @@ def segments_of(graph: Graph, parts: Mapping[str, int] | int) -> Iterator[Segmen
         graph: A training graph that is not cut yet.
         parts: Of each node, or of all.
     """
-    able = cuttable(graph, batch_of(graph))
+    able = cuttable(graph, along_batch(graph))
     open_: Segment | None = None
     for node in graph.nodes:
         if node.name not in able:

@@ -19,13 +19,20 @@ def fill(call: KernelCall) -> None:
 
 
 def concat(call: KernelCall) -> None:
-    """Tensors one after the other along an axis."""
-    axis = call.attrs.get("axis", 1)
-    start = 0
-    for x in call.inputs:
-        stop = start + x.shape[axis]
-        call.gpu.copy(x, call.outputs[0][_along(axis, start, stop)])
+    """Tensors, or some rows of each, one after the other along an axis.
+
+    What is `before` the first and behind the last are zeros.
+    """
+    axis, (y,) = call.attrs.get("axis", 1), call.outputs
+    parts = call.attrs.get("parts") or [(0, x.shape[axis]) for x in call.inputs]
+    first = start = call.attrs.get("before", 0)
+    for x, part in zip(call.inputs, parts, strict=True):
+        stop = start + part[1] - part[0]
+        call.gpu.copy(x[_along(axis, *part)], y[_along(axis, start, stop)])
         start = stop
+    for around in ((0, first), (start, y.shape[axis])):
+        if around[0] < around[1]:
+            call.gpu.copy(0, y[_along(axis, *around)])
 
 
 def slice_(call: KernelCall) -> None:

@@ -1,0 +1,259 @@
+"""How operations are cut into strips: along the first axis of their images.
+
+Images are (N, C, *spatial); a strip is some of the rows of axis 2, the height of an
+image or the depth of a volume. Rows of a result depend on as many rows of an input as
+the operation's windows reach over. A strip reads those, zeros where they lie outside of
+the image, and computes each row of its results once: nothing is added up where strips
+meet. That holds for gradients as well, which gather from all windows that hold a row.
+The few operations that cannot compute just the rows asked for compute some more.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.slices import counted
+from mucudnn.ir.traits import Batch, Interval, Operands, Rows, Strip
+
+__all__ = ["HEIGHT", "STRIPS", "strips_of"]
+
+HEIGHT = 2
+"""The first axis of images, in (N, C, *spatial)."""
+
+_LABELS = 1
+"""The same axis of labels, (N, *spatial)."""
+
+Attributes = Mapping[str, Any]
+
+
+def _problem(whole: ConvProblem, rows: int, padding: int) -> ConvProblem:
+    """A convolution of some rows of an image."""
+    return replace(
+        whole,
+        x_shape=(*whole.x_shape[:HEIGHT], rows, *whole.x_shape[HEIGHT + 1 :]),
+        padding=(padding, *whole.padding[1:]),
+    )
+
+
+def _conv(node: Operands, rows: Rows) -> Strip:
+    """Rows of y and the rows of x under them, without padding along the axis."""
+    problem: ConvProblem = node.attrs["problem"]
+    if problem.direction is Direction.BACKWARD_DATA:
+        return _conv_transpose(node, rows)
+    y = rows.of(problem.y_shape[HEIGHT])
+    start = y.start * problem.stride[0] - problem.padding[0]
+    span = (y.count - 1) * problem.stride[0] + _reach(problem) + 1
+    x = start, start + span
+    attrs = {**node.attrs, "problem": _problem(problem, span, 0)}
+    if problem.direction is Direction.BACKWARD_FILTER:
+        return Strip((x, (y.start, y.stop)), None, attrs)
+    return Strip((x, None), (y.start, y.stop), attrs)
+
+
+def _conv_transpose(node: Operands, rows: Rows) -> Strip:
+    """Rows of x, and the rows of y whose windows hold them.
+
+    Padding of the strip is how many rows its first window begins above it: the least
+    with which no window that holds one of its rows is left out, at either end.
+    """
+    problem: ConvProblem = node.attrs["problem"]
+    step, reach = problem.stride[0], _reach(problem)
+    x = rows.of(problem.x_shape[HEIGHT])
+    place = x.start + problem.padding[0]
+    padding = max(0, reach - step + 1)
+    padding += (place - padding) % step
+    last = (x.stop - 1 + problem.padding[0]) // step
+    while True:
+        first = (place - padding) // step
+        count = (x.count + 2 * padding - reach - 1) // step + 1
+        if count > 0 and first + count > last:
+            break
+        padding += step
+    attrs = {**node.attrs, "problem": _problem(problem, x.count, padding)}
+    return Strip(((first, first + count), None), (x.start, x.stop), attrs)
+
+
+def _reach(problem: ConvProblem) -> int:
+    """Rows from a window's first to its last."""
+    return problem.dilation[0] * (problem.w_shape[HEIGHT] - 1)
+
+
+def _pool(node: Operands, rows: Rows) -> Strip:
+    """Rows of a pooled image; padding that counts as zeros is read as such."""
+    kernel, step, padding = (node.attrs[w][0] for w in ("kernel", "stride", "padding"))
+    y = rows.of(node.outputs[0].shape[HEIGHT])
+    margin = _margin(node, padding)
+    first = y.start * step - padding
+    start = max(first, -margin)
+    stop = (y.stop - 1) * step - padding + kernel
+    stop = min(stop, node.inputs[0].shape[HEIGHT] + margin)
+    return Strip(((start, stop),), (y.start, y.stop), _padded(node, start - first))
+
+
+def _pool_grad(node: Operands, rows: Rows) -> Strip:
+    """Rows of an image, and of all windows that hold one of them."""
+    kernel, step, padding = (node.attrs[w][0] for w in ("kernel", "stride", "padding"))
+    x = rows.of(node.outputs[0].shape[HEIGHT])
+    windows = node.inputs[0].shape[HEIGHT]
+    margin = _margin(node, padding)
+    holding = -(-(x.start + padding - kernel + 1) // step)
+    first = min(holding, (x.start + padding) // step)
+    first = min(max(first, 0), windows - 1)
+    past = max(first + 1, min(windows, (x.stop - 1 + padding) // step + 1))
+    corner = first * step - padding
+    start = max(corner, -margin)
+    stop = min((past - 1) * step - padding + kernel, x.total + margin)
+    made = start, max(stop, x.stop)
+    reads = ((first, past),) * len(node.inputs)
+    return Strip(reads, made, _padded(node, start - corner))
+
+
+def _margin(node: Operands, padding: int) -> int:
+    """Rows around an image that belong to it: zeros that are averaged as well."""
+    return padding if node.attrs.get("count_include_pad", False) else 0
+
+
+def _padded(node: Operands, padding: int) -> Attributes:
+    return {**node.attrs, "padding": (padding, *node.attrs["padding"][1:])}
+
+
+def _upsample_nearest(node: Operands, rows: Rows) -> Strip:
+    scale = node.attrs["scale"][0]
+    y = rows.of(node.outputs[0].shape[HEIGHT])
+    start, stop = y.start // scale, -(-y.stop // scale)
+    return Strip(((start, stop),), (start * scale, stop * scale), node.attrs)
+
+
+def _upsample_nearest_grad(node: Operands, rows: Rows) -> Strip:
+    scale = node.attrs["scale"][0]
+    x = rows.of(node.outputs[0].shape[HEIGHT])
+    reads = x.start * scale, x.stop * scale
+    return Strip((reads,), (x.start, x.stop), node.attrs)
+
+
+def _upsample_bilinear(node: Operands, rows: Rows) -> Strip:
+    """A row more at either end: what a strip makes of its own border is not kept."""
+    scale, size = node.attrs["scale"][0], node.inputs[0].shape[HEIGHT]
+    y = rows.of(node.outputs[0].shape[HEIGHT])
+    start, stop = _around(y.start // scale, -(-y.stop // scale), size)
+    return Strip(((start, stop),), (start * scale, stop * scale), node.attrs)
+
+
+def _upsample_bilinear_grad(node: Operands, rows: Rows) -> Strip:
+    scale = node.attrs["scale"][0]
+    x = rows.of(node.outputs[0].shape[HEIGHT])
+    made = _around(x.start, x.stop, x.total)
+    return Strip(((made[0] * scale, made[1] * scale),), made, node.attrs)
+
+
+def _around(start: int, stop: int, size: int) -> Interval:
+    return max(0, start - 1), min(size, stop + 1)
+
+
+def _box(node: Operands, rows: Rows) -> Strip:
+    """A box that holds all rows."""
+    y = rows.of(node.outputs[0].shape[HEIGHT])
+    stops = list(node.attrs["stops"])
+    stops[HEIGHT] = y.count
+    here = y.start, y.stop
+    return Strip((here,), here, {**node.attrs, "stops": tuple(stops)})
+
+
+_ONE = Batch((HEIGHT,), (HEIGHT,))
+_TWO = Batch((HEIGHT, HEIGHT), (HEIGHT,))
+_AND_WEIGHTS = Batch((HEIGHT, None), (HEIGHT,))
+_LOSS = partial(counted, 1)
+_ERROR = partial(counted, 0)
+
+
+def _convolution(whole: Operands) -> Batch | None:
+    problem: ConvProblem = whole.attrs["problem"]
+    if problem.layout != "NCHW":
+        return None
+    if problem.direction is Direction.BACKWARD_FILTER:
+        return Batch((HEIGHT, HEIGHT), (None,), accumulates=True, reach=_conv)
+    return replace(_AND_WEIGHTS, reach=_conv)
+
+
+def _concat(whole: Operands) -> Batch | None:
+    """Side by side in channels."""
+    joined = Batch((HEIGHT,) * len(whole.inputs), (HEIGHT,))
+    return joined if whole.attrs["axis"] == 1 else None
+
+
+def _slice(whole: Operands) -> Batch | None:
+    """A box that holds all rows; not the view of a slice, which says nothing of it."""
+    heights = {
+        spec.shape[HEIGHT : HEIGHT + 1] for spec in (*whole.inputs, *whole.outputs)
+    }
+    alike = len(heights) == 1 and "stops" in whole.attrs
+    return replace(_ONE, reach=_box) if alike else None
+
+
+STRIPS: Mapping[str, Batch | Callable[[Operands], Batch | None]] = MappingProxyType(
+    {
+        "accuracy": Batch((HEIGHT, _LABELS), (None,), accumulates=True),
+        "add": _TWO,
+        "add_relu": _TWO,
+        "avg_pool": replace(_ONE, reach=_pool),
+        "avg_pool_grad": replace(_ONE, reach=_pool_grad),
+        "batch_norm_eval": Batch((HEIGHT, *(None,) * 4), (HEIGHT,)),
+        "bias": _AND_WEIGHTS,
+        "bias_grad": Batch((HEIGHT,), (None,)),
+        "bias_relu": _AND_WEIGHTS,
+        "bias_relu_grad": Batch((HEIGHT, HEIGHT), (HEIGHT, None)),
+        "cast": _ONE,
+        "concat": _concat,
+        "conv": _convolution,
+        "gelu": _ONE,
+        "gelu_grad": _TWO,
+        "identity": _ONE,
+        "leaky_relu": _ONE,
+        "leaky_relu_grad": _TWO,
+        "lrn": _ONE,
+        "lrn_grad": Batch((HEIGHT,) * 3, (HEIGHT,)),
+        "max_pool": Batch((HEIGHT,), (HEIGHT, HEIGHT), reach=_pool),
+        "max_pool_grad": replace(_TWO, reach=_pool_grad),
+        "mean_squared_error": Batch((HEIGHT, HEIGHT), (None,), (0,), sliced=_ERROR),
+        "mean_squared_error_grad": Batch(
+            (HEIGHT, HEIGHT, None), (HEIGHT,), (0,), sliced=_ERROR
+        ),
+        "multiply": _TWO,
+        "relu": _ONE,
+        "relu_grad": _TWO,
+        "scale": _ONE,
+        "sigmoid": _ONE,
+        "sigmoid_grad": _TWO,
+        "slice": _slice,
+        "softmax_cross_entropy": Batch(
+            (HEIGHT, _LABELS), (None, HEIGHT), (0,), sliced=_LOSS
+        ),
+        "softmax_cross_entropy_grad": Batch(
+            (HEIGHT, _LABELS, None), (HEIGHT,), (0,), sliced=_LOSS
+        ),
+        "tanh": _ONE,
+        "tanh_grad": _TWO,
+        "upsample_bilinear": replace(_ONE, reach=_upsample_bilinear),
+        "upsample_bilinear_grad": replace(_ONE, reach=_upsample_bilinear_grad),
+        "upsample_nearest": replace(_ONE, reach=_upsample_nearest),
+        "upsample_nearest_grad": replace(_ONE, reach=_upsample_nearest_grad),
+    }
+)
+"""Operation -> how it is cut into strips, where it has images."""
+
+
+def strips_of(op: str, whole: Operands) -> Batch | None:
+    """How an operation on certain operands is cut into strips; None if it is not."""
+    found = STRIPS.get(op)
+    if found is None or not whole.inputs or len(whole.inputs[0].shape) <= HEIGHT:
+        return None
+    how = found if isinstance(found, Batch) else found(whole)
+    if how is None:
+        return None
+    specs = (*whole.inputs, *whole.outputs)
+    axes = zip(specs, (*how.inputs, *how.outputs), strict=True)
+    enough = all(axis is None or axis < len(spec.shape) for spec, axis in axes)
+    return how if enough else None

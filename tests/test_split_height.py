@@ -1,0 +1,213 @@
+"""A step cut into strips of its images computes what the whole one does."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, strategies as st
+
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.ir.conv import ConvProblem
+from mucudnn.ir.initializers import Constant
+from mucudnn.models import get_model
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.split import split_height
+from mucudnn.passes.graph.split_axis import along_height, cuttable
+from mucudnn.passes.graph.split_order import line_by_line
+from tests.examples import examples
+from tests.model_cases import furthest, random_feeds
+from tests.race_detector import RaceDetector
+from tests.random_graphs import feeds, training_graphs
+from tests.swapping import Bench, same
+from tests.test_split import computed
+
+MODELS = {
+    "unet2d": {"image": 16},
+    "unet2d_bn": {"image": 16},
+    "unet3d_plain": {"image": 8},
+    "resnet20": {"image": 16},
+}
+NORMED = ("unet2d_bn", "resnet20")
+NAMES = [
+    pytest.param(name, marks=[] if name == "resnet20" else [pytest.mark.slow])
+    for name in MODELS
+]
+CHANNELS = 2
+
+
+def step(name, dtype="float32"):
+    return training_graph(get_model(name)(1, classes=3, dtype=dtype, **MODELS[name]))
+
+
+def learning(layers, shape, dtype="float64"):
+    """A training graph of layers: functions of a builder and a tensor."""
+    g = GraphBuilder(dtype=dtype)
+    x = g.input("image", shape)
+    x = g.conv(x, CHANNELS, 1)
+    for layer in layers:
+        x = layer(g, x)
+    x = g.conv(x, 3, 1)
+    labels = g.input("label", (shape[0], *g.shape(x)[2:]), "int64")
+    return training_graph(g.build(g.softmax_cross_entropy(x, labels)))
+
+
+def agrees(graph, parts, limit=1e-12):
+    given = random_feeds(graph)
+    expected = computed(graph, given)
+    for number in parts:
+        cut = split_height(graph, number)
+        error, where = furthest(computed(cut, given), expected)
+        assert error <= limit, (number, where)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_computes_what_the_whole_step_does(name, dtype):
+    limit = {"float64": 1e-12, "float32": 1e-4 if name in NORMED else 1e-6}[dtype]
+    agrees(step(name, dtype), (2, 3, 8), limit)
+
+
+@st.composite
+def windows(draw):
+    """A layer whose windows reach over rows, and every number of it."""
+    kind = draw(st.sampled_from(["conv", "conv_transpose", "max", "avg", "up"]))
+    kernel, stride = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    if kind in ("max", "avg"):
+        how = {"stride": stride, "padding": draw(st.integers(0, kernel // 2))}
+        how["ceil_mode"] = draw(st.booleans())
+        if kind == "max":
+            return lambda g, x: g.max_pool(x, kernel, **how)
+        how["count_include_pad"] = draw(st.booleans())
+        return lambda g, x: g.avg_pool(x, kernel, **how)
+    if kind == "up":
+        scale = draw(st.integers(1, 3))
+        linear = draw(st.booleans())
+        return lambda g, x: (g.upsample_bilinear if linear else g.upsample_nearest)(
+            x, scale
+        )
+    how = {"stride": stride, "dilation": draw(st.integers(1, 3))}
+    how["padding"] = draw(st.integers(0, 3))
+    if kind == "conv":
+        return lambda g, x: g.conv(x, CHANNELS, kernel, **how)
+    more = draw(st.integers(0, stride - 1))
+    return lambda g, x: g.conv_transpose(
+        x, CHANNELS, kernel, output_padding=more, **how
+    )
+
+
+@examples(60)
+@given(data=st.data())
+def test_windows_of_every_kind(data):
+    layers = data.draw(st.lists(windows(), min_size=1, max_size=3))
+    height = data.draw(st.integers(4, 19))
+    shape = (data.draw(st.integers(1, 2)), CHANNELS, height, 5)
+    try:
+        graph = learning(layers, shape)
+    except ValueError:  # an empty image
+        assume(False)
+    assume(max(np.prod(spec.shape) for spec in graph.tensors.values()) < 1e5)
+    agrees(graph, (data.draw(st.integers(2, 9)),))
+
+
+@examples(40)
+@given(data=st.data())
+def test_every_node_may_have_parts_of_its_own(data):
+    graph = data.draw(training_graphs())
+    parts = {node.name: data.draw(st.integers(1, 4)) for node in graph.nodes}
+    given = feeds(graph)
+    error, where = furthest(
+        computed(split_height(graph, parts), given), computed(graph, given)
+    )
+    assert error < 1e-4, where
+
+
+def test_volumes_are_cut_along_their_depth():
+    layers = [
+        lambda g, x: g.relu(g.batch_norm(g.conv(x, 3, 3, padding=1))),
+        lambda g, x: g.max_pool(x, 2),
+        lambda g, x: g.conv_transpose(x, 2, 2, stride=2),
+    ]
+    agrees(learning(layers, (1, CHANNELS, 8, 6, 4)), (2, 3, 8))
+
+
+def test_lines_are_images_too():
+    layers = [lambda g, x: g.gelu(g.conv(x, 3, 3, padding=1, dilation=1))]
+    agrees(learning(layers, (2, CHANNELS, 9)), (2, 3, 8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_plan_keeps_the_bits_of_the_strips(name):
+    bench = Bench.of(split_height(step(name), 3))
+    kept = bench.run(bench.kept())
+    recomputed = 0
+    for seed in (1, 2):
+        plan = bench.plan(bench.random_residency(seed), part=seed / 4)
+        recomputed += sum("~" in n.name for n in plan.schedule.graph.nodes)
+        same(bench.run(plan.schedule, watcher=RaceDetector()), kept)
+    assert recomputed
+
+
+def test_rows_of_strips_are_stored_once_and_read_beyond():
+    layers = [lambda g, x: g.relu(g.conv(x, 3, 3, padding=1))]
+    cut = split_height(learning(layers, (1, CHANNELS, 8, 8)), 2)
+    nodes = cut.by_name
+    problems = [
+        node.attrs["problem"]
+        for node in cut.nodes
+        if node.name.startswith("conv.1/conv@")
+    ]
+    assert [problem.x_shape[2] for problem in problems] == [6, 6]
+    assert {problem.padding for problem in problems} == {(0, 1)}
+    (first,) = (
+        n for n in cut.nodes if n.name == nodes["conv.1/conv@0"].inputs[0] + ":join"
+    )
+    assert first.attrs["before"] == 1  # a row of zeros above the image
+    assert first.attrs["parts"] == ((0, 4), (0, 1))
+
+
+def test_strips_run_as_far_ahead_as_windows_reach():
+    """Three nodes, two of which read a row of the next slice."""
+    ends = [4, 8, 12, 16]
+    names = ("a", "b", "c")
+    reads = [
+        [{}] * 4,
+        [{"a": stop + 1} for stop in ends],
+        [{"b": stop + 1} for stop in ends],
+    ]
+    order = list(line_by_line(reads, [{name: ends} for name in names]))
+    assert order[:6] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
+    assert order[6:9] == [(0, 3), (1, 2), (2, 1)]
+    assert len(set(order)) == len(order) == 12
+
+
+def test_without_halos_slices_run_one_after_the_other():
+    reads = [[{}, {}], [{"a": 2}, {"a": 4}]]
+    order = list(line_by_line(reads, [{"a": [2, 4]}, {"b": [2, 4]}]))
+    assert order == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+def test_the_head_of_a_classifier_stays_whole():
+    graph = training_graph(get_model("vgg16")(1, image=64, classes=3))
+    able = cuttable(graph, along_height(graph))
+    whole = {node.op for node in graph.nodes if node.name not in able}
+    assert {"matmul", "reshape", "softmax_cross_entropy", "dropout"} <= whole
+    assert not {"conv", "max_pool", "max_pool_grad"} & whole
+
+
+def test_what_has_no_images_is_refused():
+    g = GraphBuilder()
+    x, label = g.input("x", (4, 6)), g.input("label", (4,), "int64")
+    graph = training_graph(g.build(g.softmax_cross_entropy(g.linear(x, 3), label)))
+    with pytest.raises(ValueError, match="no images"):
+        split_height(graph, 2)
+
+
+def test_weights_are_no_images():
+    g = GraphBuilder()
+    x, label = g.input("x", (1, 2, 6, 6)), g.input("label", (1, 6, 6), "int64")
+    w = g.scale(g.parameter("w", (3, 2, 3, 3), Constant(0.1)), 2.0)
+    problem = ConvProblem(
+        direction="forward", x_shape=(1, 2, 6, 6), w_shape=(3, 2, 3, 3), padding=1
+    )
+    y = g.append("conv", (x, w), (1, 3, 6, 6), problem=problem)
+    graph = training_graph(g.build(g.softmax_cross_entropy(y, label)))
+    assert "scale" not in cuttable(graph, along_height(graph))
+    agrees(graph, (2, 3), 1e-6)
