@@ -16,7 +16,7 @@ LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_l
 	print(load_library(without_driver=True).path)"
 
 .PHONY: help demo demo-train test test-slow fuzz test-torch test-many test-cudnn install-cudnn \
-	check format bench gpu-wheels clean
+	check format bench docs screenshots gpu-wheels clean
 
 help:
 	@echo "make demo    tune AlexNet on this machine's CPU; prints a table, writes a report"
@@ -30,6 +30,7 @@ help:
 	@echo "make check   the same as test, without the tests"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make bench   the figures of bench/results, measured here"
+	@echo "make docs    the documentation as pages, in out/site; needs no network once installed"
 	@echo "make gpu-wheels   wheels for bench/gpu.sh on a machine without a network"
 	@echo "make clean   remove .venv and what the tools left behind"
 
@@ -119,6 +120,18 @@ format: $(VENV)/dev.stamp
 
 bench: $(VENV)/peers.stamp $(VENV)/zoo.stamp
 	$(BIN)/python -m bench all --out bench/results
+
+$(VENV)/docs.stamp: pyproject.toml $(VENV)/base.stamp | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "pages: out/site/index.html"
+
+# Of the reports, for the documentation; needs a Chromium.
+screenshots: $(VENV)/base.stamp
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python docs/screenshots.py
 
 # For a machine with a GPU and no network: what it may lack, to be taken along.
 GPU_WHEELS ?= wheels

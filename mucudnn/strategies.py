@@ -3,9 +3,10 @@
 `PLANNERS` divide mini-batches, `POLICIES` say what stays on the device, `SCHEDULERS`
 when copies run, `ORDERS` in which order nodes do.
 
->>> from mucudnn.strategies import PLANNERS
->>> PLANNERS.resolve("undivided").__doc__
-'What plain cuDNN does: one call, the fastest algorithm that fits.'
+Examples:
+    >>> from mucudnn.strategies import PLANNERS
+    >>> PLANNERS.resolve("undivided").__doc__
+    'What plain cuDNN does: one call, the fastest algorithm that fits.'
 
 Wherever a name is accepted, a function is too; `register` makes its name one:
 

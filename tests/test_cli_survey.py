@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ET
 from types import ModuleType
 
 import pytest
@@ -88,11 +89,15 @@ def plans(*args: str) -> list:
 
 
 def test_plan_only_measures_nothing_and_answers_by_size_and_limit(tmp_path):
-    out = tmp_path / "survey.json"
+    out, page = tmp_path / "survey.json", tmp_path / "survey.html"
     shown = done(
         *("tune", *PROBLEM, *NULL, "--plan-only", "--workspace-limit", "3KiB,64MiB"),
-        *("--json", str(out)),
+        *("--json", str(out), "--report", str(page)),
     )
+    text = page.read_text()
+    ET.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    assert "Workspace limit 3 KiB" in text
+    assert "nothing was measured" in text
     data = json.loads(out.read_text())
     assert len(data["layers"]) == 3
     fits = data["layers"][0]["batches"][2]["fits"]
@@ -135,7 +140,6 @@ def test_plan_only_tells_its_progress_on_request():
 @pytest.mark.parametrize(
     "options",
     [
-        ["--report", "x.html"],
         ["--record", "x.json"],
         ["--format", "deepbench"],
         ["--total-workspace", "1MiB"],

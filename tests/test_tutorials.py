@@ -36,5 +36,5 @@ def test_a_page_that_fails_is_noticed(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n```python\nx = 1\n```\n\n```sh\nexit 3\n```\n")
     assert [block.line for block in blocks(page)] == [4, 8]
-    with pytest.raises(AssertionError, match="page.md"):
+    with pytest.raises(AssertionError, match=r"page\.md"):
         run(page, tmp_path, dict(os.environ))

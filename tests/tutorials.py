@@ -1,6 +1,6 @@
 """Runs a page of the documentation as its reader would, block by block.
 
-Blocks of Python and of shell commands run, in one folder, in their order; a block with a
+Blocks of Python and of shell commands run, in one folder, in order; a block with a
 title is a file that is written. Other blocks are only shown.
 """
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(
-    r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.M | re.S
+    r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
+    re.M | re.S,
 )
 
 

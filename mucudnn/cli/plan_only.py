@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mucudnn.cli.app import BadInputError, ExitCode
-from mucudnn.cli.output import emit
+from mucudnn.cli.output import emit, save, write_file
 from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["refuse_measuring", "take_survey"]
 
 _MEASURING = {
-    "report_file": "--report",
     "record_file": "--record",
     "style": "--format deepbench",
     "total_workspace": "--total-workspace",
@@ -48,6 +47,7 @@ def take_survey(
     tuner: "Tuner",
     layers: Sequence[Layer],
     settings: Mapping[str, Any],
+    title: str,
 ) -> None:
     """Ask for all algorithms and show them; Ctrl-C shows what is done."""
     from mucudnn.cli.progress import LayerWords, progress_display
@@ -69,11 +69,16 @@ def take_survey(
     from mucudnn.report.algorithm_survey import survey_tables
     from mucudnn.report.text import write_tables
 
-    tables = survey_tables(found)
-    emit(
-        settings["json_file"],
-        found.to_json(),
-        lambda: write_tables(tables, sys.stdout),
-    )
+    def show() -> None:
+        write_tables(survey_tables(found), sys.stdout)
+
+    def write_report() -> None:
+        if settings["report_file"] is not None:
+            from mucudnn.report.survey_html import survey_report
+
+            write_file(settings["report_file"], survey_report(found, title))
+
+    file = settings["json_file"]
+    save(lambda: emit(file, found.to_json(), show), write_report)
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)

@@ -168,7 +168,7 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
         refuse_measuring(settings)
         alone: Any = {"benchmark_backends": (), "total_workspace": None}
         tuner = make_tuner(settings | {"cache_path": "none"}, **alone)
-        take_survey(ctx, tuner, layers, settings)
+        take_survey(ctx, tuner, layers, settings, title_of(sources, settings))
         return
     if device is not None:
         raise BadInputError(

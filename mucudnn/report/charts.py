@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan
 from mucudnn.report.axes import Frame, Scale, byte_scale, linear_scale, time_scale
+from mucudnn.report.labels import Label, labels
 from mucudnn.report.markup import Markup, tag
 from mucudnn.report.svg import COLOURS, box, drawing, marker
 from mucudnn.report.words import (
@@ -20,6 +21,8 @@ __all__ = ["curve", "drawn_front", "plan_bar", "timeline", "undivided_perfs"]
 
 _WIDTH = 360.0
 _FRAME = Frame(left=40.0, right=350.0, top=34.0, bottom=216.0)
+_LABELS = Frame(left=0.0, right=360.0, top=34.0, bottom=212.0)
+"""Where the names of algorithms have room."""
 _LABEL_GAP = 52.0
 _DIGIT = 6.4  # width of a figure at the size of bar labels
 _BAR, _ROW = 15.0, 62.0
@@ -71,6 +74,7 @@ def curve(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
         _axes(x, y),
         _limits(limits, x),
         _front(front, x, y),
+        labels(_names(points, colours, x, y), _LABELS),
         [
             marker(
                 colours[p.algo],
@@ -83,6 +87,15 @@ def curve(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
             for p in points
         ],
     )
+
+
+def _names(
+    points: Iterable[AlgoPerf], colours: Mapping[str, int], x: Scale, y: Scale
+) -> Iterator[Label]:
+    """The algorithms, beside their marks."""
+    for p in points:
+        class_ = f"label a{colours[p.algo] % COLOURS}"
+        yield Label(x(p.workspace), y(p.time_ms) - 6, p.algo, 6.0, class_=class_)
 
 
 def timeline(layer: LayerResult, colours: Mapping[str, int]) -> Markup:

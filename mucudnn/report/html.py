@@ -166,18 +166,21 @@ def _heat(group: Iterable[LayerResult], direction: Direction, index: int) -> Mar
 
 
 def _layers(layers: Layers, colours: Mapping[str, int]) -> Iterator[Markup]:
-    unfolded = "" if len(layers) <= _OPEN_UP_TO else None
+    few = len(layers) <= _OPEN_UP_TO
     for anchor, group in layers:
         first = group[0]
-        badge = tag("span", f"{first.count} times", class_="badge")
-        heading = tag("h2", first.name, [badge] if first.count > 1 else [], id=anchor)
+        measured = any(one.front for one in group)
+        badges = [f"{first.count} times"] if first.count > 1 else []
+        badges += [] if measured else ["not measured"]
+        drawn = (tag("span", badge, class_="badge") for badge in badges)
+        heading = tag("h2", first.name, drawn, id=anchor)
         facts = tag("p", problem_text(first.problem), class_="facts")
         yield tag(
             "details",
             tag("summary", heading, facts),
             (_direction(layer, colours) for layer in group),
             class_="layer",
-            open=unfolded,
+            open="" if few and measured else None,
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import TypeAlias
 
-__all__ = ["Child", "Markup", "tag"]
+__all__ = ["Child", "Markup", "flat", "tag"]
 
 Child: TypeAlias = "str | Iterable[Child]"
 """Text, an element, or any nesting of them."""
@@ -20,6 +20,10 @@ class Markup(str):
     """Text that needs no escaping."""
 
     __slots__ = ()
+
+    def __html__(self) -> str:
+        """What templates put into a page as it is."""
+        return self
 
 
 def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
@@ -35,18 +39,19 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
     )
     if name in _VOID:
         return Markup(f"<{opening}/>")
-    content = "".join(_flat(children))
+    content = "".join(flat(children))
     return Markup(f"<{opening}>{content}</{name}>")
 
 
-def _flat(children: Iterable[Child]) -> Iterable[str]:
+def flat(children: Iterable[Child]) -> Iterable[str]:
+    """Markup of children, text escaped."""
     for child in children:
         if isinstance(child, Markup):
             yield child
         elif isinstance(child, str):
             yield escape(child, quote=False)
         else:
-            yield from _flat(child)
+            yield from flat(child)
 
 
 def _text(value: object) -> str:

@@ -22,8 +22,9 @@ from mucudnn.report.axes import (
     linear_scale,
     steps_path,
 )
+from mucudnn.report.labels import Label, labels
 from mucudnn.report.markup import Markup, tag
-from mucudnn.report.svg import box, drawing, marker
+from mucudnn.report.svg import COLOURS, box, drawing, marker
 from mucudnn.report.trace import LANES
 from mucudnn.report.words import bytes_text, ms_text
 
@@ -69,7 +70,21 @@ def memory_chart(plan: StepPlan, unbounded: StepPlan, budget: int) -> Markup:
         frame.horizontal(x, "milliseconds"),
         curves,
         limit,
+        labels(_curve_names(plan, unbounded, x, y), frame),
     )
+
+
+def _curve_names(
+    plan: StepPlan, unbounded: StepPlan, x: Scale, y: Scale
+) -> Iterator[Label]:
+    """What the two curves are, beside the top of each."""
+    for one, name, class_ in (
+        (unbounded, "everything kept", "other"),
+        (plan, plan.policy, "ours"),
+    ):
+        points = memory_points(memory_intervals(one))
+        at, most = max(points, key=lambda point: point[1], default=(0.0, 0))
+        yield Label(x(max(at, 0.0)), y(most) - 4, name, 0.0, class_=f"label {class_}")
 
 
 def _curve(
@@ -229,8 +244,22 @@ def speed_chart(
         f"Speed against budget. {parts}",
         frame.vertical(y, "% of the speed without a budget", 0.01),
         frame.horizontal(x, f"budget, {unit}", size),
+        labels(_speed_names(series, x, y), frame),
         (_speed_line(i, one, x, y) for i, one in order),
     )
+
+
+def _speed_names(series: Sequence[Series], x: Scale, y: Scale) -> Iterator[Label]:
+    """Each line's name where it ends; lines in one place have their names in one."""
+    same: dict[tuple[tuple[int, float], ...], list[int]] = {}
+    for i, one in enumerate(series):
+        same.setdefault(tuple(sorted(one.points)), []).append(i)
+    for points, members in same.items():
+        budget, speed = points[0]
+        text = ", ".join(series[i].name for i in members)
+        strong = " strong" if any(series[i].strong for i in members) else ""
+        class_ = f"label a{members[0] % COLOURS}{strong}"
+        yield Label(x(budget), y(speed) + 3.5, text, left=True, class_=class_)
 
 
 def _speed_line(index: int, one: Series, x: Scale, y: Scale) -> Iterable[Markup]:
@@ -238,7 +267,7 @@ def _speed_line(index: int, one: Series, x: Scale, y: Scale) -> Iterable[Markup]
     line = "L".join(f"{x(budget):.1f} {y(speed):.1f}" for budget, speed in points)
     strong = " strong" if one.strong else ""
     if len(points) > 1:
-        yield tag("path", class_=f"speed a{index % 10}{strong}", d=f"M{line}")
+        yield tag("path", class_=f"speed a{index % COLOURS}{strong}", d=f"M{line}")
     for budget, speed in points:
         title = f"{one.name} within {bytes_text(budget)}: {speed:.0%}"
         yield marker(index, x(budget), y(speed), title=title, filled=one.strong)

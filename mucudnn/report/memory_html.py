@@ -8,10 +8,9 @@ from mucudnn.report.markup import Child, Markup, tag
 from mucudnn.report.memory_charts import Series, lanes_chart, memory_chart, speed_chart
 from mucudnn.report.memory_stack import KINDS, stack_chart
 from mucudnn.report.memory_text import placed_words, technique_table
-from mucudnn.report.page import big_card, header, legend, page, swatches, table
-from mucudnn.report.svg import marker
+from mucudnn.report.page import big_card, header, page, swatches, table
 from mucudnn.report.words import bytes_text, ms_text, speedup_text
-from mucudnn.studies.memory_study import MemoryStudy
+from mucudnn.studies.memory_findings import MemoryStudy, best_technique
 
 __all__ = ["SHEETS", "memory_body", "memory_report", "speed_series"]
 
@@ -84,7 +83,7 @@ def _cards(study: MemoryStudy) -> Markup:
             big_card(
                 f"{best.policy} within {bytes_text(study.budget)}",
                 speedup_text(study.slowdown(best)),
-                "the time of a step without a budget",
+                f"the time of a step without a budget{_rival(study)}",
                 f"{ms_text(prediction.step_ms)} ms; no order of the same work takes "
                 f"less than {ms_text(prediction.bound_ms)} ms" + _least(study),
             ),
@@ -117,6 +116,17 @@ def _cards(study: MemoryStudy) -> Markup:
     return tag("div", cards, class_="cards")
 
 
+def _rival(study: MemoryStudy) -> str:
+    """The best of the other techniques, as the end of a sentence."""
+    best = study.best
+    others = [t for t in study.techniques if best and t.policy != best.policy]
+    second = best_technique(others)
+    if second is not None:
+        slowdown = speedup_text(study.slowdown(second))
+        return f", instead of {slowdown} by {second.policy}"
+    return "; nothing else fits" if others else ""
+
+
 def _least(study: MemoryStudy) -> str:
     """What no plan beats, as the end of a sentence."""
     least = study.least_ms.get(study.budget)
@@ -136,52 +146,40 @@ def _pictures(study: MemoryStudy) -> Iterable[Markup]:
             "How fast the step is under each budget, against its speed without one. A "
             "line ends where its policy no longer fits.",
             speed_chart(series),
-            legend(
-                (marker(i, 6, 6, filled=one.strong), one.name)
-                for i, one in enumerate(series)
-            ),
         )
 
 
 def _of_plan(study: MemoryStudy, plan: StepPlan) -> Iterable[Markup]:
-    lines = [
-        ("solid", f"{plan.policy}, within the budget"),
-        ("dash", "everything kept, without a budget"),
-    ]
-    if study.budget <= 2 * study.unbounded.peak_bytes:
-        lines.append(("line", "the budget"))
     yield _panel(
         "Memory over the step",
-        "All bytes on the device, parameters, workspaces and rounding included.",
+        "All bytes on the device, parameters, workspaces and rounding included. "
+        "Dashed: without a budget.",
         memory_chart(plan, study.unbounded, study.budget),
-        legend(
-            (tag("line", class_=line, x1=0, x2=12, y1=6, y2=6), text)
-            for line, text in lines
-        ),
     )
     yield _panel(
         "Who holds it",
         "Tensors that hold much for long, from arrival to departure; one that is "
         "offloaded and comes back is here twice. Point at one for its name and size.",
-        stack_chart(plan),
         swatches(KINDS),
+        stack_chart(plan),
     )
     yield _panel(
         "The three queues",
         "Compute, and the link in each direction. They work at the same time; where "
         "compute has to wait, its lane says so.",
-        lanes_chart(plan),
         swatches(_QUEUES),
+        lanes_chart(plan),
     )
 
 
-def _panel(name: str, text: str, picture: Child, *rest: Child) -> Markup:
+def _panel(name: str, text: str, *content: Child) -> Markup:
+    *above, picture = content
     return tag(
         "section",
         tag("h2", name),
         tag("p", text),
+        above,
         tag("div", picture, class_="wide"),
-        rest,
         class_="panel",
     )
 
@@ -193,8 +191,8 @@ def _table(study: MemoryStudy) -> Markup:
         f"Within {bytes_text(study.budget)}. The peak of one that does not fit is what "
         "it needs at the least. Bound: no order of the same computations and copies "
         "takes less.",
-        table(technique_table(study), faint=faint),
         tag("p", placed_words(study), class_="soft"),
+        table(technique_table(study), faint=faint),
     )
 
 

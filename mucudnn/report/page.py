@@ -1,9 +1,15 @@
-"""What all pages are made of: one file that needs no other, cards, tables, legends."""
+"""What all pages are made of: one file that needs no other, cards, tables, legends.
+
+How they look in HTML is in `templates/` and the style sheets; pictures are `drawing`s.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 
-from mucudnn.report.markup import Child, Markup, tag
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from mucudnn.report.markup import Child, Markup, flat
 from mucudnn.report.svg import box, drawing
 from mucudnn.report.text import Table
 
@@ -24,43 +30,32 @@ _LONG = dict.fromkeys(("plan", "reason"), "text plan")
 
 def page(title: str, sheets: Sequence[str], *content: Child) -> str:
     """A whole file, as text, in the style of `sheets`."""
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{title} · mucudnn"),
-        tag("style", Markup(styles(*sheets))),
+    return _template("page.html.j2").render(
+        title=title,
+        styles=Markup(styles(*sheets)),
+        content=Markup("".join(flat(content))),
+        script=Markup(_file("tips.js")),
     )
-    text = tag("html", head, tag("body", content), lang="en")
-    return f"<!DOCTYPE html>\n{text}\n"
 
 
 def styles(*sheets: str) -> str:
     """Style sheets of this folder, one after another."""
-    folder = files("mucudnn.report")
-    return "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in sheets)
+    return "".join(map(_file, sheets))
 
 
 def header(title: str, facts: str, warnings: Iterable[str]) -> Markup:
     """What a page is about, and what to be careful about."""
-    return tag(
-        "header",
-        tag("p", "mucudnn", class_="brand"),
-        tag("h1", title),
-        tag("p", facts, class_="facts"),
-        (tag("p", warning, class_="warn") for warning in warnings),
-    )
+    return _part("header", title, facts, list(warnings))
 
 
 def card(head: str, *content: Child) -> Markup:
     """A box with a line above."""
-    return tag("div", tag("p", head, class_="limit-head"), content, class_="card")
+    return _part("card", head, _joined(content))
 
 
 def big_card(head: str, big: str, small: str, foot: str, *between: Child) -> Markup:
     """A box with one figure in large type, and what it is of."""
-    figure = tag("p", big, tag("small", small), class_="big")
-    return card(head, figure, between, tag("p", foot, class_="range"))
+    return _part("big_card", head, big, small, foot, _joined(between))
 
 
 def table(
@@ -73,29 +68,21 @@ def table(
         captioned: With its title above.
         faint: Indices of rows that stand back.
     """
-    classes = [
-        None if column.startswith(">") else _LONG.get(column, "text")
+    columns = [
+        {
+            "name": column.removeprefix(">"),
+            "class_": None if column.startswith(">") else _LONG.get(column, "text"),
+        }
         for column in shown.columns
     ]
-    head = (
-        tag("th", column.removeprefix(">"), class_=class_ and "text", scope="col")
-        for column, class_ in zip(shown.columns, classes, strict=True)
-    )
-    body = (
-        tag(
-            "tr",
-            (tag("td", cell, class_=c) for cell, c in zip(row, classes, strict=True)),
-            class_="best" if i in shown.strong else "unfit" if i in faint else None,
-        )
+    rows = [
+        {
+            "cells": row,
+            "class_": "best" if i in shown.strong else "unfit" if i in faint else None,
+        }
         for i, row in enumerate(shown.rows)
-    )
-    drawn = tag(
-        "table",
-        tag("caption", shown.title) if captioned else [],
-        tag("thead", tag("tr", head)),
-        tag("tbody", body),
-    )
-    return tag("div", drawn, class_="scroll")
+    ]
+    return _part("table", columns, rows, shown.title if captioned else "")
 
 
 def legend(entries: Iterable[tuple[Child, str]], name: str | None = None) -> Markup:
@@ -105,8 +92,8 @@ def legend(entries: Iterable[tuple[Child, str]], name: str | None = None) -> Mar
         entries: (mark, twelve wide and high; its meaning).
         name: Of the list, for who does not see it.
     """
-    items = (tag("li", drawing(12, 12, "", mark), text) for mark, text in entries)
-    return tag("ul", items, class_="legend", aria_label=name)
+    items = [(drawing(12, 12, "", mark), text) for mark, text in entries]
+    return _part("legend", items, name)
 
 
 def swatches(kinds: Mapping[str, str]) -> Markup:
@@ -114,3 +101,25 @@ def swatches(kinds: Mapping[str, str]) -> Markup:
     return legend(
         (box(f"key {kind}", 1, 1, (10, 10), rx=2), text) for kind, text in kinds.items()
     )
+
+
+def _part(name: str, *values: object) -> Markup:
+    """A macro of the parts' template, filled in."""
+    return Markup(getattr(_template("parts.html.j2").module, name)(*values))
+
+
+def _joined(children: Iterable[Child]) -> Markup:
+    return Markup("".join(flat(children)))
+
+
+def _file(name: str) -> str:
+    return files("mucudnn.report").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _template(name: str) -> Template:
+    return Environment(
+        loader=PackageLoader("mucudnn.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+    ).get_template(name)

@@ -1,0 +1,79 @@
+"""Names beside the marks that they belong to, moved apart where they would touch."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from mucudnn.report.axes import Frame
+from mucudnn.report.markup import Markup, tag
+
+__all__ = ["Label", "labels"]
+
+_LINE = 11.0
+"""From one line of labels to the next."""
+_LETTER = 5.6
+"""Width of a letter, on average; a little more than it is."""
+_FLIP = 15.0
+"""As far as a label is rather moved up or down than to the other side of its mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A name beside a mark.
+
+    Attributes:
+        x: The mark's.
+        y: Base line of the text.
+        text: What it says.
+        gap: Between mark and text.
+        left: Whether it is to the left of its mark.
+        class_: In the style sheet.
+    """
+
+    x: float
+    y: float
+    text: str
+    gap: float = 8.0
+    left: bool = False
+    class_: str = "label"
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Its left and right edge."""
+        width = len(self.text) * _LETTER
+        if self.left:
+            return self.x - self.gap - width, self.x - self.gap
+        return self.x + self.gap, self.x + self.gap + width
+
+
+def labels(wanted: Iterable[Label], frame: Frame) -> Iterator[Markup]:
+    """Names as elements, each as near to its mark as there is room within the frame."""
+    for one in _apart(wanted, frame):
+        x = one.x - one.gap if one.left else one.x + one.gap
+        class_ = f"{one.class_} end" if one.left else one.class_
+        yield tag("text", one.text, class_=class_, x=x, y=one.y)
+
+
+def _apart(wanted: Iterable[Label], frame: Frame) -> list[Label]:
+    """No two closer than a line where they are above each other, if that can be."""
+    placed: list[Label] = []
+    for label in sorted(wanted, key=lambda one: one.y):
+        best = min(
+            _places(label, placed, frame),
+            key=lambda one: abs(one.y - label.y) + _FLIP * (one.left != label.left),
+            default=label,
+        )
+        placed.append(best)
+    return placed
+
+
+def _places(label: Label, placed: Iterable[Label], frame: Frame) -> Iterator[Label]:
+    """Where a label has room, on either side of its mark."""
+    for side in (label, replace(label, left=not label.left)):
+        start, stop = side.span
+        near = [one.y for one in placed if one.span[0] < stop and start < one.span[1]]
+        if start < frame.left or stop > frame.right:
+            continue
+        for y in (side.y, *(y + d for y in near for d in (-_LINE, _LINE))):
+            free = all(abs(y - other) >= _LINE - 1e-9 for other in near)
+            if free and frame.top <= y <= frame.bottom:
+                yield replace(side, y=y)

@@ -1,0 +1,37 @@
+"""Names beside marks: none is lost, none covers another, all are within the frame."""
+
+import xml.etree.ElementTree as ET
+
+from hypothesis import given, strategies as st
+
+from mucudnn.report.axes import Frame
+from mucudnn.report.labels import Label, labels
+
+FRAME = Frame(left=0.0, right=400.0, top=10.0, bottom=200.0)
+POINTS = st.tuples(st.floats(20, 380), st.floats(20, 190), st.sampled_from("abcdef"))
+
+
+@given(st.lists(POINTS, max_size=6))
+def test_names_are_apart(points):
+    wanted = [Label(x, y, name * 5) for x, y, name in points]
+    drawn = [ET.fromstring(one) for one in labels(wanted, FRAME)]
+    assert sorted(one.text for one in drawn) == sorted(one.text for one in wanted)
+    heights = [float(one.get("y")) for one in drawn]
+    assert all(FRAME.top <= y <= FRAME.bottom for y in heights)
+    spans = [_span(one) for one in drawn]
+    for i, (left, right) in enumerate(spans):
+        assert FRAME.left - 0.1 <= left
+        assert right <= FRAME.right + 0.1
+        for j in range(i):
+            apart = abs(heights[i] - heights[j]) >= 10.9
+            assert apart or spans[j][1] <= left + 0.1 or right <= spans[j][0] + 0.1
+
+
+def test_a_name_at_the_edge_goes_to_the_other_side_of_its_mark():
+    (one,) = labels([Label(395.0, 50.0, "GEMM")], FRAME)
+    assert ET.fromstring(one).get("class") == "label end"
+
+
+def _span(one):
+    x, width = float(one.get("x")), len(one.text) * 5.6
+    return (x - width, x) if one.get("class").endswith("end") else (x, x + width)
