@@ -1,7 +1,7 @@
 """Pictures of the reports for the documentation: `python docs/screenshots.py`.
 
-Makes the reports of docs/tutorials/read_a_report.md and photographs them with a headless
-Chromium; times in them are those of the machine that it runs on.
+Makes the reports of docs/tutorials/read_a_report.md and photographs them with a
+headless Chromium; times in them are those of the machine that it runs on.
 """
 
 import re
