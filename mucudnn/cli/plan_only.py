@@ -69,7 +69,7 @@ def take_survey(
     from mucudnn.report.algorithm_survey import survey_tables
     from mucudnn.report.text import write_tables
 
-    def show() -> None:
+    def show_tables() -> None:
         write_tables(survey_tables(found), sys.stdout)
 
     def write_report() -> None:
@@ -79,6 +79,6 @@ def take_survey(
             write_file(settings["report_file"], survey_report(found, title))
 
     file = settings["json_file"]
-    save(lambda: emit(file, found.to_json(), show), write_report)
+    save(lambda: emit(file, found.to_json(), show_tables), write_report)
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)

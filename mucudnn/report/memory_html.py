@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from mucudnn.passes.planning.comparison import best_technique
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.report.markup import Child, Markup, tag
@@ -10,7 +11,7 @@ from mucudnn.report.memory_stack import KINDS, stack_chart
 from mucudnn.report.memory_text import placed_words, technique_table
 from mucudnn.report.page import big_card, header, page, swatches, table
 from mucudnn.report.words import bytes_text, ms_text, speedup_text
-from mucudnn.studies.memory_findings import MemoryStudy, best_technique
+from mucudnn.studies.memory_study import MemoryStudy
 
 __all__ = ["SHEETS", "memory_body", "memory_report", "speed_series"]
 
