@@ -43,7 +43,7 @@ def blocks(path: Path) -> Iterator[Block]:
     """What is to be run or written, in order."""
     page = path.read_text(encoding="utf-8")
     for found in BLOCK.finditer(page):
-        if found["language"] in ("python", "sh"):
+        if found["title"] or found["language"] in ("python", "sh"):
             line = page.count("\n", 0, found.start()) + 2
             yield Block(found["language"], found["title"], found["text"], line)
 
