@@ -7,6 +7,7 @@
   + CacheError            a file to import or export is not what it claims to be
   + DataError             a data set is missing, truncated or something else
   + CheckpointError       a checkpoint cannot be written, or is of something else
+  + RankLostError         another process of the training is gone
   + TrainingError         training cannot go on: its loss is no number any more
   + BackendUnavailableError (ImportError)   the library or device is missing
   + BackendError          a driver or library call returned a status
@@ -34,6 +35,7 @@ __all__ = [
     "MucudnnError",
     "OutOfMemoryError",
     "PlanningError",
+    "RankLostError",
     "ScheduleError",
     "StepFailedError",
     "TrainingError",
@@ -139,6 +141,10 @@ class DataError(MucudnnError):
 
 class CheckpointError(MucudnnError):
     """A checkpoint cannot be written or read, or belongs to another training."""
+
+
+class RankLostError(MucudnnError):
+    """Another process of the training is gone, so this one cannot go on."""
 
 
 class TrainingError(MucudnnError):

@@ -215,6 +215,10 @@ def test_a_split_is_changed_where_that_pays_and_kept_otherwise():
     # Once changed it stays, with the same factors and with slightly other ones.
     assert replanned(fleet, changed.samples, (1.0, 3.0)) is None
     assert replanned(fleet, changed.samples, (1.0, 2.9)) is None
+    # And it goes back when the rank is as it was.
+    back = replanned(fleet, changed.samples, (1.0, 1.0))
+    assert back is not None
+    assert back.samples == (32, 32)
 
 
 def test_an_all_reduce_is_a_ring():

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     )
     from mucudnn.torch.conv.backend import cpu_backend as cpu_backend
     from mucudnn.torch.conv.context import convolutions as convolutions
+    from mucudnn.torch.distributed.distribute import distribute as distribute
+    from mucudnn.torch.distributed.distribution import Distribution as Distribution
+    from mucudnn.torch.distributed.sampler import ShareSampler as ShareSampler
     from mucudnn.torch.hints.partitioner import (
         HintedPartitioner as HintedPartitioner,
         partitioner as partitioner,
@@ -40,6 +43,9 @@ _HOMES = {
     "compiled": ("CompileBackend", "backend"),
     "conv.backend": ("cpu_backend",),
     "conv.context": ("convolutions",),
+    "distributed.distribute": ("distribute",),
+    "distributed.distribution": ("Distribution",),
+    "distributed.sampler": ("ShareSampler",),
     "hints.partitioner": ("HintedPartitioner", "partitioner"),
     "hints.selective": ("checkpoint_contexts",),
     "memory_study": ("MemoryStudy", "memory"),
@@ -52,14 +58,17 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CompileBackend",
+    "Distribution",
     "HintedPartitioner",
     "MemoryStudy",
+    "ShareSampler",
     "TorchPlan",
     "TrainStep",
     "backend",
     "checkpoint_contexts",
     "convolutions",
     "cpu_backend",
+    "distribute",
     "memory",
     "partitioner",
     "train_step",

@@ -54,8 +54,6 @@ def replanned(
     """
     low, high = 1 / (1 + tolerance), 1 + tolerance
     seen = [1.0 if low <= factor <= high else factor for factor in factors]
-    if all(factor == 1.0 for factor in seen):
-        return None
     now = drifted(fleet, seen)
     found = split_batch(now, sum(samples), at_least=at_least)
     kept = plan_of(now, samples)

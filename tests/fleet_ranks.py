@@ -1,0 +1,375 @@
+"""Processes that train together, on the loopback device, bounded in time.
+
+`python fleet_ranks.py SCENARIO RANK SIZE FOLDER` is one of them; `ranks` starts some.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SECONDS = 150
+EPOCHS, BATCH, SAMPLES = 2, 12, 30
+RATES = {"mean": 0.1, "sum": 0.01}
+
+
+def start(scenario, size, folder):
+    """The processes, each with its output in a file of its own."""
+    root = Path(__file__).parent.parent
+    found = []
+    for rank in range(size):
+        with (folder / f"{rank}.err").open("wb") as err:
+            command = [sys.executable, __file__, scenario, rank, size, folder]
+            environment = {
+                **os.environ,
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(root),
+            }
+            found.append(
+                subprocess.Popen(
+                    list(map(str, command)), env=environment, stderr=err, cwd=folder
+                )
+            )
+    return found
+
+
+def ranks(scenario, size, folder):
+    """What each process wrote; those that are left are ended."""
+    processes = start(scenario, size, folder)
+    try:
+        end = time.monotonic() + SECONDS
+        for process in processes:
+            process.wait(max(1.0, end - time.monotonic()))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    errors = [(folder / f"{rank}.err").read_text() for rank in range(size)]
+    assert [p.returncode for p in processes] == [0] * size, "\n".join(errors)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def residual_net():
+    """As ResNet-18 is built: blocks with shortcuts, batch norm after convolutions."""
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self, inputs, outputs, stride):
+            super().__init__()
+            self.a = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+            self.an = nn.BatchNorm2d(outputs)
+            self.b = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+            self.bn = nn.BatchNorm2d(outputs)
+            self.down = nn.Sequential()
+            if stride > 1:
+                self.down = nn.Sequential(
+                    nn.Conv2d(inputs, outputs, 1, stride, bias=False),
+                    nn.BatchNorm2d(outputs),
+                )
+
+        def forward(self, x):
+            y = self.bn(self.b(self.an(self.a(x)).relu()))
+            return (y + self.down(x)).relu()
+
+    return nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+        *(Block(4, 4, 1), Block(4, 8, 2), Block(8, 8, 1)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
+    )
+
+
+def u_net():
+    """Down, up again, and what was there before beside it."""
+    import torch
+    from torch import nn
+
+    def twice(inputs, outputs):
+        return nn.Sequential(
+            *(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs)),
+            nn.ReLU(inplace=True),
+        )
+
+    class UNet(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.low = twice(3, 4), twice(4, 8)
+            self.up = nn.ConvTranspose2d(8, 4, 2, 2)
+            self.last, self.out = twice(8, 4), nn.Conv2d(4, 5, 1)
+
+        def forward(self, x):
+            high = self.first(x)
+            low = self.low(nn.functional.max_pool2d(high, 2))
+            return self.out(self.last(torch.cat([high, self.up(low)], 1)))
+
+    return UNet()
+
+
+def plain_net():
+    """Without batch norm: it may run in passes."""
+    from torch import nn
+
+    return nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 5))
+    )
+
+
+NETWORKS = {"residual": residual_net, "unet": u_net, "plain": plain_net}
+
+
+def problem(network):
+    """A model in double precision, data, and the batches of one device."""
+    import torch
+    from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
+
+    torch.manual_seed(0)
+    model = NETWORKS[network]().double()
+    x = torch.randn(SAMPLES, 3, 8, 8, dtype=torch.float64)
+    shape = (SAMPLES, 8, 8) if network == "unet" else (SAMPLES,)
+    data = TensorDataset(x, torch.randint(0, 5, shape))
+    order = RandomSampler(data, generator=torch.Generator().manual_seed(1))
+    return model, data, BatchSampler(order, BATCH, drop_last=False)
+
+
+def alone(network, epochs=EPOCHS, reduction="mean"):
+    """Losses and the state of one device that does everything."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torch.utils.data import DataLoader
+
+    model, data, batches = problem(network)
+    optimizer = torch.optim.SGD(model.parameters(), RATES[reduction], momentum=0.9)
+    losses = []
+    for _ in range(epochs):
+        for x, y in DataLoader(data, batch_sampler=batches):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y, reduction=reduction)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def a_table(rank):
+    """The second rank takes three times as long, by its own table."""
+    from mucudnn.ir.fleet import StepPoint, StepTable
+
+    each = 3.0 if rank == 1 else 1.0
+    points = (
+        StepPoint(1, 1 + each, 100),
+        StepPoint(BATCH, 1 + BATCH * each, 100 * BATCH),
+    )
+    return StepTable(f"rank {rank}", points)
+
+
+def trained(network, rank, *, passes=False, **settings):
+    """Two epochs as a user would write them; how far that is from one device."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torch.utils.data import DataLoader
+
+    import mucudnn.torch as mt
+
+    reduction = settings.get("reduction", "mean")
+    model, data, batches = problem(network)
+    asked = {"table": a_table(rank), "batch": BATCH, **settings}
+    with mt.distribute(model, **asked) as work:
+        optimizer = torch.optim.SGD(
+            work.model.parameters(), RATES[reduction], momentum=0.9
+        )
+        losses, seen = [], []
+        loader = DataLoader(data, batch_sampler=work.batches(batches, keep_up=False))
+        for _ in range(EPOCHS):
+            for x, y in loader:
+                optimizer.zero_grad()
+                if passes:
+                    loss = work.backward(cross_entropy, x, y)
+                else:
+                    loss = cross_entropy(work.model(x), y, reduction=reduction)
+                    loss.backward()
+                optimizer.step()
+                losses.append(work.mean(loss).item())
+                seen.append(len(x))
+    expected, state = alone(network, reduction=reduction)
+    return {
+        "losses": max(map(relative, losses, expected)),
+        "state": furthest(work.model.module.state_dict(), state),
+        "seen": seen,
+        "plan": work.plan.samples,
+        "passes": [share.passes for share in work.plan.shares],
+    }
+
+
+def relative(found, expected):
+    return abs(found - expected) / abs(expected)
+
+
+def furthest(found, expected):
+    """Between two models, relative to their tensors' size."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[name] - value).abs().max() / (value.abs().max() + 1e-30))
+        for name, value in expected.items()
+    )
+
+
+def measured(rank):
+    """Each rank by its own clock; the model is as it was."""
+    from torch.nn.functional import cross_entropy
+
+    import mucudnn.torch as mt
+
+    model, data, _ = problem("residual")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    work = mt.distribute(model, cross_entropy, data[:5], batch=BATCH)
+    after = work.model.module.state_dict()
+    return {
+        "plan": work.plan.samples,
+        "sizes": [len(member.table.points) for member in work.fleet.ranks],
+        "most": [member.table.most for member in work.fleet.ranks],
+        "changed": [n for n, v in before.items() if not v.equal(after[n])],
+        "gradients": [n for n, p in model.named_parameters() if p.grad is not None],
+        "training": model.training,
+    }
+
+
+def refused(rank):
+    """What ranks that disagree, or models that cannot be, are told."""
+    import mucudnn.torch as mt
+
+    model, _, _ = problem("plain")
+    told = []
+    wrong = (
+        {"batch": BATCH + rank},
+        {"batch": 1},
+        {"batch": BATCH, "batch_norm": "some"},
+        {"batch": BATCH, "table": None},
+    )
+    for asked in wrong:
+        try:
+            mt.distribute(model, **{"table": a_table(rank), **asked})
+        except (ValueError, TypeError) as e:
+            told.append(str(e))
+    return told
+
+
+def drifting(rank):
+    """The second rank gets slower for an epoch, and is as it was after that."""
+    import time
+
+    import torch
+    from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+    import mucudnn.torch as mt
+    from mucudnn.ir.fleet import StepPoint, StepTable
+
+    class Slow(torch.nn.Linear):
+        each = 0.02
+
+        def forward(self, x):
+            time.sleep(self.each * len(x))
+            return super().forward(x)
+
+    data = torch.randn(24, 2)
+    model = Slow(2, 1)
+    table = StepTable("slow", (StepPoint(1, 20.0), StepPoint(BATCH, 20.0 * BATCH)))
+    work = mt.distribute(model, batch=BATCH, table=table)
+    batches = BatchSampler(SequentialSampler(data), BATCH, drop_last=False)
+    loader = DataLoader(data, batch_sampler=work.batches(batches))
+    plans = []
+    for factor in (1, 1, 5, 5, 1, 1):
+        model.each = 0.02 * (factor if rank == 1 else 1)
+        for x in loader:
+            work.model(x).mean().backward()
+        plans.append(work.plan.samples)
+    return plans
+
+
+def dying(rank, folder, *, die_at=None):
+    """A training that is written down after every step, and goes on from there."""
+    import signal
+
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torch.utils.data import DataLoader
+
+    import mucudnn.torch as mt
+
+    model, data, batches = problem("residual")
+    optimizer = torch.optim.SGD(model.parameters(), RATES["mean"], momentum=0.9)
+    file, losses = folder / "checkpoint.pt", []
+    if file.exists():
+        kept = torch.load(file)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        losses = kept["losses"]
+    epoch, skip = divmod(len(losses), len(batches))
+    for _ in range(epoch):
+        list(batches)  # what was drawn before
+    with mt.distribute(model, batch=BATCH, table=a_table(rank)) as work:
+        loader = DataLoader(data, batch_sampler=work.batches(batches, skip=skip))
+        for _ in range(epoch, EPOCHS):
+            for x, y in loader:
+                if rank == 1 and len(losses) == die_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                loss = cross_entropy(work.model(x), y)
+                loss.backward()
+                optimizer.step()
+                losses.append(work.mean(loss).item())
+                if rank == 0:
+                    kept = {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "losses": losses,
+                    }
+                    torch.save(kept, folder / "draft.pt")
+                    (folder / "draft.pt").rename(file)
+    expected, state = alone("residual")
+    return {
+        "losses": max(map(relative, losses, expected)),
+        "steps": len(losses),
+        "state": furthest(model.state_dict(), state),
+    }
+
+
+def everything(rank):
+    """Several trainings in one group: starting one takes longer than they do."""
+    return {
+        "residual": trained("residual", rank),
+        "unet": trained("unet", rank),
+        "sum": trained("residual", rank, reduction="sum"),
+        "passes": trained("plain", rank, passes=True, memory=150 if rank else None),
+        "measured": measured(rank),
+        "refused": refused(rank),
+    }
+
+
+SCENARIOS = {
+    "everything": lambda rank, folder: everything(rank),
+    "residual": lambda rank, folder: trained("residual", rank),
+    "drifting": lambda rank, folder: drifting(rank),
+    "killed": lambda rank, folder: dying(rank, folder, die_at=4),
+    "resumed": dying,
+}
+
+
+def main(scenario, rank, size, folder):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = folder / f"store-{scenario}-{size}"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size
+    )
+    result = SCENARIOS[scenario](rank, folder)
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -1,0 +1,106 @@
+"""Ranks over gloo: losses are one device's, shares the planner's, faults one line."""
+
+import signal
+import time
+
+import pytest
+
+from tests.fleet_ranks import BATCH, SAMPLES, ranks, start
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+import torch.distributed as dist  # noqa: E402
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("needs PyTorch with gloo", allow_module_level=True)
+
+pytestmark = pytest.mark.torch
+
+CLOSE = 1e-11
+"""In double precision, after two epochs: the order of sums, no more."""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return ranks("everything", 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", ["residual", "unet", "sum", "passes"])
+def test_losses_are_those_of_one_device(two, name):
+    first, second = (result[name] for result in two)
+    # Two passes of the slow rank cost it a share.
+    shares = (9, 3) if name != "passes" else (10, 2)
+    assert first["plan"] == second["plan"] == list(shares)
+    assert [r["seen"][:2] for r in (first, second)] == [[n] * 2 for n in shares]
+    assert [a + b for a, b in zip(first["seen"], second["seen"], strict=True)] == [
+        *(BATCH, BATCH, SAMPLES % BATCH),
+        *(BATCH, BATCH, SAMPLES % BATCH),
+    ]
+    for found in (first, second):
+        assert found["losses"] < CLOSE
+        assert found["state"] < CLOSE
+
+
+def test_a_share_that_does_not_fit_runs_in_passes(two):
+    assert two[0]["passes"]["passes"] == [1, 2]
+    assert two[0]["residual"]["passes"] == [1, 1]
+
+
+def test_each_rank_measures_itself_and_leaves_the_model_as_it_was(two):
+    first, second = (result["measured"] for result in two)
+    assert first["plan"] == second["plan"]
+    assert sum(first["plan"]) == BATCH
+    assert min(first["plan"]) >= 1
+    assert first["most"] == [BATCH - 1] * 2
+    for found in (first, second):
+        assert found["changed"] == found["gradients"] == []
+        assert found["training"]
+
+
+def test_what_cannot_be_is_refused_on_every_rank(two):
+    for result in two:
+        differ, few, word, nothing = result["refused"]
+        assert (
+            "rank 1 asks for (batch, at_least, batch_norm, reduction) = (13" in differ
+        )
+        assert "fewer than 1 samples for each of 2 ranks" in few
+        assert "choose one of: synchronised, per_rank" in word
+        assert "a loss function and an example batch" in nothing
+
+
+@pytest.mark.slow
+def test_three_ranks_make_the_losses_of_one(tmp_path):
+    for found in ranks("residual", 3, tmp_path):
+        assert sum(found["plan"]) == BATCH
+        assert found["plan"][1] < found["plan"][0]
+        assert found["losses"] < CLOSE
+        assert found["state"] < CLOSE
+
+
+@pytest.mark.slow
+def test_shares_follow_a_rank_that_gets_slower_and_recovers(tmp_path):
+    first, second = ranks("drifting", 2, tmp_path)
+    assert first == second
+    equal, _, _, slowed, _, recovered = (plan[1] for plan in first)
+    assert equal == BATCH // 2
+    assert slowed <= BATCH // 3
+    assert recovered > slowed
+
+
+def test_a_dead_rank_ends_the_others_and_the_run_goes_on_with_another_number(tmp_path):
+    processes = start("killed", 2, tmp_path)
+    try:
+        assert processes[1].wait(120) == -signal.SIGKILL
+        died = time.monotonic()
+        assert processes[0].wait(30) == 1
+        assert time.monotonic() - died < 30
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    *_, line = (tmp_path / "0.err").read_text().strip().splitlines()
+    assert "mucudnn.errors.RankLostError: another rank of the training is gone" in line
+    (found,) = ranks("resumed", 1, tmp_path)
+    assert found["steps"] == 6
+    assert found["losses"] < CLOSE
+    assert found["state"] < CLOSE
