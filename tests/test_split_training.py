@@ -63,6 +63,14 @@ def test_a_budget_does_not_change_the_bits_of_a_step_in_parts():
     assert [r.loss for r in found[0]] == [r.loss for r in kept[0]]
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_training_in_strips_is_the_same_training(norm):
+    whole, found = trained("none", norm=norm), trained("height:3", norm=norm)
+    for mine, theirs in zip(found[0], whole[0], strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
+    np.testing.assert_allclose(found[1], whole[1], rtol=1e-3, atol=1e-4)
+
+
 def test_whole_or_in_parts_is_decided_by_what_was_measured():
     found, _, _, splitting = trained("auto", budget="1MiB")
     assert np.isfinite([r.loss for r in found]).all()

@@ -9,13 +9,14 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.graph.split_parts import largest_rows, parts_by_bytes
-from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting import (
-    SplitStep,
+from mucudnn.passes.planning.cutting import (
+    Cutting,
+    check_split,
     couples_batch,
-    parts_for,
-    plan_splitting,
+    cuttings,
 )
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.splitting import SplitStep, plan_splitting
 from mucudnn.studies.memory_study import IN_PARTS, StepSpec, study_memory
 
 
@@ -73,11 +74,45 @@ def test_parts_follow_sizes_where_the_batch_is_coupled():
     coupled, free = network(16, norm=True), network(16, norm=False)
     assert couples_batch(coupled)
     assert not couples_batch(free)
-    assert parts_for(free, 4) == 4
+    assert Cutting(4).parts_of(free) == 4
     parts = parts_by_bytes(coupled, largest_rows(coupled) / 4, most=4)
     assert set(parts.values()) == {4} or {1, 4} <= set(parts.values())
     with pytest.raises(ValueError, match="limit"):
         parts_by_bytes(coupled, 0)
+
+
+def test_strips_are_tried_where_there_are_few_images():
+    one = network(1, norm=True)
+    tried = [str(cutting) for cutting in cuttings(one, "auto")]
+    assert tried == ["whole", *(f"{k} strips" for k in (2, 4, 8, 16))]
+    assert {c.along for c in cuttings(network(4, norm=True), "auto")} == {"batch"}
+    assert [str(c) for c in cuttings(network(4, norm=True), "height:3")] == ["3 strips"]
+    free = plan_splitting(step(1 << 40, batch=1))
+    assert free.chosen.parts == 1
+    least = free.tried[0].least_bytes
+    tight = plan_splitting(step(0.5 * least, batch=1))
+    assert tight.chosen.cutting.along == "height"
+    assert tight.chosen.plan.peak_bytes <= 0.5 * least
+    assert "strips" in tight.reason
+    assert "strips" in str(tight.chosen.segments[0])
+    assert tight.to_json()["along"] == "height"
+
+
+def test_strips_of_what_has_no_images_are_refused():
+    g = GraphBuilder()
+    x, label = g.input("image", (4, 6)), g.input("label", (4,), "int64")
+    dense = training_graph(g.build(g.softmax_cross_entropy(g.linear(x, 3), label)))
+    assert [c.along for c in cuttings(dense, "auto")] == ["batch"] * 3
+    with pytest.raises(ValueError, match="no images"):
+        list(cuttings(dense, "height"))
+
+
+@pytest.mark.parametrize(
+    "split", ["height:0", "height:", "height:x", "width", "auto:2"]
+)
+def test_what_is_no_split_is_refused(split):
+    with pytest.raises(ValueError, match="height:4"):
+        check_split(split)
 
 
 def test_the_memory_study_has_steps_in_parts_as_one_more_technique():

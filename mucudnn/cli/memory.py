@@ -114,7 +114,7 @@ _CODES = (
 @option(
     "--split PARTS",
     "Also run the step in slices of its batch: auto, none, or how many parts of its "
-    "largest layers.",
+    "largest layers; or in strips of its images: height, or height:4 for so many.",
     split_of,
     default="none",
 )

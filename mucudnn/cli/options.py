@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from functools import reduce
 from importlib import import_module
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import click
 
@@ -211,19 +211,20 @@ class StrategyOption(click.Option):
         return super().get_help_record(ctx)
 
 
-def split_of(text: str) -> Literal["auto", "none"] | int:
-    """`auto`, `none` or a number of parts.
+def split_of(text: str) -> str | int:
+    """`auto`, `none`, a number of parts, `height`, or `height:` and one of strips.
 
     Raises:
         click.BadParameter: It is none of these.
     """
-    if text == "auto":
-        return "auto"
-    if text == "none":
-        return "none"
-    if text.isdecimal() and 0 < int(text) <= MOST_IMAGES:
-        return int(text)
-    raise click.BadParameter(f"{text!r} is not auto, none or a number of parts")
+    number = text.removeprefix("height:")
+    if number.isdecimal() and 0 < int(number) <= MOST_IMAGES:
+        return text if number != text else int(number)
+    if text in ("auto", "none", "height"):
+        return text
+    raise click.BadParameter(
+        f"{text!r} is not auto, none, height, height:STRIPS or a number of parts"
+    )
 
 
 def option(

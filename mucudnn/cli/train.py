@@ -64,8 +64,8 @@ def train(
                 raise BadInputError(f"--{option} needs --checkpoint DIR")
     if settings["budget"] is None:
         _refuse_budgeted(ctx)
-        if settings["split"] == "auto":
-            raise BadInputError("--split auto needs --budget SIZE")
+        if settings["split"] in ("auto", "height"):
+            raise BadInputError(f"--split {settings['split']} needs --budget SIZE")
     from mucudnn.cli.progress import progress_display
 
     with progress_display(1) as show:

@@ -201,7 +201,8 @@ run_options = group(
     option(
         "--split PARTS",
         "Run a step in slices of its batch, which need less at once: none, how many "
-        "parts of its largest layers, or, with --budget, auto.",
+        "parts of its largest layers, or, with --budget, auto; or in strips of its "
+        "images: height:4 for so many, or, with --budget, height.",
         split_of,
         default="none",
     ),

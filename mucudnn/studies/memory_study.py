@@ -24,18 +24,13 @@ from mucudnn.passes.planning.comparison import (
     try_technique,
     unbounded,
 )
+from mucudnn.passes.planning.cutting import WHOLE, Split, check_split
 from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.lower_bound import lower_bound
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting import (
-    WHOLE,
-    Split,
-    Splitting,
-    check_split,
-    plan_splitting,
-)
+from mucudnn.passes.planning.splitting import Splitting, plan_splitting
 from mucudnn.passes.registry import by_name, name_of
 from mucudnn.passes.residency import (
     PLANNED,
@@ -97,8 +92,9 @@ def study_memory(
             are not estimated.
         progress: Called with what is being done, how much is done, and of how much.
         split: Whether the step may run in slices of its batch, as one more technique:
-            "none", "auto", or the number of parts of its largest layers; not on the
-            CPU, which would have to be measured.
+            "none", "auto", the number of parts of its largest layers, "height" for
+            strips of its images, or "height:4" for so many; not on the CPU, which
+            would have to be measured.
 
     Raises:
         TypeError: The step is neither a graph nor a `StepSpec`.

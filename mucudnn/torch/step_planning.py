@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.planning.splitting import WHOLE, Split, check_split
+from mucudnn.passes.planning.cutting import HEIGHT, WHOLE, Split, check_split
 from mucudnn.torch.capture.parts import StepParts
 from mucudnn.torch.capture.updates import with_updates
 from mucudnn.torch.capture.whole_step import CapturedStep
@@ -86,6 +86,11 @@ class StepPlanning:
 
     def __post_init__(self) -> None:
         check_split(self.split)
+        if isinstance(self.split, str) and self.split.startswith(HEIGHT):
+            raise ValueError(
+                "a step of PyTorch's is cut along its batch, not its images: split is "
+                f"'auto', 'none' or a number of parts, not {self.split!r}"
+            )
         if self.fusing is not None and self.split != WHOLE:
             raise ValueError(
                 f"split={self.split!r} and inductor=True: kernels of several "

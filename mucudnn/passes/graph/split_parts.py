@@ -6,11 +6,18 @@ two. What is smaller for a few nodes only is cut like its neighbours, because ro
 are put together and cut again cost copies.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mucudnn.arguments import an_integer
 from mucudnn.ir.graph import Graph, Node, Role
-from mucudnn.passes.graph.split_axis import SAMPLES, Along, along_batch, cuttable
+from mucudnn.ir.tensor import TensorSpec
+from mucudnn.passes.graph.split_axis import (
+    SAMPLES,
+    Along,
+    along_batch,
+    cut_as,
+    cuttable,
+)
 
 __all__ = ["Parts", "asked_of", "largest_rows", "parts_by_bytes"]
 
@@ -100,15 +107,21 @@ def _parts(size: int, limit: float, most: int) -> int:
 
 def _rows_bytes(graph: Graph, able: frozenset[str], along: Along) -> list[int]:
     """Bytes of the largest tensor of every node that has rows; 0 of others."""
+    tensors = graph.tensors
 
-    def sizes(names: Sequence[str]) -> list[int]:
-        specs = (graph.tensors[name] for name in names)
-        return [
-            spec.nbytes for spec in specs if spec.role in _OF_STEP and along.cuts(spec)
-        ]
+    def rows(node: Node) -> Iterator[TensorSpec]:
+        how = cut_as(tensors, node, along)
+        if how is None:  # it falls into pieces
+            yield from filter(along.cuts, (tensors[name] for name in node.tensors))
+            return
+        for name, axis in zip(node.tensors, (*how.inputs, *how.outputs), strict=True):
+            if axis is not None:
+                yield tensors[name]
 
     return [
-        max(sizes(node.tensors), default=0) if node.name in able else 0
+        max((s.nbytes for s in rows(node) if s.role in _OF_STEP), default=0)
+        if node.name in able
+        else 0
         for node in graph.nodes
     ]
 

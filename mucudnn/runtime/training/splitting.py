@@ -1,4 +1,4 @@
-"""A trainer's step cut along the batch: by a number, or as is measured to be best."""
+"""A trainer's step in slices or strips: by a number, or as is measured to be best."""
 
 from dataclasses import replace
 
@@ -7,20 +7,15 @@ from mucudnn.ir.graph import Graph
 from mucudnn.ir.optimizers import Optimizer
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.optimizer_updates import When, with_updates
-from mucudnn.passes.graph.split import split_batch
 from mucudnn.passes.ordering import Order, ordered
-from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting import (
-    AUTO,
+from mucudnn.passes.planning.cutting import (
     Segment,
     Split,
-    SplitStep,
-    Splitting,
     check_split,
-    parts_for,
-    plan_splitting,
-    segments_of,
+    cutting_of,
 )
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.splitting import SplitStep, Splitting, plan_splitting
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.profiler import OnNode, profile
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -32,9 +27,10 @@ class Divider:
     """Cuts a training graph; remembers why.
 
     Args:
-        split: `auto`, `none`, or the number of parts of the largest layers.
-        tuner: Measures, for `auto`.
-        budget: What the step is planned for; without one `auto` leaves it whole.
+        split: `auto`, `none`, the number of parts of the largest layers, `height`, or
+            `height:4` for so many strips.
+        tuner: Measures, for `auto` and `height`.
+        budget: What the step is planned for; without one these leave it whole.
         optimizer: Of the step.
         when: Whether its updates come early or late.
         order: In which order the step runs.
@@ -74,18 +70,17 @@ class Divider:
         Raises:
             PlanningError: Neither whole nor in parts does it fit the budget.
         """
-        parts: Split = self._split
-        if parts == AUTO and self._budget is not None:
+        cutting = cutting_of(graph, self._split)
+        if cutting is None:
+            if self._budget is None:
+                return graph
             step = SplitStep(graph, self._finished, self._costs, self._asked)
-            self.decision = plan_splitting(step, AUTO)
-            parts = self.decision.chosen.parts
+            self.decision = plan_splitting(step, self._split)
+            cutting = self.decision.chosen.cutting
             request = self.decision.chosen.request
             self.profile = None if request is None else request.profile
-        if not isinstance(parts, int) or parts == 1:
-            return graph
-        cut = parts_for(graph, parts)
-        self.segments = tuple(segments_of(graph, cut))
-        return split_batch(graph, cut)
+        self.segments = cutting.segments(graph)
+        return cutting.cut(graph)
 
     def _finished(self, graph: Graph) -> Graph:
         return ordered(

@@ -20,8 +20,8 @@ from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.graph.optimizer_updates import When
 from mucudnn.passes.ordering import ORDERS, Order
+from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.passes.planning.place_step import PlacedStep
-from mucudnn.passes.planning.splitting import WHOLE, Split
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
@@ -78,9 +78,9 @@ class Trainer:
             on the device.
         progress: Called while a step is measured for its budget, with a node's name,
             how many are done, and of how many.
-        split: Whether the step runs in slices of its batch: "none", the number of parts
-            of its largest layers, or "auto": whole or in parts, as is predicted to be
-            faster within the budget. Sums over the batch are then added in another
+        split: "none", the number of slices of the batch that the largest layers run in,
+            "height:4" for so many strips of images, or "auto" or "height" for what is
+            predicted to be fastest within the budget. Sums are then added in another
             order; masks, losses and statistics are those of the whole batch.
         fuse: Whether a ReLU, and a sum before it, are computed by the kernel of the
             normalisation, bias or sum whose result they read, and their gradients by
