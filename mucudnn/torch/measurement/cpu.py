@@ -1,15 +1,18 @@
 """Times by the clock, bytes by PyTorch's profiler, copies beside a computation.
 
+A time is the least of a few: whatever else the machine does only adds to it, and a plan
+weighs times that were taken one after another.
+
 Here a thread copies, on a core and through a memory that the computation wants as well.
 So copies are timed while the heaviest operations of a step run, and what these take
 longer meanwhile is theirs: at most the copy's own time, for which a computation could
 as well have waited.
 """
 
-import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -24,27 +27,28 @@ from mucudnn.torch.measurement.profiler_events import (
 
 __all__ = ["CpuMeter"]
 
-_REPEATS = 3
+_REPEATS = 5
 _ENOUGH_S = 0.5
 _MARK = "mucudnn:call:"
-_COPIED = 4 << 20
-_ROUNDS = 5
-_ROUND_S = 0.01
+_COPIED = 2 << 20
+_PIECES = 8
+"""Of memory that is copied in turns: together more than caches have."""
+
+_ROUNDS = 24
+_ROUND_S = 0.003
 
 
 class CpuMeter:
     """Measures calls on the CPU."""
 
     def time_ms(self, call: Callable[[], object]) -> float:
-        """The median time of a call that has run before."""
+        """The least time of a call that has run before."""
         times: list[float] = []
         for _ in range(_REPEATS):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
+            times.append(_seconds(call, 1))
             if sum(times) > _ENOUGH_S:
                 break
-        return 1e3 * statistics.median(times)
+        return 1e3 * min(times)
 
     def most_bytes(
         self, calls: Sequence[Callable[[], Callable[[], object]]]
@@ -66,36 +70,50 @@ class CpuMeter:
     def links(self, prepared: Callable[[], Callable[[], object]]) -> Links:
         """Copies by one thread beside a call; out and back in turns."""
         call = prepared()
-        source = torch.ones(_COPIED, dtype=torch.uint8)
+        memory = _Memory.touched()
         once = max(1e-6, self.time_ms(call) / 1e3)
         count = max(1, round(_ROUND_S / once))
-        slower, out_s, back_s = [], [], []
+        alone, beside, copies = [], [], []
         for _ in range(_ROUNDS):
-            alone = _seconds(call, count)
-            with _Copying(source) as copying:
-                beside = _seconds(call, count)
-                copied = sum(copying.out_s) + sum(copying.back_s)
-            slower.append((beside - alone) / copied if copied else 0.0)
-            out_s += copying.out_s
-            back_s += copying.back_s
-        out, back = statistics.median(out_s), statistics.median(back_s)
-        share = min(1.0, max(0.0, statistics.median(slower)))
-        return Links(_COPIED / 1e3 / out, _COPIED / 1e3 / back, share)
+            alone.append(_seconds(call, count))
+            with _Copying(memory) as copying:
+                beside.append((_seconds(call, count), copying.copied_s))
+            copies += copying.pairs
+        least, copied = min(beside)
+        share = (least - min(alone)) / copied if copied else 0.0
+        out, back = (min(some) for some in zip(*copies, strict=True))
+        rates = (_COPIED / 1e3 / out, _COPIED / 1e3 / back)
+        return Links(*rates, min(1.0, max(0.0, share)))
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Pieces to copy, on the device and on the host, touched as a step's mostly are."""
+
+    source: torch.Tensor
+    host: torch.Tensor
+    target: torch.Tensor
+
+    @classmethod
+    def touched(cls) -> "_Memory":
+        """All of it, written to once."""
+        source = torch.ones(_PIECES, _COPIED, dtype=torch.uint8)
+        host = host_bytes(source.numel()).view(source.shape)
+        return cls(source, host.copy_(source), source.clone())
 
 
 class _Copying:
-    """A thread that copies there and back until the `with` ends, twice at least.
+    """A thread that copies there and back until the `with` ends, once at least.
 
     Args:
-        source: What it copies, again and again.
+        memory: What it copies, again and again.
     """
 
-    def __init__(self, source: torch.Tensor) -> None:
-        self._source = source
+    def __init__(self, memory: _Memory) -> None:
+        self._memory = memory
         self._ended = False
         self._thread = threading.Thread(target=self._copy, daemon=True)
-        self.out_s: list[float] = []
-        self.back_s: list[float] = []
+        self.pairs: list[tuple[float, float]] = []
 
     def __enter__(self) -> "_Copying":
         self._thread.start()
@@ -105,16 +123,22 @@ class _Copying:
         self._ended = True
         self._thread.join()
 
+    @property
+    def copied_s(self) -> float:
+        """What its copies so far took."""
+        return sum(map(sum, tuple(self.pairs)))
+
     def _copy(self) -> None:
-        host = host_bytes(_COPIED)
-        host.copy_(self._source)
-        while not (self._ended and self.back_s):
+        memory = self._memory
+        while not (self._ended and self.pairs):
+            piece = len(self.pairs) % _PIECES
+            source, host = memory.source[piece], memory.host[piece]
+            target = memory.target[piece]
             start = time.perf_counter()
-            host.copy_(self._source)
+            host.copy_(source)
             between = time.perf_counter()
-            torch.empty_like(self._source).copy_(host)
-            self.out_s.append(between - start)
-            self.back_s.append(time.perf_counter() - between)
+            target.copy_(host)
+            self.pairs.append((between - start, time.perf_counter() - between))
 
 
 def _seconds(call: Callable[[], object], count: int) -> float:

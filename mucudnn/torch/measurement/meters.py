@@ -19,7 +19,7 @@ class Meter(Protocol):
     """Measures calls on one device."""
 
     def time_ms(self, call: Callable[[], object]) -> float:
-        """The median time of a call that has run before."""
+        """The time of a call that has run before."""
 
     def most_bytes(self, calls: Sequence[Prepared]) -> list[int]:
         """The most that each call has in use of what it allocates, results included."""

@@ -97,7 +97,7 @@ class PlanStore:
             settings: What else it measures by.
         """
         places = Places(lowered)
-        key = self._key(f"profile {settings}", lowered, places)
+        key = self._key(f"least times {settings}", lowered, places)
         if self._entries is None or key is None:
             return measured(lowered)
         data = self._entries.get(key)
