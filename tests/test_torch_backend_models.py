@@ -8,6 +8,7 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+import mucudnn.torch as mt  # noqa: E402
 from tests.torch_backends import (  # noqa: E402
     backwards,
     check_against_eager,
@@ -250,3 +251,24 @@ def test_results_that_nothing_reads_may_be_changed():
         return loss, scaled
 
     check_against_eager(maker(forward), run, measured=False)
+
+
+def test_new_values_of_buffers_go_when_they_are_written_back():
+    def peak(updates):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        layers = [nn.Linear(256, 256) for _ in range(6)]
+        model = nn.Sequential(*layers, nn.BatchNorm1d(256))
+        model.register_buffer("average", torch.zeros(1024, 256))
+
+        def loss(x):
+            if updates:
+                model.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            return model(x).square().mean()
+
+        backend = mt.backend(cache=None)
+        torch.compile(loss, backend=backend)(torch.randn(8, 256)).backward()
+        [plan] = backend.plans
+        return plan.peak_bytes - plan.resident_bytes
+
+    assert peak(True) < peak(False) + (64 << 10)  # of 1 MiB

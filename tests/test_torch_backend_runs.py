@@ -6,7 +6,6 @@ import gc
 import math
 import mmap
 import threading
-import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -117,53 +116,6 @@ def test_numbers_that_change(numbers, plans):
             found.append([loss, model.weight.grad, model.bias.grad])
         assert all(map(torch.equal, *found))
     assert len(backend.plans) <= plans
-
-
-class Broken(nn.Module):
-    """Three graphs: Python looks at values between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x):
-        first, second, third = self.layers
-        x = self.drop(torch.relu(first(x)))
-        torch._dynamo.graph_break()
-        x = self.drop(torch.relu(second(x)))
-        torch._dynamo.graph_break()
-        return third(x).square().mean()
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own look at it
-def test_graphs_of_one_model_keep_the_budget_each_and_say_so():
-    def fresh():
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        return Broken(), (torch.randn(128, 64),)
-
-    model, batch = fresh()
-    wanted = observed(model, one_backward, model, batch)
-    model, batch = fresh()
-    backend = mt.backend(budget="200KiB")
-    call = torch.compile(model, backend=backend)
-    words = r"several graphs.*graph 0/0 \(.*runs.py.*keeps the budget of 200.0 KiB for"
-    with pytest.warns(UserWarning, match=words) as caught:
-        found = observed(model, one_backward, call, batch)
-    assert len([w for w in caught if "several graphs" in str(w.message)]) == 1
-    assert not differing(found, wanted)
-    assert not differing(observed(model, one_backward, call, batch), wanted)
-    assert len(backend.plans) == len({plan.name for plan in backend.plans}) == 3
-    assert backend.peak_bytes == sum(plan.peak_bytes for plan in backend.plans)
-    model, batch = fresh()
-    for budget in (None, "1MiB"):  # no promise to be careful with; one that holds
-        torch._dynamo.reset()
-        call = torch.compile(model, backend=mt.backend(budget=budget))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            one_backward(call, *batch)
-        assert not [w for w in caught if "several graphs" in str(w.message)]
 
 
 @pytest.mark.parametrize(

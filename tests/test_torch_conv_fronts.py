@@ -272,6 +272,35 @@ def test_compiled_models_choose_too(by_options):
         assert not any(map(is_native, plan.plan.plans.values()))
 
 
+@pytest.mark.usefixtures("gain_by_memory")
+def test_ways_to_run_convolutions_are_remembered(tmp_path, monkeypatch):
+    asked = []
+    measure = Tuner.measure
+    monkeypatch.setattr(
+        Tuner, "measure", lambda self, p: asked.append(p) or measure(self, p)
+    )
+
+    def planned(**options):
+        """How convolutions run, the loss of a step, and how much was measured."""
+        asked.clear()
+        model, batch = network(torch.float64)
+        one = tuner(native=True, **options)
+        step = mt.train_step(
+            model, functional.cross_entropy, sgd(model), tuner=one, cache=tmp_path
+        )
+        loss = step(*batch)
+        return dict(step.plan.convolutions), loss, len(asked)
+
+    plans, loss, count = planned(batch_policy="powers_of_two")
+    again, same, none = planned(batch_policy="powers_of_two")
+    assert count > none == 0
+    assert plans == again
+    assert loss == same
+    assert planned()[2] > 0  # another policy
+    assert planned(batch_policy=lambda n: [n])[2] > 0  # nobody knows what it does
+    assert planned(batch_policy=lambda n: [n])[2] > 0
+
+
 def test_mistakes_are_said():
     model, _ = network(torch.float32)
     given = model, functional.cross_entropy, sgd(model)

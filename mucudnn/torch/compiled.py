@@ -17,7 +17,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.fusion.switch import fusing_of
 from mucudnn.torch.internals import (
     aot_compiled,
+    breaks_of,
     examples_of,
     name_of_graph,
     outside_of_tracing,
@@ -46,6 +47,7 @@ from mucudnn.torch.measure import measured
 from mucudnn.torch.places import line_of_stack
 from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner, as_budget
+from mucudnn.torch.shared_budget import GraphSource, SharedBudget
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["CompileBackend", "backend", "compile_graph"]
@@ -67,9 +69,11 @@ def backend(
     other inputs, the gradients that come in, and the optimizer's state are the
     caller's. Without gradients nothing is planned.
 
-    A model with graph breaks is several graphs, and each keeps the budget for itself;
-    a warning says so, once, if all together may need more. What Dynamo runs eagerly is
-    in no graph and keeps nothing: after a break in a loop, or beyond
+    A model with graph breaks is several graphs, and they share the budget: one that
+    ends in a break takes a quarter of what is left, or what it cannot do without, and
+    the last one the rest. Models that are compiled apart with one backend keep it each
+    for itself; a warning says so, once, if all together may need more. What Dynamo runs
+    eagerly is in no graph and keeps nothing: after a break in a loop, or beyond
     `torch._dynamo.config.recompile_limit` versions of one function (8; PyTorch logs
     it). `fullgraph=True` refuses breaks, and `plans` has what was planned.
 
@@ -141,19 +145,11 @@ def _named(budget: float, tuner: Tuner | None, inductor: bool) -> "CompileBacken
     )
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What a graph is called, and the function that it is part of."""
-
-    name: str
-    function: str
-
-
 class CompileBackend:
     """Plans every graph that it is given.
 
     Args:
-        budget: Bytes for each graph.
+        budget: Bytes for all graphs of one model.
         costs: What tells times and scratch memory of a graph's nodes.
         plans: What was measured and planned before; None remembers nothing.
         tuner: Measures other ways to run the convolutions, if they are wanted.
@@ -173,14 +169,13 @@ class CompileBackend:
         tuner: Tuner | None = None,
         inductor: bool = False,
     ) -> None:
-        self._budget = budget
+        self._budget = SharedBudget(budget)
         self._costs = costs
         self._tuner = tuner
         self._choice = ConvolutionChoice(tuner)
         self._store = plans or PlanStore()
         self._fusing = fusing_of(inductor, self._store)
         self._planned: dict[Any, Halves] = {}
-        self._peaks: dict[str, int] = {}
         self._warned = False
         self.plans: list[TorchPlan] = []
 
@@ -192,12 +187,12 @@ class CompileBackend:
             tuner=self._tuner,
             inductor=self._fusing is not None,
         )
-        return build, (self._budget, self._costs)
+        return build, (self._budget.budget, self._costs)
 
     @property
     def peak_bytes(self) -> int:
         """The most in use while every graph is under way once, at its largest size."""
-        return sum(self._peaks.values())
+        return self._budget.peak_bytes
 
     def __call__(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any]
@@ -207,23 +202,23 @@ class CompileBackend:
         stacks = (node.meta.get("stack_trace") for node in module.graph.nodes)
         line = next(filter(None, map(line_of_stack, stacks)), "")
         name = f"graph {number}".rstrip() + line
+        plain = GraphSource(name, function + line, *breaks_of(module))
 
         def at_sizes(given: Sequence[Any], sizes: str) -> Callable[..., Any]:
-            source = _Source(f"{name}, at {sizes}", function)
+            source = replace(plain, name=f"{name}, at {sizes}")
             with while_compiling():
                 examples = examples_of(given)
                 return self._compiled_whole(module, examples, source, static=True)
 
         if has_symbols(inputs):
             return BySize(inputs, at_sizes)
-        source = _Source(name, function)
-        return self._compiled_whole(module, inputs, source, static=False)
+        return self._compiled_whole(module, inputs, plain, static=False)
 
     def _compiled_whole(
         self,
         module: torch.fx.GraphModule,
         inputs: Sequence[Any],
-        source: _Source,
+        source: GraphSource,
         *,
         static: bool,
     ) -> Callable[..., Any]:
@@ -232,7 +227,7 @@ class CompileBackend:
 
     def _partitioned(
         self,
-        source: _Source,
+        source: GraphSource,
         joint: torch.fx.GraphModule,
         joint_inputs: Sequence[Any],
         *,
@@ -251,7 +246,7 @@ class CompileBackend:
             return parts.refused(_refusal(e))
         return parts.split(halves)
 
-    def _halves(self, source: _Source, parts: Joint, own: Sequence[int]) -> Halves:
+    def _halves(self, source: GraphSource, parts: Joint, own: Sequence[int]) -> Halves:
         """Two halves of a program; the same graph is planned once."""
         parts.check()
         key = parts.key(own)
@@ -260,33 +255,36 @@ class CompileBackend:
                 lowered = parts.lowered()
                 mine = {lowered.inputs[i] for i in own}
                 given = {t for t in lowered.inputs if t is not None} - mine
-                known = self._store.profile(lowered, self._costs)
-                profile = self._choice.profile(lowered, known)
-                planner = Planner(lowered, profile, given)
-                remembered = self._choice.remembered(self._store)
-                if self._fusing is None:
-                    plan = planner.plan(self._budget, remembered)
-                else:
-                    planner, plan = self._fusing.plan(planner, self._budget, remembered)
+                store = self._store
+                profile = self._choice.profile(lowered, self._costs, store)
+                whole = Planner(lowered, profile, given)
+                fusing = self._fusing
+
+                def planned(budget: float) -> tuple[Planner, TorchPlan]:
+                    if fusing is not None:
+                        return fusing.plan(whole, budget, store)
+                    return whole, whole.plan(budget, store)
+
+                planner, plan = self._budget.plan(source, planned)
                 bound = self._choice.bound(planner.lowered, plan.plan)
                 halves = bind_halves(bound, plan.plan.schedule, parts.count)
             self._note(source, plan, halves)
             self._planned[key] = halves
         return self._planned[key]
 
-    def _note(self, source: _Source, plan: TorchPlan, halves: Halves) -> None:
+    def _note(self, source: GraphSource, plan: TorchPlan, halves: Halves) -> None:
         program = f"{halves.forward.source}\n{halves.backward.source}"
         self.plans.append(replace(plan, source=program, name=source.name))
         _log.info("%s", self.plans[-1])
-        peaks = self._peaks
-        peaks[source.function] = max(plan.peak_bytes, peaks.get(source.function, 0))
-        if len(peaks) > 1 and self.peak_bytes > self._budget and not self._warned:
+        shared = self._budget
+        shared.note(source, plan.peak_bytes)
+        apart = shared.models > 1 and shared.peak_bytes > shared.budget
+        if apart and not self._warned:
             self._warned = True
             warnings.warn(
-                f"there are several graphs ({self.plans[0].name}; {source.name}), and "
-                f"each keeps the budget of {format_bytes(int(self._budget))} for "
-                f"itself: together up to {format_bytes(self.peak_bytes)} so far; "
-                "torch.compile with fullgraph=True says why a graph ends",
+                f"there are several models ({self.plans[0].name}; {source.name}), and "
+                f"each keeps the budget of {format_bytes(int(shared.budget))} for "
+                f"itself: together up to {format_bytes(shared.peak_bytes)} so far",
                 stacklevel=2,
             )
 

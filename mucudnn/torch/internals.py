@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "aot_compiled",
+    "breaks_of",
     "examples_of",
     "graph_is_kept",
     "mutated_inputs",
@@ -26,6 +27,7 @@ __all__ = [
     "outside_of_tracing",
     "refresh_values",
     "while_compiling",
+    "written_back",
 ]
 
 
@@ -156,6 +158,31 @@ def mutated_inputs(
     ]
     given = [node.meta.get("desc") for node in inputs]
     return [i for i, described in enumerate(given) if described in changed]
+
+
+def written_back(output: torch.fx.Node) -> Sequence[int]:
+    """Results that are new values of inputs.
+
+    AOTAutograd copies them there behind the first half, and lets go of them.
+    """
+    described = enumerate(output.meta.get("desc", ()))
+    return [i for i, d in described if isinstance(d, InputMutationAOTOutput)]
+
+
+def breaks_of(module: torch.fx.GraphModule) -> tuple[str | None, bool]:
+    """Where a break ends a graph that Dynamo captured, and whether one is before it.
+
+    Dynamo leaves its reason to end a graph on the module, with the user's stack. Where
+    it goes on behind a break is a function of its own making, known by its name. There
+    is no public way to ask for either but `torch._dynamo.explain`, which runs a model.
+    """
+    stacks = (node.meta.get("stack_trace") or "" for node in module.graph.nodes)
+    resumes = any("torch_dynamo_resume_in_" in stack for stack in stacks)
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None, resumes
+    lines = [f"{f.filename}:{f.lineno}" for f in reason.user_stack]
+    return (lines[-1] if lines else "a line that is not known"), resumes
 
 
 def name_of_graph(module: torch.fx.GraphModule) -> tuple[str, str]:

@@ -79,9 +79,9 @@ def train_step(
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
         tuner: Measures other ways to run the convolutions, our algorithms and
             micro-batches, of which the plan takes what is fastest in the bytes that it
-            has; results differ from eager ones by rounding then, and plans are made
-            anew. Its backend is `mucudnn.torch.cpu_backend()`. None leaves them to
-            PyTorch's kernels.
+            has; results differ from eager ones by rounding then. What was measured is
+            remembered, unless its batch policy is a function. Its backend is
+            `mucudnn.torch.cpu_backend()`. None leaves them to PyTorch's kernels.
         cache: A folder to remember measurements and plans in, by default one in the
             user's cache directory; None remembers nothing.
         offload_state: Whether parameters, buffers and the optimizer's state may live

@@ -112,20 +112,18 @@ class StepPlanning:
             return replace(planner, offload=self.offload_state)
 
         lowered = lowered_step(captured)
-        remembered = self.choice.remembered(self.plans)
         if self.split != WHOLE:
             names = captured.names
             planner, plan = plan_in_parts(lowered, names, make, self.budget, self.split)
         elif self.fusing is None:
             planner = make(lowered)
-            plan = planner.plan(self.budget, remembered)
+            plan = planner.plan(self.budget, self.plans)
         else:
             whole = make(lowered)
-            planner, plan = self.fusing.plan(whole, self.budget, remembered)
+            planner, plan = self.fusing.plan(whole, self.budget, self.plans)
         chosen = self.choice.bound(planner.lowered, plan.plan)
         bound = bind_step(chosen, plan.plan.schedule)
         return replace(plan, source=bound.source), bound
 
     def _profile(self, lowered: Lowered) -> Profile:
-        known = self.plans.profile(lowered, self.costs)
-        return self.choice.profile(lowered, known)
+        return self.choice.profile(lowered, self.costs, self.plans)

@@ -18,7 +18,7 @@ from mucudnn.ir.traits import NodeTraits
 from mucudnn.torch.capture.halves import Count, Half, Halves
 from mucudnn.torch.capture.sizes import has_symbols
 from mucudnn.torch.execution.lanes import DEVICES
-from mucudnn.torch.internals import mutated_inputs
+from mucudnn.torch.internals import mutated_inputs, written_back
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
 
@@ -91,7 +91,8 @@ class Joint:
             return Phase.BACKWARD if node in backward else Phase.FORWARD
 
         mutated = mutated_inputs(self.output, self.primals)
-        found = _remembering(lower(self.module, phase_of), mutated)
+        values = written_back(self.output)
+        found = _remembering(lower(self.module, phase_of), mutated, values)
         return _staying(found, found.results[: self.count.results])
 
     def key(self, own: Sequence[int]) -> Any:
@@ -253,13 +254,26 @@ def _staying(lowered: Lowered, results: Sequence[Any]) -> Lowered:
 
 def _later(graph: Graph) -> Iterator[Node]:
     """What runs in the second half."""
-    return (node for node in graph.nodes if node.phase is not Phase.FORWARD)
+    return (
+        node
+        for node in graph.nodes
+        if node.phase is not Phase.FORWARD and node.name != _CHANGED
+    )
 
 
-def _remembering(lowered: Lowered, mutated: Sequence[int]) -> Lowered:
+def _remembering(
+    lowered: Lowered, mutated: Sequence[int], values: Sequence[int]
+) -> Lowered:
     """The graph with it said that some inputs are others in the backward pass.
 
-    Nothing that reads them may be computed again there.
+    Nothing that reads them may be computed again there. Their new values, which are
+    results, are copied to them between the halves, and go with that unless they are
+    what the model returns as well.
+
+    Args:
+        lowered: The graph.
+        mutated: Those inputs.
+        values: The results that are their values.
     """
     changed = tuple(
         dict.fromkeys(t for i in mutated if (t := lowered.inputs[i]) is not None)
@@ -267,11 +281,21 @@ def _remembering(lowered: Lowered, mutated: Sequence[int]) -> Lowered:
     if not changed:
         return lowered
     graph = lowered.graph
-    node = Node(_CHANGED, "store", changed, (), phase=Phase.BACKWARD, mutates=changed)
+    results = enumerate(lowered.results)
+    others = {graph.storages[r] for i, r in results if i not in values and _made(r)}
+    asked = dict.fromkeys(r for i in values if _made(r := lowered.results[i]))
+    gone = [r for r in asked if r in graph.outputs and graph.storages[r] not in others]
+    node = Node(
+        _CHANGED, "store", (*changed, *gone), (), phase=Phase.BACKWARD, mutates=changed
+    )
     forward = [n for n in graph.nodes if n.phase is Phase.FORWARD]
     backward = [n for n in graph.nodes if n.phase is not Phase.FORWARD]
     calls = MappingProxyType({**lowered.calls, _CHANGED: NOTHING})
-    nodes = (*forward, node, *backward)
-    return replace(
-        lowered, graph=Graph(graph.tensors, nodes, graph.outputs), calls=calls
-    )
+    outputs = tuple(name for name in graph.outputs if name not in gone)
+    found = Graph(graph.tensors, (*forward, node, *backward), outputs)
+    return replace(lowered, graph=found, calls=calls)
+
+
+def _made(result: Any) -> bool:
+    """Whether a result is a tensor of the graph."""
+    return isinstance(result, str)

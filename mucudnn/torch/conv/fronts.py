@@ -52,15 +52,32 @@ class ConvolutionChoice:
         if self.tuner is not None:
             check_tuner(self.tuner)
 
-    def profile(self, lowered: Lowered, known: Profile) -> Profile:
-        """A graph's costs, given those of PyTorch's kernels."""
-        if self.tuner is None:
-            return known
-        return with_fronts(lowered, known, self.tuner)
+    def profile(
+        self, lowered: Lowered, costs: Callable[[Lowered], Profile], plans: PlanStore
+    ) -> Profile:
+        """A graph's costs, with what its convolutions may trade.
 
-    def remembered(self, plans: PlanStore) -> PlanStore | None:
-        """Where plans are remembered; with a tuner nowhere, as fronts are measured."""
-        return plans if self.tuner is None else None
+        Args:
+            lowered: The graph.
+            costs: What measures it as PyTorch's kernels run it.
+            plans: What was measured before. Ways to run convolutions are remembered as
+                long as the tuner would look for the same ones.
+        """
+        tuner = self.tuner
+        if tuner is None:
+            return plans.profile(lowered, costs)
+
+        def chosen(lowered: Lowered) -> Profile:
+            return with_fronts(lowered, plans.profile(lowered, costs), tuner)
+
+        policy = tuner.batch_policy
+        if not isinstance(policy, str):  # a function's name would not tell what it does
+            return chosen(lowered)
+        settings = (
+            *("fronts", tuner.backend.device.fingerprint),
+            *(policy, str(tuner.numerics), str(tuner.memory_limit)),
+        )
+        return plans.profile(lowered, chosen, " ".join(settings))
 
     def bound(self, lowered: Lowered, plan: StepPlan) -> Lowered:
         """The graph with its convolutions run as planned."""

@@ -24,7 +24,11 @@ from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Operand
 from mucudnn.torch.lowering.operands import Pending, Value, bound, is_leaf, times
 from mucudnn.torch.lowering.overloads import as_laid_out, in_place_variant
 from mucudnn.torch.lowering.refusals import refuse
-from mucudnn.torch.lowering.statistics import corrected, statistics_types
+from mucudnn.torch.lowering.statistics import (
+    corrected,
+    statistics_types,
+    without_unread,
+)
 
 __all__ = ["lower"]
 
@@ -156,7 +160,8 @@ class _Lowering:
             if node.target is torch.ops.aten.convolution_backward.default:
                 self._split_convolution(node, args, found)
             else:
-                self._add(node, args, kwargs, found)
+                read = without_unread(node.target, args)
+                self._add(node, read, kwargs, found)
             names = {k: Value(name) for k, name, _ in found}
             self._values[node] = [names.get(k, v) for k, v in enumerate(value)]
         else:

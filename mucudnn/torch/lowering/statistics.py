@@ -1,7 +1,9 @@
-"""Types of what normalisations save, as PyTorch's kernels really have them.
+"""What normalisations save and read, as PyTorch's kernels really do.
 
 PyTorch's own model of these kernels says another type where a network's parameters are
-narrow. Statistics are in the weight's type, new running ones in that of the old.
+narrow. Statistics are in the weight's type, new running ones in that of the old. And
+the gradient of a batch norm names running statistics that it reads only where they were
+what it normalised with: in training they would live on for nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["corrected", "statistics_types"]
+__all__ = ["corrected", "statistics_types", "without_unread"]
 
 _aten = torch.ops.aten
 
@@ -42,6 +44,13 @@ def statistics_types(function: Any, args: Sequence[Any]) -> Mapping[int, torch.d
         running = ((3, args[3]), (4, args[4]))
         found |= {k: t.dtype for k, t in running if isinstance(t, torch.Tensor)}
     return found
+
+
+def without_unread(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Operands without running statistics that the function does not look at."""
+    if function is not _aten.native_batch_norm_backward.default or not args[7]:
+        return args
+    return (*args[:3], None, None, *args[5:])
 
 
 def corrected(results: Any, types: Mapping[int, torch.dtype]) -> Any:
