@@ -9,6 +9,7 @@ from mucudnn.errors import PlanningError, UnsupportedError
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402  (where there is PyTorch)
+from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.ir.devices import get_device  # noqa: E402
@@ -169,6 +170,57 @@ def test_the_optimizers_hooks_are_counted():
     assert clipped.least_budget == least_of(model, loss_fn, batch, optimizer)
 
 
+class Named(nn.Module):
+    """Takes tensors by name, and one of them nested."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x, targets, scales=None, square=False):
+        y = self.layer(x) * scales["all"][0]
+        y = y.square() if square else y
+        return functional.cross_entropy(y, targets)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_batches_are_those_of_train_step(accumulate):
+    x, y = torch.randn(128, 64), torch.randint(10, (128,))
+    scales = {"all": [torch.rand(128, 1)]}
+    model = Named()
+    optimizer = adamw(model)
+    named = {"x": x, "targets": y, "scales": scales, "square": True}
+    inside = ({"x": x, "targets": y, "scales": scales, "square": True},)
+    found = []
+    for example, args, kwargs in ((named, (), named), (inside, inside, {})):
+        study = mt.memory(
+            model, lambda loss: loss, example, optimizer, accumulate=accumulate
+        )
+        found += [study.unlimited_bytes]
+        study = mt.memory(
+            *(model, lambda loss: loss, example, optimizer),
+            device="cpu",
+            accumulate=accumulate,
+        )
+        step = mt.train_step(
+            model, lambda loss: loss, optimizer, cache=None, accumulate=accumulate
+        )
+        assert step.prepare(*args, **kwargs).peak_bytes == study.unlimited_bytes
+        assert study.max_batch(2 * study.least_budget) > 128
+    assert found[0] == found[1]
+
+
+def test_parts_of_a_batch_need_less():
+    model, loss_fn, batch = build("mlp")
+    whole, parts = (
+        mt.memory(model, loss_fn, batch, adamw(model), accumulate=count)
+        for count in (1, 4)
+    )
+    assert parts.unlimited_bytes < whole.unlimited_bytes
+    with pytest.raises(ValueError, match="accumulate is 0"):
+        mt.memory(model, loss_fn, batch, adamw(model), accumulate=0)
+
+
 def test_bad_input():
     model, loss_fn, (x, y) = build("mlp")
     optimizer = adamw(model)
@@ -176,10 +228,12 @@ def test_bad_input():
         mt.memory(model, loss_fn, (x, y), optimizer, device="abacus")
     with pytest.raises(TypeError, match=r"a batch is wanted, such as \(x, y\)"):
         mt.memory(model, loss_fn, x, optimizer)
-    with pytest.raises(TypeError, match="the example has a int"):
+    with pytest.raises(TypeError, match="a batch has a int"):
         mt.memory(model, loss_fn, (x, 3), optimizer)
-    with pytest.raises(TypeError, match="the example is empty"):
+    with pytest.raises(TypeError, match="the example has no tensor"):
         mt.memory(model, loss_fn, (), optimizer)
+    with pytest.raises(TypeError, match="the example is a str"):
+        mt.memory(model, loss_fn, "xy", optimizer)
     with pytest.raises(TypeError, match="the optimizer is a str"):
         mt.memory(model, loss_fn, (x, y), "adamw")
     with pytest.raises(TypeError, match="the model is a function"):

@@ -70,7 +70,7 @@ def backend(
     caller's. Without gradients nothing is planned.
 
     A model with graph breaks is several graphs, and they share the budget: one that
-    ends in a break takes a quarter of what is left, or what it cannot do without, and
+    ends in a break takes a third of what is left, or what it cannot do without, and
     the last one the rest. Models that are compiled apart with one backend keep it each
     for itself; a warning says so, once, if all together may need more. What Dynamo runs
     eagerly is in no graph and keeps nothing: after a break in a loop, or beyond

@@ -2,6 +2,7 @@
 
     study = mt.memory(model, loss_fn, (x, y), optimizer, device="h200")
     study.least_budget, study.max_batch("8GiB")
+    mt.memory(model, loss_fn, {"input_ids": ids, "labels": ids}, optimizer)
 
 The step is captured as `train_step` captures it, on copies of model and optimizer that
 have no data; a model built under `torch.device("meta")` will do. Every node is given
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -27,6 +29,7 @@ from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.torch.capture.dataless import DatalessStep
 from mucudnn.torch.capture.parts import StepParts
+from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import estimated, measured
@@ -42,11 +45,12 @@ _SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)
 
 def memory(
     model: torch.nn.Module,
-    loss_fn: Callable[..., torch.Tensor],
-    example: Sequence[torch.Tensor],
+    loss_fn: Callable[..., Any],
+    example: Sequence[Any] | Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
     *,
     device: str = "h200",
+    accumulate: int = 1,
 ) -> "MemoryStudy":
     """Study a training step on a device that need not be there.
 
@@ -55,22 +59,25 @@ def memory(
     has a kernel of its own, such as another attention, its bytes may be others.
 
     Args:
-        model: Called with the first tensor of a batch; with or without data.
+        model: Called with the first of a batch; with or without data.
         loss_fn: Called with the model's result and the rest of the batch.
-        example: A batch; only its shapes and types are looked at.
+        example: What a step is called with, `step(*example)`, or of a dict
+            `step(**example)`; only shapes and types of tensors are looked at.
         optimizer: Of the model's parameters.
         device: Whose published figures times are estimated with: a name in
             `mucudnn.ir.devices.DEVICES`. `cpu` measures every operation, here.
+        accumulate: Parts that every batch is cut into, as `train_step` does.
 
     Raises:
-        ValueError: The device is not known.
+        ValueError: The device is not known, or `accumulate` less than one.
         TypeError: Something is of another type.
         UnsupportedError: The step cannot be captured; says why.
     """
     if device != _CPU and device not in DEVICES:
         get_device(device)  # says which there are
+    settings = StepSettings(accumulate)
     step = DatalessStep.of(model, loss_fn, example, optimizer)
-    return MemoryStudy(step, type(model).__name__, device)
+    return MemoryStudy(step, type(model).__name__, device, settings)
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,20 @@ class MemoryStudy:
         step: Without data.
         title: What the model is called.
         device: Where it would run.
+        settings: What is done with gradients.
     """
 
-    def __init__(self, step: DatalessStep, title: str, device: str) -> None:
+    def __init__(
+        self,
+        step: DatalessStep,
+        title: str,
+        device: str,
+        settings: StepSettings = PLAIN,
+    ) -> None:
         self._step = step
         self._title = title
         self._device = device
+        self._settings = settings
         self._planners: dict[int | None, Planner] = {}
 
     @cached_property
@@ -168,7 +183,7 @@ class MemoryStudy:
         return DescribedStep(
             title=self._title,
             batch=batch or self._step.size,
-            image=tuple(self._step.example[0].shape[1:]),
+            image=tuple(self._step.example.tensors[0].shape[1:]),
             parameters=self._step.parameters,
             optimizer=type(self._step.optimizer).__name__,
             device=self._device,
@@ -245,7 +260,8 @@ class MemoryStudy:
             size = None
         if size not in self._planners:
             step = self._step
-            parts = StepParts.of(step.model, step.optimizer, step.loss_fn)
+            settings = self._settings
+            parts = StepParts.of(step.model, step.optimizer, step.loss_fn, settings)
             captured = self._capture(size)
             self._planners[size] = planner_of(captured, parts, self._profile)
         return self._planners[size]
@@ -253,7 +269,12 @@ class MemoryStudy:
     def _capture(self, size: int | None) -> CapturedStep:
         step = self._step
         return capture_step(
-            step.model, step.loss_fn, step.optimizer, step.example, size=size
+            step.model,
+            step.loss_fn,
+            step.optimizer,
+            step.example,
+            size=size,
+            settings=self._settings,
         )
 
     def _profile(self, lowered: Lowered) -> Profile:

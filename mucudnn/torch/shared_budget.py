@@ -5,7 +5,7 @@ behind it have parameters and gradients: of each no more than its own peak. So p
 that add up to the budget are a promise for all of them.
 
 A graph is planned when it is first called, and what follows a break is not known then.
-So a graph that ends in one takes a quarter of what is left, or what it cannot do
+So a graph that ends in one takes a third of what is left, or what it cannot do
 without; the last one takes the rest.
 """
 
@@ -18,7 +18,7 @@ from mucudnn.ir.sizes import exact_bytes
 
 __all__ = ["GraphSource", "SharedBudget"]
 
-_SHARE = 4
+_SHARE = 3
 """What a graph that ends in a break leaves: all but one part of so many."""
 
 Planned = TypeVar("Planned")

@@ -8,13 +8,15 @@ data is as good as any. Tensors without a device (`meta`) stand for ones on the 
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from mucudnn.errors import UnsupportedError
+from mucudnn.torch.capture.batches import Batch
 from mucudnn.torch.capture.optimizers import make_state
 
 __all__ = ["DatalessStep"]
@@ -32,16 +34,16 @@ class DatalessStep:
     """
 
     model: torch.nn.Module
-    loss_fn: Callable[..., torch.Tensor]
-    example: tuple[torch.Tensor, ...]
+    loss_fn: Callable[..., Any]
+    example: Batch
     optimizer: torch.optim.Optimizer
 
     @classmethod
     def of(
         cls,
         model: torch.nn.Module,
-        loss_fn: Callable[..., torch.Tensor],
-        example: Sequence[torch.Tensor],
+        loss_fn: Callable[..., Any],
+        example: Sequence[Any] | Mapping[str, Any],
         optimizer: torch.optim.Optimizer,
     ) -> "DatalessStep":
         """Copies of what there is.
@@ -51,12 +53,14 @@ class DatalessStep:
             UnsupportedError: The model cannot be copied; says why.
         """
         _check(model, loss_fn, example, optimizer)
+        named = example if isinstance(example, Mapping) else {}
+        given = Batch.of(() if named else tuple(example), named)
         modules = [model]
         if isinstance(loss_fn, torch.nn.Module):
             modules.append(loss_fn)
         mode = FakeTensorMode()
-        given = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-        memo: dict[int, Any] = {id(t): _dataless(mode, t) for t in given}
+        own = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        memo: dict[int, Any] = {id(t): _dataless(mode, t) for t in own}
         try:
             copies = [copy.deepcopy(module, memo) for module in modules]
         except (TypeError, RuntimeError) as e:
@@ -66,19 +70,20 @@ class DatalessStep:
         lent = _optimizer(optimizer, memo, mode)
         with mode:
             make_state(lent)
-        batch = tuple(_dataless(mode, tensor) for tensor in example)
+        batch = replace(given, tensors=tuple(_dataless(mode, t) for t in given.tensors))
         return cls(copies[0], copies[1] if len(copies) > 1 else loss_fn, batch, lent)
 
     @property
     def size_or_none(self) -> int | None:
         """Size of the first axis that all tensors of the batch share, if they do."""
-        sizes = {tensor.shape[0] if tensor.dim() else None for tensor in self.example}
+        tensors = self.example.tensors
+        sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
     def size(self) -> int:
         """Size of the first axis of the first tensor."""
-        first = self.example[0]
+        first = self.example.tensors[0]
         return int(first.shape[0]) if first.dim() else 1
 
     @property
@@ -89,7 +94,7 @@ class DatalessStep:
             ValueError: They do not share it.
         """
         if self.size_or_none is None:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.example)
+            shapes = ", ".join(str(tuple(t.shape)) for t in self.example.tensors)
             raise ValueError(
                 f"the example's tensors have the shapes {shapes}; other batches than "
                 "it need one first axis that all of them share"
@@ -112,18 +117,17 @@ def _check(model: Any, loss_fn: Any, example: Any, optimizer: Any) -> None:
         raise TypeError(f"the model is a {type(model).__name__}; a Module is wanted")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; a function is wanted")
-    if isinstance(example, torch.Tensor) or not isinstance(example, Sequence):
+    several = isinstance(example, Sequence | Mapping)
+    if isinstance(example, torch.Tensor | str) or not several:
         raise TypeError(
             f"the example is a {type(example).__name__}; a batch is wanted, such as "
-            "(x, y)"
+            "(x, y), or a dict of what the model takes by name"
         )
-    for value in example:
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"the example has a {type(value).__name__}; tensors are wanted"
-            )
-    if not example:
-        raise TypeError("the example is empty; a batch is wanted, such as (x, y)")
+    if not any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(example)):
+        raise TypeError(
+            "the example has no tensor; a batch is wanted, such as (x, y), or a dict "
+            "of what the model takes by name"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"the optimizer is a {type(optimizer).__name__}; one of torch.optim's is "
