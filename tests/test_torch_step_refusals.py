@@ -137,6 +137,17 @@ def test_sparse_gradients_are_refused():
         step_of(model, lambda out: out.sum())(torch.tensor([1, 2]))
 
 
+def test_statistics_by_a_count_of_batches_are_refused_by_name():
+    def model(**options):
+        norm = nn.BatchNorm1d(4, momentum=None, **options)
+        return nn.Sequential(nn.Linear(8, 4), norm)
+
+    words = r"BatchNorm1d\(momentum=None\) at '1' .* give it a momentum"
+    with pytest.raises(UnsupportedError, match=words):
+        step_of(model(), torch.sum)(torch.randn(6, 8))
+    assert step_of(model(track_running_stats=False), torch.sum)(torch.randn(6, 8))
+
+
 def test_lengths_of_ctc_have_to_be_known():
     model = nn.Linear(8, 5)
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.places import line_now, line_of_traceback
 
-__all__ = ["RefusedOperations", "StepFunctions", "saying_where"]
+__all__ = ["RefusedOperations", "StepFunctions", "refuse_modules", "saying_where"]
 
 _NAMESPACES = {
     "c10d": "a collective of torch.distributed",
@@ -59,6 +59,27 @@ _DATA_DEPENDENT = (
     "its result has as many elements as the data say; keep the shape, with torch.where "
     "or a mask to multiply with, or do it outside of the step"
 )
+
+
+def refuse_modules(model: torch.nn.Module) -> None:
+    """Look at a model's modules.
+
+    Raises:
+        UnsupportedError: One decides by a count that changes from step to step.
+    """
+    for name, module in model.named_modules():
+        norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        if (
+            norm
+            and module.momentum is None
+            and module.training
+            and module.track_running_stats
+        ):
+            raise UnsupportedError(
+                f"{type(module).__name__}(momentum=None) at {name!r} weighs its "
+                "running statistics by a count of batches, another number in every "
+                "step; give it a momentum, or track_running_stats=False"
+            )
 
 
 class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types here

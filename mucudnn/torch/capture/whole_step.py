@@ -39,6 +39,7 @@ from mucudnn.torch.capture.parts import StepParts, root_of
 from mucudnn.torch.capture.refusals import (
     RefusedOperations,
     StepFunctions,
+    refuse_modules,
     saying_where,
 )
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
@@ -97,6 +98,7 @@ def capture_step(
             otherwise in the next step.
     """
     given = batch if isinstance(batch, Batch) else Batch.of(batch, {})
+    refuse_modules(model)
     parts = StepParts.of(model, optimizer, loss_fn, settings)
     tracer = _Tracer(
         root_of(model, loss_fn), loss_fn, optimizer, parts, given, settings
