@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from mucudnn.backends.runner import Call, PlanRunner, per_slice
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.numerics import Traits
 from mucudnn.ir.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from mucudnn.backends.mapped_memory import Mapper
 
 __all__ = [
     "Array",
@@ -301,6 +304,7 @@ class Backend:
         fragile: Whether a failing kernel may take the process or its device context
             with it, so that unknown kernels are better timed in a child process.
         plan_texts: Writes and reads execution plans, where the library has them.
+        mapper: Maps memory under any address, where the device can (`Mapper`).
         kernels: Operation -> kernel, for those that are no convolution.
     """
 
@@ -312,6 +316,7 @@ class Backend:
     split_alignment: int = 1
     fragile: bool = False
     plan_texts: PlanTexts | None = None
+    mapper: "Mapper | None" = None
     kernels: Mapping[str, Kernel] = field(default_factory=dict, compare=False)
 
     def bind(self, plan: ConvPlan, *, replay: bool = False) -> Runner:

@@ -5,7 +5,22 @@ from dataclasses import dataclass, field
 
 from mucudnn.ir.conv import ConvPlan
 
-__all__ = ["Profile"]
+__all__ = ["ChunkCosts", "Profile"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCosts:
+    """Device memory that can be mapped under any address, and what that takes.
+
+    Attributes:
+        nbytes: Size of a chunk, the unit that is mapped.
+        map_ms: To map one chunk.
+        unmap_ms: To take one away from its address.
+    """
+
+    nbytes: int
+    map_ms: float = 0.0
+    unmap_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +39,7 @@ class Profile:
             where an engine of its own copies; more where cores or memory are shared.
         once_more_ms: Node -> time of what makes its first result again, of nodes of
             which that is something else than a copy; without it, the node's own.
+        chunks: Of its memory, where the device can map it; None where it cannot.
     """
 
     node_ms: Mapping[str, float]
@@ -33,6 +49,7 @@ class Profile:
     in_bytes_per_ms: float
     copy_share: float = 0.0
     once_more_ms: Mapping[str, float] = field(default_factory=dict)
+    chunks: ChunkCosts | None = None
 
     def again_ms(self, node: str) -> float:
         """How long what runs again for a node takes."""

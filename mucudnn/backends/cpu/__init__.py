@@ -21,14 +21,17 @@ def load(argument: str, device: int) -> Backend:
     from mucudnn.backends.cpu.conv import CpuConv
     from mucudnn.backends.cpu.device import CpuDevice
     from mucudnn.backends.cpu.kernels import bind
+    from mucudnn.backends.cpu.mapped_memory import CpuMapper
     from mucudnn.backends.cpu.threads import Workers
 
     workers = Workers()
+    memory = CpuDevice()
     conv = CpuConv(workers)
     return Backend(
         "cpu",
-        CpuDevice(),
+        memory,
         conv,
         binder=lambda plan, replay: conv.bind(plan),
+        mapper=CpuMapper(memory.available_bytes),
         kernels=bind(workers),
     )

@@ -29,9 +29,19 @@ from mucudnn.notebook import drawn
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.placement.heuristics import Block, in_gaps
 from mucudnn.passes.placement.packing import live_peak, pack
+from mucudnn.passes.placement.page_table import PageTable
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
-__all__ = ["Layout", "PlacedStep", "host_blocks", "in_tiers", "lay_out", "lives_of"]
+__all__ = [
+    "Layout",
+    "PlacedStep",
+    "host_blocks",
+    "in_tiers",
+    "interval_name",
+    "lay_out",
+    "lives_of",
+    "workspace_name",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +53,20 @@ class Layout:
         workspace_offsets: Node with a workspace -> offset of it.
         nbytes: Size of the arena.
         live_peak: The most bytes in use at once: a bound below `nbytes`.
+        pages: The memory behind the addresses, where some of what is in it has no
+            place in one piece; offsets are addresses then. Without one they are places.
     """
 
     offsets: Mapping[str, tuple[int, ...]]
     workspace_offsets: Mapping[str, int]
     nbytes: int
     live_peak: int
+    pages: PageTable | None = None
+
+    @property
+    def address_bytes(self) -> int:
+        """Bytes of all addresses: of the arena itself where nothing is in pieces."""
+        return self.nbytes if self.pages is None else self.pages.address_bytes
 
     @property
     def fragmentation(self) -> float:
@@ -92,6 +110,12 @@ class PlacedStep:
         return self.plan.state_bytes
 
     @property
+    def map_ms(self) -> float:
+        """What it takes to map its memory, once, before the first step."""
+        pages, chunks = self.layout.pages, self.plan.profile.chunks
+        return pages.map_ms(chunks) if pages and chunks else 0.0
+
+    @property
     def nbytes(self) -> int:
         """Device memory of the step, all of it."""
         return self.layout.nbytes + self.state_bytes
@@ -112,12 +136,12 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
     bottom = 0
     for name in schedule.live_across:
         for i in (0, len(lives[name]) - 1):
-            fixed[_interval(name, i)] = bottom
+            fixed[interval_name(name, i)] = bottom
         bottom += rounded(schedule.graph.tensors[name].nbytes, alignment)
     for name, of_name in lives.items():
         nbytes = rounded(schedule.graph.tensors[name].nbytes, alignment)
         blocks += [
-            Block(_interval(name, i), nbytes, first, last)
+            Block(interval_name(name, i), nbytes, first, last)
             for i, (first, last) in enumerate(of_name)
         ]
     scratch = []
@@ -126,16 +150,16 @@ def lay_out(schedule: Schedule, *, alignment: int = ALIGNMENT) -> Layout:
             nbytes = rounded(schedule.workspaces.get(instruction.node, 0), alignment)
             if nbytes:
                 scratch.append(instruction.node)
-                blocks.append(Block(_workspace(instruction.node), nbytes, at, at))
+                blocks.append(Block(workspace_name(instruction.node), nbytes, at, at))
     packing = pack(blocks, fixed=fixed)
     found = packing.offsets
     offsets = {
-        name: tuple(found[_interval(name, i)] for i in range(len(of_name)))
+        name: tuple(found[interval_name(name, i)] for i in range(len(of_name)))
         for name, of_name in lives.items()
     }
     return Layout(
         MappingProxyType(offsets),
-        MappingProxyType({node: found[_workspace(node)] for node in scratch}),
+        MappingProxyType({node: found[workspace_name(node)] for node in scratch}),
         packing.nbytes,
         live_peak(blocks),
     )
@@ -224,11 +248,11 @@ def _touched(schedule: Schedule) -> list[str]:
     return [name for name in dict.fromkeys(storages) if name not in elsewhere]
 
 
-def _interval(storage: str, number: int) -> str:
+def interval_name(storage: str, number: int) -> str:
     """A name for one residency interval among others of its storage."""
     return f"{storage}\0{number}"
 
 
-def _workspace(node: str) -> str:
+def workspace_name(node: str) -> str:
     """A name for the workspace of a node."""
     return f"\0{node}"

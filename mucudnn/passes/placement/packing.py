@@ -20,7 +20,7 @@ from types import MappingProxyType
 from mucudnn.passes.placement.heuristics import Block, by_time, in_gaps, on_top
 from mucudnn.passes.placement.squeaky_wheel import SqueakyWheel
 
-__all__ = ["Block", "Packing", "live_peak", "pack"]
+__all__ = ["Block", "Packing", "live_peak", "pack", "placing_orders"]
 
 _WORK = 20_000_000
 _ROUNDS = 5000
@@ -91,7 +91,7 @@ def _attempts(
             yield by_time(blocks, best_fit=best_fit)
             yield by_time(mirrored, best_fit=best_fit)
     free = [i for i in range(len(blocks)) if i not in fixed]
-    orders = [sorted(free, key=key) for key in _keys(blocks)]
+    orders = placing_orders(blocks, free)
     for order in orders[:2]:
         yield on_top(blocks, order, fixed)
     rounds = min(_ROUNDS, 2 * work // (len(blocks) ** 2 + 1))
@@ -110,6 +110,11 @@ def _attempts(
         wheel.reorder(i for i, end in ends if end > bound)
         offsets = in_gaps(blocks, wheel.order, fixed=fixed)
         yield offsets
+
+
+def placing_orders(blocks: Sequence[Block], some: Sequence[int]) -> list[list[int]]:
+    """Orders to place some of the blocks in, by several heuristics."""
+    return [sorted(some, key=key) for key in _keys(blocks)]
 
 
 def _keys(blocks: Sequence[Block]) -> tuple[Callable[[int], tuple[int, ...]], ...]:

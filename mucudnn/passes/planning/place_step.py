@@ -21,13 +21,14 @@ from dataclasses import replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes
-from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.placement.fit_to_arena import fit_to_arena, shortest
 from mucudnn.passes.placement.grow_workspaces import (
     grow_workspaces,
     with_least_workspaces,
 )
 from mucudnn.passes.placement.layout import PlacedStep, lay_out
+from mucudnn.passes.placement.place_virtually import place_virtually
 from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.plan_step import (
     PLANNED,
@@ -35,7 +36,7 @@ from mucudnn.passes.planning.plan_step import (
     plan_of_least,
     plan_step,
 )
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.request import VIRTUAL, StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import short_of
 from mucudnn.passes.scheduling.step_plan import StepPlan
@@ -92,7 +93,7 @@ def _within(request: StepRequest, plan: StepPlan) -> PlacedStep:
     """Places for a plan, or for another that has them."""
     budget = request.budget
     if math.isinf(budget):
-        return _as_planned(plan)
+        return _least_arena(request, plan)
     target = budget
     for _ in range(_SEARCHES):
         found = _fitted(request, plan) or _packed(request, plan)
@@ -219,10 +220,19 @@ def _step_ms(placed: PlacedStep) -> float:
 
 
 def _placed(request: StepRequest, plan: StepPlan) -> PlacedStep | None:
-    """Places within the budget, workspaces in what they leave free if they may be."""
+    """Places within the budget, workspaces in what they leave free if they may be.
+
+    Where they may be in pieces, nothing has to give way, or else the faster counts.
+    """
     arena = int(request.budget) - plan.state_bytes
+    virtual = None
+    if request.placement == VIRTUAL:
+        virtual = place_virtually(plan, arena, grows=request.grows)
+    if virtual and _step_ms(virtual) <= (1 + _HARDLY) * plan.prediction.step_ms:
+        return virtual
     found = fit_to_arena(_bare(request, plan), arena)
-    return None if found is None else _grown(request, found)
+    static = None if found is None else _grown(request, found)
+    return min(filter(None, (static, virtual)), key=_step_ms, default=None)
 
 
 def _packed(request: StepRequest, plan: StepPlan) -> PlacedStep:
@@ -241,7 +251,9 @@ def _smallest_of(request: StepRequest, plan: StepPlan) -> PlacedStep:
     """A step in the smallest arena that is found for it, workspaces at their least."""
     plan = _bare(request, plan)
     short = shortest(plan)
-    best = min(map(_as_planned, (short, plan)), key=lambda placed: placed.nbytes)
+    best = min(
+        (_least_arena(request, p) for p in (short, plan)), key=lambda p: p.nbytes
+    )
     for share in _WIDER:
         arena = int((1 + share) * (short.peak_bytes - plan.state_bytes))
         arena -= arena % ALIGNMENT
@@ -251,6 +263,20 @@ def _smallest_of(request: StepRequest, plan: StepPlan) -> PlacedStep:
         if found is not None:
             return found
     return best
+
+
+def _least_arena(request: StepRequest, plan: StepPlan) -> PlacedStep:
+    """A plan as it is, in the smallest arena that is found for it, mapped or not."""
+    static = _as_planned(plan)
+    if request.placement != VIRTUAL or plan.profile.chunks is None:
+        return static
+    size, arena = plan.profile.chunks.nbytes, plan.peak_bytes - plan.state_bytes
+    for share in _WIDER:
+        nbytes = rounded(int((1 + share) * arena), size)
+        found = place_virtually(plan, nbytes) if nbytes < static.layout.nbytes else None
+        if found is not None:
+            return found
+    return static
 
 
 def _as_planned(plan: StepPlan) -> PlacedStep:

@@ -26,7 +26,12 @@ from mucudnn.passes.residency import (
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.costs import CONVOLUTIONS
 
-__all__ = ["StepRequest"]
+__all__ = ["PLACEMENTS", "STATIC", "VIRTUAL", "StepRequest"]
+
+STATIC, VIRTUAL = "static", "virtual"
+PLACEMENTS = (STATIC, VIRTUAL)
+"""How places are found: each in one piece, or also in pieces that are mapped in a row
+of addresses, where that needs less or is faster."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,12 @@ class StepRequest:
         seed: Residencies that the search of `planned` tries beside those that the
             other policies decide: of a plan made before, under another budget or with
             other times. Other policies do not look at it.
+        placement: Of `PLACEMENTS`; `virtual` needs a profile of a device that can map
+            its memory.
 
     Raises:
         ValueError: A name or a size is not valid, or the profile or the plans are of
-            another graph.
+            another graph, or its device cannot map memory.
         TypeError: A field is of another type.
     """
 
@@ -69,6 +76,7 @@ class StepRequest:
     plans: Mapping[str, ConvPlan] | None = field(default=None, repr=False)
     hosted: frozenset[str] | None = None
     seed: Mapping[str, Residency] | None = None
+    placement: str = STATIC
 
     def __post_init__(self) -> None:
         of_type("graph", self.graph, Graph, "a Graph, such as training_graph() returns")
@@ -90,6 +98,12 @@ class StepRequest:
             _refuse_missing("plans", "convolutions", fronts, self.plans)
         if self.hosted is not None:
             of_type("hosted", self.hosted, frozenset, "a frozenset of names")
+        one_of("placement", self.placement, PLACEMENTS)
+        if self.placement == VIRTUAL and self.profile.chunks is None:
+            raise ValueError(
+                "virtual placement needs a device that can map its memory; the "
+                "profile is of one that cannot, or does not say in which chunks"
+            )
         if self.seed is not None:
             of_type("seed", self.seed, Mapping, "a mapping from tensors to residencies")
             check_residencies("seed", self.seed, self.graph)

@@ -10,17 +10,20 @@ live across iterations is fetched before the first one, and may have newer value
 than on the host: `park` copies them out.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 from mucudnn.backends.base import Array, Backend, Buffer
+from mucudnn.errors import BackendError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import Schedule
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.placement.layout import Layout, host_blocks
 from mucudnn.passes.placement.packing import pack
+from mucudnn.runtime.executor.arenas import arenas
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostSlot, HostTier, Tiers
 from mucudnn.runtime.executor.program import Binding, Memory, bind
@@ -39,8 +42,8 @@ class Executor:
             it is there.
         plans: Convolution node -> how to run it.
         state: Arrays of the persistent tensors; shared with other executors.
-        arena: Memory of `layout.nbytes` at least, which executors that do not run
-            at once may share; its own if not given.
+        arena: What `layout` has places in (`arenas`), over memory which executors that
+            do not run at once may share; its own if not given.
         host: Where storages go that leave the device; host memory of its own if not
             given. Not shared with executors that run at the same time.
         host_buffers: Bytes on the host of persistent tensors that are host-resident;
@@ -71,8 +74,9 @@ class Executor:
         self.host_bytes = 0
         self._backend = backend
         self._graph = schedule.graph
+        self._process = os.getpid() if layout.pages else None
         if arena is None:
-            arena = backend.device.allocate(layout.nbytes)
+            (arena,) = arenas(backend, [layout])
         self._memory = Memory(backend, self._graph, layout, arena, state)
         self._copies = Copies(backend.device)
         self._live_across = schedule.live_across
@@ -145,6 +149,7 @@ class Executor:
         """
         if self._away:
             return
+        self._refuse_fork()
         with self._copies.of_a_step():
             self._copies.finish()
             for number, (device, host) in enumerate(self._live_bytes()):
@@ -176,6 +181,7 @@ class Executor:
     @contextmanager
     def _step(self, feeds: Mapping[str, Any]) -> Iterator[None]:
         """Before a step and after it."""
+        self._refuse_fork()
         self._feed(feeds)
         try:
             with self._copies.of_a_step(carries=bool(self._live_across)):
@@ -187,6 +193,14 @@ class Executor:
         except BaseException:
             self._away = True
             raise
+
+    def _refuse_fork(self) -> None:
+        """Raise where the arena is another process's, which a forked child has not."""
+        if self._process is not None and self._process != os.getpid():
+            raise BackendError(
+                "the memory of this step is mapped in the process that made it "
+                f"({self._process}), not in one forked from it; make it there"
+            )
 
     def _written(self) -> tuple[ByteRange, ...]:
         """Bytes that mean something as a step begins."""

@@ -86,15 +86,19 @@ class Memory:
     def byte_range(self, storage: str, interval: int) -> ByteRange:
         """The bytes of a storage in the arena."""
         offset = self._layout.offsets[storage][interval]
-        end = offset + self._graph.tensors[storage].nbytes
-        return ByteRange(DEVICE, offset, end, storage)
+        return self._part(offset, self._graph.tensors[storage].nbytes, storage)
 
     def scratch(self, node: str, nbytes: int) -> ByteRange | None:
         """The bytes of a node's workspace; None if it has none."""
         if nbytes == 0:
             return None
-        offset = self._layout.workspace_offsets[node]
-        return ByteRange(DEVICE, offset, offset + nbytes, "")
+        return self._part(self._layout.workspace_offsets[node], nbytes, "")
+
+    def _part(self, offset: int, nbytes: int, storage: str) -> ByteRange:
+        stop = offset + nbytes
+        pages = self._layout.pages
+        pieces = () if pages is None else pages.extents(offset, stop)
+        return ByteRange(DEVICE, offset, stop, storage, pieces)
 
     def bytes_of(self, part: ByteRange) -> Buffer:
         """A view of some bytes of the arena."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mucudnn.backends.base import Buffer
+from mucudnn.passes.placement.page_table import Extent
 
 __all__ = [
     "DEVICE",
@@ -37,19 +38,25 @@ class ByteRange:
         start: First byte.
         stop: The byte after the last.
         storage: Whose they are; empty if nobody's.
+        pieces: Where they are, if `start` and `stop` are addresses of mapped memory.
     """
 
     space: str
     start: int
     stop: int
     storage: str
+    pieces: tuple[Extent, ...] = ()
 
     def overlaps(self, other: "ByteRange") -> bool:
         """Whether both have a byte in common."""
-        return (
-            self.space == other.space
-            and self.start < other.stop
-            and other.start < self.stop
+        if self.space != other.space:
+            return False
+        if not (self.pieces or other.pieces):
+            return self.start < other.stop and other.start < self.stop
+        return any(
+            mine.start < its.stop and its.start < mine.stop
+            for mine in self.pieces or (Extent(self.start, self.stop),)
+            for its in other.pieces or (Extent(other.start, other.stop),)
         )
 
 

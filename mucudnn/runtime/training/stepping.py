@@ -20,6 +20,7 @@ from mucudnn.passes.placement.layout import host_blocks
 from mucudnn.passes.placement.packing import pack
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.executor import Executor
+from mucudnn.runtime.executor.arenas import arenas, shared_bytes
 from mucudnn.runtime.executor.host_memory import DiskTier, Tiers
 from mucudnn.runtime.training.evaluation import as_images, as_labels, cast, read
 from mucudnn.runtime.training.parameters import StateStore
@@ -55,8 +56,8 @@ class SharedArena:
         disk: Path | None,
     ) -> None:
         tiers = [_on_disk(p, disk) for p in placed]
-        self.nbytes = max(p.layout.nbytes for p in placed)
-        arena = backend.device.allocate(self.nbytes)
+        layouts = [p.layout for p in placed]
+        self.nbytes = shared_bytes(layouts)
         self._executors = [
             Executor(
                 backend,
@@ -68,7 +69,9 @@ class SharedArena:
                 host=host,
                 host_buffers=state.host_buffers,
             )
-            for p, host in zip(placed, tiers, strict=True)
+            for p, host, arena in zip(
+                placed, tiers, arenas(backend, layouts), strict=True
+            )
         ]
         self._current: Executor | None = None
 

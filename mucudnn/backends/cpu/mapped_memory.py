@@ -1,0 +1,164 @@
+"""Host memory under several addresses: one anonymous file, mapped in pieces.
+
+The file has no name (`memfd_create`), so that it ends with the process however that
+ends. All of its bytes are allocated at once: where the system has too few, that is an
+error then, and not the end of the process at a later write. A forked child has none of
+these addresses: it would write into its parent's memory.
+"""
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.mapped_memory import runs
+from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
+from mucudnn.ir.sizes import exact_bytes
+
+__all__ = ["CpuMapper"]
+
+_CHUNK = 64 << 10
+"""Bytes: many pages, so that few are wasted and a step has few thousand mappings."""
+
+_FIXED, _NO_RESERVE, _NO_ACCESS = 0x10, 0x4000, 0
+"""Flags of Linux that Python's `mmap` does not name, or not in every release."""
+
+_FAILED = ctypes.c_size_t(-1).value
+_MOST = "/proc/sys/vm/max_map_count"
+
+
+class CpuMapper:
+    """Host memory in chunks.
+
+    Args:
+        available: How much memory there is.
+        chunk_bytes: Size of a chunk, whole pages.
+    """
+
+    def __init__(self, available: Callable[[], int], chunk_bytes: int = _CHUNK) -> None:
+        if chunk_bytes <= 0 or chunk_bytes % mmap.PAGESIZE:
+            raise ValueError(
+                f"chunks of {chunk_bytes} bytes cannot be mapped; a multiple of "
+                f"{mmap.PAGESIZE} can"
+            )
+        self._available = available
+        self.chunk_bytes = chunk_bytes
+
+    def allocate(self, chunks: int) -> "CpuMappedMemory":
+        """So many chunks in one file without a name."""
+        create: Any = getattr(os, "memfd_create", None)
+        if create is None:
+            raise UnsupportedError(
+                f"memory cannot be mapped on this system ({os.name}, no memfd_create): "
+                "use the static placement"
+            )
+        nbytes = chunks * self.chunk_bytes
+        if nbytes > self._available():
+            raise OutOfMemoryError(
+                f"no room for {exact_bytes(nbytes)}: {exact_bytes(self._available())} "
+                "are available"
+            )
+        fd: int = create("mucudnn", os.MFD_CLOEXEC)
+        found = CpuMappedMemory(fd, chunks, self.chunk_bytes)
+        try:
+            if nbytes:
+                os.posix_fallocate(fd, 0, nbytes)
+        except (OSError, OverflowError) as e:
+            raise OutOfMemoryError(f"no room for {exact_bytes(nbytes)}: {e}") from e
+        return found
+
+
+class CpuMappedMemory:
+    """A file's bytes, under any number of addresses."""
+
+    def __init__(self, fd: int, chunks: int, chunk_bytes: int) -> None:
+        self._fd, self._chunks, self._size = fd, chunks, chunk_bytes
+        weakref.finalize(self, os.close, fd).atexit = False
+
+    def map(self, chunks: Sequence[int]) -> Any:
+        """A NumPy array of bytes over a row of addresses."""
+        strange = [c for c in chunks if not 0 <= c < self._chunks]
+        if strange:
+            raise ValueError(
+                f"chunk {strange[0]} of {self._chunks} cannot be mapped; they are "
+                "counted from 0"
+            )
+        if not chunks:
+            return np.empty(0, np.uint8)
+        size = self._size
+        addresses = _Addresses(len(chunks) * size, self)
+        for at, first, count in runs(chunks):
+            _map(addresses.start + at * size, count * size, self._fd, first * size)
+        _libc().madvise(addresses.start, addresses.nbytes, mmap.MADV_DONTFORK)
+        return np.asarray(addresses)
+
+
+class _Addresses:
+    """A row of addresses, with nothing behind them at first.
+
+    Args:
+        nbytes: How many.
+        memory: Kept as long as they are.
+    """
+
+    def __init__(self, nbytes: int, memory: CpuMappedMemory) -> None:
+        self.nbytes, self._memory = nbytes, memory
+        self.start = _reserve(nbytes)
+        end = weakref.finalize(self, _libc().munmap, self.start, nbytes)
+        end.atexit = False  # arrays may be read until the very end
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.start, False),
+            "version": 3,
+        }
+
+
+def _reserve(nbytes: int) -> int:
+    """The first of a row of addresses."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    start: int = _libc().mmap(None, nbytes, _NO_ACCESS, flags, -1, 0)
+    if start == _FAILED:
+        why = os.strerror(ctypes.get_errno())
+        raise OutOfMemoryError(
+            f"no room for {exact_bytes(nbytes)} of addresses: {why}; `ulimit -v` "
+            "limits them, and the static placement needs fewer"
+        )
+    return start
+
+
+def _map(start: int, nbytes: int, fd: int, offset: int) -> None:
+    """Put some bytes of a file behind addresses that are reserved, and all of it."""
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_SHARED | _FIXED | mmap.MAP_POPULATE
+    if _libc().mmap(start, nbytes, access, flags, fd, offset) != _FAILED:
+        return
+    code = ctypes.get_errno()
+    if code == errno.ENOMEM:
+        raise OutOfMemoryError(
+            f"{exact_bytes(nbytes)} cannot be mapped: there is no memory for it, or "
+            f"the process has as many mappings as {_MOST} allows"
+        )
+    raise BackendError(f"mapping {exact_bytes(nbytes)} failed: {os.strerror(code)}")
+
+
+@functools.cache
+def _libc() -> Any:
+    """The C library, with the calls that Python does not have."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size, number = ctypes.c_size_t, ctypes.c_int
+    address = ctypes.c_void_p
+    libc.mmap.restype = ctypes.c_size_t
+    libc.mmap.argtypes = address, size, number, number, number, ctypes.c_int64
+    libc.munmap.argtypes = address, size
+    libc.madvise.argtypes = address, size, number
+    return libc

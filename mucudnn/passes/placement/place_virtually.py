@@ -1,0 +1,203 @@
+"""Places for a step as it is planned: what does not fit in one piece is in several.
+
+Blocks are placed one after the other, each in what is free during its whole life: in
+one piece if there is one, else in pieces that pages make one by address. What is lost
+is what is free between the ends of chunks; in the order of time, which asks nothing of
+the future, that is all. Nothing gives way: copies run when they were planned to.
+
+A convolution gets the fastest of its plans whose workspace can be had when it runs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.schedule import Compute
+from mucudnn.passes.liveness import rounded
+from mucudnn.passes.placement.free_memory import FreeMemory
+from mucudnn.passes.placement.heuristics import Block
+from mucudnn.passes.placement.layout import (
+    Layout,
+    PlacedStep,
+    interval_name,
+    lives_of,
+    workspace_name,
+)
+from mucudnn.passes.placement.packing import placing_orders
+from mucudnn.passes.placement.page_table import Extent, with_addresses
+from mucudnn.passes.placement.squeaky_wheel import SqueakyWheel
+from mucudnn.passes.scheduling.costs import fastest_of
+from mucudnn.passes.scheduling.step_plan import StepPlan
+
+__all__ = ["place_virtually"]
+
+Pieces = tuple[Extent, ...]
+
+_WORK = 20_000_000
+"""Bound on the pairs of blocks looked at."""
+
+_ROUNDS = 12
+
+
+def place_virtually(
+    plan: StepPlan, arena_bytes: int, *, grows: bool = False
+) -> PlacedStep | None:
+    """A step within an arena whose memory can be mapped; None if it does not fit.
+
+    Args:
+        plan: What is to be placed; its profile says in which chunks.
+        arena_bytes: Size of the arena, of which whole chunks are used.
+        grows: Whether convolutions may have other plans than they ask for.
+    """
+    chunks = plan.profile.chunks
+    if chunks is None:
+        return None
+    end = arena_bytes // chunks.nbytes * chunks.nbytes
+    step = _Step(plan, end, chunks.nbytes, plan.profile.fronts if grows else {})
+    for places in step.attempts():
+        chosen = step.workspaces(places)
+        if chosen is not None:
+            return _placed(plan, places, chosen, chunks.nbytes)
+    return None
+
+
+def _placed(
+    plan: StepPlan,
+    places: Mapping[str, Pieces],
+    chosen: Mapping[str, ConvPlan],
+    chunk_bytes: int,
+) -> PlacedStep:
+    """The step with addresses, and with the convolutions that were chosen."""
+    offsets, pages = with_addresses(places, chunk_bytes)
+    if chosen:
+        plan = plan.with_plans({**plan.plans, **chosen})
+    of_storage = {
+        name: tuple(offsets[interval_name(name, i)] for i in range(len(lives)))
+        for name, lives in lives_of(plan.schedule).items()
+    }
+    scratch = {n: offsets[workspace_name(n)] for n in plan.schedule.workspaces}
+    top = max((pieces[-1].stop for pieces in places.values()), default=0)
+    if pages is not None:
+        top = (1 + max(pages.chunks)) * chunk_bytes
+    return PlacedStep(
+        plan,
+        Layout(
+            MappingProxyType(of_storage),
+            MappingProxyType(scratch),
+            top,
+            plan.peak_bytes - plan.state_bytes,
+            pages,
+        ),
+    )
+
+
+class _Step:
+    """What is to be placed in whole chunks of an arena.
+
+    Args:
+        plan: Whose storages and workspaces.
+        end: Bytes of the arena.
+        chunk_bytes: Size of a chunk.
+        fronts: Convolution node -> the plans that it may have; its workspace is placed
+            after all else.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        end: int,
+        chunk_bytes: int,
+        fronts: Mapping[str, Sequence[ConvPlan]],
+    ) -> None:
+        self._schedule = plan.schedule
+        self._end, self._chunk, self._fronts = end, chunk_bytes, fronts
+        self._fixed: dict[str, Pieces] = {}
+        self._blocks = [*self._intervals(), *self._fixed_workspaces()]
+
+    def attempts(self) -> Iterator[dict[str, Pieces]]:
+        """Places for all but the workspaces of those that have fronts."""
+        if any(pieces[-1].stop > self._end for pieces in self._fixed.values()):
+            return
+        names = [block.name for block in self._blocks]
+        some = [i for i, name in enumerate(names) if name not in self._fixed]
+        longest, area, size, *in_time = placing_orders(self._blocks, some)
+        orders = [in_time[0], area, size, longest]
+        rounds = min(_ROUNDS, _WORK // (1 + len(some) ** 2))
+        wheel = SqueakyWheel(orders[0])
+        for attempt in range(max(1, rounds)):
+            if attempt < len(orders):
+                wheel.order = orders[attempt]
+            places, failed = self._attempt(wheel.order)
+            if not failed:
+                yield places
+            wheel.judge(sum(self._blocks[i].nbytes for i in failed))
+            wheel.reorder(failed)
+
+    def workspaces(self, places: dict[str, Pieces]) -> dict[str, ConvPlan] | None:
+        """Choose plans, and place their workspaces; None where one has no room."""
+        chosen = {}
+        for at, instruction in enumerate(self._schedule.instructions):
+            if not isinstance(instruction, Compute):
+                continue
+            name = instruction.node
+            if name not in self._fronts:
+                continue
+            free = self._free_during(at, at, places)
+            most = free.most
+            fits = [p for p in self._fronts[name] if rounded(p.workspace) <= most]
+            if not fits:
+                return None
+            chosen[name] = fastest_of(fits)
+            if nbytes := rounded(chosen[name].workspace):
+                found = free.find(nbytes)
+                places[workspace_name(name)] = found or ()
+        return chosen
+
+    def _attempt(self, order: Sequence[int]) -> tuple[dict[str, Pieces], list[int]]:
+        """Places in an order, and the blocks that found none."""
+        places, failed = dict(self._fixed), []
+        for i in order:
+            block = self._blocks[i]
+            free = self._free_during(block.first, block.last, places)
+            pieces = free.find(block.nbytes)
+            if pieces is None:
+                failed.append(i)
+            else:
+                places[block.name] = pieces
+        return places, failed
+
+    def _free_during(
+        self, first: int, last: int, places: Mapping[str, Pieces]
+    ) -> FreeMemory:
+        """What no block has that is placed and lives at some of the time."""
+        taken = [
+            piece
+            for block in self._blocks
+            if block.first <= last and first <= block.last
+            for piece in places.get(block.name, ())
+        ]
+        return FreeMemory.between(taken, self._end, self._chunk)
+
+    def _intervals(self) -> Iterator[Block]:
+        """Intervals; those at both ends of a step get one place, at the bottom."""
+        tensors, across = self._schedule.graph.tensors, self._schedule.live_across
+        bottom = 0
+        for name, lives in lives_of(self._schedule).items():
+            nbytes = rounded(tensors[name].nbytes)
+            for i, (first, last) in enumerate(lives):
+                block = Block(interval_name(name, i), nbytes, first, last)
+                if name in across and i in (0, len(lives) - 1):
+                    self._fixed[block.name] = (Extent(bottom, bottom + nbytes),)
+                yield block
+            bottom += nbytes if name in across else 0
+
+    def _fixed_workspaces(self) -> Iterator[Block]:
+        """Workspaces of nodes that have no choice."""
+        for at, instruction in enumerate(self._schedule.instructions):
+            if (
+                isinstance(instruction, Compute)
+                and instruction.node not in self._fronts
+            ):
+                nbytes = rounded(self._schedule.workspaces.get(instruction.node, 0))
+                if nbytes:
+                    yield Block(workspace_name(instruction.node), nbytes, at, at)
