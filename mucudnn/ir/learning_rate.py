@@ -18,6 +18,7 @@ __all__ = [
     "ConstantRate",
     "CosineRate",
     "LearningRate",
+    "RateChoice",
     "StepRate",
     "parse_learning_rate",
     "rate_of",
@@ -136,6 +137,10 @@ def parse_learning_rate(
         f"{text!r} is no learning-rate schedule; it is constant, cosine, or step: "
         "and ascending milestones, such as step:30,60,90"
     )
+
+
+RateChoice = Callable[[int], float] | LearningRate | float | str
+"""What a learning rate may be given as."""
 
 
 def rate_of(choice: Any, base: float) -> Callable[[int], float]:

@@ -21,8 +21,9 @@ from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
-from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.request import STATIC, VIRTUAL, StepRequest
 from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.mapping_costs import mapping_costs
 from mucudnn.runtime.training.profiler import OnNode, profile, refine
 from mucudnn.runtime.training.sizes import measuring_bytes, sketch
 from mucudnn.runtime.tuning.bound_plan import restore_plans
@@ -46,6 +47,7 @@ def place_steps(
     order: str | Order = "builder",
     plans: Plans | None = None,
     progress: OnNode | None = None,
+    placement: str = STATIC,
 ) -> list[PlacedStep]:
     """Plan and place graphs that share parameters and state, and take turns.
 
@@ -57,26 +59,34 @@ def place_steps(
         order: In which order nodes run; a name in `ORDERS`, or a function.
         plans: Convolution plans made before; what is missing is planned.
         progress: Called while nodes are measured.
+        placement: Of `PLACEMENTS`.
 
     Raises:
+        UnsupportedError: The placement is virtual, and the backend cannot map memory.
         PlanningError: One cannot fit, and says how many bytes short and what will do;
             or a convolution has no plan within the tuner's limit.
         OutOfMemoryError: One cannot be measured; says what will do for all of it.
     """
     if budget is None:
         known = plan_convolutions(tuner, tuple(graphs), plans)
-        found = [_kept(tuner, graph, order, known) for graph in graphs]
+        found = [_kept(tuner, graph, order, known, placement) for graph in graphs]
     else:
-        found = _together(tuner, graphs, budget, first, order, plans, progress)
+        found = _together(
+            tuner, graphs, budget, first, order, plans, progress, placement
+        )
     for plan in dict.fromkeys(p for placed in found for p in placed.plans.values()):
         restore_plans(tuner.backend, tuner.cache, plan)
     return found
 
 
-def _kept(tuner: Tuner, graph: Graph, order: str | Order, plans: Plans) -> PlacedStep:
+def _kept(
+    tuner: Tuner, graph: Graph, order: str | Order, plans: Plans, placement: str
+) -> PlacedStep:
     """A graph whose tensors all stay on the device: so it may be in-place already."""
     final = in_place(graph)
     sizes = sketch(tuner, final, plans)
+    if placement == VIRTUAL:
+        sizes = replace(sizes, chunks=mapping_costs(tuner.backend))
     chosen = _by_node(final, plans)
     scratch = {name: plan.workspace for name, plan in chosen.items() if plan.workspace}
     return place_step(
@@ -86,6 +96,7 @@ def _kept(tuner: Tuner, graph: Graph, order: str | Order, plans: Plans) -> Place
             policy="keep_all",
             convolutions="fixed",
             plans=chosen,
+            placement=placement,
         )
     )
 
@@ -102,13 +113,19 @@ def _together(
     order: str | Order,
     plans: Plans | None,
     progress: OnNode | None,
+    placement: str,
 ) -> list[PlacedStep]:
-    """Graphs within a budget, the first to decide before all others."""
+    """Graphs within a budget, the first to decide before all others.
+
+    Where it is mapped, the others share its chunks; where it is not, none are.
+    """
     sizes = {
         s.name: rounded(s.nbytes) for g in graphs for s in g.with_role(*PERSISTENT)
     }
 
-    def within(graph: Graph, hosted: frozenset[str] | None) -> PlacedStep:
+    def within(
+        graph: Graph, hosted: frozenset[str] | None, placement: str
+    ) -> PlacedStep:
         held = {spec.name for spec in graph.with_role(*PERSISTENT)} | (hosted or set())
         beside = sum(n for name, n in sizes.items() if name not in held)
         final = ordered(order, graph, {})
@@ -116,12 +133,15 @@ def _together(
         if budget.convolutions == "fixed":
             fixed = _by_node(final, plan_convolutions(tuner, (final,), plans))
         mine = budget if graph is graphs[first] else replace(budget, measured=None)
-        return _Bounded(tuner, final, mine, beside, hosted, fixed).placed(progress)
+        return _Bounded(tuner, final, mine, beside, hosted, fixed, placement).placed(
+            progress
+        )
 
-    decided = within(graphs[first], None)
+    decided = within(graphs[first], None, placement)
     hosted = frozenset(decided.schedule.hosted)
+    placement = STATIC if decided.layout.pages is None else VIRTUAL
     return [
-        decided if i == first else within(graph, hosted)
+        decided if i == first else within(graph, hosted, placement)
         for i, graph in enumerate(graphs)
     ]
 
@@ -136,6 +156,7 @@ class _Bounded:
     beside: int
     hosted: frozenset[str] | None
     plans: dict[str, ConvPlan] | None
+    placement: str
 
     def placed(self, progress: OnNode | None) -> PlacedStep:
         """Measure, plan and place."""
@@ -150,7 +171,14 @@ class _Bounded:
 
     @property
     def _nbytes(self) -> int:
-        return self.budget.nbytes - self.beside
+        """Its bytes: whole chunks where an arena is shared that is mapped."""
+        nbytes = self.budget.nbytes - self.beside
+        mapper = self.tuner.backend.mapper
+        if self.hosted is None or self.placement == STATIC or mapper is None:
+            return nbytes
+        specs = self.graph.with_role(*PERSISTENT)
+        stays = sum(rounded(s.nbytes) for s in specs if s.name not in self.hosted)
+        return nbytes - max(0, nbytes - stays) % mapper.chunk_bytes
 
     def _request(self, profile: Profile) -> StepRequest:
         """What is asked of a step; where there is no backward pass, it is paged."""
@@ -165,9 +193,23 @@ class _Bounded:
             convolutions=budget.convolutions,
             plans=self.plans,
             hosted=self.hosted,
+            placement=STATIC if profile.chunks is None else self.placement,
         )
 
     def _measured(self, progress: OnNode | None) -> Profile:
+        """What the graph costs, and mapping the memory of it where that is asked.
+
+        Raises:
+            PlanningError: A convolution has no algorithm within the limits.
+            OutOfMemoryError: There is no room to measure.
+            UnsupportedError: Memory is to be mapped and cannot be.
+        """
+        if self.placement == STATIC:
+            return self._costs(progress)
+        chunks = mapping_costs(self.tuner.backend, self._nbytes)
+        return replace(self._costs(progress), chunks=chunks)
+
+    def _costs(self, progress: OnNode | None) -> Profile:
         """The profile that is given, if it is of this graph, or a new one.
 
         Raises:

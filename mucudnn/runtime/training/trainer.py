@@ -13,15 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
-from mucudnn.arguments import a_function, an_integer, of_type
+from mucudnn.arguments import a_function, an_integer, of_type, one_of
 from mucudnn.ir.graph import Graph
-from mucudnn.ir.learning_rate import LearningRate, rate_of
+from mucudnn.ir.learning_rate import RateChoice, rate_of
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.graph.optimizer_updates import When
 from mucudnn.passes.ordering import ORDERS, Order
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.passes.planning.place_step import PlacedStep
+from mucudnn.passes.planning.request import PLACEMENTS, STATIC
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
@@ -51,8 +52,6 @@ class Trainer:
             fit(trainer, batches, test, epochs=5)
             trainer.save_weights("digits.safetensors")
             answers = trainer.predict(images).argmax(1)
-
-    `close`, or the end of `with`, frees all but the state: that stays to be read.
 
     Args:
         training: Forward graph for training; inputs `image` and `label`, outputs the
@@ -85,6 +84,8 @@ class Trainer:
         fuse: Whether a ReLU, and a sum before it, are computed by the kernel of the
             normalisation, bias or sum whose result they read, and their gradients by
             its gradient's: the same up to a rounding, with less to read and write.
+        placement: "static", each tensor in one piece of the arena, or "virtual", also
+            in pieces mapped in a row of addresses, where that needs less or is faster.
 
     Attributes:
         backend: Where it computes.
@@ -111,11 +112,7 @@ class Trainer:
         *,
         tuner: Tuner | None = None,
         optimizer: Optimizer | str | Callable[[], Optimizer],
-        learning_rate: Callable[[int], float]
-        | LearningRate
-        | float
-        | str
-        | None = None,
+        learning_rate: RateChoice | None = None,
         order: str | Order = "builder",
         update_when: When = "early",
         gradient_accumulation: int = 1,
@@ -127,11 +124,13 @@ class Trainer:
         progress: OnNode | None = None,
         split: Split = WHOLE,
         fuse: bool = True,
+        placement: str = STATIC,
     ) -> None:
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
             own = tuner = Tuner()
         _check_arguments(tuner, order, seed, plans, progress)
+        one_of("placement", placement, PLACEMENTS)
         optimizer = optimizer_of(optimizer)
         self._rate = rate_of(learning_rate, optimizer.learning_rate)
         if budget is not None:
@@ -165,7 +164,7 @@ class Trainer:
         self.backend = tuner.backend
         self.graph = graphs.steps[last]
         with own:
-            placed = self._placed(graphs, tuner, order, plans, progress)
+            placed = self._placed(graphs, tuner, order, plans, progress, placement)
         disk = None if budget is None else budget.disk
         hosted, device = placed[last].schedule.hosted, self.backend.device
         self._state = StateStore(
@@ -177,8 +176,9 @@ class Trainer:
         self._stepper = Stepper(graphs, self._arena)
         self._evaluator = None
         if graphs.evaluation is not None:
-            take = partial(self._arena.take, -1)
-            self._evaluator = Evaluator(graphs.evaluation, take)
+            self._evaluator = Evaluator(
+                graphs.evaluation, partial(self._arena.take, -1)
+            )
         self.batch = self._stepper.batch
         self.steps = 0
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
@@ -191,10 +191,9 @@ class Trainer:
         )
 
     def __repr__(self) -> str:
-        budget = self.budget
-        limit = (
-            "no budget" if budget is None else f"within {format_bytes(budget.nbytes)}"
-        )
+        limit = "no budget"
+        if self.budget is not None:
+            limit = f"within {format_bytes(self.budget.nbytes)}"
         return (
             f"<Trainer of {self.graph.parameter_count:,} parameters, "
             f"batch {self.batch}, on {self.backend.name}, {limit}, "
@@ -208,7 +207,7 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """End what copies, and free the arena and host memory; may be called again."""
+        """Free all but the state, as the end of `with` does; may be called again."""
         self._arena.close()
 
     @property
@@ -308,6 +307,7 @@ class Trainer:
         order: str | Order,
         plans: Plans | None,
         progress: OnNode | None,
+        placement: str,
     ) -> list[PlacedStep]:
         """Graphs planned and placed, within the budget if there is one."""
         budget, last = self.budget, len(graphs.steps) - 1
@@ -322,6 +322,7 @@ class Trainer:
             order=order,
             plans=self.plans,
             progress=progress,
+            placement=placement,
         )
         self.placed = None if budget is None else found[last]
         return found
