@@ -22,7 +22,7 @@ from mucudnn.passes.placement.layout import lay_out, lives_of
 from mucudnn.passes.placement.page_table import PageTable
 from mucudnn.passes.placement.place_virtually import place_virtually
 from mucudnn.passes.planning.place_step import place_step
-from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest
 from tests.race_detector import RaceDetector
 from tests.swapping import Bench, same
@@ -110,18 +110,20 @@ def test_chunks_may_be_anywhere(bench, seed):
     same(found, expected)
 
 
-def test_where_offsets_alone_need_more_memory_it_needs_less(bench):
-    gained = 0
-    for seed in range(8):
-        plan = with_chunks(bench.plan(bench.random_residency(seed), part=0.2))
-        placed = tight(plan)
-        if placed.layout.pages is None:
-            continue
-        gained += placed.layout.nbytes < lay_out(plan.schedule).nbytes
-        assert placed.layout.nbytes % PAGE == 0
-        assert placed.map_ms == 0.5 * len(placed.layout.pages.chunks)
-        assert placed.layout.address_bytes == PAGE * len(placed.layout.pages.chunks)
-    assert gained
+def test_where_offsets_alone_need_more_memory_it_needs_less():
+    graph = with_updates(training_graph(get_model("alexnet")(64)), Momentum())
+    costs = ChunkCosts(64 << 10, map_ms=0.5)
+    profile = replace(estimate(graph, "p100"), chunks=costs)
+    request = StepRequest(graph, profile, policy="lru")
+    plan = plan_step(request.within(minimum_budget(request)))
+    placed = tight(plan, costs.nbytes)
+    check(placed)
+    layout = placed.layout
+    assert layout.fragmentation < 0.001
+    assert lay_out(plan.schedule).fragmentation > 0.05
+    assert layout.nbytes % costs.nbytes == 0
+    assert placed.map_ms == 0.5 * len(layout.pages.chunks)
+    assert layout.address_bytes == costs.nbytes * len(layout.pages.chunks)
 
 
 @pytest.mark.parametrize(

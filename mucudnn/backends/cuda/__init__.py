@@ -68,6 +68,7 @@ def _present(index: int) -> Backend:
     from mucudnn.backends.cuda.kernels import bind
     from mucudnn.backends.cuda.kernels.program import CupyLauncher
     from mucudnn.backends.cuda.loading import load_library
+    from mucudnn.backends.cuda.mapped_memory import CudaMapper
     from mucudnn.backends.cuda.session import LiveSession
 
     library = load_library(without_driver=False)
@@ -92,6 +93,7 @@ def _present(index: int) -> Backend:
         split_alignment=ALIGNMENT,
         fragile=_may_be_shared(_cupy(), index),
         plan_texts=conv,
+        mapper=CudaMapper(index, device.stream),
         kernels=bind(CupyLauncher(device.stream)),
     )
 
