@@ -8,8 +8,6 @@ BIN := $(VENV)/bin
 OUT ?= out
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-DEMO := --batch 64 --policy powers_of_two --workspace-limit 8MiB,32MiB,64MiB \
-	--memory-limit 4GiB --time-limit 240
 DEMO_TRAIN := --data digits --epochs 15 --lr 0.05 --seed 0
 CUDNN := nvidia-cudnn-cu12==9.19.0.56 nvidia-cuda-nvrtc-cu12 cuda-pathfinder
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
@@ -19,7 +17,7 @@ LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_l
 	check format bench docs screenshots gpu-wheels clean
 
 help:
-	@echo "make demo    tune AlexNet on this machine's CPU; prints a table, writes a report"
+	@echo "make demo    a convolution, a training step, a PyTorch model: what memory buys"
 	@echo "make demo-train   train a network on handwritten digits, in a minute"
 	@echo "make test    format, lint, types, import contracts and the tests"
 	@echo "make test-slow   the tests that take long: whole networks, every policy"
@@ -68,8 +66,7 @@ $(VENV)/cudnn.stamp: Makefile $(VENV)/base.stamp | $(BIN)/python
 
 demo: $(VENV)/base.stamp
 	@mkdir -p $(OUT)
-	$(BIN)/mucudnn tune alexnet $(DEMO) --json $(OUT)/demo.json --report $(OUT)/demo.html
-	@echo "report: $(OUT)/demo.html   data: $(OUT)/demo.json"
+	$(BIN)/mucudnn demo --report $(OUT)/demo.html
 
 # The digits are a file of scikit-learn. With one cache of measurements every run plans
 # the same convolutions, so that one seed gives one figure.

@@ -78,13 +78,15 @@ def _curve_names(
     plan: StepPlan, unbounded: StepPlan, x: Scale, y: Scale
 ) -> Iterator[Label]:
     """What the two curves are, beside the top of each."""
-    for one, name, class_ in (
-        (unbounded, "everything kept", "other"),
-        (plan, plan.policy, "ours"),
+    for one, name, class_, beside in (
+        (unbounded, "everything kept", "other", -4.0),
+        (plan, plan.policy, "ours", 12.0),
     ):
         points = memory_points(memory_intervals(one))
         at, most = max(points, key=lambda point: point[1], default=(0.0, 0))
-        yield Label(x(max(at, 0.0)), y(most) - 4, name, 0.0, class_=f"label {class_}")
+        yield Label(
+            x(max(at, 0.0)), y(most) + beside, name, 0.0, class_=f"label {class_}"
+        )
 
 
 def _curve(

@@ -1,0 +1,81 @@
+"""`mucudnn demo`: three acts in a minute, and a page that shows them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mucudnn.cli.app import bad_input
+from mucudnn.cli.output import write_file
+from mucudnn.cli.progress import progress_display
+
+if TYPE_CHECKING:
+    from mucudnn.studies.demo import LayerAct, StepAct
+
+__all__ = ["demo"]
+
+_NO_TORCH = (
+    "A PyTorch model is trained in a budget, too, where PyTorch is installed: "
+    "pip install 'mucudnn[torch]'."
+)
+
+
+@click.command()
+@click.option(
+    "--report",
+    "report_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("mucudnn-demo.html"),
+    show_default=True,
+    metavar="FILE",
+    help="Where the page is written.",
+)
+def demo(report_file: Path) -> None:
+    """Show what this does: a convolution, a training step, a PyTorch model.
+
+    Everything is measured here and now, in about a minute; nothing is remembered.
+    """
+    from mucudnn.runtime.tuning.tuner import Tuner
+    from mucudnn.studies.demo import slow_layer, small_step
+
+    acts: list[LayerAct | StepAct] = []
+    tuner = Tuner(cache=None, workspace_limit="8MiB")
+    click.echo("1. A convolution whose fast algorithms do not fit a limit.")
+    with progress_display(1) as show, bad_input():
+        acts.append(slow_layer(tuner, lambda text: show(text, 0, 1)))
+    click.echo(f"   {acts[-1].sentence}")
+    click.echo("2. A training step in a third of its memory.")
+    with progress_display(1) as show, bad_input():
+        acts.append(small_step(tuner, lambda text: show(text, 0, 1)))
+    click.echo(f"   {acts[-1].sentence}")
+    click.echo("3. The same for a PyTorch model.")
+    acts += _torch_act()
+    from mucudnn.report.demo_html import demo_page
+
+    write_file(str(report_file), demo_page(acts, tuner.backend.device.fingerprint))
+    click.echo(f"All of it on one page: {report_file}")
+
+
+def _torch_act() -> "list[LayerAct | StepAct]":
+    try:
+        from mucudnn.torch.demo import small_torch_step
+    except ImportError:
+        click.echo(f"   {_NO_TORCH}")
+        return []
+    from mucudnn.studies.demo import StepAct
+
+    with progress_display(1) as show, bad_input():
+        found = small_torch_step(lambda text: show(text, 0, 1))
+    act = StepAct(
+        name=found.name,
+        whole=found.whole.plan,
+        plan=found.forecast.plan,
+        budget=found.budget,
+        whole_bytes=found.whole.peak_bytes,
+        peak_bytes=found.peak_bytes,
+        whole_ms=found.whole_ms,
+        step_ms=found.step_ms,
+        same=found.same,
+    )
+    click.echo(f"   {act.sentence}")
+    return [act]

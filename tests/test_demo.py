@@ -1,0 +1,71 @@
+"""The demonstration: three acts, each with its sentence, and a page of all of them."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from mucudnn import PerfTable, Tuner
+from mucudnn.ir.conv import AlgoPerf
+from mucudnn.report.demo_html import demo_page
+from mucudnn.studies.demo import LAYER, slow_layer, small_step, telling_limit
+
+MIB = 1 << 20
+
+
+def silent(text):
+    assert text
+
+
+def table(*rows):
+    perfs = [
+        AlgoPerf(algo=algo, batch=batch, time_ms=ms, workspace=size)
+        for algo, batch, ms, size in rows
+    ]
+    return PerfTable(LAYER, tuple(perfs))
+
+
+def test_the_limit_is_where_parts_gain_most():
+    tuner = Tuner(backend="null")
+    measured = table(
+        *(("DIRECT", 16, 1000.0, 0), ("GEMM", 16, 100.0, 1 * MIB)),
+        *(("FFT", 4, 10.0, 5 * MIB), ("FFT", 8, 19.0, 10 * MIB)),
+        ("FFT", 16, 30.0, 20 * MIB),
+    )
+    assert telling_limit(tuner, measured) == 10 * MIB
+
+
+def test_calls_without_workspace_are_beaten_only_where_nothing_else_is():
+    tuner = Tuner(backend="null")
+    rows = [("DIRECT", 16, 1000.0, 0), ("FFT", 4, 10.0, 5 * MIB)]
+    assert telling_limit(tuner, table(*rows)) == 5 * MIB
+
+
+def test_a_layer_with_nothing_to_gain_says_so():
+    tuner = Tuner(backend="null", batch_policy="undivided")
+    act = slow_layer(tuner, silent)
+    assert act.speedup == 1.0
+    assert "best left whole here: " in act.sentence
+
+
+@pytest.mark.slow
+def test_acts_and_their_page(tmp_path):
+    tuner = Tuner(cache=None, workspace_limit="8MiB", batch_policy="undivided")
+    step = small_step(tuner, silent)
+    assert step.same
+    assert step.peak_bytes <= step.budget == step.whole_bytes // 3
+    assert "to the last bit" in step.sentence
+    layer = slow_layer(Tuner(backend="null"), silent)
+    page = demo_page([layer, step], "a machine")
+    text = "".join(ET.fromstring(page.removeprefix("<!DOCTYPE html>")).itertext())
+    assert layer.sentence in text
+    assert step.sentence in text
+
+
+@pytest.mark.torch
+def test_the_act_of_pytorch():
+    pytest.importorskip("torch")
+    from mucudnn.torch.demo import small_torch_step
+
+    act = small_torch_step(silent)
+    assert act.same
+    assert act.peak_bytes <= act.budget < act.whole.peak_bytes
