@@ -57,6 +57,17 @@ def test_the_table_marks_the_best_and_says_what_is_short():
     assert "assumed" in text
 
 
+def test_a_network_that_only_answers_runs_in_strips_of_one_image():
+    asked = ("unet2d", "--device", "null", "--image", "64", "--inference")
+    data = data_of(*asked, "--policy", "planned", "--budget", "45MiB")
+    assert data["inference"]
+    assert data["batch"] == 1
+    assert {t["along"] for t in data["splitting"]["tried"][1:]} == {"height"}
+    text = done(*asked, "--policy", "planned", "--budget", "1GiB")
+    assert "inference" in text.splitlines()[0]
+    assert "momentum" not in text
+
+
 @pytest.mark.slow
 def test_without_a_budget_the_devices_memory_and_a_curve():
     data = data_of("cifar_quick", *NULL, "--policy", "planned,keep_all")

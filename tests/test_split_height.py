@@ -6,12 +6,17 @@ from hypothesis import assume, given, strategies as st
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvProblem
+from mucudnn.ir.graph import PERSISTENT, Role
 from mucudnn.ir.initializers import Constant
 from mucudnn.models import get_model
+from mucudnn.passes.graph.answering import up_to
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.split import split_height
 from mucudnn.passes.graph.split_axis import along_height, cuttable
 from mucudnn.passes.graph.split_order import line_by_line
+from mucudnn.passes.liveness import peak_bytes
+from mucudnn.passes.planning.cutting import Cutting
+from mucudnn.runtime.training.training_graphs import answers_of
 from tests.examples import examples
 from tests.model_cases import furthest, random_feeds
 from tests.race_detector import RaceDetector
@@ -211,3 +216,29 @@ def test_weights_are_no_images():
     graph = training_graph(g.build(g.softmax_cross_entropy(y, label)))
     assert "scale" not in cuttable(graph, along_height(graph))
     agrees(graph, (2, 3), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["resnet20", "unet3d"])
+def test_a_network_answers_patch_by_patch(name):
+    """All nodes in as many strips, so that little of a network is there at once."""
+    sizes = {"image": 32 if name == "resnet20" else 8}
+    forward = get_model(name)(1, dtype="float64", training=False, **sizes)
+    graph = up_to(forward, answers_of(forward))
+    assert [spec.name for spec in graph.with_role(Role.INPUT)] == ["image"]
+    given = random_feeds(graph)
+    expected = computed(graph, given)
+    cut = Cutting(4, "height").cut(graph)
+    assert len(cut.nodes) > 3 * len(graph.nodes)
+    error, where = furthest(computed(cut, given), expected)
+    assert error <= 1e-12, where
+    whole, patches = (
+        peak_bytes(g) - sum(g.tensors[s.name].nbytes for s in g.with_role(*PERSISTENT))
+        for g in (graph, cut)
+    )
+    if name == "resnet20":  # which has no long skips
+        assert patches < 0.9 * whole
+
+
+def test_what_is_not_there_is_no_answer():
+    with pytest.raises(ValueError, match="no tensor"):
+        up_to(get_model("lenet")(1), "nothing")

@@ -66,7 +66,8 @@ _CODES = (
 @model_argument
 @option(
     "--batch",
-    f"Images in a step; {_BATCH} by default, {_CPU_BATCH} on the CPU.",
+    f"Images in a step; {_BATCH} by default, {_CPU_BATCH} on the CPU, 1 for "
+    "--inference.",
     count(1, MOST_IMAGES),
 )
 @option(
@@ -109,14 +110,15 @@ _CODES = (
     repeatable=True,
     name="recordings",
 )
+@flag("--inference", "Plan the network alone: no backward pass, no updates.")
 @optimizer_option
 @strategy("--order", "In which order nodes run.", orders, default="builder")
 @option(
     "--split PARTS",
     "Also run the step in slices of its batch: auto, none, or how many parts of its "
-    "largest layers; or in strips of its images: height, or height:4 for so many.",
+    "largest layers; or in strips of its images: height, or height:4 for so many; "
+    "none by default, auto for --inference.",
     split_of,
-    default="none",
 )
 @flag("--curve", "Also plan for several budgets, when one is given.")
 @flag("--max-batch", "Look for the largest batch within the budget.")
@@ -180,18 +182,23 @@ def _step(
     from mucudnn.studies.memory_study import StepSpec
 
     device, batch, image = (settings[n] for n in ("device", "batch", "image"))
+    inference = settings["inference"]
+    usual = 1 if inference else _CPU_BATCH if device == _CPU else _BATCH
     with bad_input():
         step = torch_step(ctx, model, batch, device)
         made = network(model) if step is None else model
     if step is not None:
+        if inference:
+            raise BadInputError(f"--inference is for a network of ours, not {model}")
         return step
     return StepSpec(
         model=made if isinstance(made, FunctionModel) else model,
-        batch=batch or (_CPU_BATCH if device == _CPU else _BATCH),
+        batch=batch or usual,
         image=image[0] if image is not None and len(image) == 1 else image,
         optimizer=settings["optimizer"],
         order=settings["order"],
         device=device,
+        inference=inference,
     )
 
 
@@ -210,6 +217,9 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         )
     asked_more = settings["max_batch"] or settings["min_budget"]
     spec = _step(ctx, model, settings)
+    split = settings["split"]
+    if split is None:
+        split = "auto" if settings["inference"] and device != _CPU else "none"
     # The search takes longest: what Ctrl-C keeps comes before it.
     names = _chosen(settings["policies"], policies)
     if _ALL in settings["policies"]:
@@ -226,7 +236,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
             profile=_measured(spec, settings["cache_path"], show),
             recordings=settings["recordings"],
             progress=show,
-            split=settings["split"],
+            split=split,
         )
 
 

@@ -37,13 +37,14 @@ def memory_report(study: MemoryStudy) -> str:
     facts = (
         f"Batch {study.spec.batch}, images of {image}, "
         f"{study.parameters:,} parameters, "
-        f"{name_of(study.spec.optimizer)}; node order: "
+        f"{study.kind}; node order: "
         f"{name_of(study.spec.order)}; {study.device}"
     )
+    what = "Inference" if study.inference else "A training step"
     return page(
         title,
         SHEETS,
-        header(f"A training step of {title}", facts, _warnings(study)),
+        header(f"{what} of {title}", facts, _warnings(study)),
         memory_body(study),
     )
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from mucudnn.passes.planning.comparison import Technique
-from mucudnn.passes.registry import name_of
 from mucudnn.report.text import Table
 from mucudnn.report.words import NOTHING, bytes_text, ms_text, speedup_text
 from mucudnn.studies.memory_study import MemoryStudy
@@ -23,7 +22,7 @@ def heading(study: MemoryStudy) -> str:
     image = "×".join(map(str, study.image))
     return (
         f"{study.spec.title}, batch {study.spec.batch}, {image}, "
-        f"{name_of(study.spec.optimizer)}; {study.device}"
+        f"{study.kind}; {study.device}"
     )
 
 

@@ -12,6 +12,7 @@ from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.shapes import Ints
 from mucudnn.models import get_model, network_name
 from mucudnn.notebook import drawn
+from mucudnn.passes.graph.answering import up_to
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.ordering import Order, ordered
@@ -22,6 +23,7 @@ from mucudnn.passes.planning.splitting import Splitting
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.scheduling.costs import state_bytes
 from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.runtime.training.training_graphs import answers_of
 from mucudnn.studies.step_costs import CPU, Coverage
 
 __all__ = ["MemoryStudy", "StepSpec"]
@@ -29,7 +31,7 @@ __all__ = ["MemoryStudy", "StepSpec"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpec:
-    """Which training step.
+    """Which training step, or which network that answers.
 
     Attributes:
         model: As `get_model` knows it: a name, or a function of the batch; or a graph
@@ -39,6 +41,8 @@ class StepSpec:
         optimizer: A name in `OPTIMIZERS`, or an optimizer.
         order: A name in `ORDERS`, or a function.
         device: `cpu`, or a name in `DEVICES`.
+        inference: Whether it only answers: the network for evaluation up to what the
+            labels are compared with. A graph is taken as it is.
     """
 
     model: str | Callable[..., Graph] | Graph
@@ -47,6 +51,7 @@ class StepSpec:
     optimizer: str | Optimizer = "momentum"
     order: str | Order = "builder"
     device: str = "h200"
+    inference: bool = False
 
     @property
     def title(self) -> str:
@@ -54,7 +59,7 @@ class StepSpec:
         return "graph" if isinstance(self.model, Graph) else network_name(self.model)
 
     def graph(self, batch: int | None = None) -> Graph:
-        """The training step with its updates, in its order.
+        """The training step with its updates, or the network alone, in its order.
 
         Raises:
             ValueError: A name is not known, or a size out of range.
@@ -62,7 +67,7 @@ class StepSpec:
         return self.finished(self.gradients(batch))
 
     def gradients(self, batch: int | None = None) -> Graph:
-        """The network with its backward pass, before it gets updates.
+        """The network with its backward pass, if it has one, before it gets updates.
 
         Raises:
             ValueError: A name is not known, or a size out of range.
@@ -70,13 +75,32 @@ class StepSpec:
         if isinstance(self.model, Graph):
             forward = self.model
         else:
-            forward = get_model(self.model)(batch or self.batch, image=self.image)
-        return training_graph(forward)
+            forward = get_model(self.model)(
+                batch or self.batch, image=self.image, training=not self.inference
+            )
+        return _answering(forward) if self.inference else training_graph(forward)
 
     def finished(self, gradients: Graph) -> Graph:
         """A step of it: with updates, in its order."""
+        if self.inference:
+            return ordered(self.order, gradients)
         step = with_updates(gradients, optimizer_of(self.optimizer))
         return ordered(self.order, step)
+
+
+def _answering(forward: Graph) -> Graph:
+    """A network up to its answers, which the labels are compared with.
+
+    Raises:
+        ValueError: Nothing is compared with labels.
+    """
+    answers = answers_of(forward)
+    if answers is None:
+        raise ValueError(
+            "nothing is compared with the labels: which tensors are answers is not "
+            "known"
+        )
+    return up_to(forward, answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +171,16 @@ class MemoryStudy:
         return "partly measured" if self.convolutions.measured else "estimated"
 
     @property
+    def inference(self) -> bool:
+        """Whether the network only answers."""
+        return isinstance(self.spec, StepSpec) and self.spec.inference
+
+    @property
+    def kind(self) -> str:
+        """What becomes of the parameters: an optimizer's name, or inference."""
+        return "inference" if self.inference else name_of(self.spec.optimizer)
+
+    @property
     def unbounded_ms(self) -> float:
         """Predicted time of the unbounded step."""
         return self.unbounded.prediction.step_ms
@@ -175,6 +209,7 @@ class MemoryStudy:
             "image": list(self.image),
             "parameters": self.parameters,
             "optimizer": name_of(self.spec.optimizer),
+            "inference": self.inference,
             "order": name_of(self.spec.order),
             "device": self.spec.device,
             "costs": self.costs,

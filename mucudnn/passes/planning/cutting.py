@@ -3,7 +3,9 @@
 Only the largest layers are in so many parts: nodes are cut by a limit on bytes. Where
 nothing couples the batch, slices of it are all alike instead, forward and backward one
 at a time: gradient accumulation within one step. Strips are worth trying where there
-are few samples; rows that windows reach over cost copies that slices do not.
+are few samples; rows that windows reach over cost copies that slices do not. A network
+that only answers is cut all alike: patch by patch, what was read is gone (Lin et al.,
+MCUNetV2, 2021).
 """
 
 from collections.abc import Iterator, Mapping
@@ -108,6 +110,8 @@ class Cutting:
 
     def parts_of(self, graph: Graph) -> Mapping[str, int] | int:
         """Parts of each node, so that the largest layers are in so many."""
+        if not graph.gradients:
+            return self.parts
         if self.along == BATCH and not couples_batch(graph):
             return self.parts
         axis = self.axis(graph)

@@ -198,7 +198,7 @@ def plan_splitting(step: SplitStep, split: Split = AUTO) -> Splitting:
     if chosen.plan is None:
         raise _refusal(tried)
     unbounded_ms = min(tried[0].unbounded_ms, chosen.unbounded_ms)
-    fused = not couples_batch(step.graph)
+    fused = bool(step.graph.gradients) and not couples_batch(step.graph)
     return Splitting(chosen, tuple(tried), unbounded_ms, fused)
 
 
