@@ -1,8 +1,10 @@
 """What a training step moves on a GPU: launches, bytes and FLOPs, counted, not timed.
 
 The cuda backend's own operations are called with arrays of the right shapes and no
-memory behind them, and every launch is noted with the bytes of the arrays it is given.
-Convolutions count their operands once, whatever an algorithm moves inside. Beside it
+memory behind them, and every launch is noted with the bytes of the arrays it is given;
+what an update overwrites counts twice.
+Convolutions count their operands once, whatever an algorithm moves inside; updates that
+follow one another are one launch, as an executor has them. Beside it
 stands the least that any implementation moves: operands of convolutions and matrix
 products once, and what the update reads and writes; everything else could be fused.
 """
@@ -75,19 +77,27 @@ class _Counting:
         read = source.nbytes if isinstance(source, np.ndarray) else 0
         self.traffic.add(1, read + target.nbytes)
 
+    def table(self, rows: Any) -> Any:
+        return np.zeros(0)
+
+    def address(self, array: Any) -> int:
+        return 0
+
 
 def traffic_of(graph: Graph) -> dict[str, Traffic]:
     """Operation -> what its nodes move in one step of a graph."""
     found: dict[str, Traffic] = {}
+    before = ""
     for node in graph.nodes:
         if node.traits.view:
             continue
+        joins, before = node.op == before, node.op
         of_op = found.setdefault(node.op, Traffic())
         if node.op == "conv":
             problem = node.attrs["problem"]
             of_op.add(1, _operand_bytes(graph, node), problem.flops)
             continue
-        counting = _Counting(of_op)
+        counting = _Counting()
         operation = KERNELS[node.op]
         inputs = [graph.tensors[name] for name in node.inputs]
         outputs = [graph.tensors[name] for name in node.outputs]
@@ -101,6 +111,10 @@ def traffic_of(graph: Graph) -> dict[str, Traffic]:
                 _array(TensorSpec("workspace", (scratch,), "uint8")),
             )
         )
+        one = counting.traffic
+        launches = 0 if joins and operation.together else one.launches
+        again = sum(graph.tensors[name].nbytes for name in node.mutates)
+        of_op.add(launches, one.nbytes + again, one.flops)
     return found
 
 
@@ -165,7 +179,7 @@ def _step(model: str, batch: int, precision: str | None, fuse: bool) -> dict[str
         get_model(model)(batch),
         None,
         Momentum(0.1),
-        when="early",
+        when="late",
         parts=1,
         precision=precision,
         loss_scale=None,

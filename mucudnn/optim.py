@@ -28,6 +28,7 @@ from mucudnn.ir.learning_rate import (
     StepRate,
     parse_learning_rate,
 )
+from mucudnn.ir.loss_scaling import DynamicLossScale
 from mucudnn.ir.optimizers import (
     OPTIMIZERS,
     AdaGrad,
@@ -45,6 +46,7 @@ __all__ = [
     "Adam",
     "ConstantRate",
     "CosineRate",
+    "DynamicLossScale",
     "LearningRate",
     "Momentum",
     "Optimizer",

@@ -33,6 +33,17 @@ static void give_way(State state) {
 }
 static void __syncthreads() { give_way(WAITING); }
 
+// All threads of a block call it together: a warp's exchange is a block's.
+static double __shfl_xor_sync(unsigned, double value, int other) {
+    static double room[THREADS];
+    unsigned self = threadIdx.x;
+    room[self] = value;
+    __syncthreads();
+    double theirs = room[self ^ other];
+    __syncthreads();
+    return theirs;
+}
+
 static inline unsigned long long __umul64hi(unsigned long long a,
                                             unsigned long long b) {
     return (unsigned __int128)a * b >> 64;

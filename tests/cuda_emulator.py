@@ -8,11 +8,12 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from mucudnn.backends.cuda.kernels.program import compiler_options
+from mucudnn.backends.cuda.kernels.source import compiler_options
 
 __all__ = ["COMPILER", "Emulator"]
 
@@ -71,7 +72,25 @@ class Emulator:
     def copy(self, source, target):
         target[...] = source
 
+    def table(self, rows):
+        return np.array(rows, np.int64).reshape(-1)
+
+    def address(self, array):
+        return array.ctypes.data
+
+    def prepared(self, *arguments, **types):
+        return partial(self.launch, *arguments, **types)
+
+    def prepared_matmul(self, a, b, out):
+        return partial(self.matmul, a, b, out)
+
+    def prepared_copy(self, source, target):
+        return partial(self.copy, source, target)
+
     def _passed(self, kernel, kind, argument):
+        if argument is None:
+            assert kind in "FDLB", (kernel, kind)
+            return ctypes.c_void_p(None)
         if isinstance(argument, np.ndarray):
             workspace = argument.dtype == np.uint8 and kind in "FD"
             assert workspace or argument.dtype == _ELEMENTS[kind], (kernel, kind)

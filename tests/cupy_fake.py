@@ -45,6 +45,28 @@ static inline unsigned __float_as_uint(float value) {
 """
 
 
+CAPTURED = []
+"""Graphs that are being captured: what is launched goes to the last."""
+
+
+def put(work):
+    """Run it, or put it into the graph that is being captured."""
+    if CAPTURED:
+        CAPTURED[-1].append(work)
+    else:
+        work()
+
+
+def refuse_capturing(what):
+    """CUDA would end the capture."""
+    if CAPTURED:
+        raise CUDARuntimeError(f"{what} while a stream is captured")
+
+
+class CUDARuntimeError(RuntimeError):
+    """As CuPy calls it."""
+
+
 class StrictArray:
     """A `cupy.ndarray`: typed, strided, and opaque to NumPy."""
 
@@ -66,7 +88,12 @@ class StrictArray:
     def __setitem__(self, key, value):
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
-        self.host[key] = value.host if isinstance(value, StrictArray) else value
+        given = value.host if isinstance(value, StrictArray) else value
+
+        def work():
+            self.host[key] = given
+
+        put(work)
 
     def view(self, dtype):
         return StrictArray(self.host.view(dtype))
@@ -96,9 +123,11 @@ class StrictArray:
         return StrictArray(self.host.astype(dtype))
 
     def get(self):
+        refuse_capturing("a copy to the host")
         return self.host.copy()
 
     def set(self, source):
+        refuse_capturing("a copy from the host")
         if not isinstance(source, np.ndarray):
             raise TypeError(f"only NumPy's arrays can be set, not {type(source)}")
         if (self.dtype, self.shape) != (source.dtype, source.shape):
@@ -130,7 +159,22 @@ class _Stream:
             self.queue.pop(0)()
 
     def synchronize(self):
+        refuse_capturing("a wait of the host")
         self.drain(self.end)
+
+    def __enter__(self):
+        self._outer, self._cupy.current = self._cupy.current, self
+        return self
+
+    def __exit__(self, *_):
+        self._cupy.current = self._outer
+
+    def begin_capture(self):
+        CAPTURED.append([])
+
+    def end_capture(self):
+        self._cupy.captured.append(graph := CAPTURED.pop())
+        return SimpleNamespace(launch=lambda stream: self._cupy.replay(graph))
 
     def wait_event(self, event):
         stream, position = self._cupy.events[event.ptr]
@@ -150,16 +194,12 @@ class _Event:
         pass
 
     def synchronize(self):
-        pass
+        refuse_capturing("a wait of the host")
 
 
 class _Device(contextlib.nullcontext):
     def use(self):
         """It is the only one."""
-
-
-class CUDARuntimeError(RuntimeError):
-    """As CuPy calls it."""
 
 
 class NoRoomError(MemoryError):
@@ -180,8 +220,10 @@ class StrictCupy:
         self._folder, self._lazy = folder, lazy
         self._numbers, self._libraries = itertools.count(1), {}
         self.events, self.launched = {}, []
+        self.captured, self.replayed = [], 0
         self._null = _Stream(self, 0, lazy=False)
         self._streams = {0: self._null}
+        self.current = self._null
         self.random = SimpleNamespace(default_rng=self._rng)
         runtime = SimpleNamespace(
             CUDARuntimeError=CUDARuntimeError,
@@ -200,7 +242,7 @@ class StrictCupy:
             Device=lambda index=0: _Device(),
             Event=self._event,
             Stream=self._stream,
-            get_current_stream=lambda index=-1: self._null,
+            get_current_stream=lambda index=-1: self.current,
             get_elapsed_time=lambda start, stop: 0.01,
             PinnedMemory=np.ones,
             PinnedMemoryPointer=lambda memory, offset: memory.astype(np.uint8),
@@ -210,16 +252,26 @@ class StrictCupy:
     def get_default_memory_pool(self):
         return SimpleNamespace(free_all_blocks=lambda: None)
 
+    def replay(self, graph):
+        """Launch a graph, on the stream that computes."""
+        assert not CAPTURED
+        assert self.current is self._null
+        self.replayed += 1
+        for work in graph:
+            work()
+
     def empty(self, nbytes, dtype):
+        refuse_capturing("an allocation")
         room = np.full(nbytes + 512, 0xFF, np.uint8)  # NaN of every float
         start = -room.ctypes.data % 512
         return StrictArray(room[start : start + nbytes].view(dtype))
 
     def ascontiguousarray(self, array):
+        refuse_capturing("an allocation")
         return StrictArray(np.ascontiguousarray(array.host))
 
     def asnumpy(self, array):
-        return array.host.copy()
+        return array.get()
 
     def matmul(self, a, b, out):
         """Sums in float32 at least, as cuBLAS is asked to."""
@@ -227,7 +279,11 @@ class StrictCupy:
         assert out.dtype.name in _FLOATS, f"Invalid dtype: {out.dtype}"
         assert out.flags.c_contiguous
         wide = np.promote_types(np.float32, out.dtype)
-        out.host[...] = np.matmul(a.host.astype(wide), b.host.astype(wide))
+
+        def work():
+            out.host[...] = np.matmul(a.host.astype(wide), b.host.astype(wide))
+
+        put(work)
 
     def RawKernel(self, source, name, options=()):  # noqa: N802
         if name == "spin":
@@ -245,13 +301,22 @@ class StrictCupy:
         ]
         addresses = (ctypes.c_void_p * len(passed))(*map(ctypes.addressof, passed))
         x, y = (*grid, 1)[:2]
-        met = self._library(source, options)[f"run_{name}"](
-            x, y, addresses, "__syncthreads" in source
-        )
-        assert met, name
-        self.launched.append(name)
+        library, fibers = self._library(source, options), "__syncthreads" in source
+
+        def work(kept=passed):
+            assert library[f"run_{name}"](x, y, addresses, fibers), name
+            self.launched.append(name)
+
+        put(work)
 
     def _library(self, source, options):
+        key = source, options
+        if key not in self._libraries:
+            refuse_capturing("the loading of a kernel")
+            self._libraries[key] = self._built(source, options)
+        return self._libraries[key]
+
+    def _built(self, source, options):
         for ptx, host in _PTX.items():
             source = source.replace(ptx, host)
         entries = "".join(
@@ -260,14 +325,12 @@ class StrictCupy:
         )
         text = f'#include "{_HEADER}"\n{_HOST}{source}\n{entries}'
         key = hashlib.sha256(f"{options}{text}".encode()).hexdigest()[:16]
-        if key not in self._libraries:
-            built = self._folder / f"{key}.so"
-            if not built.exists():
-                command = [COMPILER, "-shared", "-fPIC", *options, "-DBACKWARDS=0"]
-                command += ["-O1", "-w", "-x", "c++", "-", "-o", str(built)]
-                subprocess.run(command, input=text, text=True, check=True)
-            self._libraries[key] = ctypes.CDLL(str(built))
-        return self._libraries[key]
+        built = self._folder / f"{key}.so"
+        if not built.exists():
+            command = [COMPILER, "-shared", "-fPIC", *options, "-DBACKWARDS=0"]
+            command += ["-O1", "-w", "-x", "c++", "-", "-o", str(built)]
+            subprocess.run(command, input=text, text=True, check=True)
+        return ctypes.CDLL(str(built))
 
     def _rng(self, seed):
         real = np.random.default_rng(seed)

@@ -150,6 +150,10 @@ def large_cases(dtype, N=16):
     yield "adagrad", [y, x, scalar, one], [], DECAYED | {"eps": 1e-8}
     yield "rmsprop", [y, x, scalar, one], [], DECAYED | {"eps": 1e-8, "alpha": 0.9}
     yield "accumulate", [y, x], [], {"factor": 0.5}
+    yield "find_overflow", [x, np.zeros(3, np.int64)], [], {}
+    scaling = {"growth": 2.0, "backoff": 0.5, "interval": 9, "least": 0.5, "most": 8.0}
+    inputs = [np.full((), 2, dtype), np.zeros(3, np.int64)]
+    yield "adjust_loss_scale", inputs, [], scaling
 
 
 def _large_norms(x, y, channels, norm):

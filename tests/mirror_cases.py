@@ -316,3 +316,29 @@ def _updates(dtype):
         attrs = common | {"eps": 1e-3, "alpha": 0.9}
         yield Case("rmsprop", [w, dw, lr, v], [], attrs)
     yield Case("accumulate", [w, dw], [], {"factor": 0.25})
+    yield from _scaled_updates(dtype)
+
+
+def _scaled_updates(dtype):
+    """With a loss scale that is state: nothing overflowed, or something did."""
+    w, dw, m, v = (normal(70, 11, seed=i, dtype=dtype) for i in range(4))
+    lr, scale, step = np.array(0.1, dtype), np.array(8, dtype), np.array(9)
+    nesterov = {"momentum": 0.9, "nesterov": True, "scaled": True}
+    adam = ADAM | DECAYED | {"scaled": True}
+    for overflowed in (0, 1):
+        counts = np.array([overflowed, 4, 3])
+        inputs = [w, dw, lr, m, scale, counts]
+        yield Case("momentum", inputs, [], DECAYED | nesterov)
+        inputs = [w, dw, lr, step, m, v**2, scale, counts]
+        yield Case("adam", inputs, [], adam)
+    for bad in (0, np.inf, -np.inf, np.nan):
+        odd = dw.copy()
+        odd[-1, -1] = bad
+        for before in (0, 1):
+            yield Case("find_overflow", [odd, np.array([before, 2, 1])], [])
+    limits = {"least": 0.25, "most": 1024.0, "interval": 5}
+    attrs = {"growth": 2.0, "backoff": 0.5} | limits
+    for counts in ([0, 2, 1], [0, 4, 1], [1, 4, 1]):
+        for value in (0.25, 3.0, 1024.0):
+            inputs = [np.array(value, dtype), np.array(counts)]
+            yield Case("adjust_loss_scale", inputs, [], attrs)

@@ -24,7 +24,7 @@ from mucudnn.backends.cuda.conv.engines import (
     parse_engine_name,
 )
 from mucudnn.backends.cuda.conv.operation import operation_graph
-from mucudnn.backends.cuda.kernels.program import compiler_options
+from mucudnn.backends.cuda.kernels.source import compiler_options
 from mucudnn.errors import BackendUnavailableError, MucudnnError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32, Numerics

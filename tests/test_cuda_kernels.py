@@ -9,9 +9,11 @@ import pytest
 from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS, bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import KERNELS, PROGRAMS, bind
-from mucudnn.backends.cuda.kernels.program import CupyLauncher, compiler_options
+from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
+from mucudnn.backends.cuda.kernels.source import compiler_options
 from mucudnn.errors import BackendError, UnsupportedError
 from tests.cuda_emulator import COMPILER, Emulator
+from tests.kernel_cases import ADAM, normal
 from tests.mirror_cases import Case, cases, compute
 from tests.nvrtc import compiled
 
@@ -78,7 +80,11 @@ def folder(tmp_path_factory):
 )
 def test_every_kernel_does_on_the_host_what_the_cpus_does(dtype, how, folder):
     emulator = Emulator(folder, **how)
-    assert mirror(bind(emulator), dtype) == set(KERNELS)
+    kernels = bind(emulator)
+    assert mirror(kernels, dtype) == set(KERNELS)
+    for op in (op for op in KERNELS if KERNELS[op].together):
+        calls = [(inputs, [], attrs, None) for inputs, attrs in several(op, dtype)]
+        kernels[op].together(calls)()
     every = {(p, name) for p in PROGRAMS.values() for name in p.kernels}
     assert emulator.launched == every
 
@@ -95,6 +101,61 @@ def test_labels_that_are_no_classes_are_told_by_nan(folder):
         assert np.allclose(p, 0.25)
         case = Case("accuracy", [x, labels], [((), "i8")], {"k": 1})
         assert compute(kernels["accuracy"], case)[0] == 2
+
+
+def several(op, dtype, scaled=0):
+    """Calls of an update of tensors of odd sizes, one of them not aligned."""
+    lr, scale = np.array(0.1, dtype), np.array(4, dtype)
+    step, counts = np.array(5), np.array([scaled == 2, 1, 2])
+    common = ADAM | {"momentum": 0.9, "nesterov": True, "alpha": 0.9, "factor": 0.5}
+    states = {"sgd": 0, "adam": 2}.get(op, 1)
+    for i, (size, decay) in enumerate(
+        [(3, 0.0), (0, 0.0), (4100, 0.02), (1, 0.0), (8193, 0.5), (4096, 0.02)]
+    ):
+        room = [normal(size + 1, seed=9 * i + k, dtype=dtype) for k in range(4)]
+        w, dw, *state = (a[1:] if i == 4 else a[:-1] for a in room)
+        kept = [np.abs(s) for s in state[:states]]
+        attrs = common | {"weight_decay": decay, "gradient_scale": 0.25}
+        told = [lr, step] if op == "adam" else [lr]
+        if op == "accumulate":
+            yield [w, dw], attrs
+        elif op == "find_overflow":
+            yield [w, counts], attrs
+        elif scaled:
+            yield [w, dw, *told, *kept, scale, counts], attrs | {"scaled": True}
+        else:
+            yield [w, dw, *told, *kept], attrs
+
+
+@emulated
+@pytest.mark.parametrize("scaled", [0, 1, 2])
+@pytest.mark.parametrize("op", [name for name in KERNELS if KERNELS[name].together])
+def test_updates_together_are_the_updates_one_by_one(op, scaled, folder):
+    """To the last bit, whatever is aligned, with a decay and without."""
+    emulator = Emulator(folder)
+    kernel = bind(emulator)[op]
+    apart, joint = (list(several(op, "f4", scaled)) for _ in range(2))
+    for inputs, attrs in apart:
+        kernel.run(inputs, [], attrs, None)
+    emulator.launched.clear()
+    launch = kernel.together([(inputs, [], attrs, None) for inputs, attrs in joint])
+    assert emulator.launched == set()  # it was made ready
+    launch()
+    assert {name for _, name in emulator.launched} == {f"{op}_all"}
+    for (one, _), (other, _) in zip(apart, joint, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a.tobytes() == b.tobytes()
+
+
+@emulated
+def test_an_overflow_is_found_wherever_it_is(folder):
+    kernel = bind(Emulator(folder))["find_overflow"]
+    for place in (None, 0, 4095, 4096, 8192):
+        tensors, counts = [np.ones(n, "f4") for n in (5, 8193, 1)], np.zeros(3, "i8")
+        if place is not None:
+            tensors[1][place] = np.inf
+        kernel.together([([t, counts], [], {}, None) for t in tensors])()
+        assert counts.tolist() == [place is not None, 0, 0]
 
 
 @emulated
@@ -165,7 +226,7 @@ def test_a_kernel_is_compiled_once_when_first_launched(cupy):
     assert "-DELEMENT=float" in options
     assert "-DINDEX=int" in options
     name, blocks, threads, arguments = cupy.launched[0]
-    assert (name, blocks, threads) == ("scale", (3,), (256,))
+    assert (name, blocks, threads) == ("scale", (1,), (256,))
     assert [type(a) for a in arguments[2:]] == [np.int32, np.float64]
     assert len(entered) == len(cupy.launched) == 2
     kernels["scale"].run([x.astype("f8")] * 2, [x.astype("f8")], {"factor": 2.0}, None)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,16 +13,18 @@ from mucudnn.backends.cuda.conv.operation import ALIGNMENT
 from mucudnn.backends.cuda.conv.plan import CudaPlan
 from mucudnn.backends.cuda.device import CudaDevice
 from mucudnn.backends.cuda.kernels import bind
-from mucudnn.backends.cuda.kernels.program import CupyLauncher
+from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
 from mucudnn.backends.cuda.remedies import with_remedy
 from mucudnn.backends.cuda.session import LiveSession
 from mucudnn.errors import BackendError, UnsupportedError
+from mucudnn.ir.loss_scaling import DynamicLossScale
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.passes.graph.loss_scaling import COUNTS
 from mucudnn.runtime.training.budget import MemoryBudget
 from tests import cudnn_kernel
 from tests.cuda_emulator import COMPILER
 from tests.cudnn_fake import FakeCudnn
-from tests.cupy_fake import StrictArray, StrictCupy
+from tests.cupy_fake import CAPTURED, StrictArray, StrictCupy
 from tests.training_cases import examples, trainer
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
@@ -41,6 +44,14 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("compiled")
 
 
+class Captured(FakeCudnn):
+    """The library's stand-in, whose launches go where CuPy's do."""
+
+    capturing = property(
+        lambda self: CAPTURED[-1] if CAPTURED else None, lambda self, value: None
+    )
+
+
 def stand_in(monkeypatch, folder, *, lazy=False):
     monkeypatch.setitem(sys.modules, "cupy", cupy := StrictCupy(folder, lazy=lazy))
     # Without a name for bfloat16 the library's stand-in computes something else.
@@ -48,7 +59,7 @@ def stand_in(monkeypatch, folder, *, lazy=False):
     monkeypatch.setitem(cudnn_kernel._NAMES, 9, "bfloat16" if known else "float16")
     float32_sum._kernel.cache_clear()
     device = CudaDevice(0, 91900)
-    conv = CudaConv(LiveSession(FakeCudnn(), device.stream))
+    conv = CudaConv(LiveSession(Captured(), device.stream))
     return cupy, Backend(
         "cuda",
         device,
@@ -57,6 +68,7 @@ def stand_in(monkeypatch, folder, *, lazy=False):
         split_alignment=ALIGNMENT,
         plan_texts=conv,
         kernels=bind(CupyLauncher(device.stream)),
+        capture=device.capture,
     )
 
 
@@ -78,11 +90,100 @@ def test_training_agrees_with_the_cpus(precision, apart, lazy, folder, monkeypat
     cupy, gpu = stand_in(monkeypatch, folder, lazy=lazy)
     found, free = losses(gpu, precision=precision)
     assert np.abs(found - expected).max() < apart
-    assert "momentum" in cupy.launched
+    assert "momentum_all" in cupy.launched
     # With tensors on the host for a while, every bit is the same.
     budget = MemoryBudget(nbytes=int(free.peak_bytes * 0.7), convolutions="fixed")
     again, _ = losses(gpu, precision=precision, budget=budget)
     assert np.array_equal(again, found)
+
+
+@emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_dynamic_loss_scale_on_the_device(parts, folder, monkeypatch):
+    """Updates are one launch a step; what overflows is skipped as on the CPU."""
+    more = {"loss_scale": DynamicLossScale(2.0**14, interval=2), "parts": parts}
+    expected, cpu = losses("cpu", **more)
+    cupy, gpu = stand_in(monkeypatch, folder)
+    found, free = losses(gpu, **more)
+    assert np.abs(found - expected).max() < 1e-5
+    assert free.loss_scale == cpu.loss_scale == 2.0**16
+    names = Counter(cupy.launched)
+    assert names["momentum_all"] == names["find_overflow_all"] == STEPS
+    assert names["momentum"] == names["find_overflow"] == 0
+    budget = MemoryBudget(nbytes=int(free.peak_bytes * 0.7), convolutions="fixed")
+    again, _ = losses(gpu, budget=budget, **more)
+    assert np.array_equal(again, found)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("more", "graphs"),
+    [
+        ({}, 1),
+        ({"loss_scale": DynamicLossScale(2.0**14, interval=2)}, 1),
+        ({"parts": 2}, 2),
+    ],
+)
+def test_a_replayed_step_is_one_launch_with_the_same_bits(
+    more, graphs, folder, monkeypatch
+):
+    """Rates, masks and scales are those of each step, not of the one captured."""
+    more |= {
+        "options": {"dropout": 0.3},
+        "learning_rate": lambda step: 0.1 / (1 + step),
+    }
+    _, gpu = stand_in(monkeypatch, folder)
+    expected, free = losses(gpu, **more)
+    cupy, gpu = stand_in(monkeypatch, folder)
+    found, made = losses(gpu, replay=True, **more)
+    assert np.array_equal(found, expected)
+    assert len(cupy.captured) == graphs
+    assert cupy.replayed == (STEPS - 1) * graphs
+    for name, value in free.state.save().items():
+        assert np.array_equal(made.state.save()[name], value), name
+
+
+@emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("lazy", [False, True])
+def test_between_copies_a_step_is_replayed(lazy, folder, monkeypatch):
+    _, gpu = stand_in(monkeypatch, folder)
+    expected, free = losses(gpu)
+    budget = MemoryBudget(nbytes=int(free.peak_bytes * 0.8), convolutions="fixed")
+    cupy, gpu = stand_in(monkeypatch, folder, lazy=lazy)
+    found, _ = losses(gpu, replay=True, budget=budget)
+    assert np.array_equal(found, expected)
+    assert len(cupy.captured) > 1
+    assert cupy.replayed == (STEPS - 1) * len(cupy.captured)
+
+
+@emulated
+def test_what_cannot_be_captured_is_launched_call_by_call(folder, monkeypatch, caplog):
+    _, gpu = stand_in(monkeypatch, folder)
+    expected, _ = losses(gpu)
+    cupy, gpu = stand_in(monkeypatch, folder)
+    exactly = cupy.matmul
+
+    def packs(a, b, out):
+        exactly(cupy.ascontiguousarray(a), b, out)  # allocates: CUDA ends a capture
+
+    monkeypatch.setattr(cupy, "matmul", packs)
+    found, _ = losses(gpu, replay=True)
+    assert np.array_equal(found, expected)
+    assert cupy.replayed == 0
+    assert "the step is not replayed: " in caplog.text
+
+
+@emulated
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the stand-in
+def test_half_precision_skips_what_overflows(folder, monkeypatch):
+    _, gpu = stand_in(monkeypatch, folder)
+    scaling = DynamicLossScale(2.0**30, backoff=2.0**-10)
+    _, made = losses(gpu, precision="float16", loss_scale=scaling)
+    assert made.loss_scale == 2.0**10
+    assert made.state.save([COUNTS])[COUNTS].tolist() == [0, 2, 2]
 
 
 @pytest.mark.gpu

@@ -44,7 +44,8 @@ ROOT = Path(mucudnn.__file__).parent
 
 BY_NAME = {
     "passes/estimate.py": {"conv", "matmul"},  # their arithmetic
-    "passes/graph/mixed_precision.py": {"conv"},  # the data type in its problem
+    # The data type in its problem; the casts that it puts in, and takes out again.
+    "passes/graph/mixed_precision.py": {"cast", "conv"},
     "passes/graph/autodiff.py": {"RULES"},  # the derivative of each
     "passes/graph/gradients.py": {"group_norm_grad"},  # its attributes
     "ir/batch_norm.py": {"PIECES"},
@@ -56,6 +57,7 @@ BY_NAME = {
 
 UNCUT = {
     *("accumulate", "adagrad", "adam", "momentum", "rmsprop", "sgd"),
+    *("adjust_loss_scale", "find_overflow"),
     *("batch_norm", "batch_norm_grad", "batch_norm_merge", "fill"),
     *("batch_norm_relu", "batch_norm_relu_grad"),
     *("batch_norm_add_relu", "batch_norm_add_relu_grad"),

@@ -16,11 +16,13 @@ __all__ = [
     "Array",
     "Backend",
     "Buffer",
+    "Capture",
     "ConvLibrary",
     "Copier",
     "Device",
     "Event",
     "Kernel",
+    "KernelArguments",
     "PlanTexts",
     "Runner",
     "Ticket",
@@ -269,6 +271,15 @@ def no_workspace(
     return 0
 
 
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Makes one launch of all that its argument launches, to be called over and over."""
+
+KernelArguments = tuple[
+    Sequence[Array], Sequence[Array], Mapping[str, Any], Buffer | None
+]
+"""Inputs, outputs, attributes and workspace of one call."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One operation of a training step; convolutions have plans instead.
@@ -277,6 +288,14 @@ class Kernel:
         run: (inputs, outputs, attributes, workspace) -> nothing. Launches it: writes
             into the outputs, and into inputs that are state. Arrays are dense.
         workspace: (inputs, outputs, attributes) -> bytes that `run` must be given.
+        ready: Makes a call without arguments of what `run` is given, for arrays that
+            stay where they are and are used over and over; it is called on the
+            device's queue (`Device.queue`). None: `run` itself is called.
+        together: Makes one such call of several, each as `run` would be given it, that
+            follow one another and touch no tensor that another writes, but flags.
+            None: they are called one after the other.
+        flags: Positions of inputs that are state and that all who write them write
+            alike, whatever was there.
     """
 
     run: Callable[
@@ -285,6 +304,15 @@ class Kernel:
     workspace: Callable[
         [Sequence[TensorSpec], Sequence[TensorSpec], Mapping[str, Any]], int
     ] = no_workspace
+    ready: (
+        Callable[
+            [Sequence[Array], Sequence[Array], Mapping[str, Any], Buffer | None],
+            Callable[[], None],
+        ]
+        | None
+    ) = None
+    together: Callable[[Sequence["KernelArguments"]], Callable[[], None]] | None = None
+    flags: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -306,6 +334,7 @@ class Backend:
         plan_texts: Writes and reads execution plans, where the library has them.
         mapper: Maps memory under any address, where the device can (`Mapper`).
         kernels: Operation -> kernel, for those that are no convolution.
+        capture: Captures launches as a graph, where the device has such.
     """
 
     name: str
@@ -318,6 +347,7 @@ class Backend:
     plan_texts: PlanTexts | None = None
     mapper: "Mapper | None" = None
     kernels: Mapping[str, Kernel] = field(default_factory=dict, compare=False)
+    capture: Capture | None = field(default=None, compare=False)
 
     def bind(self, plan: ConvPlan, *, replay: bool = False) -> Runner:
         """A plan ready to run; with `replay` as one launch, where that can be had."""

@@ -93,21 +93,31 @@ def count(least: int = 1, most: int = _MOST) -> Callable[[str | int], int]:
 
 
 def real(
-    least: float = 0.0, most: float = math.inf, *, beyond: bool = False, of: str = ""
-) -> Callable[[str | float], float]:
+    least: float = 0.0,
+    most: float = math.inf,
+    *,
+    beyond: bool = False,
+    of: str = "",
+    word: str = "",
+) -> Callable[[str | float], float | str]:
     """A type of option: a finite number from `least`, or `beyond` it, to `most`.
 
-    Messages say that it is a number `of` something.
+    Messages say that it is a number `of` something. A `word` is taken as it is.
     """
 
-    def number(text: str | float) -> float:
+    def number(text: str | float) -> float | str:
+        if word and text == word:
+            return word
         value = float(text) if _REAL.fullmatch(str(text)) else math.nan
         within = least < value <= most if beyond else least <= value <= most
         if not (within and math.isfinite(value)):
             above = f"above {least:g}" if beyond else f"from {least:g}"
             upto = "" if most == math.inf else f" up to {most:g}"
             unit = of and f" of {of}"
-            raise click.BadParameter(f"{text!r} is not a number{unit} {above}{upto}")
+            known = word and f", nor {word!r}"
+            raise click.BadParameter(
+                f"{text!r} is not a number{unit} {above}{upto}{known}"
+            )
         return value
 
     return number

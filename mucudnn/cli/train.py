@@ -23,6 +23,7 @@ from mucudnn.cli.train_options import (
 )
 from mucudnn.cli.tune import make_tuner
 from mucudnn.ir.learning_rate import parse_learning_rate
+from mucudnn.ir.loss_scaling import DYNAMIC
 from mucudnn.ir.optimizers import Momentum, Optimizer, parse_optimizer
 
 if TYPE_CHECKING:
@@ -225,6 +226,7 @@ class _Training:
                 progress=shown.prepared,
                 fuse=not settings["no_fuse"],
                 split=settings["split"],
+                replay=settings["replay"],
             )
 
 
@@ -291,5 +293,6 @@ def _words(
         "optimizer": repr(optimizer),
         "lr_schedule": schedule,
         "warmup": settings["warmup"],
+        **({"loss_scale": DYNAMIC} if settings["loss_scale"] == DYNAMIC else {}),
         **({"steps": _total_steps(work, settings)} if schedule == "cosine" else {}),
     }

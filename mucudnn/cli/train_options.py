@@ -23,6 +23,7 @@ from mucudnn.cli.options import (
 from mucudnn.cli.output import emit
 from mucudnn.cli.tune import batch_policies
 from mucudnn.ir.learning_rate import parse_learning_rate
+from mucudnn.ir.loss_scaling import DYNAMIC
 from mucudnn.ir.sizes import LARGEST, format_bytes
 
 __all__ = [
@@ -180,8 +181,9 @@ run_options = group(
     ),
     option(
         "--loss-scale FACTOR",
-        "Of the loss while its gradients are computed; 1024 for float16.",
-        real(0, _MOST_REAL, beyond=True),
+        "Of the loss while its gradients are computed, or `dynamic`: as large as can "
+        "be; 1024 for float16.",
+        real(0, _MOST_REAL, beyond=True, word=DYNAMIC),
     ),
     _budget_options,
     strategy("--order", "Order of a step's operations.", orders, default="builder"),
@@ -192,6 +194,7 @@ run_options = group(
         default="early",
     ),
     flag("--no-fuse", "Run each operation by a kernel of its own."),
+    flag("--replay", "Replay the launches of a step as CUDA graphs."),
     option(
         "--accumulate",
         "Compute a step's gradient in so many parts.",

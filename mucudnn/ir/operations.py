@@ -73,6 +73,7 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         "accuracy": NodeTraits(batch=Batch((0, 0), (None,), accumulates=True)),
         "adagrad": PLAIN,
         "adam": PLAIN,
+        "adjust_loss_scale": PLAIN,
         "add": NodeTraits(overwrites=(0, 1), joint=True, narrow=True, batch=_ROWS),
         "add_relu": NodeTraits(overwrites=(0, 1), joint=True, narrow=True, batch=_ROWS),
         "avg_pool": _FROM_ONE,
@@ -109,6 +110,7 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
             batch=Batch((0, None), (0,), sliced=drawn_rows),
         ),
         "fill": PLAIN,
+        "find_overflow": PLAIN,
         "gelu": _FUNCTION,
         "gelu_grad": _OF_FUNCTION,
         "group_norm": NodeTraits(

@@ -66,7 +66,7 @@ def _present(index: int) -> Backend:
     from mucudnn.backends.cuda.conv.plan import CudaPlan
     from mucudnn.backends.cuda.device import CudaDevice
     from mucudnn.backends.cuda.kernels import bind
-    from mucudnn.backends.cuda.kernels.program import CupyLauncher
+    from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
     from mucudnn.backends.cuda.loading import load_library
     from mucudnn.backends.cuda.mapped_memory import CudaMapper
     from mucudnn.backends.cuda.session import LiveSession
@@ -95,6 +95,7 @@ def _present(index: int) -> Backend:
         plan_texts=conv,
         mapper=CudaMapper(index, device.stream),
         kernels=bind(CupyLauncher(device.stream)),
+        capture=device.capture,
     )
 
 

@@ -4,12 +4,12 @@ It takes two graphs: one adds the gradients to totals that outlive a step, the o
 adds the last ones, updates by the mean, and clears the totals.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
+from mucudnn.ir.loss_scaling import DynamicLossScale
 from mucudnn.ir.operations import make_node
 from mucudnn.ir.optimizers import Optimizer
 from mucudnn.passes.graph.dependencies import last_writes, with_nodes_after
@@ -39,6 +39,7 @@ def accumulating(
     *,
     when: When = "early",
     gradient_scale: float = 1.0,
+    scaling: DynamicLossScale | None = None,
 ) -> Accumulating:
     """Graphs that update by the mean of the gradients of several mini-batches.
 
@@ -48,6 +49,7 @@ def accumulating(
         mini_batches: How many; at least 2.
         when: See `with_updates`.
         gradient_scale: Factor of gradients, beside that of the mean.
+        scaling: See `with_updates`.
 
     Raises:
         ValueError: As `with_updates`, or fewer than 2 mini-batches.
@@ -58,7 +60,11 @@ def accumulating(
     scale = gradient_scale / mini_batches
     totals = MappingProxyType({w: _total(w) for w in graph.gradients})
     updated = with_updates(
-        replace(micro, gradients=totals), optimizer, when=when, gradient_scale=scale
+        replace(micro, gradients=totals),
+        optimizer,
+        when=when,
+        gradient_scale=scale,
+        scaling=scaling,
     )
     last = replace(_with_clearing(updated), gradients=graph.gradients)
     return Accumulating(micro, last)
@@ -98,23 +104,28 @@ def _with_totals(graph: Graph) -> Graph:
 
 
 def _with_clearing(graph: Graph) -> Graph:
-    """Totals are zero again behind the updates that read them.
+    """Totals are zero again behind the updates, the last to read them.
 
-    By a fill: infinity times zero is no number.
+    By a fill: infinity times zero is no number. Updates that follow one another stay
+    together: they may be one launch.
     """
     tensors = dict(graph.tensors)
     totals = set(graph.gradients.values())
+    last = {name: node for node in graph.nodes for name in node.inputs}
+    nodes: list[Node] = []
+    done: list[str] = []
+    for node in graph.nodes:
+        if node.phase is not Phase.UPDATE:
+            nodes += (_cleared(tensors, total) for total in done)
+            done = []
+        nodes.append(node)
+        done += (t for t in node.inputs if t in totals and last[t] is node)
+    nodes += (_cleared(tensors, total) for total in done)
+    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
 
-    def nodes() -> Iterator[Node]:
-        for node in graph.nodes:
-            yield node
-            for total in totals.intersection(node.inputs).difference(node.mutates):
-                name = f"{total}.cleared"
-                tensors[name] = replace(
-                    tensors[total], name=name, role=Role.GRADIENT, alias=total
-                )
-                attrs = MappingProxyType({"value": 0.0})
-                yield make_node(tensors, name, "fill", (), (name,), attrs, Phase.UPDATE)
 
-    ordered = tuple(nodes())
-    return replace(graph, tensors=MappingProxyType(tensors), nodes=ordered)
+def _cleared(tensors: dict[str, TensorSpec], total: str) -> Node:
+    name = f"{total}.cleared"
+    tensors[name] = replace(tensors[total], name=name, role=Role.GRADIENT, alias=total)
+    attrs = MappingProxyType({"value": 0.0})
+    return make_node(tensors, name, "fill", (), (name,), attrs, Phase.UPDATE)

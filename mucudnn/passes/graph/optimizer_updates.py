@@ -2,7 +2,8 @@
 
 An update needs its gradient and overwrites its parameter: it comes after both are done
 with. Run as early as that, it lets the gradient go at once; run at the end, all
-gradients are alive together, which is what a norm over all of them needs.
+gradients are alive together, which is what a norm over all of them needs, and a loss
+scale that follows what overflows.
 """
 
 from dataclasses import replace
@@ -11,14 +12,18 @@ from typing import Any, Literal
 
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
+from mucudnn.ir.loss_scaling import DynamicLossScale
 from mucudnn.ir.operations import make_node
 from mucudnn.ir.optimizers import AdaGrad, Adam, Momentum, Optimizer, RmsProp, Sgd
 from mucudnn.passes.graph.dependencies import last_writes, with_nodes_after
+from mucudnn.passes.graph.loss_scaling import COUNTS, adjusting, looking_for_overflow
+from mucudnn.passes.graph.tape import LOSS_SCALE
 
 __all__ = [
     "LEARNING_RATE",
     "STEP",
     "When",
+    "updates_last",
     "with_updates",
 ]
 
@@ -37,6 +42,7 @@ def with_updates(
     *,
     when: When = "early",
     gradient_scale: float = 1.0,
+    scaling: DynamicLossScale | None = None,
 ) -> Graph:
     """A training graph with an update of every parameter that has a gradient.
 
@@ -49,16 +55,28 @@ def with_updates(
         when: "early": as soon as a parameter and its gradient are done with;
             "late": after all other nodes.
         gradient_scale: Factor of gradients, such as 1 / loss scale.
+        scaling: How the scale of the loss changes that the graph has as state; updates
+            then run at the end, for any gradient may overflow.
 
     Raises:
         ValueError: The graph has no gradients, `when` is neither, or a tensor with one
             of the names needed is there already and something else.
     """
     _check(graph, when)
-    draft = _Draft(graph)
+    draft = _Draft(graph, scaling)
     for w, gradient in graph.gradients.items():
         draft.update(optimizer, w, gradient, gradient_scale)
-    return draft.build(when)
+    return draft.build("late" if scaling is not None else when)
+
+
+def updates_last(graph: Graph) -> Graph:
+    """The same step with its updates behind all other nodes, in the same order.
+
+    There they follow one another, and may be one launch.
+    """
+    others = [node for node in graph.nodes if node.phase is not Phase.UPDATE]
+    updates = [node for node in graph.nodes if node.phase is Phase.UPDATE]
+    return replace(graph, nodes=(*others, *updates))
 
 
 def _check(graph: Graph, when: str) -> None:
@@ -88,8 +106,9 @@ def _kernel(optimizer: Optimizer) -> tuple[str, tuple[str, ...], dict[str, Any]]
 class _Draft:
     """A graph that updates are being added to."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, scaling: DynamicLossScale | None) -> None:
         self._graph = graph
+        self._scaling = scaling
         self._tensors = dict(graph.tensors)
         self._initializers = dict(graph.initializers)
         self._updates: list[tuple[str, str, Node]] = []
@@ -106,11 +125,14 @@ class _Draft:
         state = tuple(self._state(w, slot) for slot in slots)
         decay = optimizer.weight_decay if len(spec.shape) > 1 else 0.0
         attrs |= {"weight_decay": decay, "gradient_scale": gradient_scale}
+        scales: tuple[str, ...] = ()
+        if self._scaling is not None:
+            attrs["scaled"], scales = True, (LOSS_SCALE, COUNTS)
         node = make_node(
             self._tensors,
             name=f"{w}:{op}",
             op=op,
-            inputs=(*inputs, *state),
+            inputs=(*inputs, *state, *scales),
             outputs=(),
             attrs=MappingProxyType(attrs),
             phase=Phase.UPDATE,
@@ -128,7 +150,12 @@ class _Draft:
         )
 
     def _late(self) -> tuple[Node, ...]:
-        return (*self._graph.nodes, *(node for _, _, node in self._updates))
+        updates = tuple(node for _, _, node in self._updates)
+        if self._scaling is None:
+            return (*self._graph.nodes, *updates)
+        looking = looking_for_overflow(self._graph, (g for _, g, _ in self._updates))
+        last = adjusting(self._graph, self._scaling)
+        return (*self._graph.nodes, *looking, *updates, last)
 
     def _early(self) -> tuple[Node, ...]:
         storages, nodes = self._graph.storages, self._graph.nodes

@@ -2,8 +2,8 @@
 
 A schedule is bound once: every tensor becomes a view at its place in one arena, every
 node a call without arguments. Running it is then a loop over calls; nothing is
-allocated, and what a node costs beside its kernel is a function call. Copies run
-beside it.
+allocated, and what a node costs beside its kernel is a function call. Neighbouring
+updates are one call. Copies run beside it.
 
 Parameters and state that are host-resident are swapped in and out of the arena. What is
 live across iterations is fetched before the first one, and may have newer values there
@@ -26,7 +26,9 @@ from mucudnn.passes.placement.packing import pack
 from mucudnn.runtime.executor.arenas import arenas
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostSlot, HostTier, Tiers
+from mucudnn.runtime.executor.joining import joined
 from mucudnn.runtime.executor.program import Binding, Memory, bind
+from mucudnn.runtime.executor.replay import replaying
 from mucudnn.runtime.executor.tasks import ByteRange, Call, Task, Watcher
 
 __all__ = ["Executor", "fed"]
@@ -48,6 +50,8 @@ class Executor:
             given. Not shared with executors that run at the same time.
         host_buffers: Bytes on the host of persistent tensors that are host-resident;
             shared with other executors, for which `park` brings them up to date.
+        replay: Whether launches are captured as graphs by the second step and replayed
+            by later ones, where the backend can: one for all that is between copies.
         watcher: Told of every task before it is called, and overwrites memory when it
             is allocated and when it is freed: for tests. Slow.
 
@@ -68,6 +72,7 @@ class Executor:
         *,
         host: Tiers | None = None,
         host_buffers: Mapping[str, Buffer] | None = None,
+        replay: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
         self.arena_bytes = layout.nbytes
@@ -90,7 +95,14 @@ class Executor:
             Binding(backend, schedule, memory, plans, copies, slots, watcher)
         )
         self._watcher = watcher
-        self._calls = [_call(task, watcher) for task in self._program.tasks]
+        tasks = self._program.tasks
+        self._apart = [_call(task, watcher) for task in tasks]
+        if watcher is not None:
+            self._calls = self._apart
+        elif replay and backend.capture is not None:
+            self._calls = replaying(tasks, backend.capture)
+        else:
+            self._calls = joined(tasks)
         inputs = list(self._graph.with_role(Role.INPUT))
         self._feeds = [(spec, self._memory.array(spec.name, 0)) for spec in inputs]
         self._before_feeding = self._program.touching(
@@ -118,7 +130,7 @@ class Executor:
     def run_timed(
         self, feeds: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Run one step with a mark between its nodes.
+        """Run one step with a mark between its nodes, each launched by itself.
 
         Returns:
             What `run` returns, and node -> ms; views have no time, and waiting for
@@ -127,7 +139,7 @@ class Executor:
         device = self._backend.device
         with self._step(feeds):
             marks = [device.record()]
-            for call in self._calls:
+            for call in self._apart:
                 call()
                 marks.append(device.record())
         results = self._results()
@@ -183,6 +195,7 @@ class Executor:
         """Before a step and after it."""
         self._refuse_fork()
         self._feed(feeds)
+        self._backend.device.queue()  # what was made ready is launched on it
         try:
             with self._copies.of_a_step(carries=bool(self._live_across)):
                 if self._away:

@@ -31,10 +31,12 @@ from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.placement.layout import Layout
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.host_memory import HostSlot
+from mucudnn.runtime.executor.joining import joinable
 from mucudnn.runtime.executor.tasks import (
     DEVICE,
     ByteRange,
     Call,
+    Joinable,
     Pending,
     PendingCopy,
     Program,
@@ -229,9 +231,13 @@ class _Binder:
         if scratch is not None:
             workspace = self._memory.bytes_of(scratch)
             self._overwrite(f"workspace of {node.name}", scratch)
-        bound = self._convolution if node.op == "conv" else self._kernel
-        call = bound(node, workspace)
-        self.tasks.append(Task(label, call, node.name, tuple(reads), tuple(writes)))
+        joins = None
+        if node.op == "conv":
+            call = self._convolution(node, workspace)
+        else:
+            call, joins = self._kernel(node, workspace)
+        touched = tuple(reads), tuple(writes)
+        self.tasks.append(Task(label, call, node.name, *touched, joinable=joins))
 
     def _convolution(self, node: Node, workspace: Buffer | None) -> Call:
         """The call of a convolution, by its plan."""
@@ -240,12 +246,18 @@ class _Binder:
         out = self._array(node.outputs[0])
         return partial(runner.run, a, b, out, workspace, bool(total))
 
-    def _kernel(self, node: Node, workspace: Buffer | None) -> Call:
-        """The call of any other node."""
+    def _kernel(
+        self, node: Node, workspace: Buffer | None
+    ) -> tuple[Call, Joinable | None]:
+        """The call of any other node, and how it is launched with others."""
         kernel = kernel_of(self._binding.backend, node)
         inputs = [self._array(name) for name in node.inputs]
         outputs = [self._array(name) for name in node.outputs]
-        return partial(kernel.run, inputs, outputs, node.attrs, workspace)
+        arguments = inputs, outputs, node.attrs, workspace
+        joins = joinable(self._graph, node, kernel, arguments)
+        if kernel.ready is not None:
+            return kernel.ready(*arguments), joins
+        return partial(kernel.run, *arguments), joins
 
     def _copy(self, lane: str, storage: str) -> None:
         """Start a copy once those of the other lane that it collides with are done."""

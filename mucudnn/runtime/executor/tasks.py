@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from mucudnn.backends.base import Buffer
+from mucudnn.backends.base import Buffer, Kernel, KernelArguments
 from mucudnn.passes.placement.page_table import Extent
 
 __all__ = [
     "DEVICE",
     "ByteRange",
     "Call",
+    "Joinable",
     "Pending",
     "PendingCopy",
     "Program",
@@ -128,6 +129,23 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
+class Joinable:
+    """What a task launches, for its kernel to launch with that of others.
+
+    Attributes:
+        kernel: Of its operation.
+        arguments: As `Kernel.run` takes them.
+        reads: Storages that it reads, but for flags.
+        writes: Storages that it writes, but for flags.
+    """
+
+    kernel: Kernel
+    arguments: KernelArguments
+    reads: frozenset[str]
+    writes: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One call of a program, and what it does to memory.
 
@@ -140,6 +158,7 @@ class Task:
         copy: The copy that it starts.
         after: The copies that this one is told to wait for.
         waits_for: The copy that it waits for.
+        joinable: How it is launched with its neighbours, if it can be.
     """
 
     label: str
@@ -150,6 +169,7 @@ class Task:
     copy: PendingCopy | None = None
     after: tuple[int, ...] = ()
     waits_for: int | None = None
+    joinable: Joinable | None = None
 
 
 @dataclass(frozen=True, slots=True)

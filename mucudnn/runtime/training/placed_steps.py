@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from mucudnn.backends.base import Backend
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.graph.inplace import in_place
+from mucudnn.passes.graph.optimizer_updates import updates_last
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
@@ -82,7 +84,29 @@ def place_steps(
 def _kept(
     tuner: Tuner, graph: Graph, order: str | Order, plans: Plans, placement: str
 ) -> PlacedStep:
-    """A graph whose tensors all stay on the device: so it may be in-place already."""
+    """A graph whose tensors all stay on the device.
+
+    Where updates can be one launch they come last, unless that takes more memory.
+    """
+    placed = _resident(tuner, graph, order, plans, placement)
+    last = updates_last(graph)
+    if last.nodes == graph.nodes or not _joins_updates(tuner.backend, graph):
+        return placed
+    other = _resident(tuner, last, order, plans, placement)
+    return other if other.nbytes <= placed.nbytes else placed
+
+
+def _joins_updates(backend: Backend, graph: Graph) -> bool:
+    """Whether a backend launches several updates at once."""
+    ops = {node.op for node in graph.nodes if node.phase is Phase.UPDATE}
+    kernels = (backend.kernels.get(op) for op in ops)
+    return any(kernel is not None and kernel.together for kernel in kernels)
+
+
+def _resident(
+    tuner: Tuner, graph: Graph, order: str | Order, plans: Plans, placement: str
+) -> PlacedStep:
+    """A graph placed with all its tensors; so it may be in-place already."""
     final = in_place(graph)
     sizes = sketch(tuner, final, plans)
     if placement == VIRTUAL:

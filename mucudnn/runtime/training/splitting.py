@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.graph import Graph
+from mucudnn.ir.loss_scaling import DynamicLossScale
 from mucudnn.ir.optimizers import Optimizer
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.optimizer_updates import When, with_updates
@@ -33,6 +34,7 @@ class Divider:
         budget: What the step is planned for; without one these leave it whole.
         optimizer: Of the step.
         when: Whether its updates come early or late.
+        scaling: How the scale of its loss changes, if it does.
         order: In which order the step runs.
         progress: Called while a step is measured.
 
@@ -53,6 +55,7 @@ class Divider:
         optimizer: Optimizer,
         *,
         when: When,
+        scaling: DynamicLossScale | None,
         order: str | Order,
         progress: OnNode | None,
     ) -> None:
@@ -62,7 +65,7 @@ class Divider:
         self.segments: tuple[Segment, ...] = ()
         self._split, self._tuner, self._budget = split, tuner, budget
         self._optimizer, self._when, self._order = optimizer, when, order
-        self._progress = progress
+        self._scaling, self._progress = scaling, progress
 
     def __call__(self, graph: Graph) -> Graph:
         """The graph in parts, or as it is.
@@ -83,9 +86,10 @@ class Divider:
         return cutting.cut(graph)
 
     def _finished(self, graph: Graph) -> Graph:
-        return ordered(
-            self._order, with_updates(graph, self._optimizer, when=self._when)
+        step = with_updates(
+            graph, self._optimizer, when=self._when, scaling=self._scaling
         )
+        return ordered(self._order, step)
 
     def _costs(self, graph: Graph) -> Profile | None:
         memory = None if self._budget is None else self._budget.nbytes

@@ -40,6 +40,7 @@ class SharedArena:
         placed: The graphs.
         state: Whose parameters and state they are.
         disk: Folder for what leaves the device; host memory if None.
+        replay: Whether they replay their launches as graphs.
 
     Attributes:
         nbytes: Size of the arena.
@@ -54,6 +55,7 @@ class SharedArena:
         placed: Sequence[PlacedStep],
         state: StateStore,
         disk: Path | None,
+        replay: bool = False,
     ) -> None:
         tiers = [_on_disk(p, disk) for p in placed]
         layouts = [p.layout for p in placed]
@@ -68,6 +70,7 @@ class SharedArena:
                 arena,
                 host=host,
                 host_buffers=state.host_buffers,
+                replay=replay,
             )
             for p, host, arena in zip(
                 placed, tiers, arenas(backend, layouts), strict=True

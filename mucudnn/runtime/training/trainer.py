@@ -6,23 +6,25 @@ and one arena for all that does not outlive a step.
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
-from mucudnn.arguments import a_function, an_integer, of_type, one_of
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.learning_rate import RateChoice, rate_of
+from mucudnn.ir.loss_scaling import DynamicLossScale, loss_scale_of
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.passes.graph.mixed_precision import LOSS_SCALES
 from mucudnn.passes.graph.optimizer_updates import When
-from mucudnn.passes.ordering import ORDERS, Order
+from mucudnn.passes.graph.tape import LOSS_SCALE
+from mucudnn.passes.ordering import Order
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.passes.planning.place_step import PlacedStep
-from mucudnn.passes.planning.request import PLACEMENTS, STATIC
+from mucudnn.passes.planning.request import STATIC
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
@@ -34,6 +36,7 @@ from mucudnn.runtime.training.placed_steps import (
 from mucudnn.runtime.training.profiler import OnNode
 from mucudnn.runtime.training.splitting import Divider
 from mucudnn.runtime.training.stepping import SharedArena, Stepper, StepResult
+from mucudnn.runtime.training.trainer_arguments import check_arguments
 from mucudnn.runtime.training.training_graphs import TrainingGraphs, training_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 
@@ -71,7 +74,8 @@ class Trainer:
         precision: Narrow type (`float16`, `bfloat16`) that convolutions and matrix
             products compute in, where the backend can; the network's own if None.
         loss_scale: What the loss is multiplied by before its gradients are computed;
-            the narrow type's usual scale if None.
+            the narrow type's usual scale if None. "dynamic", or a `DynamicLossScale`:
+            as large as can be; a step that overflows halves it and changes no weight.
         budget: Device memory that training and evaluation may take, or just its size
             ("1.5GiB"), or "device" for all that is free; without one everything stays
             on the device.
@@ -86,6 +90,7 @@ class Trainer:
             its gradient's: the same up to a rounding, with less to read and write.
         placement: "static", each tensor in one piece of the arena, or "virtual", also
             in pieces mapped in a row of addresses, where that needs less or is faster.
+        replay: Whether launches are replayed as CUDA graphs, where the backend can.
 
     Attributes:
         backend: Where it computes.
@@ -119,20 +124,21 @@ class Trainer:
         seed: int = 0,
         plans: Plans | None = None,
         precision: str | None = None,
-        loss_scale: float | None = None,
+        loss_scale: DynamicLossScale | float | str | None = None,
         budget: MemoryBudget | int | str | None = None,
         progress: OnNode | None = None,
         split: Split = WHOLE,
         fuse: bool = True,
         placement: str = STATIC,
+        replay: bool = False,
     ) -> None:
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
             own = tuner = Tuner()
-        _check_arguments(tuner, order, seed, plans, progress)
-        one_of("placement", placement, PLACEMENTS)
+        check_arguments(tuner, order, seed, plans, progress, precision, placement)
         optimizer = optimizer_of(optimizer)
         self._rate = rate_of(learning_rate, optimizer.learning_rate)
+        self._scale = loss_scale_of(loss_scale, LOSS_SCALES.get(precision or "", 1.0))
         if budget is not None:
             budget = MemoryBudget.of(budget, tuner.backend.device)
         self.budget = budget
@@ -142,6 +148,7 @@ class Trainer:
             budget,
             optimizer,
             when=update_when,
+            scaling=self._scale if isinstance(self._scale, DynamicLossScale) else None,
             order=order,
             progress=progress,
         )
@@ -152,12 +159,11 @@ class Trainer:
             when=update_when,
             parts=gradient_accumulation,
             precision=precision,
-            loss_scale=loss_scale,
+            loss_scale=self._scale,
             divided=divider,
             fuse=fuse,
         )
-        self.splitting = divider.decision
-        self.segments = divider.segments
+        self.splitting, self.segments = divider.decision, divider.segments
         if budget is not None and divider.profile is not None:
             self.budget = replace(budget, measured=divider.profile)
         last = len(graphs.steps) - 1
@@ -171,14 +177,11 @@ class Trainer:
             device, *graphs.steps, seed=seed, hosted=hosted, disk=disk
         )
         self._weights = graphs.weights
-        self._arena = SharedArena(self.backend, placed, self._state, disk)
+        self._arena = SharedArena(self.backend, placed, self._state, disk, replay)
         self.peak_bytes = self._arena.nbytes + self._state.nbytes
         self._stepper = Stepper(graphs, self._arena)
-        self._evaluator = None
-        if graphs.evaluation is not None:
-            self._evaluator = Evaluator(
-                graphs.evaluation, partial(self._arena.take, -1)
-            )
+        tested, take = graphs.evaluation, partial(self._arena.take, -1)
+        self._evaluator = None if tested is None else Evaluator(tested, take)
         self.batch = self._stepper.batch
         self.steps = 0
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
@@ -215,6 +218,13 @@ class Trainer:
         """Parameters, running statistics and optimizer state, swapped out first."""
         self._arena.park()
         return self._state
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next step multiplies its loss by."""
+        if not isinstance(self._scale, DynamicLossScale):
+            return self._scale
+        return float(self.state.save([LOSS_SCALE])[LOSS_SCALE])
 
     @property
     def step_ms(self) -> float:
@@ -337,16 +347,3 @@ class Trainer:
         ms = device.elapsed_ms(start, device.record())
         self.steps += 1
         return found, ms
-
-
-def _check_arguments(
-    tuner: object, order: str | Order, seed: int, plans: object, progress: object
-) -> None:
-    """Refuse what would fail only after minutes of measuring."""
-    of_type("tuner", tuner, Tuner, "a mucudnn.Tuner, such as Tuner()")
-    ORDERS.resolve(order)
-    an_integer("seed", seed, least=0)
-    if plans is not None:
-        of_type("plans", plans, Mapping, "a mapping from problems to plans")
-    if progress is not None:
-        a_function("progress", progress, "a function of (name, done, total)")

@@ -7,14 +7,20 @@ the tensor that the labels are compared with, beside its figures.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mucudnn.arguments import a_number, an_integer, of_type, one_of
+from mucudnn.arguments import an_integer, of_type, one_of
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
+from mucudnn.ir.loss_scaling import DynamicLossScale, loss_scale_of
 from mucudnn.ir.optimizers import Optimizer
 from mucudnn.models import IMAGE, LABEL
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fused
 from mucudnn.passes.graph.gradient_accumulation import accumulating
-from mucudnn.passes.graph.mixed_precision import LOSS_SCALES, lowered
+from mucudnn.passes.graph.loss_scaling import with_scale_as_state
+from mucudnn.passes.graph.mixed_precision import (
+    LOSS_SCALES,
+    lowered,
+    with_narrow_gradients,
+)
 from mucudnn.passes.graph.optimizer_updates import STEP, When, with_updates
 
 __all__ = ["Divided", "TrainingGraphs", "answers_of", "step_graphs", "training_graphs"]
@@ -55,7 +61,7 @@ def training_graphs(
     when: When,
     parts: int,
     precision: str | None,
-    loss_scale: float | None,
+    loss_scale: DynamicLossScale | float | str | None,
     divided: Divided | None = None,
     fuse: bool = True,
 ) -> TrainingGraphs:
@@ -76,14 +82,13 @@ def training_graphs(
         forward = [lowered(graph, precision) for graph in forward]
     if fuse:
         forward = [fused(graph) for graph in forward]
-    if loss_scale is None:
-        loss_scale = 1.0 if precision is None else LOSS_SCALES[precision]
+    usual = 1.0 if precision is None else LOSS_SCALES[precision]
     steps = step_graphs(
         forward[0],
         optimizer,
         when=when,
         parts=parts,
-        loss_scale=loss_scale,
+        loss_scale=loss_scale_of(loss_scale, usual),
         divided=divided,
     )
     weights = tuple(spec.name for spec in forward[0].with_role(*PERSISTENT))
@@ -99,7 +104,7 @@ def step_graphs(
     *,
     when: When = "early",
     parts: int = 1,
-    loss_scale: float = 1.0,
+    loss_scale: DynamicLossScale | float = 1.0,
     divided: Divided | None = None,
 ) -> tuple[Graph, ...]:
     """The graph of a training step, with nothing in place yet.
@@ -110,24 +115,35 @@ def step_graphs(
         when: Whether updates come "early" or "late".
         parts: How many batches of the network make one step. For several there is
             another graph, which runs for all of them but the last.
-        loss_scale: Factor of the loss's gradient, taken out again by the updates.
+        loss_scale: Factor of the loss's gradient, taken out again by the updates. A
+            dynamic one makes them come late.
         divided: What becomes of the graph before it gets updates: cut along the batch.
 
     Raises:
         ValueError: A name is unknown, there is not one part, or the scale is not
-            positive.
+            positive, or more than the type of the loss holds.
     """
     if an_integer("the number of parts of a step", parts) < 1:
         raise ValueError(f"a step has at least one part, got {parts}")
-    if not a_number("the loss scale", loss_scale, finite=False) > 0:
-        raise ValueError(f"the loss scale must be positive, got {loss_scale}")
-    graph = training_graph(forward, loss_scale=loss_scale)
+    found = loss_scale_of(loss_scale, 1.0)
+    if isinstance(found, DynamicLossScale):
+        scaling: DynamicLossScale | None = found
+        back = 1.0
+        graph = with_scale_as_state(training_graph(forward, loss_scale=None), found)
+    else:
+        scaling, back = None, 1 / found
+        graph = training_graph(forward, loss_scale=found)
     if divided is not None:
         graph = divided(graph)
-    back = 1 / loss_scale
+    graph = with_narrow_gradients(graph)
     if parts == 1:
-        return (with_updates(graph, optimizer, when=when, gradient_scale=back),)
-    both = accumulating(graph, optimizer, parts, when=when, gradient_scale=back)
+        step = with_updates(
+            graph, optimizer, when=when, gradient_scale=back, scaling=scaling
+        )
+        return (step,)
+    both = accumulating(
+        graph, optimizer, parts, when=when, gradient_scale=back, scaling=scaling
+    )
     return both.micro_step, both.last_step
 
 

@@ -1,8 +1,13 @@
-"""Optimizer steps, in PyTorch's conventions; they overwrite weights and state."""
+"""Optimizer steps, in PyTorch's conventions; they overwrite weights and state.
+
+Where the loss has a scale that is state, an update's last two inputs are that scale and
+its counts (`passes.graph.loss_scaling`): gradients are divided by the scale, and after
+an overflow nothing is changed. Such a step does not count for Adam.
+"""
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,9 +56,11 @@ def rmsprop(attrs: Attrs, rate: float, w: Any, dw: Any, s: Any) -> None:
 
 def adam(call: KernelCall) -> None:
     """Adam (Kingma and Ba, 2015); `decoupled`: AdamW (Loshchilov and Hutter, 2019)."""
-    (w, dw, lr, step, m, v), attrs = call.inputs, call.attrs
+    (w, dw, lr, step, m, v), attrs, skipped = _unscaled(call)
+    if attrs is None:
+        return
     beta1, beta2 = attrs["beta1"], attrs["beta2"]
-    count = int(step) + 1
+    count = int(step) + 1 - skipped
     root = math.sqrt(1 - beta2**count)
     rate = float(lr) * root / (1 - beta1**count)
     eps = attrs["eps"] * root
@@ -79,30 +86,35 @@ def adam(call: KernelCall) -> None:
     call.flat_blocks([w, dw, m, v], block)
 
 
-def accumulate(call: KernelCall) -> None:
-    """Total += factor part."""
-    factor = call.attrs["factor"]
+def _unscaled(call: KernelCall) -> tuple[Sequence[Any], Attrs | None, int]:
+    """Operands, attributes that undo the loss's scale, and steps that were skipped.
 
-    def block(total: Any, part: Any) -> None:
-        total += part if factor == 1 else part * factor
-
-    call.flat_blocks(call.inputs, block)
+    There are no attributes where this step is one of them.
+    """
+    if not call.attrs.get("scaled"):
+        return call.inputs, call.attrs, 0
+    *operands, scale, counts = call.inputs
+    overflowed, _, skipped = counts.tolist()
+    factor = call.attrs["gradient_scale"] / (float(scale) or 1.0)  # 0: to be timed
+    attrs = None if overflowed else {**call.attrs, "gradient_scale": factor}
+    return operands, attrs, skipped
 
 
 def _update(formula: Callable[..., None]) -> Run:
     """The kernel of a formula of (attributes, learning rate, parts of w, dw, state)."""
 
     def run(call: KernelCall) -> None:
-        w, dw, lr, *state = call.inputs
-        block = functools.partial(formula, call.attrs, float(lr))
-        call.flat_blocks([w, dw, *state], block)
+        (w, dw, lr, *state), attrs, _ = _unscaled(call)
+        if attrs is not None:
+            block = functools.partial(formula, attrs, float(lr))
+            call.flat_blocks([w, dw, *state], block)
 
     return run
 
 
 def _gradient(w: Any, dw: Any, attrs: Attrs, decay: bool = True) -> Any:
     """A copy of the gradient, scaled, with the weight decay's if asked for."""
-    g = np.multiply(dw, attrs["gradient_scale"])
+    g = np.multiply(dw, attrs["gradient_scale"], dtype=w.dtype)
     if decay and attrs["weight_decay"]:
         g += w * attrs["weight_decay"]
     return g
@@ -118,7 +130,6 @@ def _scaled_step(w: Any, g: Any, s: Any, rate: float, eps: float) -> None:
 
 
 OPERATIONS: dict[str, Run] = {
-    "accumulate": accumulate,
     "adagrad": _update(adagrad),
     "adam": adam,
     "momentum": _update(momentum),

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
-from mucudnn.backends.cuda.kernels.program import THREADS, Program, compiler_options
+from mucudnn.backends.cuda.kernels.source import THREADS, Program, compiler_options
 from mucudnn.backends.cuda.remedies import with_remedy
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import ConvProblem, Direction

@@ -11,20 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mucudnn.backends.base import Capture
 from mucudnn.backends.cuda.conv import CudaConv, operands_of
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
 from mucudnn.errors import MucudnnError, StepFailedError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
 
-__all__ = ["Capture", "CudaPlan", "step_operands"]
+__all__ = ["CudaPlan", "step_operands"]
 
 logger = logging.getLogger(__name__)
 
 _KNOWN = 64
 """Sets of addresses remembered; beyond, all are forgotten."""
-
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Makes something that replays on the current stream what its argument launches."""
 
 
 @dataclass(slots=True)

@@ -8,10 +8,11 @@ run in place read an element before they write it, and no other.
 This package imports neither CuPy nor NumPy; sources are compiled at their first launch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
-from mucudnn.backends.base import Kernel
+from mucudnn.backends.base import Kernel, KernelArguments
 from mucudnn.backends.cuda.kernels import (
     average_pooling,
     batch_norm,
@@ -19,6 +20,7 @@ from mucudnn.backends.cuda.kernels import (
     dropout,
     elementwise,
     fused_norm,
+    gradients,
     group_norm,
     losses,
     lrn,
@@ -30,10 +32,12 @@ from mucudnn.backends.cuda.kernels import (
     upsampling,
 )
 from mucudnn.backends.cuda.kernels.program import (
+    Call,
     KernelCall,
-    Launcher,
     Operation,
+    Preparer,
     Program,
+    Recorder,
 )
 
 __all__ = ["KERNELS", "PROGRAMS", "bind"]
@@ -45,6 +49,7 @@ _FILES = (
     dropout,
     elementwise,
     fused_norm,
+    gradients,
     group_norm,
     losses,
     lrn,
@@ -69,6 +74,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "dropout": dropout.PROGRAM,
         "elementwise": elementwise.PROGRAM,
         "fused_norm": fused_norm.PROGRAM,
+        "gradients": gradients.PROGRAM,
         "group_norm": group_norm.PROGRAM,
         "losses": losses.PROGRAM,
         "lrn": lrn.PROGRAM,
@@ -81,13 +87,27 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
 """File -> its CUDA C; matrices and copies are CuPy's."""
 
 
-def bind(launcher: Launcher) -> Mapping[str, Kernel]:
+def bind(launcher: Preparer) -> Mapping[str, Kernel]:
     """The kernels, to be launched by this launcher."""
+    return {name: _bound(launcher, made) for name, made in KERNELS.items()}
 
-    def bound(operation: Operation) -> Kernel:
-        return Kernel(
-            lambda *arguments: operation.run(KernelCall(launcher, *arguments)),
-            operation.workspace,
-        )
 
-    return {name: bound(operation) for name, operation in KERNELS.items()}
+def _bound(launcher: Preparer, operation: Operation) -> Kernel:
+    def run(*arguments: Any) -> None:
+        operation.run(KernelCall(launcher, *arguments))
+
+    def ready(*arguments: Any) -> Call:
+        recorder = Recorder(launcher)
+        operation.run(KernelCall(recorder, *arguments))
+        return recorder.recorded()
+
+    joined = operation.together
+    if joined is None:
+        return Kernel(run, operation.workspace, ready)
+
+    def together(calls: Sequence[KernelArguments]) -> Call:
+        recorder = Recorder(launcher)
+        joined([KernelCall(recorder, *arguments) for arguments in calls])
+        return recorder.recorded()
+
+    return Kernel(run, operation.workspace, ready, together, operation.flags)

@@ -31,17 +31,20 @@ PARTIALS = 512
 """Most blocks of a sum over everything."""
 
 REDUCE = r"""
-// Threads of one lane, threadIdx.x % width, share a result; width is a power of two.
+// Threads of one lane, threadIdx.x % width, share a result; width is a power of two up
+// to 32. Warps add in registers; what they leave is added by all who want it.
 __device__ double lane_sum(double value, I width) {
     __shared__ double sums[THREADS];
+    I place = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (int other = 16; other >= width; other /= 2)
+        value += __shfl_xor_sync(0xffffffffu, value, other);
     __syncthreads();
-    sums[threadIdx.x] = value;
-    for (I half = THREADS / 2; half >= width; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-    }
+    if (place < width) sums[warp * width + place] = value;
     __syncthreads();
-    return sums[threadIdx.x % width];
+    double sum = 0;
+    for (I each = 0; each < THREADS / 32; ++each)
+        sum += sums[each * width + threadIdx.x % width];
+    return sum;
 }
 """
 

@@ -1,105 +1,270 @@
 """Optimizer steps, in PyTorch's conventions; each overwrites weights and state at once.
 
 Half-precision weights are computed with in float32 and rounded once; their learning
-rate has the type of the weights.
+rate has the type of the weights. Gradients may be narrower than weights. Where the loss
+has a scale that is state, an update's last two inputs are that scale and its counts
+(`passes.graph.loss_scaling`): gradients are divided by the scale, and after an overflow
+nothing is changed.
+
+Updates that follow one another are one launch: a table says where each has its tensors.
 """
 
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
+from mucudnn.backends.cuda.kernels.tables import TABLE, table_of
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
-PROGRAM = Program(
-    r"""
-// The gradient, scaled, with the weight decay's.
-__device__ A gradient(T w, T dw, double decay, double factor) {
-    A g = (A)dw * (A)factor;
-    return decay != 0 ? g + (A)w * (A)decay : g;
-}
+_RULES = r"""
+// What every update is told, beside its tensors; `scale` and `counts` may be missing.
+struct Common {
+    A rate, factor;
+    bool skipped;
+    __device__ Common(const T* lr, const T* scale, const long long* counts,
+                      double factor)
+        : rate((A)lr[0]), factor((A)(scale ? factor / (double)scale[0] : factor)),
+          skipped(counts && counts[0]) {}
+};
 
-KERNEL sgd(T* w, const T* dw, const T* lr, I count, double decay, double factor) {
-    A rate = (A)lr[0];
-    EACH(i, count) w[i] = (T)((A)w[i] - rate * gradient(w[i], dw[i], decay, factor));
-}
+struct Sgd {
+    static const int STATES = 0;
+    A rate;
+    __device__ A operator()(A w, A g, A decay, A*) const {
+        return w - rate * (g + w * decay);
+    }
+};
 
-KERNEL momentum(T* w, const T* dw, const T* lr, T* m, I count, double decay,
-                double factor, double mu, I nesterov) {
-    A rate = (A)lr[0];
-    EACH(i, count) {
-        A g = gradient(w[i], dw[i], decay, factor);
-        A moved = (A)mu * (A)m[i] + g;
-        m[i] = (T)moved;
-        w[i] = (T)((A)w[i] - rate * (nesterov ? g + (A)mu * moved : moved));
+struct Momentum {
+    static const int STATES = 1;
+    A rate, mu;
+    bool nesterov;
+    __device__ A operator()(A w, A g, A decay, A* m) const {
+        g += w * decay;
+        m[0] = mu * m[0] + g;
+        return w - rate * (nesterov ? g + mu * m[0] : m[0]);
+    }
+};
+
+struct Adam {
+    static const int STATES = 2;
+    A lr, rate, root, beta1, other1, beta2, other2, eps;
+    bool decoupled;
+    __device__ A operator()(A w, A g, A decay, A* s) const {
+        if (decoupled) w *= 1 - lr * decay;
+        else g += w * decay;
+        s[0] = beta1 * s[0] + other1 * g;
+        s[1] = beta2 * s[1] + other2 * (g * g);
+        return w - rate * (s[0] / (sqrt(s[1]) * root + eps));
+    }
+};
+
+struct AdaGrad {
+    static const int STATES = 1;
+    A rate, eps;
+    __device__ A operator()(A w, A g, A decay, A* s) const {
+        g += w * decay;
+        s[0] += g * g;
+        return w - rate * (g / (sqrt(s[0]) + eps));
+    }
+};
+
+struct RmsProp {
+    static const int STATES = 1;
+    A rate, alpha, other, eps;
+    __device__ A operator()(A w, A g, A decay, A* s) const {
+        g += w * decay;
+        s[0] = alpha * s[0] + other * (g * g);
+        return w - rate * (g / (sqrt(s[0]) + eps));
+    }
+};
+"""
+
+_LOOPS = r"""
+// A weight, its gradient and its state.
+struct Tensors {
+    T* w;
+    const P* dw;
+    T* state[2];
+    __device__ bool packed() const {
+        return aligned(w) && aligned(dw) && aligned(state[0]) && aligned(state[1]);
+    }
+};
+template <int W, class Rule>
+__device__ void span(const Tensors& t, I first, I stop, I step, A factor, A decay,
+                     const Rule& rule) {
+    const int STATES = Rule::STATES;
+    for (I i = first; i < stop; i += step) {
+        Pack<T, W> w = load<W>(t.w + i), kept[STATES + 1];
+        Pack<P, W> dw = load<W>(t.dw + i);
+        for (int k = 0; k < STATES; ++k) kept[k] = load<W>(t.state[k] + i);
+        for (int j = 0; j < W; ++j) {
+            A states[STATES + 1];
+            for (int k = 0; k < STATES; ++k) states[k] = (A)kept[k].at[j];
+            w.at[j] = (T)rule((A)w.at[j], (A)dw.at[j] * factor, decay, states);
+            for (int k = 0; k < STATES; ++k) kept[k].at[j] = (T)states[k];
+        }
+        store(t.w + i, w);
+        for (int k = 0; k < STATES; ++k) store(t.state[k] + i, kept[k]);
     }
 }
-
-KERNEL adam(T* w, const T* dw, const T* lr, const long long* step, T* m, T* v, I count,
-            double decay, double factor, double beta1, double beta2, double eps,
-            I decoupled) {
-    __shared__ double shared[2];
-    if (threadIdx.x == 0) {
-        shared[0] = (double)lr[0] / (1 - pow(beta1, (double)(*step + 1)));
-        shared[1] = 1 / sqrt(1 - pow(beta2, (double)(*step + 1)));
-    }
-    __syncthreads();
-    A rate = (A)shared[0], root = (A)shared[1];
-    A kept = decoupled ? (A)(1 - (double)lr[0] * decay) : (A)1;
-    EACH(i, count) {
-        A g = gradient(w[i], dw[i], decoupled ? 0 : decay, factor);
-        A first = (A)beta1 * (A)m[i] + (A)(1 - beta1) * g;
-        A second = (A)beta2 * (A)v[i] + (A)(1 - beta2) * (g * g);
-        m[i] = (T)first;
-        v[i] = (T)second;
-        w[i] = (T)((A)w[i] * kept - rate * (first / (sqrt(second) * root + (A)eps)));
-    }
-}
-
-KERNEL adagrad(T* w, const T* dw, const T* lr, T* s, I count, double decay,
-               double factor, double eps) {
-    A rate = (A)lr[0];
-    EACH(i, count) {
-        A g = gradient(w[i], dw[i], decay, factor);
-        A sum = (A)s[i] + g * g;
-        s[i] = (T)sum;
-        w[i] = (T)((A)w[i] - rate * (g / (sqrt(sum) + (A)eps)));
-    }
-}
-
-KERNEL rmsprop(T* w, const T* dw, const T* lr, T* s, I count, double decay,
-               double factor, double alpha, double eps) {
-    A rate = (A)lr[0];
-    EACH(i, count) {
-        A g = gradient(w[i], dw[i], decay, factor);
-        A mean = (A)alpha * (A)s[i] + (A)(1 - alpha) * (g * g);
-        s[i] = (T)mean;
-        w[i] = (T)((A)w[i] - rate * (g / (sqrt(mean) + (A)eps)));
-    }
-}
-
-KERNEL accumulate(T* total, const T* part, I count, double factor) {
-    EACH(i, count) total[i] = (T)((A)total[i] + (A)factor * (A)part[i]);
+template <class Rule>
+__device__ void update(const Tensors& t, I count, I thread, I threads, A factor,
+                       A decay, const Rule& rule) {
+    I whole = t.packed() ? count / PACKED * PACKED : 0;
+    span<PACKED>(t, thread * PACKED, whole, threads * PACKED, factor, decay, rule);
+    span<1>(t, whole + thread, count, threads, factor, decay, rule);
 }
 """
+
+_ADAM = """
+    __shared__ double shared[2];
+    if (threadIdx.x == 0) {
+        double taken = (double)(*step + 1 - (counts ? counts[2] : 0));
+        shared[0] = (double)(A)lr[0] / (1 - pow(beta1, taken));
+        shared[1] = 1 / sqrt(1 - pow(beta2, taken));
+    }
+    __syncthreads();
+"""
+
+
+def _pair(name: str, parameters: str, rule: str, before: str = "") -> str:
+    """The kernels of an update: of one tensor, and of all in a table."""
+    told = (
+        "const T* lr, const long long* step, const T* scale, const long long* counts, "
+        f"I count, double decay, double factor{parameters}"
+    )
+    begin = f"Common common(lr, scale, counts, factor);{before}"
+    return f"""
+KERNEL {name}(T* w, const P* dw, T* first, T* second, {told}) {{
+    {begin}
+    if (common.skipped) return;
+    I thread = (I)blockIdx.x * THREADS + threadIdx.x;
+    update(Tensors{{w, dw, {{first, second}}}}, count, thread, (I)gridDim.x * THREADS,
+           common.factor, (A)decay, {rule});
+}}
+KERNEL {name}_all(const long long* table, {told}) {{
+    {begin}
+    if (common.skipped) return;
+    Part part(table, count);
+    Tensors t{{part.array<T>(0), part.array<P>(1),
+              {{part.array<T>(2), part.array<T>(3)}}}};
+    update(t, part.count, (I)threadIdx.x, (I)THREADS, common.factor,
+           part.flag() ? (A)decay : (A)0, {rule});
+}}
+"""
+
+
+PROGRAM = Program(
+    TABLE
+    + _RULES
+    + _LOOPS
+    + _pair("sgd", "", "Sgd{common.rate}")
+    + _pair(
+        "momentum",
+        ", double mu, I nesterov",
+        "Momentum{common.rate, (A)mu, nesterov != 0}",
+    )
+    + _pair(
+        "adam",
+        ", double beta1, double beta2, double eps, I decoupled",
+        "Adam{common.rate, (A)shared[0], (A)shared[1], (A)beta1, (A)(1 - beta1), "
+        "(A)beta2, (A)(1 - beta2), (A)eps, decoupled != 0}",
+        _ADAM,
+    )
+    + _pair("adagrad", ", double eps", "AdaGrad{common.rate, (A)eps}")
+    + _pair(
+        "rmsprop",
+        ", double alpha, double eps",
+        "RmsProp{common.rate, (A)alpha, (A)(1 - alpha), (A)eps}",
+    )
 )
 
 _COMMON = ("weight_decay", "gradient_scale")
+_PER_THREAD = 4
+"""Elements of a thread, where there is but one tensor."""
 
 
-def _update(kernel: str, *names: str, flags: tuple[str, ...] = ()) -> Operation:
-    """An update with the attributes of these names, in the kernel's order."""
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """An update with the attributes of these names, in its kernels' order."""
 
-    def run(call: KernelCall) -> None:
-        size = call.inputs[0].size
-        numbers = *call.numbers(*names), *(int(call.attrs[name]) for name in flags)
-        call.launch(PROGRAM, kernel, flat(size), *call.inputs, size, *numbers)
+    kernel: str
+    names: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    counted: bool = False
 
-    return Operation(run)
+    def run(self, call: KernelCall) -> None:
+        """One tensor."""
+        (w, dw, *state), told = self._operands(call)
+        states = *state, *[None] * (2 - len(state))
+        numbers = *call.numbers(*_COMMON), *self._numbers(call)
+        blocks = flat(-(-w.size // _PER_THREAD))
+        arguments = w, dw, *states, *told, w.size, *numbers
+        call.launch(PROGRAM, self.kernel, blocks, *arguments, beside=dw)
+
+    def together(self, calls: Sequence[KernelCall]) -> None:
+        """A launch for all that differ in nothing but tensors and having a decay."""
+        groups: dict[Hashable, list[KernelCall]] = defaultdict(list)
+        for call in calls:
+            arrays, told = self._operands(call)
+            places = tuple(a if a is None else call.gpu.address(a) for a in told)
+            factor = call.attrs["gradient_scale"]
+            alike = (
+                arrays[0].dtype,
+                arrays[1].dtype,
+                places,
+                factor,
+                self._numbers(call),
+            )
+            groups[alike].append(call)
+        for group in groups.values():
+            known = {call.attrs["weight_decay"] for call in group}
+            decays = sorted(known - {0.0}) or [0.0]
+            for decay in decays:
+                mine = {decay, 0.0} if decay == decays[0] else {decay}
+                part = [c for c in group if c.attrs["weight_decay"] in mine]
+                self._launch(part, decay)
+
+    def _launch(self, calls: Sequence[KernelCall], decay: float) -> None:
+        """All calls, whose decay is this one or none."""
+        first, gpu = calls[0], calls[0].gpu
+        rows = [(self._operands(c)[0], c.attrs["weight_decay"] != 0) for c in calls]
+        table, count, blocks = table_of(gpu, rows)
+        (w, dw, *_), told = self._operands(first)
+        numbers = decay, *first.numbers("gradient_scale"), *self._numbers(first)
+        arguments = table, *told, count, *numbers
+        types = {"dtype": w.dtype, "parameters": dw.dtype}
+        gpu.launch(PROGRAM, f"{self.kernel}_all", (blocks,), *arguments, **types)
+
+    def _operands(self, call: KernelCall) -> tuple[list[Any], tuple[Any, ...]]:
+        """Weight, gradient and state; rate, step, and the loss's scale and counts."""
+        w, dw, lr, *others = call.inputs
+        step = others.pop(0) if self.counted else None
+        scale = counts = None
+        if call.attrs.get("scaled"):
+            *others, scale, counts = others
+        return [w, dw, *others], (lr, step, scale, counts)
+
+    def _numbers(self, call: KernelCall) -> tuple[float | int, ...]:
+        flags = (int(call.attrs[name]) for name in self.flags)
+        return (*call.numbers(*self.names), *flags)
+
+
+def _operation(update: _Update) -> Operation:
+    return Operation(update.run, together=update.together)
 
 
 OPERATIONS: dict[str, Operation] = {
-    "accumulate": _update("accumulate", "factor"),
-    "adagrad": _update("adagrad", *_COMMON, "eps"),
-    "adam": _update("adam", *_COMMON, "beta1", "beta2", "eps", flags=("decoupled",)),
-    "momentum": _update("momentum", *_COMMON, "momentum", flags=("nesterov",)),
-    "rmsprop": _update("rmsprop", *_COMMON, "alpha", "eps"),
-    "sgd": _update("sgd", *_COMMON),
+    update.kernel: _operation(update)
+    for update in (
+        _Update("adagrad", ("eps",)),
+        _Update("adam", ("beta1", "beta2", "eps"), ("decoupled",), counted=True),
+        _Update("momentum", ("momentum",), ("nesterov",)),
+        _Update("rmsprop", ("alpha", "eps")),
+        _Update("sgd"),
+    )
 }

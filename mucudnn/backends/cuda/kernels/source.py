@@ -1,0 +1,136 @@
+"""CUDA C of the kernels: what every source begins with, and how it is compiled.
+
+A source is compiled for one type of elements and one of indices. `T` is what tensors
+hold, `P` what parameters and statistics beside them do, which may be wider, `A` what is
+computed with, `I` an index: 32 bits wide where that is enough, because GPUs divide
+64-bit numbers slowly. The sources need no header.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mucudnn.errors import UnsupportedError
+
+__all__ = ["PRELUDE", "THREADS", "TYPES", "Program", "compiler_options"]
+
+THREADS = 256
+"""Threads of every block."""
+
+TYPES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "float32": ("float", "float"),
+        "float64": ("double", "double"),
+        "float16": ("Half", "float"),
+        "bfloat16": ("BFloat", "float"),
+        "uint16": ("BFloat", "float"),  # bfloat16's bits, where ml_dtypes is missing
+    }
+)
+"""Type -> what its elements are in a source, and what is computed with."""
+
+PRELUDE = r"""
+#define KERNEL extern "C" __global__ void
+#define EACH(i, count)                                                            \
+    for (I i = (I)blockIdx.x * THREADS + threadIdx.x; i < (count);                \
+         i += (I)gridDim.x * THREADS)
+
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fc00000)
+#endif
+
+#ifdef HALVES
+struct Half {
+    unsigned short bits;
+    Half() = default;
+    __device__ explicit Half(float value) {
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    }
+    __device__ operator float() const {
+        float value;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+        return value;
+    }
+};
+struct BFloat {
+    unsigned short bits;
+    BFloat() = default;
+    __device__ explicit BFloat(float value) {
+        unsigned int wide = __float_as_uint(value);
+        bits = (wide & 0x7fffffffu) > 0x7f800000u
+                   ? 0x7fff
+                   : (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
+    }
+    __device__ operator float() const {
+        return __uint_as_float((unsigned int)bits << 16);
+    }
+};
+#endif
+typedef ELEMENT T;
+typedef PARAMETER P;
+typedef COMPUTED A;
+typedef INDEX I;
+
+// Neighbouring elements, read and written by one access to memory; 16 bytes at most.
+template <class E, int W> struct alignas(W * sizeof(E)) Pack { E at[W]; };
+#define PACKED ((int)(16 / sizeof(T)))
+__device__ bool aligned(const void* p) { return (unsigned long long)p % 16 == 0; }
+template <int W, class E> __device__ Pack<E, W> load(const E* p) {
+    return *(const Pack<E, W>*)p;
+}
+template <int W, class E> __device__ void store(E* p, const Pack<E, W>& pack) {
+    *(Pack<E, W>*)p = pack;
+}
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The kernels of one file, in CUDA C: each begins with the word KERNEL."""
+
+    body: str
+
+    @property
+    def source(self) -> str:
+        """The text that the compiler is given."""
+        return PRELUDE + self.body
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names, as they come."""
+        return tuple(re.findall(r"^KERNEL (\w+)\(", self.body, re.MULTILINE))
+
+
+def compiler_options(
+    dtype: str, *, wide: bool, parameters: str | None = None
+) -> tuple[str, ...]:
+    """What makes a source one for these elements.
+
+    Args:
+        dtype: Of tensors.
+        wide: Whether indices need 64 bits.
+        parameters: Of parameters and statistics; None is that of tensors.
+
+    Raises:
+        UnsupportedError: There is no arithmetic in this type.
+    """
+    for name in (dtype, parameters):
+        if name is not None and name not in TYPES:
+            raise UnsupportedError(
+                f"no kernel computes in {name}; they do in {', '.join(TYPES)}"
+            )
+    element, computed = TYPES[dtype]
+    beside, _ = TYPES[parameters or dtype]
+    index = "long long" if wide else "int"
+    narrow = {element, beside} & {"Half", "BFloat"}
+    halves = ("-DHALVES",) if narrow else ()
+    return (
+        "-std=c++17",
+        f"-DELEMENT={element}",
+        f"-DPARAMETER={beside}",
+        f"-DCOMPUTED={computed}",
+        f"-DINDEX={index}",
+        f"-DTHREADS={THREADS}",
+        *halves,
+    )
