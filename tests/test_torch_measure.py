@@ -48,6 +48,16 @@ def test_times_are_of_the_call_itself():
     assert 0 < once < many
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_waiting_for_the_core_is_no_part_of_a_time():
+    def call():
+        time.sleep(0.02)  # as if another process had it
+
+    assert CpuMeter().time_ms(call) < 10
+    torch.set_num_threads(2)  # whose times one thread's does not tell
+    assert CpuMeter().time_ms(call) >= 20
+
+
 def test_what_a_copy_takes_from_a_call_beside_it_is_the_copys():
     before = threading.active_count()
 

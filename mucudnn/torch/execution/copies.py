@@ -14,8 +14,8 @@ import torch
 
 __all__ = ["Leaving", "ThreadCopies", "bytes_of", "host_bytes"]
 
-_FEW = 32 << 10
-"""Bytes that are copied at once."""
+_MANY = 128 << 10
+"""Bytes that are worth a thread: fewer are copied at once."""
 
 
 class Leaving:
@@ -120,7 +120,7 @@ class _Lane:
 
         None if it is done already.
         """
-        if source.numel() <= _FEW:
+        if source.numel() < _MANY:
             if after is not None:
                 with after:
                     pass
