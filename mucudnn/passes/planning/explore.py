@@ -17,7 +17,7 @@ from mucudnn.passes.residency.blocks import blockwise, group_changes
 from mucudnn.passes.residency.candidates import Candidate, Change, single_changes
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 
-__all__ = ["explore"]
+__all__ = ["explore", "improve", "schedulers"]
 
 _WORK = 120_000
 """Nodes of the graph, times the trials of each of both parts."""
@@ -53,19 +53,38 @@ def explore(
     trials = min(_MOST, _WORK // len(request.graph.nodes))
     if len(candidates) <= _FEW or trials < _LEAST:
         return
+    found = [Trials(request.scheduled(name), trials) for name in schedulers(request)]
     starts = list(_starts(request, candidates, nearest, best))
-    found = [Trials(request.scheduled(name), trials) for name in _schedulers(request)]
     for start, tried in itertools.product(starts, found):  # each is rewritten once
         tried.consider(start)
-    found.sort(key=lambda tried: tried.step_ms)
-    for tried in found:
+    improve(request, candidates, found, trials, best)
+
+
+def improve(
+    request: StepRequest,
+    candidates: Sequence[Candidate],
+    found: Iterable[Trials],
+    trials: int,
+    best: Trials,
+) -> None:
+    """Improve what was found by each scheduler, where it is close to what is known.
+
+    Args:
+        request: What is searched for.
+        candidates: Its saved tensors, in order of production.
+        found: Trials of each.
+        trials: How many more there may be for each scheduler.
+        best: What is known; what is found is offered to it.
+    """
+    for tried in sorted(found, key=lambda tried: tried.step_ms):
         if tried.found and tried.step_ms <= _CLOSE * best.step_ms:
             tried.allow(trials)
             _improve(request, candidates, tried)
             best.offer(tried.plan)
 
 
-def _schedulers(request: StepRequest) -> list[str | Scheduler]:
+def schedulers(request: StepRequest) -> list[str | Scheduler]:
+    """Those worth a trial each; the one that is named, if one is."""
     if request.scheduler is None:
         return [name for name in SCHEDULERS.table if name != _BLIND]
     return [request.scheduler]

@@ -38,7 +38,7 @@ from mucudnn.passes.residency.published import keep_all
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
-__all__ = ["search", "smallest"]
+__all__ = ["search", "search_on", "smallest"]
 
 _WORK = 60_000
 """Nodes, and parameters and state that leave, that all trials of a search may schedule
@@ -54,8 +54,13 @@ _LEAST_TRIALS = 12
 """How many trials of the largest graphs may follow the first ones."""
 
 
-def search(request: StepRequest) -> StepPlan:
+def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
     """The best plan that is found.
+
+    Args:
+        request: Under a budget.
+        thorough: Whether to explore as well, which takes as long as all the rest and
+            finds little more unless the budget is tight.
 
     Raises:
         PlanningError: Not even what needs least fits; it is the error of what came
@@ -87,9 +92,24 @@ def search(request: StepRequest) -> StepPlan:
     _improve(candidates, best)
     if request.scheduler is None:
         _offer_other_schedulers(request, candidates, best)
-    if best.step_ms > _NEAR * bound.step_ms:
+    if thorough and best.step_ms > _NEAR * bound.step_ms:
         explore(request, candidates_of(request), bound.residency, best)
     return replace(best.plan, least_ms=bound.step_ms)
+
+
+def search_on(request: StepRequest, plan: StepPlan) -> StepPlan:
+    """A plan of a search that was not thorough, explored.
+
+    Args:
+        request: What was searched for.
+        plan: What was found, with its bound.
+    """
+    if plan.least_ms is None or plan.prediction.step_ms <= _NEAR * plan.least_ms:
+        return plan
+    best = Trials(request, 0)
+    best.offer(plan)
+    explore(request, candidates_of(request), {}, best)
+    return replace(best.plan, least_ms=plan.least_ms)
 
 
 def smallest(

@@ -6,93 +6,30 @@ candidate. The others are cut by a limit on bytes, so that only large layers are
 nothing couples the batch they are cut all alike instead, forward and backward one slice
 at a time: gradient accumulation within one step.
 
-Which is best is found by planning each under the budget. A candidate that takes longer
-with all the memory it wants than another within the budget needs no plan.
+Which is best is found by planning each under the budget, one from the other: each
+begins with what was found before, carried over, and the fastest is searched on. A
+candidate that takes longer with all the memory it wants than another within the budget
+needs no plan.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.errors import PlanningError
-from mucudnn.ir.graph import Graph
-from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
-from mucudnn.passes.planning.comparison import unbounded
 from mucudnn.passes.planning.cutting import (
     AUTO,
     BATCH,
-    Cutting,
-    Segment,
     Split,
     check_split,
     couples_batch,
     cuttings,
 )
-from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
-from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.slice_search import search_slices
-from mucudnn.passes.residency import PLANNED
-from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.passes.planning.split_candidates import Candidates
+from mucudnn.passes.planning.split_step import Candidate, SplitStep
 
 __all__ = ["Candidate", "SplitStep", "Splitting", "plan_splitting"]
-
-_HARDLY = 1.01
-"""Times the unbounded step, up to which nothing else is tried."""
-
-
-@dataclass(frozen=True, slots=True)
-class SplitStep:
-    """What a step is made of, whole or in slices.
-
-    Attributes:
-        graph: A training graph without updates that nothing has made in-place yet.
-        finished: Makes a step of it, with updates and in its order.
-        costs: What a step's nodes take; None where there is no room to measure it.
-        asked: What is asked of a step that costs this: a budget, a policy.
-    """
-
-    graph: Graph = field(repr=False)
-    finished: Callable[[Graph], Graph] = field(repr=False)
-    costs: Callable[[Graph], Profile | None] = field(repr=False)
-    asked: Callable[[Graph, Profile], StepRequest] = field(repr=False)
-
-    def in_parts(self, parts: int | Cutting) -> Graph:
-        """The step with its largest layers in so many parts; 1 for the whole one."""
-        cutting = Cutting(parts) if isinstance(parts, int) else parts
-        return self.finished(cutting.cut(self.graph))
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to run a step, planned.
-
-    Attributes:
-        cutting: Of the largest layers.
-        request: The step that was asked for; None if it could not be measured.
-        plan: Within the budget; None where there is none, or none was made.
-        unbounded_ms: A step's time with all the memory it wants.
-        least_bytes: The least budget that works.
-        segments: What runs in parts.
-    """
-
-    cutting: Cutting
-    request: StepRequest | None = field(repr=False)
-    plan: StepPlan | None = field(repr=False)
-    unbounded_ms: float = math.inf
-    least_bytes: int | None = None
-    segments: tuple[Segment, ...] = ()
-
-    @property
-    def parts(self) -> int:
-        """In how many parts the largest layers are; 1 if the step is whole."""
-        return self.cutting.parts
-
-    @property
-    def step_ms(self) -> float:
-        """Predicted time of a step within the budget; infinity without a plan."""
-        return math.inf if self.plan is None else self.plan.prediction.step_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +125,13 @@ def plan_splitting(step: SplitStep, split: Split = AUTO) -> Splitting:
         ValueError: The split is none of these.
     """
     check_split(split)
-    tried: list[Candidate] = []
-    for cutting in cuttings(step.graph, split):
-        fastest = min((c.step_ms for c in tried), default=math.inf)
-        if tried and fastest <= _HARDLY * tried[0].unbounded_ms:
-            break
-        tried.append(_candidate(step, cutting, fastest))
+    ways = list(cuttings(step.graph, split))
+    found = Candidates(step, alone=len(ways) == 1)
+    for cutting in ways:
+        if not found.settled(cutting):
+            found.draft(cutting)
+    found.finish()
+    tried = found.tried
     chosen = min(tried, key=lambda c: c.step_ms)
     if chosen.plan is None:
         raise _refusal(tried)
@@ -213,32 +151,3 @@ def _refusal(tried: Sequence[Candidate]) -> PlanningError:
         f"budget that works is {exact_bytes(least)}"
     )
     return PlanningError(words, short_by=least - asked, least_bytes=least)
-
-
-def _candidate(step: SplitStep, cutting: Cutting, fastest: float) -> Candidate:
-    """A step in parts, planned unless another is faster whatever its plan."""
-    graph = step.in_parts(cutting)
-    profile = step.costs(graph)
-    if profile is None:
-        return Candidate(cutting, None, None)
-    request = step.asked(graph, profile)
-    free = unbounded(graph, profile)
-    wanted = free.prediction.step_ms
-    segments = cutting.segments(step.graph)
-    least = minimum_budget(request)
-    planned = least <= request.budget and wanted < fastest
-    roomy = cutting.parts == 1 or free.peak_bytes <= request.budget
-    plan = _planned(request, searched=not roomy) if planned else None
-    return Candidate(cutting, request, plan, wanted, least, segments)
-
-
-def _planned(request: StepRequest, *, searched: bool) -> StepPlan:
-    """The best plan; of a split step the search goes on from that of all slices."""
-    if not searched or request.policy != PLANNED:
-        return plan_step(request)
-    try:
-        found = search_slices(request)
-    except PlanningError:
-        return plan_step(request)
-    others = plan_step(replace(request, seed=found.residency))
-    return min(found, others, key=lambda plan: plan.prediction.step_ms)

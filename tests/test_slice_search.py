@@ -1,0 +1,90 @@
+"""The search of steps in slices: what it carries over, and how it goes on."""
+
+import pytest
+
+from mucudnn.ir.optimizers import Momentum
+from mucudnn.models import get_model
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.split import split_batch
+from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.planning import slice_search as module
+from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.slice_search import SliceSearch, carried_over
+from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
+from mucudnn.passes.residency.candidates import candidates_of
+from tests.schedule_oracle import verify
+
+GRAPH = training_graph(get_model("resnet20")(64))
+
+
+def request(parts):
+    graph = GRAPH if parts == 1 else split_batch(GRAPH, parts)
+    graph = with_updates(graph, Momentum())
+    return StepRequest(graph, estimate(graph, "h200"))
+
+
+def test_what_is_known_of_the_whole_is_carried_over_to_all_its_slices():
+    whole, slices = candidates_of(request(1)), candidates_of(request(4))
+    choices = list(Residency)
+    known = {c.saved.name: choices[i % 5] for i, c in enumerate(whole)}
+    found = carried_over({**known, EVERYTHING: Residency.PAGE}, slices)
+    assert found.keys() == {c.saved.name for c in slices}
+    for name, choice in found.items():
+        assert choice is known.get(name.partition("@")[0], Residency.PAGE)
+    assert len(set(found.values())) == 5
+
+
+def test_slices_take_after_those_that_they_lie_in():
+    two, four = candidates_of(request(2)), candidates_of(request(4))
+    halves = {
+        c.saved.name: Residency.KEEP if "@0" in c.saved.name else Residency.OFFLOAD
+        for c in two
+        if "@" in c.saved.name
+    }
+    found = carried_over(halves, four)
+    cut = [n for n in found if n.endswith(("@0", "@1", "@2", "@3"))]
+    assert len(cut) > 40
+    for name in cut:
+        first = name.endswith(("@0", "@1"))
+        assert found[name] is (Residency.KEEP if first else Residency.OFFLOAD)
+    back = carried_over(found, two)
+    assert {name: back[name] for name in halves} == halves
+
+
+@pytest.mark.parametrize("share", [1.05, 1.5])
+def test_it_goes_on_from_the_whole_and_rounds_never_make_it_slower(monkeypatch, share):
+    monkeypatch.setattr(module, "_LEAST_TRIALS", 25)
+    monkeypatch.setattr(module, "_WORK", 0)
+    asked = request(4)
+    asked = asked.within(int(share * minimum_budget(asked)))
+    whole = {c.saved.name: Residency.KEEP for c in candidates_of(request(1))}
+    slices = SliceSearch(asked)
+    slices.begin({EVERYTHING: Residency.KEEP, PERSISTENTS: Residency.KEEP, **whole})
+    first = slices.plan
+    assert first is not None  # kept it does not fit
+    assert verify(first.schedule, asked.budget, granularity=ALIGNMENT)
+    faster = slices.improve()
+    found = slices.plan
+    assert faster == (found.prediction.step_ms < first.prediction.step_ms)
+    assert faster
+    assert verify(found.schedule, asked.budget, granularity=ALIGNMENT)
+    again = plan_residency(asked.scheduled(found.scheduler), found.residency)
+    assert again.prediction.step_ms == found.prediction.step_ms
+
+
+def test_a_better_plan_of_others_is_taken_and_a_worse_one_is_not():
+    asked = request(2).within(1 << 40)
+    slices = SliceSearch(asked)
+    slow = plan_residency(asked, dict.fromkeys([EVERYTHING], Residency.PAGE))
+    recomputed = {c.saved.name: Residency.RECOMPUTE for c in candidates_of(asked)}
+    slices.offer(plan_residency(asked, recomputed))
+    slower = slices.plan
+    slices.offer(slow)
+    assert slices.plan is not None
+    assert slices.plan.prediction.step_ms < slower.prediction.step_ms
+    slices.offer(slower)
+    assert slices.plan.prediction.step_ms < slower.prediction.step_ms
