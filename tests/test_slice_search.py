@@ -1,7 +1,5 @@
 """The search of steps in slices: what it carries over, and how it goes on."""
 
-import pytest
-
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
@@ -55,12 +53,11 @@ def test_slices_take_after_those_that_they_lie_in():
     assert {name: back[name] for name in halves} == halves
 
 
-@pytest.mark.parametrize("share", [1.05, 1.5])
-def test_it_goes_on_from_the_whole_and_rounds_never_make_it_slower(monkeypatch, share):
-    monkeypatch.setattr(module, "_LEAST_TRIALS", 25)
+def test_it_goes_on_from_the_whole_and_rounds_never_make_it_slower(monkeypatch):
+    monkeypatch.setattr(module, "_LEAST_TRIALS", 10)
     monkeypatch.setattr(module, "_WORK", 0)
     asked = request(4)
-    asked = asked.within(int(share * minimum_budget(asked)))
+    asked = asked.within(int(1.2 * minimum_budget(asked)))
     whole = {c.saved.name: Residency.KEEP for c in candidates_of(request(1))}
     slices = SliceSearch(asked)
     slices.begin({EVERYTHING: Residency.KEEP, PERSISTENTS: Residency.KEEP, **whole})
