@@ -74,6 +74,16 @@ def test_what_a_copy_takes_from_a_call_beside_it_is_the_copys():
     assert apart.copy_share <= found.copy_share
 
 
+def test_copies_beside_a_long_call_are_few():
+    calls = []
+
+    def call():
+        calls.append(time.sleep(0.15))
+
+    CpuMeter().links(lambda: call)
+    assert len(calls) <= 1 + 2 * 5
+
+
 class Gpu:
     """A device on which every call takes a time and bytes that are told."""
 

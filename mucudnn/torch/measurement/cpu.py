@@ -35,7 +35,7 @@ _COPIED = 2 << 20
 _PIECES = 8
 """Of memory that is copied in turns: together more than caches have."""
 
-_ROUNDS = 24
+_FEWEST, _ROUNDS = 4, 24
 _ROUND_S = 0.003
 
 
@@ -74,10 +74,13 @@ class CpuMeter:
         """Copies by one thread beside a call; out and back in turns."""
         call = prepared()
         memory = _Memory.touched()
-        once = max(1e-6, min(_seconds(call, 1) for _ in range(_REPEATS)))
+        once = max(1e-6, _seconds(call, 1))
         count = max(1, round(_ROUND_S / once))
         alone, beside, copies = [], [], []
-        for _ in range(_ROUNDS):
+        until = time.perf_counter() + _ENOUGH_S
+        for turn in range(_ROUNDS):
+            if turn >= _FEWEST and time.perf_counter() > until:
+                break
             alone.append(_seconds(call, count))
             with _Copying(memory) as copying:
                 beside.append((_seconds(call, count), copying.copied_s))
