@@ -11,7 +11,7 @@ from bench.papers import one_row
 
 NAMES = (
     *("overhead", "planner", "pruning", "peers", "papers", "step", "memory"),
-    *("budget", "traffic", "split", "torch", "torch-step", "torch-calls"),
+    *("budget", "traffic", "split", "fleet", "torch", "torch-step", "torch-calls"),
 )
 
 
