@@ -1,6 +1,7 @@
 """`mucudnn train`: a network on a data set, to the last epoch and the last figure."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from mucudnn.cli.train_options import (
     model_argument,
     run_options,
 )
+from mucudnn.cli.train_ranks import Group, group_of, step_ms
 from mucudnn.cli.tune import make_tuner
 from mucudnn.ir.learning_rate import parse_learning_rate
 from mucudnn.ir.loss_scaling import DYNAMIC
@@ -28,7 +30,7 @@ from mucudnn.ir.optimizers import Momentum, Optimizer, parse_optimizer
 
 if TYPE_CHECKING:
     from mucudnn.backends.base import Device
-    from mucudnn.cli.progress import TrainingWords
+    from mucudnn.cli.progress import Show, TrainingWords
     from mucudnn.cli.train_data import Work
     from mucudnn.passes.planning.place_step import PlacedStep
     from mucudnn.runtime.training.budget import MemoryBudget
@@ -67,15 +69,19 @@ def train(
         _refuse_budgeted(ctx)
         if settings["split"] in ("auto", "height"):
             raise BadInputError(f"--split {settings['split']} needs --budget SIZE")
-    from mucudnn.cli.progress import progress_display
-
-    with progress_display(1) as show:
-        show("reading the data", 0, 1)
-        training = _Training(model, settings)
-    interrupted = training.run(quiet=json_file == "-")
-    emit(json_file, training.to_json(interrupted=interrupted), training.show)
+    group = group_of(settings)
+    with nullcontext() if group is None else group.ends_together():
+        interrupted = _trained(_Training(model, settings, group), json_file)
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
+
+
+def _trained(training: "_Training", json_file: str | None) -> bool:
+    """Train and show what came of it; whether Ctrl-C ended it."""
+    interrupted = training.run(quiet=json_file == "-")
+    if training.leads:
+        emit(json_file, training.to_json(interrupted=interrupted), training.show)
+    return interrupted
 
 
 def _refuse_budgeted(ctx: click.Context) -> None:
@@ -88,12 +94,16 @@ def _refuse_budgeted(ctx: click.Context) -> None:
 class _Training:
     """One invocation of the command, with all its options."""
 
-    def __init__(self, model: str, settings: Mapping[str, Any]) -> None:
-        from mucudnn.cli.train_data import work_of
-
+    def __init__(
+        self, model: str, settings: Mapping[str, Any], group: Group | None
+    ) -> None:
         self._model = model
         self._settings = settings
-        self._work = work_of(model, settings)
+        self._group = group
+        self.leads = group is None or group.leads
+        with self._display(1) as show:
+            show("reading the data", 0, 1)
+            self._work = _work(model, settings, group)
         self._optimizer = _optimizer(settings)
         self._words = _words(self._work, self._optimizer, settings)
         self._checkpoints, self._resume = self._found()
@@ -101,12 +111,13 @@ class _Training:
 
     def run(self, *, quiet: bool) -> bool:
         """Train; whether Ctrl-C ended it."""
-        from mucudnn.cli.progress import TrainingWords, progress_display
+        from mucudnn.cli.progress import TrainingWords
         from mucudnn.runtime.training.loop import fit
 
         settings, work = self._settings, self._work
         epochs, batches = settings["epochs"], len(work.batches)
-        with progress_display(batches, titled=True) as show:
+        quiet = quiet or not self.leads
+        with self._display(batches, titled=True) as show:
             shown = TrainingWords(show, epochs, batches, quiet=quiet)
             show("planning the step", 0, batches, title="preparing")
             self._trainer = self._made(shown)
@@ -123,7 +134,7 @@ class _Training:
                     work.test,
                     epochs=epochs,
                     max_steps=settings["steps"],
-                    checkpoints=self._checkpoints,
+                    checkpoints=self._checkpoints if self.leads else None,
                     checkpoint_every=settings["checkpoint_every"],
                     words=self._words,
                     resume=self._resume,
@@ -133,6 +144,16 @@ class _Training:
                 return True
         self._reports |= {report.epoch: report for report in reports}
         return False
+
+    def _display(
+        self, total: int, *, titled: bool = False
+    ) -> "AbstractContextManager[Show]":
+        """Progress of one process, for all of them."""
+        from mucudnn.cli.progress import progress_display
+
+        if self.leads:
+            return progress_display(total, titled=titled)
+        return nullcontext(_silent)
 
     def to_json(self, *, interrupted: bool) -> dict[str, Any]:
         """Every figure."""
@@ -227,7 +248,35 @@ class _Training:
                 fuse=not settings["no_fuse"],
                 split=settings["split"],
                 replay=settings["replay"],
+                together=None if self._group is None else self._group.together,
             )
+
+
+def _silent(
+    text: str, done: int, total: int, *, title: str = "", result: str = ""
+) -> None:
+    """Another process says it."""
+
+
+def _work(model: str, settings: Mapping[str, Any], group: Group | None) -> "Work":
+    """What this process does: everything, or its part."""
+    from mucudnn.cli.train_data import work_of
+
+    work = work_of(model, settings)
+    if group is None:
+        return work
+    tuner = make_tuner({**settings, "exhaustive": False})
+
+    def made(images: int) -> "Work":
+        return work_of(model, settings, images)
+
+    with tuner.cache:
+        shares = group.shares(
+            settings["shares"],
+            settings["batch"],
+            lambda images: step_ms(made(images).training, tuner, settings),
+        )
+    return group.part(work, made, shares)
 
 
 def _budget(settings: Mapping[str, Any], device: "Device") -> "MemoryBudget | None":

@@ -18,6 +18,7 @@ from mucudnn.data import (
     class_count,
     open_dataset,
 )
+from mucudnn.data.part import PartOfBatches
 from mucudnn.ir.graph import Graph
 from mucudnn.models import LABEL, FunctionModel
 
@@ -38,18 +39,19 @@ class Work:
 
     training: Graph
     evaluation: Graph
-    batches: Loader
+    batches: Loader | PartOfBatches
     test: Loader
     words: Mapping[str, Any]
 
 
-def work_of(name: str, settings: Mapping[str, Any]) -> Work:
-    """The work that options ask for.
+def work_of(name: str, settings: Mapping[str, Any], images: int | None = None) -> Work:
+    """The work that options ask for, its networks for so many images if given.
 
     Raises:
         BadInputError: There is no such network or data, or they do not match.
     """
     batch, parts, seed = settings["batch"], settings["accumulate"], settings["seed"]
+    own = batch // parts if images is None else images
     if batch % parts:
         raise BadInputError(
             f"a batch of {batch} cannot be computed in {parts} equal parts"
@@ -68,7 +70,7 @@ def work_of(name: str, settings: Mapping[str, Any]) -> Work:
         classes = _classes(train, settings["classes"])
         training, evaluation = (
             model(
-                batch // parts,
+                own,
                 image=image,
                 classes=classes,
                 dtype=settings["dtype"],
@@ -91,7 +93,7 @@ def work_of(name: str, settings: Mapping[str, Any]) -> Work:
             transform=Compose((*augment, normalize)),
             drop_last=True,
         )
-        tests = Loader(test, batch // parts, shuffle=False, transform=normalize)
+        tests = Loader(test, own, shuffle=False, transform=normalize)
     words = {
         "model": name,
         "image": image,

@@ -67,6 +67,26 @@ def _schedule(text: str) -> str:
 model_argument = click.argument(
     "model", metavar="[MODEL | FILE.py:FUNCTION]", required=False
 )
+AUTO, EQUAL = "auto", "equal"
+"""How images are shared out among processes, if not by numbers."""
+
+
+def parse_shares(text: str | tuple[int, ...]) -> str | tuple[int, ...]:
+    """`auto`, `equal`, or `9,3`.
+
+    Raises:
+        click.BadParameter: It is none of these.
+    """
+    if isinstance(text, tuple) or text in (AUTO, EQUAL):
+        return text
+    words = text.split(",")
+    if all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        return tuple(map(int, words))
+    raise click.BadParameter(
+        f"{text!r} is neither auto nor equal nor numbers of samples such as 9,3"
+    )
+
+
 listing_option = flag("--list listing", "List the networks.")
 optimizer_option = strategy(
     "--optimizer", "How weights change.", _optimizers, default="momentum"
@@ -208,6 +228,13 @@ run_options = group(
         "images: height:4 for so many, or, with --budget, height.",
         split_of,
         default="none",
+    ),
+    option(
+        "--shares N,…",
+        "Under mpiexec, images of each batch that each process takes: auto, by what "
+        "steps take there; equal; or numbers.",
+        parse_shares,
+        default="auto",
     ),
     option(
         "--checkpoint DIR",

@@ -15,7 +15,15 @@ from mucudnn.ir.sizes import parse_bytes, parse_integer
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
 from mucudnn.runtime.database.cache import BenchmarkCache, default_path
 
-__all__ = ["USERS", "CacheChoice", "Users", "cache_path", "open_cache", "tuner_options"]
+__all__ = [
+    "USERS",
+    "CacheChoice",
+    "Users",
+    "cache_path",
+    "launched_processes",
+    "open_cache",
+    "tuner_options",
+]
 
 
 class Users(enum.Enum):
@@ -54,6 +62,14 @@ def tuner_options(
             _DEVICES, text, lambda text: _backends(kind, _devices(text))
         )
     return options
+
+
+def launched_processes(environ: Mapping[str, str] = os.environ) -> int:
+    """How many processes a launcher of MPI started together; 1 without one."""
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_WORLD_SIZE"):
+        if (text := environ.get(name, "")).isdecimal():
+            return int(text)
+    return 1
 
 
 def cache_path(environ: Mapping[str, str]) -> Path:

@@ -11,7 +11,7 @@ than on the host: `park` copies them out.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -29,7 +29,14 @@ from mucudnn.runtime.executor.host_memory import HostSlot, HostTier, Tiers
 from mucudnn.runtime.executor.joining import joined
 from mucudnn.runtime.executor.program import Binding, Memory, bind
 from mucudnn.runtime.executor.replay import replaying
-from mucudnn.runtime.executor.tasks import ByteRange, Call, Task, Watcher
+from mucudnn.runtime.executor.tasks import (
+    Around,
+    ByteRange,
+    Call,
+    Surrounding,
+    Task,
+    Watcher,
+)
 
 __all__ = ["Executor", "fed"]
 
@@ -54,6 +61,8 @@ class Executor:
             by later ones, where the backend can: one for all that is between copies.
         watcher: Told of every task before it is called, and overwrites memory when it
             is allocated and when it is freed: for tests. Slow.
+        around: What else is called around nodes, given the graph and where its tensors
+            are; no tensor may leave the device then.
 
     Raises:
         UnsupportedError: The backend has no kernel for an operation.
@@ -74,6 +83,7 @@ class Executor:
         host_buffers: Mapping[str, Buffer] | None = None,
         replay: bool = False,
         watcher: Watcher | None = None,
+        around: Surrounding | None = None,
     ) -> None:
         self.arena_bytes = layout.nbytes
         self.host_bytes = 0
@@ -97,7 +107,9 @@ class Executor:
         self._watcher = watcher
         tasks = self._program.tasks
         self._apart = [_call(task, watcher) for task in tasks]
-        if watcher is not None:
+        if around is not None:
+            self._surround(around(self._graph, self.__getitem__))
+        if watcher is not None or around is not None:
             self._calls = self._apart
         elif replay and backend.capture is not None:
             self._calls = replaying(tasks, backend.capture)
@@ -254,9 +266,29 @@ class Executor:
         download = self._backend.device.download
         return {name: download(self[name]) for name in self._graph.outputs}
 
+    def _surround(self, around: Around) -> None:
+        """Put calls before and after those of nodes."""
+        found: list[Call] = []
+        for task, call in zip(self._program.tasks, self._apart, strict=True):
+            node = task.node or ""
+            before, after = around.before.get(node, ()), around.after.get(node, ())
+            alone = not (before or after)
+            found.append(call if alone else _in_order((*before, call, *after)))
+        self._apart = found
+
     def __getitem__(self, tensor: str) -> Array:
         """A tensor's array at the end of a step; it means something while alive."""
         return self._memory.array(tensor, -1)
+
+
+def _in_order(calls: Sequence[Call]) -> Call:
+    """Several calls as one."""
+
+    def called() -> None:
+        for call in calls:
+            call()
+
+    return called
 
 
 def _call(task: Task, watcher: Watcher | None) -> Call:

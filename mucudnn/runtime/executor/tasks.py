@@ -5,26 +5,46 @@ were launched before it. What is left are copies that a later toucher of the sam
 has to wait for: those still running, as far as the program knows.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from mucudnn.backends.base import Buffer, Kernel, KernelArguments
+from mucudnn.ir.graph import Graph
 from mucudnn.passes.placement.page_table import Extent
 
 __all__ = [
     "DEVICE",
+    "Around",
     "ByteRange",
     "Call",
     "Joinable",
     "Pending",
     "PendingCopy",
     "Program",
+    "Surrounding",
     "Task",
     "Watcher",
 ]
 
 Call = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """Calls around those of nodes.
+
+    Attributes:
+        before: Node -> what is called before it.
+        after: Node -> what is called after it.
+    """
+
+    before: Mapping[str, tuple[Call, ...]]
+    after: Mapping[str, tuple[Call, ...]]
+
+
+Surrounding = Callable[[Graph, Callable[[str], Any]], Around]
+"""(graph, tensor -> its array) -> what is called around its nodes."""
 
 DEVICE = "device"
 """The space of the arena; other spaces are tiers of the host."""

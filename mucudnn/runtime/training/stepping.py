@@ -22,6 +22,7 @@ from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.executor.arenas import arenas, shared_bytes
 from mucudnn.runtime.executor.host_memory import DiskTier, Tiers
+from mucudnn.runtime.executor.tasks import Surrounding
 from mucudnn.runtime.training.evaluation import as_images, as_labels, cast, read
 from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.training_graphs import TrainingGraphs
@@ -41,6 +42,7 @@ class SharedArena:
         state: Whose parameters and state they are.
         disk: Folder for what leaves the device; host memory if None.
         replay: Whether they replay their launches as graphs.
+        around: What else is called around the nodes of the first graph.
 
     Attributes:
         nbytes: Size of the arena.
@@ -56,6 +58,7 @@ class SharedArena:
         state: StateStore,
         disk: Path | None,
         replay: bool = False,
+        around: Surrounding | None = None,
     ) -> None:
         tiers = [_on_disk(p, disk) for p in placed]
         layouts = [p.layout for p in placed]
@@ -71,9 +74,10 @@ class SharedArena:
                 host=host,
                 host_buffers=state.host_buffers,
                 replay=replay,
+                around=None if i else around,
             )
-            for p, host, arena in zip(
-                placed, tiers, arenas(backend, layouts), strict=True
+            for i, (p, host, arena) in enumerate(
+                zip(placed, tiers, arenas(backend, layouts), strict=True)
             )
         ]
         self._current: Executor | None = None

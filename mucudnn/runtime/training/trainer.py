@@ -25,6 +25,7 @@ from mucudnn.passes.ordering import Order
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.passes.planning.request import STATIC
+from mucudnn.runtime.distributed.collectives import Collectives
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
@@ -34,6 +35,7 @@ from mucudnn.runtime.training.placed_steps import (
     plan_convolutions,
 )
 from mucudnn.runtime.training.profiler import OnNode
+from mucudnn.runtime.training.ranks import Ranks, check_together
 from mucudnn.runtime.training.splitting import Divider
 from mucudnn.runtime.training.stepping import SharedArena, Stepper, StepResult
 from mucudnn.runtime.training.trainer_arguments import check_arguments
@@ -91,6 +93,8 @@ class Trainer:
         placement: "static", each tensor in one piece of the arena, or "virtual", also
             in pieces mapped in a row of addresses, where that needs less or is faster.
         replay: Whether launches are replayed as CUDA graphs, where the backend can.
+        together: Other processes that train the same network in step, each on its own
+            part of a mini-batch: updates are late then, by the gradients of all.
 
     Attributes:
         backend: Where it computes.
@@ -131,11 +135,15 @@ class Trainer:
         fuse: bool = True,
         placement: str = STATIC,
         replay: bool = False,
+        together: Collectives | None = None,
     ) -> None:
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
             own = tuner = Tuner()
         check_arguments(tuner, order, seed, plans, progress, precision, placement)
+        if together is not None:
+            check_together(tuner, budget, gradient_accumulation, split, loss_scale)
+            update_when = "late"
         optimizer = optimizer_of(optimizer)
         self._rate = rate_of(learning_rate, optimizer.learning_rate)
         self._scale = loss_scale_of(loss_scale, LOSS_SCALES.get(precision or "", 1.0))
@@ -177,7 +185,9 @@ class Trainer:
             device, *graphs.steps, seed=seed, hosted=hosted, disk=disk
         )
         self._weights = graphs.weights
-        self._arena = SharedArena(self.backend, placed, self._state, disk, replay)
+        self._ranks = Ranks(together, graphs.steps[last])
+        how = disk, replay, self._ranks.around
+        self._arena = SharedArena(self.backend, placed, self._state, *how)
         self.peak_bytes = self._arena.nbytes + self._state.nbytes
         self._stepper = Stepper(graphs, self._arena)
         tested, take = graphs.evaluation, partial(self._arena.take, -1)
@@ -249,7 +259,7 @@ class Trainer:
         """
         result, ms = self._timed(self._stepper.step, images, labels)
         self._times.append(ms)
-        return result
+        return self._ranks.result(result)
 
     def profile(self, images: Any, labels: Any) -> tuple[dict[str, float], float]:
         """Train on one batch and time it.

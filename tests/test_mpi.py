@@ -1,0 +1,100 @@
+"""`mpiexec -n N mucudnn train`: one process's losses, uneven shares, faults."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or (
+    shutil.which("mpiexec")
+)
+
+if MPIEXEC is None or importlib.util.find_spec("mpi4py") is None:
+    pytest.skip("needs mpi4py and mpiexec: mucudnn[mpi]", allow_module_level=True)
+
+WORK = (
+    *("train", "lenet", "--data", "synthetic:length=36,classes=5", "--batch", "12"),
+    *("--epochs", "2", "--dtype", "float64", "--lr", "0.01", "--cache", "none"),
+)
+CLOSE = 1e-9
+"""In double precision: the order of sums, no more."""
+
+
+def run(folder, *words, ranks=1, start=("-m", "mucudnn"), seconds=100):
+    launcher = [MPIEXEC, "-n", str(ranks)] if ranks > 1 else []
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "FI_PROVIDER": "tcp",
+        "MPICH_NETMASK": "127.0.0.1/8",
+    }
+    return subprocess.run(
+        [*launcher, sys.executable, *map(str, start), *WORK, *map(str, words)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        env=environment,
+    )
+
+
+def losses(file):
+    epochs = json.loads(file.read_text())["epochs"]
+    return [value for e in epochs for value in (e["loss"], e["test_loss"])]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    assert run(folder, "--json", "one.json").returncode == 0
+    return losses(folder / "one.json")
+
+
+@pytest.mark.parametrize("shares", ["9,3", "equal", "auto"])
+def test_losses_are_those_of_one_process(shares, alone, tmp_path):
+    done = run(tmp_path, "--shares", shares, "--json", "two.json", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two.json") == pytest.approx(alone, rel=CLOSE)
+    assert done.stdout.count("epoch 2/2") == 1  # one process speaks for all
+
+
+def test_an_error_of_one_rank_ends_all_with_a_line(tmp_path):
+    done = run(tmp_path, "--shares", "9,4", ranks=2)
+    assert done.returncode != 0
+    assert "--shares 9,4 are 2 of 13 images together; 2 processes share 12" in (
+        done.stderr
+    )
+    helper = ROOT / "tests" / "mpi_rank.py"
+    done = run(tmp_path, ranks=2, start=(helper, "1:2:raise"))
+    assert done.returncode != 0
+    assert "mucudnn: error: rank 1: something of this rank's own" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_killed_rank_ends_the_others_and_the_run_goes_on(alone, tmp_path):
+    helper = ROOT / "tests" / "mpi_rank.py"
+    keep = ("--checkpoint", "kept", "--checkpoint-every", "1")
+    began = time.monotonic()
+    done = run(
+        tmp_path,
+        *(*keep, "--shares", "9,3"),
+        ranks=2,
+        start=(helper, "1:4:kill"),
+        seconds=90,
+    )
+    assert time.monotonic() - began < 90
+    assert done.returncode != 0
+    assert "signal" in done.stderr.lower() + done.stdout.lower()
+    rest = (*keep, "--resume", "--json", "rest.json")
+    done = run(tmp_path, *rest, "--shares", "4,4,4", ranks=3)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "rest.json") == pytest.approx(alone, rel=CLOSE)

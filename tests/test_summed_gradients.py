@@ -1,0 +1,64 @@
+"""Gradients are weighted, gathered in buckets, and summed while the pass still runs."""
+
+import numpy as np
+import pytest
+
+from mucudnn.ir.graph import Phase
+from mucudnn.ir.optimizers import Momentum
+from mucudnn.models import get_model
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.runtime.distributed.gradients import summed_gradients
+
+
+class Twice:
+    """Another rank with the same gradients; says what was asked when."""
+
+    rank, size = 0, 2
+
+    def __init__(self):
+        self.begun, self.waited = [], 0
+
+    def all_reduce(self, array):
+        self.begun.append(array.size)
+        return Doubled(self, array)
+
+
+class Doubled:
+    def __init__(self, ranks, array):
+        self.ranks, self.array = ranks, array
+
+    def wait(self):
+        self.ranks.waited += 1
+        self.array *= 2
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 4096, 1 << 30])
+def test_sums_begin_behind_the_last_writer_and_end_before_the_update(bucket_bytes):
+    graph = with_updates(training_graph(get_model("lenet")(2)), Momentum(), when="late")
+    arrays = {
+        g: np.full(graph.tensors[g].shape, 8.0, graph.tensors[g].dtype)
+        for g in graph.gradients.values()
+    }
+    others = Twice()
+    around = summed_gradients(
+        graph, arrays.__getitem__, others, 0.25, bucket_bytes=bucket_bytes
+    )
+    backward = [n.name for n in graph.nodes if n.phase is not Phase.UPDATE]
+    first_update = None
+    for node in graph.nodes:
+        for call in around.before.get(node.name, ()):
+            call()
+        if node.phase is Phase.UPDATE:
+            first_update = first_update or node
+            (gradient,) = arrays.keys() & set(node.inputs)
+            assert (arrays[gradient] == 2 * 0.25 * 8.0).all()
+        for call in around.after.get(node.name, ()):
+            assert node.phase is not Phase.UPDATE
+            call()
+        if node.name == backward[-2] and bucket_bytes < 1 << 30:
+            assert others.begun  # while there is something left to compute
+    assert sum(others.begun) == graph.parameter_count
+    expected = {1: len(arrays), 1 << 30: 1}
+    assert len(others.begun) == expected.get(bucket_bytes, len(others.begun))
+    assert others.waited == len(others.begun)
