@@ -1,5 +1,7 @@
 """Mixed precision: what is narrow, and that training is still the same training."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from mucudnn.ir.graph import Role
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.mixed_precision import lowered
+from mucudnn.passes.graph.mixed_precision import lowered, with_narrow_gradients
 from mucudnn.runtime.training.trainer import Trainer
 from tests.model_cases import random_feeds
 
@@ -125,3 +127,22 @@ def test_narrow_gradients_are_near_the_wide_ones():
     for name, expected in found[0].items():
         error = (found[1][name] - expected).norm() / expected.norm()
         assert error < 0.25, name
+
+
+def test_updates_read_gradients_as_they_were_computed():
+    """Weights of products get narrow ones, uncast; what is returned or shared stays."""
+    before = training_graph(lowered(network(), "float16"))
+    graph = with_narrow_gradients(before)
+    changed = {w for w, g in graph.gradients.items() if g != before.gradients[w]}
+    products = {s.name for s in graph.with_role(Role.PARAMETER) if len(s.shape) > 1}
+    assert changed == products
+    for w, gradient in graph.gradients.items():
+        assert graph.tensors[gradient].dtype == ("float16" if w in changed else WIDE[0])
+        assert graph.tensors[gradient].shape == graph.tensors[w].shape
+    assert len(before.nodes) - len(graph.nodes) == len(changed)
+    kept = with_narrow_gradients(
+        replace(before, outputs=(*before.outputs, *before.gradients.values()))
+    )
+    assert kept.gradients == before.gradients
+    plain = training_graph(network())
+    assert with_narrow_gradients(plain).nodes == plain.nodes
