@@ -11,7 +11,8 @@ from bench.papers import one_row
 
 NAMES = (
     *("overhead", "planner", "pruning", "peers", "papers", "step", "memory"),
-    *("budget", "traffic", "split", "fleet", "torch", "torch-step", "torch-calls"),
+    *("budget", "placement", "traffic", "split", "fleet"),
+    *("torch", "torch-step", "torch-calls"),
 )
 
 

@@ -68,6 +68,19 @@ def test_a_network_that_only_answers_runs_in_strips_of_one_image():
     assert "momentum" not in text
 
 
+def test_a_step_may_be_placed_in_mapped_memory():
+    asked = ("alexnet", "--batch", "64", "--policy", "lru", "--device", "p100")
+    least = data_of(*asked, "--budget", "1GiB", "--min-budget")["min_budget_bytes"][
+        "lru"
+    ]
+    asked += ("--budget", str(int(1.01 * least)), "--placement", "virtual")
+    placed = data_of(*asked)["placed"]
+    assert placed["mapped_chunks"] > 0
+    assert placed["map_ms"] == pytest.approx(0.069 * placed["mapped_chunks"])
+    assert placed["arena_bytes"] + placed["resident_bytes"] <= 1.01 * least
+    assert "lru in mapped memory (" in done(*asked)
+
+
 @pytest.mark.slow
 def test_without_a_budget_the_devices_memory_and_a_curve():
     data = data_of("cifar_quick", *NULL, "--policy", "planned,keep_all")

@@ -125,6 +125,18 @@ def test_a_step_runs_in_parts(run):
     assert json.loads(whole.stdout)["segments"] == []
 
 
+def test_tensors_may_lie_in_mapped_memory(run):
+    arguments = ("--steps", 2, "--batch", 12, "--epochs", 1, "--json", "-")
+    static = run(*QUICK, *arguments)
+    budget = ("--budget", "2MiB", "--convolutions", "fixed")
+    mapped = run(*QUICK, *arguments, *budget, "--placement", "virtual")
+    assert mapped.exit_code == 0, mapped.output
+    assert figures(mapped) == figures(static)
+    data = json.loads(mapped.stdout)
+    assert data["memory"]["nbytes"] <= data["budget_bytes"]
+    assert data["memory"]["mapped_chunks"] >= 0
+
+
 def test_whole_or_in_parts_is_said(run):
     arguments = ("--steps", 2, "--batch", 12, "--epochs", 1, "--budget", "8MiB")
     done = run(*QUICK, *arguments, "--split", "auto")
@@ -181,6 +193,8 @@ def test_the_networks_are_listed(run):
         (("digits", "--batch-policy", "odd"), "odd"),
         (("digits", "--backend", "abacus"), "abacus"),
         (("digits", "--workspace-limit", "some"), "some"),
+        (("digits", "--placement", "pool"), "'pool' is not one of"),
+        (("digits", *NULL[:2], "--placement", "virtual"), "cannot map memory"),
         (("digits", "--resume"), "--resume needs --checkpoint"),
         (("digits", "--checkpoint-every", 2), "--checkpoint-every needs --checkpoint"),
         (("digits", "--json", "/no/where"), "cannot write"),

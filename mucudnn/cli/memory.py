@@ -1,6 +1,7 @@
 """`mucudnn memory`: what a training step needs, and what it costs to need less."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from mucudnn.cli.options import (
     json_option,
     names_of_all,
     option,
+    placement_option,
     report_option,
     split_of,
     strategy,
@@ -36,6 +38,7 @@ from mucudnn.cli.train_options import (
     schedulers,
 )
 from mucudnn.ir.devices import DEVICES
+from mucudnn.ir.placement import STATIC
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.models import FunctionModel
 from mucudnn.passes.planning.described_step import DescribedStep
@@ -120,6 +123,7 @@ _CODES = (
     "none by default, auto for --inference.",
     split_of,
 )
+@placement_option("Where the best step's tensors lie")
 @flag("--curve", "Also plan for several budgets, when one is given.")
 @flag("--max-batch", "Look for the largest batch within the budget.")
 @flag("--min-budget", "Look for the least budget of every policy.")
@@ -190,6 +194,8 @@ def _step(
     if step is not None:
         if inference:
             raise BadInputError(f"--inference is for a network of ours, not {model}")
+        if settings["placement"] != STATIC:
+            raise BadInputError("PyTorch's allocator places tensors: no --placement")
         return step
     return StepSpec(
         model=made if isinstance(made, FunctionModel) else model,
@@ -199,6 +205,7 @@ def _step(
         order=settings["order"],
         device=device,
         inference=inference,
+        placement=settings["placement"],
     )
 
 
@@ -251,6 +258,7 @@ def _measured(
     """A profile of a network's step on the CPU; None where there are costs already."""
     if spec.device != _CPU or isinstance(spec, DescribedStep):
         return None
+    from mucudnn.runtime.training.mapping_costs import mapping_costs
     from mucudnn.runtime.training.profiler import profile
     from mucudnn.runtime.tuning.tuner import Tuner
 
@@ -261,7 +269,11 @@ def _measured(
 
     graph = spec.graph()
     with Tuner.from_env(backend=_CPU, **given) as tuner, tuner.cache:
-        return profile(tuner, graph, progress=measuring)
+        costs = profile(tuner, graph, progress=measuring)
+        if spec.placement == STATIC:
+            return costs
+        with bad_input():
+            return replace(costs, chunks=mapping_costs(tuner.backend))
 
 
 def _write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:

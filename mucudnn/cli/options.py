@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from mucudnn.cli.output import output_file
+from mucudnn.ir.placement import PLACEMENTS, STATIC
 from mucudnn.ir.sizes import parse_bytes, parse_integer
 
 __all__ = [
@@ -234,6 +235,21 @@ def split_of(text: str) -> str | int:
         return text
     raise click.BadParameter(
         f"{text!r} is not auto, none, height, height:STRIPS or a number of parts"
+    )
+
+
+def placement_option(text: str) -> Option:
+    """`--placement`.
+
+    Args:
+        text: What it is of.
+    """
+    return option(
+        "--placement",
+        f"{text}: static, each tensor in one piece; or virtual, also in pieces that "
+        "are mapped in a row of addresses.",
+        click.Choice(PLACEMENTS),
+        default=STATIC,
     )
 
 

@@ -249,6 +249,7 @@ class _Training:
                 split=settings["split"],
                 replay=settings["replay"],
                 together=None if self._group is None else self._group.together,
+                placement=settings["placement"],
             )
 
 
@@ -306,6 +307,7 @@ def _memory_to_json(placed: "PlacedStep | None") -> dict[str, Any] | None:
         "predicted_ms": plan.prediction.step_ms,
         "offloaded_bytes": plan.prediction.out_bytes,
         "recomputed_nodes": plan.recomputed,
+        "mapped_chunks": placed.layout.mapped_chunks,
     }
 
 

@@ -15,6 +15,7 @@ from mucudnn.cli.options import (
     image_size,
     option,
     parsed,
+    placement_option,
     real,
     split_of,
     strategy,
@@ -213,6 +214,7 @@ run_options = group(
         click.Choice(["early", "late"]),
         default="early",
     ),
+    placement_option("Where tensors lie"),
     flag("--no-fuse", "Run each operation by a kernel of its own."),
     flag("--replay", "Replay the launches of a step as CUDA graphs."),
     option(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from mucudnn.ir.devices_by_arithmetic import ARITHMETIC, BY_ARITHMETIC
+from mucudnn.ir.profile import ChunkCosts
 
 __all__ = [
     "ASSUMED",
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 _GIB = 1024**3
+_CHUNKS = ChunkCosts(2 << 20, map_ms=0.069, unmap_ms=0.034)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Assumed:
         memory: Of the memory bandwidth, in kernels that do little else.
         link: Of a link's nominal rate in one direction, in large copies.
         launch_ms: Of every kernel, however small.
+        chunks: Memory that is mapped, in the granularity of today's GPUs; what the
+            driver takes for a chunk, were its access set apart.
     """
 
     matmul: float = 0.70
@@ -48,6 +52,7 @@ class Assumed:
     memory: float = 0.75
     link: float = 0.80
     launch_ms: float = 0.005
+    chunks: ChunkCosts = _CHUNKS
 
 
 ASSUMED = Assumed()
@@ -88,6 +93,8 @@ class DeviceFigures:
             f"{ASSUMED.direct:.0%} in convolutions without workspace, "
             f"{ASSUMED.memory:.0%} of the bandwidth, {1e3 * ASSUMED.launch_ms:g} µs a "
             "launch",
+            "mapping": f"assumed: {1e3 * ASSUMED.chunks.map_ms:g} µs for a chunk of "
+            f"{ASSUMED.chunks.nbytes >> 20} MiB, once, where memory is mapped",
         }
 
 

@@ -69,6 +69,7 @@ def estimate(
         fronts=of_node,
         out_bytes_per_ms=figures.out.value / 1e3,
         in_bytes_per_ms=figures.back.value / 1e3,
+        chunks=assumed.chunks,
         once_more_ms=once_more_ms,
     )
 

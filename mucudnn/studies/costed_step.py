@@ -70,11 +70,13 @@ def costed_step(
             spec.gradients(),
             spec.finished,
             costs.of,
-            lambda graph, costs: StepRequest(graph, costs, budget=budget),
+            lambda graph, costs: StepRequest(
+                graph, costs, budget=budget, placement=spec.placement
+            ),
         )
 
     return CostedStep(
-        StepRequest(graph, costs.profile),
+        StepRequest(graph, costs.profile, placement=spec.placement),
         at,
         in_parts,
         tuple(graph.tensors[IMAGE].shape[1:]),

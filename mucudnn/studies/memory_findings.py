@@ -9,6 +9,7 @@ from typing import Any
 from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
+from mucudnn.ir.placement import STATIC
 from mucudnn.ir.shapes import Ints
 from mucudnn.models import get_model, network_name
 from mucudnn.notebook import drawn
@@ -43,6 +44,7 @@ class StepSpec:
         device: `cpu`, or a name in `DEVICES`.
         inference: Whether it only answers: the network for evaluation up to what the
             labels are compared with. A graph is taken as it is.
+        placement: Of `PLACEMENTS`.
     """
 
     model: str | Callable[..., Graph] | Graph
@@ -52,6 +54,7 @@ class StepSpec:
     order: str | Order = "builder"
     device: str = "h200"
     inference: bool = False
+    placement: str = STATIC
 
     @property
     def title(self) -> str:
@@ -262,6 +265,8 @@ def _placed(placed: PlacedStep) -> dict[str, Any]:
         "resident_bytes": placed.state_bytes,
         "live_peak_bytes": placed.layout.live_peak,
         "fragmentation": placed.layout.fragmentation,
+        "mapped_chunks": placed.layout.mapped_chunks,
+        "map_ms": placed.map_ms,
         "predicted_ms": placed.plan.prediction.step_ms,
     }
 

@@ -64,6 +64,11 @@ class Layout:
     pages: PageTable | None = None
 
     @property
+    def mapped_chunks(self) -> int:
+        """How many chunks of addresses have memory mapped behind them."""
+        return 0 if self.pages is None else len(self.pages.chunks)
+
+    @property
     def address_bytes(self) -> int:
         """Bytes of all addresses: of the arena itself where nothing is in pieces."""
         return self.nbytes if self.pages is None else self.pages.address_bytes

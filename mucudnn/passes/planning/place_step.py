@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from mucudnn.errors import PlanningError
+from mucudnn.ir.placement import VIRTUAL
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.placement.fit_to_arena import fit_to_arena, shortest
@@ -36,7 +37,7 @@ from mucudnn.passes.planning.plan_step import (
     plan_of_least,
     plan_step,
 )
-from mucudnn.passes.planning.request import VIRTUAL, StepRequest
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import short_of
 from mucudnn.passes.scheduling.step_plan import StepPlan

@@ -12,6 +12,7 @@ from functools import cached_property
 from mucudnn.arguments import a_number, of_type, one_of
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
+from mucudnn.ir.placement import PLACEMENTS, STATIC, VIRTUAL
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.planning.rewrite import Rewriter, Rewritten
@@ -26,12 +27,7 @@ from mucudnn.passes.residency import (
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.costs import CONVOLUTIONS
 
-__all__ = ["PLACEMENTS", "STATIC", "VIRTUAL", "StepRequest"]
-
-STATIC, VIRTUAL = "static", "virtual"
-PLACEMENTS = (STATIC, VIRTUAL)
-"""How places are found: each in one piece, or also in pieces that are mapped in a row
-of addresses, where that needs less or is faster."""
+__all__ = ["StepRequest"]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from mucudnn.backends.base import Backend
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
+from mucudnn.ir.placement import STATIC, VIRTUAL
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.graph.inplace import in_place
@@ -23,7 +24,7 @@ from mucudnn.passes.graph.optimizer_updates import updates_last
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
-from mucudnn.passes.planning.request import STATIC, VIRTUAL, StepRequest
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.mapping_costs import mapping_costs
 from mucudnn.runtime.training.profiler import OnNode, profile, refine

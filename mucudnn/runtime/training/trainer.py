@@ -17,6 +17,7 @@ from mucudnn.ir.graph import Graph
 from mucudnn.ir.learning_rate import RateChoice, rate_of
 from mucudnn.ir.loss_scaling import DynamicLossScale, loss_scale_of
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
+from mucudnn.ir.placement import STATIC
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.graph.mixed_precision import LOSS_SCALES
 from mucudnn.passes.graph.optimizer_updates import When
@@ -24,7 +25,6 @@ from mucudnn.passes.graph.tape import LOSS_SCALE
 from mucudnn.passes.ordering import Order
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.passes.planning.place_step import PlacedStep
-from mucudnn.passes.planning.request import STATIC
 from mucudnn.runtime.distributed.collectives import Collectives
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
