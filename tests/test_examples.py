@@ -30,11 +30,14 @@ TORCH = {
 }
 """Run by tests of their own, where there is PyTorch."""
 
+RANKS = {"torch_distribute"}
+"""Several processes each: run where ranks are tested."""
+
 SLOW = ("replace_a_convolution", "train_resnet20", "train_digits")
 
 
 def test_there_is_one_for_every_expectation():
-    assert {example.stem for example in EXAMPLES} == {*EXPECTED, *TORCH}
+    assert {example.stem for example in EXAMPLES} == {*EXPECTED, *TORCH, *RANKS}
     for example in EXAMPLES:
         assert len(example.read_text().splitlines()) < 60
 
@@ -48,7 +51,7 @@ def test_there_is_one_for_every_expectation():
             id=path.stem,
         )
         for path in EXAMPLES
-        if path.stem not in TORCH
+        if path.stem not in TORCH | RANKS
     ],
 )
 def test_example(example, tmp_path):

@@ -1,11 +1,17 @@
 """Ranks over gloo: losses are one device's, shares the planner's, faults one line."""
 
+import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.fleet_ranks import BATCH, SAMPLES, ranks, start
+from mucudnn.ir.fleet import Rank
+from mucudnn.passes.fleet import share_times
+from tests.fleet_ranks import BATCH, SAMPLES, a_table, ranks, start
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 import torch.distributed as dist  # noqa: E402
@@ -38,6 +44,40 @@ def test_losses_are_those_of_one_device(two, name):
     for found in (first, second):
         assert found["losses"] < CLOSE
         assert found["state"] < CLOSE
+
+
+@pytest.mark.parametrize("name", ["residual", "unet"])
+def test_the_fast_rank_hardly_waits(two, name):
+    """By counted work: each rank's own table, at the samples that it really had."""
+    work = [
+        [share_times(Rank("", a_table(rank)), BATCH).times_ms[n] for n in seen]
+        for rank, seen in enumerate(result[name]["seen"] for result in two)
+    ]
+    waited = sum(max(0.0, slow - fast) for fast, slow in zip(*work, strict=True))
+    equal = [share_times(Rank("", a_table(rank)), BATCH).times_ms for rank in range(2)]
+    sizes = [a + b for a, b in zip(*(r[name]["seen"] for r in two), strict=True)]
+    before = sum(equal[1][n // 2] - equal[0][n - n // 2] for n in sizes)
+    assert waited <= 0.2 * before
+
+
+@pytest.mark.slow
+def test_the_example_runs_under_torchrun(tmp_path):
+    example = Path(__file__).parent.parent / "examples" / "torch_distribute.py"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", str(example)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "shares (" in done.stdout
+    assert "loss " in done.stdout
 
 
 def test_a_share_that_does_not_fit_runs_in_passes(two):
