@@ -98,3 +98,14 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on(alone, tmp_path):
     done = run(tmp_path, *rest, "--shares", "4,4,4", ranks=3)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "rest.json") == pytest.approx(alone, rel=CLOSE)
+
+
+def test_an_interrupt_of_one_rank_ends_all_with_a_checkpoint(tmp_path):
+    helper = ROOT / "tests" / "mpi_rank.py"
+    words = ("--checkpoint", "kept", "--json", "some.json", "--shares", "equal")
+    done = run(tmp_path, *words, ranks=2, start=(helper, "1:4:interrupt"), seconds=60)
+    assert done.returncode != 0
+    found = json.loads((tmp_path / "some.json").read_text())
+    assert found["interrupted"]
+    assert found["steps"] == 5
+    assert "checkpoint of step 5 in kept" in done.stdout

@@ -99,7 +99,11 @@ def fit(
     if resume is not None:
         run.restore(resume, len(batches))
     limit = math.inf if max_steps is None else max_steps
-    with deferred_interrupt() as interrupted:
+    with deferred_interrupt() as pressed:
+
+        def interrupted() -> bool:
+            return trainer.anywhere(pressed())
+
         while run.at.epoch < epochs and run.at.steps < limit:
             finished = run.epoch(batches, limit, checkpoint_every, interrupted)
             if interrupted():

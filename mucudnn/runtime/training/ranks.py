@@ -36,6 +36,12 @@ class Ranks:
             share = batch / sum(together.all_gather(batch))
             self.around = partial(summed_gradients, together=together, share=share)
 
+    def anywhere(self, happened: bool) -> bool:
+        """Whether it happened in any of them."""
+        if self._together is None:
+            return happened
+        return any(self._together.all_gather(happened))
+
     def result(self, own: StepResult) -> StepResult:
         """Of the whole mini-batch: the mean over all labels."""
         if self._together is None:

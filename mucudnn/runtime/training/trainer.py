@@ -261,6 +261,10 @@ class Trainer:
         self._times.append(ms)
         return self._ranks.result(result)
 
+    def anywhere(self, happened: bool) -> bool:
+        """Whether it happened in any of the processes; all of them ask."""
+        return self._ranks.anywhere(happened)
+
     def profile(self, images: Any, labels: Any) -> tuple[dict[str, float], float]:
         """Train on one batch and time it.
 
