@@ -11,7 +11,11 @@ __all__ = ["real_peak"]
 
 def real_peak(call: Callable[[], object]) -> int:
     """The most bytes that a call has allocated at once, beyond what was there."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        profile_memory=True,
+        acc_events=True,  # of which older versions warn
+    ) as prof:
         call()
     now = most = 0
     mine = set()

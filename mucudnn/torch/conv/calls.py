@@ -36,8 +36,20 @@ class Ready:
         self.calls = 0
         self.failed = 0
 
-    def give_up(self, error: Exception) -> None:
-        """Our kernels failed this call: from now on it is PyTorch's."""
+    def computed(self, native: Run, *args: Any) -> Any:
+        """One call more, of these arguments; if our kernels fail it is PyTorch's."""
+        self.calls += 1
+        run = self.run  # which another thread may give up meanwhile
+        if run is None:
+            return native()
+        try:
+            return run(*args)
+        except (MucudnnError, MemoryError) as e:
+            self._give_up(e)
+        return native()
+
+    def _give_up(self, error: Exception) -> None:
+        """From now on such calls are PyTorch's."""
         if self.run is not None:
             self.failed = self.calls - 1
         self.run, self.why = None, f"{type(error).__name__}: {error}"

@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-from mucudnn.errors import MucudnnError
+import torch
+
 from mucudnn.forks import Own
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.conv.backend import check_tuner, cpu_backend
 from mucudnn.torch.conv.calls import Ready, ReadyMaker
 from mucudnn.torch.conv.dispatch import overrides
+
+_traced = torch._C._get_tracing_state
+"""What `torch.jit.trace` records into, if it does: it has to see PyTorch's kernels."""
 
 __all__ = ["CallCounts", "Convolutions", "Statistics", "convolutions"]
 
@@ -90,19 +94,9 @@ class Convolutions(ContextDecorator):
             CallCounts.of([*self._backward.values()]),
         )
 
-    def forward(
-        self,
-        x: Any,
-        w: Any,
-        b: Any,
-        stride: list[int],
-        padding: list[int],
-        dilation: list[int],
-        transposed: bool,
-        output_padding: list[int],
-        groups: int,
-    ) -> Any:
+    def forward(self, *args: Any) -> Any:
         """See `aten::convolution`."""
+        x, w, b, stride, padding, dilation, transposed, output_padding, groups = args
         key = (
             x.shape,
             x.stride(),
@@ -119,47 +113,26 @@ class Convolutions(ContextDecorator):
             groups,
         )
         ready = self._forward.get(key)
+        if ready is not None and ready.run is None:  # the usual way, without detours
+            ready.calls += 1
+            return self._native_forward(*args)
+        if _traced() is not None:
+            return self._native_forward(*args)
+        native = partial(self._native_forward, *args)
         if ready is None:
-            options = (stride, padding, dilation, transposed, output_padding, groups)
-            native = partial(self._native_forward, x, w, b, *options)
-            make = partial(self._maker.forward, native, x, w, b, options)
+            make = partial(self._maker.forward, native, x, w, b, args[3:])
             ready = self._made(self._forward, key, make)
-        ready.calls += 1
-        if ready.run is not None:
-            try:
-                return ready.run(x, w, b)
-            except (MucudnnError, MemoryError) as e:
-                ready.give_up(e)
-        return self._native_forward(
-            x,
-            w,
-            b,
-            stride,
-            padding,
-            dilation,
-            transposed,
-            output_padding,
-            groups,
-        )
+        return ready.computed(native, x, w, b)
 
-    def backward(
-        self,
-        gy: Any,
-        x: Any,
-        w: Any,
-        bias_sizes: list[int] | None,
-        stride: list[int],
-        padding: list[int],
-        dilation: list[int],
-        transposed: bool,
-        output_padding: list[int],
-        groups: int,
-        mask: list[bool],
-    ) -> Any:
-        """See `aten::convolution_backward`."""
+    def backward(self, *args: Any) -> Any:
+        """See `aten::convolution_backward`.
+
+        How the output's gradient lies is no part of the key: it changes what a copy of
+        it costs, PyTorch's kernels make one too, and looking it up costs every call.
+        """
+        gy, x, w, sizes, stride, padding, dilation, transposed, more, groups, mask = args
         key = (
             gy.shape,
-            gy.stride(),
             gy.dtype,
             x.shape,
             x.stride(),
@@ -167,45 +140,27 @@ class Convolutions(ContextDecorator):
             w.shape,
             w.stride(),
             w.dtype,
-            bias_sizes is None,
+            sizes is None,
             tuple(stride),
             tuple(padding),
             tuple(dilation),
             transposed,
-            tuple(output_padding),
+            tuple(more),
             groups,
             tuple(mask),
         )
         ready = self._backward.get(key)
-        if ready is not None and ready.run is None:  # the usual way, without detours
+        if ready is not None and ready.run is None:
             ready.calls += 1
-            return self._native_backward(
-                gy,
-                x,
-                w,
-                bias_sizes,
-                stride,
-                padding,
-                dilation,
-                transposed,
-                output_padding,
-                groups,
-                mask,
-            )
-        options = (stride, padding, dilation, transposed, output_padding, groups)
-        native = partial(self._native_backward, gy, x, w, bias_sizes, *options)
+            return self._native_backward(*args)
+        if _traced() is not None:
+            return self._native_backward(*args)
+        masked = partial(self._native_backward, *args[:-1])
         if ready is None:
-            given = (native, gy, x, w, bias_sizes, options, mask)
-            ready = self._made(
-                self._backward, key, partial(self._maker.backward, *given)
-            )
-        ready.calls += 1
-        if ready.run is not None:
-            try:
-                return ready.run(native, gy, x, w)
-            except (MucudnnError, MemoryError) as e:
-                ready.give_up(e)
-        return native(mask)
+            given = (masked, gy, x, w, sizes, args[4:-1], mask)
+            make = partial(self._maker.backward, *given)
+            ready = self._made(self._backward, key, make)
+        return ready.computed(partial(masked, mask), masked, gy, x, w)
 
     def _made(
         self, known: dict[Any, Ready], key: Any, make: Callable[[], Ready]

@@ -57,7 +57,11 @@ class CpuMeter:
         self, calls: Sequence[Callable[[], Callable[[], object]]]
     ) -> list[int]:
         """The most that each call has in use of what it allocates, results included."""
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        with profile(
+            activities=[ProfilerActivity.CPU],
+            profile_memory=True,
+            acc_events=True,  # of which older versions warn
+        ) as prof:
             for number, prepared in enumerate(calls):
                 call = prepared()
                 with record_function(f"{_MARK}{number}"):
