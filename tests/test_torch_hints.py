@@ -149,6 +149,7 @@ def test_offloading_is_marked_for_pytorchs_own_pass():
     assert away
 
 
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
 def test_selective_checkpoints_save_what_the_plan_saves(name, monkeypatch):
     model, loss_fn, batch = build(name)

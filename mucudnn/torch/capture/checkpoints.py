@@ -34,10 +34,13 @@ def plain_checkpoints() -> Iterator[None]:
     plain = {
         "CheckpointFunction": _Plain,
         "_checkpoint_without_reentrant_generator": _plain,
+        "_checkpoint_without_reentrant_generator_impl": _plain,  # from 2.14 on
     }
-    before = {name: getattr(checkpoint, name) for name in plain}
-    for name, value in plain.items():
-        setattr(checkpoint, name, value)
+    before = {
+        name: vars(checkpoint)[name] for name in plain if name in vars(checkpoint)
+    }
+    for name in before:
+        setattr(checkpoint, name, plain[name])
     try:
         yield
     finally:

@@ -4,13 +4,14 @@ with mucudnn.torch.convolutions(workspace_limit="64MiB"):
     loss_fn(model(x), y).backward()
 """
 
+import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -18,10 +19,19 @@ from mucudnn.forks import Own
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.conv.backend import check_tuner, cpu_backend
 from mucudnn.torch.conv.calls import Ready, ReadyMaker
-from mucudnn.torch.conv.dispatch import overrides
+from mucudnn.torch.conv.dispatch import overrides, untraced
 
 _traced = torch._C._get_tracing_state
 """What `torch.jit.trace` records into, if it does: it has to see PyTorch's kernels."""
+
+_LATE = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
+"""Of functions whose bodies run after their calls."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 __all__ = ["CallCounts", "Convolutions", "Statistics", "convolutions"]
 
@@ -78,10 +88,30 @@ class Convolutions(ContextDecorator):
         self._backward: dict[Any, Ready] = {}
         self._lock = Own(threading.RLock)
 
+    def __call__(self, function: _Function) -> _Function:
+        """A function whose convolutions run our plans while it runs.
+
+        Raises:
+            TypeError: It is none, or returns before its body has run.
+        """
+        if isinstance(function, type | torch.nn.Module) or not callable(function):
+            raise TypeError(
+                f"only functions can be decorated, got {function!r}: decorate a method "
+                "of it, or use `with` where it is called"
+            )
+        if any(late(function) for late in _LATE):
+            raise TypeError(
+                f"{function.__qualname__} returns before its body has run: use `with` "
+                "in it, or where what it returns is used up"
+            )
+        return super().__call__(function)
+
+    @untraced
     def __enter__(self) -> Self:
         self._overrides.add(self)
         return self
 
+    @untraced
     def __exit__(self, *error: object) -> None:
         if not self._overrides.remove(self):
             self._maker.arena.release()
@@ -94,6 +124,7 @@ class Convolutions(ContextDecorator):
             CallCounts.of([*self._backward.values()]),
         )
 
+    @untraced
     def forward(self, *args: Any) -> Any:
         """See `aten::convolution`."""
         x, w, b, stride, padding, dilation, transposed, output_padding, groups = args
@@ -124,13 +155,15 @@ class Convolutions(ContextDecorator):
             ready = self._made(self._forward, key, make)
         return ready.computed(native, x, w, b)
 
+    @untraced
     def backward(self, *args: Any) -> Any:
         """See `aten::convolution_backward`.
 
         How the output's gradient lies is no part of the key: it changes what a copy of
         it costs, PyTorch's kernels make one too, and looking it up costs every call.
         """
-        gy, x, w, sizes, stride, padding, dilation, transposed, more, groups, mask = args
+        gy, x, w, sizes, stride, padding, dilation, transposed, more, groups = args[:-1]
+        mask = args[-1]
         key = (
             gy.shape,
             gy.dtype,

@@ -10,20 +10,39 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from mucudnn.errors import BackendUnavailableError
 from mucudnn.forks import Own
 
-__all__ = ["Convolver", "Overrides", "overrides"]
+__all__ = ["Convolver", "Overrides", "overrides", "untraced"]
 
 _NOBODYS_KEY = torch._C.DispatchKey.PrivateUse3
 """Of a backend that does not exist: its entries are the kernels that all share."""
 
 _convolution = torch._C._VariableFunctions._convolution
 _watched = torch._C._is_torch_function_mode_enabled
+
+
+_frames = torch._C._dynamo.eval_frame
+_SKIP = _frames._FrameAction.SKIP
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def untraced(function: _Function) -> _Function:
+    """Have Dynamo run a function, and whatever that calls, as they are.
+
+    So does `torch.compiler.disable`, by a wrapper of 0.4 µs a call; and it imports
+    Dynamo, which takes seconds. Without either Dynamo would compile kernels of ours
+    that run while its own compiled code does.
+    """
+    strategy = _frames._FrameExecStrategy(_SKIP, _SKIP)  # it, and all below it
+    _frames.set_code_exec_strategy(function.__code__, strategy)
+    function.__dict__["_torchdynamo_disable"] = True  # nor is it inlined
+    return function
 
 
 class Convolver(Protocol):
@@ -70,10 +89,16 @@ class Overrides:
             self._install_last()
 
     def remove(self, convolver: Convolver) -> bool:
-        """Undo one `add`, in any order; whether it still serves by another."""
+        """Undo one `add`, in any order; whether it still serves by another.
+
+        Raises:
+            RuntimeError: There was none.
+        """
         with self._lock.mine:
-            last = max(i for i, c in enumerate(self._serving) if c is convolver)
-            del self._serving[last]
+            mine = [i for i, c in enumerate(self._serving) if c is convolver]
+            if not mine:
+                raise RuntimeError("the context is left, but it was not entered")
+            del self._serving[mine[-1]]
             self._install_last()
             return any(c is convolver for c in self._serving)
 
@@ -104,6 +129,7 @@ def _forward_of(shared: Callable[..., Any]) -> Callable[..., Any]:
     The flags that it adds are cuDNN's.
     """
 
+    @untraced
     def forward(*args: Any) -> Any:
         if _watched():
             return shared(*args)
