@@ -1,18 +1,27 @@
 """Plans as hints for PyTorch's partitioner and checkpoints: what they say is done."""
 
 import functools
+import inspect
 import math
 
 import pytest
 
-from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.errors import (
+    BackendUnavailableError,
+    PlanningError,
+    UnsupportedError,
+)
 
 torch = pytest.importorskip("torch")
 
 from functorch.compile import nop  # noqa: E402  (where there is PyTorch)
 from torch import nn  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint  # noqa: E402
+from torch.utils.checkpoint import (  # noqa: E402
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+)
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.torch.hints import selective  # noqa: E402
@@ -149,6 +158,19 @@ def test_offloading_is_marked_for_pytorchs_own_pass():
     assert away
 
 
+needs_results = pytest.mark.skipif(
+    "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters,
+    reason="needs PyTorch 2.12, whose selective checkpoints show results",
+)
+
+
+def test_selective_checkpoints_that_show_no_results(monkeypatch):
+    monkeypatch.setattr(selective, "SelectiveCheckpointContext", lambda is_recompute: 0)
+    with pytest.raises(BackendUnavailableError, match=r"2\.12 or newer and found"):
+        mt.checkpoint_contexts(None)
+
+
+@needs_results
 @pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
 def test_selective_checkpoints_save_what_the_plan_saves(name, monkeypatch):
@@ -180,6 +202,7 @@ def test_selective_checkpoints_save_what_the_plan_saves(name, monkeypatch):
     assert CheckpointPolicy.MUST_SAVE in decided
 
 
+@needs_results
 def test_what_cannot_be_checkpointed_is_refused():
     """What is read before it is changed, and computed again after."""
 

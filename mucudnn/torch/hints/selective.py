@@ -11,6 +11,7 @@ again, but for what was saved, so that everything in it is there at once; and th
 no host to send anything to. `train_step` keeps a budget.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from mucudnn.errors import UnsupportedError
+from mucudnn.errors import BackendUnavailableError, UnsupportedError
 from mucudnn.torch.hints.policies import policies_of, without_copies
 from mucudnn.torch.memory_study import MemoryStudy
 
@@ -54,7 +55,14 @@ def checkpoint_contexts(
 
     Raises:
         PlanningError: The step does not fit; says the least budget that works.
+        BackendUnavailableError: PyTorch's selective checkpoints show no results.
     """
+    if "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters:
+        raise BackendUnavailableError(
+            "checkpoint_contexts needs PyTorch 2.12 or newer and found "
+            f"{torch.__version__}, whose selective checkpoints do not show what "
+            "operations give"
+        )
     hint = study.hinted(budget, without_copies)
     found = policies_of(hint.planner.lowered, hint.plan)
     again = frozenset(found.of) - found.saved
