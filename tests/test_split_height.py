@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
+from bench.split_height import forecast, really
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.graph import PERSISTENT, Role
@@ -242,3 +243,14 @@ def test_a_network_answers_patch_by_patch(name):
 def test_what_is_not_there_is_no_answer():
     with pytest.raises(ValueError, match="no tensor"):
         up_to(get_model("lenet")(1), "nothing")
+
+
+@pytest.mark.slow
+def test_the_bench_says_what_a_step_takes_and_runs_it():
+    network = get_model("resnet20")(1, image=16, classes=3)
+    found = forecast(network, 4, 0.9)
+    assert found["least_in_strips"] <= found["least_whole"] < found["unbounded"]
+    ran = really(network, 4, found["unbounded"], 1)
+    assert ran["peak_bytes"] <= found["unbounded"]
+    assert np.isfinite(ran["losses"]).all()
+    assert any("4 strips" in segment for segment in ran["segments"])

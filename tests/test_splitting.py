@@ -54,7 +54,8 @@ def test_parts_need_less_and_are_chosen_where_whole_does_not_fit(norm):
     assert {s.parts for s in tight.chosen.segments} >= {tight.chosen.parts}
     assert tight.fused is not norm
     assert tight.to_json()["parts"] == tight.chosen.parts
-    assert len(tight.lines) == 1 + len(tight.tried) + len(tight.chosen.segments)
+    said = 1 + len(tight.tried) + len(tight.chosen.segments)
+    assert len(tight.lines) == said + bool(tight.chosen.kept_whole)
 
 
 def test_a_number_of_parts_is_taken_and_none_is_whole():
@@ -90,12 +91,15 @@ def test_strips_are_tried_where_there_are_few_images():
     free = plan_splitting(step(1 << 40, batch=1))
     assert free.chosen.parts == 1
     least = free.tried[0].least_bytes
-    tight = plan_splitting(step(0.5 * least, batch=1))
+    tight = plan_splitting(step(0.6 * least, batch=1), "height:4")
     assert tight.chosen.cutting.along == "height"
-    assert tight.chosen.plan.peak_bytes <= 0.5 * least
+    assert tight.chosen.plan.peak_bytes <= 0.6 * least
     assert "strips" in tight.reason
     assert "strips" in str(tight.chosen.segments[0])
     assert tight.to_json()["along"] == "height"
+    assert "rows of images: " in tight.lines[-1]
+    assert "matmul" in tight.lines[-1]
+    assert "conv" not in tight.lines[-1]
 
 
 def test_strips_of_what_has_no_images_are_refused():

@@ -128,6 +128,23 @@ class Cutting:
         """Runs of nodes in the same number of parts, those of one part left out."""
         return () if self.parts == 1 else tuple(self._segments(graph))
 
+    def kept_whole(self, graph: Graph) -> str:
+        """Which operations of the forward pass are not cut, and why; empty if all are.
+
+        Those of the backward pass follow them.
+        """
+        able = cuttable(graph, self.axis(graph))
+        left = [
+            node
+            for node in graph.nodes
+            if node.phase is Phase.FORWARD and node.name not in able and node.inputs
+        ]
+        if self.parts == 1 or not left:
+            return ""
+        operations = ", ".join(dict.fromkeys(node.op for node in left))
+        what = "samples" if self.along == BATCH else "rows of images"
+        return f"kept whole, not computed by {what}: {operations}"
+
     def _segments(self, graph: Graph) -> Iterator[Segment]:
         able, parts = cuttable(graph, self.axis(graph)), self.parts_of(graph)
         open_: Segment | None = None

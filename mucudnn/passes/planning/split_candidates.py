@@ -81,7 +81,8 @@ class Candidates:
         wanted = free.prediction.step_ms
         segments = cutting.segments(step.graph)
         least = minimum_budget(request)
-        found = Candidate(cutting, request, None, wanted, least, segments)
+        kept = cutting.kept_whole(step.graph)
+        found = Candidate(cutting, request, None, wanted, least, segments, kept)
         if least <= request.budget and wanted < self._fastest:
             roomy = free.peak_bytes <= request.budget
             found = replace(found, plan=self._planned(cutting, request, roomy=roomy))

@@ -46,6 +46,7 @@ class Candidate:
         unbounded_ms: A step's time with all the memory it wants.
         least_bytes: The least budget that works.
         segments: What runs in parts.
+        kept_whole: What does not, and why; empty if all does.
     """
 
     cutting: Cutting
@@ -54,6 +55,7 @@ class Candidate:
     unbounded_ms: float = math.inf
     least_bytes: int | None = None
     segments: tuple[Segment, ...] = ()
+    kept_whole: str = ""
 
     @property
     def parts(self) -> int:

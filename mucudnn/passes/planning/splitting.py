@@ -70,7 +70,8 @@ class Splitting:
     def lines(self) -> tuple[str, ...]:
         """The decision, what was tried, and which segments run in parts."""
         tried = (self._line(candidate) for candidate in self.tried)
-        return (self.reason, *tried, *map(str, self.chosen.segments))
+        parts = (*map(str, self.chosen.segments), self.chosen.kept_whole)
+        return (self.reason, *tried, *filter(None, parts))
 
     def to_json(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -89,6 +90,7 @@ class Splitting:
                 }
                 for c in self.tried
             ],
+            "kept_whole": self.chosen.kept_whole,
             "segments": [segment.to_json() for segment in self.chosen.segments],
         }
 

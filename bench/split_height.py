@@ -1,0 +1,155 @@
+"""`python -m bench split height`: one step of one image, in strips, really run.
+
+The budget is a share of the least that the step needs unsplit, by any plan. What the
+step would take is said first, with what this machine computes in a second: a large one
+takes hours, and what leaves the budget has to fit the host's memory or a disk.
+"""
+
+import argparse
+import json
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from bench.machine import describe
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.optimizers import Sgd
+from mucudnn.ir.sizes import format_bytes
+from mucudnn.models import get_model
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.planning.comparison import unbounded
+from mucudnn.passes.planning.cutting import Cutting
+from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.runtime.functional import conv2d
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.trainer import Trainer
+from mucudnn.runtime.tuning.tuner import Tuner
+
+__all__ = ["forecast", "main", "really"]
+
+_DEVICE = "h200"
+"""Whose estimates are planned with: sizes alone decide the least budget."""
+
+_WORKSPACE = 64 << 20
+_TRIAL = (1, 64, 128, 128)
+"""Image of a convolution that says what this machine computes in a second."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Say what a step would take, run it unless only that is wanted, print JSON."""
+    parser = argparse.ArgumentParser(prog="python -m bench split height")
+    parser.add_argument("--model", default="unet2d", help="a network with a loss")
+    parser.add_argument("--image", default="3x512x512", help="channels and sides")
+    parser.add_argument("--strips", type=int, default=16)
+    parser.add_argument("--share", type=float, default=0.25, help="of the least budget")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--disk", help="folder for what leaves; host memory if none")
+    parser.add_argument("--forecast", action="store_true", help="do not run it")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="default: stdout")
+    options = parser.parse_args(arguments)
+    try:
+        image = tuple(int(size) for size in options.image.split("x"))
+        network = get_model(options.model)(1, image=image)
+    except ValueError as error:
+        parser.error(str(error))
+    found = forecast(network, options.strips, options.share)
+    print(_words(found), flush=True)
+    if not options.forecast:
+        found |= really(
+            network, options.strips, found["budget"], options.steps, options.disk
+        )
+    about = {"model": options.model, "image": image, "strips": options.strips}
+    text = json.dumps({"machine": describe(), **about, **found}, indent=1)
+    if options.json is None:
+        print(text)
+    else:
+        options.json.write_text(text + "\n")
+    return 0
+
+
+def forecast(network: Graph, strips: int, share: float) -> dict[str, Any]:
+    """The least budgets whole and in strips, and what a step computes."""
+    gradients = training_graph(network)
+    whole = with_updates(gradients, Sgd())
+    cut = with_updates(Cutting(strips, "height").cut(gradients), Sgd())
+    requests = [StepRequest(g, estimate(g, _DEVICE)) for g in (whole, cut)]
+    least, in_strips = (minimum_budget(request) for request in requests)
+    flops = sum(
+        node.attrs["problem"].flops for node in whole.nodes if node.op == "conv"
+    )
+    return {
+        "least_whole": least,
+        "least_in_strips": in_strips,
+        "budget": int(share * least),
+        "unbounded": unbounded(cut, requests[1].profile).peak_bytes,
+        "nodes": [len(whole.nodes), len(cut.nodes)],
+        "tflop": flops / 1e12,
+        "minutes": flops / _flops_per_s() / 60,
+    }
+
+
+def really(
+    network: Graph, strips: int, budget: int, steps: int, disk: str | None = None
+) -> dict[str, Any]:
+    """Train a few steps on noise within a budget."""
+    rng, begun = np.random.default_rng(0), perf_counter()
+    shape = network.tensors["image"].shape
+    limit = MemoryBudget(nbytes=budget, disk=disk)
+    with (
+        Tuner(backend="cpu", workspace_limit=min(_WORKSPACE, budget // 8)) as tuner,
+        Trainer(
+            network,
+            tuner=tuner,
+            optimizer="sgd",
+            learning_rate=0.01,
+            budget=limit,
+            split=f"height:{strips}",
+        ) as trainer,
+    ):
+        planned_s, losses = perf_counter() - begun, []
+        for _ in range(steps):
+            image = rng.standard_normal(shape, dtype="f4")
+            label = rng.integers(0, 2, network.tensors["label"].shape)
+            losses.append(trainer.step(image, label).loss)
+        predicted = trainer.placed and trainer.placed.plan.prediction.step_ms
+        return {
+            "planned_s": planned_s,
+            "peak_bytes": trainer.peak_bytes,
+            "predicted_ms": predicted,
+            "measured_ms": trainer.step_ms,
+            "losses": losses,
+            "resident_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "segments": [str(segment) for segment in trainer.segments],
+        }
+
+
+def _flops_per_s() -> float:
+    """What this machine computes in a second, by one convolution of 3 × 3."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(_TRIAL, dtype="f4")
+    w = rng.standard_normal((64, 64, 3, 3), dtype="f4")
+    with Tuner(backend="cpu", workspace_limit=_WORKSPACE) as tuner:
+        conv2d(x, w, padding=1, tuner=tuner)
+        begun = perf_counter()
+        y = conv2d(x, w, padding=1, tuner=tuner)
+        return float(2 * y.size * w[0].size / (perf_counter() - begun))
+
+
+def _words(found: dict[str, Any]) -> str:
+    sizes = {name: format_bytes(int(found[name])) for name in found if name in _SIZES}
+    return (
+        f"whole at least {sizes['least_whole']}, in strips {sizes['least_in_strips']}, "
+        f"budget {sizes['budget']}; unbounded {sizes['unbounded']}; "
+        f"{found['tflop']:.2f} TFLOP a step, {found['minutes']:.1f} minutes as fast as "
+        "one convolution runs now, and several times that to measure"
+    )
+
+
+_SIZES = ("least_whole", "least_in_strips", "budget", "unbounded")
