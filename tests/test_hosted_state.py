@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from mucudnn.backends import get_backend
 from mucudnn.backends.cpu import copies
 from mucudnn.errors import BackendError
 from mucudnn.ir.builder import GraphBuilder
@@ -12,7 +11,6 @@ from mucudnn.passes.scheduling.costs import state_bytes
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit
-from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
@@ -182,9 +180,8 @@ def test_a_step_that_fails_can_go_on_from_the_last_checkpoint(tmp_path, monkeypa
 
 
 def test_a_disk_without_room_is_an_error_at_once(tmp_path):
-    device = get_backend("cpu").device
     with pytest.raises(ValueError, match="no file can be made"):
-        StateStore(device, network(), hosted=["linear/weight"], disk=tmp_path / "none")
+        trainer(within(0.6, policy="paging", disk=tmp_path / "none"))
 
 
 def test_the_least_budget_is_less_than_parameters_and_state():

@@ -58,7 +58,7 @@ def cache_of(nbytes, host=1 << 20, device=None):
     device = device or Lazy()
     pool = Pool(device, nbytes)
     tiers = [HostTier(device, host)] if isinstance(host, int) else host
-    return TensorCache(pool, tiers, Copies(device)), pool
+    return TensorCache(pool, tiers, Copies([device.copier])), pool
 
 
 def written(cache, name, nbytes, value):

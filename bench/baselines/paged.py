@@ -98,7 +98,7 @@ class PagedExecutor:
         self._own: list[Tier] = []
         if host is None:
             host = self._own = [HostTier(backend.device, _host_bytes(self._work))]
-        self._copies = Copies(backend.device)
+        self._copies = Copies([backend.device.copier])
         self._pool = Pool(backend.device, nbytes)
         self._cache = TensorCache(self._pool, host, self._copies)
 

@@ -26,6 +26,7 @@ __all__ = [
     "PlanTexts",
     "Runner",
     "Ticket",
+    "Tier",
 ]
 
 Array = Any  # numpy.ndarray, cupy.ndarray, torch.Tensor, or nothing at all
@@ -128,6 +129,41 @@ class Device(Protocol):
 
     def copier(self) -> "Copier":
         """Two queues of copies beside the compute queue, to be closed after use."""
+        ...
+
+    def peer(self, index: int, nbytes: int) -> "Tier":
+        """Memory of another device of this kind.
+
+        Raises:
+            ValueError: There is no such device, or it is this one.
+            OutOfMemoryError: It has no room.
+        """
+        ...
+
+
+class Tier(Protocol):
+    """Some bytes off the device to copy to."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+        ...
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        """A part of them."""
+        ...
+
+    def copier(self, device: Device) -> "Copier":
+        """Two queues of copies between it and a device, to be closed after use."""
+        ...
+
+    def close(self) -> None:
+        """Free them as soon as no view is left; may be called again."""
         ...
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from mucudnn.backends.base import Copier, Device
 from mucudnn.backends.runner import Call
 from mucudnn.backends.virtual_copies import Clock, VirtualCopier
 from mucudnn.errors import BackendError, UnsupportedError
@@ -165,3 +166,26 @@ class VirtualDevice:
     def copier(self) -> VirtualCopier:
         """Two engines on this device's clock."""
         return VirtualCopier(self._clock, *self._rates)
+
+    def peer(self, index: int, nbytes: int) -> "VirtualPeer":
+        """No memory of a device that is not there either."""
+        return VirtualPeer(f"peer:{index}", nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualPeer:
+    """Bytes that there are not, behind links as fast as those to the host."""
+
+    name: str
+    nbytes: int
+
+    def view(self, offset: int, nbytes: int) -> VirtualArray:
+        """Part of nothing."""
+        return VirtualArray((nbytes,))
+
+    def copier(self, device: Device) -> Copier:
+        """Two engines of its own."""
+        return device.copier()
+
+    def close(self) -> None:
+        """Nothing is held."""

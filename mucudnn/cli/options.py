@@ -39,6 +39,7 @@ __all__ = [
     "report_option",
     "strategy",
     "table",
+    "tier",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -283,6 +284,13 @@ def option(
         multiple=repeatable,
         **_defaulting(default, shown=shown),
     )
+
+
+def tier(text: object) -> object:
+    """A type of option: memory off the device, such as `disk:/scratch=10GiB`."""
+    from mucudnn.runtime.executor.tier_choice import TierChoice
+
+    return parsed(text, TierChoice.parse) if isinstance(text, str) else text
 
 
 def flag(flags: str, text: str) -> Option:

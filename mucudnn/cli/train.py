@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mucudnn.backends.base import Device
     from mucudnn.cli.progress import Show, TrainingWords
     from mucudnn.cli.train_data import Work
+    from mucudnn.ir.tiers import TierPlacement
     from mucudnn.passes.planning.place_step import PlacedStep
     from mucudnn.runtime.training.budget import MemoryBudget
     from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
@@ -86,9 +87,10 @@ def _trained(training: "_Training", json_file: str | None) -> bool:
 
 def _refuse_budgeted(ctx: click.Context) -> None:
     """What says how to keep a budget says nothing without one."""
-    for name in ("policy", "scheduler", "convolutions", "disk"):
+    for name in ("policy", "scheduler", "convolutions", "disk", "tiers"):
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise BadInputError(f"--{name} needs --budget SIZE")
+            written = "tier" if name == "tiers" else name
+            raise BadInputError(f"--{written} needs --budget SIZE")
 
 
 class _Training:
@@ -190,6 +192,9 @@ class _Training:
             f"{trainer.steps:,} steps, {ms_text(trainer.step_ms)} ms each; "
             f"{bytes_text(trainer.peak_bytes)} of memory"
         )
+        placed = trainer.placed
+        if placed is not None and placed.plan.prediction.placement is not None:
+            click.echo(str(placed.plan.prediction.placement))
         if trainer.splitting is not None:
             click.echo(trainer.splitting.reason)
         for segment in trainer.segments:
@@ -292,6 +297,7 @@ def _budget(settings: Mapping[str, Any], device: "Device") -> "MemoryBudget | No
         scheduler=settings["scheduler"],
         convolutions=settings["convolutions"],
         disk=None if settings["disk"] is None else Path(settings["disk"]),
+        tiers=settings["tiers"],
     )
 
 
@@ -308,7 +314,24 @@ def _memory_to_json(placed: "PlacedStep | None") -> dict[str, Any] | None:
         "offloaded_bytes": plan.prediction.out_bytes,
         "recomputed_nodes": plan.recomputed,
         "mapped_chunks": placed.layout.mapped_chunks,
+        "tiers": _tiers_to_json(plan.prediction.placement),
     }
+
+
+def _tiers_to_json(placement: "TierPlacement | None") -> list[dict[str, Any]] | None:
+    """What goes where, the fastest tier first; None where there is only the host."""
+    if placement is None:
+        return None
+    return [
+        {
+            "name": tier.name,
+            "used_bytes": placement.used[i],
+            "out_bytes_per_ms": tier.out_bytes_per_ms,
+            "in_bytes_per_ms": tier.in_bytes_per_ms,
+            "tensors": placement.names(i),
+        }
+        for i, tier in enumerate(placement.tiers)
+    ]
 
 
 def _optimizer(settings: Mapping[str, Any]) -> Optimizer:

@@ -20,6 +20,7 @@ from mucudnn.cli.options import (
     split_of,
     strategy,
     table,
+    tier,
 )
 from mucudnn.cli.output import emit
 from mucudnn.cli.tune import batch_policies
@@ -178,6 +179,14 @@ _budget_options = group(
         "--disk DIR",
         "With --budget: what leaves goes to a file here, not to host memory.",
         click.Path(exists=True, file_okay=False, writable=True),
+    ),
+    option(
+        "--tier TIER",
+        "With --budget: what leaves goes to host, disk:DIR or peer:DEVICE, perhaps "
+        "with =SIZE; several are filled the fastest first.",
+        tier,
+        name="tiers",
+        repeatable=True,
     ),
 )
 

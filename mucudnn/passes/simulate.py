@@ -1,17 +1,19 @@
-"""What a schedule will cost: discrete events over compute and the two copy engines.
+"""What a schedule will cost: discrete events over compute and the copy engines.
 
-Each engine works through its own queue. A copy begins when its engine is free and the
-compute before it in the program is done; compute waits where the program says `Wait`.
+Of those there are two, one a direction, for each tier that storages leave to. Each
+works through its own queue. A copy begins when its engine is free and the compute
+before it in the program is done; compute waits where the program says `Wait`.
 Where a copy slows computation down, what it takes is taken when it is begun.
 Where storages are live across iterations, the third step in a row is what counts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Compute, Instruction, Schedule, SwapIn, SwapOut, Wait
+from mucudnn.ir.tiers import MemoryTier, TierPlacement
 
 __all__ = ["Lane", "Prediction", "bound_ms", "simulate"]
 
@@ -27,16 +29,19 @@ class Lane:
         name: Node or storage.
         start_ms: When it begins.
         stop_ms: When it ends.
+        tier: Number of the tier that a copy goes to or comes from.
     """
 
     engine: str
     name: str
     start_ms: float
     stop_ms: float
+    tier: int = 0
 
     def earlier(self, ms: float) -> "Lane":
         """The same, by a clock that started that much later."""
-        return Lane(self.engine, self.name, self.start_ms - ms, self.stop_ms - ms)
+        start_ms, stop_ms = self.start_ms - ms, self.stop_ms - ms
+        return replace(self, start_ms=start_ms, stop_ms=stop_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class Prediction:
         lanes: Everything that happens, in program order.
         schedule: What was simulated.
         profile: With which times.
+        placement: Which tier each storage goes to; None if there is one only, with the
+            links of the profile.
     """
 
     step_ms: float
@@ -65,21 +72,25 @@ class Prediction:
     lanes: tuple[Lane, ...] = field(repr=False)
     schedule: Schedule = field(repr=False)
     profile: Profile = field(repr=False)
+    placement: TierPlacement | None = field(default=None, repr=False)
 
     @property
     def bound_ms(self) -> float:
         """No schedule that moves these bytes is faster; see the function."""
-        return bound_ms(self.schedule, self.profile)
+        return bound_ms(self.schedule, self.profile, self.placement)
 
 
-def simulate(schedule: Schedule, profile: Profile) -> Prediction:
+def simulate(
+    schedule: Schedule, profile: Profile, placement: TierPlacement | None = None
+) -> Prediction:
     """Predict one step.
 
     Args:
         schedule: What runs.
         profile: Node times of its graph (`rematerialize`d copies included) and links.
+        placement: Tiers, each with links of its own, and which storage goes where.
     """
-    engines = _Engines(schedule, profile)
+    engines = _Engines(schedule, profile, placement)
     for _ in range(_STEPS_BEFORE if schedule.live_across else 0):
         engines.run()
     begin = engines.now
@@ -94,20 +105,44 @@ def simulate(schedule: Schedule, profile: Profile) -> Prediction:
         lanes=tuple(lane.earlier(begin) for lane in lanes) if begin else tuple(lanes),
         schedule=schedule,
         profile=profile,
+        placement=placement,
     )
 
 
-class _Engines:
-    """The clocks of compute and of both links, from step to step."""
+Link = tuple[str, int]
+"""`out` or `in`, and the number of a tier."""
 
-    def __init__(self, schedule: Schedule, profile: Profile) -> None:
+
+class _Links:
+    """Which link a copy takes, and how fast it is."""
+
+    def __init__(self, profile: Profile, placement: TierPlacement | None) -> None:
+        self._places = {} if placement is None else placement.places
+        tiers: Sequence[Profile | MemoryTier] = (profile,)
+        if placement is not None:
+            tiers = placement.tiers
+        self.rates = {("out", i): tier.out_bytes_per_ms for i, tier in enumerate(tiers)}
+        self.rates |= {("in", i): tier.in_bytes_per_ms for i, tier in enumerate(tiers)}
+
+    def of(self, engine: str, storage: str) -> Link:
+        """The link of a copy."""
+        return engine, self._places[storage][0] if storage in self._places else 0
+
+
+class _Engines:
+    """The clocks of compute and of all links, from step to step."""
+
+    def __init__(
+        self, schedule: Schedule, profile: Profile, placement: TierPlacement | None
+    ) -> None:
         self.now = 0.0
         self.stalls: dict[str, float] = {}
         self.moved: dict[str, int] = {}
         self._program = schedule.instructions
         self._tensors = schedule.graph.tensors
         self._profile = profile
-        self._free = {"out": 0.0, "in": 0.0}
+        self._links = _Links(profile, placement)
+        self._free = dict.fromkeys(self._links.rates, 0.0)
         self._left: dict[str, float] = {}  # when the copy on the host is complete
         self._done: dict[str, tuple[str, float]] = {}  # last copy: what waits, until
 
@@ -130,13 +165,13 @@ class _Engines:
                     lanes.append(Lane("compute", name, self.now, self.now + ms))
                     self.now += ms
                 case SwapOut(name):
-                    lane = self._copy("out", name, self._profile.out_bytes_per_ms, 0.0)
+                    lane = self._copy("out", name, 0.0)
                     self._left[name] = lane.stop_ms
                     self._done[name] = "memory", lane.stop_ms
                     lanes.append(lane)
                 case SwapIn(name):
                     left = self._left.get(name, 0.0)
-                    lane = self._copy("in", name, self._profile.in_bytes_per_ms, left)
+                    lane = self._copy("in", name, left)
                     self._done[name] = "operand", lane.stop_ms
                     lanes.append(lane)
                 case Wait(name) if name in self._done:
@@ -145,20 +180,23 @@ class _Engines:
                     self.now = max(self.now, done)
         return lanes
 
-    def _copy(self, engine: str, name: str, bytes_per_ms: float, after: float) -> Lane:
+    def _copy(self, engine: str, name: str, after: float) -> Lane:
         nbytes = self._tensors[name].nbytes
-        start = max(self.now, self._free[engine], after)
-        ms = nbytes / bytes_per_ms
-        stop = self._free[engine] = start + ms
+        link = self._links.of(engine, name)
+        start = max(self.now, self._free[link], after)
+        ms = nbytes / self._links.rates[link]
+        stop = self._free[link] = start + ms
         self.moved[engine] += nbytes
         if self._profile.copy_share:
             slower = self._profile.copy_share * ms
             self.stalls["copies"] += slower
             self.now += slower
-        return Lane(engine, name, start, stop)
+        return Lane(engine, name, start, stop, link[1])
 
 
-def bound_ms(schedule: Schedule, profile: Profile) -> float:
+def bound_ms(
+    schedule: Schedule, profile: Profile, placement: TierPlacement | None = None
+) -> float:
     """A time that the instructions of a schedule cannot be faster than.
 
     Between the forward and the backward pass lies a moment before which the forward
@@ -176,14 +214,17 @@ def bound_ms(schedule: Schedule, profile: Profile) -> float:
     waited for by those after it within [m, e], whatever the copies of other steps do; a
     link makes one copy at a time, and the sums of both parts are no longer than m - b
     and e - m. What is waited for in the next step counts for neither.
+
+    All this holds of each link, where there are several tiers: the busiest one counts.
     """
+    links = _Links(profile, placement)
     program = schedule.instructions
     cyclic = bool(schedule.live_across)
-    whole = max(_busy(schedule, profile, program, awaited=False))
+    whole = _busy(schedule, profile, links, program, awaited=False)
     boundary = _boundary(schedule)
-    before = _busy(schedule, profile, program[:boundary], awaited=True)
-    after = _busy(schedule, profile, program[boundary:], awaited=cyclic)
-    return max(max(before) + max(after), whole)
+    before = _busy(schedule, profile, links, program[:boundary], awaited=True)
+    after = _busy(schedule, profile, links, program[boundary:], awaited=cyclic)
+    return max(before + after, whole)
 
 
 def _boundary(schedule: Schedule) -> int:
@@ -209,34 +250,34 @@ def _boundary(schedule: Schedule) -> int:
 def _busy(
     schedule: Schedule,
     profile: Profile,
+    links: _Links,
     program: Sequence[Instruction],
     *,
     awaited: bool,
-) -> tuple[float, float, float]:
-    """What compute and both links have to do for some instructions, in ms.
+) -> float:
+    """What the busiest of compute and links has to do for some instructions, in ms.
 
     Args:
         schedule: What the instructions are of.
         profile: Times of its graph's nodes.
+        links: Which copies take how long.
         program: The instructions.
         awaited: Whether only copies count that are waited for among them.
     """
-    compute, sums = 0.0, {SwapOut: 0, SwapIn: 0}
-    pending: dict[str, tuple[type[SwapOut] | type[SwapIn], int]] = {}
+    compute, sums = 0.0, dict.fromkeys(links.rates, 0)
+    pending: dict[str, tuple[Link, int]] = {}
     for instruction in program:
         match instruction:
             case Compute(name):
                 compute += profile.node_ms[name]
             case SwapOut(storage) | SwapIn(storage):
                 nbytes = schedule.graph.tensors[storage].nbytes
-                pending[storage] = (type(instruction), nbytes)
+                engine = "out" if isinstance(instruction, SwapOut) else "in"
+                link = links.of(engine, storage)
+                pending[storage] = link, nbytes
                 if not awaited:
-                    sums[type(instruction)] += nbytes
+                    sums[link] += nbytes
             case Wait(storage) if awaited and storage in pending:
-                kind, nbytes = pending.pop(storage)
-                sums[kind] += nbytes
-    return (
-        compute,
-        sums[SwapOut] / profile.out_bytes_per_ms,
-        sums[SwapIn] / profile.in_bytes_per_ms,
-    )
+                link, nbytes = pending.pop(storage)
+                sums[link] += nbytes
+    return max(compute, *(sums[link] / rate for link, rate in links.rates.items()))

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.errors import BackendError
+from mucudnn.errors import BackendError, MucudnnError
 from mucudnn.forks import Own
 
-__all__ = ["CHUNK", "CpuCopier", "CpuTicket"]
+__all__ = ["CHUNK", "CpuCopier", "CpuTicket", "copy_bytes"]
 
 CHUNK = 4 << 20
 """Bytes copied between two looks at whether to stop."""
@@ -61,7 +61,8 @@ class _Fate:
     def fail(self, error: Exception, what: str) -> None:
         with self._lock.mine:
             if self.error is None:
-                self.error = BackendError(f"a copy {what} failed: {error!r}")
+                told = error if isinstance(error, MucudnnError) else repr(error)
+                self.error = BackendError(f"a copy {what} failed: {told}")
                 self.error.__cause__ = error
 
     def stop(self) -> None:
@@ -74,11 +75,11 @@ class CpuCopier:
     """Two threads, started by the first copy and ended by `close` or collection.
 
     Args:
-        copy: Copies some bytes, source to target; replaced by tests.
+        copy: Copies some bytes, source to target.
     """
 
     def __init__(self, copy: Copy | None = None) -> None:
-        self._copy = copy or _copy
+        self._copy = copy or copy_bytes
         self._fate = _Fate()
         self._lanes = Own(dict[str, tuple[threading.Thread, queue.SimpleQueue[Any]]])
         self._last: dict[str, CpuTicket] = {}
@@ -160,7 +161,10 @@ def _work(jobs: "queue.SimpleQueue[Any]", fate: _Fate, copy: Copy, what: str) ->
         try:
             for earlier in after:
                 earlier.wait()
-            ticket.failed = not _carry(source, target, fate, copy)
+            lost = any(earlier.failed for earlier in after)  # perhaps another tier's
+            ticket.failed = lost or not _carry(source, target, fate, copy)
+            if lost:
+                fate.fail(BackendError("one that it waits for was not made"), what)
         except Exception as e:  # whatever it is, the thread that waits has to hear it
             ticket.failed = True
             fate.fail(e, what)
@@ -178,7 +182,8 @@ def _carry(source: Any, target: Any, fate: _Fate, copy: Copy) -> bool:
     return True
 
 
-def _copy(source: Any, target: Any) -> None:
+def copy_bytes(source: Any, target: Any) -> None:
+    """Copy bytes between views of one size, which may be of files."""
     np.copyto(target, source)
     for side in (source, target):
         _let_go_of_pages(side)

@@ -14,6 +14,7 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from mucudnn.backends.cpu.copies import CpuCopier
+from mucudnn.backends.cpu.peer import SharedSegment
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.version import installed_version
@@ -125,6 +126,10 @@ class CpuDevice:
     def copier(self) -> CpuCopier:
         """Two threads, so that copies overlap with kernels."""
         return CpuCopier()
+
+    def peer(self, index: int, nbytes: int) -> SharedSegment:
+        """Shared memory that another process owns, which plays the other device."""
+        return SharedSegment(index, nbytes)
 
 
 def _blas() -> list[str]:

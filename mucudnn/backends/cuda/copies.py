@@ -40,11 +40,15 @@ class CudaCopier:
         index: Which GPU.
         compute: Tells the address of the stream that kernels go to now, and makes the
             GPU the thread's own.
+        peer: Whether what is copied to is a CuPy array, too: memory of another GPU.
     """
 
-    def __init__(self, cupy: Any, index: int, compute: Callable[[], int]) -> None:
+    def __init__(
+        self, cupy: Any, index: int, compute: Callable[[], int], *, peer: bool = False
+    ) -> None:
         self._cupy = cupy
         self._compute = compute
+        self._peer = peer
         self._runtime = cupy.cuda.runtime
         with cupy.cuda.Device(index), self._told("making streams for copies"):
             self._out = cupy.cuda.Stream(non_blocking=True)
@@ -56,13 +60,13 @@ class CudaCopier:
     def out(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
         """Copy a CuPy array into host memory; pinned, or the host waits."""
         kind = self._runtime.memcpyDeviceToHost
-        addresses = target.ctypes.data, source.data.ptr
+        addresses = self._address(target), source.data.ptr
         return self._copy(self._out, kind, addresses, (source, target), after)
 
     def back(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
         """Copy host memory into a CuPy array; pinned, or the host waits."""
         kind = self._runtime.memcpyHostToDevice
-        addresses = target.data.ptr, source.ctypes.data
+        addresses = target.data.ptr, self._address(source)
         return self._copy(self._in, kind, addresses, (source, target), after)
 
     def wait(self, ticket: Any) -> None:
@@ -90,6 +94,11 @@ class CudaCopier:
         self._free.clear()
         self._held.clear()
 
+    def _address(self, away: Any) -> int:
+        """Of memory that is not this GPU's."""
+        address: int = away.data.ptr if self._peer else away.ctypes.data
+        return address
+
     def _copy(
         self,
         stream: Any,
@@ -113,6 +122,8 @@ class CudaCopier:
             for ticket in after:
                 stream.wait_event(ticket)
             self._held.append(_Held(computed, done, ends))
+            if self._peer:  # addresses are unique: CUDA finds out whose they are
+                kind = self._runtime.memcpyDefault
             self._runtime.memcpyAsync(*addresses, source.nbytes, kind, stream.ptr)
             self._runtime.eventRecord(done.ptr, stream.ptr)
         return done

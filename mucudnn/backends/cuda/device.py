@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from mucudnn.backends.cuda.copies import CudaCopier, pinned
 from mucudnn.backends.cuda.loading import release_text
+from mucudnn.backends.cuda.peer import PeerMemory
 from mucudnn.backends.cuda.remedies import refuse_bits, told
 from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
@@ -196,6 +197,10 @@ class CudaDevice:
         """Two streams beside the one that computes."""
         return CudaCopier(self._cupy, self._index, self.stream)
 
+    def peer(self, index: int, nbytes: int) -> PeerMemory:
+        """Memory of another GPU, reached by peer copies."""
+        return PeerMemory(self._cupy, self._index, index, nbytes, self.stream)
+
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         """Capture what `launch` launches as a graph, to be launched as one.
 
@@ -276,7 +281,7 @@ class DescribedDevice:
         )
 
     available_bytes = allocate = view = dense = randomize = upload = download = _refuse
-    queue = begin = record = elapsed_ms = host = copier = _refuse
+    queue = begin = record = elapsed_ms = host = copier = peer = _refuse
 
 
 def _dtype(name: str) -> Any:

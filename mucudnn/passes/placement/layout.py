@@ -193,28 +193,33 @@ def host_blocks(schedule: Schedule) -> tuple[Block, ...]:
 
 
 def in_tiers(
-    blocks: Sequence[Block], capacities: Sequence[int]
+    blocks: Sequence[Block],
+    capacities: Sequence[float],
+    beyond: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, tuple[int, int]], tuple[Block, ...]]:
     """Places for blocks in the first of several memories that has room.
 
     Args:
         blocks: What is to be placed; the first come first.
         capacities: Bytes of each memory, the preferred one first.
+        beyond: Block -> the first memory that it may go to, if that is not the first.
 
     Returns:
         Block -> (which memory, offset), and the blocks that fit nowhere.
     """
     found: dict[str, tuple[int, int]] = {}
+    first = beyond or {}
     left = tuple(blocks)
     for tier, capacity in enumerate(capacities):
-        packing = pack(left)
+        able = [block for block in left if first.get(block.name, 0) <= tier]
+        packing = pack(able)
         if packing.nbytes <= capacity:
-            offsets = [packing.offsets[block.name] for block in left]
+            offsets = [packing.offsets[block.name] for block in able]
         else:
-            offsets = in_gaps(left, range(len(left)), capacity)
-        placed = list(zip(left, offsets, strict=True))
+            offsets = in_gaps(able, range(len(able)), capacity)
+        placed = zip(able, offsets, strict=True)
         found.update((b.name, (tier, offset)) for b, offset in placed if offset >= 0)
-        left = tuple(b for b, offset in placed if offset < 0)
+        left = tuple(block for block in left if block.name not in found)
     return found, left
 
 

@@ -93,11 +93,14 @@ class Executor:
         if arena is None:
             (arena,) = arenas(backend, [layout])
         self._memory = Memory(backend, self._graph, layout, arena, state)
-        self._copies = Copies(backend.device)
+        device = backend.device
+        copiers = [device.copier] if host is None else host.copiers(device)
+        self._copies = Copies(copiers)
         self._live_across = schedule.live_across
         self._away = True
         self._host_buffers = {
-            n: HostSlot(-1, 0, (host_buffers or {})[n]) for n in schedule.hosted
+            n: HostSlot(-1, 0, (host_buffers or {})[n], host.link(n) if host else 0)
+            for n in schedule.hosted
         }
         slots = self._host_slots(schedule, host) | self._host_buffers
         memory, copies = self._memory, self._copies
@@ -176,22 +179,22 @@ class Executor:
         self._refuse_fork()
         with self._copies.of_a_step():
             self._copies.finish()
-            for number, (device, host) in enumerate(self._live_bytes()):
-                self._copies.out(number, device, host, ())
+            for number, (device, slot) in enumerate(self._live_bytes()):
+                self._copies.out(number, device, slot.buffer, (), slot.link)
         self._away = True
 
     def _fetch(self) -> None:
         """Swap in what is live across iterations, where a step finds it."""
-        for number, (device, host) in enumerate(self._live_bytes()):
-            self._copies.back(number, host, device, ())
+        for number, (device, slot) in enumerate(self._live_bytes()):
+            self._copies.back(number, slot.buffer, device, (), slot.link)
         self._copies.finish()
         self._away = not self._live_across
 
-    def _live_bytes(self) -> Iterator[tuple[Buffer, Buffer]]:
+    def _live_bytes(self) -> Iterator[tuple[Buffer, HostSlot]]:
         """Bytes of what is live across iterations, on the device and on the host."""
         for name in self._live_across:
             device = self._memory.bytes_of(self._memory.byte_range(name, 0))
-            yield device, self._host_buffers[name].buffer
+            yield device, self._host_buffers[name]
 
     def close(self) -> None:
         """End the threads or streams of copies; a later run starts new ones.

@@ -4,41 +4,56 @@ A number stands for the last copy that was started under it, in this step or the
 before; until there is one, nothing has to be waited for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mucudnn.backends.base import Array, Buffer, Copier, Device
+from mucudnn.backends.base import Array, Buffer, Copier
 
 __all__ = ["Copies"]
 
 
 class Copies:
-    """A device's copier, opened by the first copy, and the tickets of one step."""
+    """A copier a tier, opened by its first copy, and the tickets of one step.
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._copier: Copier | None = None
-        self._tickets: dict[int, Any] = {}
+    Args:
+        copiers: What opens the copier of each tier.
+    """
+
+    def __init__(self, copiers: Sequence[Callable[[], Copier]]) -> None:
+        self._open = tuple(copiers)
+        self._copiers: dict[int, Copier] = {}
+        self._tickets: dict[int, tuple[Copier, Any]] = {}
 
     def out(
-        self, number: int, source: Array, target: Buffer, after: Sequence[int]
+        self,
+        number: int,
+        source: Array,
+        target: Buffer,
+        after: Sequence[int],
+        link: int = 0,
     ) -> None:
-        """Start a copy to the host, as `number`, once the copies `after` are done."""
-        tickets = self._started(after)
-        self._tickets[number] = self._opened().out(source, target, tickets)
+        """Start a copy to a tier, as `number`, once the copies `after` are done."""
+        tickets, copier = self._started(after), self._opened(link)
+        self._tickets[number] = copier, copier.out(source, target, tickets)
 
     def back(
-        self, number: int, source: Buffer, target: Array, after: Sequence[int]
+        self,
+        number: int,
+        source: Buffer,
+        target: Array,
+        after: Sequence[int],
+        link: int = 0,
     ) -> None:
-        """Start a copy from the host, as `number`, once the copies `after` are done."""
-        tickets = self._started(after)
-        self._tickets[number] = self._opened().back(source, target, tickets)
+        """Start a copy from a tier, as `number`, once the copies `after` are done."""
+        tickets, copier = self._started(after), self._opened(link)
+        self._tickets[number] = copier, copier.back(source, target, tickets)
 
     def wait(self, number: int) -> None:
         """Make the compute queue wait for a copy."""
-        for ticket in self._started((number,)):
-            self._opened().wait(ticket)
+        if number in self._tickets:
+            copier, ticket = self._tickets[number]
+            copier.wait(ticket)
 
     @contextmanager
     def of_a_step(self, *, carries: bool = False) -> Iterator[None]:
@@ -59,21 +74,21 @@ class Copies:
 
     def finish(self) -> None:
         """Wait on the host for all copies."""
-        if self._copier is not None:
-            self._copier.finish()
-            self._tickets.clear()
+        for copier in self._copiers.values():
+            copier.finish()
+        self._tickets.clear()
 
     def close(self) -> None:
-        """Wait for what runs and drop the rest. The next step opens a new copier."""
-        copier, self._copier = self._copier, None
+        """Wait for what runs and drop the rest. The next step opens new copiers."""
+        copiers, self._copiers = self._copiers, {}
         self._tickets.clear()
-        if copier is not None:
+        for copier in copiers.values():
             copier.close()
 
     def _started(self, numbers: Sequence[int]) -> list[Any]:
-        return [self._tickets[i] for i in numbers if i in self._tickets]
+        return [self._tickets[i][1] for i in numbers if i in self._tickets]
 
-    def _opened(self) -> Copier:
-        if self._copier is None:
-            self._copier = self._device.copier()
-        return self._copier
+    def _opened(self, link: int) -> Copier:
+        if link not in self._copiers:
+            self._copiers[link] = self._open[link]()
+        return self._copiers[link]

@@ -10,43 +10,23 @@ import errno
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.base import Buffer, Device
+from mucudnn.backends.base import Buffer, Copier, Device, Tier
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.tiers import TierPlacement
 from mucudnn.passes.placement.layout import in_tiers
 from mucudnn.passes.placement.packing import Block, pack
 from mucudnn.runtime.executor.tasks import ByteRange
 
 __all__ = ["DiskTier", "HostSlot", "HostTier", "Tier", "Tiers"]
-
-
-class Tier(Protocol):
-    """Some bytes to copy to."""
-
-    @property
-    def name(self) -> str:
-        """What it is, for messages."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """How many."""
-        ...
-
-    def view(self, offset: int, nbytes: int) -> Buffer:
-        """A part of them."""
-        ...
-
-    def close(self) -> None:
-        """Free them as soon as no view is left; may be called again."""
-        ...
 
 
 class HostTier:
@@ -64,6 +44,10 @@ class HostTier:
     def view(self, offset: int, nbytes: int) -> Buffer:
         """A slice of the slab."""
         return self._slab[offset : offset + nbytes]
+
+    def copier(self, device: Device) -> Copier:
+        """The device's own."""
+        return device.copier()
 
     def close(self) -> None:
         """Drop the slab."""
@@ -101,6 +85,10 @@ class DiskTier:
         """A slice of the mapping."""
         return self._bytes[offset : offset + nbytes]
 
+    def copier(self, device: Device) -> Copier:
+        """The device's own, as the file is mapped into host memory."""
+        return device.copier()
+
     def close(self) -> None:
         """Drop the mapping."""
         self._bytes = None
@@ -114,11 +102,13 @@ class HostSlot:
         tier: Number of the tier; negative for bytes that are a tensor's own.
         offset: First byte there.
         buffer: The bytes.
+        link: Number of the tier whose links copies take.
     """
 
     tier: int
     offset: int
     buffer: Buffer
+    link: int = 0
 
     def byte_range(self, storage: str, nbytes: int) -> ByteRange:
         """The bytes of a tensor here."""
@@ -127,10 +117,35 @@ class HostSlot:
 
 
 class Tiers:
-    """Memories by preference; a tensor goes to the first that has room for it."""
+    """Memories by preference; a tensor goes to the first that has room for it.
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    Args:
+        tiers: The memories.
+        placement: Which storage goes where instead, if that is planned.
+    """
+
+    def __init__(
+        self, tiers: Sequence[Tier], placement: TierPlacement | None = None
+    ) -> None:
         self._tiers = tuple(tiers)
+        self._planned = None if placement is None else placement.places
+
+    def link(self, storage: str) -> int:
+        """Number of the tier that a storage is planned for; else the first."""
+        return 0 if self._planned is None else self._planned[storage][0]
+
+    def view(self, storage: str, nbytes: int) -> Buffer:
+        """The bytes that are planned for a storage.
+
+        Raises:
+            KeyError: None are.
+        """
+        tier, offset = (self._planned or {})[storage]
+        return self._tiers[tier].view(offset, nbytes)
+
+    def copiers(self, device: Device) -> list[Callable[[], Copier]]:
+        """What opens the copier of each."""
+        return [partial(tier.copier, device) for tier in self._tiers]
 
     def place(
         self, blocks: Sequence[Block], sizes: Mapping[str, int]
@@ -144,6 +159,13 @@ class Tiers:
         Raises:
             OutOfMemoryError: All tiers together have no room.
         """
+        if self._planned is not None:
+            return {
+                block.name: self._slot(
+                    block.name, *self._planned[block.name], sizes[block.name]
+                )
+                for block in blocks
+            }
         found, left = in_tiers(blocks, [tier.nbytes for tier in self._tiers])
         if left:
             there = ", ".join(
@@ -154,10 +176,10 @@ class Tiers:
                 f"{format_bytes(pack(blocks).nbytes)} that leave the device; "
                 f"there are {there or 'no tiers'}"
             )
-        return {
-            name: HostSlot(tier, offset, self._tiers[tier].view(offset, sizes[name]))
-            for name, (tier, offset) in found.items()
-        }
+        return {name: self._slot(name, *at, sizes[name]) for name, at in found.items()}
+
+    def _slot(self, name: str, tier: int, offset: int, nbytes: int) -> HostSlot:
+        return HostSlot(tier, offset, self._tiers[tier].view(offset, nbytes), tier)
 
     def close(self) -> None:
         """Close all of them."""

@@ -259,18 +259,19 @@ class _Binder:
             return kernel.ready(*arguments), joins
         return partial(kernel.run, *arguments), joins
 
-    def _copy(self, lane: str, storage: str) -> None:
-        """Start a copy once those of the other lane that it collides with are done."""
+    def _copy(self, way: str, storage: str) -> None:
+        """Start a copy once those of other lanes that it collides with are done."""
         copies, slot = self._binding.copies, self._binding.host[storage]
+        lane = f"{way} {slot.link}" if slot.link else way
         device = self._device_bytes(storage)
         host = slot.byte_range(storage, self._graph.tensors[storage].nbytes)
         array = self._memory.bytes_of(device)
-        if lane == "out":
+        if way == "out":
             label, source, target = f"SwapOut({storage})", device, host
-            start = partial(copies.out, self.count, array, slot.buffer)
+            start = partial(copies.out, self.count, array, slot.buffer, link=slot.link)
         else:
             label, source, target = f"SwapIn({storage})", host, device
-            start = partial(copies.back, self.count, slot.buffer, array)
+            start = partial(copies.back, self.count, slot.buffer, array, link=slot.link)
         known = [*self._pending.writing(source), *self._pending.touching(target)]
         earlier = Pending.last_of_each_lane(c for c in known if c.lane != lane)
         after = tuple(c.number for c in earlier)

@@ -1,8 +1,9 @@
 """A bound schedule: calls in order, what each does to memory, and what it waits for.
 
-Copies of one direction follow one another, and each begins after the computations that
-were launched before it. What is left are copies that a later toucher of the same bytes
-has to wait for: those still running, as far as the program knows.
+Copies of one lane, which is a direction of a tier, follow one another, and each begins
+after the computations that were launched before it. What is left are copies that a
+later toucher of the same bytes has to wait for: those still running, as far as the
+program knows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -87,7 +88,7 @@ class PendingCopy:
 
     Attributes:
         number: Ascending in program order; negative if of the step before.
-        lane: Its direction, `out` or `in`.
+        lane: Its direction, `out` or `in`, and the number of the tier beyond the first.
         label: Its instruction, for messages.
         source: What it reads.
         target: What it writes.

@@ -1,9 +1,10 @@
 """A budget of device memory, as a user gives it.
 
 The budget is of parameters, state, activations and workspaces. What leaves goes to host
-memory, or to a file where a folder is named.
+memory, or to other tiers where some are named.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy, check_policy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.costs import CONVOLUTIONS
+from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
 
 __all__ = ["DEVICE", "MemoryBudget"]
 
@@ -33,7 +35,10 @@ class MemoryBudget:
         convolutions: How convolutions get their workspace: `dynamic` (what is free at
             each), `fixed` (as planned under the workspace limit: then results are bit
             for bit those of a step without a budget), `fastest` or `least`.
-        disk: Folder for what leaves; host memory if None.
+        disk: Folder for what leaves: short for `tiers="disk:FOLDER"`.
+        tiers: Where to: `host`, `disk:FOLDER`, `peer:DEVICE`, each with `=SIZE` behind
+            it where that is not to be all there is; several are filled the fastest
+            first. Host memory if none are given.
         measured: A profile of the step, if there is one already.
     """
 
@@ -42,6 +47,7 @@ class MemoryBudget:
     scheduler: str | Scheduler | None
     convolutions: str
     disk: Path | None
+    tiers: tuple[TierChoice, ...]
     measured: Profile | None = field(repr=False)
 
     def __init__(
@@ -52,6 +58,7 @@ class MemoryBudget:
         scheduler: str | Scheduler | None = None,
         convolutions: str = "dynamic",
         disk: Path | str | None = None,
+        tiers: str | TierChoice | Sequence[str | TierChoice] = (),
         measured: Profile | None = None,
     ) -> None:
         """Check every field.
@@ -65,12 +72,19 @@ class MemoryBudget:
             SCHEDULERS.resolve(scheduler)
         if measured is not None:
             of_type("measured", measured, Profile, "a Profile of the step")
+        chosen = parse_tiers(tiers)
+        if disk is not None:
+            short = (TierChoice("disk", str(a_path("disk", disk))),)
+            if chosen not in ((), short):
+                raise ValueError("disk=FOLDER is short for tiers='disk:FOLDER'")
+            chosen = short
         values: dict[str, object] = {
             "nbytes": parse_bytes(nbytes),
             "policy": policy,
             "scheduler": scheduler,
             "convolutions": one_of("convolutions", convolutions, CONVOLUTIONS),
             "disk": None if disk is None else a_path("disk", disk),
+            "tiers": chosen,
             "measured": measured,
         }
         for name, value in values.items():

@@ -11,11 +11,12 @@ from contextlib import closing, contextmanager, suppress
 
 import numpy as np
 
-from mucudnn.backends.base import Array, Backend, Buffer, Device
+from mucudnn.backends.base import Array, Backend, Buffer, Device, Tier
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.tensor import ITEMSIZE, Role, TensorSpec
+from mucudnn.runtime.executor.host_memory import HostTier
 from mucudnn.runtime.executor.memory_pool import Pool
 from mucudnn.runtime.training.sizes import WorkingSet
 from mucudnn.runtime.tuning.timing import StoppingRule, measure
@@ -25,6 +26,7 @@ __all__ = [
     "LINK_BYTES",
     "ColdBench",
     "cold_bench",
+    "link_rates",
 ]
 
 EVICTING_BYTES = 64 << 20
@@ -96,7 +98,9 @@ class ColdBench:
         spec = TensorSpec("the link's buffer", (size,), "uint8")
         with self._held(WorkingSet((), spec)) as buffer:
             self._device.upload(np.zeros(spec.shape, np.uint8), buffer)
-            return _rates(self._device, buffer, min(_COPIES, -(-nbytes // size)))
+            copies = min(_COPIES, -(-nbytes // size))
+            host = HostTier(self._device, copies * size)
+            return link_rates(self._device, buffer, host)
 
     @contextmanager
     def _held(self, needed: WorkingSet) -> Iterator[Buffer | None]:
@@ -166,13 +170,13 @@ def _pool(device: Device, sizes: Sequence[int], bound: int) -> Pool:
     return Pool(device, sizes[-1], _NAME)
 
 
-def _rates(device: Device, buffer: Array, copies: int) -> tuple[float, float]:
-    """Bytes a millisecond, out and in, of so many copies of a buffer."""
+def link_rates(device: Device, buffer: Array, tier: Tier) -> tuple[float, float]:
+    """Bytes a millisecond to a tier and from it, of copies of a buffer that fill it."""
     nbytes = buffer.nbytes
-    slab = device.host(copies * nbytes)
-    hosts = [slab[i * nbytes : (i + 1) * nbytes] for i in range(copies)]
+    copies = tier.nbytes // nbytes
+    hosts = [tier.view(i * nbytes, nbytes) for i in range(copies)]
     rule = StoppingRule(min_samples=3, max_samples=5)
-    copier = device.copier()
+    copier = tier.copier(device)
 
     def out() -> None:
         copier.wait([copier.out(buffer, host) for host in hosts][-1])

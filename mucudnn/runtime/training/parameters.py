@@ -28,7 +28,7 @@ from mucudnn.ir.initializers import (
 )
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.liveness import rounded
-from mucudnn.runtime.executor.host_memory import DiskTier, HostTier
+from mucudnn.runtime.executor.host_memory import HostTier, Tiers
 from mucudnn.runtime.training.tensor_file import read_arrays, read_header, write_arrays
 
 __all__ = ["StateStore", "load_weights", "save_weights"]
@@ -43,14 +43,14 @@ class StateStore(Mapping[str, Array]):
         seed: Of the random numbers they start from.
         hosted: Those that are host-resident; where they are elsewhere meanwhile,
             whoever took them brings them back before they are read here.
-        disk: Folder for a file of those that are host-resident; host memory if None.
+        tiers: Where each of those has its place; host memory if None.
 
     Attributes:
         nbytes: On the device.
         host_buffers: Bytes of those that are host-resident.
 
     Raises:
-        ValueError: One name means two things, or there can be no file in that folder.
+        ValueError: One name means two things.
         OutOfMemoryError: There is no room.
     """
 
@@ -60,7 +60,7 @@ class StateStore(Mapping[str, Array]):
         *graphs: Graph,
         seed: int = 0,
         hosted: Collection[str] = (),
-        disk: Path | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self._device = device
         self._specs: dict[str, TensorSpec] = {}
@@ -75,7 +75,7 @@ class StateStore(Mapping[str, Array]):
         self._arrays = {
             s.name: device.view(self._buffer, offsets[s.name], s) for s in here
         }
-        self.host_buffers = self._on_host(disk)
+        self.host_buffers = self._on_host(tiers)
         self._arrays |= {name: self._typed(name) for name in self.host_buffers}
         if isinstance(device, VirtualDevice):  # has no memory to fill
             return
@@ -101,14 +101,14 @@ class StateStore(Mapping[str, Array]):
                     f"one graph, {spec.role.value} {spec.dtype} {spec.shape} in another"
                 )
 
-    def _on_host(self, disk: Path | None) -> dict[str, Buffer]:
+    def _on_host(self, tiers: Tiers | None) -> dict[str, Buffer]:
         specs = [spec for spec in self._specs.values() if spec.name in self._hosted]
         if not specs:
             return {}
+        if tiers is not None:
+            return {spec.name: tiers.view(spec.name, spec.nbytes) for spec in specs}
         offsets, nbytes = _layout(specs)
-        tier = (
-            HostTier(self._device, nbytes) if disk is None else DiskTier(nbytes, disk)
-        )
+        tier = HostTier(self._device, nbytes)
         return {spec.name: tier.view(offsets[spec.name], spec.nbytes) for spec in specs}
 
     def _typed(self, name: str) -> Any:

@@ -19,16 +19,20 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.ir.placement import STATIC, VIRTUAL
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
+from mucudnn.ir.tiers import MemoryTier, TierPlacement
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import updates_last
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.ordering import Order, ordered
+from mucudnn.passes.placement.tiers import place_state
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.tiered_step import place_tiered_step
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.mapping_costs import mapping_costs
 from mucudnn.runtime.training.profiler import OnNode, profile, refine
 from mucudnn.runtime.training.sizes import measuring_bytes, sketch
+from mucudnn.runtime.training.tier_rates import measured_tiers
 from mucudnn.runtime.tuning.bound_plan import restore_plans
 from mucudnn.runtime.tuning.tuner import Tuner
 
@@ -148,8 +152,13 @@ def _together(
         s.name: rounded(s.nbytes) for g in graphs for s in g.with_role(*PERSISTENT)
     }
 
+    tiers = measured_tiers(tuner.backend.device, budget.tiers, budget.nbytes)
+
     def within(
-        graph: Graph, hosted: frozenset[str] | None, placement: str
+        graph: Graph,
+        hosted: frozenset[str] | None,
+        placement: str,
+        state: TierPlacement | None = None,
     ) -> PlacedStep:
         held = {spec.name for spec in graph.with_role(*PERSISTENT)} | (hosted or set())
         beside = sum(n for name, n in sizes.items() if name not in held)
@@ -158,15 +167,20 @@ def _together(
         if budget.convolutions == "fixed":
             fixed = _by_node(final, plan_convolutions(tuner, (final,), plans))
         mine = budget if graph is graphs[first] else replace(budget, measured=None)
-        return _Bounded(tuner, final, mine, beside, hosted, fixed, placement).placed(
-            progress
-        )
+        return _Bounded(
+            *(tuner, final, mine, beside, hosted, fixed, placement),
+            tiers=tiers,
+            state=state,
+        ).placed(progress)
 
     decided = within(graphs[first], None, placement)
     hosted = frozenset(decided.schedule.hosted)
     placement = STATIC if decided.layout.pages is None else VIRTUAL
+    away, state = decided.plan.prediction.placement, None
+    if away is not None:
+        state = place_state(decided.schedule, away.tiers)
     return [
-        decided if i == first else within(graph, hosted, placement)
+        decided if i == first else within(graph, hosted, placement, state)
         for i, graph in enumerate(graphs)
     ]
 
@@ -182,6 +196,8 @@ class _Bounded:
     hosted: frozenset[str] | None
     plans: dict[str, ConvPlan] | None
     placement: str
+    tiers: Sequence[MemoryTier]
+    state: TierPlacement | None
 
     def placed(self, progress: OnNode | None) -> PlacedStep:
         """Measure, plan and place."""
@@ -258,7 +274,7 @@ class _Bounded:
         Raises:
             PlanningError: It cannot fit.
         """
-        placed = place_step(request)
+        placed = self._place(request)
         times: dict[ConvPlan, float] = {}
         for _ in range(0 if self.plans is not None else _ROUNDS - 1):
             chosen = placed.plans.values()
@@ -269,10 +285,16 @@ class _Bounded:
             )
             request = replace(request, profile=better)
             try:
-                placed = place_step(request)
+                placed = self._place(request)
             except PlanningError:  # other times, other residencies: what fits is kept
                 break
         return placed
+
+    def _place(self, request: StepRequest) -> PlacedStep:
+        """A step in the memory that there is, on the device and off it."""
+        if not self.tiers:
+            return place_step(request)
+        return place_tiered_step(request, self.tiers, self.state)
 
     def _advised(self, error: PlanningError) -> PlanningError:
         """The error with what will do for measuring, and for others, as well."""

@@ -8,7 +8,6 @@ another gets it. A step is a batch, in one part or several.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,11 @@ import numpy as np
 from mucudnn.backends.base import Backend
 from mucudnn.models import IMAGE, LABEL, class_count
 from mucudnn.passes.graph.optimizer_updates import LEARNING_RATE, STEP
-from mucudnn.passes.placement.layout import host_blocks
-from mucudnn.passes.placement.packing import pack
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.executor.arenas import arenas, shared_bytes
-from mucudnn.runtime.executor.host_memory import DiskTier, Tiers
 from mucudnn.runtime.executor.tasks import Surrounding
+from mucudnn.runtime.executor.tier_choice import OpenTiers
 from mucudnn.runtime.training.evaluation import as_images, as_labels, cast, read
 from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.training_graphs import TrainingGraphs
@@ -40,7 +37,8 @@ class SharedArena:
         backend: Computes.
         placed: The graphs.
         state: Whose parameters and state they are.
-        disk: Folder for what leaves the device; host memory if None.
+        tiers: What the graphs use in turn of memory off the device; they have host
+            memory of their own where nothing is planned.
         replay: Whether they replay their launches as graphs.
         around: What else is called around the nodes of the first graph.
 
@@ -56,11 +54,11 @@ class SharedArena:
         backend: Backend,
         placed: Sequence[PlacedStep],
         state: StateStore,
-        disk: Path | None,
+        tiers: OpenTiers,
         replay: bool = False,
         around: Surrounding | None = None,
     ) -> None:
-        tiers = [_on_disk(p, disk) for p in placed]
+        self._tiers = tiers
         layouts = [p.layout for p in placed]
         self.nbytes = shared_bytes(layouts)
         self._executors = [
@@ -71,13 +69,13 @@ class SharedArena:
                 p.plans,
                 state,
                 arena,
-                host=host,
+                host=tiers.of(p),
                 host_buffers=state.host_buffers,
                 replay=replay,
                 around=None if i else around,
             )
-            for i, (p, host, arena) in enumerate(
-                zip(placed, tiers, arenas(backend, layouts), strict=True)
+            for i, (p, arena) in enumerate(
+                zip(placed, arenas(backend, layouts), strict=True)
             )
         ]
         self._current: Executor | None = None
@@ -111,14 +109,7 @@ class SharedArena:
         for executor in self._executors:
             executor.close()
         self._executors = []
-
-
-def _on_disk(placed: PlacedStep, folder: Path | None) -> Tiers | None:
-    """A file for what leaves the device; None if nothing does, or not to a disk."""
-    blocks = host_blocks(placed.schedule)
-    if folder is None or not blocks:
-        return None
-    return Tiers([DiskTier(pack(blocks).nbytes, folder)])
+        self._tiers.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from mucudnn.passes.ordering import Order
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.distributed.collectives import Collectives
+from mucudnn.runtime.executor.tier_choice import OpenTiers
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
@@ -179,14 +180,15 @@ class Trainer:
         self.graph = graphs.steps[last]
         with own:
             placed = self._placed(graphs, tuner, order, plans, progress, placement)
-        disk = None if budget is None else budget.disk
-        hosted, device = placed[last].schedule.hosted, self.backend.device
+        device, decided = self.backend.device, placed[last]
+        tiers = OpenTiers(device, budget.tiers if budget else (), placed)
+        hosted, there = decided.schedule.hosted, tiers.of(decided)
         self._state = StateStore(
-            device, *graphs.steps, seed=seed, hosted=hosted, disk=disk
+            device, *graphs.steps, seed=seed, hosted=hosted, tiers=there
         )
         self._weights = graphs.weights
         self._ranks = Ranks(together, graphs.steps[last])
-        how = disk, replay, self._ranks.around
+        how = tiers, replay, self._ranks.around
         self._arena = SharedArena(self.backend, placed, self._state, *how)
         self.peak_bytes = self._arena.nbytes + self._state.nbytes
         self._stepper = Stepper(graphs, self._arena)

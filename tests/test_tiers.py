@@ -1,0 +1,360 @@
+"""Memory that is somebody else's: several tiers, filled by simulation, really used."""
+
+import itertools
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from mucudnn.backends import get_backend
+from mucudnn.backends.cuda.peer import PeerMemory
+from mucudnn.cli import main
+from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError
+from mucudnn.ir.residency import Residency
+from mucudnn.ir.tiers import MemoryTier, TierPlacement
+from mucudnn.passes.placement.layout import host_blocks
+from mucudnn.passes.placement.tiers import fill_tiers, place_state
+from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.tiered_step import place_tiered_step
+from mucudnn.passes.simulate import simulate
+from mucudnn.runtime.executor.host_memory import Tiers
+from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.tier_rates import measured_tiers
+from tests.cupy_fake import StrictCupy
+from tests.swapping import Bench, same
+from tests.test_hosted_state import history, trainer, within
+
+SHARED = Path("/dev/shm")
+needs_segments = pytest.mark.skipif(
+    not SHARED.is_dir(), reason="needs shared memory in /dev/shm"
+)
+
+
+def tier(name, nbytes=math.inf, rate=1e6, back=None, **options):
+    back = rate if back is None else back
+    return MemoryTier(
+        name=name,
+        nbytes=nbytes,
+        out_bytes_per_ms=rate,
+        in_bytes_per_ms=back,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return Bench.of_model("resnet18", 2, (3, 32, 32))
+
+
+@pytest.fixture(scope="module")
+def plan(bench):
+    """All that can leave does, in little memory."""
+    return bench.plan(dict.fromkeys(bench.saved(), Residency.OFFLOAD), part=0.1)
+
+
+def filled(plan, *tiers):
+    return fill_tiers(plan.prediction, place_state(plan.schedule, tiers))
+
+
+def predicted(plan, placement):
+    return simulate(plan.schedule, plan.profile, placement)
+
+
+# --- decided -----------------------------------------------------------------------
+
+
+def test_one_tier_with_the_profiles_links_changes_nothing(plan):
+    known = plan.prediction
+    one = tier("host", rate=plan.profile.out_bytes_per_ms)
+    found = predicted(plan, filled(plan, one))
+    assert (found.step_ms, found.lanes) == (known.step_ms, known.lanes)
+    assert found.stalls_ms == known.stalls_ms
+    assert found.bound_ms == known.bound_ms
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_links_of_their_own_never_slow_a_step_down(plan, seed):
+    """Whoever goes where, if all links are as fast as the one there was."""
+    rate = plan.profile.out_bytes_per_ms
+    names = [block.name for block in host_blocks(plan.schedule)]
+    tiers = tuple(tier(name, rate=rate) for name in "abc")
+    places = {name: (hash((name, seed)) % 3, 0) for name in names}
+    found = predicted(plan, TierPlacement(tiers, places, (0, 0, 0)))
+    assert found.step_ms <= plan.prediction.step_ms
+    assert found.bound_ms <= found.step_ms * (1 + 1e-9)
+    assert found.out_bytes == plan.prediction.out_bytes
+    assert {lane.tier for lane in found.lanes} == {0, 1, 2}
+
+
+def test_the_fastest_is_filled_first(plan):
+    fast, slow = tier("fast", rate=1e9), tier("slow", rate=1e3)
+    all_fast = filled(plan, fast, slow)
+    assert all_fast.used[1] == 0
+    whole = all_fast.used[0]
+    some = filled(plan, tier("fast", whole // 2, 1e9), slow)
+    assert 0 < some.used[0] <= whole // 2
+    assert some.used[1] > 0
+    assert predicted(plan, all_fast).step_ms <= predicted(plan, some).step_ms
+
+
+def test_two_links_are_better_than_one(plan):
+    """Where the fastest is the bottleneck, some storages go to the next."""
+    rate = plan.profile.out_bytes_per_ms / 8
+    tiers = tier("a", rate=rate), tier("b", rate=rate * 0.9)
+    alone = predicted(plan, filled(plan, tiers[0])).step_ms
+    both = predicted(plan, filled(plan, *tiers))
+    assert {lane.tier for lane in both.lanes} == {0, 1}
+    assert both.step_ms < alone
+    rng = np.random.default_rng(0)
+    names = [block.name for block in host_blocks(plan.schedule)]
+    for share in rng.random(60):
+        places = {name: (int(rng.random() < share), 0) for name in names}
+        other = predicted(plan, TierPlacement(tiers, places, (0, 0))).step_ms
+        assert both.step_ms <= other * 1.02
+
+
+def test_places_do_not_overlap_and_keep_to_what_there_is(plan):
+    whole = filled(plan, tier("host")).used[0]
+    sizes = [whole // 3, whole // 3, whole]
+    tiers = [tier(f"t{i}", n, 1e6 / (i + 1)) for i, n in enumerate(sizes)]
+    placement = filled(plan, *tiers)
+    blocks = {block.name: block for block in host_blocks(plan.schedule)}
+    assert placement.places.keys() == blocks.keys() | set(plan.schedule.hosted)
+    for name, (number, offset) in placement.places.items():
+        nbytes = plan.schedule.graph.tensors[name].nbytes
+        assert offset + nbytes <= placement.used[number] <= sizes[number]
+    for a, b in itertools.combinations(blocks.values(), 2):
+        (mine, start), (other, begin) = (
+            placement.places[a.name],
+            placement.places[b.name],
+        )
+        apart = a.last < b.first or b.last < a.first or mine != other
+        assert apart or start + a.nbytes <= begin or begin + b.nbytes <= start
+
+
+def test_too_little_of_all_is_told(plan):
+    with pytest.raises(PlanningError, match=r"no room for .* 1.0 KiB of host.*another"):
+        filled(plan, tier("host", 1024))
+
+
+def test_a_step_is_planned_for_the_tiers_that_there_are(bench):
+    request = StepRequest(bench.graph, bench.profile, policy="paging")
+    request = request.within(int(minimum_budget(request) * 1.1))
+    host, disk = tier("host", 1 << 18, 1e6), tier("disk", rate=1e4)
+    placed = place_tiered_step(request, [disk, host])
+    placement = placed.plan.prediction.placement
+    assert [t.name for t in placement.tiers] == ["host", "disk"]
+    assert all(placement.used)
+    assert placed.nbytes <= request.budget
+    assert str(placement).startswith("tensors: ")
+    with pytest.raises(PlanningError, match="leave the device"):
+        place_tiered_step(request, [tier("host", 1024)])
+
+
+# --- asked for ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "argument", "nbytes"),
+    [
+        ("host", "host", "", math.inf),
+        ("host=1.5GiB", "host", "", 3 << 29),
+        ("disk:/a/b", "disk", "/a/b", math.inf),
+        ("disk:/a=b/c", "disk", "/a=b/c", math.inf),
+        ("disk:/a=b/c=4KiB", "disk", "/a=b/c", 4096),
+        ("peer:1", "peer", "1", math.inf),
+        ("peer:12=7", "peer", "12", 7),
+    ],
+)
+def test_a_tier_as_it_is_written(text, kind, argument, nbytes):
+    choice = TierChoice.parse(text)
+    assert (choice.kind, choice.argument, choice.nbytes) == (kind, argument, nbytes)
+    assert parse_tiers(text) == parse_tiers([choice]) == (choice,)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ram", "host:1", "disk", "disk:", "peer", "peer:", "peer:x", "=3"]
+)
+def test_what_is_no_tier(text):
+    with pytest.raises(
+        ValueError, match=r"is no tier; choose host, disk:FOLDER|integer"
+    ):
+        TierChoice.parse(text)
+
+
+def test_a_budget_takes_tiers_and_a_disk_is_short_for_one(tmp_path):
+    short = MemoryBudget(nbytes=1, disk=tmp_path)
+    assert short.tiers == MemoryBudget(nbytes=1, tiers=f"disk:{tmp_path}").tiers
+    with pytest.raises(ValueError, match="is short for"):
+        MemoryBudget(nbytes=1, disk=tmp_path, tiers="host")
+    with pytest.raises(ValueError, match="tier host is given twice"):
+        MemoryBudget(nbytes=1, tiers=["host", "host=3MiB"])
+    with pytest.raises(TypeError, match="texts such as"):
+        MemoryBudget(nbytes=1, tiers=[3])
+
+
+# --- used --------------------------------------------------------------------------
+
+
+def three(tmp_path):
+    return ["host=192KiB", f"disk:{tmp_path}=10GiB", "peer:1=96KiB"]
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return history(trainer())
+
+
+@needs_segments
+@pytest.mark.parametrize("policy", ["planned", "paging"])
+def test_a_step_with_three_tiers_gives_the_same_bits(policy, tmp_path, kept):
+    before = set(SHARED.iterdir())
+    budget = within(0.6, policy=policy, tiers=three(tmp_path))
+    made = trainer(budget)
+    placement = made.placed.plan.prediction.placement
+    assert {t.name for t in placement.tiers} == {"host", f"disk:{tmp_path}", "peer:1"}
+    assert made.peak_bytes <= budget.nbytes
+    assert len([used for used in placement.used if used]) >= 2
+    for t, used in zip(placement.tiers, placement.used, strict=True):
+        assert used <= t.nbytes
+        assert t.out_bytes_per_ms > 0
+        assert t.in_bytes_per_ms > 0
+    assert history(made) == kept
+    assert set(SHARED.iterdir()) <= before
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_segments
+def test_all_three_are_copied_to(bench, plan, tmp_path):
+    """Each for a third of what leaves, with links of its own."""
+    whole = filled(plan, tier("host")).used[0]
+    names = ["host", "peer:1", f"disk:{tmp_path}"]
+    tiers = [tier(n, whole // 3 + 4096 * i) for i, n in enumerate(names)]
+    tiers[2] = tier(names[2], whole)
+    placement = filled(plan, *tiers)
+    assert all(placement.used)
+    device = bench.backend.device
+    opened = [
+        TierChoice.parse(name).open(device, used)
+        for name, used in zip(names, placement.used, strict=True)
+    ]
+    try:
+        found = bench.run(plan.schedule, host=Tiers(opened, placement))
+    finally:
+        for one in opened:
+            one.close()
+    same(found, bench.run(bench.kept()))
+
+
+@needs_segments
+def test_an_owner_that_dies_ends_the_step_with_one_line():
+    before = set(SHARED.iterdir())
+    device = get_backend("cpu").device
+    segment = device.peer(1, 1 << 16)
+    made = set(SHARED.iterdir()) - before
+    assert made
+    copier = segment.copier(device)
+    here, there = device.allocate(1 << 16), segment.view(0, 1 << 16)
+    here[:] = 7
+    copier.wait(copier.out(here, there))
+    assert (there == 7).all()
+    os.kill(segment.owner, signal.SIGKILL)
+    os.waitid(os.P_PID, segment.owner, os.WEXITED | os.WNOWAIT)
+    told = (
+        rf"process {segment.owner}, which owned the memory of peer:1, ended .*-9.*lost"
+    )
+    with pytest.raises(BackendError, match=told):
+        copier.wait(copier.back(there, here))
+    copier.close()
+    segment.close()
+    until = time.monotonic() + 20
+    while made & set(SHARED.iterdir()) and time.monotonic() < until:
+        time.sleep(0.05)  # Python's tracker of the owner removes it
+    assert not made & set(SHARED.iterdir())
+
+
+@needs_segments
+def test_a_step_whose_peer_dies_stops_and_leaves_nothing(bench, plan):
+    before = set(SHARED.iterdir())
+    placement = filled(plan, tier("peer:1"))
+    peer = bench.backend.device.peer(1, placement.used[0])
+    host = Tiers([peer], placement)
+    executor, _ = bench.executor(plan.schedule, host=host)
+    executor.run(bench.feeds())
+    os.kill(peer.owner, signal.SIGKILL)
+    os.waitid(os.P_PID, peer.owner, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(BackendError, match="owned the memory of peer:1"):
+        executor.run(bench.feeds())
+    executor.close()
+    host.close()
+    until = time.monotonic() + 20
+    while set(SHARED.iterdir()) - before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert set(SHARED.iterdir()) <= before
+
+
+@needs_segments
+def test_shared_memory_without_room_is_one_error():
+    before = set(SHARED.iterdir())
+    with pytest.raises(OutOfMemoryError, match=r"no room for .* of peer:1 in shared"):
+        get_backend("cpu").device.peer(1, 1 << 50)
+    assert set(SHARED.iterdir()) <= before
+    with pytest.raises(ValueError, match="peer:0 is the device itself"):
+        get_backend("cpu").device.peer(0, 8)
+
+
+def test_a_missing_folder_and_a_small_tier_are_told(tmp_path):
+    with pytest.raises(ValueError, match=r"no file can be made in .*none"):
+        trainer(within(0.6, policy="paging", tiers=f"disk:{tmp_path / 'none'}"))
+    with pytest.raises(
+        PlanningError, match=r"leave the device; there are 4.0 KiB of host"
+    ):
+        trainer(within(0.6, policy="paging", tiers="host=4KiB"))
+
+
+def test_rates_are_measured_each_way(tmp_path):
+    choices = parse_tiers(["host", f"disk:{tmp_path}=1MiB"])
+    host, disk = measured_tiers(get_backend("cpu").device, choices, 1 << 20)
+    assert host.out_bytes_per_ms > 0
+    assert disk.in_bytes_per_ms > 0
+    assert (host.nbytes, disk.nbytes) == (math.inf, 1 << 20)
+    (null,) = measured_tiers(get_backend("null").device, parse_tiers("peer:1"), 1 << 20)
+    assert null.out_bytes_per_ms == null.in_bytes_per_ms == 1 << 24
+    assert not null.addressable
+
+
+def test_memory_of_another_gpu(tmp_path):
+    cupy = StrictCupy(tmp_path, lazy=True)
+    for wrong in (0, 2, -1):
+        with pytest.raises(ValueError, match="no other GPU: this is number 0 of 2"):
+            PeerMemory(cupy, 0, wrong, 64, lambda: 0)
+    peer = PeerMemory(cupy, 0, 1, 64, lambda: 0)
+    here = cupy.empty(32, "uint8")
+    here.set(np.arange(32, dtype=np.uint8))
+    copier = peer.copier(None)
+    away = peer.view(32, 32)
+    out = copier.out(here, away)
+    back = cupy.empty(32, "uint8")
+    copier.wait(copier.back(away, back, [out]))
+    copier.finish()
+    assert (back.get() == np.arange(32)).all()
+    copier.close()
+    peer.close()
+
+
+def test_the_command_says_what_goes_where(tmp_path, monkeypatch):
+    monkeypatch.setenv("MUCUDNN_DATABASE", str(tmp_path / "cache.sqlite"))
+    train = ["train", "lenet", "--backend", "null", "--batch", "64"]
+    alone = CliRunner().invoke(main, [*train, "--tier", "host"])
+    assert alone.exit_code == 2
+    assert "--tier needs --budget" in alone.output
+    wrong = CliRunner().invoke(main, [*train, "--budget", "1MiB", "--tier", "ram"])
+    assert wrong.exit_code == 2
+    assert "is no tier" in wrong.output
