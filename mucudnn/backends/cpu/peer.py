@@ -107,7 +107,8 @@ class SharedSegment:
                 f"the process that should own the memory of {self.name} ended with "
                 f"exit status {self._owner.wait(_END_S)}"
             )
-        with (_SEGMENTS / said["segment"]).open("r+b") as file:
+        self.segment = _SEGMENTS / said["segment"]
+        with self.segment.open("r+b") as file:
             return mmap.mmap(file.fileno(), max(1, self.nbytes))
 
     def _full(self, reason: str) -> OutOfMemoryError:
