@@ -187,3 +187,18 @@ def test_a_thousand_devices_are_few_rows():
     ranks, _ = fleet_tables(study)
     assert len(ranks.rows) < 6
     assert ranks.rows[0][0].startswith("p100 0 …")
+
+
+def test_a_recording_is_of_the_device_that_it_is_called_as(tmp_path):
+    file = tmp_path / "p100.json.gz"
+    words = ("tune", "alexnet", "--backend", "null", "--batch", "8", "--cache", "none")
+    words += ("--directions", "all", "--record", str(file))
+    assert CliRunner().invoke(main, words).exit_code == 0
+    step = StepSpec(model="alexnet", batch=8)
+    named, plain = (study_fleet(step, [text]) for text in (str(file), f"p100={file}"))
+    assert named.plan == plain.plan
+    assert named.plan.step_ms != study_fleet(step, ["p100"]).plan.step_ms
+    assert "as recorded in" in named.sources["p100"]
+    other = file.rename(tmp_path / "mine.json.gz")
+    with pytest.raises(CacheError, match=r"mine\.json\.gz"):
+        study_fleet(step, [str(other)])

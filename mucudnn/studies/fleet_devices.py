@@ -3,6 +3,7 @@
 h100             estimated from published figures
 4xh100           four of them
 p100=k.json.gz   the same, its convolutions as that recording has them
+    p100.json.gz     the same, of a recording that is called as its device
 table.json       a table of step times, as `save_step_table` writes it
 """
 
@@ -18,7 +19,7 @@ from mucudnn.ir.fleet import Rank, StepPoint
 from mucudnn.ir.graph import Graph
 from mucudnn.passes.fleet.sizes import measured_table
 from mucudnn.passes.planning.comparison import unbounded
-from mucudnn.runtime.database.step_tables import load_step_table
+from mucudnn.runtime.database.step_tables import is_step_table, load_step_table
 from mucudnn.studies.memory_findings import StepSpec
 from mucudnn.studies.step_costs import StepCosts
 
@@ -76,7 +77,9 @@ def parse_device(text: str) -> FleetDevice:
             raise ValueError(f"{text!r} names no recording behind the =")
         return FleetDevice(name, file or None, count)
     if not equals and Path(word).is_file():
-        return FleetDevice(None, word, count)
+        stem = Path(word).name.partition(".")[0]
+        recorded = stem in DEVICES and not is_step_table(word)
+        return FleetDevice(stem if recorded else None, word, count)
     raise ValueError(
         f"unknown device {name!r}; choose one of: {', '.join(DEVICES)}: or write "
         "NAME=RECORDING, or a file with a table of steps"

@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
-from mucudnn.codecs.step_tables import format_step_table, read_step_table
+from mucudnn.codecs.step_tables import (
+    KIND,
+    format_step_table,
+    kind_of,
+    read_step_table,
+)
 from mucudnn.errors import CacheError
 from mucudnn.files import read_whole, write_whole
 from mucudnn.ir.fleet import StepTable
 
-__all__ = ["load_step_table", "save_step_table"]
+__all__ = ["is_step_table", "load_step_table", "save_step_table"]
 
 _MOST_BYTES = 1 << 24
 
@@ -29,6 +34,14 @@ def save_step_table(
         write_whole(file, format_step_table(table, memory).encode())
     except OSError as e:
         raise CacheError(f"cannot write {file}: {e.strerror or e}") from e
+
+
+def is_step_table(file: Path | str) -> bool:
+    """Whether a file says that it is one."""
+    try:
+        return kind_of(read_whole(file, most=_MOST_BYTES).decode()) == KIND
+    except (OSError, ValueError):
+        return False
 
 
 def load_step_table(file: Path | str) -> tuple[StepTable, int | None]:
