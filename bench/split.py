@@ -9,36 +9,37 @@ beside what was measured.
 import math
 import os
 from collections.abc import Mapping
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 
+from bench import split_scale
+from bench.split_steps import GIB, step
 from bench.table import render
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
-from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.planning.comparison import unbounded
+from mucudnn.passes.planning.lower_bound import lower_bound
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting import SplitStep, plan_splitting
+from mucudnn.passes.planning.splitting import plan_splitting
 from mucudnn.runtime.training.trainer import Trainer
 
 __all__ = ["run", "table"]
 
 DEVICE = "h200"
-GIB = 1 << 30
 ESTIMATES: Mapping[str, tuple[int, tuple[float, ...]]] = {
-    "resnet50": (256, (8, 4, 1.5)),
+    "resnet50": (256, (10.7, 8, 5.3, 4, 2.7, 1.5)),
     "vgg16": (256, (4,)),
     "unet2d": (16, (4,)),
 }
 """Network -> batch and budgets in GiB."""
 
+SLOWDOWN = ("bound_of_whole", "whole", "best", "parts", "planning_cpu_s")
 PARTS = (1, 2, 4, 8)
 REAL = ("resnet20", 64, 32, 8)
 """Network, batch, size of an image and parts of what is really run."""
@@ -47,9 +48,6 @@ SHARES = (0.25, 0.08)
 """Budgets, as shares of what the whole step takes unbounded."""
 
 STEPS = 4
-
-CANDIDATES = (2, 8)
-"""Parts that are planned beside the whole step."""
 
 
 def run() -> dict[str, Any]:
@@ -63,6 +61,7 @@ def run() -> dict[str, Any]:
             for model, (batch, budgets) in ESTIMATES.items()
             for budget in budgets
         ],
+        "scale": split_scale.run(),
         "run": _really(*REAL),
         "load": os.getloadavg()[0],
     }
@@ -78,10 +77,11 @@ def table(result: dict[str, Any]) -> str:
     head = ("least budget, GiB", "batch", *(f"{k} parts" for k in PARTS))
     lines += [render(head, least), ""]
     slow = [
-        (row["model"], row["budget_gib"], row["whole"], row["best"], row["parts"])
+        tuple(row[key] for key in ("model", "budget_gib", *SLOWDOWN))
         for row in result["slowdowns"]
     ]
-    lines += [render(("slowdown", "GiB", "whole", "best", "parts"), slow), ""]
+    lines += [render(("slowdown", "GiB", *SLOWDOWN), slow), ""]
+    lines += [split_scale.table(result["scale"]), ""]
     real = result["run"]
     lines.append(
         f"really run: {real['model']}, {real['batch']} images, this CPU at a load of "
@@ -102,43 +102,41 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, render(head, rows)])
 
 
-def _step(model: str, batch: int, budget: float = math.inf) -> SplitStep:
-    return SplitStep(
-        training_graph(get_model(model)(batch)),
-        lambda graph: with_updates(graph, Momentum()),
-        lambda graph: estimate(graph, DEVICE),
-        lambda graph, profile: StepRequest(graph, profile, budget=budget),
-    )
-
-
 def _least(model: str, batch: int) -> dict[str, Any]:
-    step, found = _step(model, batch), {}
+    asked, found = step(model, batch, math.inf, DEVICE), {}
     for parts in PARTS:
-        graph = step.in_parts(parts)
+        graph = asked.in_parts(parts)
         request = StepRequest(graph, estimate(graph, DEVICE))
         found[str(parts)] = minimum_budget(request)
     return {"model": model, "batch": batch, "least_bytes": found}
 
 
 def _slowdown(model: str, batch: int, budget: float) -> dict[str, Any]:
-    begun = perf_counter()
+    """What is chosen within a budget, and what the planner took for it."""
+    begun, cpu = perf_counter(), process_time()
     row: dict[str, Any] = {"model": model, "batch": batch, "budget_gib": budget}
-    step, times = _step(model, batch, budget * GIB), {}
-    whole = step.finished(step.graph)
-    unbounded_ms = unbounded(whole, estimate(whole, DEVICE)).prediction.step_ms
-    for parts in (1, *CANDIDATES):
-        try:
-            found = plan_splitting(step, parts)
-        except PlanningError:
-            continue
-        times[parts] = found.chosen.step_ms / unbounded_ms
-    best = min(times, key=times.__getitem__, default=0)
+    asked = step(model, batch, budget * GIB, DEVICE)
+    whole = asked.finished(asked.graph)
+    profile = estimate(whole, DEVICE)
+    unbounded_ms = unbounded(whole, profile).prediction.step_ms
+    found = plan_splitting(asked)
+    seconds = perf_counter() - begun, process_time() - cpu
+    bound = lower_bound(StepRequest(whole, profile, budget=budget * GIB))
+    times = {
+        str(c.cutting): c.step_ms / unbounded_ms
+        for c in found.tried
+        if c.plan is not None
+    }
     return row | {
-        "whole": times.get(1),
-        "best": times.get(best),
-        "parts": best,
-        "tried": {str(parts): found for parts, found in times.items()},
-        "planning_s": perf_counter() - begun,
+        "whole": times.get("whole"),
+        "bound_of_whole": (
+            None if math.isinf(bound.step_ms) else bound.step_ms / unbounded_ms
+        ),
+        "best": found.chosen.step_ms / unbounded_ms,
+        "parts": found.chosen.parts,
+        "tried": times,
+        "planning_s": seconds[0],
+        "planning_cpu_s": seconds[1],
     }
 
 
