@@ -1,0 +1,77 @@
+"""How far plans are from a bound that no plan beats: ten networks, five budgets each.
+
+Whole steps, estimated for an H200. Budgets lie between the least that works and what
+the step takes with all the memory it could use. The bound is a relaxation's: where it
+is not reached, either the plan could be faster or the bound is too low.
+"""
+
+from statistics import median
+from time import process_time
+from typing import Any
+
+from bench.split_steps import step
+from bench.table import render
+from mucudnn.passes.planning.comparison import unbounded
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.request import StepRequest
+
+__all__ = ["run", "table"]
+
+DEVICE = "h200"
+MODELS = {
+    "alexnet": 512,
+    "densenet40": 256,
+    "googlenet": 256,
+    "inception_v4": 64,
+    "resnet18": 256,
+    "resnet50": 256,
+    "resnet101": 128,
+    "unet2d": 16,
+    "unet2d_bn": 16,
+    "vgg16": 256,
+}
+"""Network -> batch."""
+
+SHARES = (0.05, 0.15, 0.3, 0.5, 0.7)
+"""Of the bytes between the least budget and what a step takes without any."""
+
+
+def run(models: tuple[str, ...] = tuple(MODELS)) -> dict[str, Any]:
+    """Plan every step under every budget. Ready for JSON."""
+    rows = [row for model in models for row in _rows(model, MODELS[model])]
+    return {"device": DEVICE, "median": median(r["gap"] for r in rows), "rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result of `run` as text."""
+    head = ("model", "batch", "budget_share", "slowdown", "gap", "planning_cpu_s")
+    rows = [tuple(row[key] for key in head) for row in result["rows"]]
+    return f"{render(head, rows)}\ngap, median: {result['median']:.1%}"
+
+
+def _rows(model: str, batch: int) -> list[dict[str, Any]]:
+    asked = step(model, batch, 0, DEVICE)
+    graph = asked.in_parts(1)
+    profile = asked.costs(graph)
+    if profile is None:
+        raise RuntimeError(f"{model} has no costs on {DEVICE}")
+    free, request = unbounded(graph, profile), StepRequest(graph, profile)
+    least = minimum_budget(request)
+    found = []
+    for share in SHARES:
+        budget = least + int(share * (free.peak_bytes - least))
+        begun = process_time()
+        plan = plan_step(request.within(budget))
+        found.append(
+            {
+                "model": model,
+                "batch": batch,
+                "budget_share": share,
+                "budget": budget,
+                "slowdown": plan.prediction.step_ms / free.prediction.step_ms,
+                "gap": plan.gap or 0.0,
+                "scheduler": plan.scheduler,
+                "planning_cpu_s": process_time() - begun,
+            }
+        )
+    return found
