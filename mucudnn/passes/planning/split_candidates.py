@@ -122,14 +122,19 @@ class Candidates:
         return search(enough, thorough=False).residency
 
     def finish(self) -> None:
-        """Search on for the fastest."""
+        """Search on for the fastest, and for the whole step where it is close."""
+        whole = self._tried.get(Cutting(1))
+        if whole is not None and not self._alone:
+            self._explore(whole)
         best = min(self.tried, key=lambda c: c.step_ms)
         if best.cutting in self._searches:
             self._improve(best.cutting)
-        elif best.plan is not None and best.request is not None and not self._alone:
-            self._tried[best.cutting] = replace(
-                best, plan=search_on(best.request, best.plan)
-            )
+
+    def _explore(self, whole: Candidate) -> None:
+        near = whole.step_ms < _CLOSE * self._fastest
+        if whole.plan is not None and whole.request is not None and near:
+            plan = search_on(whole.request, whole.plan)
+            self._tried[whole.cutting] = replace(whole, plan=plan)
 
     def _improve(self, cutting: Cutting) -> None:
         slices = self._searches[cutting]
