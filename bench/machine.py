@@ -5,6 +5,7 @@ import platform
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 __all__ = ["describe"]
@@ -16,7 +17,7 @@ def describe() -> dict[str, Any]:
 
     return {
         "measured_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "command": " ".join(["python -m bench", *sys.argv[1:]]),
+        "command": " ".join(["python -m bench", *map(_beside, sys.argv[1:])]),
         "fingerprint": get_backend("cpu").device.fingerprint,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
@@ -37,3 +38,9 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def _beside(argument: str) -> str:
+    """An argument; of a path, only its way from here: the rest is one machine's."""
+    path = Path(argument)
+    return os.path.relpath(path) if path.is_absolute() else argument
