@@ -40,6 +40,17 @@ def test_bytes_of_calls_are_those_that_they_allocate():
     assert CpuMeter().most_bytes([three, nothing, large]) == [2000, 0, 1 << 20]
 
 
+def test_measuring_bytes_writes_nothing_and_may_be_profiled(capfd):
+    def prepared():
+        x = torch.zeros(250)
+        return x.clone
+
+    assert CpuMeter().most_bytes([prepared]) == [1000]
+    assert capfd.readouterr() == ("", "")
+    with torch.autograd.profiler.profile(use_kineto=True):
+        assert CpuMeter().most_bytes([prepared]) == [1000]
+
+
 def test_times_are_of_the_call_itself():
     x = torch.randn(200, 200)
     meter = CpuMeter()

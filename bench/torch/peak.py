@@ -1,10 +1,10 @@
 """What a call really has in use: the events of PyTorch's own allocator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
-
-from mucudnn.torch.measure import allocations
 
 __all__ = ["real_peak"]
 
@@ -19,7 +19,7 @@ def real_peak(call: Callable[[], object]) -> int:
         call()
     now = most = 0
     mine = set()
-    for _, nbytes, address in allocations(prof):
+    for _, nbytes, address in _allocations(prof):
         if nbytes > 0:
             mine.add(address)
         elif address not in mine:
@@ -29,3 +29,22 @@ def real_peak(call: Callable[[], object]) -> int:
         now += nbytes
         most = max(most, now)
     return most
+
+
+def _allocations(prof: profile) -> list[tuple[int, int, int]]:
+    """What the allocator handed out and took back: time in ns, bytes, address."""
+    found = [
+        (event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr)
+        for event in _events(prof)
+        if event.tag == _EventType.Allocation
+    ]
+    return sorted(found, key=lambda row: row[0])
+
+
+def _events(prof: profile) -> Iterator[Any]:
+    """Every event, in no order."""
+    pending = list(prof.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        yield event

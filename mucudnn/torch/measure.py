@@ -20,10 +20,8 @@ from mucudnn.torch.lowering.lowered import Call, Lowered, Number, Operand
 from mucudnn.torch.measurement.estimate import estimated
 from mucudnn.torch.measurement.meters import Meter, meter_of
 from mucudnn.torch.measurement.node_costs import is_view, workspaces_of
-from mucudnn.torch.measurement.profiler_events import allocations
 
 __all__ = [
-    "allocations",
     "call_key",
     "costs_of",
     "estimated",

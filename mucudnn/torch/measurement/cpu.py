@@ -16,21 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from mucudnn.torch.execution.copies import host_bytes
+from mucudnn.torch.measurement.allocator_events import most_bytes
 from mucudnn.torch.measurement.links import Links
-from mucudnn.torch.measurement.profiler_events import (
-    allocations,
-    most_in_use,
-    spans,
-)
 
 __all__ = ["CpuMeter"]
 
 _REPEATS = 5
 _ENOUGH_S = 0.5
-_MARK = "mucudnn:call:"
 _COPIED = 2 << 20
 _PIECES = 8
 """Of memory that is copied in turns: together more than caches have."""
@@ -57,22 +51,7 @@ class CpuMeter:
         self, calls: Sequence[Callable[[], Callable[[], object]]]
     ) -> list[int]:
         """The most that each call has in use of what it allocates, results included."""
-        with profile(
-            activities=[ProfilerActivity.CPU],
-            profile_memory=True,
-            acc_events=True,  # of which older versions warn
-        ) as prof:
-            for number, prepared in enumerate(calls):
-                call = prepared()
-                with record_function(f"{_MARK}{number}"):
-                    result = call()
-                del call, result
-        events = allocations(prof)
-        found = [0] * len(calls)
-        for name, start, stop in spans(prof, _MARK):
-            mine = (row for row in events if start <= row[0] <= stop)
-            found[int(name.removeprefix(_MARK))] = most_in_use(mine)
-        return found
+        return most_bytes(calls)
 
     def links(self, prepared: Callable[[], Callable[[], object]]) -> Links:
         """Copies by one thread beside a call; out and back in turns."""
