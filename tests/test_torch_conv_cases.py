@@ -174,12 +174,18 @@ def test_operands_that_lie_otherwise(ours):
     assert ours.stats.forward.ours == 3
 
 
-@pytest.mark.parametrize("dtype", [torch.complex128, torch.int64])
-def test_other_data_types(dtype, ours):
+@pytest.mark.parametrize(
+    ("dtype", "fell_back"),
+    [(torch.complex128, {}), (torch.int64, {"data type int64": 1})],
+)
+def test_other_data_types(dtype, fell_back, ours):
+    """PyTorch composes complex convolutions of real ones, which are ours."""
     x, w, b = (t.to(dtype) for t in operands(requires_grad=False))
     wanted = conv(x, w, b)
     with ours:
-        close(conv(x, w, b), wanted)
+        found = conv(x, w, b)
+    assert_same(found, wanted)
+    assert ours.stats.forward.fell_back == fell_back
 
 
 def test_double_backward_of_transposed_convolutions(ours):
