@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Protocol
 
-from mucudnn.backends.base import Buffer
+from mucudnn.backends.device import Buffer
 
 __all__ = ["MappedMemory", "Mapper", "runs"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mucudnn.backends.base import no_workspace
 from mucudnn.backends.cuda.kernels.source import THREADS, Program
+from mucudnn.backends.kernel import no_workspace
 from mucudnn.ir.tensor import TensorSpec
 
 __all__ = [

@@ -1,0 +1,59 @@
+"""A kernel: one operation of a training step, but for convolutions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mucudnn.backends.device import Array, Buffer
+from mucudnn.ir.tensor import TensorSpec
+
+__all__ = ["Kernel", "KernelArguments", "no_workspace"]
+
+KernelArguments = tuple[
+    Sequence[Array], Sequence[Array], Mapping[str, Any], Buffer | None
+]
+"""Inputs, outputs, attributes and workspace of one call."""
+
+
+def no_workspace(
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    attrs: Mapping[str, Any],
+) -> int:
+    """What a kernel needs that brings its own few tiles: nothing."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operation of a training step; convolutions have plans instead.
+
+    Attributes:
+        run: (inputs, outputs, attributes, workspace) -> nothing. Launches it: writes
+            into the outputs, and into inputs that are state. Arrays are dense.
+        workspace: (inputs, outputs, attributes) -> bytes that `run` must be given.
+        ready: Makes a call without arguments of what `run` is given, for arrays that
+            stay where they are and are used over and over; it is called on the
+            device's queue (`Device.queue`). None: `run` itself is called.
+        together: Makes one such call of several, each as `run` would be given it, that
+            follow one another and touch no tensor that another writes, but flags.
+            None: they are called one after the other.
+        flags: Positions of inputs that are state and that all who write them write
+            alike, whatever was there.
+    """
+
+    run: Callable[
+        [Sequence[Array], Sequence[Array], Mapping[str, Any], Buffer | None], None
+    ]
+    workspace: Callable[
+        [Sequence[TensorSpec], Sequence[TensorSpec], Mapping[str, Any]], int
+    ] = no_workspace
+    ready: (
+        Callable[
+            [Sequence[Array], Sequence[Array], Mapping[str, Any], Buffer | None],
+            Callable[[], None],
+        ]
+        | None
+    ) = None
+    together: Callable[[Sequence[KernelArguments]], Callable[[], None]] | None = None
+    flags: tuple[int, ...] = ()
