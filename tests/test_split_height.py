@@ -169,6 +169,22 @@ def test_rows_of_strips_are_stored_once_and_read_beyond():
     assert first.attrs["parts"] == ((0, 4), (0, 1))
 
 
+def test_of_a_neighbour_only_rows_are_kept():
+    """They are copied behind the node that last touched it: it can go by then."""
+    layers = [lambda g, x: g.relu(g.conv(x, 3, 3, padding=1))]
+    cut = split_height(learning(layers, (1, CHANNELS, 16, 8)), 4)
+    (name,) = (n.inputs[0] for n in cut.nodes if n.name == "conv.1/conv@1")
+    places = {node.name: place for place, node in enumerate(cut.nodes)}
+    join = cut.nodes[places[f"{name}:join"]]
+    assert [cut.tensors[t].shape[2] for t in join.inputs] == [1, 4, 1]
+    above, _, below = join.inputs
+    first, last = (cut.nodes[places[f"{t}:join"]] for t in (above, below))
+    assert [node.attrs["parts"] for node in (first, last)] == [((3, 4),), ((0, 1),)]
+    reads = [p for p, n in enumerate(cut.nodes) if first.inputs[0] in n.inputs]
+    assert places[first.name] - 1 in reads
+    assert min(reads) < places[first.name] < places[join.name]
+
+
 def test_strips_run_as_far_ahead_as_windows_reach():
     """Three nodes, two of which read a row of the next slice."""
     ends = [4, 8, 12, 16]

@@ -4,7 +4,8 @@ Rows that were computed together are a storage of their own. Rows of a tensor th
 there as one are a view of it, some bytes behind its beginning, if they are bytes in a
 row. What is needed in larger parts than there are is put together once; from then on
 smaller ones are taken of that, so that no bytes are held twice. Rows that windows reach
-over are copied for one node after the other, and then gone.
+over are copied for one node after the other, and then gone. Those of a neighbour are
+copied on their own first, as soon as it is there: it need not stay until they are read.
 """
 
 import math
@@ -53,6 +54,8 @@ class Slices:
         self._views: dict[tuple[str, int, int], str] = {}
         self._copies: dict[tuple[str, int, int], str] = {}
         self._copied = 0
+        self._begun = 0
+        """The first node of the open phase."""
         self._to_crop: list[tuple[str, Interval, str, int]] = []
 
     def storages(self, name: str) -> str:
@@ -99,6 +102,7 @@ class Slices:
     def forget_copies(self) -> None:
         """From here on rows that were copied for windows are copied anew."""
         self._copies.clear()
+        self._begun = len(self.nodes)
 
     def gather(self, name: str, index: int) -> str:
         """Declare a slice's own result of those that are read together."""
@@ -155,11 +159,13 @@ class Slices:
         for known in (self._views, self._copies):
             if (name, start, stop) in known:
                 return known[name, start, stop]
+        replaced = inside and name in self._held and _cover(these, rows)
         sources = tuple(
             (p.name, (max(start, p.start) - p.start, min(stop, p.stop) - p.start))
             for p in these
         )
-        replaced = inside and name in self._held and _cover(these, rows)
+        if name in self._held and axis and len(these) > 1:
+            sources = tuple(self._edge(name, axis, *s, phase) for s in sources)
         joined = f"{name}@{start}:{stop}"
         if not replaced:
             self._copied += 1
@@ -172,6 +178,29 @@ class Slices:
             rest.append(_Held(joined, start, stop))
             self._held[name] = sorted(rest, key=lambda p: p.start)
         return joined
+
+    def _edge(
+        self, name: str, axis: int, held: str, rows: Interval, phase: Phase
+    ) -> tuple[str, Interval]:
+        """Rows of a neighbour on their own; all there are as they are.
+
+        They are copied behind the node that last touched it, so that it can go.
+        """
+        count = rows[1] - rows[0]
+        if count == self.tensors[held].shape[axis]:
+            return held, rows
+        if (held, *rows) not in self._copies:
+            self._copied += 1
+            edge = f"{held}[{rows[0]}:{rows[1]}]#{self._copied}"
+            self.tensors[edge] = self._like(name, edge, axis, rows)
+            at = len(self.nodes)
+            self._join(((held, rows),), edge, axis, 0, phase)
+            while at > self._begun and held not in self.nodes[at - 1].tensors:
+                at -= 1
+            if at > self._begun:
+                self.nodes.insert(at, self.nodes.pop())
+            self._copies[held, *rows] = edge
+        return self._copies[held, *rows], (0, count)
 
     def _viewable(self, name: str, axis: int, held: _Held, rows: Interval) -> bool:
         """Whether rows of what is there are that, or bytes in a row of it."""
