@@ -96,7 +96,7 @@ def test_options_change_the_layers():
         done(
             *("tune", "alexnet", *NULL, "--json", "-", "--batch", "12"),
             *("--dtype", "float64", "--layout", "NHWC"),
-            *("--directions", "backward_filter,forward", "--policy", "undivided"),
+            *("--directions", "backward_filter,forward", "--batch-policy", "undivided"),
         )
     )
     problems = [layer["problem"] for layer in data["layers"]]
@@ -168,7 +168,7 @@ def test_info_names_backends_and_the_cache(tmp_path):
 
 
 BAD = [
-    (["foo"], "choose one of: cache, explain, fleet, info, memory, train, tune"),
+    (["foo"], "choose one of: cache, demo, explain, fleet, info, memory, train, tune"),
     (["cache", "foo"], "clear, export, import, list, path"),
     (["tune"], "nothing to measure"),
     (["tune", "nope"], "'nope' is neither a suite (alexnet"),
@@ -178,7 +178,7 @@ BAD = [
     (["tune", "alexnet", "--workspace-limit", ""], "--workspace-limit"),
     (["tune", "alexnet", "--backend", "gpu"], "unknown backend 'gpu'"),
     (["tune", "alexnet", "--backend", "recorded:/nowhere"], "/nowhere"),
-    (["tune", "alexnet", *NULL, "--policy", "x"], "unknown batch policy 'x'"),
+    (["tune", "alexnet", *NULL, "--batch-policy", "x"], "unknown batch policy 'x'"),
     (["tune", "alexnet", *NULL, "--planner", "x"], "unknown planner 'x'"),
     (["tune", "alexnet", *NULL, "--directions", "up"], "unknown direction 'up'"),
     (["tune", "alexnet", *NULL, "--batch", "0"], "--batch"),

@@ -39,7 +39,7 @@ def refused(*arguments):
         (["train", "lenet", "--data", "cifar-10:dir"], "cifar10"),
         (["train", "lenet", "--data", "synthetc"], "synthetic"),
         (["tune", "alexnet", "--backend", "nul"], "null"),
-        ([*TUNE, "--policy", "power_of_two"], "powers_of_two"),
+        ([*TUNE, "--batch-policy", "power_of_two"], "powers_of_two"),
         ([*TUNE, "--planner", "workspace-reuse"], "workspace_reuse"),
         ([*TUNE, "--directions", "backward_filtr"], "backward_filter"),
         (["explain", "alexnet", "conv-1", *NULL], "conv1"),

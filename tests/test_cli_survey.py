@@ -160,7 +160,7 @@ def test_ctrl_c_shows_what_is_listed_and_ends_with_130(tmp_path):
     csv = tmp_path / "many.csv"
     csv.write_text("\n".join(["n,c,h,w,k,r,s", *rows]))
     out = tmp_path / "out.json"
-    command = ["tune", str(csv), "--plan-only", "--policy", "all", "-v"]
+    command = ["tune", str(csv), "--plan-only", "--batch-policy", "all", "-v"]
     with subprocess.Popen(
         [sys.executable, "-m", "mucudnn", *command, "--json", str(out)],
         stdout=subprocess.PIPE,
@@ -244,7 +244,7 @@ def test_numerics_reach_the_tuner_and_the_report(tmp_path, monkeypatch):
     monkeypatch.setattr(tuner_module, "get_backend", lambda name: crowd)
     page = tmp_path / "out.html"
     words = ("--numerics", "strict,deterministic")
-    options = ("--policy", "undivided", "--report", str(page))
+    options = ("--batch-policy", "undivided", "--report", str(page))
     data = json.loads(done("tune", *PROBLEM, *NULL, *words, *options, "--json", "-"))
     assert data["numerics"] == "strict,deterministic"
     assert "numerics: strict,deterministic" in page.read_text()
@@ -266,7 +266,7 @@ def test_an_unknown_word_of_numerics_lists_the_valid_ones():
 @pytest.mark.parametrize("cache", ["none", "kept"])
 def test_a_recording_gives_the_same_plans(tmp_path, name, cache):
     file = tmp_path / name
-    limits = ("--workspace-limit", "2KiB,5KiB,1MiB", "--policy", "all")
+    limits = ("--workspace-limit", "2KiB,5KiB,1MiB", "--batch-policy", "all")
     where = "none" if cache == "none" else str(tmp_path / "mine.sqlite")
     here = (*PROBLEM, "--backend", "null", "--cache", where, *limits)
     if cache == "kept":  # what the run takes from the cache is recorded, too
@@ -281,7 +281,7 @@ def test_a_recording_holds_the_problems_of_the_run_only(tmp_path):
     done("tune", "alexnet", *kept)
     file = tmp_path / "r.json"
     result = run(
-        "tune", *PROBLEM, *kept, "--policy", "undivided", "--record", str(file)
+        "tune", *PROBLEM, *kept, "--batch-policy", "undivided", "--record", str(file)
     )
     rows = read_recording(file.read_bytes()).measurements
     assert {(m.problem.x_shape, m.perf.algo) for m in rows} == {

@@ -482,11 +482,11 @@ REFUSED = [
     ("memory", "lenet", "--optimizer"),
     ("memory", "lenet", "--order"),
     ("memory", "lenet", "--device"),
-    ("tune", "alexnet", "--policy"),
+    ("tune", "alexnet", "--batch-policy"),
     ("tune", "alexnet", "--planner"),
     ("tune", "alexnet", "--numerics"),
     ("tune", "alexnet", "--total-workspace", "1MiB", "--planner"),
-    ("explain", "alexnet", "--policy"),
+    ("explain", "alexnet", "--batch-policy"),
     ("explain", "alexnet", "--planner"),
     ("explain", "alexnet", "--numerics"),
 ]

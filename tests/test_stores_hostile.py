@@ -53,7 +53,7 @@ def genuine(tmp_path_factory):
     """A cache and its recording."""
     folder = tmp_path_factory.mktemp("genuine")
     cache, recording = folder / "cache.sqlite", folder / "recording.json"
-    done("tune", *ASKED, "--backend", "null", "--cache", cache, "--policy", "all")
+    done("tune", *ASKED, "--backend", "null", "--cache", cache, "--batch-policy", "all")
     with BenchmarkCache(cache) as found:
         found.put_verdict("null", KNOWN, "A@8 / B@8", 0.5)
     done("cache", "export", recording, "--cache", cache)
@@ -154,7 +154,7 @@ def test_a_damaged_verdict_is_none(cache, bad):
 
 def test_what_is_damaged_is_measured_again(cache):
     change(cache, "UPDATE perf SET measured_at = 1e12")
-    done("tune", *ASKED, "--backend", "null", "--cache", cache, "--policy", "all")
+    done("tune", *ASKED, "--backend", "null", "--cache", cache, "--batch-policy", "all")
     assert done("cache", "list", "--cache", cache).stderr == ""
 
 

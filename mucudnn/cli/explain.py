@@ -3,26 +3,32 @@
 from typing import Any
 
 import click
+import cloup
 
 from mucudnn.cli.app import BadInputError
 from mucudnn.cli.layers import layer_options, layers_of
-from mucudnn.cli.options import byte_size, json_option, option
+from mucudnn.cli.options import json_option, section
 from mucudnn.cli.output import emit
 from mucudnn.cli.own_code import import_option
-from mucudnn.cli.tune import make_tuner, tuner_options
+from mucudnn.cli.tuner_options import (
+    limit_options,
+    make_tuner,
+    measuring_options,
+    workspace_option,
+)
 from mucudnn.suites import Layer
 
 __all__ = ["explain"]
 
 
-@click.command()
+@cloup.command()
 @import_option
 @click.argument("source", metavar="[SUITE | FILE.csv]", required=False)
 @click.argument("name", metavar="[LAYER]", required=False)
 @layer_options(default_directions="forward")
-@option("--workspace-limit SIZE", "Bytes a convolution may use.", byte_size)
-@tuner_options
-@json_option
+@section("Limits", workspace_option, limit_options)
+@section("How", measuring_options)
+@section("Output", json_option)
 def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     """Plan a layer of a suite (its name or number), or a problem, and say why."""
     found = layers_of(() if source is None else (source,), settings)

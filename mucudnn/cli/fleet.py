@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import click
+import cloup
 
 from mucudnn.cli.app import ExitCode, bad_input
 from mucudnn.cli.options import (
@@ -16,6 +17,7 @@ from mucudnn.cli.options import (
     option,
     real,
     report_option,
+    section,
 )
 from mucudnn.cli.output import emit, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
@@ -48,45 +50,50 @@ def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
-@click.command(
+@cloup.command(
     epilog=f"Ends with 0 where the batch fits, {ExitCode.NOTHING_FITS} where it does "
     "not, 2 where what is asked for cannot be had."
 )
 @import_option
 @model_argument
-@option(
-    "--batch N",
-    "Samples of a step on all devices together; 128-512: the best of a range.",
-    _batches,
-    default="256",
+@section(
+    "What",
+    option(
+        "--batch N",
+        "Samples of a step on all devices together; 128-512: the best of a range.",
+        _batches,
+        default="256",
+    ),
+    option(
+        "--devices NAME,…",
+        "Devices, such as 2xh100,p100: a name estimates from published figures, "
+        "NAME=RECORDING takes convolutions from there, FILE.json is a table of steps.",
+        _names,
+    ),
+    option(
+        "--image SIZE",
+        "Size of an image, such as 224 or 3x64x96; by default the network's own.",
+        image_size,
+    ),
+    optimizer_option,
 )
-@option(
-    "--devices NAME,…",
-    "Devices, such as 2xh100,p100: a name estimates from published figures, "
-    "NAME=RECORDING takes convolutions from there, FILE.json is a table of steps.",
-    _names,
+@section(
+    "How",
+    option(
+        "--at-least N",
+        "Samples of every device; with 0 a slow one may be left out.",
+        count(0, MOST_IMAGES),
+        default=0,
+    ),
+    option(
+        "--link SIZE",
+        "Bytes a second of the slowest link, one direction; by default the slowest "
+        "device's to its host.",
+        byte_size,
+    ),
+    option("--all-reduce MS", "What summing the gradients takes.", real()),
 )
-@option(
-    "--image SIZE",
-    "Size of an image, such as 224 or 3x64x96; by default the network's own.",
-    image_size,
-)
-@optimizer_option
-@option(
-    "--at-least N",
-    "Samples of every device; with 0 a slow one may be left out.",
-    count(0, MOST_IMAGES),
-    default=0,
-)
-@option(
-    "--link SIZE",
-    "Bytes a second of the slowest link, one direction; by default the slowest "
-    "device's to its host.",
-    byte_size,
-)
-@option("--all-reduce MS", "What summing the gradients takes.", real())
-@json_option
-@report_option
+@section("Output", json_option, report_option)
 @click.pass_context
 def fleet(
     ctx: click.Context, /, model: str | None, json_file: str | None, **settings: Any

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from mucudnn.cli.app import BadInputError, bad_input
-from mucudnn.cli.options import MOST_IMAGES, Option, count, group, option
+from mucudnn.cli.options import MOST_IMAGES, Option, count, option, section
 from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
 from mucudnn.ir.tensor import ITEMSIZE
 from mucudnn.suites import SUITES, Layer, load_suite, parse_problem, read_layers_file
@@ -84,7 +84,8 @@ def _source(name: str) -> Sequence[Layer]:
 
 def layer_options(default_directions: str) -> Option:
     """Which convolutions, beside the suites and files."""
-    return group(
+    return section(
+        "What",
         option(
             "--problem KEY=N,…",
             "A convolution, e.g. n=256,c=64,h=27,w=27,k=192,r=5,s=5,pad=2. Repeatable.",
@@ -97,7 +98,7 @@ def layer_options(default_directions: str) -> Option:
             _directions,
             default=default_directions,
         ),
-        option("--batch", "Mini-batch size instead.", count(1, MOST_IMAGES)),
+        option("--batch N", "Mini-batch size instead.", count(1, MOST_IMAGES)),
         option("--dtype", "Data type instead.", click.Choice(list(ITEMSIZE))),
         option("--layout", "Storage order instead.", click.Choice(LAYOUTS)),
     )

@@ -1,29 +1,30 @@
 """`mucudnn memory`: what a training step needs, and what it costs to need less."""
 
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import cloup
 
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
 from mucudnn.cli.cache import cache_option, open_cache, refuse_foreign_file
+from mucudnn.cli.names import Table, names_of_all, strategy
 from mucudnn.cli.options import (
     MOST_IMAGES,
-    Table,
     byte_size,
     count,
     file_option,
     flag,
     image_size,
     json_option,
-    names_of_all,
     option,
     placement_option,
     report_option,
+    section,
     split_of,
-    strategy,
 )
 from mucudnn.cli.output import emit, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
@@ -37,7 +38,7 @@ from mucudnn.cli.train_options import (
     policies,
     schedulers,
 )
-from mucudnn.ir.devices import DEVICES
+from mucudnn.ir.devices import DEVICES, get_device
 from mucudnn.ir.placement import STATIC
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.models import FunctionModel
@@ -64,74 +65,102 @@ _CODES = (
 )
 
 
-@click.command(epilog=_CODES)
+def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
+    """What a step can be planned for."""
+
+    def check(name: str) -> object:
+        if name == _CPU:
+            return name
+        try:
+            return get_device(name)
+        except ValueError as e:
+            raise ValueError(f"{e}, {_CPU}") from e
+
+    return (_CPU, *DEVICES), check
+
+
+@cloup.command(epilog=_CODES)
 @import_option
 @model_argument
-@option(
-    "--batch",
-    f"Images in a step; {_BATCH} by default, {_CPU_BATCH} on the CPU, 1 for "
-    "--inference.",
-    count(1, MOST_IMAGES),
+@section(
+    "What",
+    option(
+        "--batch N",
+        f"Images in a step; {_BATCH} by default, {_CPU_BATCH} on the CPU, 1 for "
+        "--inference.",
+        count(1, MOST_IMAGES),
+    ),
+    option(
+        "--image SIZE",
+        "Size of an image, such as 224 or 3x64x96; by default the network's own.",
+        image_size,
+    ),
+    optimizer_option,
+    flag("--inference", "Plan the network alone: no backward pass, no updates."),
+    strategy(
+        "--device",
+        "cpu is measured; all others are estimated from published figures.",
+        _devices,
+        default="h200",
+    ),
+    option(
+        "--recording FILE",
+        "Measurements of that device, as `tune --record` writes them: convolutions "
+        "that they know are not estimated. Repeatable.",
+        repeatable=True,
+        name="recordings",
+    ),
 )
-@option(
-    "--image SIZE",
-    "Size of an image, such as 224 or 3x64x96; by default the network's own.",
-    image_size,
+@section(
+    "Limits",
+    option(
+        "--budget SIZE",
+        "Memory for everything; by default what the device has, and a curve of smaller "
+        "budgets.",
+        byte_size,
+    ),
+    flag("--curve", "Also plan for several budgets, when one is given."),
+    flag("--max-batch", "Look for the largest batch within the budget."),
+    flag("--min-budget", "Look for the least budget of every policy."),
 )
-@option(
-    "--budget SIZE",
-    "Memory for everything; by default what the device has, and a curve of smaller "
-    "budgets.",
-    byte_size,
+@section(
+    "How",
+    strategy(
+        "--policy",
+        "What may be kept, offloaded or computed again.",
+        policies,
+        several=_ALL,
+        default=_ALL,
+        name="policies",
+    ),
+    strategy(
+        "--scheduler",
+        "When copies run, or all; by default the policy's own.",
+        schedulers,
+        several=_ALL,
+        default=(),
+        name="schedulers",
+    ),
+    strategy("--order", "In which order nodes run.", orders, default="builder"),
+    option(
+        "--split PARTS",
+        "Also run the step in slices of its batch: auto, none, or how many parts of "
+        "its largest layers; or in strips of its images: height, or height:4 for so "
+        "many; none by default, auto for --inference.",
+        split_of,
+    ),
+    placement_option("Where the best step's tensors lie"),
+    cache_option,
 )
-@strategy(
-    "--policy",
-    "What may be kept, offloaded or computed again.",
-    policies,
-    several=_ALL,
-    default=_ALL,
-    name="policies",
+@section(
+    "Output",
+    json_option,
+    report_option,
+    file_option(
+        "trace", "Write the best plan's step for Perfetto or chrome://tracing."
+    ),
+    file_option("snapshot", "Write its memory for PyTorch's memory_viz, a pickle."),
 )
-@strategy(
-    "--scheduler",
-    "When copies run, or all; by default the policy's own.",
-    schedulers,
-    several=_ALL,
-    default=(),
-    name="schedulers",
-)
-@option(
-    "--device",
-    "cpu is measured; all others are estimated from published figures.",
-    click.Choice([_CPU, *DEVICES]),
-    default="h200",
-)
-@option(
-    "--recording FILE",
-    "Measurements of that device, as `tune --record` writes them: convolutions that "
-    "they know are not estimated. Repeatable.",
-    repeatable=True,
-    name="recordings",
-)
-@flag("--inference", "Plan the network alone: no backward pass, no updates.")
-@optimizer_option
-@strategy("--order", "In which order nodes run.", orders, default="builder")
-@option(
-    "--split PARTS",
-    "Also run the step in slices of its batch: auto, none, or how many parts of its "
-    "largest layers; or in strips of its images: height, or height:4 for so many; "
-    "none by default, auto for --inference.",
-    split_of,
-)
-@placement_option("Where the best step's tensors lie")
-@flag("--curve", "Also plan for several budgets, when one is given.")
-@flag("--max-batch", "Look for the largest batch within the budget.")
-@flag("--min-budget", "Look for the least budget of every policy.")
-@json_option
-@report_option
-@file_option("trace", "Write the best plan's step for Perfetto or chrome://tracing.")
-@file_option("snapshot", "Write its memory for PyTorch's memory_viz, a pickle.")
-@cache_option
 @listing_option
 @click.pass_context
 def memory(

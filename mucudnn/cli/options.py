@@ -1,19 +1,18 @@
-"""How options are declared: what values are, names in tables, what commands share.
+"""How options are declared: what values are, and what commands share.
 
 Numbers are plain decimal digits of a range that is always bounded: click's own types
 take whatever Python reads (`1_000`, other scripts' digits, infinity), and what then
-computes with it fails, or never ends. Tables are looked at when a value is read or help
-is shown: what `--import` registers and what is installed counts.
+computes with it fails, or never ends.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import reduce
-from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 import click
+import cloup
 
 from mucudnn.cli.output import output_file
 from mucudnn.ir.placement import PLACEMENTS, STATIC
@@ -22,29 +21,25 @@ from mucudnn.ir.sizes import parse_bytes, parse_integer
 __all__ = [
     "MOST_IMAGES",
     "Option",
-    "StrategyOption",
     "budget_size",
     "byte_size",
     "byte_sizes",
     "count",
+    "defaulting",
     "file_option",
     "flag",
     "group",
     "image_size",
     "json_option",
-    "names_of_all",
     "option",
     "parsed",
     "real",
     "report_option",
-    "strategy",
-    "table",
+    "section",
     "tier",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-Table = Callable[[], tuple[Iterable[str], Callable[[str], object]]]
-"""() -> the names in a table, and what raises ValueError for one that is not there."""
 
 
 class Option(Protocol):
@@ -62,16 +57,6 @@ MOST_IMAGES = 2**20
 """Of a mini-batch: planning looks at each size of a part, and would not end."""
 
 _REAL = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?\s*", re.I | re.A)
-
-
-def table(module: str, name: str) -> Table:
-    """A table of strategies by where it is: its module is imported when it is used."""
-
-    def found() -> tuple[Iterable[str], Callable[[str], object]]:
-        registry = getattr(import_module(f"mucudnn.passes.{module}"), name)
-        return registry.names, registry.resolve
-
-    return found
 
 
 def parsed(text: Any, parse: Callable[[Any], Any]) -> Any:
@@ -164,65 +149,6 @@ def image_size(text: str | tuple[int, ...]) -> tuple[int, ...]:
         ) from None
 
 
-def names_of_all(table: Table) -> tuple[str, ...]:
-    """Every name in a table that is of use; a warning tells of those that are not."""
-    names, check = table()
-    found = []
-    for name in names:
-        try:
-            check(name)
-        except ValueError:
-            continue
-        found.append(name)
-    return tuple(found)
-
-
-class StrategyOption(click.Option):
-    """An option that takes a name in a table.
-
-    Where `several` is a word, it takes a comma list, or that word for the whole table.
-    """
-
-    def __init__(
-        self,
-        declarations: list[str],
-        *,
-        table: Table,
-        several: str | None = None,
-        **settings: Any,
-    ) -> None:
-        self._table = table
-        self._several = several
-        self._text = settings.get("help", "")
-        metavar = "NAME" if several is None else "NAME,…"
-        super().__init__(declarations, type=self._read, metavar=metavar, **settings)
-
-    def _read(self, text: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if isinstance(text, tuple):
-            return text
-        if self._several is None:
-            self._check(text)
-            return text
-        words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-        for word in words:
-            if word != self._several:
-                self._check(word, f", or {self._several}")
-        return words
-
-    def _check(self, name: str, more: str = "") -> None:
-        _, check = self._table()
-        try:
-            check(name)
-        except ValueError as e:
-            raise click.BadParameter(f"{e}{more}") from e
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """With the names that there are now."""
-        names, _ = self._table()
-        self.help = f"{self._text} One of: {', '.join(names)}."
-        return super().get_help_record(ctx)
-
-
 def split_of(text: str) -> str | int:
     """`auto`, `none`, a number of parts, `height`, or `height:` and one of strips.
 
@@ -267,7 +193,8 @@ def option(
     """Declare an option.
 
     Args:
-        flag: As `--workspace-limit SIZE`: what stands for its value behind it.
+        flag: As `--workspace-limit SIZE`: what stands for its value behind it, which
+            only a `click.Choice` says itself.
         text: For `--help`.
         kind: Type of its value; text if not given.
         name: The parameter, if it is not called as the flag.
@@ -282,7 +209,7 @@ def option(
         type=kind,
         metavar=metavar or None,
         multiple=repeatable,
-        **_defaulting(default, shown=shown),
+        **defaulting(default, shown=shown),
     )
 
 
@@ -298,27 +225,8 @@ def flag(flags: str, text: str) -> Option:
     return click.option(*flags.split(), is_flag=True, help=text)
 
 
-def strategy(
-    flag: str,
-    text: str,
-    table: Table,
-    *,
-    name: str | None = None,
-    default: Any = None,
-    several: str | None = None,
-) -> Option:
-    """Declare an option whose value is a name in a table; see `StrategyOption`."""
-    return click.option(
-        *filter(None, (flag, name)),
-        cls=StrategyOption,
-        table=table,
-        several=several,
-        help=text,
-        **_defaulting(default),
-    )
-
-
-def _defaulting(default: Any, *, shown: bool = True) -> dict[str, Any]:
+def defaulting(default: Any, *, shown: bool = True) -> dict[str, Any]:
+    """What click is told of a default, if there is one."""
     return {} if default is None else {"default": default, "show_default": shown}
 
 
@@ -329,6 +237,11 @@ def group(*options: Option) -> Option:
         return reduce(lambda f, option: option(f), reversed(options), fn)
 
     return decorated
+
+
+def section(title: str, *options: Option) -> Option:
+    """Several options as one decorator, under a title of their own in `--help`."""
+    return cloup.option_group(title, *options)
 
 
 def file_option(name: str, text: str, kind: Any = output_file) -> Option:

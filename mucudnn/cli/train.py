@@ -7,23 +7,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import cloup
 from click.core import ParameterSource
 
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
-from mucudnn.cli.cache import cache_option
-from mucudnn.cli.options import json_option
 from mucudnn.cli.output import emit, refuse_unwritable
 from mucudnn.cli.own_code import import_option
 from mucudnn.cli.train_options import (
+    budget_options,
     data_options,
     learning_options,
     list_models,
     listing_option,
     model_argument,
+    output_options,
     run_options,
 )
 from mucudnn.cli.train_ranks import Group, group_of, step_ms
-from mucudnn.cli.tune import make_tuner
+from mucudnn.cli.tuner_options import make_tuner
 from mucudnn.ir.learning_rate import parse_learning_rate
 from mucudnn.ir.loss_scaling import DYNAMIC
 from mucudnn.ir.optimizers import Momentum, Optimizer, parse_optimizer
@@ -42,14 +43,14 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
-@click.command()
+@cloup.command()
 @import_option
 @model_argument
 @data_options
 @learning_options
+@budget_options
 @run_options
-@cache_option
-@json_option
+@output_options
 @listing_option
 @click.pass_context
 def train(

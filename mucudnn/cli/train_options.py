@@ -5,30 +5,31 @@ from typing import Any
 
 import click
 
+from mucudnn.cli.cache import cache_option
+from mucudnn.cli.names import strategy, table
 from mucudnn.cli.options import (
     MOST_IMAGES,
     budget_size,
-    byte_size,
     count,
     flag,
-    group,
     image_size,
+    json_option,
     option,
     parsed,
     placement_option,
     real,
+    section,
     split_of,
-    strategy,
-    table,
     tier,
 )
 from mucudnn.cli.output import emit
-from mucudnn.cli.tune import batch_policies
+from mucudnn.cli.tuner_options import batch_policy_option, workspace_option
 from mucudnn.ir.learning_rate import parse_learning_rate
 from mucudnn.ir.loss_scaling import DYNAMIC
-from mucudnn.ir.sizes import LARGEST, format_bytes
+from mucudnn.ir.sizes import LARGEST
 
 __all__ = [
+    "budget_options",
     "data_options",
     "learning_options",
     "list_models",
@@ -36,6 +37,7 @@ __all__ = [
     "model_argument",
     "optimizer_option",
     "orders",
+    "output_options",
     "policies",
     "run_options",
     "schedulers",
@@ -94,20 +96,21 @@ optimizer_option = strategy(
     "--optimizer", "How weights change.", _optimizers, default="momentum"
 )
 
-data_options = group(
+data_options = section(
+    "What",
     option(
         "--data NAME",
         "digits, mnist:DIR, cifar10:DIR, cifar100:DIR, folder:DIR, arrays:DIR or "
         "synthetic[:length=N,classes=N,noise=X].",
         default="synthetic",
     ),
-    option("--batch", "Images in a step.", count(1, MOST_IMAGES), default=32),
+    option("--batch N", "Images in a step.", count(1, MOST_IMAGES), default=32),
     option(
         "--image SIZE",
         "Size of an image, such as 64 or 3x64x96; by default the network's own.",
         image_size,
     ),
-    option("--classes", "Number of classes; by default the data set's.", count(2)),
+    option("--classes N", "Number of classes; by default the data set's.", count(2)),
     flag("--augment", "Move and mirror the images for training."),
     option(
         "--dtype",
@@ -118,12 +121,13 @@ data_options = group(
 )
 """Which data, in which shape."""
 
-learning_options = group(
-    option("--epochs", "Passes over the data.", count(), default=10),
-    option("--steps", "End after so many steps.", count()),
+learning_options = section(
+    "Learning",
+    option("--epochs N", "Passes over the data.", count(), default=10),
+    option("--steps N", "End after so many steps.", count()),
     optimizer_option,
     option(
-        "--lr",
+        "--lr RATE",
         "Learning rate, at its highest; by default the optimizer's usual one.",
         real(0, _MOST_REAL, beyond=True),
     ),
@@ -140,14 +144,14 @@ learning_options = group(
         default=0,
         shown=False,
     ),
-    option("--momentum", "Of momentum and nesterov; by default 0.9.", real(0, 1)),
+    option("--momentum SHARE", "Of momentum and nesterov; by default 0.9.", real(0, 1)),
     option(
-        "--weight-decay",
+        "--weight-decay SHARE",
         "Share of the weights that is added to their gradients.",
         real(0, _MOST_REAL),
     ),
     option(
-        "--seed",
+        "--seed N",
         "Of weights, order, dropout and augmentation.",
         count(0, LARGEST),
         default=0,
@@ -155,7 +159,9 @@ learning_options = group(
 )
 """How the weights change."""
 
-_budget_options = group(
+budget_options = section(
+    "Limits",
+    workspace_option,
     option(
         "--budget SIZE",
         "Device memory for everything, or `device`: all that is free; what has no room "
@@ -190,20 +196,14 @@ _budget_options = group(
     ),
 )
 
-run_options = group(
+run_options = section(
+    "How",
     option(
-        "--backend",
+        "--backend NAME",
         "cpu, cuda, or null, which only counts; see `mucudnn info`.",
         default="cpu",
     ),
-    option(
-        "--workspace-limit SIZE",
-        f"Bytes a convolution may use; by default {format_bytes(64 << 20)}.",
-        byte_size,
-    ),
-    strategy(
-        "--batch-policy", "Micro-batch sizes; powers_of_two by default.", batch_policies
-    ),
+    batch_policy_option,
     option(
         "--precision",
         "Of convolutions and products, where the backend has it.",
@@ -215,7 +215,6 @@ run_options = group(
         "be; 1024 for float16.",
         real(0, _MOST_REAL, beyond=True, word=DYNAMIC),
     ),
-    _budget_options,
     strategy("--order", "Order of a step's operations.", orders, default="builder"),
     option(
         "--update-when",
@@ -227,7 +226,7 @@ run_options = group(
     flag("--no-fuse", "Run each operation by a kernel of its own."),
     flag("--replay", "Replay the launches of a step as CUDA graphs."),
     option(
-        "--accumulate",
+        "--accumulate PARTS",
         "Compute a step's gradient in so many parts.",
         count(),
         default=1,
@@ -247,6 +246,12 @@ run_options = group(
         parse_shares,
         default="auto",
     ),
+    cache_option,
+)
+"""How a step is run."""
+
+output_options = section(
+    "Output",
     option(
         "--checkpoint DIR",
         "Keep the last two checkpoints there, one an epoch.",
@@ -254,8 +259,9 @@ run_options = group(
     ),
     option("--checkpoint-every STEPS", "Also write one after so many steps.", count()),
     flag("--resume", "Go on from the last checkpoint."),
+    json_option,
 )
-"""How a step is run, and what is kept of it."""
+"""What is kept of it."""
 
 
 def list_models(json_file: str | None) -> None:

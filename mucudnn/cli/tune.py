@@ -1,15 +1,15 @@
 """`mucudnn tune`: planned against undivided, for a suite, a file or a problem."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import cloup
 
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
-from mucudnn.cli.cache import cache_option, open_cache
 from mucudnn.cli.layers import layer_options, layers_of, title_of
 from mucudnn.cli.options import (
     byte_size,
@@ -17,14 +17,10 @@ from mucudnn.cli.options import (
     count,
     file_option,
     flag,
-    group,
     json_option,
     option,
-    parsed,
-    real,
     report_option,
-    strategy,
-    table,
+    section,
 )
 from mucudnn.cli.output import (
     Record,
@@ -37,14 +33,13 @@ from mucudnn.cli.output import (
 )
 from mucudnn.cli.own_code import import_option
 from mucudnn.cli.plan_only import refuse_measuring, take_survey
-from mucudnn.ir.numerics import NUMERICS, Numerics
+from mucudnn.cli.tuner_options import limit_options, make_tuner, measuring_options
 from mucudnn.suites import SUITES, Layer, load_suite
 
 if TYPE_CHECKING:
-    from mucudnn.runtime.tuning.tuner import Tuner
     from mucudnn.studies.conv_comparison import Comparison
 
-__all__ = ["batch_policies", "make_tuner", "tune", "tuner_options"]
+__all__ = ["tune"]
 
 _DESCRIBED = "cuda"
 """The backend that can list algorithms from a description of a device."""
@@ -52,99 +47,63 @@ _DESCRIBED = "cuda"
 _MOST_WORKERS = 256
 
 
-def batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
-    """Micro-batch sizes."""
-    from mucudnn.passes.microbatch import BATCH_POLICIES, candidate_batches
-
-    return BATCH_POLICIES.table, lambda name: candidate_batches(1, name)
-
-
-def _numerics(text: str | Numerics) -> Numerics:
-    """`strict,deterministic` as a policy."""
-    return text if isinstance(text, Numerics) else parsed(text, Numerics.parse)
-
-
-tuner_options = group(
-    cache_option,
-    option(
-        "--backend",
-        "cpu, cuda, null, or recorded:FILE; see `mucudnn info`.",
-        default="cpu",
-    ),
-    strategy(
-        "--policy",
-        "Micro-batch sizes; powers_of_two by default.",
-        batch_policies,
-        name="batch_policy",
-    ),
-    strategy(
-        "--planner",
-        "What divides; workspace_reuse by default.",
-        table("microbatch", "PLANNERS"),
-    ),
-    option(
-        "--numerics WORD,…",
-        f"Ways of computing to accept, of: {', '.join(NUMERICS)}.",
-        _numerics,
-    ),
-    option(
-        "--memory-limit SIZE", "For operands and workspace while measuring.", byte_size
-    ),
-    option(
-        "--time-limit SECONDS",
-        "For everything together.",
-        real(beyond=True, of="seconds"),
-    ),
-    flag(
-        "--exhaustive",
-        "Under policy all, measure also what cannot be part of a good plan.",
-    ),
-)
-"""The tuner's settings; what is not given comes from the environment."""
-
-
-@click.command()
+@cloup.command()
 @import_option
 @click.argument("sources", metavar="[SUITE | FILE.csv]...", nargs=-1)
 @layer_options(default_directions="all")
-@option(
-    "--workspace-limit SIZE,…",
-    "Bytes a convolution may use; several make one comparison each.",
-    byte_sizes,
-    name="limits",
+@section(
+    "Limits",
+    option(
+        "--workspace-limit SIZE,…",
+        "Bytes a convolution may use; several make one comparison each.",
+        byte_sizes,
+        name="limits",
+    ),
+    option(
+        "--total-workspace SIZE",
+        "Also divide this many bytes among all convolutions.",
+        byte_size,
+    ),
+    limit_options,
 )
-@option(
-    "--total-workspace SIZE",
-    "Also divide this many bytes among all convolutions.",
-    byte_size,
+@section(
+    "How",
+    measuring_options,
+    option(
+        "--workers N",
+        "Measure in so many processes at once. They share this machine's cores: for "
+        "devices that do not, or that are recorded.",
+        count(1, _MOST_WORKERS),
+    ),
 )
-@tuner_options
-@option(
-    "--workers N",
-    "Measure in so many processes at once. They share this machine's cores: for "
-    "devices that do not, or that are recorded.",
-    count(1, _MOST_WORKERS),
+@section(
+    "Without measuring",
+    flag(
+        "--plan-only", "Measure nothing: list which algorithms there are and which fit."
+    ),
+    option(
+        "--device FILE|NAME",
+        "With --plan-only and --backend cuda: a description of a device instead.",
+    ),
 )
-@flag("--plan-only", "Measure nothing: list which algorithms there are and which fit.")
-@option(
-    "--device FILE|NAME",
-    "With --plan-only and --backend cuda: a description of a device instead.",
+@section(
+    "Output",
+    option(
+        "--format",
+        "What to print.",
+        click.Choice(["table", "deepbench"]),
+        default="table",
+        name="style",
+    ),
+    json_option,
+    report_option,
+    file_option(
+        "record",
+        "Write what was measured, for --backend recorded:FILE; .gz is compressed.",
+        recording_file,
+    ),
+    flag("--verbose -v", "A line a layer without a terminal."),
 )
-@option(
-    "--format",
-    "What to print.",
-    click.Choice(["table", "deepbench"]),
-    default="table",
-    name="style",
-)
-@json_option
-@report_option
-@file_option(
-    "record",
-    "Write what was measured, for --backend recorded:FILE; .gz is compressed.",
-    recording_file,
-)
-@flag("--verbose -v", "A line a layer without a terminal.")
 @flag("--list listing", "List the suites.")
 @click.pass_context
 def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> None:
@@ -250,21 +209,6 @@ def _workers(number: int | None) -> Iterator[dict[str, Any]]:
 
     with process_pool(number) as pool:
         yield {"executor": pool}
-
-
-def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
-    """A tuner from the options that were given; the environment fills in the rest."""
-    from mucudnn.runtime.tuning.tuner import Tuner
-
-    names = "backend batch_policy planner numerics memory_limit workspace_limit"
-    chosen = {name: settings.get(name) for name in names.split()}
-    given = {name: value for name, value in chosen.items() if value is not None}
-    if settings["exhaustive"]:
-        given["prune"] = False
-    with bad_input():
-        if settings["cache_path"] is not None:
-            given["cache"] = open_cache(settings["cache_path"])
-        return Tuner.from_env(**given, **more)
 
 
 def _show(comparison: "Comparison", settings: Mapping[str, Any], title: str) -> None:

@@ -1,0 +1,107 @@
+"""Options whose values are names in a table: of strategies, of devices.
+
+Tables are looked at when a value is read, completed, or help is shown: what `--import`
+registers and what is installed counts.
+"""
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
+
+import click
+
+from mucudnn.cli.options import Option, defaulting
+
+__all__ = ["StrategyOption", "Table", "names_of_all", "strategy", "table"]
+
+Table = Callable[[], tuple[Iterable[str], Callable[[str], object]]]
+"""() -> the names in a table, and what raises ValueError for one that is not there."""
+
+
+def table(module: str, name: str) -> Table:
+    """A table of strategies by where it is: its module is imported when it is used."""
+
+    def found() -> tuple[Iterable[str], Callable[[str], object]]:
+        registry = getattr(import_module(f"mucudnn.passes.{module}"), name)
+        return registry.names, registry.resolve
+
+    return found
+
+
+def names_of_all(table: Table) -> tuple[str, ...]:
+    """Every name in a table that is of use; a warning tells of those that are not."""
+    names, check = table()
+    found = []
+    for name in names:
+        try:
+            check(name)
+        except ValueError:
+            continue
+        found.append(name)
+    return tuple(found)
+
+
+class StrategyOption(click.Option):
+    """An option that takes a name in a table.
+
+    Where `several` is a word, it takes a comma list, or that word for the whole table.
+    """
+
+    def __init__(
+        self,
+        declarations: list[str],
+        *,
+        table: Table,
+        several: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self._table = table
+        self._several = several
+        self._text = settings.get("help", "")
+        metavar = "NAME" if several is None else "NAME,…"
+        super().__init__(declarations, type=self._read, metavar=metavar, **settings)
+
+    def _read(self, text: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if isinstance(text, tuple):
+            return text
+        if self._several is None:
+            self._check(text)
+            return text
+        words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+        for word in words:
+            if word != self._several:
+                self._check(word, f", or {self._several}")
+        return words
+
+    def _check(self, name: str, more: str = "") -> None:
+        _, check = self._table()
+        try:
+            check(name)
+        except ValueError as e:
+            raise click.BadParameter(f"{e}{more}") from e
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """With the names that there are now."""
+        names, _ = self._table()
+        self.help = f"{self._text} One of: {', '.join(names)}."
+        return super().get_help_record(ctx)
+
+
+def strategy(
+    flag: str,
+    text: str,
+    table: Table,
+    *,
+    name: str | None = None,
+    default: Any = None,
+    several: str | None = None,
+) -> Option:
+    """Declare an option whose value is a name in a table; see `StrategyOption`."""
+    return click.option(
+        *filter(None, (flag, name)),
+        cls=StrategyOption,
+        table=table,
+        several=several,
+        help=text,
+        **defaulting(default),
+    )

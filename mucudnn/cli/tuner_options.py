@@ -1,0 +1,124 @@
+"""The settings of a tuner as options, and the tuner that they ask for."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mucudnn.cli.app import bad_input
+from mucudnn.cli.cache import cache_option, open_cache
+from mucudnn.cli.names import strategy, table
+from mucudnn.cli.options import byte_size, flag, group, option, parsed, real
+from mucudnn.ir.numerics import NUMERICS, Numerics
+from mucudnn.ir.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from mucudnn.runtime.tuning.tuner import Tuner
+
+__all__ = [
+    "batch_policy_option",
+    "limit_options",
+    "make_tuner",
+    "measuring_options",
+    "workspace_option",
+]
+
+_BATCH_POLICY = "batch_policy"
+
+
+def _batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
+    """Micro-batch sizes."""
+    from mucudnn.passes.microbatch import BATCH_POLICIES, candidate_batches
+
+    return BATCH_POLICIES.table, lambda name: candidate_batches(1, name)
+
+
+def _numerics(text: str | Numerics) -> Numerics:
+    """`strict,deterministic` as a policy."""
+    return text if isinstance(text, Numerics) else parsed(text, Numerics.parse)
+
+
+def _renamed(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    """What the old spelling says holds unless the new one is there, too."""
+    del parameter
+    if value is not None:
+        click.echo(
+            "mucudnn: warning: --policy is a residency policy elsewhere; micro-batch "
+            f"sizes are chosen by --batch-policy {value}",
+            err=True,
+        )
+        ctx.default_map = {**(ctx.default_map or {}), _BATCH_POLICY: value}
+
+
+batch_policy_option = strategy(
+    "--batch-policy", "Micro-batch sizes; powers_of_two by default.", _batch_policies
+)
+
+_old_spelling = click.option(
+    "--policy",
+    "old_batch_policy",
+    metavar="NAME",
+    hidden=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_renamed,
+)
+
+workspace_option = option(
+    "--workspace-limit SIZE",
+    f"Bytes a convolution may use; by default {format_bytes(64 << 20)}.",
+    byte_size,
+)
+
+limit_options = group(
+    option(
+        "--memory-limit SIZE", "For operands and workspace while measuring.", byte_size
+    ),
+    option(
+        "--time-limit SECONDS",
+        "For everything together.",
+        real(beyond=True, of="seconds"),
+    ),
+)
+"""What measuring may take."""
+
+measuring_options = group(
+    option(
+        "--backend NAME",
+        "cpu, cuda, null, or recorded:FILE; see `mucudnn info`.",
+        default="cpu",
+    ),
+    batch_policy_option,
+    _old_spelling,
+    strategy(
+        "--planner",
+        "What divides; workspace_reuse by default.",
+        table("microbatch", "PLANNERS"),
+    ),
+    option(
+        "--numerics WORD,…",
+        f"Ways of computing to accept, of: {', '.join(NUMERICS)}.",
+        _numerics,
+    ),
+    flag(
+        "--exhaustive",
+        "Under batch policy all, measure also what cannot be part of a good plan.",
+    ),
+    cache_option,
+)
+"""How a tuner measures and plans; what is not given comes from the environment."""
+
+
+def make_tuner(settings: Mapping[str, Any], **more: Any) -> "Tuner":
+    """A tuner from the options that were given; the environment fills in the rest."""
+    from mucudnn.runtime.tuning.tuner import Tuner
+
+    names = "backend batch_policy planner numerics memory_limit workspace_limit"
+    chosen = {name: settings.get(name) for name in names.split()}
+    given = {name: value for name, value in chosen.items() if value is not None}
+    if settings["exhaustive"]:
+        given["prune"] = False
+    with bad_input():
+        if settings["cache_path"] is not None:
+            given["cache"] = open_cache(settings["cache_path"])
+        return Tuner.from_env(**given, **more)
