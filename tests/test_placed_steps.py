@@ -13,7 +13,7 @@ from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.runtime.training import placed_steps
+from mucudnn.runtime.training import bounded_step
 from mucudnn.runtime.training.placed_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
@@ -56,7 +56,7 @@ def test_training_without_a_budget_measures_nothing(name, monkeypatch):
     def measured(*args, **options):
         raise AssertionError("nothing needs to be measured")
 
-    monkeypatch.setattr(placed_steps, "profile", measured)
+    monkeypatch.setattr(bounded_step, "profile", measured)
     graph = with_updates(training_graph(get_model(name)(2)), Momentum())
     tuner = Tuner(backend="null", rule=QUICK)
     (placed,) = place_steps(tuner, [graph])

@@ -16,9 +16,9 @@ from mucudnn.codecs.values import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.runtime.interrupts import deferred_interrupt
 from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
+from mucudnn.runtime.training.convolution_plans import Plans
 from mucudnn.runtime.training.evaluation import Epochs, check_batches, image_and_label
 from mucudnn.runtime.training.history import EpochReport, Position, read_resumption
-from mucudnn.runtime.training.placed_steps import Plans
 from mucudnn.runtime.training.trainer import StepResult, Trainer
 
 __all__ = ["Batches", "EpochReport", "OnStep", "Position", "fit", "plans_of"]

@@ -4,8 +4,6 @@ The graphs of the step and of the evaluation share parameters, a budget if there
 and one arena for all that does not outlive a step.
 """
 
-import statistics
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,28 +22,23 @@ from mucudnn.passes.graph.optimizer_updates import When
 from mucudnn.passes.graph.tape import LOSS_SCALE
 from mucudnn.passes.ordering import Order
 from mucudnn.passes.planning.cutting import WHOLE, Split
-from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.distributed.collectives import Collectives
 from mucudnn.runtime.executor.tier_choice import OpenTiers
 from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.convolution_plans import Plans, fixed_plans
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
-from mucudnn.runtime.training.placed_steps import (
-    Plans,
-    place_steps,
-    plan_convolutions,
-)
+from mucudnn.runtime.training.placed_steps import place_steps
 from mucudnn.runtime.training.profiler import OnNode
 from mucudnn.runtime.training.ranks import Ranks, check_together
 from mucudnn.runtime.training.splitting import Divider
+from mucudnn.runtime.training.step_clock import StepClock
 from mucudnn.runtime.training.stepping import SharedArena, Stepper, StepResult
 from mucudnn.runtime.training.trainer_arguments import check_arguments
-from mucudnn.runtime.training.training_graphs import TrainingGraphs, training_graphs
+from mucudnn.runtime.training.training_graphs import training_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["StepResult", "Trainer"]
-
-_REMEMBERED = 101
 
 T = TypeVar("T")
 
@@ -179,7 +172,18 @@ class Trainer:
         self.backend = tuner.backend
         self.graph = graphs.steps[last]
         with own:
-            placed = self._placed(graphs, tuner, order, plans, progress, placement)
+            self.plans = fixed_plans(tuner, graphs.all, self.budget, plans)
+            placed = place_steps(
+                tuner,
+                graphs.all,
+                self.budget,
+                first=last,
+                order=order,
+                plans=self.plans,
+                progress=progress,
+                placement=placement,
+            )
+        self.placed = None if budget is None else placed[last]
         device, decided = self.backend.device, placed[last]
         tiers = OpenTiers(device, budget.tiers if budget else (), placed)
         hosted, there = decided.schedule.hosted, tiers.of(decided)
@@ -196,7 +200,7 @@ class Trainer:
         self._evaluator = None if tested is None else Evaluator(tested, take)
         self.batch = self._stepper.batch
         self.steps = 0
-        self._times: deque[float] = deque(maxlen=_REMEMBERED)
+        self._clock = StepClock(device)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -244,8 +248,7 @@ class Trainer:
 
         The first step warms up and counts only while it is the only one.
         """
-        times = list(self._times)
-        return statistics.median(times[1:] or times or [0.0])
+        return self._clock.median_ms
 
     def step(self, images: Any, labels: Any) -> StepResult:
         """Train on one batch.
@@ -260,7 +263,7 @@ class Trainer:
             BackendError: A kernel failed; the weights may be half updated.
         """
         result, ms = self._timed(self._stepper.step, images, labels)
-        self._times.append(ms)
+        self._clock.remember(ms)
         return self._ranks.result(result)
 
     def anywhere(self, happened: bool) -> bool:
@@ -326,40 +329,11 @@ class Trainer:
             raise ValueError("this trainer was given no graph for evaluation")
         return self._evaluator
 
-    def _placed(
-        self,
-        graphs: TrainingGraphs,
-        tuner: Tuner,
-        order: str | Order,
-        plans: Plans | None,
-        progress: OnNode | None,
-        placement: str,
-    ) -> list[PlacedStep]:
-        """Graphs planned and placed, within the budget if there is one."""
-        budget, last = self.budget, len(graphs.steps) - 1
-        self.plans: Plans = plans or {}
-        if budget is None or budget.convolutions == "fixed":
-            self.plans = plan_convolutions(tuner, graphs.all, plans)
-        found = place_steps(
-            tuner,
-            graphs.all,
-            budget,
-            first=last,
-            order=order,
-            plans=self.plans,
-            progress=progress,
-            placement=placement,
-        )
-        self.placed = None if budget is None else found[last]
-        return found
-
     def _timed(
         self, take: Callable[[Any, Any, float, int], T], images: Any, labels: Any
     ) -> tuple[T, float]:
         """Take the next step; what came of it, and its ms."""
-        device = self.backend.device
-        start = device.record()
-        found = take(images, labels, float(self._rate(self.steps)), self.steps)
-        ms = device.elapsed_ms(start, device.record())
+        rate = float(self._rate(self.steps))
+        found, ms = self._clock.timed(lambda: take(images, labels, rate, self.steps))
         self.steps += 1
         return found, ms
