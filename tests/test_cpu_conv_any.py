@@ -82,7 +82,7 @@ DEPTHWISE_PIXELS = [
 
 
 SMALL_CUTS = {
-    implicit_gemm: {"_PIXEL_BYTES": 72, "_TERMS": 20, "_ROWS": 5, "_PADDED_BYTES": 512},
+    implicit_gemm: {"_ROOM": 800, "_PIXELS": 5, "_TAPS": 4, "_SAMPLES": 1},
     implicit_precomp_gemm: {"_TILE_BYTES": 500},
     correlation: {"_LEAST_PIXELS": 5},
     scattering: {"_LEAST_PIXELS": 5},

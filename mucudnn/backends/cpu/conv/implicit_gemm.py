@@ -1,46 +1,59 @@
-"""IMPLICIT_GEMM: a matrix product whose patches are gathered as it goes, in blocks.
+"""IMPLICIT_GEMM: matrix products whose patches are gathered as it goes, in blocks.
 
-No workspace: three blocks of a few kilobytes (patches, filter, result) are all there
-is. The price is products too small for BLAS to be at its best, on one thread: several
-would spend their time handing the interpreter lock to each other.
+No workspace: what a kernel may allocate anyway holds one block of patches. All
+rows of the filter are multiplied by it at once, and the product is added where the
+result lies: BLAS takes leading dimensions and a factor for what is there, which
+`mucudnn.backends.cpu.blas` offers and `np.matmul` does not, so no product is kept.
+Where groups are so narrow that a block spans several, or where there is no such BLAS,
+part of the room is the product's, and the filter's rows are taken a few at a time.
+
+Backward data goes the other way: a block of the patches of dx is multiplied in full,
+then each tap's plane of it is added where the patch was read.
+
+One thread: two blocks of half the room would take over twice the time of a whole one,
+as BLAS packs the filter for each. Only where a pixel is its own patch, and no block is
+needed, do all workers take part.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
+from mucudnn.backends.cpu.blas import available, product
 from mucudnn.backends.cpu.conv.algorithm import Algorithm
+from mucudnn.backends.cpu.conv.lowering.blocks import (
+    Block,
+    Blocks,
+    PatchBlock,
+    cuts,
+    pointwise,
+    reach,
+    tap_block,
+)
 from mucudnn.backends.cpu.conv.lowering.gather import (
-    Axis,
-    Cut,
-    Gather,
     Tiling,
     as_matrix,
-    backward_gathers,
     forward_gather,
     grouped,
-    read_windows,
 )
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 
 __all__ = ["ALGORITHM"]
 
-_PIXEL_BYTES = 224  # one row of a block of patches
-_TERMS = 54  # its rows: groups × channels × taps
-_ROWS = 28  # rows of a block of the result
-_PADDED_BYTES = 6 << 10  # what a block of patches reads; all together take 30 KiB
+_ROOM = 32 << 10  # bytes of a block and what belongs to it
+_PIXELS = 64  # of a block of patches, about
+_TAPS = 12  # of a block that is scattered: each is an addition of its own
+_SAMPLES = 8  # that one plan of a block serves, while the result stays in cache
 
-_Reach = tuple[slice, slice] | None
-"""Outputs (within a tile) that a tap reaches, and what it reads for them."""
+_Step = Callable[[int], None]
 
 
 class ImplicitGemm:
-    """The products of one problem, gather by gather.
+    """The products of one problem.
 
     Args:
         problem: In any direction.
@@ -51,15 +64,20 @@ class ImplicitGemm:
 
     def __init__(self, problem: ConvProblem, workers: int) -> None:
         self._problem = problem
-        gathers = [forward_gather(problem)]
-        if problem.direction is Direction.BACKWARD_DATA:
-            gathers = list(backward_gathers(problem))
-        self._gathers = gathers
-        self._by_pixel = problem.direction is Direction.FORWARD and not (
-            math.prod(problem.w_shape[2:]) > 1
-            or any(problem.padding)
-            or any(step > 1 for step in problem.stride)
-        )
+        self._gather = forward_gather(problem)
+        self._rank = len(problem.stride)
+        self._last = problem.layout == "NHWC"
+        self._pixelwise = pointwise(self._gather, problem.x_shape[2:])
+        self._room = _ROOM // problem.itemsize
+        outs, groups = self._gather.out_shape, problem.groups
+        self._pixels = math.prod(outs)
+        self._tile = Tiling(1, outs, min(_PIXELS, self._pixels)).pixels
+        data = problem.direction is Direction.BACKWARD_DATA
+        channels = (problem.w_shape[0] if data else problem.x_shape[1]) // groups
+        self._terms = channels * self._gather.num_taps
+        narrow = groups > 1 and 4 * self._terms * self._tile <= self._room
+        self._direct = available(problem.dtype) and not narrow
+        self._crew = workers if self._direct and self._pixelwise else 1
 
     def run(
         self,
@@ -71,259 +89,206 @@ class ImplicitGemm:
         accumulate: bool,
     ) -> None:
         """Write (or add) the result; see `Kernel`."""
-        problem, groups = self._problem, self._problem.groups
-        if problem.direction is Direction.BACKWARD_FILTER:
-            dw = grouped(out, groups, 0)
+        groups = self._problem.groups
+        one = grouped(a, groups, 1)
+        if not self._problem.batch:
             if not accumulate:
-                dw[...] = 0
-            x, dy = grouped(a, groups, 1), grouped(b, groups, 1)
-            _Blocked(problem, self._gathers[0]).filter_gradient(x, dy, dw, workers)
+                out[...] = 0
             return
-        source, dest = grouped(a, groups, 1), grouped(out, groups, 1)
-        w = grouped(b, groups, 0)
-        if not accumulate:
-            if self._by_pixel and _multiply_pixels(source, w, dest, workers):
-                return
-            dest[...] = 0
-        if problem.direction is Direction.BACKWARD_DATA:
-            w = w.swapaxes(1, 2)
-        for gather in self._gathers:
-            filters, target = w[(..., *gather.taps)], dest[(..., *gather.outs)]
-            _Blocked(problem, gather).correlate(source, filters, target, workers)
+        match self._problem.direction:
+            case Direction.FORWARD:
+                dest, filters = grouped(out, groups, 1), self._filters(b)
+                self._correlate(one, filters, dest, workers, accumulate)
+            case Direction.BACKWARD_FILTER:
+                if not accumulate:
+                    out[...] = 0
+                dy, dw = grouped(b, groups, 1), self._filters(out)
+                self._sum_filters(one, dy, dw, workers)
+            case Direction.BACKWARD_DATA if self._pixelwise:
+                dest = grouped(out, groups, 1)
+                filters = self._filters(b).transpose(0, 2, 1)
+                self._correlate(one, filters, dest, workers, accumulate)
+            case Direction.BACKWARD_DATA:
+                if not accumulate:
+                    out[...] = 0
+                self._scatter(one, self._filters(b), grouped(out, groups, 1), workers)
+
+    def _filters(self, w: Any) -> Any:
+        """Filters, or their gradients, as a view (groups, outputs, terms)."""
+        w = grouped(w, self._problem.groups, 0)
+        taps = tuple(range(3, 3 + self._rank))
+        ordered = w.transpose(0, 1, *((*taps, 2) if self._last else (2, *taps)))
+        return as_matrix(ordered, 1, 1 + self._rank)
+
+    def _correlate(
+        self, source: Any, w: Any, dest: Any, workers: Workers, accumulate: bool
+    ) -> None:
+        """Write (or add) w (G, D, terms) @ patches of (N, G, C, …) to (N, G, D, …)."""
+        blocks, tiling, buffers = self._cut(source)
+        samples, rows = self._shares(source.shape[0], len(tiling), w.shape[1])
+
+        def work(worker: int, item: tuple[slice, int, slice]) -> None:
+            n, index, d = item
+            _, tile = tiling[index]
+            for groups in blocks.groups():
+                out = as_matrix(dest[(n, groups, d, *tile)], 1, self._rank)
+                add = accumulate
+                for block in blocks.of_groups(groups):
+                    patches = self._patches(source[n], block, tile, buffers)
+                    filters = w[None, groups, d, block.columns]
+                    step = _adding(filters, patches.matrix, out, buffers[2], add)
+                    for i in range(out.shape[0]):
+                        patches.fill(i)
+                        step(i)
+                    add = True
+
+        items = itertools.product(samples, range(len(tiling)), rows)
+        workers.each(items, work, at_most=self._crew)
+
+    def _sum_filters(self, x: Any, dy: Any, dw: Any, workers: Workers) -> None:
+        """Add dy (N, G, K, …) @ patchesᵀ, over all tiles, to dw (G, K, terms)."""
+        blocks, tiling, buffers = self._cut(x)
+        every = [b for groups in blocks.groups() for b in blocks.of_groups(groups)]
+        rows = list(cuts(dw.shape[1], -(-dw.shape[1] // self._crew)))
+        if len(every) >= self._crew:
+            rows = [slice(0, dw.shape[1])]
+
+        def work(worker: int, item: tuple[Block, slice]) -> None:
+            block, k = item
+            target = dw[None, block.groups, k, block.columns]
+            for _, tile in tiling:
+                errors = as_matrix(
+                    dy[(slice(None), block.groups, k, *tile)], 1, self._rank
+                )
+                patches = self._patches(x, block, tile, buffers)
+                across = patches.matrix.transpose(0, 1, 3, 2)
+                step = _adding(errors, across, target, buffers[2], True)
+                for i in range(x.shape[0]):
+                    patches.fill(i)
+                    step(i)
+
+        workers.each(itertools.product(every, rows), work, at_most=self._crew)
+
+    def _scatter(self, dy: Any, w: Any, dx: Any, workers: Workers) -> None:
+        """Add wᵀ @ dy, as patches (G, terms, …) of dx, where they were read."""
+        blocks = Blocks(
+            self._gather,
+            dx.shape[1],
+            dx.shape[2],
+            max(1, self._room // self._tile),
+            taps_limit=_TAPS,
+            last=self._last,
+            spanning=True,
+        )
+        pixels = min(self._pixels, self._room // blocks.terms)
+        tiling = Tiling(1, self._gather.out_shape, pixels)
+        buffer = np.empty(self._room, dx.dtype)
+        samples = cuts(dx.shape[0], _SAMPLES)
+
+        def work(worker: int, item: tuple[slice, tuple[slice, slice]]) -> None:
+            n, part = item
+            for block in blocks.of_part(*part):
+                filters = w[block.groups, :, block.columns].transpose(0, 2, 1)
+                for _, tile in tiling:
+                    errors = as_matrix(
+                        dy[(n, block.groups, slice(None), *tile)], 1, self._rank
+                    )
+                    planes, matrix = tap_block(buffer, block, tile, last=self._last)
+                    adds = self._additions(dx[n], block, tile, planes)
+                    for i in range(errors.shape[0]):
+                        np.matmul(filters, errors[i], out=matrix)
+                        for target, plane in adds:
+                            np.add(target[i], plane, out=target[i])
+
+        items = itertools.product(samples, blocks.parts())
+        workers.each(items, work, at_most=1)
+
+    def _cut(self, source: Any) -> tuple[Blocks, Tiling, list[Any]]:
+        """Blocks of filter columns, tiles, and three buffers.
+
+        They are for patches, for what padding surrounds and for a product.
+        """
+        shares = (4, 2, 0) if self._direct else (2, 2, 2)
+        sizes = [self._room * share // 6 for share in shares]
+        limit, pixels = max(1, sizes[0] // self._tile), self._pixels
+        if self._direct and self._pixelwise:  # what is read is its patches' matrix
+            sizes, limit = [0, 0, 0], self._terms
+        blocks = Blocks(
+            self._gather,
+            source.shape[1],
+            source.shape[2],
+            limit,
+            taps_limit=limit,
+            last=self._last,
+            spanning=not self._direct,
+        )
+        if sizes[0]:
+            pixels = max(1, min(pixels, sizes[0] // blocks.terms))
+        buffers = [np.empty(size, source.dtype) for size in sizes]
+        return blocks, Tiling(1, self._gather.out_shape, pixels), buffers
+
+    def _shares(
+        self, batch: int, tiles: int, rows: int
+    ) -> tuple[list[slice], list[slice]]:
+        """Samples, and rows of the result, that are one item of work."""
+        samples = list(cuts(batch, min(_SAMPLES, -(-batch // self._crew))))
+        enough = len(samples) * tiles >= self._crew
+        return samples, list(cuts(rows, rows if enough else -(-rows // self._crew)))
+
+    def _patches(
+        self, source: Any, block: Block, tile: Sequence[slice], buffers: Sequence[Any]
+    ) -> PatchBlock:
+        return PatchBlock(source, self._gather, block, tile, buffers, last=self._last)
+
+    def _additions(
+        self, dx: Any, block: Block, tile: Sequence[slice], planes: Any
+    ) -> list[tuple[Any, Any]]:
+        """What is added to dx (N, G, C, …), and where: planes (G, C, *taps, *outs)."""
+        axes, part = self._gather.axes, dx[:, block.groups, block.channels]
+        adds = []
+        for own in itertools.product(*map(range, block.kernel)):
+            tap = [t.start + j for t, j in zip(block.taps, own, strict=True)]
+            if (hit := reach(axes, tap, tile, part.shape[3:])) is not None:
+                written, read = hit
+                adds.append((part[(..., *read)], planes[(..., *own, *written)]))
+        return adds
+
+
+def _adding(a: Any, b: Any, out: Any, buffer: Any, add: bool) -> _Step:
+    """What writes (or adds) one sample's product.
+
+    Args:
+        a: (N, G, m, k), or one for all samples; so are the others.
+        b: (N, G, k, n).
+        out: (N, G, m, n).
+        buffer: Where a product is kept that BLAS cannot add.
+        add: Instead of writing.
+    """
+    multiply = product(a[0, 0], b[0, 0], out[0, 0]) if out.shape[1] == 1 else None
+    if multiply is not None:
+        (one, step), (two, hop), (three, leap) = map(_addresses, (a, b, out))
+        beta = float(add)
+        return lambda i: multiply(one + i * step, two + i * hop, three + i * leap, beta)
+
+    def work(i: int) -> None:
+        left, right, target = (x[i if len(x) > 1 else 0] for x in (a, b, out))
+        if not add:
+            np.matmul(left, right, out=target)
+            return
+        groups, rows, columns = target.shape
+        for some in cuts(rows, max(1, buffer.size // (groups * columns))):
+            shape = (groups, some.stop - some.start, columns)
+            result = buffer[: math.prod(shape)].reshape(shape)
+            np.matmul(left[:, some], right, out=result)
+            np.add(target[:, some], result, out=target[:, some])
+
+    return work
+
+
+def _addresses(array: Any) -> tuple[int, int]:
+    """Where its first sample lies, and bytes from one to the next."""
+    start: int = array.__array_interface__["data"][0]
+    return start, array.strides[0] if len(array) > 1 else 0
 
 
 ALGORITHM = Algorithm("IMPLICIT_GEMM", ImplicitGemm)
-
-
-def _multiply_pixels(x: Any, w: Any, y: Any, workers: Workers) -> bool:
-    """Multiply by x itself, where a patch is a pixel; False where strides forbid it."""
-    rank = x.ndim - 3
-    inputs, outputs = as_matrix(x, 1, rank), as_matrix(y, 1, rank)
-    filters = as_matrix(w, 1, 1 + rank)
-    if inputs is None or outputs is None or filters is None:
-        return False
-
-    def work(worker: int, n: int) -> None:
-        np.matmul(filters, inputs[n], out=outputs[n])
-
-    workers.each(range(x.shape[0]), work)
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Terms:
-    """A block of the reduction: a contiguous range of filter columns.
-
-    Attributes:
-        groups: Groups it is of.
-        channels: Channels of each.
-        taps: Flattened taps of each.
-        columns: Where they lie in a filter's rows.
-    """
-
-    groups: slice
-    channels: slice
-    taps: range
-    columns: slice
-
-
-class _Blocked:
-    """The loops over blocks, for one gather."""
-
-    def __init__(self, problem: ConvProblem, gather: Gather) -> None:
-        self._gather = gather
-        self._last = problem.layout == "NHWC"
-        pixels = _PIXEL_BYTES // problem.itemsize
-        outs = math.prod(gather.out_shape)
-        self._tiling = Tiling(problem.batch, gather.out_shape, min(pixels, outs))
-        self._columns = np.empty(_TERMS * pixels, problem.dtype)
-        self._products = np.empty(_ROWS * max(_TERMS, pixels), problem.dtype)
-        self._filters = np.empty(_ROWS * max(_TERMS, pixels), problem.dtype)
-        self._padded = np.empty(_PADDED_BYTES // problem.itemsize, problem.dtype)
-
-    def correlate(self, source: Any, w: Any, dest: Any, workers: Workers) -> None:
-        """Add w (G, D, C, *taps) @ patches of (N, G, C, …) to dest (N, G, D, *outs)."""
-        rank = len(self._gather.axes)
-        taps = tuple(range(3, 3 + rank))
-        ordered = w.transpose(0, 1, *((*taps, 2) if self._last else (2, *taps)))
-        matrix = as_matrix(ordered, 1, 1 + rank)
-
-        def work(worker: int, cut: Cut) -> None:
-            samples, tile = cut
-            sample = source[samples.start]
-            for terms in self._blocks(*source.shape[1:3]):
-                columns = self._lower(sample, terms, tile)
-                groups, _, pixels = columns.shape
-                block = self._filters_of(w, terms) if matrix is None else None
-                for rows in _cuts(w.shape[1], max(1, _ROWS // groups)):
-                    if block is None:
-                        filters = matrix[terms.groups, rows, terms.columns]
-                    else:
-                        filters = self._packed(block[:, rows])
-                    shape = (groups, filters.shape[1], pixels)
-                    product = _front(self._products, shape)
-                    np.matmul(filters, columns, out=product)
-                    target = dest[(samples.start, terms.groups, rows, *tile)]
-                    np.add(target, product.reshape(target.shape), out=target)
-
-        workers.each(self._tiling, work, at_most=1)
-
-    def filter_gradient(self, x: Any, dy: Any, dw: Any, workers: Workers) -> None:
-        """Add dy (N, G, K, …) @ patchesᵀ, over all tiles, to dw (G, K, C, *taps)."""
-        rank = len(self._gather.axes)
-        dw = dw.reshape(*dw.shape[:3], self._gather.num_taps)
-
-        def work(worker: int, terms: _Terms) -> None:
-            for samples, tile in self._tiling:
-                columns = self._lower(x[samples.start], terms, tile)
-                groups, count, pixels = columns.shape
-                for rows in _cuts(dy.shape[2], max(1, _ROWS // groups)):
-                    part = dy[(samples.start, terms.groups, rows, *tile)]
-                    errors = as_matrix(part, 1, rank)
-                    if errors is None:
-                        shape = (*part.shape[:2], pixels)
-                        errors = _front(self._filters, shape)
-                        np.copyto(errors.reshape(part.shape), part)
-                    shape = (groups, part.shape[1], count)
-                    product = _front(self._products, shape)
-                    np.matmul(errors, columns.transpose(0, 2, 1), out=product)
-                    target = dw[terms.groups, rows, terms.channels, _slice(terms.taps)]
-                    np.add(target, self._by_channel(product, target), out=target)
-
-        blocks = self._blocks(*x.shape[1:3])
-        workers.each(blocks, work, at_most=1)
-
-    def _blocks(self, groups: int, channels: int) -> Iterator[_Terms]:
-        """Contiguous ranges of (channel, tap), or of (tap, channel) channels last."""
-        taps = self._gather.num_taps
-        per_tap = min(channels, _TERMS) if self._last else 1
-        some_taps = self._tap_chunk(_TERMS // per_tap)
-        some_channels = max(1, _TERMS // (some_taps if self._last else taps))
-        some_groups = min(_ROWS, max(1, _TERMS // (channels * taps)))
-        for g in _cuts(groups, some_groups):
-            for c in _cuts(channels, some_channels):
-                for t in _cuts(taps, some_taps):
-                    if self._last:
-                        start = t.start * channels + c.start
-                        stop = (t.stop - 1) * channels + c.stop
-                    else:
-                        start = c.start * taps + t.start
-                        stop = (c.stop - 1) * taps + t.stop
-                    yield _Terms(g, c, range(t.start, t.stop), slice(start, stop))
-
-    def _tap_chunk(self, limit: int) -> int:
-        """At most `limit` taps such that every chunk of them is a box of the kernel."""
-        size = 1
-        for i, axis in reversed(list(enumerate(self._gather.axes))):
-            if size * axis.taps > limit:
-                most = limit // size
-                if i > 0:  # a chunk must not run into the next row
-                    most = max(m for m in range(1, most + 1) if axis.taps % m == 0)
-                return size * most
-            size *= axis.taps
-        return size
-
-    def _lower(self, source: Any, terms: _Terms, tile: Any) -> Any:
-        """Patches of one sample (G, C, *spatial) as (groups, terms, pixels)."""
-        part = source[terms.groups, terms.channels]
-        groups, channels = part.shape[:2]
-        outs = [t.stop - t.start for t in tile]
-        count = len(terms.taps)
-        shape = (count, channels) if self._last else (channels, count)
-        columns = _front(self._columns, (groups, *shape, *outs))
-        by_channel = columns.swapaxes(1, 2) if self._last else columns
-        box = [
-            replace(
-                axis,
-                start=axis.start + taps.start * axis.tap_step,
-                taps=taps.stop - taps.start,
-            )
-            for axis, taps in zip(self._gather.axes, self._box(terms.taps), strict=True)
-        ]
-        windows = read_windows(
-            part, box, tile, lambda spatial: self._room((groups, channels, *spatial))
-        )
-        if windows is None:
-            self._lower_by_tap(part, terms.taps, tile, by_channel)
-        else:
-            strides = by_channel.strides
-            steps = [strides[2]]
-            for axis in reversed(box[1:]):
-                steps.insert(0, steps[0] * axis.taps)
-            target = as_strided(
-                by_channel, windows.shape, (*strides[:2], *steps, *strides[3:])
-            )
-            np.copyto(target, windows)
-        return columns.reshape(groups, channels * count, math.prod(outs))
-
-    def _room(self, shape: Sequence[int]) -> Any:
-        """The buffer for padded patches in this shape; None if it is too small."""
-        if math.prod(shape) > self._padded.size:
-            return None
-        return _front(self._padded, shape)
-
-    def _lower_by_tap(self, part: Any, taps: range, tile: Any, columns: Any) -> None:
-        """Fill columns (groups, channels, taps, *outs); what no tap reaches is 0."""
-        columns[...] = 0
-        sizes = part.shape[2:]
-        for i, tap in enumerate(taps):
-            along = zip(self._gather.axes, self._unravel(tap), tile, sizes, strict=True)
-            reaches = [_reach(axis, j, t, size) for axis, j, t, size in along]
-            hit = [r for r in reaches if r is not None]
-            if len(hit) == len(reaches):
-                target = columns[(slice(None), slice(None), i, *(r[0] for r in hit))]
-                np.copyto(target, part[(..., *(r[1] for r in hit))])
-
-    def _box(self, taps: range) -> list[slice]:
-        """These taps along each kernel axis; see `_tap_chunk`."""
-        first, last = self._unravel(taps[0]), self._unravel(taps[-1])
-        return [slice(a, b + 1) for a, b in zip(first, last, strict=True)]
-
-    def _filters_of(self, w: Any, terms: _Terms) -> Any:
-        """Filters (G, D, C, *taps) of a block, as (groups, D, terms in their order)."""
-        part = w[(terms.groups, slice(None), terms.channels, *self._box(terms.taps))]
-        if self._last:
-            return part.transpose(0, 1, *range(3, part.ndim), 2)
-        return part
-
-    def _packed(self, filters: Any) -> Any:
-        """A copy (groups, rows, terms) that BLAS can take."""
-        copy = _front(self._filters, filters.shape)
-        np.copyto(copy, filters)
-        return copy.reshape(*filters.shape[:2], math.prod(filters.shape[2:]))
-
-    def _by_channel(self, product: Any, target: Any) -> Any:
-        """A block of a filter gradient (groups, rows, terms) as (…, channels, taps)."""
-        lead, (channels, taps) = product.shape[:2], target.shape[2:]
-        if self._last:
-            return product.reshape(*lead, taps, channels).swapaxes(2, 3)
-        return product.reshape(*lead, channels, taps)
-
-    def _unravel(self, tap: int) -> tuple[int, ...]:
-        index = []
-        for axis in reversed(self._gather.axes):
-            tap, j = divmod(tap, axis.taps)
-            index.append(j)
-        return tuple(reversed(index))
-
-
-def _reach(axis: Axis, tap: int, outs: slice, size: int) -> _Reach:
-    low, high = axis.inside(tap, size, outs.start, outs.stop)
-    if low == high:
-        return None
-    at, step = axis.start + tap * axis.tap_step, axis.out_step
-    read = slice(at + low * step, at + (high - 1) * step + 1, step)
-    return slice(low - outs.start, high - outs.start), read
-
-
-def _cuts(total: int, block: int) -> Iterator[slice]:
-    for start in range(0, total, block):
-        yield slice(start, min(start + block, total))
-
-
-def _front(buffer: Any, shape: Sequence[int]) -> Any:
-    return buffer[: math.prod(shape)].reshape(shape)
-
-
-def _slice(taps: range) -> slice:
-    return slice(taps.start, taps.stop)
