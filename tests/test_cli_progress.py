@@ -11,6 +11,8 @@ from click.testing import CliRunner
 
 from mucudnn.cli import main, progress
 from mucudnn.cli.progress import every_ten_seconds, progress_display
+from mucudnn.cli.remaining import Remaining, left_text
+from mucudnn.runtime.training.history import Position
 
 ERASED = "\x1b[2K"
 
@@ -216,7 +218,7 @@ def test_the_thread_calls_again_and_again_until_the_end(monkeypatch):
 def test_long_commands_say_what_they_are_at(monkeypatch, arguments, words):
     seen = []
 
-    def shown(self, text, done, total, *, title="", result=""):
+    def shown(self, text, done, total, *, title="", result="", left_s=None):
         assert 0 <= done <= max(1, total)
         seen.append(text)
 
@@ -243,3 +245,86 @@ def test_sharing_a_cache_says_what_it_is_at(monkeypatch, tmp_path, command):
         )
         assert done.exit_code == 0, done.output
     assert seen[-1].endswith(str(file))
+
+
+def test_a_pipe_is_told_how_long_the_rest_takes(capsys):
+    def work(show, pass_by):
+        show("weigh", 0, 9)
+        pass_by()
+        show("weigh", 1, 9)
+        pass_by()
+        show("bake", 0, 1, left_s=4000)
+        pass_by()
+
+    assert piped(capsys, work) == [
+        "mucudnn: 0:10 weigh, 0 of 9",
+        "mucudnn: 0:20 weigh, 1 of 9, about 1 min left",
+        "mucudnn: 0:30 bake, 0 of 1, about 1 h 10 min left",
+    ]
+
+
+def test_a_terminal_is_told_how_long_the_rest_takes():
+    ticks = Ticks()
+
+    def work(show):
+        show("weigh", 0, 5)
+        ticks.now += 40
+        show("weigh", 2, 5)
+
+    assert last_frame(shown(work, clock=ticks)) == "2/5 | T about 1 min left, weigh"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        *((None, ""), (0, ""), (-3, ""), (0.2, "about 10 s left")),
+        *((52, "about 50 s left"), (57, "about 1 min left")),
+        *((119, "about 2 min left"), (3500, "about 58 min left")),
+        *((3599, "about 1 h left"), (1e6, "about 278 h left")),
+    ],
+)
+def test_how_long_it_takes_is_told_roughly(seconds, words):
+    assert left_text(seconds) == words
+
+
+def test_the_rest_is_known_by_parts_of_the_same_work():
+    ticks = Ticks()
+    rest = Remaining(ticks)
+    assert rest.left_s() is None
+    rest.at(2, 6)  # these were over before
+    assert rest.left_s() is None
+    ticks.now = 10
+    rest.at(3, 6)
+    assert rest.left_s() == 30
+    ticks.now = 15
+    assert rest.left_s() == 25
+    ticks.now = 45  # this part takes longer: two are still to come
+    assert rest.left_s() == 20
+    rest.at(0, 6)
+    assert rest.left_s() is None
+    ticks.now += 10
+    rest.at(1, 7)
+    assert rest.left_s() is None
+
+
+def test_a_limit_ends_it_at_the_latest():
+    ticks = Ticks()
+    rest = Remaining(ticks, limit_s=60)
+    assert rest.left_s() == 60
+    ticks.now = 20
+    rest.at(0, 9)
+    ticks.now = 40
+    rest.at(1, 9)
+    assert rest.left_s() == 20
+    ticks.now = 70
+    assert rest.left_s() == 0
+
+
+def test_training_knows_what_steps_take():
+    lefts = []
+    words = progress.TrainingWords(
+        lambda *_, left_s=None, **__: lefts.append(left_s), 2, 10, steps=15, quiet=True
+    )
+    words(Position(epoch=0, batch=4, steps=4, ms=2000.0), None)
+    words(Position(epoch=1, batch=5, steps=15, ms=2000.0), None)
+    assert lefts == [5.5, 0.0]

@@ -42,7 +42,7 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     asked = in_directions(layers, settings["directions"])
     limit_s = settings["time_limit"]
     share = None if limit_s is None else limit_s / len(asked)
-    with progress_display(len(asked)) as display:
+    with progress_display(len(asked), limit_s=limit_s) as display:
         shown = LayerWords(display)
         tuner = make_tuner(settings, progress=shown.measured)
         with tuner.cache:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 import click
 
+from mucudnn.cli.remaining import Remaining, left_text
 from mucudnn.report.words import DIRECTIONS, limit_text, speedup_text
 from mucudnn.suites import Layer
 
@@ -43,7 +44,14 @@ class Show(Protocol):
     """Says where the work is."""
 
     def __call__(
-        self, text: str, done: int, total: int, *, title: str = "", result: str = ""
+        self,
+        text: str,
+        done: int,
+        total: int,
+        *,
+        title: str = "",
+        result: str = "",
+        left_s: float | None = None,
     ) -> None:
         """Something begins or is over.
 
@@ -53,6 +61,8 @@ class Show(Protocol):
             total: How much there is.
             title: What it is part of, ahead of a titled bar.
             result: What came of it; only lines say so.
+            left_s: Seconds that all of the work will still take, where whoever tells
+                knows; otherwise it is estimated from what the parts took.
         """
         ...
 
@@ -84,33 +94,37 @@ def progress_display(
     *,
     titled: bool = False,
     lines: bool = False,
+    limit_s: float | None = None,
     repeat: Repeat = every_ten_seconds,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Show]:
     """Show progress on the error stream while the work in this context is done.
 
     In a terminal it is a bar of which nothing is left at the end, however that comes;
-    elsewhere a line every ten seconds.
+    elsewhere a line every ten seconds. Both say about how long the rest takes, once
+    that is known.
 
     Args:
         total: How much work there is, as far as is known at the start.
         titled: Whether the bar has a title.
         lines: Without a terminal, write also a line a result.
+        limit_s: What the work may take.
         repeat: When lines are written.
         clock: Seconds, for lines.
     """
+    remaining = Remaining(clock, limit_s=limit_s)
     if sys.stderr.isatty():
-        with _bar(total, titled=titled) as show:
+        with _bar(total, remaining, titled=titled) as show:
             yield show
         return
 
-    written = ProgressLines(sys.stderr, results=lines, clock=clock)
+    written = ProgressLines(sys.stderr, remaining, results=lines, clock=clock)
     with repeat(written.tick):
         yield written.show
 
 
 @contextmanager
-def _bar(total: int, *, titled: bool) -> Iterator[Show]:
+def _bar(total: int, remaining: Remaining, *, titled: bool) -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -130,10 +144,19 @@ def _bar(total: int, *, titled: bool) -> Iterator[Show]:
     task = progress.add_task("", total=total, title="", text="")
 
     def move(
-        text: str, done: int, total: int, *, title: str = "", result: str = ""
+        text: str,
+        done: int,
+        total: int,
+        *,
+        title: str = "",
+        result: str = "",
+        left_s: float | None = None,
     ) -> None:
         most = max(1, total)  # a bar of nothing is drawn full
-        progress.update(task, completed=done, total=most, title=title, text=text)
+        remaining.at(done, total, title=title)
+        left = left_text(remaining.left_s() if left_s is None else left_s)
+        said = ", ".join(filter(None, (left, text)))
+        progress.update(task, completed=done, total=most, title=title, text=said)
 
     with progress:
         yield move
@@ -145,11 +168,14 @@ class ProgressLines:
     def __init__(
         self,
         stream: TextIO,
+        remaining: Remaining,
         *,
         results: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
+        self._remaining = remaining
+        self._left_s: float | None = None
         self._results = results
         self._clock = clock
         self._start = clock()
@@ -157,9 +183,18 @@ class ProgressLines:
         self._told = False
 
     def show(
-        self, text: str, done: int, total: int, *, title: str = "", result: str = ""
+        self,
+        text: str,
+        done: int,
+        total: int,
+        *,
+        title: str = "",
+        result: str = "",
+        left_s: float | None = None,
     ) -> None:
         """See `Show`."""
+        self._remaining.at(done, total, title=title)
+        self._left_s = left_s
         self._at = f"{title + ', ' if title else ''}{text}, {done} of {total}"
         if self._results and result:
             self._told = True
@@ -170,7 +205,12 @@ class ProgressLines:
         if not self._told:
             seconds = round(self._clock() - self._start)
             minutes, seconds = divmod(seconds, 60)
-            self._write(f"mucudnn: {minutes}:{seconds:02d} {self._at}")
+            left_s = self._left_s
+            left = left_text(self._remaining.left_s() if left_s is None else left_s)
+            self._write(
+                f"mucudnn: {minutes}:{seconds:02d} "
+                f"{', '.join(filter(None, (self._at, left)))}"
+            )
         self._told = False
 
     def _write(self, line: str) -> None:
@@ -222,13 +262,21 @@ class LayerWords:
 class TrainingWords:
     """Puts training into words: a step's for the display, an epoch's on the output.
 
-    If `quiet`, no epoch is: the output is for data.
+    Args:
+        show: The display.
+        epochs: In all.
+        batches: Of an epoch.
+        steps: Of the whole training.
+        quiet: No epoch is: the output is for data.
     """
 
-    def __init__(self, show: Show, epochs: int, batches: int, *, quiet: bool) -> None:
+    def __init__(
+        self, show: Show, epochs: int, batches: int, *, steps: int, quiet: bool
+    ) -> None:
         self._show = show
         self._epochs = epochs
         self._batches = batches
+        self._steps = steps
         self._quiet = quiet
 
     def measured(self, at: "Measured") -> None:
@@ -250,6 +298,7 @@ class TrainingWords:
                 at.batch,
                 self._batches,
                 title=f"epoch {at.epoch + 1}/{self._epochs}",
+                left_s=at.ms / max(1, at.batch) * (self._steps - at.steps) / 1e3,
             )
         elif not self._quiet:
             click.echo(_report_line(report, self._epochs))

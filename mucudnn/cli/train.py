@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,18 +23,20 @@ from mucudnn.cli.train_options import (
     run_options,
 )
 from mucudnn.cli.train_ranks import Group, group_of, step_ms
+from mucudnn.cli.train_settings import (
+    budget_of,
+    optimizer_of,
+    total_steps,
+    words_of,
+)
 from mucudnn.cli.tuner_options import make_tuner
 from mucudnn.ir.learning_rate import parse_learning_rate
-from mucudnn.ir.loss_scaling import DYNAMIC
-from mucudnn.ir.optimizers import Momentum, Optimizer, parse_optimizer
 
 if TYPE_CHECKING:
-    from mucudnn.backends.base import Device
     from mucudnn.cli.progress import Show, TrainingWords
     from mucudnn.cli.train_data import Work
     from mucudnn.ir.tiers import TierPlacement
     from mucudnn.passes.planning.place_step import PlacedStep
-    from mucudnn.runtime.training.budget import MemoryBudget
     from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
     from mucudnn.runtime.training.history import EpochReport, Position
     from mucudnn.runtime.training.trainer import Trainer
@@ -107,8 +108,8 @@ class _Training:
         with self._display(1) as show:
             show("reading the data", 0, 1)
             self._work = _work(model, settings, group)
-        self._optimizer = _optimizer(settings)
-        self._words = _words(self._work, self._optimizer, settings)
+        self._optimizer = optimizer_of(settings)
+        self._words = words_of(self._work, self._optimizer, settings)
         self._checkpoints, self._resume = self._found()
         self._reports: dict[int, EpochReport] = {}
 
@@ -121,7 +122,8 @@ class _Training:
         epochs, batches = settings["epochs"], len(work.batches)
         quiet = quiet or not self.leads
         with self._display(batches, titled=True) as show:
-            shown = TrainingWords(show, epochs, batches, quiet=quiet)
+            total = total_steps(work, settings)
+            shown = TrainingWords(show, epochs, batches, steps=total, quiet=quiet)
             show("planning the step", 0, batches, title="preparing")
             self._trainer = self._made(shown)
 
@@ -228,7 +230,7 @@ class _Training:
         settings, work = self._settings, self._work
         tuner = make_tuner({**settings, "exhaustive": False}, progress=shown.measured)
         known = {} if self._resume is None else plans_of(self._resume, tuner.backend)
-        total = _total_steps(work, settings)
+        total = total_steps(work, settings)
         with bad_input(), tuner.cache:
             rate = parse_learning_rate(
                 settings["lr_schedule"],
@@ -249,7 +251,7 @@ class _Training:
                 plans=known,
                 precision=settings["precision"],
                 loss_scale=settings["loss_scale"],
-                budget=_budget(settings, tuner.backend.device),
+                budget=budget_of(settings, tuner.backend.device),
                 progress=shown.prepared,
                 fuse=not settings["no_fuse"],
                 split=settings["split"],
@@ -260,7 +262,13 @@ class _Training:
 
 
 def _silent(
-    text: str, done: int, total: int, *, title: str = "", result: str = ""
+    text: str,
+    done: int,
+    total: int,
+    *,
+    title: str = "",
+    result: str = "",
+    left_s: float | None = None,
 ) -> None:
     """Another process says it."""
 
@@ -284,22 +292,6 @@ def _work(model: str, settings: Mapping[str, Any], group: Group | None) -> "Work
             lambda images: step_ms(made(images).training, tuner, settings),
         )
     return group.part(work, made, shares)
-
-
-def _budget(settings: Mapping[str, Any], device: "Device") -> "MemoryBudget | None":
-    from mucudnn.runtime.training.budget import DEVICE, MemoryBudget
-
-    nbytes = settings["budget"]
-    if nbytes is None:
-        return None
-    return MemoryBudget(
-        nbytes=device.available_bytes() if nbytes == DEVICE else nbytes,
-        policy=settings["policy"],
-        scheduler=settings["scheduler"],
-        convolutions=settings["convolutions"],
-        disk=None if settings["disk"] is None else Path(settings["disk"]),
-        tiers=settings["tiers"],
-    )
 
 
 def _memory_to_json(placed: "PlacedStep | None") -> dict[str, Any] | None:
@@ -333,41 +325,3 @@ def _tiers_to_json(placement: "TierPlacement | None") -> list[dict[str, Any]] | 
         }
         for i, tier in enumerate(placement.tiers)
     ]
-
-
-def _optimizer(settings: Mapping[str, Any]) -> Optimizer:
-    with bad_input():
-        optimizer = parse_optimizer(
-            settings["optimizer"],
-            learning_rate=settings["lr"],
-            weight_decay=settings["weight_decay"],
-        )
-    momentum = settings["momentum"]
-    if momentum is None:
-        return optimizer
-    if not isinstance(optimizer, Momentum):
-        raise BadInputError(f"{settings['optimizer']} takes no --momentum")
-    return replace(optimizer, momentum=momentum)
-
-
-def _total_steps(work: "Work", settings: Mapping[str, Any]) -> int:
-    total: int = settings["epochs"] * len(work.batches)
-    return min(total, settings["steps"] or total)
-
-
-def _words(
-    work: "Work", optimizer: Optimizer, settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What a checkpoint must agree with to be gone on from.
-
-    A cosine depends on where it ends; other schedules may be continued beyond.
-    """
-    schedule = settings["lr_schedule"]
-    return {
-        **work.words,
-        "optimizer": repr(optimizer),
-        "lr_schedule": schedule,
-        "warmup": settings["warmup"],
-        **({"loss_scale": DYNAMIC} if settings["loss_scale"] == DYNAMIC else {}),
-        **({"steps": _total_steps(work, settings)} if schedule == "cosine" else {}),
-    }

@@ -175,7 +175,11 @@ def _compare(
     from mucudnn.studies.conv_comparison import ComparisonInterrupted, compare
 
     with (
-        progress_display(len(layers), lines=settings["verbose"]) as show,
+        progress_display(
+            len(layers),
+            lines=settings["verbose"],
+            limit_s=settings["time_limit"],
+        ) as show,
         _workers(settings["workers"]) as more,
     ):
         shown = LayerWords(show)
