@@ -17,7 +17,8 @@ from mucudnn.passes.planning.cutting import (
 )
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.splitting import SplitStep, plan_splitting
-from mucudnn.studies.memory_study import IN_PARTS, StepSpec, study_memory
+from mucudnn.studies.memory_study import StepSpec, study_memory
+from mucudnn.studies.memory_trials import IN_PARTS
 
 
 def network(batch, *, norm):

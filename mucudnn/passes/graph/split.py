@@ -7,8 +7,7 @@ So the working set shrinks by the number of parts. The idea of TSPLIT (Nie et al
 2022), and of micro-batches for whole chains of layers instead of single convolutions.
 
 Nodes say themselves how they are cut (`Batch`); one whose samples depend on each other
-may fall into pieces that can (`pieces`); all others stay whole. What sums over the
-batch is summed slice by slice, in place, and the last sum has the tensor's own name.
+may fall into pieces that can (`pieces`); all others stay whole.
 
 Order is by phases: runs of nodes that are cut into the same number of parts and in
 which none needs a sum that the same run makes. A phase is emitted slice by slice, of
@@ -18,13 +17,12 @@ ending it. Values are those of the whole graph up to the order of sums; whatever
 planned for the split graph then computes the same bits.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import MappingProxyType
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
-from mucudnn.ir.operations import make_node
-from mucudnn.ir.traits import Batch, Interval, Operands, Strip
+from mucudnn.ir.traits import Batch, Operands
 from mucudnn.passes.graph.split_axis import (
     SAMPLES,
     Along,
@@ -33,7 +31,7 @@ from mucudnn.passes.graph.split_axis import (
     cut_as,
     cuttable,
 )
-from mucudnn.passes.graph.split_order import line_by_line
+from mucudnn.passes.graph.split_emission import Cut, Emitter
 from mucudnn.passes.graph.split_parts import Parts, asked_of
 from mucudnn.passes.graph.split_slices import Slices
 
@@ -75,26 +73,6 @@ def split_along(graph: Graph, parts: Parts, along: Along) -> Graph:
     return _Splitter(graph, asked_of(parts), along).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """A node, or a piece of one, and into how many parts it is cut."""
-
-    node: Node
-    parts: int
-    how: Batch
-
-
-def _ends(
-    names: tuple[str, ...], rows: tuple[Interval | None, ...]
-) -> Mapping[str, int]:
-    """Tensor -> the row before which a slice reads of it."""
-    found: dict[str, int] = {}
-    for name, part in zip(names, rows, strict=True):
-        if part is not None:
-            found[name] = max(part[1], found.get(name, 0))
-    return found
-
-
 class _Splitter:
     def __init__(
         self, graph: Graph, parts: Callable[[Node], int], along: Along
@@ -102,13 +80,12 @@ class _Splitter:
         self._graph, self._parts, self._along = graph, parts, along
         self._cuttable = cuttable(graph, along)
         self._slices = Slices(graph, along.unit)
-        self._phase: list[_Cut] = []
+        self._emitter = Emitter(self._slices)
+        self._phase: list[Cut] = []
         self._sums: set[str] = set()
         """Results of the open phase that are there only when it is closed."""
         self._late: list[Node] = []
         """Whole nodes that run behind the open phase."""
-        self._totals: dict[str, str] = {}
-        """Result that is a sum -> the sum of the slices so far."""
 
     def run(self) -> Graph:
         for node in self._graph.nodes:
@@ -126,25 +103,25 @@ class _Splitter:
         }
         return replace(graph, tensors=MappingProxyType(kept), nodes=tuple(slices.nodes))
 
-    def _expanded(self, node: Node) -> Iterator[_Cut]:
+    def _expanded(self, node: Node) -> Iterator[Cut]:
         """A node, or what it falls into, with the parts of each."""
         parts = self._parts(node) if node.name in self._cuttable else 1
         whole = parts > 1 and node.traits.pieces is None
         for piece in (node,) if whole or parts == 1 else self._pieces(node):
             yield self._cut(piece, parts)
 
-    def _cut(self, node: Node, parts: int) -> _Cut:
+    def _cut(self, node: Node, parts: int) -> Cut:
         """A node in no more parts than what it works on has rows."""
         tensors = self._slices.tensors
         how = cut_as(tensors, node, self._along) if parts > 1 else None
         if how is None:
-            return _Cut(node, 1, _WHOLE)
+            return Cut(node, 1, _WHOLE)
         most = self._along.size
         if self._along.axis != SAMPLES:
             axes = zip(node.tensors, (*how.inputs, *how.outputs), strict=True)
             rows = (tensors[t].shape[axis] for t, axis in axes if axis is not None)
             most = min(rows)
-        return _Cut(node, min(parts, most), how) if most > 1 else _Cut(node, 1, _WHOLE)
+        return Cut(node, min(parts, most), how) if most > 1 else Cut(node, 1, _WHOLE)
 
     def _pieces(self, node: Node) -> Iterator[Node]:
         make, tensors = node.traits.pieces, self._graph.tensors
@@ -166,7 +143,7 @@ class _Splitter:
                 piece.traits,
             )
 
-    def _visit(self, cut: _Cut) -> None:
+    def _visit(self, cut: Cut) -> None:
         if cut.parts == 1:
             if self._depends(cut.node):
                 if self._waits(cut.node):
@@ -174,7 +151,7 @@ class _Splitter:
                     self._sums.update(cut.node.outputs)
                     return
                 self._close()
-            self._emit_whole(cut.node)
+            self._emitter.whole(cut.node)
             return
         differs = bool(self._phase) and self._phase[-1].parts != cut.parts
         if differs or self._incomplete(cut):
@@ -183,7 +160,7 @@ class _Splitter:
         outputs = zip(cut.node.outputs, cut.how.outputs, strict=True)
         self._sums.update(name for name, axis in outputs if axis is None)
 
-    def _incomplete(self, cut: _Cut) -> bool:
+    def _incomplete(self, cut: Cut) -> bool:
         """Whether a node needs as one what the open phase has made of some rows."""
         axes = zip(cut.node.inputs, cut.how.inputs, strict=True)
         whole = {name for name, axis in axes if axis is None}
@@ -211,136 +188,12 @@ class _Splitter:
         return any(storages(t) in changed for n in nodes for t in n.inputs)
 
     def _close(self) -> None:
-        """Emit the open phase, slice by slice."""
+        """Emit the open phase, then what waits for its end."""
         phase, self._phase, self._sums = self._phase, [], set()
         late, self._late = self._late, []
         if not phase:
             return
-        strips = [
-            [self._strip(cut, index) for index in range(cut.parts)] for cut in phase
-        ]
-        reads = [
-            [_ends(cut.node.inputs, strip.inputs) for strip in of_node]
-            for cut, of_node in zip(phase, strips, strict=True)
-        ]
-        for position, index in line_by_line(reads, [self._made(cut) for cut in phase]):
-            self._emit_slice(phase[position], index, strips[position][index])
+        self._emitter.phase(phase)
         for node in late:
-            self._emit_whole(node)
+            self._emitter.whole(node)
         self._slices.forget_copies()
-
-    def _made(self, cut: _Cut) -> Mapping[str, list[int]]:
-        """Where each slice of each result ends."""
-        found = {}
-        for name, axis in zip(cut.node.outputs, cut.how.outputs, strict=True):
-            if axis is not None:
-                size = self._slices.tensors[name].shape[axis]
-                slices = (self._slices.rows(cut.parts, i) for i in range(cut.parts))
-                found[name] = [rows.of(size).stop for rows in slices]
-        return found
-
-    def _strip(self, cut: _Cut, index: int) -> Strip:
-        """What a slice of a node reads and computes."""
-        node, how, tensors = cut.node, cut.how, self._slices.tensors
-        rows = self._slices.rows(cut.parts, index)
-        inputs = tuple(tensors[name] for name in node.inputs)
-        if how.reach is not None:
-            outputs = tuple(tensors[name] for name in node.outputs)
-            return how.reach(Operands(node.name, inputs, outputs, node.attrs), rows)
-        axes = zip(inputs, how.inputs, strict=True)
-        reads = tuple(
-            None if axis is None else rows.of(spec.shape[axis]).interval
-            for spec, axis in axes
-        )
-        attrs = node.attrs
-        if how.sliced is not None:
-            attrs = how.sliced(attrs, inputs, rows)
-        return Strip(reads, None, attrs)
-
-    def _emit_whole(self, node: Node) -> None:
-        inputs = tuple(
-            found
-            for name in node.inputs
-            for found in self._slices.gathered(name, node.phase)
-        )
-        for name in node.outputs:
-            self._slices.realias(name, node, inputs)
-        if inputs != node.inputs:
-            mutates = tuple(name for name in node.mutates if name in inputs)
-            node = replace(node, inputs=inputs, mutates=mutates)
-        self._slices.nodes.append(node)
-
-    def _emit_slice(self, cut: _Cut, index: int, strip: Strip) -> None:
-        node, how, slices = cut.node, cut.how, self._slices
-        rows = slices.rows(cut.parts, index)
-        reads = zip(node.inputs, strip.inputs, how.inputs, strict=True)
-        inputs = [
-            slices.whole(name, node.phase)
-            if axis is None or interval is None
-            else slices.read(name, axis, interval, node.phase)
-            for name, interval, axis in reads
-        ]
-        outputs, added = [], []
-        for position, axis in enumerate(how.outputs):
-            name = node.outputs[position]
-            if axis is not None:
-                wanted = rows.of(slices.tensors[name].shape[axis]).interval
-                outputs.append(slices.write(name, axis, wanted, index, strip.made))
-                slices.realias(outputs[-1], node, inputs)
-            elif position in how.gathered:
-                outputs.append(slices.gather(name, index))
-            elif how.accumulates:
-                outputs.append(self._accumulate(name, cut, index, inputs))
-            else:
-                outputs.append(slices.partial(name, index))
-                added.append(name)
-        slices.nodes.append(
-            replace(
-                node,
-                name=f"{node.name}@{index}",
-                inputs=tuple(inputs),
-                outputs=tuple(outputs),
-                attrs=MappingProxyType(dict(strip.attrs)),
-                traits=replace(node.traits, batch=None, strips=None),
-            )
-        )
-        slices.crop(node.phase)
-        for name in added:
-            self._add(name, cut, index)
-
-    def _accumulate(self, name: str, cut: _Cut, index: int, inputs: list[str]) -> str:
-        """A sum that the node itself adds to: what there is of it is an input."""
-        before = self._totals.get(name)
-        if before is not None:
-            inputs.append(before)
-        return self._total(name, cut, index, before)
-
-    def _add(self, name: str, cut: _Cut, index: int) -> None:
-        """Add what a slice has left to the sum of those before it, in place."""
-        mine, before = f"{name}@{index}", self._totals.get(name)
-        if before is None:
-            self._totals[name] = mine
-            return
-        total = self._total(name, cut, index, before)
-        node = cut.node
-        added = make_node(
-            self._slices.tensors,
-            f"{node.name}@{index}:{name}",
-            "add",
-            (before, mine),
-            (total,),
-            phase=node.phase,
-        )
-        self._slices.nodes.append(
-            replace(
-                added,
-                traits=replace(added.traits, batch=None, strips=None, joint=False),
-            )
-        )
-
-    def _total(self, name: str, cut: _Cut, index: int, before: str | None) -> str:
-        """The sum up to a slice; behind the last it is the tensor itself."""
-        total = name if index == cut.parts - 1 else f"{name}@0+{index}"
-        self._totals[name] = total
-        self._slices.declare(name, total, alias=before)
-        return total
