@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,6 +22,7 @@ from mucudnn.cli.train_options import (
     run_options,
 )
 from mucudnn.cli.train_ranks import Group, group_of, step_ms
+from mucudnn.cli.train_results import results_to_json, show_results
 from mucudnn.cli.train_settings import (
     budget_of,
     optimizer_of,
@@ -35,8 +35,6 @@ from mucudnn.ir.learning_rate import parse_learning_rate
 if TYPE_CHECKING:
     from mucudnn.cli.progress import Show, TrainingWords
     from mucudnn.cli.train_data import Work
-    from mucudnn.ir.tiers import TierPlacement
-    from mucudnn.passes.planning.place_step import PlacedStep
     from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
     from mucudnn.runtime.training.history import EpochReport, Position
     from mucudnn.runtime.training.trainer import Trainer
@@ -162,46 +160,18 @@ class _Training:
 
     def to_json(self, *, interrupted: bool) -> dict[str, Any]:
         """Every figure."""
-        trainer = self._trainer
         return {
             "schema": 1,
             "model": self._model,
-            "epochs": [
-                {**asdict(report), "epoch": report.epoch + 1}
-                for _, report in sorted(self._reports.items())
-            ],
-            "step_ms": trainer.step_ms,
-            "peak_bytes": trainer.peak_bytes,
-            "budget_bytes": None if trainer.budget is None else trainer.budget.nbytes,
-            "memory": _memory_to_json(trainer.placed),
-            "segments": [segment.to_json() for segment in trainer.segments],
-            "splitting": (
-                None if trainer.splitting is None else trainer.splitting.to_json()
-            ),
-            "steps": trainer.steps,
-            "interrupted": interrupted,
+            **results_to_json(self._trainer, self._reports),
             "parameters": self._work.training.parameter_count,
-            "backend": trainer.backend.name,
-            "fingerprint": trainer.backend.device.fingerprint,
+            "interrupted": interrupted,
             "settings": dict(self._words),
         }
 
     def show(self) -> None:
-        """The last lines: what a step takes."""
-        from mucudnn.report.words import bytes_text, ms_text
-
-        trainer = self._trainer
-        click.echo(
-            f"{trainer.steps:,} steps, {ms_text(trainer.step_ms)} ms each; "
-            f"{bytes_text(trainer.peak_bytes)} of memory"
-        )
-        placed = trainer.placed
-        if placed is not None and placed.plan.prediction.placement is not None:
-            click.echo(str(placed.plan.prediction.placement))
-        if trainer.splitting is not None:
-            click.echo(trainer.splitting.reason)
-        for segment in trainer.segments:
-            click.echo(str(segment))
+        """The last lines: what a step takes, and where it can be gone on from."""
+        show_results(self._trainer)
         if self._checkpoints is not None and (steps := self._checkpoints.steps()):
             click.echo(f"checkpoint of step {steps[0]} in {self._checkpoints.folder}")
 
@@ -292,36 +262,3 @@ def _work(model: str, settings: Mapping[str, Any], group: Group | None) -> "Work
             lambda images: step_ms(made(images).training, tuner, settings),
         )
     return group.part(work, made, shares)
-
-
-def _memory_to_json(placed: "PlacedStep | None") -> dict[str, Any] | None:
-    """How a step keeps its budget, in figures; None without one."""
-    if placed is None:
-        return None
-    plan = placed.plan
-    return {
-        "policy": plan.policy,
-        "scheduler": plan.scheduler,
-        "nbytes": placed.nbytes,
-        "predicted_ms": plan.prediction.step_ms,
-        "offloaded_bytes": plan.prediction.out_bytes,
-        "recomputed_nodes": plan.recomputed,
-        "mapped_chunks": placed.layout.mapped_chunks,
-        "tiers": _tiers_to_json(plan.prediction.placement),
-    }
-
-
-def _tiers_to_json(placement: "TierPlacement | None") -> list[dict[str, Any]] | None:
-    """What goes where, the fastest tier first; None where there is only the host."""
-    if placement is None:
-        return None
-    return [
-        {
-            "name": tier.name,
-            "used_bytes": placement.used[i],
-            "out_bytes_per_ms": tier.out_bytes_per_ms,
-            "in_bytes_per_ms": tier.in_bytes_per_ms,
-            "tensors": placement.names(i),
-        }
-        for i, tier in enumerate(placement.tiers)
-    ]
