@@ -8,7 +8,7 @@ import pytest
 
 from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS, bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
-from mucudnn.backends.cuda.kernels import KERNELS, PROGRAMS, bind
+from mucudnn.backends.cuda.kernels import KERNELS, PROGRAMS, bind, program
 from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
 from mucudnn.backends.cuda.kernels.source import compiler_options
 from mucudnn.errors import BackendError, UnsupportedError
@@ -145,6 +145,25 @@ def test_updates_together_are_the_updates_one_by_one(op, scaled, folder):
     for (one, _), (other, _) in zip(apart, joint, strict=True):
         for a, b in zip(one, other, strict=True):
             assert a.tobytes() == b.tobytes()
+
+
+@emulated
+@pytest.mark.parametrize("blocks", [1, 3, 1 << 16])
+@pytest.mark.parametrize("op", ["add", "scale", "momentum", "accumulate"])
+def test_every_element_is_computed_once_in_place(op, blocks, folder, monkeypatch):
+    """By any number of blocks; what follows the last element is not touched."""
+    monkeypatch.setattr(program, "_MOST_BLOCKS", blocks)
+    kernel, attrs = bind(Emulator(folder))[op], ADAM | {"momentum": 1.0, "factor": 2.0}
+    attrs |= {"weight_decay": 0.0, "gradient_scale": 1.0, "nesterov": False}
+    for size in (1, 4, 6, 4095, 8197):
+        x, other, state = np.ones((3, 8208), "f4")  # each aligned
+        inputs = [x[:size], other[:size]][: 1 if op == "scale" else 2]
+        more = [np.array(0.5, "f4"), state[:size]] if op == "momentum" else []
+        outputs = [x[:size]] if op in ("add", "scale") else []
+        kernel.run([*inputs, *more], outputs, attrs, None)
+        found = {"momentum": 0.0, "accumulate": 3.0}.get(op, 2.0)
+        assert (x[:size] == found).all(), size
+        assert all((room[size:] == 1).all() for room in (x, other, state)), size
 
 
 @emulated
