@@ -2,7 +2,7 @@
 
 The cuda backend's own operations are called with arrays of the right shapes and no
 memory behind them, and every launch is noted with the bytes of the arrays it is given;
-what an update overwrites counts twice.
+what an update overwrites counts twice, but for a copy that it only writes.
 Convolutions count their operands once, whatever an algorithm moves inside; updates that
 follow one another are one launch, as an executor has them. Beside it
 stands the least that any implementation moves: operands of convolutions and matrix
@@ -23,6 +23,7 @@ from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.models import get_model
+from mucudnn.passes.graph.narrow_copies import copies_of_parameters
 from mucudnn.runtime.training.training_graphs import training_graphs
 
 __all__ = ["Traffic", "run", "table", "traffic_of"]
@@ -87,6 +88,7 @@ class _Counting:
 def traffic_of(graph: Graph) -> dict[str, Traffic]:
     """Operation -> what its nodes move in one step of a graph."""
     found: dict[str, Traffic] = {}
+    copies = frozenset(copies_of_parameters(graph).values())
     before = ""
     for node in graph.nodes:
         if node.traits.view:
@@ -113,7 +115,8 @@ def traffic_of(graph: Graph) -> dict[str, Traffic]:
         )
         one = counting.traffic
         launches = 0 if joins and operation.together else one.launches
-        again = sum(graph.tensors[name].nbytes for name in node.mutates)
+        changed = set(node.mutates).difference(copies)
+        again = sum(graph.tensors[name].nbytes for name in changed)
         of_op.add(launches, one.nbytes + again, one.flops)
     return found
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from mucudnn.ir.initializers import Initializer
+from mucudnn.ir.initializers import CopyOf, Initializer
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import PLAIN, NodeTraits
 
@@ -114,7 +114,7 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
     gradients: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    initializers: Mapping[str, Initializer] = field(
+    initializers: Mapping[str, Initializer | CopyOf] = field(
         default_factory=lambda: MappingProxyType({})
     )
 

@@ -12,6 +12,7 @@ from mucudnn.arguments import a_flag, a_number
 
 __all__ = [
     "Constant",
+    "CopyOf",
     "HeNormal",
     "Initializer",
     "LecunUniform",
@@ -79,6 +80,16 @@ class LecunUniform:
     def limit(self, shape: Sequence[int]) -> float:
         """Largest absolute value for a weight of this shape."""
         return math.sqrt(3 * self.scale / fans(shape)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOf:
+    """Always the values of a parameter, in another type; saved nowhere.
+
+    Who changes the parameter changes its copy.
+    """
+
+    parameter: str
 
 
 Initializer = Constant | Normal | HeNormal | XavierUniform | LecunUniform

@@ -17,6 +17,7 @@ from mucudnn.ir.operations import make_node
 from mucudnn.ir.optimizers import AdaGrad, Adam, Momentum, Optimizer, RmsProp, Sgd
 from mucudnn.passes.graph.dependencies import last_writes, with_nodes_after
 from mucudnn.passes.graph.loss_scaling import COUNTS, adjusting, looking_for_overflow
+from mucudnn.passes.graph.narrow_copies import copies_of_parameters
 from mucudnn.passes.graph.tape import LOSS_SCALE
 
 __all__ = [
@@ -111,6 +112,7 @@ class _Draft:
         self._scaling = scaling
         self._tensors = dict(graph.tensors)
         self._initializers = dict(graph.initializers)
+        self._copies = copies_of_parameters(graph)
         self._updates: list[tuple[str, str, Node]] = []
 
     def update(
@@ -125,6 +127,9 @@ class _Draft:
         state = tuple(self._state(w, slot) for slot in slots)
         decay = optimizer.weight_decay if len(spec.shape) > 1 else 0.0
         attrs |= {"weight_decay": decay, "gradient_scale": gradient_scale}
+        copies: tuple[str, ...] = ()
+        if w in self._copies:
+            attrs["copied"], copies = True, (self._copies[w],)
         scales: tuple[str, ...] = ()
         if self._scaling is not None:
             attrs["scaled"], scales = True, (LOSS_SCALE, COUNTS)
@@ -132,11 +137,11 @@ class _Draft:
             self._tensors,
             name=f"{w}:{op}",
             op=op,
-            inputs=(*inputs, *state, *scales),
+            inputs=(*inputs, *state, *copies, *scales),
             outputs=(),
             attrs=MappingProxyType(attrs),
             phase=Phase.UPDATE,
-            mutates=(w, *state),
+            mutates=(w, *state, *copies),
         )
         self._updates.append((w, gradient, node))
 
@@ -163,7 +168,8 @@ class _Draft:
         written = last_writes(self._graph)
         at: dict[int, list[Node]] = {}
         for w, gradient, node in self._updates:
-            done = read.get(storages[w], -1), written.get(storages[gradient], -1)
+            done = [read.get(storages[t], -1) for t in (w, self._copies.get(w, w))]
+            done.append(written.get(storages[gradient], -1))
             at.setdefault(max(done), []).append(node)
         return with_nodes_after(self._graph, at)
 

@@ -1,9 +1,10 @@
 """What outlives a step: parameters, running statistics, optimizer state.
 
 One buffer on the device, laid out in the order of declaration, and one on the host for
-the host-resident ones. Every tensor starts from a stream of random numbers of its
-own, seeded by the run's seed and the tensor's name: adding a layer does not change how
-the others start. The network, without the optimizer's state, goes to a file and back.
+the host-resident ones. A narrow copy of a parameter is written with it. Every tensor
+starts from a stream of random numbers of its own, seeded by the run's seed and the
+tensor's name: adding a layer does not change how the others start. The network, without
+the optimizer's state, goes to a file and back.
 """
 
 import zlib
@@ -20,6 +21,7 @@ from mucudnn.errors import CheckpointError
 from mucudnn.ir.graph import PERSISTENT, Graph
 from mucudnn.ir.initializers import (
     Constant,
+    CopyOf,
     HeNormal,
     Initializer,
     LecunUniform,
@@ -27,6 +29,7 @@ from mucudnn.ir.initializers import (
     XavierUniform,
 )
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.passes.graph.narrow_copies import copies_of_parameters
 from mucudnn.passes.liveness import rounded
 from mucudnn.runtime.executor.host_memory import HostTier, Tiers
 from mucudnn.runtime.training.tensor_file import read_arrays, read_header, write_arrays
@@ -64,10 +67,12 @@ class StateStore(Mapping[str, Array]):
     ) -> None:
         self._device = device
         self._specs: dict[str, TensorSpec] = {}
-        initializers: dict[str, Initializer] = {}
+        initializers: dict[str, Initializer | CopyOf] = {}
+        self._copies: dict[str, str] = {}
         for graph in graphs:
             self._declare(graph)
             initializers |= graph.initializers
+            self._copies |= copies_of_parameters(graph)
         self._hosted = frozenset(hosted).intersection(self._specs)
         here = [s for s in self._specs.values() if s.name not in self._hosted]
         offsets, self.nbytes = _layout(here)
@@ -79,8 +84,10 @@ class StateStore(Mapping[str, Array]):
         self._arrays |= {name: self._typed(name) for name in self.host_buffers}
         if isinstance(device, VirtualDevice):  # has no memory to fill
             return
-        for name, spec in self._specs.items():
-            self._write(name, _drawn(spec, initializers.get(name, Constant(0.0)), seed))
+        for name in self._own():
+            how = initializers.get(name, Constant(0.0))
+            if not isinstance(how, CopyOf):
+                self._write(name, _drawn(self._specs[name], how, seed))
 
     def __getitem__(self, name: str) -> Array:
         """On the device, or on the host if the tensor is host-resident."""
@@ -123,14 +130,21 @@ class StateStore(Mapping[str, Array]):
             np.copyto(self._arrays[name], value)
         else:
             self._device.upload(value, self._arrays[name])
+        if (copy := self._copies.get(name)) is not None:
+            self._write(copy, value.astype(self._arrays[copy].dtype))
+
+    def _own(self) -> list[str]:
+        """Those that are no copies of others."""
+        copies = frozenset(self._copies.values())
+        return [name for name in self._specs if name not in copies]
 
     def save(self, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """Tensors as NumPy arrays of their own; all of them if none are named."""
+        """Tensors as NumPy arrays of their own; if none are named all but copies."""
         return {
             name: np.array(self._arrays[name])
             if name in self._hosted
             else self._device.download(self._arrays[name])
-            for name in (self._arrays if names is None else names)
+            for name in (self._own() if names is None else names)
         }
 
     def load(
@@ -142,7 +156,7 @@ class StateStore(Mapping[str, Array]):
             ValueError: A tensor is missing, unknown, or of another shape or type; then
                 nothing was overwritten.
         """
-        wanted = list(self._specs if names is None else names)
+        wanted = self._own() if names is None else list(names)
         known = frozenset(wanted)
         missing = [name for name in wanted if name not in values]
         unknown = [name for name in values if name not in known]

@@ -164,6 +164,7 @@ class Trainer:
             loss_scale=self._scale,
             divided=divider,
             fuse=fuse,
+            keep_copies=budget is None,  # within one it is used for what is needed more
         )
         self.splitting, self.segments = divider.decision, divider.segments
         if budget is not None and divider.profile is not None:

@@ -21,6 +21,7 @@ from mucudnn.passes.graph.mixed_precision import (
     lowered,
     with_narrow_gradients,
 )
+from mucudnn.passes.graph.narrow_copies import with_narrow_copies
 from mucudnn.passes.graph.optimizer_updates import STEP, When, with_updates
 
 __all__ = ["Divided", "TrainingGraphs", "answers_of", "step_graphs", "training_graphs"]
@@ -64,10 +65,12 @@ def training_graphs(
     loss_scale: DynamicLossScale | float | str | None,
     divided: Divided | None = None,
     fuse: bool = True,
+    keep_copies: bool = True,
 ) -> TrainingGraphs:
     """All graphs of a trainer; its arguments are explained there.
 
-    What `divided` makes of a training graph without updates is trained.
+    What `divided` makes of a training graph without updates is trained. `keep_copies`
+    has narrow copies of parameters kept by updates, instead of a cast a step.
 
     Raises:
         ValueError: The graphs do not belong together, or a setting is out of range.
@@ -90,6 +93,7 @@ def training_graphs(
         parts=parts,
         loss_scale=loss_scale_of(loss_scale, usual),
         divided=divided,
+        keep_copies=keep_copies,
     )
     weights = tuple(spec.name for spec in forward[0].with_role(*PERSISTENT))
     if evaluation is not None:
@@ -106,6 +110,7 @@ def step_graphs(
     parts: int = 1,
     loss_scale: DynamicLossScale | float = 1.0,
     divided: Divided | None = None,
+    keep_copies: bool = False,
 ) -> tuple[Graph, ...]:
     """The graph of a training step, with nothing in place yet.
 
@@ -118,6 +123,8 @@ def step_graphs(
         loss_scale: Factor of the loss's gradient, taken out again by the updates. A
             dynamic one makes them come late.
         divided: What becomes of the graph before it gets updates: cut along the batch.
+        keep_copies: Whether updates keep the narrow copies of parameters; not where a
+            step has several parts, whose totals are wide.
 
     Raises:
         ValueError: A name is unknown, there is not one part, or the scale is not
@@ -137,6 +144,8 @@ def step_graphs(
         graph = divided(graph)
     graph = with_narrow_gradients(graph)
     if parts == 1:
+        if keep_copies:
+            graph = with_narrow_copies(graph)
         step = with_updates(
             graph, optimizer, when=when, gradient_scale=back, scaling=scaling
         )

@@ -2,10 +2,10 @@
 
 Where the loss has a scale that is state, an update's last two inputs are that scale and
 its counts (`passes.graph.loss_scaling`): gradients are divided by the scale, and after
-an overflow nothing is changed. Such a step does not count for Adam.
+an overflow nothing is changed. Such a step does not count for Adam. Before these comes
+the weight's copy in a narrow type, where one is kept.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,7 +56,7 @@ def rmsprop(attrs: Attrs, rate: float, w: Any, dw: Any, s: Any) -> None:
 
 def adam(call: KernelCall) -> None:
     """Adam (Kingma and Ba, 2015); `decoupled`: AdamW (Loshchilov and Hutter, 2019)."""
-    (w, dw, lr, step, m, v), attrs, skipped = _unscaled(call)
+    (w, dw, lr, step, m, v, *copies), attrs, skipped = _unscaled(call)
     if attrs is None:
         return
     beta1, beta2 = attrs["beta1"], attrs["beta2"]
@@ -66,7 +66,7 @@ def adam(call: KernelCall) -> None:
     eps = attrs["eps"] * root
     decay = 1 - float(lr) * attrs["weight_decay"] if attrs["decoupled"] else 1.0
 
-    def block(w: Any, dw: Any, m: Any, v: Any) -> None:
+    def block(w: Any, dw: Any, m: Any, v: Any, *copies: Any) -> None:
         g = _gradient(w, dw, attrs, decay=not attrs["decoupled"])
         if decay != 1:
             w *= decay
@@ -82,8 +82,10 @@ def adam(call: KernelCall) -> None:
         np.divide(m, g, out=g)
         g *= rate
         w -= g
+        for copy in copies:
+            copy[...] = w
 
-    call.flat_blocks([w, dw, m, v], block)
+    call.flat_blocks([w, dw, m, v, *copies], block)
 
 
 def _unscaled(call: KernelCall) -> tuple[Sequence[Any], Attrs | None, int]:
@@ -105,9 +107,17 @@ def _update(formula: Callable[..., None]) -> Run:
 
     def run(call: KernelCall) -> None:
         (w, dw, lr, *state), attrs, _ = _unscaled(call)
-        if attrs is not None:
-            block = functools.partial(formula, attrs, float(lr))
-            call.flat_blocks([w, dw, *state], block)
+        if attrs is None:
+            return
+        copied = bool(attrs.get("copied"))
+
+        def block(w: Any, dw: Any, *others: Any) -> None:
+            *state, copy = others if copied else (*others, None)
+            formula(attrs, float(lr), w, dw, *state)
+            if copy is not None:
+                copy[...] = w
+
+        call.flat_blocks([w, dw, *state], block)
 
     return run
 

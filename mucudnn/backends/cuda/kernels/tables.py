@@ -3,7 +3,8 @@
 A block has a part of one tensor, `CHUNK` elements at most, and finds it by its number:
 a row holds the first block of its tensor, how many elements there are, a flag, and the
 addresses of the arrays that belong together, such as a weight, its gradient and its
-state. Addresses stay what they are from step to step, so a table is written once.
+state; one that is missing is 0. Addresses stay what they are from step to step, so a
+table is written once.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ __all__ = ["CHUNK", "TABLE", "table_of"]
 CHUNK = 4096
 """Elements of a block: 16 for each thread, so that finding them costs little."""
 
-_ARRAYS = 4
+_ARRAYS = 5
 """Most arrays of a row."""
 
 TABLE = f"""
@@ -47,7 +48,7 @@ struct Part {{
 def table_of(
     gpu: Launcher, rows: Sequence[tuple[Sequence[Any], bool]]
 ) -> tuple[Any, int, int]:
-    """The table of arrays of one size a row, and a flag.
+    """The table of arrays of one size a row, or None for one missing, and a flag.
 
     Returns:
         The table, how many rows it has, and how many blocks they take.
@@ -56,7 +57,7 @@ def table_of(
     for arrays, flag in rows:
         if (count := arrays[0].size) == 0:
             continue
-        addresses = [gpu.address(array) for array in arrays]
+        addresses = [0 if a is None else gpu.address(a) for a in arrays]
         padding = [0] * (_ARRAYS - len(addresses))
         table.append((blocks, count, int(flag), *addresses, *padding))
         blocks += -(-count // CHUNK)

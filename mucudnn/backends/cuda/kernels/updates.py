@@ -4,7 +4,8 @@ Half-precision weights are computed with in float32 and rounded once; their lear
 rate has the type of the weights. Gradients may be narrower than weights. Where the loss
 has a scale that is state, an update's last two inputs are that scale and its counts
 (`passes.graph.loss_scaling`): gradients are divided by the scale, and after an overflow
-nothing is changed.
+nothing is changed. Before these comes the weight's copy in the gradient's type, where
+one is kept.
 
 Updates that follow one another are one launch: a table says where each has its tensors.
 """
@@ -84,13 +85,15 @@ struct RmsProp {
 """
 
 _LOOPS = r"""
-// A weight, its gradient and its state.
+// A weight, its gradient, its state, and its copy if there is one.
 struct Tensors {
     T* w;
     const P* dw;
     T* state[2];
+    P* copy;
     __device__ bool packed() const {
-        return aligned(w) && aligned(dw) && aligned(state[0]) && aligned(state[1]);
+        return aligned(w) && aligned(dw) && aligned(state[0]) && aligned(state[1]) &&
+               aligned(copy);
     }
 };
 template <int W, class Rule>
@@ -109,6 +112,9 @@ __device__ void span(const Tensors& t, I first, I stop, I step, A factor, A deca
         }
         store(t.w + i, w);
         for (int k = 0; k < STATES; ++k) store(t.state[k] + i, kept[k]);
+        if (!t.copy) continue;
+        for (int j = 0; j < W; ++j) dw.at[j] = (P)(A)w.at[j];
+        store(t.copy + i, dw);
     }
 }
 template <class Rule>
@@ -139,19 +145,19 @@ def _pair(name: str, parameters: str, rule: str, before: str = "") -> str:
     )
     begin = f"Common common(lr, scale, counts, factor);{before}"
     return f"""
-KERNEL {name}(T* w, const P* dw, T* first, T* second, {told}) {{
+KERNEL {name}(T* w, const P* dw, T* first, T* second, P* copy, {told}) {{
     {begin}
     if (common.skipped) return;
     I thread = (I)blockIdx.x * THREADS + threadIdx.x;
-    update(Tensors{{w, dw, {{first, second}}}}, count, thread, (I)gridDim.x * THREADS,
-           common.factor, (A)decay, {rule});
+    update(Tensors{{w, dw, {{first, second}}, copy}}, count, thread,
+           (I)gridDim.x * THREADS, common.factor, (A)decay, {rule});
 }}
 KERNEL {name}_all(const long long* table, {told}) {{
     {begin}
     if (common.skipped) return;
     Part part(table, count);
     Tensors t{{part.array<T>(0), part.array<P>(1),
-              {{part.array<T>(2), part.array<T>(3)}}}};
+              {{part.array<T>(2), part.array<T>(3)}}, part.array<P>(4)}};
     update(t, part.count, (I)threadIdx.x, (I)THREADS, common.factor,
            part.flag() ? (A)decay : (A)0, {rule});
 }}
@@ -199,11 +205,10 @@ class _Update:
 
     def run(self, call: KernelCall) -> None:
         """One tensor."""
-        (w, dw, *state), told = self._operands(call)
-        states = *state, *[None] * (2 - len(state))
+        (w, dw, *others), told = self._operands(call)
         numbers = *call.numbers(*_COMMON), *self._numbers(call)
         blocks = flat(-(-w.size // _PER_THREAD))
-        arguments = w, dw, *states, *told, w.size, *numbers
+        arguments = w, dw, *others, *told, w.size, *numbers
         call.launch(PROGRAM, self.kernel, blocks, *arguments, beside=dw)
 
     def together(self, calls: Sequence[KernelCall]) -> None:
@@ -241,13 +246,18 @@ class _Update:
         gpu.launch(PROGRAM, f"{self.kernel}_all", (blocks,), *arguments, **types)
 
     def _operands(self, call: KernelCall) -> tuple[list[Any], tuple[Any, ...]]:
-        """Weight, gradient and state; rate, step, and the loss's scale and counts."""
+        """Weight, gradient, two of state, copy; rate, step, loss's scale and counts.
+
+        None is what there is not.
+        """
         w, dw, lr, *others = call.inputs
         step = others.pop(0) if self.counted else None
         scale = counts = None
         if call.attrs.get("scaled"):
             *others, scale, counts = others
-        return [w, dw, *others], (lr, step, scale, counts)
+        copy = others.pop() if call.attrs.get("copied") else None
+        others += [None] * (2 - len(others))
+        return [w, dw, *others, copy], (lr, step, scale, counts)
 
     def _numbers(self, call: KernelCall) -> tuple[float | int, ...]:
         flags = (int(call.attrs[name]) for name in self.flags)
