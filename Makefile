@@ -23,7 +23,7 @@ help:
 	@echo "make test-slow   the tests that take long: whole networks, every policy"
 	@echo "make fuzz    the properties, on twenty times as many examples, at random"
 	@echo "make test-torch   the tests that compare with PyTorch"
-	@echo "make test-many   the tests of measuring by workers of dask and of MPI"
+	@echo "make test-many   the tests of measuring by workers of dask and MPI, of training over MPI"
 	@echo "make test-cudnn   the tests of the real cuDNN, no GPU needed (a 1.5 GB download)"
 	@echo "make check   the same as test, without the tests"
 	@echo "make format  let ruff rewrite the sources"

@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.together import trained
+
 ROOT = Path(__file__).parent.parent
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or (
     shutil.which("mpiexec")
 )
+
+pytestmark = pytest.mark.many
 
 if MPIEXEC is None or importlib.util.find_spec("mpi4py") is None:
     pytest.skip("needs mpi4py and mpiexec: mucudnn[mpi]", allow_module_level=True)
@@ -27,7 +31,7 @@ CLOSE = 1e-9
 """In double precision: the order of sums, no more."""
 
 
-def run(folder, *words, ranks=1, start=("-m", "mucudnn"), seconds=100):
+def run(folder, *words, ranks=1, start=("-m", "mucudnn"), work=WORK, seconds=100):
     launcher = [MPIEXEC, "-n", str(ranks)] if ranks > 1 else []
     environment = {
         **os.environ,
@@ -37,7 +41,7 @@ def run(folder, *words, ranks=1, start=("-m", "mucudnn"), seconds=100):
         "MPICH_NETMASK": "127.0.0.1/8",
     }
     return subprocess.run(
-        [*launcher, sys.executable, *map(str, start), *WORK, *map(str, words)],
+        [*launcher, sys.executable, *map(str, start), *work, *map(str, words)],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -65,6 +69,25 @@ def test_losses_are_those_of_one_process(shares, alone, tmp_path):
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "two.json") == pytest.approx(alone, rel=CLOSE)
     assert done.stdout.count("epoch 2/2") == 1  # one process speaks for all
+
+
+@pytest.mark.parametrize("name", ["resnet20", "unet"])
+def test_networks_with_batch_norm_and_dropout_are_those_of_one_process(name, tmp_path):
+    helper = ROOT / "tests" / "together.py"
+    words = (name, "3", "found.json")
+    done = run(tmp_path, *words, ranks=2, start=(helper,), work=())
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    quick, slow = found["samples"]
+    assert quick > slow >= 1  # found by the planner
+    assert found["idle_ms"] <= found["idle_equal_ms"]
+    steps, state = trained(name)
+    assert found["losses"] == pytest.approx([loss for loss, _ in steps], rel=CLOSE)
+    assert found["correct"] == [correct for _, correct in steps]
+    first, second = found["sums"]
+    assert first == second
+    sums = {name: float(abs(value).sum()) for name, value in state.items()}
+    assert first == pytest.approx(sums, rel=1e-6, abs=CLOSE)
 
 
 def test_an_error_of_one_rank_ends_all_with_a_line(tmp_path):

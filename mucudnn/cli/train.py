@@ -227,6 +227,7 @@ class _Training:
                 split=settings["split"],
                 replay=settings["replay"],
                 together=None if self._group is None else self._group.together,
+                batch_norm=settings["batch_norm"],
                 placement=settings["placement"],
             )
 

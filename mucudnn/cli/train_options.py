@@ -253,6 +253,12 @@ run_options = section(
 output_options = section(
     "Output",
     option(
+        "--batch-norm",
+        "Under mpiexec, by the statistics of each process's own images, or of all.",
+        click.Choice(["per_rank", "synchronised"]),
+        default="per_rank",
+    ),
+    option(
         "--checkpoint DIR",
         "Keep the last two checkpoints there, one an epoch.",
         click.Path(file_okay=False),

@@ -22,7 +22,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
-from mucudnn.ir.traits import Batch, Operands
+from mucudnn.ir.traits import Batch
+from mucudnn.passes.graph.pieces import pieces_of
 from mucudnn.passes.graph.split_axis import (
     SAMPLES,
     Along,
@@ -123,25 +124,10 @@ class _Splitter:
             most = min(rows)
         return Cut(node, min(parts, most), how) if most > 1 else Cut(node, 1, _WHOLE)
 
-    def _pieces(self, node: Node) -> Iterator[Node]:
-        make, tensors = node.traits.pieces, self._graph.tensors
-        if make is None:
-            return
-        inputs = tuple(tensors[name] for name in node.inputs)
-        outputs = tuple(tensors[name] for name in node.outputs)
-        between, pieces = make(Operands(node.name, inputs, outputs, node.attrs))
+    def _pieces(self, node: Node) -> tuple[Node, ...]:
+        between, pieces = pieces_of(self._graph.tensors, node)
         self._slices.tensors.update((spec.name, spec) for spec in between)
-        for piece in pieces:
-            yield Node(
-                f"{node.name}:{piece.name}",
-                piece.op,
-                piece.inputs,
-                piece.outputs,
-                MappingProxyType(dict(piece.attrs)),
-                node.phase,
-                piece.mutates,
-                piece.traits,
-            )
+        return pieces
 
     def _visit(self, cut: Cut) -> None:
         if cut.parts == 1:

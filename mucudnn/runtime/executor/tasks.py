@@ -43,6 +43,21 @@ class Around:
     before: Mapping[str, tuple[Call, ...]]
     after: Mapping[str, tuple[Call, ...]]
 
+    def then(self, other: "Around") -> "Around":
+        """These calls, and behind them those of another."""
+        return Around(
+            _joined(self.before, other.before), _joined(self.after, other.after)
+        )
+
+
+def _joined(
+    one: Mapping[str, tuple[Call, ...]], other: Mapping[str, tuple[Call, ...]]
+) -> Mapping[str, tuple[Call, ...]]:
+    return {
+        name: (*one.get(name, ()), *other.get(name, ()))
+        for name in dict.fromkeys((*one, *other))
+    }
+
 
 Surrounding = Callable[[Graph, Callable[[str], Any]], Around]
 """(graph, tensor -> its array) -> what is called around its nodes."""

@@ -1,20 +1,28 @@
 """A trainer as one of several: its gradients and results are those of all of them."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
+from mucudnn.arguments import one_of
 from mucudnn.ir.graph import Graph
+from mucudnn.ir.traits import Rows
 from mucudnn.models import IMAGE
+from mucudnn.passes.graph.batch_part import part_of_batch
 from mucudnn.passes.planning.cutting import WHOLE
 from mucudnn.runtime.distributed.collectives import Collectives
 from mucudnn.runtime.distributed.gradients import summed_gradients
-from mucudnn.runtime.executor.tasks import Surrounding
+from mucudnn.runtime.distributed.statistics import joint_statistics
+from mucudnn.runtime.executor.tasks import Around, Surrounding
 from mucudnn.runtime.training.stepping import StepResult
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["Ranks", "check_together"]
+__all__ = ["PER_RANK", "SYNCHRONISED", "Ranks", "check_together"]
 
 _HOST = "cpu"
+
+PER_RANK, SYNCHRONISED = "per_rank", "synchronised"
+"""Whose statistics normalise a batch: those of a rank's rows, or of all rows."""
 
 
 class Ranks:
@@ -22,19 +30,35 @@ class Ranks:
 
     Args:
         together: What they do together; None if there is one.
-        graph: Of this one's step.
+        graph: Of this one's network.
+        batch_norm: `PER_RANK` or `SYNCHRONISED`.
 
     Attributes:
         around: What is called around the nodes of a step.
+
+    Raises:
+        ValueError: `batch_norm` is something else.
     """
 
-    def __init__(self, together: Collectives | None, graph: Graph) -> None:
+    def __init__(
+        self, together: Collectives | None, graph: Graph, batch_norm: str = PER_RANK
+    ) -> None:
+        one_of("batch_norm", batch_norm, (PER_RANK, SYNCHRONISED))
         self._together = together
+        self._joint = batch_norm == SYNCHRONISED
         self.around: Surrounding | None = None
         if together is not None:
             batch = graph.tensors[IMAGE].shape[0]
-            share = batch / sum(together.all_gather(batch))
-            self.around = partial(summed_gradients, together=together, share=share)
+            sizes = together.all_gather(batch)
+            start = sum(sizes[: together.rank])
+            self._rows = Rows(start, start + batch, sum(sizes))
+            self.around = self._surrounding
+
+    def part(self, graph: Graph) -> Graph:
+        """A training graph without updates as that of this one's rows of the batch."""
+        if self._together is None:
+            return graph
+        return part_of_batch(graph, self._rows, in_pieces=self._joint)
 
     def anywhere(self, happened: bool) -> bool:
         """Whether it happened in any of them."""
@@ -55,6 +79,25 @@ class Ranks:
             labels=labels,
             images=sum(one.images for one in found),
         )
+
+    def _surrounding(self, graph: Graph, array: Callable[[str], Any]) -> Around:
+        """Sums over all ranks; all begin them in one order.
+
+        Raises:
+            ValueError: The ranks run their nodes in different orders.
+        """
+        assert self._together is not None, "one process alone sums nothing"
+        share = self._rows.count / self._rows.total
+        orders = self._together.all_gather([node.name for node in graph.nodes])
+        if any(order != orders[0] for order in orders):
+            raise ValueError(
+                "the ranks run their steps in different orders, so that their sums "
+                "would not meet; order='builder' is the same on all"
+            )
+        sums = summed_gradients(graph, array, self._together, share)
+        if not self._joint:
+            return sums
+        return joint_statistics(graph, array, self._together, share).then(sums)
 
 
 def check_together(

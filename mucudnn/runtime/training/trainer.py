@@ -30,7 +30,7 @@ from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
 from mucudnn.runtime.training.placed_steps import place_steps
 from mucudnn.runtime.training.profiler import OnNode
-from mucudnn.runtime.training.ranks import Ranks, check_together
+from mucudnn.runtime.training.ranks import PER_RANK, Ranks, check_together
 from mucudnn.runtime.training.splitting import Divider
 from mucudnn.runtime.training.step_clock import StepClock
 from mucudnn.runtime.training.stepping import SharedArena, Stepper, StepResult
@@ -89,6 +89,8 @@ class Trainer:
         replay: Whether launches are replayed as CUDA graphs, where the backend can.
         together: Other processes that train the same network in step, each on its own
             part of a mini-batch: updates are late then, by the gradients of all.
+        batch_norm: With others: "per_rank", statistics of each one's own part, or
+            "synchronised", those of the mini-batch, as one process alone has them.
 
     Attributes:
         backend: Where it computes.
@@ -130,6 +132,7 @@ class Trainer:
         placement: str = STATIC,
         replay: bool = False,
         together: Collectives | None = None,
+        batch_norm: str = PER_RANK,
     ) -> None:
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
@@ -154,6 +157,7 @@ class Trainer:
             order=order,
             progress=progress,
         )
+        self._ranks = Ranks(together, training, batch_norm)
         graphs = training_graphs(
             training,
             evaluation,
@@ -162,7 +166,7 @@ class Trainer:
             parts=gradient_accumulation,
             precision=precision,
             loss_scale=self._scale,
-            divided=divider,
+            divided=divider if together is None else self._ranks.part,
             fuse=fuse,
             keep_copies=budget is None,  # within one it is used for what is needed more
         )
@@ -192,7 +196,6 @@ class Trainer:
             device, *graphs.steps, seed=seed, hosted=hosted, tiers=there
         )
         self._weights = graphs.weights
-        self._ranks = Ranks(together, graphs.steps[last])
         how = tiers, replay, self._ranks.around
         self._arena = SharedArena(self.backend, placed, self._state, *how)
         self.peak_bytes = self._arena.nbytes + self._state.nbytes

@@ -19,7 +19,7 @@ from mucudnn.backends.cpu.kernels.batch_norm import (
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
 from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
 
-__all__ = ["OPERATIONS"]
+__all__ = ["OPERATIONS", "merged_moments"]
 
 Moments = tuple[Any, Any, Any]
 
@@ -38,7 +38,7 @@ def batch_norm_sums(call: KernelCall) -> None:
             near = centre.astype(x.dtype)
             deviation = part - near[:, None]
             squares = row_dots(deviation, deviation) - count * (centre - near) ** 2
-            found = _merged(found, (count, centre, squares))
+            found = merged_moments(found, (count, centre, squares))
         for row, values in enumerate(found):
             stats[row, channels] = values
 
@@ -51,7 +51,7 @@ def batch_norm_merge(call: KernelCall) -> None:
     mean, inv_std = call.outputs
     found: Moments = (0.0, 0.0, 0.0)
     for stats in slices:
-        found = _merged(found, tuple(stats))
+        found = merged_moments(found, tuple(stats))
     count, centre, squares = found
     # A kernel may be timed on numbers that are no statistics.
     count, squares = np.maximum(count, 1), np.maximum(squares, 0)
@@ -107,8 +107,13 @@ def batch_norm_grad_apply(call: KernelCall) -> None:
     call.tiles_of(x, tile)
 
 
-def _merged(one: Moments, other: Moments) -> Moments:
-    """Of two sets of numbers together (Chan, Golub and LeVeque, 1983)."""
+def merged_moments(one: Moments, other: Moments) -> Moments:
+    """Of two sets of numbers together (Chan, Golub and LeVeque, 1983).
+
+    Args:
+        one: Their count, mean and sum of squares about it, each (C,).
+        other: Those of the others.
+    """
     count = one[0] + other[0]
     apart = other[1] - one[1]
     mean = one[1] + apart * (other[0] / count)
