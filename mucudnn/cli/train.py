@@ -232,15 +232,7 @@ class _Training:
             )
 
 
-def _silent(
-    text: str,
-    done: int,
-    total: int,
-    *,
-    title: str = "",
-    result: str = "",
-    left_s: float | None = None,
-) -> None:
+def _silent(*_: object, **__: object) -> None:
     """Another process says it."""
 
 

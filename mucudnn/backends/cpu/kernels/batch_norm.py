@@ -5,6 +5,7 @@ variance is a sum of squares about the mean, never a difference of large sums; t
 output holds the deviations meanwhile, so no memory is needed for them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,12 @@ __all__ = [
     "Chunks",
     "batch_norm_grad",
     "column",
+    "factor_of",
+    "finish_gradient",
+    "gradient_scales",
     "move",
     "normalise",
+    "normalise_batch",
     "sums_and_dots",
 ]
 
@@ -27,8 +32,20 @@ Chunks = list[tuple[slice, ...]]
 
 def batch_norm(call: KernelCall) -> None:
     """Normalise by the statistics of the batch, and move the running ones."""
+    normalise_batch(call, lambda part, chunk: None)
+
+
+def normalise_batch(
+    call: KernelCall, finish: Callable[[Any, tuple[slice, ...]], None]
+) -> None:
+    """As `batch_norm`; each chunk of the result is finished in place, in the cache.
+
+    Args:
+        call: Its inputs begin, and its outputs are, as those of batch norm.
+        finish: Called with a part of the result, (n, c, s), and where it is.
+    """
     x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
-    gamma, beta, running_mean, running_var = call.inputs[1:]
+    gamma, beta, running_mean, running_var = call.inputs[1:5]
     mean, inv_std = call.outputs[1:]
     count = x.shape[0] * x.shape[2]
 
@@ -43,11 +60,12 @@ def batch_norm(call: KernelCall) -> None:
             np.subtract(x[chunk], mean[channels, None], out=y[chunk])
             squares = squares + row_dots(y[chunk], y[chunk])
         inv_std[channels] = 1 / np.sqrt(squares / count + call.attrs["eps"])
-        saved = inv_std[channels].astype(np.float64)  # as what runs again has it
-        factor = column(gamma[channels] * saved, x)
+        factor = factor_of(gamma[channels], inv_std[channels], x)
         for chunk in chunks:
-            y[chunk] *= factor
-            y[chunk] += beta[channels, None]
+            part = y[chunk]
+            part *= factor
+            part += beta[channels, None]
+            finish(part, chunk)
         if call.attrs["update"]:
             unbiased = squares / max(1, count - 1)
             move(running_mean[channels], centre, call.attrs["momentum"])
@@ -72,7 +90,6 @@ def batch_norm_grad(call: KernelCall) -> None:
     x, dy, gamma, mean, inv_std = call.inputs
     dx, dgamma, dbeta = call.outputs
     x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(dx)
-    count = x.shape[0] * x.shape[2]
 
     def block(item: tuple[slice, Chunks]) -> None:
         channels, chunks = item
@@ -81,17 +98,9 @@ def batch_norm_grad(call: KernelCall) -> None:
         total, dots = sums_and_dots(x, dy, centre, chunks)
         dbeta[channels] = total
         dgamma[channels] = dots * inverse
-        factor = gamma[channels] * inverse
-        along = column(-factor * inverse**2 * dots / count, x)
-        offset = column(-factor * total / count, x)
-        scale = column(factor, x)
+        scales = gradient_scales(gamma[channels], inverse, total, dots, x)
         for chunk in chunks:
-            deviation = x[chunk] - centre
-            deviation *= along
-            deviation += offset
-            out = dx[chunk]
-            np.multiply(dy[chunk], scale, out=out)
-            out += deviation
+            finish_gradient(x[chunk] - centre, dy[chunk], dx[chunk], *scales)
 
     call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
 
@@ -118,6 +127,30 @@ def sums_and_dots(x: Any, dy: Any, centre: Any, chunks: Chunks) -> tuple[Any, An
         total = total + row_sums(dy[chunk])
         dots = dots + row_dots(x[chunk] - centre, dy[chunk])
     return total, dots
+
+
+def factor_of(gamma: Any, inv_std: Any, x: Any) -> Any:
+    """Of deviations, from what is saved: what runs again has no more than that."""
+    return column(gamma * inv_std.astype(np.float64), x)
+
+
+def gradient_scales(
+    gamma: Any, inverse: Any, total: Any, dots: Any, x: Any
+) -> tuple[Any, Any, Any]:
+    """What `finish_gradient` takes, from the sums of a whole batch."""
+    count, factor = x.shape[0] * x.shape[2], gamma * inverse
+    along = -factor * inverse**2 * dots / count
+    return column(factor, x), column(along, x), column(-factor * total / count, x)
+
+
+def finish_gradient(
+    deviation: Any, dy: Any, out: Any, scale: Any, along: Any, offset: Any
+) -> None:
+    """`out = dy scale + deviation along + offset`; overwrites `deviation`."""
+    deviation *= along
+    deviation += offset
+    np.multiply(dy, scale, out=out)
+    out += deviation
 
 
 def column(values: Any, like: Any) -> Any:

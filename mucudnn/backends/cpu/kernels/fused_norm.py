@@ -13,8 +13,10 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.batch_norm import (
     Chunks,
     batch_norm_grad,
-    column,
-    move,
+    factor_of,
+    finish_gradient,
+    gradient_scales,
+    normalise_batch,
 )
 from mucudnn.backends.cpu.kernels.elementwise import Zeros, keep
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
@@ -25,37 +27,15 @@ __all__ = ["OPERATIONS"]
 
 def batch_norm_relu(call: KernelCall) -> None:
     """max(normalised + term, 0), if there is a term; moves the running statistics."""
-    x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
-    gamma, beta, running_mean, running_var, *terms = call.inputs[1:]
-    mean, inv_std = call.outputs[1:]
-    count, zeros = x.shape[0] * x.shape[2], Zeros(x)
+    terms, zeros = call.inputs[5:], Zeros(call.inputs[0])
     term = as_ncs(terms[0]) if terms else None
 
-    def block(item: tuple[slice, Chunks]) -> None:
-        channels, chunks = item
-        total, squares = 0.0, 0.0
-        for chunk in chunks:
-            total = total + row_sums(x[chunk])
-        centre = total / count
-        mean[channels] = centre
-        for chunk in chunks:
-            np.subtract(x[chunk], mean[channels, None], out=y[chunk])
-            squares = squares + row_dots(y[chunk], y[chunk])
-        inv_std[channels] = 1 / np.sqrt(squares / count + call.attrs["eps"])
-        factor = _factor(gamma[channels], inv_std[channels], x)
-        for chunk in chunks:
-            part = y[chunk]
-            part *= factor
-            part += beta[channels, None]
-            if term is not None:
-                part += term[chunk]
-            np.maximum(part, zeros.like(part), out=part)
-        if call.attrs["update"]:
-            unbiased = squares / max(1, count - 1)
-            move(running_mean[channels], centre, call.attrs["momentum"])
-            move(running_var[channels], unbiased, call.attrs["momentum"])
+    def finish(part: Any, chunk: tuple[slice, ...]) -> None:
+        if term is not None:
+            part += term[chunk]
+        np.maximum(part, zeros.like(part), out=part)
 
-    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+    normalise_batch(call, finish)
 
 
 def batch_norm_relu_grad(call: KernelCall) -> None:
@@ -68,7 +48,7 @@ def batch_norm_relu_grad(call: KernelCall) -> None:
         channels, chunks = item
         deviations, normed = (_like(x[chunks[0]]) for _ in range(2))
         centre, shift = mean[channels, None], beta[channels, None] + 0.0
-        factor = _factor(gamma[channels], inv_std[channels], x)
+        factor = factor_of(gamma[channels], inv_std[channels], x)
         total: Any = 0.0
         dots: Any = 0.0
         for chunk in chunks:
@@ -81,10 +61,10 @@ def batch_norm_relu_grad(call: KernelCall) -> None:
             dots = dots + row_dots(deviation, masked)
         inverse = inv_std[channels].astype(np.float64)
         dbeta[channels], dgamma[channels] = total, dots * inverse
-        scales = _scales(gamma[channels] * inverse, inverse, total, dots, x)
+        scales = gradient_scales(gamma[channels], inverse, total, dots, x)
         for chunk in chunks:
             deviation = np.subtract(x[chunk], centre, out=_first(deviations, chunk, x))
-            _finish(deviation, dx[chunk], dx[chunk], *scales)
+            finish_gradient(deviation, dx[chunk], dx[chunk], *scales)
 
     call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
 
@@ -126,27 +106,6 @@ def _pass(normed: Any, dy: Any, out: Any) -> None:
     np.negative(mask, out=mask)
     np.right_shift(mask, 8 * normed.itemsize - 1, out=mask)
     np.bitwise_and(mask, dy.view(kind), out=out.view(kind))
-
-
-def _factor(gamma: Any, inv_std: Any, x: Any) -> Any:
-    """Of deviations, from what is saved: as `batch_norm_apply` has it."""
-    return column(gamma * inv_std.astype(np.float64), x)
-
-
-def _scales(factor: Any, inverse: Any, total: Any, dots: Any, x: Any) -> Any:
-    """Of the gradient, of deviations, and what is added."""
-    count = x.shape[0] * x.shape[2]
-    along = -factor * inverse**2 * dots / count
-    return column(factor, x), column(along, x), column(-factor * total / count, x)
-
-
-def _finish(
-    deviation: Any, masked: Any, out: Any, scale: Any, along: Any, offset: Any
-) -> None:
-    deviation *= along
-    deviation += offset
-    np.multiply(masked, scale, out=out)
-    out += deviation
 
 
 OPERATIONS: dict[str, Run] = {

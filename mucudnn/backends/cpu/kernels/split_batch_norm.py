@@ -12,6 +12,8 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.batch_norm import (
     Chunks,
     column,
+    factor_of,
+    finish_gradient,
     move,
     normalise,
     sums_and_dots,
@@ -67,7 +69,7 @@ def batch_norm_apply(call: KernelCall) -> None:
     """Normalise a slice by the statistics of its batch."""
     x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     gamma, beta, mean, inv_std = call.inputs[1:]
-    factor = column(gamma * inv_std.astype(np.float64), x)
+    factor = factor_of(gamma, inv_std, x)
     normalise(call, x, y, factor, mean[:, None], beta[:, None])
 
 
@@ -98,11 +100,8 @@ def batch_norm_grad_apply(call: KernelCall) -> None:
 
     def tile(part: tuple[slice, ...]) -> None:
         out, channels = dx[part], part[1]
-        deviation = x[part] - centre[channels]
-        deviation *= along[channels]
-        deviation += offset[channels]
-        np.multiply(dy[part], factor[channels], out=out)
-        out += deviation
+        scales = factor[channels], along[channels], offset[channels]
+        finish_gradient(x[part] - centre[channels], dy[part], out, *scales)
 
     call.tiles_of(x, tile)
 
