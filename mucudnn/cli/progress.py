@@ -19,6 +19,7 @@ from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
     from mucudnn.runtime.training.history import EpochReport, Position
+    from mucudnn.runtime.training.log import LogEntry
     from mucudnn.runtime.tuning.table_filler import Measured
     from mucudnn.studies.advance import Advance
     from mucudnn.studies.algorithm_survey import SurveyedLayer
@@ -302,6 +303,15 @@ class TrainingWords:
             )
         elif not self._quiet:
             click.echo(_report_line(report, self._epochs))
+            sys.stdout.flush()
+
+    def told(self, entry: "LogEntry") -> None:
+        """Between epochs the test images are told of, too."""
+        if entry.kind == "evaluation" and not self._quiet:
+            click.echo(
+                f"step {entry.step:,}  test loss {entry.test_loss:.4f}  "
+                f"test accuracy {entry.test_accuracy:.2%}"
+            )
             sys.stdout.flush()
 
 

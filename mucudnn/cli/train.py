@@ -1,7 +1,7 @@
 """`mucudnn train`: a network on a data set, to the last epoch and the last figure."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,8 +9,9 @@ import cloup
 from click.core import ParameterSource
 
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
-from mucudnn.cli.output import emit, refuse_unwritable
+from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
 from mucudnn.cli.own_code import import_option
+from mucudnn.cli.train_log import train_log
 from mucudnn.cli.train_options import (
     budget_options,
     data_options,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from mucudnn.cli.train_data import Work
     from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
     from mucudnn.runtime.training.history import EpochReport, Position
+    from mucudnn.runtime.training.log import LogEntry, OnEntry
     from mucudnn.runtime.training.trainer import Trainer
 
 __all__ = ["train"]
@@ -61,6 +63,7 @@ def train(
         return
     if model is None:
         raise BadInputError("name a network to train; --list lists them")
+    refuse_same({"--json": json_file, "--log": settings["log"]})
     if settings["checkpoint"] is None:
         for name in ("resume", "checkpoint_every"):
             if settings[name]:
@@ -122,31 +125,48 @@ class _Training:
         with self._display(batches, titled=True) as show:
             total = total_steps(work, settings)
             shown = TrainingWords(show, epochs, batches, steps=total, quiet=quiet)
-            show("planning the step", 0, batches, title="preparing")
-            self._trainer = self._made(shown)
 
             def progress(at: "Position", report: "EpochReport | None") -> None:
                 if report is not None:
                     self._reports[report.epoch] = report
                 shown(at, report)
 
-            try:
-                reports = fit(
-                    self._trainer,
-                    work.batches,
-                    work.test,
-                    epochs=epochs,
-                    max_steps=settings["steps"],
-                    checkpoints=self._checkpoints if self.leads else None,
-                    checkpoint_every=settings["checkpoint_every"],
-                    words=self._words,
-                    resume=self._resume,
-                    progress=progress,
-                )
-            except KeyboardInterrupt:
-                return True
+            with self._log(shown) as log:
+                show("planning the step", 0, batches, title="preparing")
+                self._trainer = self._made(shown)
+                try:
+                    reports = fit(
+                        self._trainer,
+                        work.batches,
+                        work.test,
+                        epochs=epochs,
+                        max_steps=settings["steps"],
+                        checkpoints=self._checkpoints if self.leads else None,
+                        checkpoint_every=settings["checkpoint_every"],
+                        eval_every=settings["eval_every"],
+                        words=self._words,
+                        resume=self._resume,
+                        progress=progress,
+                        log=log,
+                    )
+                except KeyboardInterrupt:
+                    return True
         self._reports |= {report.epoch: report for report in reports}
         return False
+
+    @contextmanager
+    def _log(self, shown: "TrainingWords") -> "Iterator[OnEntry | None]":
+        """What one process writes down, for all of them."""
+        if not self.leads:
+            yield None
+            return
+        with train_log(self._settings, self._resume) as tell:
+
+            def told(entry: "LogEntry") -> None:
+                tell(entry)
+                shown.told(entry)
+
+            yield told
 
     def _display(
         self, total: int, *, titled: bool = False

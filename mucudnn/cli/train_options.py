@@ -23,6 +23,7 @@ from mucudnn.cli.options import (
     tier,
 )
 from mucudnn.cli.output import emit
+from mucudnn.cli.train_log import log_file
 from mucudnn.cli.tuner_options import batch_policy_option, workspace_option
 from mucudnn.ir.learning_rate import parse_learning_rate
 from mucudnn.ir.loss_scaling import DYNAMIC
@@ -246,6 +247,12 @@ run_options = section(
         parse_shares,
         default="auto",
     ),
+    option(
+        "--batch-norm",
+        "Under mpiexec, by the statistics of each process's own images, or of all.",
+        click.Choice(["per_rank", "synchronised"]),
+        default="per_rank",
+    ),
     cache_option,
 )
 """How a step is run."""
@@ -253,10 +260,20 @@ run_options = section(
 output_options = section(
     "Output",
     option(
-        "--batch-norm",
-        "Under mpiexec, by the statistics of each process's own images, or of all.",
-        click.Choice(["per_rank", "synchronised"]),
-        default="per_rank",
+        "--eval-every STEPS",
+        "Test after so many steps as well, not only after an epoch.",
+        count(),
+    ),
+    option(
+        "--log FILE",
+        "Write a line for every step, test and epoch, at once: FILE.csv, or FILE.jsonl "
+        "for a line of JSON each.",
+        log_file,
+    ),
+    option(
+        "--tensorboard DIR",
+        "Write event files for TensorBoard there.",
+        click.Path(file_okay=False),
     ),
     option(
         "--checkpoint DIR",

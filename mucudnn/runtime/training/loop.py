@@ -17,8 +17,19 @@ from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.runtime.interrupts import deferred_interrupt
 from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
 from mucudnn.runtime.training.convolution_plans import Plans
-from mucudnn.runtime.training.evaluation import Epochs, check_batches, image_and_label
+from mucudnn.runtime.training.evaluation import (
+    Epochs,
+    Evaluation,
+    check_batches,
+    image_and_label,
+)
 from mucudnn.runtime.training.history import EpochReport, Position, read_resumption
+from mucudnn.runtime.training.log import (
+    OnEntry,
+    epoch_entry,
+    evaluation_entry,
+    step_entry,
+)
 from mucudnn.runtime.training.trainer import StepResult, Trainer
 
 __all__ = ["Batches", "EpochReport", "OnStep", "Position", "fit", "plans_of"]
@@ -45,9 +56,11 @@ def fit(
     max_steps: int | None = None,
     checkpoints: Checkpoints | None = None,
     checkpoint_every: int | None = None,
+    eval_every: int | None = None,
     words: Mapping[str, Any] | None = None,
     resume: Checkpoint | None = None,
     progress: OnStep | None = None,
+    log: OnEntry | None = None,
 ) -> tuple[EpochReport, ...]:
     """Train for some epochs.
 
@@ -62,9 +75,11 @@ def fit(
         max_steps: End after so many steps of the whole training.
         checkpoints: Where to keep them: one at the end of every epoch and at the end.
         checkpoint_every: Also one after so many steps.
+        eval_every: Evaluate also after so many steps.
         words: What the checkpoints say of this training.
         resume: Go on from here.
         progress: Told of every step and epoch.
+        log: Told of every step, evaluation and epoch, such as a `LogFile`.
 
     Returns:
         A report of every epoch, those before `resume` included.
@@ -76,14 +91,13 @@ def fit(
         KeyboardInterrupt: Ctrl-C, once a checkpoint is written.
     """
     of_type("trainer", trainer, Trainer, "a Trainer")
-    check_batches("batches", batches)
-    if test is not None:
-        check_batches("test", test)
-    an_integer("epochs", epochs, least=1)
-    counts = {"max_steps": max_steps, "checkpoint_every": checkpoint_every}
-    for name, count in counts.items():
-        if count is not None:
-            an_integer(name, count, least=1)
+    counts = {
+        "epochs": epochs,
+        "max_steps": max_steps,
+        "checkpoint_every": checkpoint_every,
+        "eval_every": eval_every,
+    }
+    _check(batches, test, counts)
     for name, value, kind, wanted in (
         ("words", words, Mapping, "a mapping from names to settings"),
         ("checkpoints", checkpoints, Checkpoints, "Checkpoints(folder)"),
@@ -93,9 +107,17 @@ def fit(
             of_type(name, value, kind, wanted)
     if progress is not None:
         a_function("progress", progress, "a function of (position, report)")
-    if len(batches) == 0:
-        raise ValueError("there is no batch to train on")
-    run = _Run(trainer, checkpoints, dict(words or {}), progress or (lambda *_: None))
+    if log is not None:
+        a_function("log", log, "a function of a LogEntry, such as a LogFile")
+    run = _Run(
+        trainer,
+        checkpoints,
+        dict(words or {}),
+        progress or (lambda *_: None),
+        log or (lambda _: None),
+        None if eval_every is None else test,
+        eval_every or 1,
+    )
     if resume is not None:
         run.restore(resume, len(batches))
     limit = math.inf if max_steps is None else max_steps
@@ -114,6 +136,21 @@ def fit(
             if interrupted():
                 raise KeyboardInterrupt
     return tuple(run.reports)
+
+
+def _check(
+    batches: Batches, test: Batches | None, counts: Mapping[str, int | None]
+) -> None:
+    check_batches("batches", batches)
+    if test is not None:
+        check_batches("test", test)
+    for name, count in counts.items():
+        if count is not None or name == "epochs":
+            an_integer(name, count, least=1)
+    if counts["eval_every"] is not None and test is None:
+        raise ValueError("eval_every needs test: images to evaluate on")
+    if len(batches) == 0:
+        raise ValueError("there is no batch to train on")
 
 
 def plans_of(checkpoint: Checkpoint, backend: Backend) -> Plans:
@@ -149,6 +186,9 @@ class _Run:
         checkpoints: Checkpoints | None,
         words: Mapping[str, Any],
         progress: OnStep,
+        log: OnEntry,
+        test: Batches | None,
+        eval_every: int,
     ) -> None:
         self.at = Position()
         self.reports: list[EpochReport] = []
@@ -156,6 +196,10 @@ class _Run:
         self._checkpoints = checkpoints
         self._words = words
         self._progress = progress
+        self._log = log
+        self._test = test
+        self._eval_every = eval_every
+        self._tested: tuple[int, Evaluation] | None = None
         self._saved: Position | None = None
 
     def epoch(
@@ -167,6 +211,7 @@ class _Run:
     ) -> bool:
         """Take the epoch's steps; whether all of them were taken."""
         device = self._trainer.backend.device
+        self._evaluate()  # a run that was interrupted has not
         if self.at.batch == len(batches):
             return True
         start = device.record()
@@ -174,10 +219,16 @@ class _Run:
             result = self._trainer.step(*image_and_label(batch))
             stop = device.record()
             self._check(result)
-            self.at = self.at.after(result, device.elapsed_ms(start, stop))
+            ms = device.elapsed_ms(start, stop)
+            self.at = self.at.after(result, ms)
             start = stop
             self._progress(self.at, None)
-            if interrupted() or self.at.steps >= limit:
+            self._log(step_entry(self.at, result, ms))
+            if interrupted():
+                break
+            if self._evaluate():
+                start = device.record()
+            if self.at.steps >= limit:
                 break
             if every is not None and self.at.steps % every == 0:
                 self.save()
@@ -186,12 +237,27 @@ class _Run:
 
     def close_epoch(self, test: Batches | None, *, whole: bool) -> None:
         """Evaluate, report, and move to the next epoch if this one is whole."""
-        tested = None if test is None else self._trainer.evaluate(test)
+        tested = None
+        if self._tested is not None and self._tested[0] == self.at.steps:
+            tested = self._tested[1]
+        elif test is not None:
+            tested = self._trainer.evaluate(test)
         report = self.at.report(tested)
         self.reports.append(report)
         self._progress(self.at, report)
+        self._log(epoch_entry(self.at.steps, report))
         if whole:
             self.at = Position(epoch=self.at.epoch + 1, steps=self.at.steps)
+
+    def _evaluate(self) -> bool:
+        """Evaluate if this is the step for it; whether it was."""
+        due = self.at.batch > 0 and self.at.steps % self._eval_every == 0
+        if self._test is None or not due:
+            return False
+        found = self._trainer.evaluate(self._test)
+        self._tested = self.at.steps, found
+        self._log(evaluation_entry(self.at, found))
+        return True
 
     def save(self) -> None:
         """Write a checkpoint of this very moment, unless there is one."""
