@@ -44,9 +44,9 @@ def step_bound_ms(fleet: Fleet, batch: int) -> float:
 
 def best_rate(times: ShareTimes) -> float:
     """The most samples a millisecond, at any share."""
-    rates = (_speed(times, n) for n in range(1, times.most + 1))
+    rates = (_speed(times, n) for n in times.corners())
     return max(rates, default=0.0)
 
 
 def _speed(times: ShareTimes, samples: int) -> float:
-    return samples / times.times_ms[samples] if samples else 0.0
+    return samples / times.time_ms(samples) if samples else 0.0

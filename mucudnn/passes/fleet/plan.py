@@ -106,5 +106,5 @@ def plan_of(
             raise PlanningError(
                 f"{rank.name} takes at most {of.most} samples a step, not {share}"
             )
-        shares.append(Share(share, of.passes(share), of.times_ms[share]))
+        shares.append(Share(share, of.passes(share), of.time_ms(share)))
     return FleetPlan(tuple(shares), fleet.all_reduce_ms)

@@ -68,7 +68,7 @@ def best_batch(fleet: Fleet, least: int, most: int, *, at_least: int = 0) -> Fle
     times = times_of(fleet, most)
     _check(fleet, times, least, at_least)
     kinds = Counter(times)
-    floor = max(of.times_ms[at_least] for of in kinds)
+    floor = max(of.time_ms(at_least) for of in kinds)
     best, chosen = -1.0, least
     for level in sorted({ms for of in kinds for ms in of.times_ms}):
         taken = min(most, _taken(kinds, level, at_least))
@@ -114,11 +114,11 @@ def _least_time(kinds: Counter[ShareTimes], batch: int, at_least: int) -> float:
     low = 0.0
     if _taken(kinds, low, at_least) >= batch:
         return low
-    high = max(of.times_ms[-1] for of in kinds)
+    high = max(of.time_ms(of.most) for of in kinds)
     while low < (middle := low + (high - low) / 2) < high:
         if _taken(kinds, middle, at_least) >= batch:
             # Nothing happens between the times of the tables.
-            high = max(of.times_ms[of.most_by(middle)] for of in kinds)
+            high = max(of.time_ms(of.most_by(middle)) for of in kinds)
         else:
             low = middle
     return high

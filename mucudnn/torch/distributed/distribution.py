@@ -141,8 +141,8 @@ class Distribution:
         Returns:
             Whether anything changed.
         """
-        times = share_times(self.fleet.ranks[self.rank], self.plan.batch).times_ms
-        factor = self._weights.clock.factor(lambda n: times[min(n, len(times) - 1)])
+        times = share_times(self.fleet.ranks[self.rank], self.plan.batch)
+        factor = self._weights.clock.factor(lambda n: times.time_ms(min(n, times.most)))
         factors = self._together.all_gather(factor)
         found = replanned(
             self.fleet, self.plan.samples, factors, at_least=self._at_least
