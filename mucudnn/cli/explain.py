@@ -6,7 +6,8 @@ import click
 import cloup
 
 from mucudnn.cli.app import BadInputError
-from mucudnn.cli.layers import layer_options, layers_of
+from mucudnn.cli.completion import completing
+from mucudnn.cli.layers import complete_source, layer_names, layer_options, layers_of
 from mucudnn.cli.options import json_option, section
 from mucudnn.cli.output import emit
 from mucudnn.cli.own_code import import_option
@@ -23,8 +24,18 @@ __all__ = ["explain"]
 
 @cloup.command()
 @import_option
-@click.argument("source", metavar="[SUITE | FILE.csv]", required=False)
-@click.argument("name", metavar="[LAYER]", required=False)
+@click.argument(
+    "source",
+    metavar="[SUITE | FILE.csv]",
+    required=False,
+    shell_complete=complete_source,
+)
+@click.argument(
+    "name",
+    metavar="[LAYER]",
+    required=False,
+    shell_complete=completing(layer_names),
+)
 @layer_options(default_directions="forward")
 @section("Limits", workspace_option, limit_options)
 @section("How", measuring_options)

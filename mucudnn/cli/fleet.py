@@ -8,6 +8,7 @@ import click
 import cloup
 
 from mucudnn.cli.app import ExitCode, bad_input
+from mucudnn.cli.completion import completing
 from mucudnn.cli.options import (
     MOST_IMAGES,
     byte_size,
@@ -23,6 +24,7 @@ from mucudnn.cli.output import emit, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
 from mucudnn.cli.train_options import model_argument, optimizer_option
 from mucudnn.errors import PlanningError
+from mucudnn.ir.devices import DEVICES
 from mucudnn.models import FunctionModel
 
 __all__ = ["fleet"]
@@ -69,6 +71,7 @@ def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
         "Devices, such as 2xh100,p100: a name estimates from published figures, "
         "NAME=RECORDING takes convolutions from there, FILE.json is a table of steps.",
         _names,
+        complete=completing(lambda _: DEVICES, several=True),
     ),
     option(
         "--image SIZE",

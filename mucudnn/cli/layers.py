@@ -11,12 +11,19 @@ from typing import Any
 import click
 
 from mucudnn.cli.app import BadInputError, bad_input
+from mucudnn.cli.completion import completing
 from mucudnn.cli.options import MOST_IMAGES, Option, count, option, section
 from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
 from mucudnn.ir.tensor import ITEMSIZE
 from mucudnn.suites import SUITES, Layer, load_suite, parse_problem, read_layers_file
 
-__all__ = ["layer_options", "layers_of", "title_of"]
+__all__ = [
+    "complete_source",
+    "layer_names",
+    "layer_options",
+    "layers_of",
+    "title_of",
+]
 
 
 def _directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...]:
@@ -30,6 +37,21 @@ def _directions(text: str | tuple[Direction, ...]) -> tuple[Direction, ...]:
             valid = ", ".join(("all", *known))
             raise click.BadParameter(f"unknown direction {name!r}; choose of: {valid}")
     return tuple(d for d in Direction if "all" in names or d.value in names)
+
+
+def _ways(ctx: click.Context) -> tuple[str, ...]:
+    del ctx
+    return ("all", *(d.value for d in Direction))
+
+
+def layer_names(ctx: click.Context) -> tuple[str, ...]:
+    """Layers of the suite that is on the line already."""
+    source = ctx.params.get("source")
+    return tuple(layer.name for layer in load_suite(source)) if source in SUITES else ()
+
+
+complete_source = completing(lambda _: SUITES, files=True)
+"""A suite, or a file."""
 
 
 def title_of(sources: Sequence[str], settings: Mapping[str, Any]) -> str:
@@ -96,6 +118,7 @@ def layer_options(default_directions: str) -> Option:
             "--directions NAME,…",
             "all, or of: forward, backward_data, backward_filter.",
             _directions,
+            complete=completing(_ways, several=True),
             default=default_directions,
         ),
         option("--batch N", "Mini-batch size instead.", count(1, MOST_IMAGES)),

@@ -11,6 +11,7 @@ import cloup
 
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
 from mucudnn.cli.cache import cache_option, open_cache, refuse_foreign_file
+from mucudnn.cli.completion import completing_files
 from mucudnn.cli.names import Table, names_of_all, strategy
 from mucudnn.cli.options import (
     MOST_IMAGES,
@@ -109,6 +110,7 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         "that they know are not estimated. Repeatable.",
         repeatable=True,
         name="recordings",
+        complete=completing_files,
     ),
 )
 @section(

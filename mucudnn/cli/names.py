@@ -6,11 +6,15 @@ registers and what is installed counts.
 
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from mucudnn.cli.completion import offered
 from mucudnn.cli.options import Option, defaulting
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 __all__ = ["StrategyOption", "Table", "names_of_all", "strategy", "table"]
 
@@ -79,6 +83,15 @@ class StrategyOption(click.Option):
             check(name)
         except ValueError as e:
             raise click.BadParameter(f"{e}{more}") from e
+
+    def shell_complete(
+        self, ctx: click.Context, incomplete: str
+    ) -> "list[CompletionItem]":
+        """With the names that there are now."""
+        names, _ = self._table()
+        if self._several is None:
+            return offered(names, incomplete)
+        return offered((*names, self._several), incomplete, several=True)
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """With the names that there are now."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import click
 import cloup
 
+from mucudnn.cli.completion import Complete, completing_files
 from mucudnn.cli.output import output_file
 from mucudnn.ir.placement import PLACEMENTS, STATIC
 from mucudnn.ir.sizes import parse_bytes, parse_integer
@@ -189,6 +190,7 @@ def option(
     default: Any = None,
     shown: bool = True,
     repeatable: bool = False,
+    complete: Complete | None = None,
 ) -> Option:
     """Declare an option.
 
@@ -201,6 +203,7 @@ def option(
         default: If it is not given.
         shown: Whether `--help` tells the default.
         repeatable: Whether it may be given several times.
+        complete: What a shell offers for it.
     """
     long, _, metavar = flag.partition(" ")
     return click.option(
@@ -209,6 +212,7 @@ def option(
         type=kind,
         metavar=metavar or None,
         multiple=repeatable,
+        shell_complete=complete,
         **defaulting(default, shown=shown),
     )
 
@@ -246,7 +250,9 @@ def section(title: str, *options: Option) -> Option:
 
 def file_option(name: str, text: str, kind: Any = output_file) -> Option:
     """Declare an option that names a file to write; the parameter is `<name>_file`."""
-    return option(f"--{name} FILE", text, kind, name=f"{name}_file")
+    return option(
+        f"--{name} FILE", text, kind, name=f"{name}_file", complete=completing_files
+    )
 
 
 json_option = file_option("json", "Write the results as JSON; - for standard output.")

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from mucudnn.cli.cache import cache_option
+from mucudnn.cli.completion import completing, completing_files
 from mucudnn.cli.names import strategy, table
 from mucudnn.cli.options import (
     MOST_IMAGES,
@@ -24,7 +25,7 @@ from mucudnn.cli.options import (
 )
 from mucudnn.cli.output import emit
 from mucudnn.cli.train_log import log_file
-from mucudnn.cli.tuner_options import batch_policy_option, workspace_option
+from mucudnn.cli.tuner_options import backends, batch_policy_option, workspace_option
 from mucudnn.ir.learning_rate import parse_learning_rate
 from mucudnn.ir.loss_scaling import DYNAMIC
 from mucudnn.ir.sizes import LARGEST
@@ -63,6 +64,20 @@ def _optimizers() -> tuple[Iterable[str], Callable[[str], object]]:
     return OPTIMIZERS, parse_optimizer
 
 
+def _models(ctx: click.Context) -> Iterable[str]:
+    from mucudnn.models import model_names
+
+    del ctx
+    return model_names()
+
+
+def _data_sets(ctx: click.Context) -> Iterable[str]:
+    from mucudnn.data import FORMATS
+
+    del ctx
+    return FORMATS
+
+
 def _schedule(text: str) -> str:
     """The text of a learning-rate schedule, once it is known to be one."""
     parsed(text, lambda text: parse_learning_rate(text, 0.0))
@@ -70,7 +85,10 @@ def _schedule(text: str) -> str:
 
 
 model_argument = click.argument(
-    "model", metavar="[MODEL | FILE.py:FUNCTION]", required=False
+    "model",
+    metavar="[MODEL | FILE.py:FUNCTION]",
+    required=False,
+    shell_complete=completing(_models, files=True),
 )
 AUTO, EQUAL = "auto", "equal"
 """How images are shared out among processes, if not by numbers."""
@@ -104,6 +122,7 @@ data_options = section(
         "digits, mnist:DIR, cifar10:DIR, cifar100:DIR, folder:DIR, arrays:DIR or "
         "synthetic[:length=N,classes=N,noise=X].",
         default="synthetic",
+        complete=completing(_data_sets),
     ),
     option("--batch N", "Images in a step.", count(1, MOST_IMAGES), default=32),
     option(
@@ -203,6 +222,7 @@ run_options = section(
         "--backend NAME",
         "cpu, cuda, or null, which only counts; see `mucudnn info`.",
         default="cpu",
+        complete=completing(backends),
     ),
     batch_policy_option,
     option(
@@ -269,6 +289,7 @@ output_options = section(
         "Write a line for every step, test and epoch, at once: FILE.csv, or FILE.jsonl "
         "for a line of JSON each.",
         log_file,
+        complete=completing_files,
     ),
     option(
         "--tensorboard DIR",

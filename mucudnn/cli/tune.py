@@ -10,7 +10,8 @@ import click
 import cloup
 
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
-from mucudnn.cli.layers import layer_options, layers_of, title_of
+from mucudnn.cli.completion import completing_files
+from mucudnn.cli.layers import complete_source, layer_options, layers_of, title_of
 from mucudnn.cli.options import (
     byte_size,
     byte_sizes,
@@ -49,7 +50,12 @@ _MOST_WORKERS = 256
 
 @cloup.command()
 @import_option
-@click.argument("sources", metavar="[SUITE | FILE.csv]...", nargs=-1)
+@click.argument(
+    "sources",
+    metavar="[SUITE | FILE.csv]...",
+    nargs=-1,
+    shell_complete=complete_source,
+)
 @layer_options(default_directions="all")
 @section(
     "Limits",
@@ -84,6 +90,7 @@ _MOST_WORKERS = 256
     option(
         "--device FILE|NAME",
         "With --plan-only and --backend cuda: a description of a device instead.",
+        complete=completing_files,
     ),
 )
 @section(

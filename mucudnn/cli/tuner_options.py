@@ -7,6 +7,7 @@ import click
 
 from mucudnn.cli.app import bad_input
 from mucudnn.cli.cache import cache_option, open_cache
+from mucudnn.cli.completion import completing
 from mucudnn.cli.names import strategy, table
 from mucudnn.cli.options import byte_size, flag, group, option, parsed, real
 from mucudnn.ir.numerics import NUMERICS, Numerics
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = [
+    "backends",
     "batch_policy_option",
     "limit_options",
     "make_tuner",
@@ -33,6 +35,14 @@ def _batch_policies() -> tuple[Iterable[str], Callable[[str], object]]:
     return BATCH_POLICIES.table, lambda name: candidate_batches(1, name)
 
 
+def backends(ctx: click.Context) -> Iterable[str]:
+    """What can compute, installed or not."""
+    from mucudnn.backends import backend_names
+
+    del ctx
+    return backend_names()
+
+
 def _numerics(text: str | Numerics) -> Numerics:
     """`strict,deterministic` as a policy."""
     return text if isinstance(text, Numerics) else parsed(text, Numerics.parse)
@@ -41,7 +51,7 @@ def _numerics(text: str | Numerics) -> Numerics:
 def _renamed(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
     """What the old spelling says holds unless the new one is there, too."""
     del parameter
-    if value is not None:
+    if value is not None and not ctx.resilient_parsing:
         click.echo(
             "mucudnn: warning: --policy is a residency policy elsewhere; micro-batch "
             f"sizes are chosen by --batch-policy {value}",
@@ -87,6 +97,7 @@ measuring_options = group(
         "--backend NAME",
         "cpu, cuda, null, or recorded:FILE; see `mucudnn info`.",
         default="cpu",
+        complete=completing(backends),
     ),
     batch_policy_option,
     _old_spelling,
@@ -99,6 +110,7 @@ measuring_options = group(
         "--numerics WORD,…",
         f"Ways of computing to accept, of: {', '.join(NUMERICS)}.",
         _numerics,
+        complete=completing(lambda _: NUMERICS, several=True),
     ),
     flag(
         "--exhaustive",
