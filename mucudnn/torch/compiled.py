@@ -30,6 +30,7 @@ from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.halves import Half, Halves, bind_halves
 from mucudnn.torch.capture.joint import Joint
+from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.sizes import BySize, has_symbols
 from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.fusion.switch import fusing_of
@@ -37,6 +38,7 @@ from mucudnn.torch.internals import (
     aot_compiled,
     breaks_of,
     examples_of,
+    kernels_corrected,
     name_of_graph,
     outside_of_tracing,
     refresh_values,
@@ -44,6 +46,7 @@ from mucudnn.torch.internals import (
 )
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
+from mucudnn.torch.measurement.refusals import WrongResultsError
 from mucudnn.torch.places import line_of_stack
 from mucudnn.torch.plan_cache.store import PlanCacheChoice, PlanStore, open_plans
 from mucudnn.torch.planning import Planner, as_budget
@@ -175,6 +178,7 @@ class CompileBackend:
         self._choice = ConvolutionChoice(tuner)
         self._store = plans or PlanStore()
         self._fusing = fusing_of(inductor, self._store)
+        self._results = KernelResults()
         self._planned: dict[Any, Halves] = {}
         self._warned = False
         self.plans: list[TorchPlan] = []
@@ -222,8 +226,15 @@ class CompileBackend:
         *,
         static: bool,
     ) -> Callable[..., Any]:
+        """Compile it, and once more while kernels return what PyTorch does not say."""
         partition = functools.partial(self._partitioned, source)
-        return aot_compiled(module, inputs, partition, _compiled, static=static)
+        results = self._results
+        while True:
+            known = len(results)
+            with kernels_corrected(inputs, results.corrected):
+                run = aot_compiled(module, inputs, partition, _compiled, static=static)
+            if len(results) == known:
+                return run
 
     def _partitioned(
         self,
@@ -243,6 +254,8 @@ class CompileBackend:
         try:
             halves = self._halves(source, parts, own)
         except MucudnnError as e:
+            if isinstance(e, WrongResultsError):
+                self._results.learn(joint, e)
             return parts.refused(_refusal(e))
         return parts.split(halves)
 

@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import compile_lock
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -22,6 +23,7 @@ __all__ = [
     "breaks_of",
     "examples_of",
     "graph_is_kept",
+    "kernels_corrected",
     "mutated_inputs",
     "name_of_graph",
     "outside_of_tracing",
@@ -85,6 +87,36 @@ def while_compiling() -> Iterator[None]:
     """
     with compile_lock, _disable_current_modes(), torch.random.fork_rng(devices=[]):
         yield
+
+
+@contextmanager
+def kernels_corrected(
+    inputs: Sequence[Any], correct: Callable[[Any, Any, Any, Any], Any]
+) -> Iterator[None]:
+    """Fake tensors come from PyTorch's models of its kernels, corrected.
+
+    Dynamo makes the mode that has these models, and AOTAutograd traces with it; neither
+    lets a backend choose another.
+
+    Args:
+        inputs: Fake tensors, whose mode it is.
+        correct: Given the mode, an operation, its arguments and what the model says.
+    """
+    mode = detect_fake_mode(inputs)
+    if mode is None:
+        yield
+        return
+    dispatch = mode.dispatch
+
+    def corrected(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = dispatch(func, types, args, kwargs)
+        return correct(mode, func, (args, kwargs or {}), found)
+
+    mode.dispatch = corrected
+    try:
+        yield
+    finally:
+        del mode.dispatch
 
 
 def examples_of(given: Sequence[Any]) -> list[Any]:

@@ -16,10 +16,11 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Node
 from mucudnn.ir.profile import Profile
 from mucudnn.torch.execution.lanes import device_of
-from mucudnn.torch.lowering.lowered import Call, Lowered, Number, Operand
+from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
 from mucudnn.torch.measurement.estimate import estimated
 from mucudnn.torch.measurement.meters import Meter, meter_of
 from mucudnn.torch.measurement.node_costs import is_view, workspaces_of
+from mucudnn.torch.measurement.refusals import WrongResultsError
 
 __all__ = [
     "call_key",
@@ -73,7 +74,21 @@ def costs_of(
             are on several devices.
     """
     meter = meter_of(device_of(lowered.layouts))
-    times = {key: _time_ms(meter, lowered, node) for key, node in nodes.items()}
+    times: dict[Any, float] = {}
+    wrong: list[WrongResultsError] = []
+    failed: RuntimeError | None = None
+    for key, node in nodes.items():
+        try:
+            times[key] = _time_ms(meter, lowered, node, checked_only=bool(wrong))
+        except WrongResultsError as e:
+            wrong.append(e)
+        except RuntimeError as e:  # perhaps of operands that are wrong themselves
+            failed = failed or e
+    if wrong:
+        found = {name: mine for e in wrong for name, mine in e.found.items()}
+        raise WrongResultsError(str(wrong[0]), found)
+    if failed is not None:
+        raise failed
     return times, _scratch(meter, lowered, nodes)
 
 
@@ -141,9 +156,13 @@ def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
     return found
 
 
-def _time_ms(meter: Meter, lowered: Lowered, node: Node) -> float:
+def _time_ms(
+    meter: Meter, lowered: Lowered, node: Node, *, checked_only: bool
+) -> float:
     call, operands = lowered.calls[node.name], _operands(lowered, node)
     _check(lowered, node, operands, evaluate(call, operands))
+    if checked_only:
+        return 0.0
     return meter.time_ms(partial(evaluate, _as_run(lowered, node), operands))
 
 
@@ -172,28 +191,36 @@ def _check(
         UnsupportedError: Names the node.
     """
     given = {tensor.untyped_storage().data_ptr() for tensor in operands}
-    for name, tensor in zip(node.outputs, outputs, strict=True):
-        expected = lowered.layouts[name]
+    call = lowered.calls[node.name]
+    wrong: dict[int | None, Layout] = {}
+    messages = []
+    for name, path, tensor in zip(node.outputs, call.results, outputs, strict=True):
         shares = tensor.untyped_storage().data_ptr() in given
         if not tensor.numel() or node.mutates:
             continue
         if shares != (lowered.graph.tensors[name].alias is not None):
             raise UnsupportedError(
-                f"{node.name} ({lowered.calls[node.name].function}) returns "
+                f"{node.name} ({call.function}) returns "
                 f"{'a view' if shares else 'a copy'} where its graph has the other"
             )
-        if tensor.dtype != expected.dtype:
-            raise UnsupportedError(
-                f"{node.name} ({lowered.calls[node.name].function}) returns "
-                f"{tensor.dtype}; its graph has {expected.dtype}"
-            )
-        found = _lying(tensor.shape, tensor.stride())
-        if found != _lying(expected.shape, expected.stride):
-            raise UnsupportedError(
-                f"{node.name} ({lowered.calls[node.name].function}) returns shape "
-                f"{tuple(tensor.shape)} with strides {tensor.stride()}; its graph has "
-                f"{expected.shape} with {expected.stride}"
-            )
+        if difference := _difference(tensor, lowered.layouts[name]):
+            wrong[path] = Layout.of(tensor)
+            messages.append(f"{node.name} ({call.function}) returns {difference}")
+    if wrong:
+        raise WrongResultsError(messages[0], {node.name.partition(".")[0]: wrong})
+
+
+def _difference(tensor: torch.Tensor, expected: Layout) -> str:
+    """How a result is other than expected; nothing if it is not."""
+    if tensor.dtype != expected.dtype:
+        return f"{tensor.dtype}; its graph has {expected.dtype}"
+    found = _lying(tensor.shape, tensor.stride())
+    if found == _lying(expected.shape, expected.stride):
+        return ""
+    return (
+        f"shape {tuple(tensor.shape)} with strides {tensor.stride()}; its graph has "
+        f"{expected.shape} with {expected.stride}"
+    )
 
 
 def _lying(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int | None]]:

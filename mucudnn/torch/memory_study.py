@@ -28,6 +28,7 @@ from mucudnn.passes.planning.comparison import largest_batch_within
 from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.torch.capture.dataless import DatalessStep
+from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.parts import StepParts
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
@@ -120,6 +121,7 @@ class MemoryStudy:
         self._title = title
         self._device = device
         self._settings = settings
+        self._results = KernelResults()
         self._planners: dict[int | None, Planner] = {}
 
     @cached_property
@@ -262,8 +264,10 @@ class MemoryStudy:
             step = self._step
             settings = self._settings
             parts = StepParts.of(step.model, step.optimizer, step.loss_fn, settings)
-            captured = self._capture(size)
-            self._planners[size] = planner_of(captured, parts, self._profile)
+            self._planners[size] = self._results.settled(
+                lambda: self._capture(size),
+                lambda captured: planner_of(captured, parts, self._profile),
+            )
         return self._planners[size]
 
     def _capture(self, size: int | None) -> CapturedStep:
@@ -275,6 +279,7 @@ class MemoryStudy:
             step.example,
             size=size,
             settings=self._settings,
+            results=self._results,
         )
 
     def _profile(self, lowered: Lowered) -> Profile:

@@ -22,6 +22,7 @@ from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.batches import Batch
 from mucudnn.torch.capture.decisions import all_hold
+from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.parts import LiveParts
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
@@ -159,6 +160,7 @@ class TrainStep:
         self._planning = planning
         self._settings = settings
         self._max_plans = max_plans
+        self._results = KernelResults()
         self._planned: dict[Any, list[_Planned]] = {}
         self._live: LiveParts | None = None
         self._last: _Planned | None = None
@@ -239,15 +241,21 @@ class TrainStep:
         )
 
     def _plan(self, live: LiveParts, batch: Batch) -> _Planned:
-        captured = capture_step(
-            self._model,
-            self._loss_fn,
-            self._optimizer,
-            batch,
-            settings=self._settings,
-        )
-        plan, bound = self._planning.plan(captured, live.parts)
-        return _Planned(plan, bound, captured)
+        def captured() -> CapturedStep:
+            return capture_step(
+                self._model,
+                self._loss_fn,
+                self._optimizer,
+                batch,
+                settings=self._settings,
+                results=self._results,
+            )
+
+        def planned(step: CapturedStep) -> _Planned:
+            plan, bound = self._planning.plan(step, live.parts)
+            return _Planned(plan, bound, step)
+
+        return self._results.settled(captured, planned)
 
     def _key(self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]) -> Any:
         """What a plan was made for."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mucudnn.torch.lowering.statistics import corrected, statistics_types
+from mucudnn.torch.capture.kernel_results import KernelResults
 
 __all__ = ["StepFakes"]
 
@@ -26,10 +26,12 @@ class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types h
 
     Args:
         shape_env: What symbols are made in.
+        results: What kernels were seen to return.
     """
 
-    def __init__(self, shape_env: Any) -> None:
+    def __init__(self, shape_env: Any, results: KernelResults) -> None:
         super().__init__(shape_env=shape_env, allow_non_fake_inputs=True)
+        self._results = results
         self.allow_scalar_outputs = True
 
     def dispatch(
@@ -42,8 +44,7 @@ class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types h
         found = super().dispatch(func, types, args, kwargs)
         if func in _CONTIGUOUS and not found.is_contiguous():
             return self._contiguous(found)
-        with self:
-            return corrected(found, statistics_types(func, args))
+        return self._results.corrected(self, func, (args, kwargs or {}), found)
 
     def _contiguous(self, like: torch.Tensor) -> torch.Tensor:
         with self:

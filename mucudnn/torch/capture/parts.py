@@ -15,7 +15,7 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.optimizers import make_state
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 
-__all__ = ["LiveParts", "StepParts", "as_tensor", "root_of"]
+__all__ = ["LiveParts", "StepParts", "as_tensor", "places_of", "root_of"]
 
 _WRAPPERS = frozenset(
     {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
@@ -48,6 +48,28 @@ def root_of(
     if isinstance(loss_fn, torch.nn.Module):
         root.loss_fn = loss_fn
     return root
+
+
+def places_of(
+    root: torch.nn.Module, given: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors by all names under which a module has them, tied ones by several.
+
+    A module that is there several times has its tensors by one name.
+
+    Args:
+        root: The module.
+        given: Other tensors, by the names that its own have among `named_parameters`
+            and `named_buffers`.
+    """
+    own = (*root.named_parameters(), *root.named_buffers())
+    first = {id(tensor): name for name, tensor in own}
+    return {
+        f"{prefix}.{name}": given[first[id(tensor)]]
+        for prefix, module in root.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if id(tensor) in first
+    }
 
 
 @dataclass(frozen=True)

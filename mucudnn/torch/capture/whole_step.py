@@ -34,8 +34,9 @@ from mucudnn.torch.capture.gradients import (
     rescaled,
     unscaled,
 )
+from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.optimizers import StateKey, swapped
-from mucudnn.torch.capture.parts import StepParts, root_of
+from mucudnn.torch.capture.parts import StepParts, places_of, root_of
 from mucudnn.torch.capture.refusals import (
     RefusedOperations,
     StepFunctions,
@@ -82,6 +83,7 @@ def capture_step(
     *,
     size: int | None = None,
     settings: StepSettings = PLAIN,
+    results: KernelResults | None = None,
 ) -> CapturedStep:
     """Record one step without running it.
 
@@ -92,6 +94,7 @@ def capture_step(
         batch: As a step is called with.
         size: Of the first axis of every tensor of the batch, if it is to be another.
         settings: What is done with gradients.
+        results: What kernels were seen to return.
 
     Raises:
         UnsupportedError: Something depends on values that only a run has, or would be
@@ -104,9 +107,10 @@ def capture_step(
         root_of(model, loss_fn), loss_fn, optimizer, parts, given, settings
     )
     written: AttributesChangedError | None = None
+    known = KernelResults() if results is None else results
     while True:
         try:
-            return _recorded(tracer, size, written)
+            return _recorded(tracer, size, written, known)
         except AttributesChangedError as e:
             if not e.places or e is written:
                 raise
@@ -115,7 +119,10 @@ def capture_step(
 
 
 def _recorded(
-    tracer: "_Tracer", size: int | None, written: AttributesChangedError | None
+    tracer: "_Tracer",
+    size: int | None,
+    written: AttributesChangedError | None,
+    results: KernelResults,
 ) -> CapturedStep:
     """Run the step once without data.
 
@@ -123,12 +130,13 @@ def _recorded(
         tracer: The step.
         size: Of the batch, if it is to be another.
         written: Attributes that may change.
+        results: What kernels were seen to return.
     """
     parts, batch = tracer.parts, tracer.batch.tensors
     names = [*parts.names(), *(f"batch.{i}" for i in range(len(batch)))]
     tensors = [*parts.tensors(), *batch]
     shapes = DecidingShapes(names, tensors, frozenset(parts.parameters))
-    mode = StepFakes(shapes)
+    mode = StepFakes(shapes, results)
     fakes = [mode.from_tensor(t, static_shapes=True) for t in tensors]
     if size is not None and batch:
         with mode:
@@ -174,6 +182,7 @@ class _Tracer:
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._settings = settings
+        self._casts_once = torch.is_autocast_cache_enabled()
         self.begin()
 
     def begin(self) -> None:
@@ -185,6 +194,9 @@ class _Tracer:
         self._found: Any = None
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
+        # Tracing has a parameter cast once for every use: gradients would be summed
+        # behind the casts back, not before. It sets this back when it is over.
+        torch.set_autocast_cache_enabled(self._casts_once)
         with FunctionalTensorMode(), RefusedOperations(), StepFunctions():
             mine = [to_fun(tensor) for tensor in flat]
             results = self._step(mine)
@@ -207,7 +219,7 @@ class _Tracer:
             name: leaf_of(tensor, parts.parameters[name])
             for name, tensor in parameters.items()
         }
-        with _reparametrize_module(self.root, leaves | buffers, tie_weights=True):
+        with _reparametrize_module(self.root, places_of(self.root, leaves | buffers)):
             loss, gradients = self._passes(leaves, list(given), scale)
             self._keep(buffers)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):

@@ -76,6 +76,7 @@ class _Lowering:
         self._inputs: list[str | None] = []
         self._constants: dict[str, torch.Tensor] = {}
         self._results: tuple[Any, ...] = ()
+        self._held: list[Any] = []
 
     def visit(self, node: torch.fx.Node) -> None:
         """Lower one node."""
@@ -152,6 +153,7 @@ class _Lowering:
         elif isinstance(value, tuple | list):
             given = torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
             value = corrected(value, statistics_types(node.target, given))
+            self._held.append(value)  # a storage is told by where it is
             found = [
                 (k, f"{node.name}.{k}", v)
                 for k, v in enumerate(value)
