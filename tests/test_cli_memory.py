@@ -277,16 +277,16 @@ def test_a_snapshot_is_within_the_budget(tmp_path):
 
 
 def test_ctrl_c_keeps_what_is_done(monkeypatch):
-    from mucudnn.studies import memory_study
+    from mucudnn.studies import memory_trials
 
-    real = memory_study.try_technique
+    real = memory_trials.try_technique
 
     def interrupted(request):
         if request.policy == "lru":
             raise KeyboardInterrupt
         return real(request)
 
-    monkeypatch.setattr(memory_study, "try_technique", interrupted)
+    monkeypatch.setattr(memory_trials, "try_technique", interrupted)
     result = run("lenet", *NULL, "--budget", "1GiB", "--policy", "keep_all,lru")
     assert result.exit_code == 130
     assert "keep_all" in result.stdout

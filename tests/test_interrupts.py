@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from mucudnn.cli import main
 from mucudnn.runtime.interrupts import Interrupts, deferred_interrupt
 from mucudnn.runtime.training.checkpoint import Checkpoints
-from mucudnn.studies import memory_study
+from mucudnn.studies import memory_trials
 from tests.interrupting import at_import, site, start, usual_signals
 
 ENDINGS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
@@ -253,7 +253,7 @@ def test_a_terminal_that_closes_costs_no_checkpoint(tmp_path):
 @pytest.mark.parametrize(("number", "code"), ENDINGS)
 def test_memory_keeps_what_is_planned(monkeypatch, tmp_path, number, code):
     tried = []
-    usual = memory_study.try_technique
+    usual = memory_trials.try_technique
 
     def signalled(*arguments):
         tried.append(arguments)
@@ -261,7 +261,7 @@ def test_memory_keeps_what_is_planned(monkeypatch, tmp_path, number, code):
             signal.raise_signal(number)
         return usual(*arguments)
 
-    monkeypatch.setattr(memory_study, "try_technique", signalled)
+    monkeypatch.setattr(memory_trials, "try_technique", signalled)
     file = tmp_path / "out.json"
     done = CliRunner().invoke(
         main, ["memory", "lenet", "--batch", "4", "--json", str(file)]

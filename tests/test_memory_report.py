@@ -445,7 +445,7 @@ def test_a_page_without_a_plan_says_so():
 
 
 def test_an_interrupted_study_keeps_what_is_done(monkeypatch):
-    from mucudnn.studies import memory_study
+    from mucudnn.studies import memory_trials
 
     done = []
 
@@ -455,7 +455,7 @@ def test_an_interrupted_study_keeps_what_is_done(monkeypatch):
         done.append(try_technique(request))
         return done[0]
 
-    monkeypatch.setattr(memory_study, "try_technique", interrupted)
+    monkeypatch.setattr(memory_trials, "try_technique", interrupted)
     found = study_memory(
         spec("lenet"), policies=("paging", "lru"), budget=64 * MIB, curve=True
     )
