@@ -8,10 +8,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-with warnings.catch_warnings():
-    # PyTorch's samples import it. Late in a process it may fail over `distutils`.
-    warnings.simplefilter("ignore")
-    pytest.importorskip("setuptools")
 
 from torch.nn import functional  # noqa: E402  (where there is PyTorch)
 from torch.utils import flop_counter  # noqa: E402
@@ -47,6 +43,7 @@ def ours():
 @pytest.fixture(scope="module")
 def operators():
     pytest.importorskip("expecttest")  # which PyTorch's own tests need
+    pytest.importorskip("setuptools")  # likewise
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         methods = importlib.import_module(

@@ -7,13 +7,14 @@ machines of x86-64 with Linux and these versions of Python.
 Run as a file, before anything that it looks for is imported.
 """
 
-import importlib.util
+import importlib
 import platform
 import re
 import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 _BASE = {
@@ -126,7 +127,7 @@ def _install(site: str, wheels: str, packages: Sequence[str]) -> None:
         *("--disable-pip-version-check", "--no-cache-dir"),
         *("--find-links", wheels, "--target", site),
     ]
-    if importlib.util.find_spec("pip") is None:
+    if not _has_pip():
         _unpack(Path(site), Path(wheels))
         return
     for package in packages:
@@ -141,6 +142,15 @@ def _install(site: str, wheels: str, packages: Sequence[str]) -> None:
             )
             if done.returncode == 0:
                 break
+
+
+def _has_pip() -> bool:
+    """Told by its metadata: a process that looks the module up loses setuptools."""
+    try:
+        metadata.distribution("pip")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _unpack(site: Path, wheels: Path) -> None:
