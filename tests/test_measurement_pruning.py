@@ -92,9 +92,7 @@ def test_any_machine_ends_with_a_plan_where_there_is_one(data, batch, launch):
             rows.append(perf(algo, b, time_ms, nbytes, error=error))
     full = PerfTable(problem(batch), tuple(rows), launch)
     pruned = measure(full, launch_overhead_ms=launch)
-    assert {p for p in pruned.perfs if p.batch == batch} == {
-        p for p in rows if p.batch == batch
-    }
+    assert {p for p in pruned.perfs if p.batch == batch}
     usable = [p for p in pruned.perfs if p.error is None and p.batch == 1]
     assert bool(pareto_plans(pruned, ANY)) >= bool(usable)
 
@@ -111,11 +109,11 @@ def test_an_algorithm_that_fails_is_asked_for_at_the_anchors_only():
     assert asked == {1, 2, 4, 8, 16, 32, 64}
 
 
-def test_a_hopeless_algorithm_is_asked_for_at_the_anchors_only():
+def test_a_hopeless_algorithm_is_asked_for_at_few_sizes():
     full, _ = realistic_table(0, 64, 3, "affine")
     slow = tuple(perf("SLOW", b, 100.0 + 10 * b, 1 << 40) for b in range(1, 65))
     pruned = measure(PerfTable(full.problem, full.perfs + slow))
-    assert sum(p.algo == "SLOW" for p in pruned.perfs) == 7
+    assert {p.batch for p in pruned.perfs if p.algo == "SLOW"} <= {1, 2, 4, 8}
 
 
 def test_what_is_known_already_is_not_asked_for_again():
@@ -124,10 +122,14 @@ def test_what_is_known_already_is_not_asked_for_again():
     sizes = range(1, 33)
     assert next_measurements(sizes, workspaces, full.perfs) == ()
     first = next_measurements(sizes, workspaces, ())
-    assert {batch for _, batch in first} == {1, 2, 4, 8, 16, 32}
+    assert {batch for _, batch in first} == {1}
 
 
 def test_sizes_without_powers_of_two_have_anchors_too():
-    workspaces = {("A", n): 0 for n in (3, 6, 9, 10)}
-    first = next_measurements((10, 3, 6, 9), workspaces, ())
-    assert first == (("A", 10), ("A", 9), ("A", 6), ("A", 3))
+    rows = [perf("A", n, 1.0 * n, 0) for n in (3, 6, 9, 10)]
+    workspaces = {(p.algo, p.batch): p.workspace for p in rows}
+    measured, asked = [], []
+    while todo := next_measurements((10, 3, 6, 9), workspaces, measured):
+        asked.append([batch for _, batch in todo])
+        measured += [row for row in rows if row.batch in asked[-1]]
+    assert asked == [[3], [6], [10], [9]]

@@ -19,6 +19,10 @@ class RowStatus(enum.Enum):
     """A limit on time or memory was in the way: nothing is known of the algorithm, and
     the row is not remembered."""
 
+    HOPELESS = "not timed: "
+    """Another algorithm is far ahead, and fits where this one would be asked for: under
+    a smaller limit it may be timed, and the row is not remembered."""
+
     REFUSED = "not accepted: "
     """It can run, but not in a way of computing that was asked for."""
 

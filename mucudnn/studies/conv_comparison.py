@@ -92,7 +92,8 @@ def compare(
         ComparisonInterrupted: Ctrl-C; carries what is done.
         ValueError: There is no planner of that name.
     """
-    run = _Run(tuner, PLANNERS.resolve(planner), time_limit_s)
+    least = 0 if total_workspace is not None else min(limits, default=0)
+    run = _Run(tuner, PLANNERS.resolve(planner), time_limit_s, least)
     per_kernel = tuple(Limit(nbytes) for nbytes in dict.fromkeys(limits))
     total = () if total_workspace is None else (Limit(total_workspace, total=True),)
     done: list[LayerResult] = []
@@ -132,10 +133,15 @@ class _Run:
     """The clock, and what has been checked already."""
 
     def __init__(
-        self, tuner: Tuner, planner: Planner, time_limit_s: float | None
+        self,
+        tuner: Tuner,
+        planner: Planner,
+        time_limit_s: float | None,
+        least_limit: int,
     ) -> None:
         self._tuner = tuner
         self._planner = planner
+        self._least_limit = least_limit
         self._start = time.monotonic()
         self._time_limit_s = time_limit_s
         self._choices: dict[tuple[ConvPlan, ConvPlan | None], Choice] = {}
@@ -150,7 +156,9 @@ class _Run:
             seconds *= _MEASURING
         problems = [layer.problem for layer in layers]
         with suppress(PlanningError):  # of one too large, which its turn will tell
-            self._tuner.measure_all(problems, time_limit_s=seconds)
+            self._tuner.measure_all(
+                problems, time_limit_s=seconds, least_limit=self._least_limit
+            )
 
     def layer(
         self, layer: Layer, limits: Sequence[Limit], share: float, left: int
@@ -192,11 +200,13 @@ class _Run:
         first to be measured at the whole mini-batch.
         """
         if seconds is None:
-            return self._tuner.measure(problem)
+            return self._tuner.measure(problem, least_limit=self._least_limit)
         ends = time.monotonic() + seconds * _MEASURING
         self._tuner.measure(problem.with_batch(1), time_limit_s=seconds * _TRYING)
         left = max(0.0, ends - time.monotonic())
-        return self._tuner.measure(problem, time_limit_s=left)
+        return self._tuner.measure(
+            problem, time_limit_s=left, least_limit=self._least_limit
+        )
 
     def divide(
         self, results: Sequence[LayerResult], limit: Limit

@@ -205,7 +205,7 @@ def _failure_lines(table: PerfTable) -> Iterator[str]:
     failed = sorted(
         (p.algo, " ".join(p.error.split()), p.batch)
         for p in table.perfs
-        if p.error is not None and not refused(p)
+        if p.error is not None and not refused(p) and not hopeless(p)
     )
     reasons = {(algo, error) for algo, error, _ in failed}
     if len(reasons) > _MOST_FAILURES:
@@ -224,6 +224,11 @@ def _failure_lines(table: PerfTable) -> Iterator[str]:
 def refused(perf: AlgoPerf) -> bool:
     """Whether the numerics that were asked for kept it out, rather than a failure."""
     return perf.status is RowStatus.REFUSED
+
+
+def hopeless(perf: AlgoPerf) -> bool:
+    """Whether it was not timed, as another algorithm is far ahead."""
+    return perf.status is RowStatus.HOPELESS
 
 
 def counted(failures: Iterable[tuple[str, str]]) -> str:
@@ -247,7 +252,8 @@ def left_out(perfs: Iterable[AlgoPerf]) -> tuple[tuple[str, str], ...]:
 
     Algorithms that were refused are always one entry.
     """
-    rows = [(perf, perf.error) for perf in perfs if perf.error is not None]
+    failing = [perf for perf in perfs if not hopeless(perf)]
+    rows = [(perf, perf.error) for perf in failing if perf.error is not None]
     kept_out = [(perf.algo, error) for perf, error in rows if refused(perf)]
     failed = {(perf.algo, error): None for perf, error in rows if not refused(perf)}
     entries: list[tuple[str, str]] = []

@@ -25,11 +25,9 @@ from typing import NamedTuple
 
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.passes.convolution.pareto import division_cost_ms, pareto_divisions
+from mucudnn.passes.convolution.race import Point, race
 
-__all__ = ["Point", "next_measurements"]
-
-Point = tuple[str, int]
-"""(algorithm, micro-batch size)."""
+__all__ = ["next_measurements"]
 
 _TOLERANCE = 0.006
 """How far behind the guessed front the measured one may stay, as a fraction."""
@@ -58,31 +56,34 @@ def next_measurements(
     measured: Sequence[AlgoPerf],
     *,
     launch_overhead_ms: float = 0.0,
+    least_limit: float = 0.0,
 ) -> tuple[Point, ...]:
     """What to measure next; call again with the results until nothing is returned.
 
-    The first call asks for powers of two and the whole batch. What is returned depends
-    on no limit, so the table is as good for any.
+    At first powers of two and the whole batch are raced. What is returned is as good
+    for any limit that is no less than the least.
 
     Args:
         sizes: Candidate micro-batch sizes; the largest is the mini-batch.
         workspaces: Bytes for every algorithm and size that may be measured.
         measured: Results so far; failures count as measured.
         launch_overhead_ms: What each micro-batch after the first costs.
+        least_limit: Bytes of workspace that every plan may use.
 
     Returns:
         Points not measured yet, largest sizes first.
     """
     known = {(perf.algo, perf.batch) for perf in measured}
     anchors = _anchors(sizes)
-    wanted = {p for p in workspaces if p[1] in anchors and p not in known}
+    raced = race(tuple(anchors), workspaces, measured, least_limit=least_limit)
+    wanted = {*raced.points[0]} if raced.points else set()
     if not wanted:
         rows = [p for p in measured if p.error is None and isfinite(p.cost_ms)]
         guesses = _guesses(sizes, workspaces, rows, known)
         batch = max(sizes)
         have = pareto_divisions(batch, rows, launch_overhead_ms)
         hope = pareto_divisions(batch, [*rows, *guesses], launch_overhead_ms)
-        wanted = _missing(have, hope, launch_overhead_ms) - known
+        wanted = _missing(have, hope, launch_overhead_ms) - known - {*raced.hopeless}
     return tuple(sorted(wanted, key=lambda point: (-point[1], point[0])))
 
 

@@ -38,7 +38,9 @@ class Measurer:
     time_limit_s: float
     prune: bool
     lock: Own[Any]
-    _tables: dict[ConvProblem, PerfTable] = field(default_factory=dict, init=False)
+    _tables: dict[ConvProblem, tuple[float, PerfTable]] = field(
+        default_factory=dict, init=False
+    )
 
     def __post_init__(self) -> None:
         candidate_batches(1, self.batch_policy)
@@ -51,6 +53,7 @@ class Measurer:
         problem: ConvProblem,
         time_limit_s: float | None = None,
         memory_limit: float = math.inf,
+        least_limit: float = 0.0,
     ) -> PerfTable:
         """Every algorithm at every candidate micro-batch size.
 
@@ -58,12 +61,13 @@ class Measurer:
         the limit; such a table is not remembered.
 
         Limits of time and memory are the tuner's own; a time given replaces it, bytes
-        given hold as well.
+        given hold as well. Where every plan may use `least_limit` bytes of workspace,
+        pruning leaves out algorithms that others within it are far ahead of.
 
         Raises:
             PlanningError: There are too many samples to be divided.
         """
-        (table,) = self.tables([problem], time_limit_s, memory_limit)
+        (table,) = self.tables([problem], time_limit_s, memory_limit, least_limit)
         return table
 
     def tables(
@@ -71,6 +75,7 @@ class Measurer:
         problems: Sequence[ConvProblem],
         time_limit_s: float | None = None,
         memory_limit: float = math.inf,
+        least_limit: float = 0.0,
     ) -> tuple[PerfTable, ...]:
         """The table of each; see `table`. Workers measure all of them at once.
 
@@ -79,11 +84,13 @@ class Measurer:
         Raises:
             PlanningError: Of some problem there are too many samples to be divided.
         """
-        found = {p: t for p in problems if (t := self._tables.get(p)) is not None}
+        found = self._known(problems, least_limit)
         missing = [problem for problem in problems if problem not in found]
         if missing:
             with self.lock.mine:
-                found |= self._measured(missing, time_limit_s, memory_limit)
+                found |= self._measured(
+                    missing, time_limit_s, memory_limit, least_limit
+                )
         return tuple(found[problem] for problem in problems)
 
     def check(self, problem: ConvProblem) -> None:
@@ -98,10 +105,11 @@ class Measurer:
         problems: Sequence[ConvProblem],
         time_limit_s: float | None,
         memory_limit: float,
+        least_limit: float,
     ) -> dict[ConvProblem, PerfTable]:
         for problem in problems:
             self.check(problem)
-        found = {p: t for p in problems if (t := self._tables.get(p)) is not None}
+        found = self._known(problems, least_limit)
         missing = [problem for problem in problems if problem not in found]
         together = self.sweep.workers is not None
         begun = time.monotonic()
@@ -110,21 +118,33 @@ class Measurer:
                 deadline = time.monotonic() + self.time_limit_s * len(some)
             else:
                 deadline = begun + time_limit_s
-            found |= self._swept(some, deadline, memory_limit)
+            found |= self._swept(some, deadline, memory_limit, least_limit)
         return found
 
+    def _known(
+        self, problems: Sequence[ConvProblem], least_limit: float
+    ) -> dict[ConvProblem, PerfTable]:
+        """Tables that are as good for limits from this one on."""
+        known = ((p, self._tables[p]) for p in problems if p in self._tables)
+        return {p: table for p, (least, table) in known if least <= least_limit}
+
     def _swept(
-        self, problems: Sequence[ConvProblem], deadline: float, memory_limit: float
+        self,
+        problems: Sequence[ConvProblem],
+        deadline: float,
+        memory_limit: float,
+        least_limit: float,
     ) -> dict[ConvProblem, PerfTable]:
         sweep = replace(
             self.sweep,
             memory_limit=min(self.sweep.memory_limit, memory_limit),
             deadline=deadline,
+            least_limit=least_limit,
         )
         # What was recorded takes no time to ask for, and all of it was planned with.
         prune = self.prune and recording_of(self.backend) is None
         tables = sweep.tables(problems, self.batch_policy, prune=prune)
         for table in tables:
             if not any(perf.status is RowStatus.LIMITED for perf in table.perfs):
-                self._tables[table.problem] = table
+                self._tables[table.problem] = least_limit, table
         return {table.problem: table for table in tables}

@@ -21,7 +21,7 @@ from mucudnn.passes.microbatch import (
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.tuning.isolation import Isolation
 from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench
-from mucudnn.runtime.tuning.table_filler import Measured, Sizes, TableFiller
+from mucudnn.runtime.tuning.table_filler import Measured, Pruning, Sizes, TableFiller
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.workers import Round, Workers
 
@@ -39,6 +39,7 @@ class Sweep:
         numerics: Which ways of computing are accepted; others are not measured.
         memory_limit: Bytes for operands and workspace, on each device.
         deadline: Seconds on `clock` after which nothing more is started.
+        least_limit: Bytes of workspace that every plan may use.
         progress: Called after each measurement, from one thread at a time.
         isolation: Whether to measure in this process or in children.
         workers: Who measures instead of `backends`, of which the first still says which
@@ -52,6 +53,7 @@ class Sweep:
     numerics: Numerics = field(default_factory=Numerics)
     memory_limit: float = math.inf
     deadline: float = math.inf
+    least_limit: float = 0.0
     progress: Callable[[Measured], None] | None = None
     isolation: Isolation = field(default_factory=Isolation)
     workers: Workers | None = None
@@ -64,16 +66,21 @@ class Sweep:
 
         Workers measure many at once; here they are taken in turn. Problems that differ
         in N only share rows, so one of them waits for the other. Pruning measures only
-        what could enter a good plan, under the policy `all`; see `next_measurements`.
+        what could enter a good plan within `least_limit` or more: see `Pruning`.
         """
-        prune = prune and policy == "all"
+        pruning = Pruning.NONE
+        if prune:
+            pruning = Pruning.SIZES if policy == "all" else Pruning.ALGORITHMS
         done: dict[ConvProblem, PerfTable] = {}
         if self.workers is None:
             for problem in dict.fromkeys(problems):
-                self._fill_here(problem, policy, prune, done)
+                self._fill_here(problem, policy, pruning, done)
         else:
             self.workers.fill(
-                [self._rounds(same, policy, prune, done) for same in _layers(problems)]
+                [
+                    self._rounds(same, policy, pruning, done)
+                    for same in _layers(problems)
+                ]
             )
         return tuple(done[problem] for problem in problems)
 
@@ -81,13 +88,13 @@ class Sweep:
         self,
         problems: Sequence[ConvProblem],
         policy: BatchPolicy,
-        prune: bool,
+        pruning: Pruning,
         done: dict[ConvProblem, PerfTable],
     ) -> Iterator[Round]:
         """What workers are to measure of problems that differ in N only."""
         for problem in problems:
-            filler = self._filler(problem, policy)
-            for sizes in filler.rounds(prune=prune, probe=True):
+            filler = self._filler(problem, policy, pruning)
+            for sizes in filler.rounds(probe=True):
                 yield Round(filler, sizes)
             done[problem] = filler.table()
 
@@ -95,27 +102,37 @@ class Sweep:
         self,
         problem: ConvProblem,
         policy: BatchPolicy,
-        prune: bool,
+        pruning: Pruning,
         done: dict[ConvProblem, PerfTable],
     ) -> None:
-        filler = self._filler(problem, policy)
+        filler = self._filler(problem, policy, pruning)
         benches = [
             self.isolation.bench(self._task(backend, problem))
             for backend in self.backends
         ]
         try:
-            for sizes in filler.rounds(prune=prune, probe=False):
+            for sizes in filler.rounds(probe=False):
                 _deal_out(filler, sizes, benches)
         finally:  # what runs next may need the memory
             for bench in benches:
                 bench.release()
         done[problem] = filler.table()
 
-    def _filler(self, problem: ConvProblem, policy: BatchPolicy) -> TableFiller:
+    def _filler(
+        self, problem: ConvProblem, policy: BatchPolicy, pruning: Pruning
+    ) -> TableFiller:
         sizes = candidate_batches(problem.batch, policy)
         aligned = aligned_batches(problem, sizes, self.backends[0].split_alignment)
         task = self._task(self.backends[0], problem)
-        return TableFiller(task, aligned, self.cache(), self.numerics, self.progress)
+        return TableFiller(
+            task,
+            aligned,
+            self.cache(),
+            self.numerics,
+            self.progress,
+            pruning,
+            self.least_limit,
+        )
 
     def _task(self, backend: Backend, problem: ConvProblem) -> BenchTask:
         return BenchTask(

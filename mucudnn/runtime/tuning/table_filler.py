@@ -5,6 +5,7 @@ brings the rows. What the cache knows is not asked for again; what a limit preve
 listed with the reason and not remembered.
 """
 
+import enum
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,15 +14,26 @@ from dataclasses import dataclass, field
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, PerfTable
 from mucudnn.ir.numerics import Numerics, Traits
 from mucudnn.ir.status import RowStatus
-from mucudnn.passes.convolution.measurement_pruning import Point, next_measurements
+from mucudnn.passes.convolution.measurement_pruning import next_measurements
+from mucudnn.passes.convolution.race import Point, Race, race
 from mucudnn.runtime.database.cache import BenchmarkCache
-from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench
+from mucudnn.runtime.tuning.kernel_bench import BenchTask, KernelBench, KernelRun
 from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS
 
-__all__ = ["Measured", "SizeRun", "Sizes", "TableFiller"]
+__all__ = ["Measured", "Pruning", "SizeRun", "Sizes", "TableFiller"]
 
 Sizes = Sequence[tuple[int, Sequence[str]]]
 """(micro-batch size, algorithms to be timed at it), in the order of timing."""
+
+
+class Pruning(enum.Enum):
+    """What of a table may be left out."""
+
+    NONE = enum.auto()
+    ALGORITHMS = enum.auto()
+    """Of each size the algorithms that others are far ahead of; such rows say so."""
+    SIZES = enum.auto()
+    """Also sizes that no good plan needs; they have no rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,8 @@ class TableFiller:
         cache: Holds what is known, and takes the rest.
         numerics: Which ways of computing are accepted; others are not measured.
         progress: Called after each measurement, from one thread at a time.
+        pruning: What may be left out.
+        least_limit: Bytes of workspace that every plan may use.
     """
 
     def __init__(
@@ -70,6 +84,8 @@ class TableFiller:
         cache: BenchmarkCache,
         numerics: Numerics,
         progress: Callable[[Measured], None] | None = None,
+        pruning: Pruning = Pruning.NONE,
+        least_limit: float = 0.0,
     ) -> None:
         self.task = task
         self._problem = task.problem
@@ -79,6 +95,8 @@ class TableFiller:
         self._lock = threading.Lock()
         self._sizes = tuple(sorted(sizes))
         self._total = 0  # rows there will be, those known counted
+        self._pruning, self._least_limit = pruning, least_limit
+        self._left: Sequence[Point] = ()
         self._workspaces: dict[Point, int] = {}
         self._traits: dict[Point, Traits] = {}
         self._rows: dict[Point, AlgoPerf] = {}
@@ -90,15 +108,16 @@ class TableFiller:
             if self._holds(perf):
                 self._rows[perf.algo, perf.batch] = perf
 
-    def rounds(self, *, prune: bool, probe: bool) -> Iterator[Sizes]:
+    def rounds(self, *, probe: bool) -> Iterator[Sizes]:
         """Sizes and their algorithms that may be timed side by side.
 
         The next round is asked for when all rows of one are kept. The largest sizes
         come first, as buffers for them serve all others; but where nothing is known the
         smallest one tells cheaply what the others will take: with `probe` it is a round
-        of its own. Pruning asks only for what could enter a good plan.
+        of its own and all others are the next, as for many who measure side by side.
+        One alone goes by the stages of a race, and leaves out more.
         """
-        while points := self._promising() if prune else self._missing():
+        while points := self._wanted(staged=not probe):
             sizes = self._by_size(points)
             if probe and not self._knows:
                 yield sizes[:1]
@@ -143,8 +162,17 @@ class TableFiller:
 
     def table(self) -> PerfTable:
         """The rows that are there."""
-        rows = sorted(self._rows.values(), key=lambda p: (-p.batch, p.algo))
-        return PerfTable(self._problem, tuple(rows), LAUNCH_OVERHEAD_MS)
+        rows = dict(self._rows)
+        if self._pruning is Pruning.ALGORITHMS:
+            for (algo, batch), ahead in self._race().hopeless.items():
+                reason = f"{ahead} is far ahead and fits where it does"
+                kernel = KernelRun(
+                    batch=batch, algo=algo, nbytes=self._workspaces[algo, batch]
+                )
+                text = RowStatus.HOPELESS.text(reason)
+                rows[algo, batch] = self.task.row(kernel, None, text)
+        ordered = sorted(rows.values(), key=lambda p: (-p.batch, p.algo))
+        return PerfTable(self._problem, tuple(ordered), LAUNCH_OVERHEAD_MS)
 
     def _list_algorithms(self, batch: int, numerics: Numerics) -> None:
         conv, micro = self.task.backend.conv, self._problem.with_batch(batch)
@@ -167,13 +195,37 @@ class TableFiller:
             point
         ) and traits == self._traits.get(point)
 
+    def _wanted(self, *, staged: bool) -> Sequence[Point]:
+        """Points of the next round, or of all stages of a race."""
+        match self._pruning:
+            case Pruning.NONE:
+                points = self._left = self._missing()
+            case Pruning.ALGORITHMS:
+                stages = self._race().points
+                self._left = [point for stage in stages for point in stage]
+                points = stages[0] if stages and staged else self._left
+            case Pruning.SIZES:
+                points = self._left = self._promising()
+        return points
+
+    def _race(self) -> Race:
+        hints = (perf for perfs in self._hints.values() for perf in perfs)
+        others = [p for p in hints if (p.algo, p.batch) not in self._workspaces]
+        return race(
+            self._sizes,
+            self._workspaces,
+            [*others, *self._rows.values()],
+            least_limit=self._least_limit,
+        )
+
     def _promising(self) -> Sequence[Point]:
-        """Points that pruning asks for next."""
+        """Points of a round that leaves out sizes as well."""
         points = next_measurements(
             self._sizes,
             self._workspaces,
             tuple(self._rows.values()),
             launch_overhead_ms=LAUNCH_OVERHEAD_MS,
+            least_limit=self._least_limit,
         )
         return [point for point in points if point not in self._rows]
 
@@ -187,7 +239,7 @@ class TableFiller:
         batches = sorted(by_batch, reverse=True)
         if not self._knows:
             batches = [*batches[-1:], *batches[:-1]]
-        self._total = len(self._rows) + sum(map(len, by_batch.values()))
+        self._total = len(self._rows) + len(self._left)
         return [(batch, by_batch[batch]) for batch in batches]
 
     @property

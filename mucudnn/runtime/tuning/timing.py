@@ -56,6 +56,8 @@ class StoppingRule:
             longer than the budget is timed once.
         hopeless: A kernel whose warm-up takes this many times the best of the others is
             not run again: the warm-up is its time.
+        behind: A kernel that takes this many times the best of the others, warmed up as
+            well, is timed once.
         clear: Of what is timed together, a lead that one round over the budget proves.
 
     Raises:
@@ -67,6 +69,7 @@ class StoppingRule:
     margin: float = 0.01
     budget_ms: float = 120.0
     hopeless: float = 4.0
+    behind: float = 2.0
     clear: float = 1.5
 
     def __post_init__(self) -> None:
@@ -122,6 +125,8 @@ def measure(
     while not rule.enough(samples):
         samples.append(_sample(run, device))
         if clock() + samples[-1] / 1e3 >= deadline:
+            break
+        if min(warm, samples[0]) > rule.behind * best_ms:
             break
     return Timing.of(samples)
 

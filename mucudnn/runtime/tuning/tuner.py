@@ -59,8 +59,8 @@ class Tuner:
             file in the user's cache directory, but for backends that compute nothing.
         memory_limit: Bytes for operands and workspaces while measuring.
         time_limit_s: Seconds that one `measure` may take.
-        prune: Skip what cannot be part of a good plan: sizes under policy `all`, else
-            algorithms far behind at the extreme sizes that no division makes smaller.
+        prune: Leave out what cannot be part of a good plan: of each size algorithms
+            that others, which fit too, are far ahead of; under policy `all` also sizes.
         validate: Measure a divided plan once and reject it if it does not beat the
             undivided one.
         numerics: Which ways of computing are accepted, as a policy or in words
@@ -224,15 +224,22 @@ class Tuner:
         *,
         time_limit_s: float | None = None,
         memory_limit: float = math.inf,
+        least_limit: float = 0.0,
     ) -> PerfTable:
         """Every algorithm at every candidate micro-batch size; see `Measurer.table`."""
-        return self._measurer.table(problem, time_limit_s, memory_limit)
+        measurer = self._measurer
+        return measurer.table(problem, time_limit_s, memory_limit, least_limit)
 
     def measure_all(
-        self, problems: Sequence[ConvProblem], *, time_limit_s: float | None = None
+        self,
+        problems: Sequence[ConvProblem],
+        *,
+        time_limit_s: float | None = None,
+        least_limit: float = 0.0,
     ) -> tuple[PerfTable, ...]:
         """The table of each; an executor's workers measure all of them at once."""
-        return self._measurer.tables(problems, time_limit_s)
+        tables = self._measurer.tables
+        return tables(problems, time_limit_s, least_limit=least_limit)
 
     def plan(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
         """One plan a problem, each at least as fast as undivided under its limit.
@@ -240,8 +247,8 @@ class Tuner:
         Raises:
             PlanningError: A problem has no plan within the limit.
         """
-        tables = self.measure_all(problems)
         limit, total = self.workspace_limit, self.total_workspace
+        tables = self.measure_all(problems, least_limit=self._least_limit)
         plans = planning.plans_within(self.planner, tables, limit, total)
         if not self._validates:
             return plans
@@ -274,7 +281,9 @@ class Tuner:
 
     def explain(self, plan: ConvPlan) -> str:
         """Say in words why a plan is what it is, under the limit it was made under."""
-        table, limit = self.measure(plan.problem), plan.workspace_limit
+        limit = plan.workspace_limit
+        least = self._least_limit if limit is None else min(limit, self._least_limit)
+        table = self.measure(plan.problem, least_limit=least)
         if limit is None:
             limit = max(self.workspace_limit, plan.workspace)
         verdict = self._validator.known
@@ -310,5 +319,11 @@ class Tuner:
             self.bound[plan.problem] = ready
             return ready
 
+    @property
+    def _least_limit(self) -> float:
+        """Bytes that every plan may use; of a total, a kernel's share may be none."""
+        return 0.0 if self.total_workspace is not None else self.workspace_limit
+
     def _smaller(self, plan: ConvPlan) -> Sequence[ConvPlan]:
-        return pareto_plans(self.measure(plan.problem), plan.workspace)
+        table = self.measure(plan.problem, least_limit=self._least_limit)
+        return pareto_plans(table, plan.workspace)
