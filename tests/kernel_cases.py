@@ -123,6 +123,14 @@ def large_cases(dtype, N=16):
     yield "batch_norm_grad_apply", gradients, [y], sizes
     yield "group_norm", [x, gamma, beta], [y, *(s * 0 for s in stats)], group
     yield "group_norm_grad", [x, x, gamma, *stats], [y, mean * 0, var * 0], group
+    sums, groups = np.ones((3, N, 4)), np.ones((2, N, 4), dtype)
+    yield "group_norm_sums", [x], [sums * 0], group
+    yield "group_norm_merge", [sums, sums], [s * 0 for s in stats], group
+    yield "group_norm_apply", [x, gamma, beta, *stats], [y], group
+    inputs, parts = [x, x, gamma, *stats], [mean * 0, var * 0, groups * 0]
+    yield "group_norm_grad_sums", inputs, parts, group
+    counted = group | {"count": 8 * 128 * 128}
+    yield "group_norm_grad_apply", [*inputs, groups], [y], counted
     yield "lrn", [x], [y], lrn
     yield "lrn_grad", [x, x, x], [y], lrn
     yield "max_pool", [x], [half, which], pool

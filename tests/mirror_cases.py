@@ -131,6 +131,12 @@ def _activations(dtype):
             attrs = {"p": p, "seed": seed} | start
             yield Case("dropout", [x, np.array(step)], [(x.shape, dtype)], attrs)
 
+    x = normal(2, 3, 4, 50, dtype=dtype)
+    for places in ((0, 200, 200), (700, 200, 900), (65536 * 2 - 77, 200, 65500)):
+        names = dict(zip(("offset", "run", "apart"), places, strict=True))
+        attrs = {"p": 0.4, "seed": 3} | names
+        yield Case("dropout", [x, np.array(1)], [(x.shape, dtype)], attrs)
+
 
 def _copies(dtype):
     x = normal(2, 3, 5, 4, dtype=dtype)
@@ -244,6 +250,20 @@ def _group_norms(dtype):
         mean, inv = normal(*small, dtype=dtype), normal(*small, dtype=dtype) ** 2
         outputs = [(shape, dtype), (wide, dtype), (wide, dtype)]
         yield Case("group_norm_grad", [x, dy, gamma, mean, inv], outputs, attrs)
+        yield Case("group_norm_sums", [x], [((3, *small), "f8")], attrs)
+        strips = [
+            np.stack([np.full(small, n), mean * n, inv * n]).astype("f8")
+            for n in (1.0, 5.0, 6.0)
+        ]
+        both = [(small, dtype), (small, dtype)]
+        yield Case("group_norm_merge", strips[:1], both, attrs)
+        yield Case("group_norm_merge", strips, both, attrs)
+        yield Case("group_norm_apply", [x, gamma, beta, mean, inv], outputs[:1], attrs)
+        sums = [*outputs[1:], ((2, *small), dtype)]
+        yield Case("group_norm_grad_sums", [x, dy, gamma, mean, inv], sums, attrs)
+        inputs = [x, dy, gamma, mean, inv, np.stack([mean, inv])]
+        attrs = {**attrs, "count": 3 * x[0].size // groups}
+        yield Case("group_norm_grad_apply", inputs, outputs[:1], attrs)
 
 
 def _pools(dtype):

@@ -45,10 +45,18 @@ WIDE = {
     "batch_norm_add_relu_grad": ((3, 4, 5), (2, 3)),
     "group_norm": ((1, 2), (1, 2)),
     "group_norm_grad": ((2, 3, 4), (1, 2)),
+    "group_norm_apply": ((1, 2, 3, 4), ()),
+    "group_norm_grad_apply": ((2, 3, 4, 5), ()),
+    "group_norm_grad_sums": ((2, 3, 4), (0, 1, 2)),
 }
 """Operation -> its inputs and its results that are wide in mixed precision."""
 
-DOUBLE = ("batch_norm_merge", "batch_norm_sums")
+DOUBLE = (
+    "batch_norm_merge",
+    "batch_norm_sums",
+    "group_norm_merge",
+    "group_norm_sums",
+)
 """On statistics of slices, which are in double precision."""
 
 

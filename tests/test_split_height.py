@@ -12,11 +12,11 @@ from mucudnn.ir.initializers import Constant
 from mucudnn.models import get_model
 from mucudnn.passes.graph.answering import up_to
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.split import split_height
+from mucudnn.passes.graph.split import split_batch, split_height
 from mucudnn.passes.graph.split_axis import along_height, cuttable
 from mucudnn.passes.graph.split_order import line_by_line
 from mucudnn.passes.liveness import peak_bytes
-from mucudnn.passes.planning.cutting import Cutting
+from mucudnn.passes.planning.cutting import Cutting, couples_batch
 from mucudnn.runtime.training.training_graphs import answers_of
 from tests.examples import examples
 from tests.model_cases import furthest, random_feeds
@@ -123,6 +123,73 @@ def test_every_node_may_have_parts_of_its_own(data):
         computed(split_height(graph, parts), given), computed(graph, given)
     )
     assert error < 1e-4, where
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 11, 5), (2, 4, 12, 3, 2), (2, 4, 9)])
+def test_norms_of_samples_by_merged_statistics(shape):
+    layers = [
+        lambda g, x: g.relu(g.group_norm(g.conv(x, 4, 3, padding=1), 2)),
+        lambda g, x: g.group_norm(x, 4),  # of every channel
+        lambda g, x: g.conv(g.gelu(g.layer_norm(x)), 3, 3, padding=1),
+        lambda g, x: g.group_norm(x, 1),
+    ]
+    graph = learning(layers, shape)
+    cut = split_height(graph, 3)
+    norms = {n.op for n in cut.nodes if n.op.startswith("group_norm")}
+    assert not {"group_norm", "group_norm_grad"} & norms
+    agrees(graph, (2, 3, 8))
+
+
+def test_plans_keep_the_bits_of_norms_and_masks():
+    layers = [
+        lambda g, x: g.relu(g.group_norm(g.conv(x, 4, 3, padding=1), 2)),
+        lambda g, x: g.dropout(g.max_pool(x, 2), 0.3),
+        lambda g, x: g.upsample_nearest(g.layer_norm(g.conv(x, 4, 3, padding=1)), 2),
+    ]
+    bench = Bench.of(split_height(learning(layers, (1, 2, 16, 8), "float32"), 4))
+    kept = bench.run(bench.kept())
+    for seed in (1, 2, 3):
+        plan = bench.plan(bench.random_residency(seed), part=seed / 4)
+        same(bench.run(plan.schedule, watcher=RaceDetector()), kept)
+
+
+def test_norms_of_samples_stay_one_along_the_batch():
+    """Samples are normalised on their own, which couples no batch."""
+    layers = [lambda g, x: g.group_norm(g.conv(x, 4, 3, padding=1), 2)]
+    graph = learning(layers, (4, 2, 6, 6))
+    ops = [node.op for node in split_batch(graph, 2).nodes]
+    assert ops.count("group_norm") == ops.count("group_norm_grad") == 2
+    assert not couples_batch(graph)
+
+
+@examples(40)
+@given(data=st.data())
+def test_masks_margins_and_boxes(data):
+    """Dropout's masks are the whole image's; zeros around it and boxes of it move."""
+    around = st.tuples(*[st.integers(0, 3)] * 2)
+
+    def layer(kind):
+        rows, columns = data.draw(around), data.draw(around)
+        if kind == "dropout":
+            return lambda g, x: g.dropout(x, 0.5)
+        before, after = (0, 0, rows[0], columns[0]), (0, 0, rows[1], columns[1])
+        if kind == "pad":
+            return lambda g, x: g.pad(x, before, after)
+
+        def box(g, x):
+            stops = [n - m for n, m in zip(g.shape(x), after, strict=True)]
+            return g.slice(x, before, stops)
+
+        return box
+
+    kinds = st.lists(st.sampled_from(["dropout", "pad", "box"]), min_size=1, max_size=4)
+    layers = [layer(kind) for kind in data.draw(kinds)]
+    shape = (data.draw(st.integers(1, 2)), CHANNELS, data.draw(st.integers(4, 19)), 8)
+    try:
+        graph = learning(layers, shape)
+    except ValueError:  # an empty box
+        assume(False)
+    agrees(graph, (data.draw(st.integers(2, 9)),))
 
 
 def test_volumes_are_cut_along_their_depth():

@@ -15,6 +15,7 @@ from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.graph import Graph, Node, Phase, Role
+from mucudnn.ir.group_norm import GROUP_PIECES
 from mucudnn.ir.operations import OPERATIONS, traits_of
 from mucudnn.ir.schedule import Alloc, Free, SwapIn, SwapOut
 from mucudnn.ir.tensor import TensorSpec
@@ -49,6 +50,7 @@ BY_NAME = {
     "passes/graph/autodiff.py": {"RULES"},  # the derivative of each
     "passes/graph/gradients.py": {"group_norm_grad"},  # its attributes
     "ir/batch_norm.py": {"PIECES"},
+    "ir/group_norm.py": {"GROUP_PIECES"},
     "ir/operations.py": {"OPERATIONS"},
     "ir/strips.py": {"STRIPS"},
     "ir/layers/elementwise.py": {"dropout"},  # each has another seed
@@ -61,8 +63,9 @@ UNCUT = {
     *("batch_norm", "batch_norm_grad", "batch_norm_merge", "fill"),
     *("batch_norm_relu", "batch_norm_relu_grad"),
     *("batch_norm_add_relu", "batch_norm_add_relu_grad"),
+    *GROUP_PIECES,
 }
-"""Operations that cannot be cut along the batch by themselves."""
+"""Operations that are not cut along the batch by themselves."""
 
 
 def compared(tree):

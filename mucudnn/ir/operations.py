@@ -10,6 +10,11 @@ from mucudnn.ir.batch_norm import PIECES, batch_norm_grad_pieces, batch_norm_pie
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.fused_norm import FUSED_NORMS
 from mucudnn.ir.graph import Node, Phase
+from mucudnn.ir.group_norm import (
+    GROUP_PIECES,
+    group_norm_grad_pieces,
+    group_norm_pieces,
+)
 from mucudnn.ir.slices import box_rows, conv_rows, counted, drawn_rows
 from mucudnn.ir.strips import strips_of
 from mucudnn.ir.tensor import TensorSpec
@@ -113,13 +118,18 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         "find_overflow": PLAIN,
         "gelu": _FUNCTION,
         "gelu_grad": _OF_FUNCTION,
+        **GROUP_PIECES,
         "group_norm": NodeTraits(
-            narrow=True, rereads=(0,), batch=Batch((0, None, None), (0, 0, 0))
+            narrow=True,
+            rereads=(0,),
+            batch=Batch((0, None, None), (0, 0, 0)),
+            pieces=group_norm_pieces,
         ),
         "group_norm_grad": NodeTraits(
             overwrites=(1,),
             rereads=(0,),
             batch=Batch((0, 0, None, 0, 0), (0, None, None)),
+            pieces=group_norm_grad_pieces,
         ),
         "identity": _FROM_ONE,
         "leaky_relu": _FUNCTION,

@@ -8,7 +8,8 @@ meet. That holds for gradients as well, which gather from all windows that hold 
 The few operations that cannot compute just the rows asked for compute some more.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from typing import Any
 
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.slices import counted
+from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import Batch, Interval, Operands, Rows, Strip
 
 __all__ = ["HEIGHT", "STRIPS", "strips_of"]
@@ -154,12 +156,37 @@ def _around(start: int, stop: int, size: int) -> Interval:
 
 
 def _box(node: Operands, rows: Rows) -> Strip:
-    """A box that holds all rows."""
+    """Rows of a box that is cut out of an image."""
     y = rows.of(node.outputs[0].shape[HEIGHT])
-    stops = list(node.attrs["stops"])
-    stops[HEIGHT] = y.count
-    here = y.start, y.stop
-    return Strip((here,), here, {**node.attrs, "stops": tuple(stops)})
+    first = node.attrs["starts"][HEIGHT]
+    attrs = {**node.attrs, **_here(node, "starts", 0), **_here(node, "stops", y.count)}
+    return Strip(((first + y.start, first + y.stop),), (y.start, y.stop), attrs)
+
+
+def _pad(node: Operands, rows: Rows) -> Strip:
+    """Rows of an image with zeros around, which read one of its own at least."""
+    y = rows.of(node.outputs[0].shape[HEIGHT])
+    before, size = node.attrs["before"][HEIGHT], node.inputs[0].shape[HEIGHT]
+    start, stop = min(y.start - before, size - 1), max(y.stop - before, 1)
+    attrs = {**node.attrs, **_here(node, "before", 0), **_here(node, "after", 0)}
+    return Strip(((start, stop),), (start + before, stop + before), attrs)
+
+
+def _here(node: Operands, name: str, value: int) -> Attributes:
+    """An attribute that has a number for each axis, with another for the height."""
+    numbers = list(node.attrs[name])
+    numbers[HEIGHT] = value
+    return {name: tuple(numbers)}
+
+
+def _drawn(
+    attrs: Attributes, inputs: Sequence[TensorSpec], rows: Rows
+) -> Mapping[str, Any]:
+    """Numbers that follow from an element's position in the whole tensor."""
+    height, *others = inputs[0].shape[HEIGHT:]
+    here, row = rows.of(height), math.prod(others)
+    places = {"run": here.count * row, "apart": height * row}
+    return {**attrs, "offset": attrs.get("offset", 0) + here.start * row, **places}
 
 
 _ONE = Batch((HEIGHT,), (HEIGHT,))
@@ -185,12 +212,8 @@ def _concat(whole: Operands) -> Batch | None:
 
 
 def _slice(whole: Operands) -> Batch | None:
-    """A box that holds all rows; not the view of a slice, which says nothing of it."""
-    heights = {
-        spec.shape[HEIGHT : HEIGHT + 1] for spec in (*whole.inputs, *whole.outputs)
-    }
-    alike = len(heights) == 1 and "stops" in whole.attrs
-    return replace(_ONE, reach=_box) if alike else None
+    """A box; not the view of a slice, which says nothing of it."""
+    return replace(_ONE, reach=_box) if "stops" in whole.attrs else None
 
 
 STRIPS: Mapping[str, Batch | Callable[[Operands], Batch | None]] = MappingProxyType(
@@ -208,6 +231,7 @@ STRIPS: Mapping[str, Batch | Callable[[Operands], Batch | None]] = MappingProxyT
         "cast": _ONE,
         "concat": _concat,
         "conv": _convolution,
+        "dropout": replace(_AND_WEIGHTS, sliced=_drawn),
         "gelu": _ONE,
         "gelu_grad": _TWO,
         "identity": _ONE,
@@ -222,6 +246,7 @@ STRIPS: Mapping[str, Batch | Callable[[Operands], Batch | None]] = MappingProxyT
             (HEIGHT, HEIGHT, None), (HEIGHT,), (0,), sliced=_ERROR
         ),
         "multiply": _TWO,
+        "pad": replace(_ONE, reach=_pad),
         "relu": _ONE,
         "relu_grad": _TWO,
         "scale": _ONE,

@@ -107,8 +107,8 @@ class _Splitter:
     def _expanded(self, node: Node) -> Iterator[Cut]:
         """A node, or what it falls into, with the parts of each."""
         parts = self._parts(node) if node.name in self._cuttable else 1
-        whole = parts > 1 and node.traits.pieces is None
-        for piece in (node,) if whole or parts == 1 else self._pieces(node):
+        able = cut_as(self._graph.tensors, node, self._along) is not None
+        for piece in (node,) if able or parts == 1 else self._pieces(node):
             yield self._cut(piece, parts)
 
     def _cut(self, node: Node, parts: int) -> Cut:

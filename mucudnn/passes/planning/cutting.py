@@ -20,6 +20,7 @@ from mucudnn.passes.graph.split_axis import (
     along_batch,
     along_height,
     batch_of,
+    cut_as,
     cuttable,
 )
 from mucudnn.passes.graph.split_parts import largest_rows, parts_by_bytes
@@ -219,9 +220,12 @@ def cuttings(graph: Graph, split: Split) -> Iterator[Cutting]:
 
 def couples_batch(graph: Graph) -> bool:
     """Whether samples depend on each other before all of them are known."""
-    able = cuttable(graph, along_batch(graph))
+    batch = along_batch(graph)
+    able = cuttable(graph, batch)
     coupled = any(
-        node.traits.pieces is not None for node in graph.nodes if node.name in able
+        cut_as(graph.tensors, node, batch) is None
+        for node in graph.nodes
+        if node.name in able
     )
     large = largest_rows(graph)
     left = (n for n in graph.nodes if n.name not in able and n.inputs)

@@ -25,6 +25,7 @@ from mucudnn.backends.cpu.kernels import (
     max_pooling,
     shaping,
     split_batch_norm,
+    split_group_norm,
     updates,
     upsampling,
 )
@@ -48,6 +49,7 @@ _FILES = (
     max_pooling,
     shaping,
     split_batch_norm,
+    split_group_norm,
     updates,
     upsampling,
 )

@@ -22,36 +22,43 @@ _WORD = 1 << 64
 def dropout(call: KernelCall) -> None:
     """Y = x / (1 - p) or, with probability p, 0.
 
-    Rows of a tensor begin at a position `offset` of it.
+    Rows of a tensor begin at a position `offset` of it. Those of its images are `run`
+    elements each, which begin `apart` positions behind each other.
     """
-    x, y = call.inputs[0].reshape(-1), call.outputs[0].reshape(-1)
+    run = max(1, call.attrs.get("run", call.inputs[0].size))
+    x, y = (v.reshape(-1, run) for v in (call.inputs[0], call.outputs[0]))
     p = call.attrs["p"]
     key = call.attrs["seed"] % _WORD | int(call.inputs[1]) % _WORD << 64
     if p >= 1:
         y[...] = 0
         return
 
-    offset = call.attrs.get("offset", 0)
-    end = offset + x.size
+    offset, apart = call.attrs.get("offset", 0), call.attrs.get("apart", run)
+    end = offset + (len(x) - 1) * apart + run if len(x) else offset
 
     def block(number: int) -> None:
-        start = max(offset, number * _BLOCK)
-        stop = min(end, (number + 1) * _BLOCK)
-        part = slice(start - offset, stop - offset)
-        out = y[part]
-        inside = start - number * _BLOCK, stop - number * _BLOCK
-        keep(_mask(key, number, *inside, p), x[part], out)
-        out *= 1 / (1 - p)
+        first, last = number * _BLOCK - offset, (number + 1) * _BLOCK - offset
+        rows = range(max(0, first // apart), min(len(x), -(-last // apart)))
+        inside = [(r, max(0, first - r * apart), last - r * apart) for r in rows]
+        parts = [(r, start, min(run, stop)) for r, start, stop in inside if start < run]
+        if not parts:
+            return
+        mask = _mask(key, number, parts[-1][0] * apart + parts[-1][2] - first, p)
+        for row, start, stop in parts:
+            here = row * apart - first
+            out = y[row, start:stop]
+            keep(mask[here + start : here + stop], x[row, start:stop], out)
+            out *= 1 / (1 - p)
 
     call.share(range(offset // _BLOCK, -(-end // _BLOCK)), block)
 
 
-def _mask(key: int, block: int, start: int, stop: int, p: float) -> Any:
-    """True for what stays of some positions of a block."""
+def _mask(key: int, block: int, count: int, p: float) -> Any:
+    """True for what stays of the first positions of a block."""
     source = np.random.Generator(np.random.Philox(key=key, counter=block << 64))
     # Unlike `random_raw`, this lets other threads run.
-    words = source.integers(0, _WORD - 1, -(-stop // 4), np.uint64, endpoint=True)
-    halves = words.astype("<u8", copy=False).view("<u2")[start:stop]
+    words = source.integers(0, _WORD - 1, -(-count // 4), np.uint64, endpoint=True)
+    halves = words.astype("<u8", copy=False).view("<u2")[:count]
     threshold = min(round(p * 65536), 65535)
     return np.greater_equal(halves, np.uint16(threshold))
 

@@ -19,7 +19,14 @@ from mucudnn.backends.cpu.kernels.tiles import (
     tiles,
 )
 
-__all__ = ["OPERATIONS"]
+__all__ = [
+    "OPERATIONS",
+    "Grouped",
+    "Part",
+    "affine_grads",
+    "input_grad",
+    "weighted_sums",
+]
 
 _LIMIT = BLOCK_BYTES
 _SAMPLES = 64  # gradients of gamma are added up in single precision over so many
@@ -28,7 +35,7 @@ Part = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Grouped:
+class Grouped:
     """Views of the arrays of one operation.
 
     Attributes:
@@ -40,7 +47,8 @@ class _Grouped:
     affine: tuple[int, int, int, int]
 
     @classmethod
-    def of(cls, x: Any, attrs: Attrs) -> "_Grouped":
+    def of(cls, x: Any, attrs: Attrs) -> "Grouped":
+        """How an operation's input is divided."""
         N, C, S = as_ncs(x).shape
         groups = attrs["groups"]
         shape = (N, groups, C // groups, S)
@@ -70,7 +78,7 @@ class _Grouped:
 
 def group_norm(call: KernelCall) -> None:
     """Normalise each group of channels of each sample by its own statistics."""
-    grouped = _Grouped.of(call.inputs[0], call.attrs)
+    grouped = Grouped.of(call.inputs[0], call.attrs)
     x, y = (v.reshape(grouped.shape) for v in (call.inputs[0], call.outputs[0]))
     gamma, beta = (v.reshape(grouped.affine) for v in call.inputs[1:])
     mean, inv_std = call.outputs[1:]
@@ -98,42 +106,58 @@ def group_norm(call: KernelCall) -> None:
 
 def group_norm_grad(call: KernelCall) -> None:
     """Dx as batch normalisation's, over groups; after dgamma, dbeta: it may be dy."""
-    grouped = _Grouped.of(call.inputs[0], call.attrs)
+    grouped = Grouped.of(call.inputs[0], call.attrs)
     x, dy = (v.reshape(grouped.shape) for v in call.inputs[:2])
     gamma = call.inputs[2].reshape(grouped.affine)
     mean, inv_std = (v[..., None, None] for v in call.inputs[3:])
     dx = call.outputs[0].reshape(grouped.shape)
     dgamma, dbeta = (v.reshape(grouped.affine) for v in call.outputs[1:])
-    _affine_grads(call, grouped, (x, dy, mean, inv_std), dgamma, dbeta)
+    affine_grads(call, grouped, (x, dy, mean, inv_std), dgamma, dbeta)
     size = x.itemsize
 
     def block(part: tuple[slice, slice]) -> None:
-        chunks = list(grouped.chunks(part, size))
         centre, inverse = mean[part], inv_std[part]
-        total: Any = 0.0
-        dots: Any = 0.0
-        for c in chunks:
-            weighted = dy[c] * gamma[grouped.affine_part(c)]
-            total = total + _row_sums(weighted)
-            dots = dots + _row_dots(x[c] - centre, weighted)
+        total, dots = weighted_sums(grouped, x, dy, gamma, mean, part)
         inv = inverse[..., 0, 0].astype(np.float64)
         offset = (-inv * total / grouped.count).astype(x.dtype)[..., None, None]
         along = (-(inv**3) * dots / grouped.count).astype(x.dtype)[..., None, None]
-        for c in chunks:
-            deviation = x[c] - centre
-            deviation *= along
-            deviation += offset
-            out = dx[c]
-            np.multiply(dy[c], gamma[grouped.affine_part(c)], out=out)
-            out *= inverse
-            out += deviation
+        numbers = centre, inverse, along, offset
+        for c in grouped.chunks(part, size):
+            affine = gamma[grouped.affine_part(c)]
+            input_grad(x[c], dy[c], affine, numbers, dx[c])
 
     call.share(grouped.groups(size), block)
 
 
-def _affine_grads(
+def weighted_sums(
+    grouped: Grouped, x: Any, dy: Any, gamma: Any, mean: Any, part: tuple[slice, slice]
+) -> tuple[Any, Any]:
+    """Sums of dy gamma, and of its products with x - mean, of groups; in float64."""
+    total: Any = 0.0
+    dots: Any = 0.0
+    for c in grouped.chunks(part, x.itemsize):
+        weighted = dy[c] * gamma[grouped.affine_part(c)]
+        total = total + _row_sums(weighted)
+        dots = dots + _row_dots(x[c] - mean[part], weighted)
+    return total, dots
+
+
+def input_grad(
+    x: Any, dy: Any, gamma: Any, numbers: tuple[Any, Any, Any, Any], out: Any
+) -> None:
+    """Dx of a tile, by (mean, inv_std, along, offset) of its groups."""
+    centre, inverse, along, offset = numbers
+    deviation = x - centre
+    deviation *= along
+    deviation += offset
+    np.multiply(dy, gamma, out=out)
+    out *= inverse
+    out += deviation
+
+
+def affine_grads(
     call: KernelCall,
-    grouped: _Grouped,
+    grouped: Grouped,
     arrays: tuple[Any, ...],
     dgamma: Any,
     dbeta: Any,
@@ -167,7 +191,7 @@ def _affine_grads(
     call.share(_affine_parts(grouped, x.itemsize), block)
 
 
-def _affine_parts(grouped: _Grouped, itemsize: int) -> list[Part]:
+def _affine_parts(grouped: Grouped, itemsize: int) -> list[Part]:
     """Parts of (groups, channels, S); pixels stay together if gamma is theirs all."""
     _, groups, channels, S = grouped.shape
     elements = _LIMIT // itemsize

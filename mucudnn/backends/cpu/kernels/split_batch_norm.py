@@ -5,6 +5,7 @@ double precision. Chunks that fit a cache have theirs, too, and are merged as sl
 are: the tensor is read once.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,18 @@ from mucudnn.backends.cpu.kernels.batch_norm import (
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
 from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
 
-__all__ = ["OPERATIONS", "merged_moments"]
+__all__ = ["OPERATIONS", "all_moments", "merged_moments", "moments"]
 
 Moments = tuple[Any, Any, Any]
 
 
 def batch_norm_sums(call: KernelCall) -> None:
     """(count, mean, sum of squares about it) of each channel, (3, C)."""
-    x, (stats,) = as_ncs(call.inputs[0]), call.outputs
+    moments(call, as_ncs(call.inputs[0]), call.outputs[0])
+
+
+def moments(call: KernelCall, x: Any, stats: Any) -> None:
+    """Count, mean and squares about it of the channels of (N, C, S)."""
 
     def block(item: tuple[slice, Chunks]) -> None:
         channels, chunks = item
@@ -51,12 +56,7 @@ def batch_norm_merge(call: KernelCall) -> None:
     """Mean and 1 / standard deviation of the batch; moves the running statistics."""
     *slices, running_mean, running_var = call.inputs
     mean, inv_std = call.outputs
-    found: Moments = (0.0, 0.0, 0.0)
-    for stats in slices:
-        found = merged_moments(found, tuple(stats))
-    count, centre, squares = found
-    # A kernel may be timed on numbers that are no statistics.
-    count, squares = np.maximum(count, 1), np.maximum(squares, 0)
+    count, centre, squares = all_moments(slices)
     mean[...] = centre
     inv_std[...] = 1 / np.sqrt(squares / count + call.attrs["eps"])
     if call.attrs["update"]:
@@ -104,6 +104,16 @@ def batch_norm_grad_apply(call: KernelCall) -> None:
         finish_gradient(x[part] - centre[channels], dy[part], out, *scales)
 
     call.tiles_of(x, tile)
+
+
+def all_moments(slices: Sequence[Any]) -> Moments:
+    """Of slices together."""
+    found: Moments = (0.0, 0.0, 0.0)
+    for stats in slices:
+        found = merged_moments(found, tuple(stats))
+    count, centre, squares = found
+    # A kernel may be timed on numbers that are no statistics.
+    return np.maximum(count, 1), centre, np.maximum(squares, 0)
 
 
 def merged_moments(one: Moments, other: Moments) -> Moments:

@@ -28,6 +28,7 @@ from mucudnn.backends.cuda.kernels import (
     max_pooling,
     shaping,
     split_batch_norm,
+    split_group_norm,
     updates,
     upsampling,
 )
@@ -57,6 +58,7 @@ _FILES = (
     max_pooling,
     shaping,
     split_batch_norm,
+    split_group_norm,
     updates,
     upsampling,
 )
@@ -80,6 +82,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "lrn": lrn.PROGRAM,
         "max_pooling": max_pooling.PROGRAM,
         "split_batch_norm": split_batch_norm.PROGRAM,
+        "split_group_norm": split_group_norm.PROGRAM,
         "updates": updates.PROGRAM,
         "upsampling": upsampling.PROGRAM,
     }

@@ -17,6 +17,7 @@ __all__ = ["OPERATIONS", "PROGRAM"]
 
 _WORD = 1 << 64
 _AT_ONCE = 16 * THREADS  # positions of a block of threads
+_MOST_RUNS = 65535  # blocks along a grid's second axis
 
 PROGRAM = Program(
     r"""
@@ -39,8 +40,11 @@ __device__ void philox(Word* c, Word key0, Word key1) {
 }
 
 KERNEL dropout(const T* x, const long long* step, T* y, I count, Word seed,
-               I threshold, double factor, Word offset) {
+               I threshold, double factor, Word offset, Word apart) {
     __shared__ unsigned short chosen[THREADS];  // a bit for each of 16 positions
+    x += (I)blockIdx.y * count;
+    y += (I)blockIdx.y * count;
+    offset += blockIdx.y * apart;
     // Rows of a tensor begin anywhere among the sixteen numbers of an encryption.
     int before = (int)(offset % 16);
     long long runs = (count + before + 16ll * THREADS - 1) / (16 * THREADS);
@@ -70,7 +74,8 @@ KERNEL dropout(const T* x, const long long* step, T* y, I count, Word seed,
 def dropout(call: KernelCall) -> None:
     """Y = x / (1 - p) or, with probability p, 0.
 
-    Rows of a tensor begin at a position `offset` of it.
+    Rows of a tensor begin at a position `offset` of it. Those of its images are `run`
+    elements each, which begin `apart` positions behind each other.
     """
     import numpy as np
 
@@ -82,9 +87,16 @@ def dropout(call: KernelCall) -> None:
     seed = np.uint64(call.attrs["seed"] % _WORD)
     threshold = min(round(p * 65536), 65535)
     offset = call.attrs.get("offset", 0)
-    blocks = (min(1 << 16, -(-(x.size + offset % 16) // _AT_ONCE)),)
-    arguments = x.size, seed, threshold, 1 / (1 - p), np.uint64(offset)
-    call.launch(PROGRAM, "dropout", blocks, x, step, y, *arguments)
+    run = call.attrs.get("run", x.size)
+    apart = call.attrs.get("apart", run)
+    across = min(1 << 16, -(-(run + 15) // _AT_ONCE))
+    parts = [v.reshape(-1, max(1, run)) for v in (x, y)]
+    for first in range(0, parts[0].shape[0], _MOST_RUNS):
+        here = [v[first : first + _MOST_RUNS] for v in parts]
+        begin = np.uint64(offset + first * apart)
+        arguments = run, seed, threshold, 1 / (1 - p), begin, np.uint64(apart)
+        blocks = across, here[0].shape[0]
+        call.launch(PROGRAM, "dropout", blocks, here[0], step, here[1], *arguments)
 
 
 OPERATIONS: dict[str, Operation] = {"dropout": Operation(dropout)}

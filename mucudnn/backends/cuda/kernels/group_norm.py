@@ -8,6 +8,7 @@ pixels of (N, values of gamma, inner), as a batch normalisation's.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from mucudnn.backends.cuda.kernels.program import (
     Attrs,
@@ -19,7 +20,7 @@ from mucudnn.backends.cuda.kernels.program import (
 )
 from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH, Channels
 
-__all__ = ["OPERATIONS", "PROGRAM"]
+__all__ = ["OPERATIONS", "PROGRAM", "affine_grads", "affine_workspace", "rows"]
 
 PROGRAM = Program(
     CHANNELS
@@ -91,28 +92,34 @@ KERNEL gamma_grad(const T* x, const T* dy, const P* mean, const P* inv_std,
 
 def group_norm(call: KernelCall) -> None:
     """Normalise each group of channels of each sample by its own statistics."""
-    rows, *sizes = _rows(call.inputs[0].shape, call.attrs)
+    count, *sizes = rows(call.inputs[0].shape, call.attrs)
     arguments = *call.inputs, *call.outputs, *sizes, *call.numbers("eps")
-    call.launch(PROGRAM, "group_norm", (rows,), *arguments, beside=call.inputs[1])
+    call.launch(PROGRAM, "group_norm", (count,), *arguments, beside=call.inputs[1])
 
 
 def group_norm_grad(call: KernelCall) -> None:
     """Dx as batch normalisation's, over groups; after dgamma, dbeta: it may be dy."""
+    dx, *gradients = call.outputs
+    affine_grads(call, gradients)
+    x, mean = call.inputs[0], call.inputs[3]
+    count, *sizes = rows(x.shape, call.attrs)
+    arguments = *call.inputs, dx, *sizes
+    call.launch(PROGRAM, "group_norm_grad", (count,), *arguments, beside=mean)
+
+
+def affine_grads(call: KernelCall, gradients: Sequence[Any]) -> None:
+    """Dgamma and dbeta of (x, dy, gamma, mean, inv_std)."""
     x, dy, _, mean, inv_std = call.inputs
-    dx, dgamma, dbeta = call.outputs
     channels = _channels(x.shape, call.attrs)
     sums = channels.buffers(call.workspace, 2)
     arguments = x, dy, mean, inv_std, *sums, *channels.arguments, call.attrs["groups"]
     call.launch(PROGRAM, "gamma_grad", channels.blocks, *arguments, beside=mean)
-    for gradient, parts in zip((dgamma, dbeta), sums, strict=True):
+    for gradient, parts in zip(gradients, sums, strict=True):
         channels.finish(call, PROGRAM, parts, gradient)
-    rows, *sizes = _rows(x.shape, call.attrs)
-    arguments = *call.inputs, dx, *sizes
-    call.launch(PROGRAM, "group_norm_grad", (rows,), *arguments, beside=mean)
 
 
-def _rows(shape: Sequence[int], attrs: Attrs) -> tuple[int, int, int, int]:
-    """(rows, groups, length, inner)."""
+def rows(shape: Sequence[int], attrs: Attrs) -> tuple[int, int, int, int]:
+    """(groups of all samples, groups of one, their length, inner)."""
     N, C, S = as_ncs(shape)
     groups = attrs["groups"]
     return N * groups, groups, C // groups * S, 1 if attrs["per_element"] else S
@@ -124,11 +131,12 @@ def _channels(shape: Sequence[int], attrs: Attrs) -> Channels:
     return Channels.of((N, math.prod(rest)) if attrs["per_element"] else shape)
 
 
-def _two_sums(inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
+def affine_workspace(inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
+    """Bytes that `affine_grads` needs."""
     return 2 * _channels(inputs[0].shape, attrs).nbytes
 
 
 OPERATIONS: dict[str, Operation] = {
     "group_norm": Operation(group_norm),
-    "group_norm_grad": Operation(group_norm_grad, _two_sums),
+    "group_norm_grad": Operation(group_norm_grad, affine_workspace),
 }

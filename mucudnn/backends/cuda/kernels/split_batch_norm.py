@@ -4,6 +4,9 @@ A slice's statistics are its count, its mean and its sum of squares about the me
 double precision. Sums over a slice are those of a whole batch, by the same kernels.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from mucudnn.backends.cuda.kernels.batch_norm import PROGRAM as WHOLE
 from mucudnn.backends.cuda.kernels.program import (
     KernelCall,
@@ -14,7 +17,7 @@ from mucudnn.backends.cuda.kernels.program import (
 )
 from mucudnn.backends.cuda.kernels.sums import CHANNELS, Channels
 
-__all__ = ["OPERATIONS", "PROGRAM"]
+__all__ = ["OPERATIONS", "PROGRAM", "all_moments", "moments", "statistics"]
 
 PROGRAM = Program(
     CHANNELS
@@ -95,8 +98,12 @@ KERNEL batch_norm_grad_apply(const T* x, const T* dy, const P* gamma, const P* m
 
 def batch_norm_sums(call: KernelCall) -> None:
     """(count, mean, sum of squares about it) of each channel, (3, C)."""
+    moments(call, Channels.of(call.inputs[0].shape))
+
+
+def moments(call: KernelCall, channels: Channels) -> None:
+    """Count, mean and squares about it of what a tensor is seen as channels of."""
     (x,), (stats,) = call.inputs, call.outputs
-    channels = Channels.of(x.shape)
     sums, squares = channels.buffers(call.workspace, 2)
     partial = x, sums, squares
     blocks, shape = channels.blocks, channels.arguments
@@ -107,15 +114,27 @@ def batch_norm_sums(call: KernelCall) -> None:
 
 def batch_norm_merge(call: KernelCall) -> None:
     """Mean and 1 / standard deviation of the batch; moves the running statistics."""
-    *slices, running_mean, running_var = call.inputs
-    blocks, C = flat(running_mean.size), running_mean.size
-    dtype = running_mean.dtype
+    *slices, mean, var = call.inputs
+    numbers = float(call.attrs["momentum"]), bool(call.attrs["update"])
+    all_moments(call, slices, (mean, var), *numbers)
+
+
+def all_moments(
+    call: KernelCall,
+    slices: Sequence[Any],
+    running: Sequence[Any],
+    momentum: float,
+    update: bool,
+) -> None:
+    """Merge moments of slices; write what follows from them, and what follows them."""
+    C, dtype = running[0].size, running[0].dtype
+    blocks = flat(C)
     for number, stats in enumerate(slices):
         first = int(number == 0)
-        arguments = stats, call.workspace, running_mean, C, first
+        arguments = stats, call.workspace, running[0], C, first
         call.gpu.launch(PROGRAM, "join_moments", blocks, *arguments, dtype=dtype)
-    operands = call.workspace, running_mean, running_var, *call.outputs, C
-    numbers = *call.numbers("eps", "momentum"), int(call.attrs["update"])
+    operands = call.workspace, *running, *call.outputs, C
+    numbers = *call.numbers("eps"), momentum, int(update)
     name = "batch_norm_merge"
     call.gpu.launch(PROGRAM, name, blocks, *operands, *numbers, dtype=dtype)
 
@@ -156,7 +175,8 @@ def _two_sums(inputs: Specs, *_: object) -> int:
     return 2 * Channels.of(inputs[0].shape).nbytes
 
 
-def _statistics(inputs: Specs, *_: object) -> int:
+def statistics(inputs: Specs, *_: object) -> int:
+    """Bytes of the workspace that moments are merged in."""
     return inputs[0].nbytes
 
 
@@ -164,6 +184,6 @@ OPERATIONS: dict[str, Operation] = {
     "batch_norm_apply": Operation(batch_norm_apply),
     "batch_norm_grad_apply": Operation(batch_norm_grad_apply),
     "batch_norm_grad_sums": Operation(batch_norm_grad_sums, _two_sums),
-    "batch_norm_merge": Operation(batch_norm_merge, _statistics),
+    "batch_norm_merge": Operation(batch_norm_merge, statistics),
     "batch_norm_sums": Operation(batch_norm_sums, _two_sums),
 }

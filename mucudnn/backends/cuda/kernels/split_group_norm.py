@@ -1,0 +1,146 @@
+"""Group and layer normalisation of strips of images, in the pieces it falls into.
+
+Of a strip a group's rows are bytes in a row once more: its moments are those of one
+channel of a batch normalisation, sample by sample.
+"""
+
+import math
+
+from mucudnn.backends.cuda.kernels.group_norm import (
+    affine_grads,
+    affine_workspace,
+    rows,
+)
+from mucudnn.backends.cuda.kernels.program import (
+    THREADS,
+    Attrs,
+    KernelCall,
+    Operation,
+    Program,
+    Specs,
+)
+from mucudnn.backends.cuda.kernels.split_batch_norm import (
+    all_moments,
+    moments,
+    statistics,
+)
+from mucudnn.backends.cuda.kernels.sums import REDUCE, Channels
+
+__all__ = ["OPERATIONS", "PROGRAM"]
+
+_FEWEST = 8  # elements of a thread, or more blocks are not worth their launch
+_MOST_PARTS = 64
+
+PROGRAM = Program(
+    REDUCE
+    + r"""
+// Some elements of a group of a sample; all that a thread needs of it is read once.
+#define EACH_OF_PART(j)                                                           \
+    for (I j = blockIdx.y * THREADS + threadIdx.x; j < length; j += gridDim.y * THREADS)
+
+KERNEL group_norm_apply(const T* x, const P* gamma, const P* beta, const P* mean,
+                        const P* inv_std, T* y, I groups, I length, I inner) {
+    I row = blockIdx.x, first = row % groups * length, start = row * length;
+    A centre = (A)mean[row], inverse = (A)inv_std[row];
+    EACH_OF_PART(j) {
+        I k = (first + j) / inner;
+        A deviation = (A)x[start + j] - centre;
+        y[start + j] = (T)(deviation * inverse * (A)gamma[k] + (A)beta[k]);
+    }
+}
+
+KERNEL group_norm_totals(const T* x, const T* dy, const P* gamma, const P* mean,
+                         P* totals, I groups, I length, I inner) {
+    I row = blockIdx.x, first = row % groups * length, start = row * length;
+    A centre = (A)mean[row];
+    double sum = 0, dots = 0;
+    EACH_OF_PART(j) {
+        A weighted = (A)dy[start + j] * (A)gamma[(first + j) / inner];
+        sum += (double)weighted;
+        dots += (double)((A)x[start + j] - centre) * weighted;
+    }
+    sum = lane_sum(sum, 1);
+    dots = lane_sum(dots, 1);
+    if (threadIdx.x != 0) return;
+    totals[row] = (P)sum;
+    totals[gridDim.x + row] = (P)dots;
+}
+
+KERNEL group_norm_grad_apply(const T* x, const T* dy, const P* gamma, const P* mean,
+                             const P* inv_std, const P* totals, T* dx, I groups,
+                             I length, I inner, double count) {
+    I row = blockIdx.x, first = row % groups * length, start = row * length;
+    A centre = (A)mean[row], inverse = (A)inv_std[row];
+    double wide = inverse;
+    A offset = (A)(-wide * (double)totals[row] / count);
+    A along = (A)(-wide * wide * wide * (double)totals[gridDim.x + row] / count);
+    EACH_OF_PART(j) {
+        A weighted = (A)dy[start + j] * (A)gamma[(first + j) / inner];
+        A deviation = (A)x[start + j] - centre;
+        dx[start + j] = (T)(weighted * inverse + deviation * along + offset);
+    }
+}
+"""
+)
+
+
+def group_norm_sums(call: KernelCall) -> None:
+    """(count, mean, sum of squares about it) of each group, (3, N, groups)."""
+    moments(call, _as_channels(call.inputs, call.outputs))
+
+
+def group_norm_merge(call: KernelCall) -> None:
+    """Mean and 1 / standard deviation of each group."""
+    # Nothing runs along with a group's statistics: what stands for it stays as it is.
+    all_moments(call, call.inputs, call.outputs, momentum=0.0, update=False)
+
+
+def group_norm_apply(call: KernelCall) -> None:
+    """Normalise a strip by the statistics of its image."""
+    blocks, sizes = _parts(call)
+    arguments = *call.inputs, *call.outputs, *sizes
+    beside = call.inputs[1]
+    call.launch(PROGRAM, "group_norm_apply", blocks, *arguments, beside=beside)
+
+
+def group_norm_grad_sums(call: KernelCall) -> None:
+    """A strip's share of dgamma and dbeta, and of the sums of its groups."""
+    affine_grads(call, call.outputs[:2])
+    (count, _), sizes = _parts(call)
+    arguments = *call.inputs[:4], call.outputs[2], *sizes
+    beside = call.inputs[3]
+    call.launch(PROGRAM, "group_norm_totals", (count,), *arguments, beside=beside)
+
+
+def group_norm_grad_apply(call: KernelCall) -> None:
+    """Dx of a strip, by the sums of all of its image."""
+    blocks, sizes = _parts(call)
+    arguments = *call.inputs, *call.outputs, *sizes, float(call.attrs["count"])
+    beside = call.inputs[3]
+    call.launch(PROGRAM, "group_norm_grad_apply", blocks, *arguments, beside=beside)
+
+
+def _parts(call: KernelCall) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """The grid: groups of samples, and blocks that share one; then their sizes."""
+    count, groups, length, inner = rows(call.inputs[0].shape, call.attrs)
+    parts = min(_MOST_PARTS, max(1, length // (THREADS * _FEWEST)))
+    return (count, parts), (groups, length, inner)
+
+
+def _as_channels(inputs: Specs, outputs: Specs) -> Channels:
+    """With the groups of all samples as channels of one."""
+    count = math.prod(outputs[0].shape[1:])
+    return Channels.of((1, count, math.prod(inputs[0].shape) // count))
+
+
+def _two_sums(inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
+    return 2 * _as_channels(inputs, outputs).nbytes
+
+
+OPERATIONS: dict[str, Operation] = {
+    "group_norm_apply": Operation(group_norm_apply),
+    "group_norm_grad_apply": Operation(group_norm_grad_apply),
+    "group_norm_grad_sums": Operation(group_norm_grad_sums, affine_workspace),
+    "group_norm_merge": Operation(group_norm_merge, statistics),
+    "group_norm_sums": Operation(group_norm_sums, _two_sums),
+}
