@@ -22,7 +22,7 @@ from mucudnn.passes.scheduling.costs import (
     timed_by,
     workspaces_of,
 )
-from mucudnn.passes.scheduling.intervals import ResidencyInterval, emit
+from mucudnn.passes.scheduling.intervals import ResidencyInterval, emit, refuse_more
 from mucudnn.passes.scheduling.occupancy import Occupancy
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.passes.scheduling.step_time import step_ms
@@ -128,9 +128,7 @@ def check_residency(request: StepRequest, residency: Mapping[str, Residency]) ->
     if request.timing not in _REFUSE_WHAT_IS_LEAST:
         plan_residency(request, residency)
         return
-    ready = request.rewritten(residency)
-    plans = first_plans(ready.profile, request.convolutions, request.plans)
-    ready.problem(plans, request.budget).check()
+    refuse_more(*request.need(residency), request.budget)
 
 
 def grown(

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes
+from mucudnn.passes.planning.collection import rarely_collected
 from mucudnn.passes.planning.evaluate import check_residency, plan_residency
 from mucudnn.passes.planning.least_budget import least_budget_above
 from mucudnn.passes.planning.request import StepRequest
@@ -62,6 +63,7 @@ def plan_step(request: StepRequest) -> StepPlan:
         raise _advised(e, request) from None
 
 
+@rarely_collected()
 def minimum_budget(request: StepRequest) -> int:
     """The least bytes, parameters and state included, that a step is planned in.
 

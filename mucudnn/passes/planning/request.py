@@ -130,6 +130,12 @@ class StepRequest:
         """What runs with residencies decided; known sooner than `rewritten`."""
         return self._rewriter.nodes(residency)
 
+    def need(self, residency: Mapping[str, Residency]) -> tuple[int, str]:
+        """Bytes that residencies need at the least, and at which node."""
+        return self._rewriter.need(
+            residency, self.hosted, self.convolutions, self.plans
+        )
+
     def within(self, budget: float) -> "StepRequest":
         """The same under another budget."""
         return self._sharing(replace(self, budget=budget))

@@ -35,7 +35,7 @@ from mucudnn.passes.scheduling.problem import Problem
 
 __all__ = ["Rewriter", "Rewritten"]
 
-_REMEMBERED = 8
+_REMEMBERED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,7 @@ class Rewriter:
         self._graph = graph
         self._profile = profile
         self._last: tuple[object, Rewritten] | None = None
+        self._needs: dict[object, tuple[int, str]] = {}
         self._known: OrderedDict[frozenset[tuple[str, Residency]], _Again] = (
             OrderedDict()
         )
@@ -131,6 +132,33 @@ class Rewriter:
         away = (hosted or frozenset()) - ready.graph.immovable
         found = replace(ready, swaps=swaps, away=away)
         self._last = asked, found
+        return found
+
+    def need(
+        self,
+        residency: Mapping[str, Residency],
+        hosted: frozenset[str] | None,
+        convolutions: str,
+        plans: Mapping[str, ConvPlan] | None = None,
+    ) -> tuple[int, str]:
+        """Bytes that residencies need at the least, and at which node.
+
+        No budget changes that, so it is remembered; not so with plans of convolutions.
+
+        Args:
+            residency: Of saved tensors.
+            hosted: As for a call.
+            convolutions: How they get their workspace.
+            plans: Those of theirs, if that is `fixed`.
+        """
+        key = frozenset(residency.items()), hosted, convolutions
+        if key in self._needs:
+            return self._needs[key]
+        ready = self(residency, hosted)
+        first = first_plans(ready.profile, convolutions, plans)
+        found = ready.problem(first, math.inf).need()
+        if convolutions != "fixed":
+            self._needs[key] = found
         return found
 
     def nodes(self, residency: Mapping[str, Residency]) -> tuple[Node, ...]:

@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import replace
 
 from mucudnn.errors import PlanningError
+from mucudnn.passes.planning.collection import rarely_collected
 from mucudnn.passes.planning.evaluate import check_residency, plan_residency
 from mucudnn.passes.planning.explore import explore
 from mucudnn.passes.planning.lower_bound import lower_bound
@@ -54,6 +55,7 @@ _LEAST_TRIALS = 12
 """How many trials of the largest graphs may follow the first ones."""
 
 
+@rarely_collected()
 def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
     """The best plan that is found.
 

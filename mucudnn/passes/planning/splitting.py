@@ -18,6 +18,7 @@ from typing import Any
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
+from mucudnn.passes.planning.collection import rarely_collected
 from mucudnn.passes.planning.cutting import (
     AUTO,
     BATCH,
@@ -114,6 +115,7 @@ class Splitting:
         return f"{candidate.step_ms / self.unbounded_ms:.2f}x of the unbounded step"
 
 
+@rarely_collected()
 def plan_splitting(step: SplitStep, split: Split = AUTO) -> Splitting:
     """Plan a step whole and in parts, and choose what is predicted to be fastest.
 

@@ -83,7 +83,7 @@ def fastest_of(front: Sequence[ConvPlan]) -> ConvPlan:
 
 def workspaces_of(profile: Profile, plans: Mapping[str, ConvPlan]) -> dict[str, int]:
     """Node -> bytes of scratch memory, those of convolutions by their plans."""
-    sizes = {name: rounded(nbytes) for name, nbytes in profile.workspaces.items()}
+    sizes = {name: rounded(size) for name, size in profile.workspaces.items() if size}
     sizes.update((name, rounded(plan.workspace)) for name, plan in plans.items())
     return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 

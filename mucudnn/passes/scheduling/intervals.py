@@ -33,6 +33,7 @@ __all__ = [
     "emit",
     "join",
     "least_occupancy",
+    "refuse_more",
     "shifted",
     "short_of",
     "split",
@@ -178,6 +179,21 @@ def least_occupancy(
     return Occupancy(
         [nbytes + rest for nbytes, rest in zip(workspaces, used, strict=False)], budget
     )
+
+
+def refuse_more(nbytes: int, node: str, budget: float) -> None:
+    """Refuse what does not fit.
+
+    Args:
+        nbytes: In use at a node, the most of all.
+        node: That runs then.
+        budget: What there is.
+
+    Raises:
+        PlanningError: It is fewer; says how many bytes short, and where.
+    """
+    if nbytes > budget:
+        raise short_of(node, nbytes, budget)
 
 
 def short_of(node: str, nbytes: int, budget: float, remedy: str = "") -> PlanningError:

@@ -16,7 +16,7 @@ from mucudnn.passes.scheduling.intervals import (
     ResidencyInterval,
     Swaps,
     least_occupancy,
-    short_of,
+    refuse_more,
     split,
 )
 from mucudnn.passes.scheduling.occupancy import Occupancy, Use
@@ -59,14 +59,13 @@ class Problem:
             for interval in split(use, self.swaps.get(use.storage, ()), n)
         ]
         occupancy = self.ledger(intervals)
-        self._refuse_more(occupancy)
+        refuse_more(*self._most(occupancy), self.budget)
         return intervals, occupancy
 
-    def check(self) -> None:
-        """Refuse what `least` refuses; takes less time, because it keeps nothing.
+    def need(self) -> tuple[int, str]:
+        """Bytes that the shortest intervals need, and at which node they do.
 
-        Raises:
-            PlanningError: Not even the shortest intervals fit.
+        No budget changes it. It takes less time than `least`: it keeps nothing.
         """
         n = len(self.graph.nodes)
         change = [0] * (n + 1)
@@ -79,12 +78,19 @@ class Problem:
                 change[min(use.positions[-1] + 1, n)] -= use.nbytes
         used = itertools.accumulate(change)
         always = [a + b for a, b in zip(self.scratch(), used, strict=False)]
-        self._refuse_more(least_occupancy(moved, always, self.resident(), self.budget))
+        return self._most(least_occupancy(moved, always, self.resident(), self.budget))
 
-    def _refuse_more(self, occupancy: Occupancy) -> None:
+    def check(self) -> None:
+        """Refuse what `least` refuses.
+
+        Raises:
+            PlanningError: Not even the shortest intervals fit.
+        """
+        refuse_more(*self.need(), self.budget)
+
+    def _most(self, occupancy: Occupancy) -> tuple[int, str]:
         peak, position = occupancy.peak()
-        if peak > self.budget:
-            raise short_of(self.graph.nodes[position].name, peak, self.budget)
+        return peak, self.graph.nodes[position].name if self.graph.nodes else ""
 
     def moving(self) -> Iterator[Use]:
         """Uses of what is not on the device all the time."""
