@@ -30,6 +30,9 @@ _LEAST = 36
 _POLISH = 300
 """Trials of the last changes."""
 
+_POLISH_WORK = 160_000
+"""Nodes of the graph, times those trials."""
+
 _CLOSE = 1.05
 """Times the best scheduler's plan, within which another's is improved, too."""
 
@@ -64,7 +67,7 @@ def explore(
     improve(request, candidates, found, trials, best)
     last = min(found, key=lambda tried: tried.step_ms)
     if last.found and last.step_ms <= best.step_ms:
-        last.allow(min(_POLISH, _WORK // len(request.graph.nodes)))
+        last.allow(min(_POLISH, _POLISH_WORK // len(request.graph.nodes)))
         polish(candidates, last)
         best.offer(last.plan)
 

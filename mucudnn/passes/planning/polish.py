@@ -36,7 +36,8 @@ def polish(candidates: Sequence[Candidate], tried: Trials) -> bool:
         for one, other in _places(candidates, tried.residency):
             now = _choices(candidates, tried.residency)
             exchanged = {one: now[other], other: now[one]}
-            better |= tried.consider({**tried.residency, **exchanged})
+            if Residency.KEEP in exchanged.values():  # neither has changed places yet
+                better |= tried.consider({**tried.residency, **exchanged})
     return tried.step_ms < before
 
 

@@ -67,6 +67,11 @@ class SliceSearch:
         """The best so far; None where nothing fits yet."""
         return self._best.plan if self._best.found else None
 
+    @property
+    def step_ms(self) -> float:
+        """The best plan's; infinity without one."""
+        return self._best.step_ms
+
     def begin(self, known: Residencies) -> None:
         """Try what is known of another cut, as it is or for less memory."""
         others = {EVERYTHING: Residency.PAGE}

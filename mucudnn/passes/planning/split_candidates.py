@@ -44,6 +44,7 @@ class Candidates:
         self._step, self._alone = step, alone
         self._tried: dict[Cutting, Candidate] = {}
         self._searches: dict[Cutting, SliceSearch] = {}
+        self._explored = alone
 
     @property
     def tried(self) -> list[Candidate]:
@@ -102,6 +103,8 @@ class Candidates:
             slices.begin(known)
         if slices.plan is None:
             slices.offer(search(request, thorough=False))
+        if slices.step_ms > self._fastest:
+            self._explore_whole()
         if (
             slices.plan is None
             or slices.plan.prediction.step_ms < _CLOSE * self._fastest
@@ -123,16 +126,21 @@ class Candidates:
 
     def finish(self) -> None:
         """Search on for the fastest, and for the whole step where it is close."""
-        whole = self._tried.get(Cutting(1))
-        if whole is not None and not self._alone:
-            self._explore(whole)
+        self._explore_whole()
         best = min(self.tried, key=lambda c: c.step_ms)
         if best.cutting in self._searches:
             self._improve(best.cutting)
 
-    def _explore(self, whole: Candidate) -> None:
-        near = whole.step_ms < _CLOSE * self._fastest
-        if whole.plan is not None and whole.request is not None and near:
+    def _explore_whole(self) -> None:
+        """Once, if it is close to the fastest.
+
+        That is soon, where slices begin slower than it: they may then need no search.
+        """
+        whole = self._tried.get(Cutting(1))
+        if self._explored or whole is None or whole.plan is None:
+            return
+        if whole.request is not None and whole.step_ms < _CLOSE * self._fastest:
+            self._explored = True
             plan = search_on(whole.request, whole.plan)
             self._tried[whole.cutting] = replace(whole, plan=plan)
 
