@@ -90,6 +90,17 @@ def test_networks_with_batch_norm_and_dropout_are_those_of_one_process(name, tmp
     assert first == pytest.approx(sums, rel=1e-6, abs=CLOSE)
 
 
+def test_shares_are_planned_again_when_a_rank_becomes_slow(alone, tmp_path):
+    helper = ROOT / "tests" / "mpi_rank.py"
+    words = ("--shares", "auto", "--json", "two.json")
+    done = run(tmp_path, *words, ranks=2, start=(helper, "1:0:slow"))
+    assert done.returncode == 0, done.stderr
+    before, after = json.loads((tmp_path / "two.json").read_text())["shares"]
+    assert sum(before) == sum(after) == 12
+    assert after[1] < before[1]
+    assert losses(tmp_path / "two.json") == pytest.approx(alone, rel=CLOSE)
+
+
 def test_an_error_of_one_rank_ends_all_with_a_line(tmp_path):
     done = run(tmp_path, "--shares", "9,4", ranks=2)
     assert done.returncode != 0

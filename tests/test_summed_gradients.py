@@ -9,6 +9,7 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.runtime.distributed.gradients import summed_gradients
+from mucudnn.runtime.distributed.waiting import TimedCollectives
 
 
 class Twice:
@@ -62,3 +63,18 @@ def test_sums_begin_behind_the_last_writer_and_end_before_the_update(bucket_byte
     expected = {1: len(arrays), 1 << 30: 1}
     assert len(others.begun) == expected.get(bucket_bytes, len(others.begun))
     assert others.waited == len(others.begun)
+
+
+def test_what_is_spent_in_collectives_is_counted():
+    clock = iter(range(100))
+    upstream = Twice()
+    timed = TimedCollectives(upstream, now=lambda: next(clock) * 1e-3)
+    values = np.ones(2)
+    pending = timed.all_reduce(values)
+    assert timed.waited_ms() == pytest.approx(1)
+    pending.wait()
+    pending.wait()
+    assert timed.waited_ms() == pytest.approx(2)
+    assert timed.waited_ms() == 0
+    assert (timed.rank, timed.size, upstream.waited) == (0, 2, 2)
+    np.testing.assert_array_equal(values, 4)

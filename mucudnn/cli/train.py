@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
     from mucudnn.runtime.training.history import EpochReport, Position
     from mucudnn.runtime.training.log import LogEntry, OnEntry
+    from mucudnn.runtime.training.loop import Between, Handover
     from mucudnn.runtime.training.trainer import Trainer
 
 __all__ = ["train"]
@@ -148,6 +149,7 @@ class _Training:
                         resume=self._resume,
                         progress=progress,
                         log=log,
+                        between=self._between(shown),
                     )
                 except KeyboardInterrupt:
                     return True
@@ -168,6 +170,26 @@ class _Training:
 
             yield told
 
+    def _between(self, shown: "TrainingWords") -> "Between | None":
+        """Between epochs another trainer goes on where other shares are faster."""
+        group = self._group
+        if group is None:
+            return None
+
+        def handed_over() -> "Handover | None":
+            shares = group.shares_now(self._trainer.own_ms)
+            if shares is None:
+                return None
+            state, steps = self._trainer.state.save(), self._trainer.steps
+            self._trainer.close()
+            self._work = _part(self._model, self._settings, group, shares)
+            self._trainer = self._made(shown)
+            self._trainer.state.load(state)
+            self._trainer.steps = steps
+            return self._trainer, self._work.batches, self._work.test
+
+        return handed_over
+
     def _display(
         self, total: int, *, titled: bool = False
     ) -> "AbstractContextManager[Show]":
@@ -185,6 +207,7 @@ class _Training:
             "model": self._model,
             **results_to_json(self._trainer, self._reports),
             "parameters": self._work.training.parameter_count,
+            "shares": None if self._group is None else self._group.history,
             "interrupted": interrupted,
             "settings": dict(self._words),
         }
@@ -260,18 +283,25 @@ def _work(model: str, settings: Mapping[str, Any], group: Group | None) -> "Work
     """What this process does: everything, or its part."""
     from mucudnn.cli.train_data import work_of
 
-    work = work_of(model, settings)
     if group is None:
-        return work
+        return work_of(model, settings)
     tuner = make_tuner({**settings, "exhaustive": False})
-
-    def made(images: int) -> "Work":
-        return work_of(model, settings, images)
-
     with tuner.cache:
         shares = group.shares(
             settings["shares"],
             settings["batch"],
-            lambda images: step_ms(made(images).training, tuner, settings),
+            lambda images: step_ms(
+                work_of(model, settings, images).training, tuner, settings
+            ),
         )
-    return group.part(work, made, shares)
+    return _part(model, settings, group, shares)
+
+
+def _part(
+    model: str, settings: Mapping[str, Any], group: Group, shares: tuple[int, ...]
+) -> "Work":
+    """What this process does of a batch that is shared out so."""
+    from mucudnn.cli.train_data import work_of
+
+    whole = work_of(model, settings)
+    return group.part(whole, lambda n: work_of(model, settings, n), shares)

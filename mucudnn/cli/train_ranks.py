@@ -13,7 +13,12 @@ from mucudnn.cli.train_options import AUTO, EQUAL
 from mucudnn.ir.fleet import Fleet, Rank, StepPoint
 from mucudnn.ir.graph import Graph
 from mucudnn.models import IMAGE, LABEL
-from mucudnn.passes.fleet import equal_shares, split_batch
+from mucudnn.passes.fleet import (
+    equal_shares,
+    replanned,
+    share_times,
+    split_batch,
+)
 from mucudnn.passes.fleet.sizes import measured_table
 
 if TYPE_CHECKING:
@@ -35,11 +40,14 @@ class Group:
     Attributes:
         together: What they do together.
         leads: Whether this one prints and writes for all.
+        history: Shares that were trained with, the last the present ones.
     """
 
     def __init__(self, together: "Collectives") -> None:
         self.together = together
         self.leads = together.rank == 0
+        self.history: list[tuple[int, ...]] = []
+        self._fleet: Fleet | None = None
 
     @contextlib.contextmanager
     def ends_together(self) -> Iterator[None]:
@@ -76,6 +84,7 @@ class Group:
                 f"--shares {','.join(map(str, shares))} are {len(shares)} of "
                 f"{sum(shares)} images together; {size} processes share {batch}"
             )
+        self.history.append(tuple(shares))
         start = sum(shares[:rank])
         own = made(shares[rank])
         batches = PartOfBatches(loader, start, start + shares[rank])
@@ -107,7 +116,24 @@ class Group:
         fleet = Fleet(tuple(Rank(f"rank {i}", t) for i, t in enumerate(found)))
         if asked == EQUAL:
             return equal_shares(fleet, batch).samples
+        self._fleet = fleet
         return split_batch(fleet, batch, at_least=1).samples
+
+    def shares_now(self, own_ms: float) -> tuple[int, ...] | None:
+        """Other shares, where processes have left their tables and it pays; else None.
+
+        Args:
+            own_ms: What a step of this one's share takes now; 0 if that is not known.
+        """
+        if self._fleet is None:
+            return None
+        shares = self.history[-1]
+        rank = self.together.rank
+        times = share_times(self._fleet.ranks[rank], shares[rank])
+        factor = own_ms / times.time_ms(shares[rank]) if own_ms else 1.0
+        factors = self.together.all_gather(factor)
+        found = replanned(self._fleet, shares, factors, at_least=1)
+        return None if found is None else found.samples
 
 
 def step_ms(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> float:

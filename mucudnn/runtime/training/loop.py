@@ -32,7 +32,16 @@ from mucudnn.runtime.training.log import (
 )
 from mucudnn.runtime.training.trainer import StepResult, Trainer
 
-__all__ = ["Batches", "EpochReport", "OnStep", "Position", "fit", "plans_of"]
+__all__ = [
+    "Batches",
+    "Between",
+    "EpochReport",
+    "Handover",
+    "OnStep",
+    "Position",
+    "fit",
+    "plans_of",
+]
 
 
 class Batches(Epochs, Protocol):
@@ -45,6 +54,13 @@ class Batches(Epochs, Protocol):
 
 OnStep = Callable[[Position, EpochReport | None], None]
 """Called after every step, and after an epoch with its report."""
+
+
+Handover = tuple[Trainer, Batches, Batches | None]
+"""Another trainer, with the state of the one so far, and its training and test data."""
+
+Between = Callable[[], Handover | None]
+"""Called between two epochs: who goes on; None for the trainer so far."""
 
 
 def fit(
@@ -61,6 +77,7 @@ def fit(
     resume: Checkpoint | None = None,
     progress: OnStep | None = None,
     log: OnEntry | None = None,
+    between: Between | None = None,
 ) -> tuple[EpochReport, ...]:
     """Train for some epochs.
 
@@ -80,6 +97,7 @@ def fit(
         resume: Go on from here.
         progress: Told of every step and epoch.
         log: Told of every step, evaluation and epoch, such as a `LogFile`.
+        between: Called between two epochs; the next one may be another trainer's.
 
     Returns:
         A report of every epoch, those before `resume` included.
@@ -109,6 +127,8 @@ def fit(
         a_function("progress", progress, "a function of (position, report)")
     if log is not None:
         a_function("log", log, "a function of a LogEntry, such as a LogFile")
+    if between is not None:
+        a_function("between", between, "a function of nothing")
     run = _Run(
         trainer,
         checkpoints,
@@ -124,7 +144,7 @@ def fit(
     with deferred_interrupt() as pressed:
 
         def interrupted() -> bool:
-            return trainer.anywhere(pressed())
+            return run.trainer.anywhere(pressed())
 
         while run.at.epoch < epochs and run.at.steps < limit:
             finished = run.epoch(batches, limit, checkpoint_every, interrupted)
@@ -135,6 +155,9 @@ def fit(
             run.save()
             if interrupted():
                 raise KeyboardInterrupt
+            going_on = finished and run.at.epoch < epochs and run.at.steps < limit
+            if between is not None and going_on and (other := between()) is not None:
+                batches, test = run.hand_over(other)
     return tuple(run.reports)
 
 
@@ -192,7 +215,7 @@ class _Run:
     ) -> None:
         self.at = Position()
         self.reports: list[EpochReport] = []
-        self._trainer = trainer
+        self.trainer = trainer
         self._checkpoints = checkpoints
         self._words = words
         self._progress = progress
@@ -210,13 +233,13 @@ class _Run:
         interrupted: Callable[[], bool],
     ) -> bool:
         """Take the epoch's steps; whether all of them were taken."""
-        device = self._trainer.backend.device
+        device = self.trainer.backend.device
         self._evaluate()  # a run that was interrupted has not
         if self.at.batch == len(batches):
             return True
         start = device.record()
         for batch in batches.epoch(self.at.epoch, self.at.batch):
-            result = self._trainer.step(*image_and_label(batch))
+            result = self.trainer.step(*image_and_label(batch))
             stop = device.record()
             self._check(result)
             ms = device.elapsed_ms(start, stop)
@@ -241,7 +264,7 @@ class _Run:
         if self._tested is not None and self._tested[0] == self.at.steps:
             tested = self._tested[1]
         elif test is not None:
-            tested = self._trainer.evaluate(test)
+            tested = self.trainer.evaluate(test)
         report = self.at.report(tested)
         self.reports.append(report)
         self._progress(self.at, report)
@@ -254,10 +277,16 @@ class _Run:
         due = self.at.batch > 0 and self.at.steps % self._eval_every == 0
         if self._test is None or not due:
             return False
-        found = self._trainer.evaluate(self._test)
+        found = self.trainer.evaluate(self._test)
         self._tested = self.at.steps, found
         self._log(evaluation_entry(self.at, found))
         return True
+
+    def hand_over(self, other: Handover) -> tuple[Batches, Batches | None]:
+        """Another trainer goes on; its batches for training and test."""
+        self.trainer, batches, test = other
+        self._test = None if self._test is None else test
+        return batches, test
 
     def save(self) -> None:
         """Write a checkpoint of this very moment, unless there is one."""
@@ -267,13 +296,13 @@ class _Run:
         self._checkpoints.save(
             Checkpoint(
                 step=self.at.steps,
-                arrays=self._trainer.state.save(),
+                arrays=self.trainer.state.save(),
                 words=self._words,
                 progress={
                     "position": asdict(self.at),
                     "epochs": [asdict(report) for report in whole],
-                    "device": self._trainer.backend.device.fingerprint,
-                    "plans": [plan_to_dict(p) for p in self._trainer.plans.values()],
+                    "device": self.trainer.backend.device.fingerprint,
+                    "plans": [plan_to_dict(p) for p in self.trainer.plans.values()],
                 },
             )
         )
@@ -289,12 +318,12 @@ class _Run:
                 f"has {batches}"
             )
         try:
-            self._trainer.state.load(checkpoint.arrays)
+            self.trainer.state.load(checkpoint.arrays)
         except ValueError as e:
             raise CheckpointError(f"{refused}{e}") from e
         self.at = found.position
         self.reports = [*found.epochs]
-        self._trainer.steps = self.at.steps
+        self.trainer.steps = self.at.steps
         self._saved = self.at
 
     def _check(self, result: StepResult) -> None:

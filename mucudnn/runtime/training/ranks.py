@@ -1,5 +1,7 @@
 """A trainer as one of several: its gradients and results are those of all of them."""
 
+import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,7 @@ from mucudnn.passes.planning.cutting import WHOLE
 from mucudnn.runtime.distributed.collectives import Collectives
 from mucudnn.runtime.distributed.gradients import summed_gradients
 from mucudnn.runtime.distributed.statistics import joint_statistics
+from mucudnn.runtime.distributed.waiting import TimedCollectives
 from mucudnn.runtime.executor.tasks import Around, Surrounding
 from mucudnn.runtime.training.stepping import StepResult
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -20,6 +23,8 @@ from mucudnn.runtime.tuning.tuner import Tuner
 __all__ = ["PER_RANK", "SYNCHRONISED", "Ranks", "check_together"]
 
 _HOST = "cpu"
+
+_REMEMBERED = 21
 
 PER_RANK, SYNCHRONISED = "per_rank", "synchronised"
 """Whose statistics normalise a batch: those of a rank's rows, or of all rows."""
@@ -44,7 +49,8 @@ class Ranks:
         self, together: Collectives | None, graph: Graph, batch_norm: str = PER_RANK
     ) -> None:
         one_of("batch_norm", batch_norm, (PER_RANK, SYNCHRONISED))
-        self._together = together
+        self._together = None if together is None else TimedCollectives(together)
+        self._times: deque[float] = deque(maxlen=_REMEMBERED)
         self._joint = batch_norm == SYNCHRONISED
         self.around: Surrounding | None = None
         if together is not None:
@@ -66,10 +72,26 @@ class Ranks:
             return happened
         return any(self._together.all_gather(happened))
 
-    def result(self, own: StepResult) -> StepResult:
-        """Of the whole mini-batch: the mean over all labels."""
+    @property
+    def own_ms(self) -> float:
+        """Median time of this one's last steps without what it waited; 0 before any.
+
+        The first step warms up and counts only while it is the only one.
+        """
+        times = list(self._times)
+        return statistics.median(times[1:] or times or [0.0])
+
+    def result(self, own: StepResult, ms: float) -> StepResult:
+        """Of the whole mini-batch: the mean over all labels.
+
+        Args:
+            own: Of this one's part.
+            ms: What the step took, waiting for others included.
+        """
         if self._together is None:
+            self._times.append(ms)
             return own
+        self._times.append(max(0.0, ms - self._together.waited_ms()))
         found = self._together.all_gather(own)
         labels = sum(one.labels for one in found)
         return replace(
@@ -79,6 +101,11 @@ class Ranks:
             labels=labels,
             images=sum(one.images for one in found),
         )
+
+    def begin(self) -> None:
+        """A step begins: what was waited before is not of it."""
+        if self._together is not None:
+            self._together.waited_ms()
 
     def _surrounding(self, graph: Graph, array: Callable[[str], Any]) -> Around:
         """Sums over all ranks; all begin them in one order.

@@ -254,6 +254,11 @@ class Trainer:
         """
         return self._clock.median_ms
 
+    @property
+    def own_ms(self) -> float:
+        """Median time of the last steps without waiting for other processes."""
+        return self._ranks.own_ms
+
     def step(self, images: Any, labels: Any) -> StepResult:
         """Train on one batch.
 
@@ -266,9 +271,10 @@ class Trainer:
             TypeError: They are no numbers.
             BackendError: A kernel failed; the weights may be half updated.
         """
+        self._ranks.begin()
         result, ms = self._timed(self._stepper.step, images, labels)
         self._clock.remember(ms)
-        return self._ranks.result(result)
+        return self._ranks.result(result, ms)
 
     def anywhere(self, happened: bool) -> bool:
         """Whether it happened in any of the processes; all of them ask."""
