@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main
+from mucudnn.cli.train_results import results_to_json
 from mucudnn.errors import CheckpointError
 from mucudnn.runtime.training.checkpoint import Checkpoints
-from mucudnn.runtime.training.history import Position, read_resumption
+from mucudnn.runtime.training.history import EpochReport, Position, read_resumption
 from mucudnn.runtime.training.log import LogEntry, LogFile
 from mucudnn.runtime.training.loop import fit
 from tests.training_cases import Epochs, trainer, weights
@@ -182,6 +183,13 @@ def test_what_is_no_number_is_told(tmp_path):
     assert lines(tmp_path / "log.csv")[0]["test_loss"] == "inf"
     text = (tmp_path / "log.jsonl").read_text()
     assert json.loads(text, parse_constant=pytest.fail)["test_loss"] is None
+
+
+def test_a_test_loss_that_is_no_number_is_null_in_results():
+    report = EpochReport(0, 1.0, 0.5, math.nan, 0.1, 9.0, 0.1)
+    (epoch,) = results_to_json(trainer(), {0: report})["epochs"]
+    assert epoch["test_loss"] is None
+    assert (epoch["epoch"], epoch["test_accuracy"]) == (1, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["cache", "cache_option", "open_cache", "refuse_foreign_file"]
 
+_SCHEMA = 1
+"""Of what the commands write as JSON."""
+
 _SQLITE = b"SQLite format 3\0"
 
 cache_option = option(
@@ -49,7 +52,11 @@ def list_(cache_path: str | None, json_file: str | None) -> None:
     )
     columns = (">convolutions", ">measurements", "oldest", "newest", "device")
     table = Table(where, columns, rows)
-    data = {"path": where, "devices": [asdict(device) for device in devices]}
+    data = {
+        "schema": _SCHEMA,
+        "path": where,
+        "devices": [asdict(device) for device in devices],
+    }
     emit(json_file, data, lambda: write_tables((table,), sys.stdout))
 
 
@@ -64,7 +71,7 @@ def export(file: str, cache_path: str | None, json_file: str | None) -> None:
     with open_cache(cache_path) as found, progress_display(1) as show:
         show(f"writing {file}", 0, 1)
         rows = found.export_json(file)
-    data = {"file": file, "measurements": rows}
+    data = {"schema": _SCHEMA, "file": file, "measurements": rows}
     emit(json_file, data, lambda: click.echo(f"{rows} measurements written to {file}"))
 
 
@@ -76,7 +83,7 @@ def import_(file: str, cache_path: str | None, json_file: str | None) -> None:
     with open_cache(cache_path) as found, progress_display(1) as show:
         show(f"reading {file}", 0, 1)
         rows = found.import_json(file)
-    data = {"file": file, "measurements": rows}
+    data = {"schema": _SCHEMA, "file": file, "measurements": rows}
     emit(json_file, data, lambda: click.echo(f"{rows} measurements added from {file}"))
 
 
@@ -87,7 +94,7 @@ def clear(device: str | None, cache_path: str | None, json_file: str | None) -> 
     """Forget everything."""
     with open_cache(cache_path) as found:
         rows = found.clear(device)
-    data = {"measurements": rows}
+    data = {"schema": _SCHEMA, "measurements": rows}
     emit(json_file, data, lambda: click.echo(f"{rows} measurements gone"))
 
 
@@ -97,7 +104,7 @@ def path(cache_path: str | None, json_file: str | None) -> None:
     """Where the cache is."""
     with open_cache(cache_path) as found:
         where = str(found.path or "memory")
-    emit(json_file, {"path": where}, lambda: click.echo(where))
+    emit(json_file, {"schema": _SCHEMA, "path": where}, lambda: click.echo(where))
 
 
 def open_cache(path: str | None) -> "BenchmarkCache":

@@ -26,6 +26,7 @@ _LIBRARIES = ("mucudnn", "numpy", "pulp", "click", "rich", "platformdirs")
 def info(cache_path: str | None, json_file: str | None) -> None:
     """Backends and devices, versions, BLAS kernels, threads, the cache."""
     data: dict[str, Any] = {
+        "schema": 1,
         "python": f"{platform.python_version()} on {platform.platform()}",
         "versions": {name: _version(name) for name in _LIBRARIES},
         "backends": _backends(),

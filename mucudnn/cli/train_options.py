@@ -331,4 +331,4 @@ def list_models(json_file: str | None) -> None:
             )
         click.echo(f"{'resnet:n1,n2,n3,n4':<18} bottlenecks, so many a stage")
 
-    emit(json_file, {"models": rows}, show)
+    emit(json_file, {"schema": 1, "models": rows}, show)

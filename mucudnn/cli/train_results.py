@@ -1,5 +1,6 @@
 """What a training came to, in figures and in the last lines of `mucudnn train`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ def results_to_json(
     """Every figure of a training."""
     return {
         "epochs": [
-            {**asdict(report), "epoch": report.epoch + 1}
+            _finite({**asdict(report), "epoch": report.epoch + 1})
             for _, report in sorted(reports.items())
         ],
         "step_ms": trainer.step_ms,
@@ -35,6 +36,14 @@ def results_to_json(
         "steps": trainer.steps,
         "backend": trainer.backend.name,
         "fingerprint": trainer.backend.device.fingerprint,
+    }
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON can hold: a test loss that is no number is null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
     }
 
 

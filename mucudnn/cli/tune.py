@@ -252,4 +252,4 @@ def _list_suites(json_file: str | None) -> None:
         for s in suites:
             click.echo(f"{s['name']:<20} {s['layers']:>4} layers  {s['description']}")
 
-    emit(json_file, {"suites": suites}, show)
+    emit(json_file, {"schema": 1, "suites": suites}, show)
