@@ -1,5 +1,8 @@
 """Backends by name, and what a device is."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -169,3 +172,15 @@ def test_bound_plans_move_a_virtual_clock_as_their_kernels_do(null):
     assert null.device.now_ms == pytest.approx(5 * 0.4 + 3 * 1.0 + 2 * 0.1)
     with pytest.raises(StepFailedError, match=f"needs {5 << 10} bytes.*got 7"):
         runner.run(*arrays(whole), null.device.allocate(7), False)
+
+
+def test_a_blas_that_another_package_loads_is_not_numpys():
+    """SciPy brings one of its own: the CPU is called the same with it as without."""
+    pytest.importorskip("scipy")
+    code = (
+        "from mucudnn.backends.cpu.device import CpuDevice\n"
+        "before = CpuDevice().fingerprint\n"
+        "import scipy.linalg\n"
+        "assert CpuDevice().fingerprint == before, before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

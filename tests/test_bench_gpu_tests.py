@@ -108,7 +108,7 @@ def test_files_with_gpu_tests_are_named(request):
     found = files_with_marker(ROOT / "tests")
     assert marked <= set(found)
     assert [file.name for file in found[: len(_FIRST)]] == list(_FIRST)
-    assert len(found) < 10  # collecting those takes a few seconds
+    assert len(found) < 16  # collecting those takes a few seconds
 
 
 def test_a_marker_is_found_wherever_it_stands(tmp_path):

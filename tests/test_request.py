@@ -26,6 +26,7 @@ DEFAULTS = {
     "plans": None,
     "hosted": None,
     "seed": None,
+    "placement": "static",
 }
 
 

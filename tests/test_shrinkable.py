@@ -112,7 +112,7 @@ def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(model, share, sche
         StepRequest(
             graph,
             profile,
-            budget=int(0.97 * budget),
+            budget=int(0.95 * budget),
             policy="planned",
             scheduler=scheduler,
         )

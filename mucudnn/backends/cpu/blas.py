@@ -13,12 +13,13 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-__all__ = ["Product", "available", "product"]
+__all__ = ["Product", "available", "numpy_blas", "product"]
 
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
 
@@ -48,6 +49,23 @@ class Product:
         if self.swapped:
             a, b = b, a
         self.gemm(*self.layout, 1.0, a, one, b, two, beta, c, three)
+
+
+def numpy_blas() -> list[Any]:
+    """What NumPy computes with, as `threadpoolctl` sees it.
+
+    SciPy and others load a BLAS of their own beside it: where NumPy's package carries
+    one, only that counts. Without such a folder all that are loaded do.
+    """
+    found = ThreadpoolController().select(user_api="blas").lib_controllers
+    package = Path(np.__file__).parent
+    folders = (package, package.parent / "numpy.libs")
+    own = [
+        library
+        for library in found
+        if any(Path(library.filepath).is_relative_to(folder) for folder in folders)
+    ]
+    return own or list(found)
 
 
 def available(dtype: str) -> bool:
@@ -85,8 +103,9 @@ def _order(matrix: Any) -> tuple[int, int]:
 def _gemm(dtype: str) -> Callable[..., None] | None:
     """The C function, tried once on numbers whose product is known."""
     letter, real = _LETTERS[dtype]
-    libraries = ThreadpoolController().select(internal_api="openblas").lib_controllers
-    for library in libraries:
+    for library in numpy_blas():
+        if library.internal_api != "openblas":
+            continue
         loaded = ctypes.CDLL(library.filepath)
         for name, integer in _NAMES:
             gemm: Any = getattr(loaded, name.format(letter), None)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_info
 
+from mucudnn.backends.cpu.blas import numpy_blas
 from mucudnn.backends.cpu.copies import CpuCopier
 from mucudnn.backends.cpu.peer import SharedSegment
 from mucudnn.errors import OutOfMemoryError
@@ -133,12 +133,11 @@ class CpuDevice:
 
 
 def _blas() -> list[str]:
-    """Every BLAS that is loaded, with its kernels and threads."""
+    """NumPy's BLAS, with its kernels and threads."""
     return [
         f"{lib['internal_api']}-{lib['version']}-{lib.get('architecture', '')}"
         f"/{lib['num_threads']}-threads"
-        for lib in threadpool_info()
-        if lib["user_api"] == "blas"
+        for lib in (library.info() for library in numpy_blas())
     ]
 
 
