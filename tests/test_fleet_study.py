@@ -189,6 +189,21 @@ def test_a_thousand_devices_are_few_rows():
     assert ranks.rows[0][0].startswith("p100 0 …")
 
 
+def test_memory_is_kept_by_smaller_steps_or_by_a_plan():
+    step = StepSpec(model="lenet", batch=256)
+    free = study_fleet(step, ["p100", "k80"])
+    need = max(rank.table.points[-1].nbytes for rank in free.fleet.ranks)
+    tight = study_fleet(step, ["p100", "k80"], memory=need // 3)
+    assert max(share.passes for share in tight.plan.shares) > 1
+    assert tight.plan.step_ms > free.plan.step_ms
+    planned = study_fleet(step, ["p100", "k80"], memory=need // 3, planned=True)
+    assert free.plan.step_ms <= planned.plan.step_ms <= tight.plan.step_ms
+    for rank in planned.fleet.ranks:
+        assert rank.memory == need // 3
+    with pytest.raises(PlanningError, match="fleet takes at most 0 samples"):
+        study_fleet(step, ["p100"], memory=1000, planned=True)
+
+
 def test_a_recording_is_of_the_device_that_it_is_called_as(tmp_path):
     file = tmp_path / "p100.json.gz"
     words = ("tune", "alexnet", "--backend", "null", "--batch", "8", "--cache", "none")

@@ -13,6 +13,7 @@ from mucudnn.cli.options import (
     MOST_IMAGES,
     byte_size,
     count,
+    flag,
     image_size,
     json_option,
     option,
@@ -95,6 +96,16 @@ def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
         byte_size,
     ),
     option("--all-reduce MS", "What summing the gradients takes.", real()),
+    option(
+        "--memory SIZE",
+        "What a step may use on each device, if less than the device has.",
+        byte_size,
+    ),
+    flag(
+        "--planned",
+        "Shares that need more are also planned within that memory, and kept so where "
+        "that is faster than several smaller steps.",
+    ),
 )
 @section("Output", json_option, report_option)
 @click.pass_context
@@ -130,6 +141,8 @@ def fleet(
                 most=most,
                 link=Link(settings["link"] or None, settings["all_reduce"]),
                 at_least=settings["at_least"],
+                memory=settings["memory"],
+                planned=settings["planned"],
                 progress=show,
             )
     except PlanningError as e:

@@ -136,6 +136,8 @@ def study_fleet(
     most: int | None = None,
     link: Link = _UNKNOWN,
     at_least: int = 0,
+    memory: int | None = None,
+    planned: bool = False,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> FleetStudy:
     """Share out a step's mini-batch among devices.
@@ -152,6 +154,10 @@ def study_fleet(
             the step's own up to this is taken.
         link: What the devices are joined by.
         at_least: Samples of every rank; with 0 a slow one may be left out.
+        memory: Bytes that a step may use on each device, if less than it has.
+        planned: Whether steps that need more are also planned within that memory, by
+            offload and recomputation; they are where that is faster than several
+            smaller steps. Of estimated devices only.
         progress: Called with what is being done, how much is done, and of how much.
 
     Raises:
@@ -163,17 +169,17 @@ def study_fleet(
     kinds = [parse_device(text) for text in devices]
     largest = step.batch if most is None else most
     graph = functools.cache(step.graph)
-    ranks = []
-    for i, kind in enumerate(kinds):
-        progress(f"what a step takes on {kind.title}", i, len(kinds))
-        ranks += ranks_of(kind, step, largest, graph)
     reduce, words = _all_reduce(kinds, link, graph(1))
-    fleet = Fleet(tuple(ranks), reduce)
-    progress("shares", 0, 1)
-    if most is None:
-        plan = split_batch(fleet, step.batch, at_least=at_least)
-    else:
-        plan = best_batch(fleet, step.batch, most, at_least=at_least)
+    found = []
+    for by_plan in (False, True)[: 1 + planned]:
+        ranks = []
+        for i, kind in enumerate(kinds):
+            progress(f"what a step takes on {kind.title}", i, len(kinds))
+            ranks += ranks_of(kind, step, largest, graph, limit=memory, planned=by_plan)
+        fleet = Fleet(tuple(ranks), reduce)
+        progress("shares", 0, 1)
+        found.append((fleet, _shared(fleet, step.batch, most, at_least)))
+    fleet, plan = _fastest(found)
     return FleetStudy(
         title=step.title,
         fleet=fleet,
@@ -185,6 +191,31 @@ def study_fleet(
         alone=_alone(fleet, plan.batch),
         bound_ms=step_bound_ms(fleet, plan.batch),
     )
+
+
+Shared = FleetPlan | PlanningError
+
+
+def _shared(fleet: Fleet, batch: int, most: int | None, at_least: int) -> Shared:
+    """The best split of a batch, or the best of a range; why there is none."""
+    try:
+        if most is None:
+            return split_batch(fleet, batch, at_least=at_least)
+        return best_batch(fleet, batch, most, at_least=at_least)
+    except PlanningError as e:
+        return e
+
+
+def _fastest(found: Sequence[tuple[Fleet, Shared]]) -> tuple[Fleet, FleetPlan]:
+    """The one with the most samples a second.
+
+    Raises:
+        PlanningError: The batch fits on none.
+    """
+    fitting = [(f, plan) for f, plan in found if isinstance(plan, FleetPlan)]
+    if fitting:
+        return max(fitting, key=lambda one: one[1].samples_per_s)
+    raise next(error for _, error in found[::-1] if isinstance(error, PlanningError))
 
 
 def _fitting(

@@ -7,6 +7,7 @@ p100=k.json.gz   the same, its convolutions as that recording has them
 table.json       a table of step times, as `save_step_table` writes it
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable
@@ -14,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mucudnn.arguments import an_integer
+from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES, get_device
 from mucudnn.ir.fleet import Rank, StepPoint
 from mucudnn.ir.graph import Graph
 from mucudnn.passes.fleet.sizes import measured_table
 from mucudnn.passes.planning.comparison import unbounded
+from mucudnn.passes.planning.plan_step import plan_step
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.database.step_tables import is_step_table, load_step_table
 from mucudnn.studies.memory_findings import StepSpec
 from mucudnn.studies.step_costs import StepCosts
@@ -87,7 +91,13 @@ def parse_device(text: str) -> FleetDevice:
 
 
 def ranks_of(
-    device: FleetDevice, spec: StepSpec, most: int, graph: Callable[[int], Graph]
+    device: FleetDevice,
+    spec: StepSpec,
+    most: int,
+    graph: Callable[[int], Graph],
+    *,
+    limit: int | None = None,
+    planned: bool = False,
 ) -> list[Rank]:
     """The ranks that devices of one kind are, with their table.
 
@@ -96,6 +106,8 @@ def ranks_of(
         spec: The step.
         most: The largest share that there can be.
         graph: Batch -> the step; it is the same for all devices.
+        limit: Bytes that a step may use at most, if less than the device has.
+        planned: Whether an estimated step that needs more keeps to that by a plan.
 
     Raises:
         CacheError: A file is no table of steps.
@@ -104,10 +116,13 @@ def ranks_of(
     """
     if device.name is None:
         table, memory = load_step_table(device.file or "")
+        memory = memory if limit is None else min(memory or limit, limit)
     else:
         figures = get_device(device.name)
         memory = int(figures.memory.value)
-        measure = functools.partial(_estimated, device, graph)
+        memory = memory if limit is None else min(memory, limit)
+        within = memory if planned else None
+        measure = functools.partial(_estimated, device, graph, within)
         table = measured_table(figures.title, 1, most, measure)
     return [
         Rank(f"{device.title} {i}" if device.count > 1 else device.title, table, memory)
@@ -116,11 +131,18 @@ def ranks_of(
 
 
 def _estimated(
-    device: FleetDevice, graph: Callable[[int], Graph], batch: int
+    device: FleetDevice, graph: Callable[[int], Graph], within: int | None, batch: int
 ) -> StepPoint:
-    """A step with all the memory it could use."""
+    """A step with all the memory it could use, or planned within some bytes.
+
+    One that fits by no plan has the time of all the memory, and needs too much.
+    """
     step = graph(batch)
     files = () if device.file is None else (device.file,)
     costs = StepCosts(step, device.name or "", recordings=files)
     plan = unbounded(step, costs.profile)
+    if within is not None and plan.peak_bytes > within:
+        request = StepRequest(step, costs.profile, budget=within)
+        with contextlib.suppress(PlanningError):
+            plan = plan_step(request)
     return StepPoint(batch, plan.prediction.step_ms, plan.peak_bytes)
