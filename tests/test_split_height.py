@@ -302,17 +302,18 @@ def test_weights_are_no_images():
     agrees(graph, (2, 3), 1e-6)
 
 
+@pytest.mark.parametrize("throughout", [False, True])
 @pytest.mark.parametrize("name", ["resnet20", "unet3d"])
-def test_a_network_answers_patch_by_patch(name):
-    """All nodes in as many strips, so that little of a network is there at once."""
+def test_a_network_answers_patch_by_patch(name, throughout):
+    """Its largest layers or all are in strips, so that little is there at once."""
     sizes = {"image": 32 if name == "resnet20" else 8}
     forward = get_model(name)(1, dtype="float64", training=False, **sizes)
     graph = up_to(forward, answers_of(forward))
     assert [spec.name for spec in graph.with_role(Role.INPUT)] == ["image"]
     given = random_feeds(graph)
     expected = computed(graph, given)
-    cut = Cutting(4, "height").cut(graph)
-    assert len(cut.nodes) > 3 * len(graph.nodes)
+    cut = Cutting(4, "height", throughout=throughout).cut(graph)
+    assert len(cut.nodes) > (3 if throughout else 1) * len(graph.nodes)
     error, where = furthest(computed(cut, given), expected)
     assert error <= 1e-12, where
     whole, patches = (

@@ -15,6 +15,7 @@ from mucudnn.passes.planning.cutting import (
     couples_batch,
     cuttings,
 )
+from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.splitting import SplitStep, plan_splitting
 from mucudnn.studies.memory_study import StepSpec, study_memory
@@ -81,6 +82,37 @@ def test_parts_follow_sizes_where_the_batch_is_coupled():
     assert set(parts.values()) == {4} or {1, 4} <= set(parts.values())
     with pytest.raises(ValueError, match="limit"):
         parts_by_bytes(coupled, 0)
+
+
+def test_a_network_that_answers_may_be_cut_throughout():
+    """That takes longer and never needs more."""
+    g = GraphBuilder(training=False)
+    x = skip = g.conv(g.input("image", (1, 4, 64, 64)), 8, 3, padding=1)
+    for _ in range(2):
+        x = g.relu(g.conv(g.max_pool(x, 2), 8, 3, padding=1))
+    graph = g.build(g.conv(g.add(skip, g.upsample_nearest(x, 4)), 8, 1))
+    ways = list(cuttings(graph, "height"))
+    assert [str(way) for way in ways[1:4]] == ["2 strips", "4 strips", "8 strips"]
+    largest, throughout = cuttings(graph, "height:4")
+    assert (largest.throughout, throughout.throughout) == (False, True)
+    assert len(throughout.cut(graph).nodes) > len(largest.cut(graph).nodes)
+    few, many = (estimate(way.cut(graph), "h200") for way in (largest, throughout))
+    assert sum(few.node_ms.values()) < sum(many.node_ms.values())
+    requests = [
+        StepRequest(way.cut(graph), costs)
+        for way, costs in ((largest, few), (throughout, many))
+    ]
+    most, least = map(minimum_budget, requests)
+    made = SplitStep(
+        graph,
+        lambda graph: graph,
+        lambda graph: estimate(graph, "h200"),
+        lambda graph, profile: StepRequest(graph, profile, budget=least),
+    )
+    found = plan_splitting(made, "height:4")
+    assert least <= most
+    assert found.chosen.plan.peak_bytes <= least
+    assert "instead" not in found.reason  # whole was not asked for
 
 
 def test_strips_are_tried_where_there_are_few_images():

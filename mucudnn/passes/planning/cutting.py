@@ -4,11 +4,12 @@ Only the largest layers are in so many parts: nodes are cut by a limit on bytes.
 nothing couples the batch, slices of it are all alike instead, forward and backward one
 at a time: gradient accumulation within one step. Strips are worth trying where there
 are few samples; rows that windows reach over cost copies that slices do not. A network
-that only answers is cut all alike: patch by patch, what was read is gone (Lin et al.,
-MCUNetV2, 2021).
+that only answers may be cut throughout: patch by patch, what was read is gone (Lin et
+al., MCUNetV2, 2021). That needs least where skips are long, and takes as many times the
+launches as there are strips.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -91,15 +92,22 @@ class Cutting:
     Attributes:
         parts: Of its largest layers; 1 if it is whole.
         along: `batch`, or `height`: of images, or the depth of volumes.
+        throughout: Whether the small layers are in as many.
     """
 
     parts: int
     along: str = BATCH
+    throughout: bool = False
 
     def __str__(self) -> str:
         if self.parts == 1:
             return "whole"
-        return f"{self.parts} {'parts' if self.along == BATCH else 'strips'}"
+        name = f"{self.parts} {'parts' if self.along == BATCH else 'strips'}"
+        return f"{name} throughout" if self.throughout else name
+
+    def like(self, other: "Cutting") -> bool:
+        """Whether another one differs in the number of parts alone."""
+        return replace(other, parts=self.parts) == self
 
     def axis(self, graph: Graph) -> Along:
         """What a graph is cut along.
@@ -111,9 +119,9 @@ class Cutting:
 
     def parts_of(self, graph: Graph) -> Mapping[str, int] | int:
         """Parts of each node, so that the largest layers are in so many."""
-        if not graph.gradients:
+        if self.throughout:
             return self.parts
-        if self.along == BATCH and not couples_batch(graph):
+        if self.along == BATCH and not (graph.gradients and couples_batch(graph)):
             return self.parts
         axis = self.axis(graph)
         limit = largest_rows(graph, axis) / self.parts
@@ -201,7 +209,7 @@ def cuttings(graph: Graph, split: Split) -> Iterator[Cutting]:
     """
     asked = cutting_of(graph, split)
     if asked is not None:
-        yield asked
+        yield from _with_answers(graph, [asked])
         return
     yield Cutting(1)
     batch = batch_of(graph)
@@ -215,7 +223,16 @@ def cuttings(graph: Graph, split: Split) -> Iterator[Cutting]:
         if split == AUTO:
             return
         raise
-    yield from (Cutting(parts, HEIGHT) for parts in _TRIED if parts <= rows)
+    strips = [Cutting(parts, HEIGHT) for parts in _TRIED if parts <= rows]
+    yield from _with_answers(graph, strips)
+
+
+def _with_answers(graph: Graph, ways: Sequence[Cutting]) -> Iterator[Cutting]:
+    """The same, and strips throughout of a network that only answers."""
+    yield from ways
+    if not graph.gradients:
+        strips = (way for way in ways if way.along == HEIGHT and way.parts > 1)
+        yield from (replace(way, throughout=True) for way in strips)
 
 
 def couples_batch(graph: Graph) -> bool:

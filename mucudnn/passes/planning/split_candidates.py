@@ -60,8 +60,8 @@ class Candidates:
         tried = self.tried
         if not tried:
             return False
-        alike = [c for w, c in self._tried.items() if w.along == cutting.along]
-        planned = [w for w in self._searches if w.along == cutting.along]
+        alike = [c for w, c in self._tried.items() if cutting.like(w) and w.parts > 1]
+        planned = [w for w in self._searches if cutting.like(w)]
         slower = len(planned) > 1 and alike[-1].step_ms > self._fastest
         return slower or self._fastest <= _HARDLY * tried[0].unbounded_ms
 

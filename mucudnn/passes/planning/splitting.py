@@ -60,9 +60,12 @@ class Splitting:
             next_best = min(others, key=lambda c: c.step_ms)
             return f"whole: {next_best.cutting} take {self._times(next_best)}"
         fused = self._accumulates(chosen)
-        kind = "the whole step" if fused else "its largest layers"
+        every = fused or chosen.cutting.throughout
+        kind = "the whole step" if every else "its largest layers"
         how = ", gradients accumulated" if fused else ""
         words = f"{kind} in {chosen.cutting}{how}: {self._times(chosen)}"
+        if whole.parts > 1:  # nor was it asked for
+            return words
         if whole.plan is None:
             return f"{words}; whole it does not fit"
         return f"{words} instead of {self._times(whole)} whole"
@@ -79,12 +82,14 @@ class Splitting:
         return {
             "parts": self.chosen.parts,
             "along": self.chosen.cutting.along,
+            "throughout": self.chosen.cutting.throughout,
             "fused": self.fused,
             "reason": self.reason,
             "tried": [
                 {
                     "parts": c.parts,
                     "along": c.cutting.along,
+                    "throughout": c.cutting.throughout,
                     "least_bytes": c.least_bytes,
                     "predicted_ms": None if c.plan is None else c.step_ms,
                     "unbounded_ms": None if c.request is None else c.unbounded_ms,
