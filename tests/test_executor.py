@@ -22,7 +22,8 @@ from mucudnn.passes.placement.layout import Layout, host_blocks, lay_out
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
 from mucudnn.runtime.executor.tasks import Pending
-from mucudnn.runtime.training.profiler import measure_link
+from mucudnn.runtime.training.cold_timing import LINK_BYTES, cold_bench
+from tests.doubles import QUICK
 from tests.examples import examples
 from tests.graphs import NETWORKS
 from tests.race_detector import RaceDetector, RaceError
@@ -592,5 +593,7 @@ def test_random_networks_compute_the_same_bits_in_any_budget(seed, part, schedul
 
 
 def test_the_null_backend_knows_its_link():
-    assert measure_link(get_backend("null")) == (1 << 24, 1 << 24)
-    assert all(rate > 1e4 for rate in measure_link(get_backend("cpu"), 1 << 20))
+    with cold_bench(get_backend("null"), [0], LINK_BYTES, QUICK) as bench:
+        assert bench.link() == (1 << 24, 1 << 24)
+    with cold_bench(get_backend("cpu"), [0], 1 << 20, QUICK) as bench:
+        assert all(rate > 1e4 for rate in bench.link())

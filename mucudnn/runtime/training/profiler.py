@@ -6,10 +6,8 @@ opened, in which everything else is timed; so the two never hold memory at once.
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 
-from mucudnn.backends.base import Backend
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import Graph, Node
@@ -17,8 +15,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.convolution.explain import counted
 from mucudnn.passes.microbatch import pareto_plans
-from mucudnn.runtime.executor.memory_pool import Pool
-from mucudnn.runtime.training.cold_timing import LINK_BYTES, ColdBench, cold_bench
+from mucudnn.runtime.training.cold_timing import ColdBench, cold_bench
 from mucudnn.runtime.training.sizes import (
     WorkingSet,
     kernel_workspaces,
@@ -27,7 +24,7 @@ from mucudnn.runtime.training.sizes import (
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["OnNode", "measure_link", "profile", "refine"]
+__all__ = ["OnNode", "profile", "refine"]
 
 _RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
 _NO_LIMIT = 1 << 62
@@ -120,12 +117,6 @@ def refine(
     node_ms = dict(known.node_ms)
     node_ms.update((name, _fastest(front).time_ms) for name, front in fronts.items())
     return replace(known, fronts=fronts, node_ms=node_ms)
-
-
-def measure_link(backend: Backend, nbytes: int = LINK_BYTES) -> tuple[float, float]:
-    """Bytes a millisecond to the host and from it, in copies of `nbytes`."""
-    with closing(Pool(backend.device, nbytes)) as pool:
-        return ColdBench(backend, pool, _RULE).link(nbytes)
 
 
 class _Teller:

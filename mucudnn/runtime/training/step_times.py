@@ -7,14 +7,14 @@ from typing import TypeVar
 
 from mucudnn.backends.base import Device
 
-__all__ = ["StepClock"]
+__all__ = ["StepTimes"]
 
 _REMEMBERED = 101
 
 T = TypeVar("T")
 
 
-class StepClock:
+class StepTimes:
     """Times steps, and remembers some of them."""
 
     def __init__(self, device: Device) -> None:

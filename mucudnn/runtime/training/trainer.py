@@ -32,7 +32,7 @@ from mucudnn.runtime.training.placed_steps import place_steps
 from mucudnn.runtime.training.profiler import OnNode
 from mucudnn.runtime.training.ranks import PER_RANK, Ranks, check_together
 from mucudnn.runtime.training.splitting import Divider
-from mucudnn.runtime.training.step_clock import StepClock
+from mucudnn.runtime.training.step_times import StepTimes
 from mucudnn.runtime.training.stepping import SharedArena, Stepper, StepResult
 from mucudnn.runtime.training.trainer_arguments import check_arguments
 from mucudnn.runtime.training.training_graphs import training_graphs
@@ -204,7 +204,7 @@ class Trainer:
         self._evaluator = None if tested is None else Evaluator(tested, take)
         self.batch = self._stepper.batch
         self.steps = 0
-        self._clock = StepClock(device)
+        self._times = StepTimes(device)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -252,7 +252,7 @@ class Trainer:
 
         The first step warms up and counts only while it is the only one.
         """
-        return self._clock.median_ms
+        return self._times.median_ms
 
     @property
     def own_ms(self) -> float:
@@ -273,7 +273,7 @@ class Trainer:
         """
         self._ranks.begin()
         result, ms = self._timed(self._stepper.step, images, labels)
-        self._clock.remember(ms)
+        self._times.remember(ms)
         return self._ranks.result(result, ms)
 
     def anywhere(self, happened: bool) -> bool:
@@ -344,6 +344,6 @@ class Trainer:
     ) -> tuple[T, float]:
         """Take the next step; what came of it, and its ms."""
         rate = float(self._rate(self.steps))
-        found, ms = self._clock.timed(lambda: take(images, labels, rate, self.steps))
+        found, ms = self._times.timed(lambda: take(images, labels, rate, self.steps))
         self.steps += 1
         return found, ms
