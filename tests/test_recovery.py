@@ -33,7 +33,7 @@ def steps(plan):
 def short_of_memory(most, batch=8):
     """A plan for 8 KiB on a device that has `most` left."""
     backend = tight("null", most=1 << 30)
-    tuner = Tuner(backend=backend, rule=QUICK, cache=None)
+    tuner = Tuner(backend=backend, rule=QUICK, cache=None, prune=False)
     ready = tuner.compiled(problem(batch))
     assert steps(ready.plan) == [("FAST", batch)]
     backend.device.most = most
@@ -191,7 +191,7 @@ def test_a_fallback_computes_the_same(caplog):
     """Real memory runs short after planning; the numbers are still right."""
     whole = problem(6, padding=1)
     backend = tight("cpu", most=1 << 30)
-    tuner = Tuner(backend=backend, rule=QUICK, cache=None)
+    tuner = Tuner(backend=backend, rule=QUICK, cache=None, prune=False)
     table = tuner.measure(whole)
     hungry = max(table.usable, key=lambda perf: perf.workspace)
     assert hungry.batch == 6
