@@ -328,3 +328,13 @@ def test_training_knows_what_steps_take():
     words(Position(epoch=0, batch=4, steps=4, ms=2000.0), None)
     words(Position(epoch=1, batch=5, steps=15, ms=2000.0), None)
     assert lefts == [5.5, 0.0]
+
+
+def test_a_narrow_terminal_cuts_the_text_not_the_figures(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    words = "loss 0.1234  accuracy 82.29%  12,520 images/s and more"
+    frame = last_frame(
+        shown(lambda show: show(words, 24, 100, title="epoch 2/3"), titled=True)
+    )
+    assert frame.startswith("epoch 2/3 | 24/100 T loss 0.1234")
+    assert frame.endswith("…")

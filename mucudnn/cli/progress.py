@@ -128,10 +128,13 @@ def progress_display(
 def _bar(total: int, remaining: Remaining, *, titled: bool) -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    title_column, text_column = (
-        TextColumn(f"{{task.fields[{name}]}}", markup=False)
-        for name in ("title", "text")
+    title_column = TextColumn("{task.fields[title]}", markup=False)
+    text_column = TextColumn(
+        "{task.fields[text]}",
+        markup=False,
+        table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
     )
     count = TextColumn("{task.completed:.0f}/{task.total:.0f}")
     bar = BarColumn(bar_width=24)
@@ -141,6 +144,7 @@ def _bar(total: int, remaining: Remaining, *, titled: bool) -> Iterator[Show]:
         text_column,
         console=Console(stderr=True),
         transient=True,
+        expand=True,  # a narrow terminal takes from the text, not from the figures
     )
     task = progress.add_task("", total=total, title="", text="")
 
