@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from mucudnn.torch.capture.kernel_results import KernelResults
 
@@ -41,11 +42,27 @@ class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types h
         if func is _aten.bernoulli.p:
             with self:  # of `bernoulli_`, which leaves a tensor as it lies
                 return torch.empty_like(args[0])
+        args, kwargs = _without_symbols_of_complex(args, kwargs or {})
         found = super().dispatch(func, types, args, kwargs)
         if func in _CONTIGUOUS and not found.is_contiguous():
             return self._contiguous(found)
-        return self._results.corrected(self, func, (args, kwargs or {}), found)
+        return self._results.corrected(self, func, (args, kwargs), found)
 
     def _contiguous(self, like: torch.Tensor) -> torch.Tensor:
         with self:
             return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _without_symbols_of_complex(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Numbers beside complex tensors, such as learning rates, as ones.
+
+    PyTorch's models of kernels make them complex there, which a symbol cannot be. What
+    a result is like does not depend on them.
+    """
+    leaves = pytree.tree_leaves((args, kwargs))
+    if not any(isinstance(v, torch.Tensor) and v.is_complex() for v in leaves):
+        return args, kwargs
+    found: tuple[Any, Any] = pytree.tree_map_only(
+        torch.SymFloat, lambda _: 1.0, (args, kwargs)
+    )
+    return found

@@ -1,0 +1,184 @@
+"""Training loops as users have them, by planned steps and by hand: the same numbers."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import mucudnn.torch as mt  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+LOGITS = functional.binary_cross_entropy_with_logits
+
+
+def batches(count=4):
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(4, 8, generator=generator), torch.randn(4, 3, generator=generator))
+        for _ in range(count)
+    ]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def step_of(model, loss_fn, optimizer, ours):
+    """A call that trains by one batch."""
+    if ours:
+        return mt.train_step(model, loss_fn, optimizer, cache=None)
+
+    def by_hand(x, *rest):
+        optimizer.zero_grad()
+        found = model(*x) if isinstance(x, tuple) else model(x)
+        loss = loss_fn(found, *rest)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return by_hand
+
+
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=8))
+
+
+def complex_parameters(ours):
+    model = Spectral()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)  # decays by a rate
+    step = step_of(model, functional.mse_loss, optimizer, ours)
+    for x, y in batches():
+        step(x, y)
+    return model.state_dict()
+
+
+class Faked(nn.Module):
+    """What a discriminator says of a generator's results."""
+
+    def __init__(self, generator, judge):
+        super().__init__()
+        self.generator, self.judge = generator, judge
+
+    def forward(self, z):
+        return self.judge(self.generator(z))
+
+
+class Both(Faked):
+    """The same, and what it says of data; the generator stays as it is."""
+
+    def forward(self, z, x):
+        with torch.no_grad():
+            made = self.generator(z)
+        return self.judge(made), self.judge(x)
+
+
+def two_optimizers(ours):
+    generator = network()
+    judge = nn.Sequential(nn.Linear(3, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+    fool = step_of(
+        Faked(generator, judge),
+        lambda said: LOGITS(said, torch.ones_like(said)),
+        torch.optim.Adam(generator.parameters(), 0.01, betas=(0.5, 0.9)),
+        ours,
+    )
+    tell = step_of(
+        Both(generator, judge),
+        lambda said: (
+            LOGITS(said[0], torch.zeros_like(said[0]))
+            + LOGITS(said[1], torch.ones_like(said[1]))
+        ),
+        torch.optim.Adam(judge.parameters(), 0.01),
+        ours,
+    )
+    for z, x in batches():
+        tell((z, x))
+        fool(z)
+    return Faked(generator, judge).state_dict()
+
+
+class Penalised(nn.Module):
+    """A model and the norm of its gradient by its input."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        y = self.model(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y, gradient.norm(dim=1)
+
+
+def gradient_penalty(ours):
+    model = Penalised(network())
+    step = step_of(
+        model,
+        lambda found, y: (
+            functional.mse_loss(found[0], y) + ((found[1] - 1) ** 2).mean()
+        ),
+        torch.optim.SGD(model.parameters(), 0.1),
+        ours,
+    )
+    for x, y in batches():
+        step(x, y)
+    return model.state_dict()
+
+
+def a_module_twice(ours):
+    inner = nn.Sequential(network(), nn.Linear(3, 8), nn.BatchNorm1d(8))
+    model = nn.Sequential(inner, inner, nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step = step_of(model, functional.mse_loss, optimizer, ours)
+    for x, y in batches():
+        step(x, y)
+    return model.state_dict()
+
+
+def interrupted(ours):
+    model = network()
+    calls = []
+
+    def loss_fn(found, y):
+        calls.append(y)
+        if ours and len(calls) == 1:
+            raise KeyboardInterrupt
+        return functional.mse_loss(found, y)
+
+    step = step_of(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), ours)
+    if ours:
+        with pytest.raises(KeyboardInterrupt):
+            step(*batches()[0])
+        assert all(parameter.grad is None for parameter in model.parameters())
+    for x, y in batches():
+        step(x, y)
+    return model.state_dict()
+
+
+LOOPS = (
+    complex_parameters,
+    two_optimizers,
+    gradient_penalty,
+    a_module_twice,
+    interrupted,
+)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loops_of_planned_steps_are_those_by_hand(loop):
+    torch.manual_seed(1)
+    wanted = loop(ours=False)
+    torch.manual_seed(1)
+    found = loop(ours=True)
+    assert [k for k, v in wanted.items() if not torch.equal(v, found[k])] == []
