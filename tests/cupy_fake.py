@@ -195,6 +195,8 @@ class _Event:
 
     def synchronize(self):
         refuse_capturing("a wait of the host")
+        stream, position = self._cupy.events[self.ptr]
+        stream.drain(position)
 
 
 class _Device(contextlib.nullcontext):
@@ -231,6 +233,7 @@ class StrictCupy:
             getDeviceProperties=lambda i: {"name": b"Strict", "major": 9, "minor": 0},
             driverGetVersion=lambda: 13000,
             runtimeGetVersion=lambda: 13000,
+            memcpyDeviceToDevice=3,
             memcpyDeviceToHost=2,
             memcpyHostToDevice=1,
             memcpyDefault=4,

@@ -69,6 +69,7 @@ def stand_in(monkeypatch, folder, *, lazy=False):
         plan_texts=conv,
         kernels=bind(CupyLauncher(device.stream)),
         capture=device.capture,
+        transit=device.transit,
     )
 
 

@@ -17,6 +17,7 @@ from mucudnn.backends.device import (
 from mucudnn.backends.kernel import Kernel, KernelArguments
 from mucudnn.backends.mapped_memory import Mapper
 from mucudnn.backends.runner import Call, PlanRunner, per_slice
+from mucudnn.backends.transit import Transit
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 
 __all__ = [
@@ -60,6 +61,8 @@ class Backend:
         mapper: Maps memory under any address, where the device can (`Mapper`).
         kernels: Operation -> kernel, for those that are no convolution.
         capture: Captures launches as a graph, where the device has such.
+        transit: Makes what copies inputs and results while the device computes, where
+            it does that beside the host.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Backend:
     mapper: Mapper | None = None
     kernels: Mapping[str, Kernel] = field(default_factory=dict, compare=False)
     capture: Capture | None = field(default=None, compare=False)
+    transit: Callable[[], Transit] | None = field(default=None, compare=False)
 
     def bind(self, plan: ConvPlan, *, replay: bool = False) -> Runner:
         """A plan ready to run; with `replay` as one launch, where that can be had."""

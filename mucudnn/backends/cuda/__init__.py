@@ -96,6 +96,7 @@ def _present(index: int) -> Backend:
         mapper=CudaMapper(index, device.stream),
         kernels=bind(CupyLauncher(device.stream)),
         capture=device.capture,
+        transit=device.transit,
     )
 
 

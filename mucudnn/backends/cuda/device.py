@@ -10,6 +10,7 @@ from mucudnn.backends.cuda.copies import CudaCopier, pinned
 from mucudnn.backends.cuda.loading import release_text
 from mucudnn.backends.cuda.peer import PeerMemory
 from mucudnn.backends.cuda.remedies import refuse_bits, told
+from mucudnn.backends.cuda.transit import CudaTransit
 from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.version import installed_version
@@ -196,6 +197,10 @@ class CudaDevice:
     def copier(self) -> CudaCopier:
         """Two streams beside the one that computes."""
         return CudaCopier(self._cupy, self._index, self.stream)
+
+    def transit(self) -> CudaTransit:
+        """A stream for inputs, and places on the way."""
+        return CudaTransit(self._cupy, self._index, self.stream)
 
     def peer(self, index: int, nbytes: int) -> PeerMemory:
         """Memory of another GPU, reached by peer copies."""

@@ -11,12 +11,13 @@ than on the host: `park` copies them out.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 from mucudnn.backends.base import Array, Backend, Buffer
+from mucudnn.backends.transit import Transit
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import Schedule
@@ -29,6 +30,7 @@ from mucudnn.runtime.executor.host_memory import HostSlot, HostTier, Tiers
 from mucudnn.runtime.executor.joining import joined
 from mucudnn.runtime.executor.program import Binding, Memory, bind
 from mucudnn.runtime.executor.replay import replaying
+from mucudnn.runtime.executor.results import Present, Results
 from mucudnn.runtime.executor.tasks import (
     Around,
     ByteRange,
@@ -39,6 +41,9 @@ from mucudnn.runtime.executor.tasks import (
 )
 
 __all__ = ["Executor", "fed"]
+
+Upload = Callable[[Any, Array], None]
+"""Copies a NumPy array into a tensor."""
 
 
 class Executor:
@@ -59,6 +64,7 @@ class Executor:
             shared with other executors, for which `park` brings them up to date.
         replay: Whether launches are captured as graphs by the second step and replayed
             by later ones, where the backend can: one for all that is between copies.
+        transit: Takes the inputs and results of what is launched.
         watcher: Told of every task before it is called, and overwrites memory when it
             is allocated and when it is freed: for tests. Slow.
         around: What else is called around nodes, given the graph and where its tensors
@@ -82,12 +88,13 @@ class Executor:
         host: Tiers | None = None,
         host_buffers: Mapping[str, Buffer] | None = None,
         replay: bool = False,
+        transit: Transit | None = None,
         watcher: Watcher | None = None,
         around: Surrounding | None = None,
     ) -> None:
         self.arena_bytes = layout.nbytes
         self.host_bytes = 0
-        self._backend = backend
+        self._backend, self._transit = backend, transit
         self._graph = schedule.graph
         self._process = os.getpid() if layout.pages else None
         if arena is None:
@@ -137,10 +144,27 @@ class Executor:
             ValueError: An input is missing, or of another shape or type.
             BackendError: A kernel or a copy failed.
         """
-        with self._step(feeds):
+        with self._step(feeds, self._backend.device.upload):
             for call in self._calls:
                 call()
         return self._results()
+
+    def launch(self, feeds: Mapping[str, Any]) -> Results:
+        """Run one step; with a `transit` the host does not wait for it.
+
+        It waits all the same for copies of tensors that left the device.
+
+        Raises:
+            ValueError: An input is missing, or of another shape or type.
+            BackendError: A kernel or a copy failed.
+        """
+        transit = self._transit
+        if transit is None:
+            return Results({n: Present(v) for n, v in self.run(feeds).items()})
+        with self._step(feeds, transit.upload):
+            for call in self._calls:
+                call()
+        return Results({n: transit.download(self[n]) for n in self._graph.outputs})
 
     def run_timed(
         self, feeds: Mapping[str, Any]
@@ -152,7 +176,7 @@ class Executor:
             copies is nobody's.
         """
         device = self._backend.device
-        with self._step(feeds):
+        with self._step(feeds, device.upload):
             marks = [device.record()]
             for call in self._apart:
                 call()
@@ -206,10 +230,10 @@ class Executor:
         self._away = True
 
     @contextmanager
-    def _step(self, feeds: Mapping[str, Any]) -> Iterator[None]:
+    def _step(self, feeds: Mapping[str, Any], upload: Upload) -> Iterator[None]:
         """Before a step and after it."""
         self._refuse_fork()
-        self._feed(feeds)
+        self._feed(feeds, upload)
         self._backend.device.queue()  # what was made ready is launched on it
         try:
             with self._copies.of_a_step(carries=bool(self._live_across)):
@@ -258,8 +282,7 @@ class Executor:
         tensors = self._graph.tensors
         return host.place(blocks, {b.name: tensors[b.name].nbytes for b in blocks})
 
-    def _feed(self, feeds: Mapping[str, Any]) -> None:
-        upload = self._backend.device.upload
+    def _feed(self, feeds: Mapping[str, Any], upload: Upload) -> None:
         for number in self._before_feeding:
             self._copies.wait(number)
         for spec, target in self._feeds:

@@ -15,7 +15,7 @@ from mucudnn.errors import CheckpointError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.runtime.training.checkpoint import Checkpoint
 from mucudnn.runtime.training.evaluation import Evaluation
-from mucudnn.runtime.training.stepping import StepResult
+from mucudnn.runtime.training.step_result import StepResult
 
 __all__ = ["EpochReport", "Position", "Resumption", "read_resumption"]
 

@@ -19,7 +19,7 @@ from mucudnn.errors import CheckpointError
 from mucudnn.files import write_whole
 from mucudnn.runtime.training.evaluation import Evaluation
 from mucudnn.runtime.training.history import EpochReport, Position
-from mucudnn.runtime.training.stepping import StepResult
+from mucudnn.runtime.training.step_result import StepResult
 
 __all__ = [
     "EPOCH",

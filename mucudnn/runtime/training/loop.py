@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from mucudnn.arguments import a_function, an_integer, of_type
-from mucudnn.backends.base import Backend
+from mucudnn.backends.base import Backend, Event
 from mucudnn.codecs.values import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.runtime.interrupts import deferred_interrupt
@@ -30,7 +30,8 @@ from mucudnn.runtime.training.log import (
     evaluation_entry,
     step_entry,
 )
-from mucudnn.runtime.training.trainer import StepResult, Trainer
+from mucudnn.runtime.training.step_result import StepResult
+from mucudnn.runtime.training.trainer import Trainer
 
 __all__ = [
     "Batches",
@@ -224,6 +225,7 @@ class _Run:
         self._eval_every = eval_every
         self._tested: tuple[int, Evaluation] | None = None
         self._saved: Position | None = None
+        self._late: tuple[StepResult, Event, Event] | None = None
 
     def epoch(
         self,
@@ -232,7 +234,11 @@ class _Run:
         every: int | None,
         interrupted: Callable[[], bool],
     ) -> bool:
-        """Take the epoch's steps; whether all of them were taken."""
+        """Take the epoch's steps; whether all of them were taken.
+
+        A result that has to be waited for is read once the next step is launched, so
+        that the device has always something to do.
+        """
         device = self.trainer.backend.device
         self._evaluate()  # a run that was interrupted has not
         if self.at.batch == len(batches):
@@ -241,22 +247,36 @@ class _Run:
         for batch in batches.epoch(self.at.epoch, self.at.batch):
             result = self.trainer.step(*image_and_label(batch))
             stop = device.record()
-            self._check(result)
-            ms = device.elapsed_ms(start, stop)
-            self.at = self.at.after(result, ms)
+            self._settle()
+            self._late = result, start, stop
             start = stop
-            self._progress(self.at, None)
-            self._log(step_entry(self.at, result, ms))
+            launched = self.at.steps + 1
+            due = every is not None and launched % every == 0
+            tested = self._test is not None and launched % self._eval_every == 0
+            if due or tested or launched >= limit or result.ready:
+                self._settle()
             if interrupted():
                 break
-            if self._evaluate():
+            if tested and self._evaluate():
                 start = device.record()
-            if self.at.steps >= limit:
+            if launched >= limit:
                 break
-            if every is not None and self.at.steps % every == 0:
+            if due:
                 self.save()
                 start = device.record()
+        self._settle()
         return self.at.batch == len(batches)
+
+    def _settle(self) -> None:
+        """Read the result of the last step, if that was not done before."""
+        if self._late is None:
+            return
+        (result, start, stop), self._late = self._late, None
+        self._check(result)
+        ms = self.trainer.backend.device.elapsed_ms(start, stop)
+        self.at = self.at.after(result, ms)
+        self._progress(self.at, None)
+        self._log(step_entry(self.at, result, ms))
 
     def close_epoch(self, test: Batches | None, *, whole: bool) -> None:
         """Evaluate, report, and move to the next epoch if this one is whole."""

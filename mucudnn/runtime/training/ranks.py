@@ -3,7 +3,6 @@
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from mucudnn.arguments import one_of
@@ -17,7 +16,8 @@ from mucudnn.runtime.distributed.gradients import summed_gradients
 from mucudnn.runtime.distributed.statistics import joint_statistics
 from mucudnn.runtime.distributed.waiting import TimedCollectives
 from mucudnn.runtime.executor.tasks import Around, Surrounding
-from mucudnn.runtime.training.stepping import StepResult
+from mucudnn.runtime.training.step_result import StepResult, known_result
+from mucudnn.runtime.training.step_times import StepTimes
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["PER_RANK", "SYNCHRONISED", "Ranks", "check_together"]
@@ -74,32 +74,31 @@ class Ranks:
 
     @property
     def own_ms(self) -> float:
-        """Median time of this one's last steps without what it waited; 0 before any.
+        """Median time of its last steps without what it waited; 0 before any, or alone.
 
         The first step warms up and counts only while it is the only one.
         """
         times = list(self._times)
         return statistics.median(times[1:] or times or [0.0])
 
-    def result(self, own: StepResult, ms: float) -> StepResult:
+    def result(self, own: StepResult, times: StepTimes) -> StepResult:
         """Of the whole mini-batch: the mean over all labels.
 
         Args:
             own: Of this one's part.
-            ms: What the step took, waiting for others included.
+            times: Has timed the step, waiting for others included.
         """
         if self._together is None:
-            self._times.append(ms)
             return own
-        self._times.append(max(0.0, ms - self._together.waited_ms()))
+        self._times.append(max(0.0, times.last_ms - self._together.waited_ms()))
         found = self._together.all_gather(own)
         labels = sum(one.labels for one in found)
-        return replace(
-            own,
-            loss=sum(one.loss * one.labels for one in found) / labels,
-            correct=sum(one.correct for one in found),
-            labels=labels,
-            images=sum(one.images for one in found),
+        return known_result(
+            sum(one.loss * one.labels for one in found) / labels,
+            sum(one.correct for one in found),
+            labels,
+            sum(one.images for one in found),
+            own.learning_rate,
         )
 
     def begin(self) -> None:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from mucudnn.backends.base import Device
+from mucudnn.backends.base import Device, Event
 
 __all__ = ["StepTimes"]
 
@@ -19,13 +19,21 @@ class StepTimes:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._times: deque[float] = deque(maxlen=_REMEMBERED)
+        self._marks: deque[tuple[Event, Event]] = deque(maxlen=_REMEMBERED)
 
     @property
     def median_ms(self) -> float:
-        """Of what is remembered, without the first unless it is the only one."""
-        times = list(self._times)
+        """Of what is remembered, without the first unless it is the only one.
+
+        Waits for the last of them.
+        """
+        times = [self._device.elapsed_ms(*marks) for marks in self._marks]
         return statistics.median(times[1:] or times or [0.0])
+
+    @property
+    def last_ms(self) -> float:
+        """Of the last one, waited for."""
+        return self._device.elapsed_ms(*self._marks[-1])
 
     def timed(self, take: Callable[[], T]) -> tuple[T, float]:
         """Take a step; what came of it, and its ms."""
@@ -33,6 +41,9 @@ class StepTimes:
         found = take()
         return found, self._device.elapsed_ms(start, self._device.record())
 
-    def remember(self, ms: float) -> None:
-        """Count one, of the last hundred."""
-        self._times.append(ms)
+    def remembered(self, take: Callable[[], T]) -> T:
+        """Launch a step that is one of the last hundred; it is not waited for."""
+        start = self._device.record()
+        found = take()
+        self._marks.append((start, self._device.record()))
+        return found

@@ -7,12 +7,12 @@ another gets it. A step is a batch, in one part or several.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mucudnn.backends.base import Backend
+from mucudnn.backends.transit import Transit
 from mucudnn.models import IMAGE, LABEL, class_count
 from mucudnn.passes.graph.optimizer_updates import LEARNING_RATE, STEP
 from mucudnn.passes.planning.place_step import PlacedStep
@@ -22,9 +22,10 @@ from mucudnn.runtime.executor.tasks import Surrounding
 from mucudnn.runtime.executor.tier_choice import OpenTiers
 from mucudnn.runtime.training.evaluation import as_images, as_labels, cast, read
 from mucudnn.runtime.training.parameters import StateStore
+from mucudnn.runtime.training.step_result import StepResult
 from mucudnn.runtime.training.training_graphs import TrainingGraphs
 
-__all__ = ["SharedArena", "StepResult", "Stepper"]
+__all__ = ["SharedArena", "Stepper"]
 
 _PART = 40
 """Bits of the step's number: parts before the last count above, for other masks."""
@@ -41,6 +42,7 @@ class SharedArena:
             memory of their own where nothing is planned.
         replay: Whether they replay their launches as graphs.
         around: What else is called around the nodes of the first graph.
+        transit: Takes inputs and results of steps; closed with the arena.
 
     Attributes:
         nbytes: Size of the arena.
@@ -57,8 +59,9 @@ class SharedArena:
         tiers: OpenTiers,
         replay: bool = False,
         around: Surrounding | None = None,
+        transit: Transit | None = None,
     ) -> None:
-        self._tiers = tiers
+        self._tiers, self._transit = tiers, transit
         layouts = [p.layout for p in placed]
         self.nbytes = shared_bytes(layouts)
         self._executors = [
@@ -72,6 +75,7 @@ class SharedArena:
                 host=tiers.of(p),
                 host_buffers=state.host_buffers,
                 replay=replay,
+                transit=transit,
                 around=None if i else around,
             )
             for i, (p, arena) in enumerate(
@@ -110,25 +114,8 @@ class SharedArena:
             executor.close()
         self._executors = []
         self._tiers.close()
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step found out about its batch, before it changed the weights.
-
-    Attributes:
-        loss: Mean over the labels.
-        correct: Right answers.
-        labels: How many labels there are: one an image, or one a pixel.
-        images: How many images.
-        learning_rate: What the step was taken with.
-    """
-
-    loss: float
-    correct: int
-    labels: int
-    images: int
-    learning_rate: float
+        if self._transit is not None:
+            self._transit.close()
 
 
 class Stepper:
@@ -148,12 +135,26 @@ class Stepper:
 
     def step(self, images: Any, labels: Any, rate: float, number: int) -> StepResult:
         """Take step `number`; see `Trainer.step`."""
-        loss, correct = 0.0, 0
-        for index, feeds in self._feeds(images, labels, rate, number):
-            part = read(self._graph, self._arena.take(index).run(feeds))
-            loss += part[0] / self._parts
-            correct += part[1]
-        return StepResult(loss, correct, math.prod(self._label_shape), self.batch, rate)
+        launched = [
+            self._arena.take(index).launch(feeds)
+            for index, feeds in self._feeds(images, labels, rate, number)
+        ]
+
+        def found() -> tuple[float, int]:
+            loss, correct = 0.0, 0
+            for results in launched:
+                part = read(self._graph, results.read())
+                loss += part[0] / self._parts
+                correct += part[1]
+            return loss, correct
+
+        return StepResult(
+            found,
+            lambda: all(results.ready for results in launched),
+            labels=math.prod(self._label_shape),
+            images=self.batch,
+            learning_rate=rate,
+        )
 
     def profile(
         self, images: Any, labels: Any, rate: float, number: int

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.learning_rate import RateChoice, rate_of
@@ -32,15 +32,14 @@ from mucudnn.runtime.training.placed_steps import place_steps
 from mucudnn.runtime.training.profiler import OnNode
 from mucudnn.runtime.training.ranks import PER_RANK, Ranks, check_together
 from mucudnn.runtime.training.splitting import Divider
+from mucudnn.runtime.training.step_result import StepResult
 from mucudnn.runtime.training.step_times import StepTimes
-from mucudnn.runtime.training.stepping import SharedArena, Stepper, StepResult
+from mucudnn.runtime.training.stepping import SharedArena, Stepper
 from mucudnn.runtime.training.trainer_arguments import check_arguments
-from mucudnn.runtime.training.training_graphs import training_graphs
+from mucudnn.runtime.training.training_graphs import input_bytes, training_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["StepResult", "Trainer"]
-
-T = TypeVar("T")
 
 
 class Trainer:
@@ -98,7 +97,7 @@ class Trainer:
         graph: Of the (last part of the) step, with updates.
         plans: Of all convolutions.
         steps: Steps taken so far.
-        peak_bytes: Device memory: the arena and the state.
+        peak_bytes: Device memory: the arena, the state, and inputs on their way.
         placed: How the step keeps its budget; None without one.
         budget: As it was resolved; None without one.
         splitting: What was decided about its slices, and among what, for "auto".
@@ -196,9 +195,12 @@ class Trainer:
             device, *graphs.steps, seed=seed, hosted=hosted, tiers=there
         )
         self._weights = graphs.weights
-        how = tiers, replay, self._ranks.around
+        transit, staged = None, 0
+        if budget is None and self.backend.transit is not None:
+            transit, staged = self.backend.transit(), input_bytes(graphs)
+        how = tiers, replay, self._ranks.around, transit
         self._arena = SharedArena(self.backend, placed, self._state, *how)
-        self.peak_bytes = self._arena.nbytes + self._state.nbytes
+        self.peak_bytes = self._arena.nbytes + self._state.nbytes + staged
         self._stepper = Stepper(graphs, self._arena)
         tested, take = graphs.evaluation, partial(self._arena.take, -1)
         self._evaluator = None if tested is None else Evaluator(tested, take)
@@ -257,10 +259,10 @@ class Trainer:
     @property
     def own_ms(self) -> float:
         """Median time of the last steps without waiting for other processes."""
-        return self._ranks.own_ms
+        return self._ranks.own_ms or self.step_ms
 
     def step(self, images: Any, labels: Any) -> StepResult:
-        """Train on one batch.
+        """Train on one batch; reading the loss waits for a device that computes it.
 
         Args:
             images: `batch` of them, (N, C, *spatial): an array, or lists of numbers.
@@ -272,9 +274,11 @@ class Trainer:
             BackendError: A kernel failed; the weights may be half updated.
         """
         self._ranks.begin()
-        result, ms = self._timed(self._stepper.step, images, labels)
-        self._times.remember(ms)
-        return self._ranks.result(result, ms)
+        rate, number = float(self._rate(self.steps)), self.steps
+        take = partial(self._stepper.step, images, labels, rate, number)
+        found = self._times.remembered(take)
+        self.steps += 1
+        return self._ranks.result(found, self._times)
 
     def anywhere(self, happened: bool) -> bool:
         """Whether it happened in any of the processes; all of them ask."""
@@ -286,7 +290,11 @@ class Trainer:
         Returns:
             Node -> ms, of the last part if there are several, and the ms of all of it.
         """
-        return self._timed(self._stepper.profile, images, labels)
+        rate, number = float(self._rate(self.steps)), self.steps
+        take = partial(self._stepper.profile, images, labels, rate, number)
+        found = self._times.timed(take)
+        self.steps += 1
+        return found
 
     def evaluate(self, batches: Epochs) -> Evaluation:
         """Loss and accuracy on the images of one epoch, all of them.
@@ -338,12 +346,3 @@ class Trainer:
         if self._evaluator is None:
             raise ValueError("this trainer was given no graph for evaluation")
         return self._evaluator
-
-    def _timed(
-        self, take: Callable[[Any, Any, float, int], T], images: Any, labels: Any
-    ) -> tuple[T, float]:
-        """Take the next step; what came of it, and its ms."""
-        rate = float(self._rate(self.steps))
-        found, ms = self._times.timed(lambda: take(images, labels, rate, self.steps))
-        self.steps += 1
-        return found, ms

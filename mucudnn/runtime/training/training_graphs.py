@@ -24,7 +24,14 @@ from mucudnn.passes.graph.mixed_precision import (
 from mucudnn.passes.graph.narrow_copies import with_narrow_copies
 from mucudnn.passes.graph.optimizer_updates import STEP, When, with_updates
 
-__all__ = ["Divided", "TrainingGraphs", "answers_of", "step_graphs", "training_graphs"]
+__all__ = [
+    "Divided",
+    "TrainingGraphs",
+    "answers_of",
+    "input_bytes",
+    "step_graphs",
+    "training_graphs",
+]
 
 Divided = Callable[[Graph], Graph]
 """A training graph without updates -> the same, cut along the batch or not."""
@@ -154,6 +161,11 @@ def step_graphs(
         graph, optimizer, parts, when=when, gradient_scale=back, scaling=scaling
     )
     return both.micro_step, both.last_step
+
+
+def input_bytes(graphs: TrainingGraphs) -> int:
+    """What the inputs of all graphs of a step take."""
+    return sum(s.nbytes for g in graphs.steps for s in g.with_role(Role.INPUT))
 
 
 def _check_inputs(graph: Graph) -> None:

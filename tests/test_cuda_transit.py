@@ -1,0 +1,111 @@
+"""Inputs and results of steps on their way, over streams that run as late as they may.
+
+What computes is queued, too, so that whoever does not wait reads what was there before.
+"""
+
+import numpy as np
+import pytest
+
+from mucudnn.backends.cuda.transit import CudaTransit
+from mucudnn.errors import BackendError
+from tests.cuda_emulator import COMPILER
+from tests.cupy_fake import CUDARuntimeError, StrictArray, StrictCupy
+from tests.test_cuda_training import STEPS, folder, stand_in
+from tests.training_cases import examples, trainer
+
+__all__ = ["folder"]
+
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
+
+
+@pytest.fixture(params=["copies early", "copies late"])
+def device(request, tmp_path):
+    """CuPy's stand-in that computes late, and a transit on it."""
+    cupy = StrictCupy(tmp_path, lazy=request.param == "copies late")
+    cupy.current._lazy = True
+    return cupy, CudaTransit(cupy, 0, lambda: cupy.current.ptr)
+
+
+def values(number):
+    return np.full((3, 2), number, np.float32)
+
+
+def test_every_step_reads_its_own_input(device):
+    """However far the host is ahead, and whatever it does with its array afterwards."""
+    cupy, transit = device
+    target, read = cupy.empty(24, "uint8").view("float32").reshape(3, 2), []
+    source = values(0)
+    for number in range(6):
+        source[...] = number
+        transit.upload(source, target)
+        cupy.current.put(lambda: read.append(target.host.copy()))
+    source[...] = 99
+    cupy.current.synchronize()
+    assert [set(found.flat) for found in read] == [{float(n)} for n in range(6)]
+
+
+def test_results_are_those_of_their_step_whenever_they_are_read(device):
+    cupy, transit = device
+    source = StrictArray(values(0))
+    found = []
+    for number in range(5):
+        cupy.current.put(lambda n=number: source.host.fill(n))
+        found.append(transit.download(source))
+    cupy.current.put(lambda: source.host.fill(99))
+    assert [set(result().flat) for result in found] == [{float(n)} for n in range(5)]
+    assert all(result.ready for result in found)
+    again = found[0]()
+    assert again is found[0]()
+
+
+def test_nothing_is_waited_for_before_it_is_read(device):
+    cupy, transit = device
+    source = StrictArray(values(0))
+    cupy.current.put(lambda: source.host.fill(1))
+    transit.upload(values(2), StrictArray(values(0)))
+    result = transit.download(source)
+    assert not result.ready
+    assert cupy.current.queue
+    assert (result() == 1).all()
+    assert result.ready
+
+
+def test_closing_leaves_results_readable(device):
+    _, transit = device
+    source = StrictArray(values(3))
+    result = transit.download(source)
+    transit.close()
+    assert (result() == 3).all()
+
+
+def test_what_cuda_refuses_is_our_error(device, monkeypatch):
+    cupy, transit = device
+
+    def fails(*_):
+        raise CUDARuntimeError("cudaErrorIllegalAddress")
+
+    monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", fails)
+    with pytest.raises(BackendError, match="24 bytes to the device failed"):
+        transit.upload(values(1), StrictArray(values(0)))
+    with pytest.raises(BackendError, match="to the host failed"):
+        transit.download(StrictArray(values(0)))
+
+
+@emulated
+@pytest.mark.parametrize("parts", [1, 3])
+def test_losses_read_late_are_those_read_at_once(parts, folder, monkeypatch):
+    """A step is launched while the loss of the one before has not been read."""
+    images, labels = examples(6 * STEPS)
+    rows = [slice(6 * i, 6 * i + 6) for i in range(STEPS)]
+    found = []
+    for late in (False, True):
+        _, gpu = stand_in(monkeypatch, folder, lazy=True)
+        made = trainer(6, backend=gpu, parts=parts, evaluate=False)
+        results = []
+        for part in rows:
+            results.append(made.step(images[part], labels[part]))
+            if not late:
+                assert np.isfinite(results[-1].loss)
+        found.append([(r.loss, r.correct) for r in results])
+        assert made.step_ms > 0
+    assert found[0] == found[1]
