@@ -3,7 +3,7 @@
 #
 #   bench/gpu.sh OUT [PART ...] [--from ARCHIVE] [--seconds PART=S ...] [--again]
 #                [--wheels DIR] [--backend NAME] [--batch N] [--layers K] [--tests PATH]
-#                [--hang S]
+#                [--hang S] [--rehearse]
 #
 # In this order, each a call of its own:
 #
@@ -30,18 +30,23 @@
 # (PyTorch's will do), and no network. Missing Python packages are taken from wheels in
 # DIR ($WHEELS, or wheels/ beside bench/) into a folder that is thrown away; `make
 # gpu-wheels` makes that folder where there is a network, 25 MiB.
-# For a rehearsal without a GPU: --backend null.
+# --rehearse runs every part where there is no GPU: small ones, on backend null, whose times
+# mean nothing; what only a GPU can answer is told. A bare virtual environment does, if
+# NumPy's wheel is in DIR as well: pip download --no-deps -d DIR numpy. Options that are
+# given too, such as --backend cpu, win.
 set -u
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 wheels=${WHEELS:-$root/wheels}
 usage() { sed -n '2,/^set -u/{/^set -u/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; }
 
-out='' from='' parts=() budget=() options=() again=() backend=cuda
+out='' from='' named='' parts=() budget=() options=() again=() backend=cuda
+rehearsal=() # what --rehearse stands for; argparse takes the last of an option
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
     --again) again=(--again); shift; continue ;;
+    --rehearse) rehearsal=(--backend null --batch 2 --layers 1); shift; continue ;;
     --from | --wheels | --find-links | --seconds | --backend | --batch | --layers | \
       --tests | --hang | --keep-every)
       [ $# -ge 2 ] || { echo "gpu.sh: $1 needs a value" >&2; exit 2; }
@@ -50,7 +55,7 @@ while [ $# -gt 0 ]; do
         --from) from=$2 ;;
         --seconds) budget+=("--set=$2") ;;
         --tests) options+=("$1" "$(realpath -m -- "$2")") ;;
-        *) options+=("$1" "$2"); [ "$1" = --backend ] && backend=$2 ;;
+        *) options+=("$1" "$2"); [ "$1" = --backend ] && named=$2 ;;
       esac
       shift 2; continue ;;
     -*) echo "gpu.sh: unknown option $1; --help lists them" >&2; exit 2 ;;
@@ -59,6 +64,9 @@ while [ $# -gt 0 ]; do
   shift
 done
 [ -n "$out" ] || { usage >&2; exit 2; }
+[ "${#rehearsal[@]}" -eq 0 ] || backend=null
+backend=${named:-$backend}
+options=("${rehearsal[@]+"${rehearsal[@]}"}" "${options[@]+"${options[@]}"}")
 command -v "$python" >/dev/null || { echo "gpu.sh: no $python; set PYTHON" >&2; exit 2; }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   { echo "gpu.sh: $python is older than Python 3.11; set PYTHON" >&2; exit 2; }

@@ -125,6 +125,24 @@ def test_all_parts_run_and_leave_three_files(whole):
         assert {*part["files"]} <= {*contents(out)}
 
 
+@pytest.mark.parametrize(("more", "batch"), [([], 2), (["--batch", "3"], 3)])
+def test_a_rehearsal_is_small_and_needs_no_gpu(more, batch, tmp_path):
+    """What is given beside it wins, wherever it stands."""
+    for number, order in enumerate(([*more, "--rehearse"], ["--rehearse", *more])):
+        out = tmp_path / f"out{number}"
+        done = subprocess.run(
+            ["bash", str(SCRIPT), str(out), "peers", *order],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        (entry,) = load(out / "summary.json")["parts"].values()
+        assert entry["settings"] == {"backend": "null", "batch": batch, "layers": 1}
+
+
 def test_every_result_says_what_made_it(whole, tmp_path):
     out = unpacked(whole[0], tmp_path)
     results = [f for f in out.glob("*.json") if f.name != "info.json"]

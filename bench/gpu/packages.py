@@ -25,7 +25,11 @@ _BASE = {
     "rich": "rich",
     "threadpoolctl": "threadpoolctl",
 }
-_TESTS = {"pytest": "pytest", "hypothesis": "hypothesis"}
+_TESTS = {
+    "pytest": "pytest",
+    "hypothesis": "hypothesis",
+    "safetensors": "safetensors",  # of a Trainer, which some of them make
+}
 _HALVES = {"ml_dtypes": "ml_dtypes"}
 _GPU = {"cupy": "cupy-cuda13x[ctk] (or cupy-cuda12x[ctk])"}
 _WORKS = {"pulp": "; assert int(pulp.__version__.split('.')[0]) < 4, 'it is too new'"}
