@@ -22,7 +22,11 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 __all__ = ["Candidates"]
 
 _CLOSE = 1.03
-"""Times the fastest candidate's first plan, within which another's is improved."""
+"""Times the fastest candidate, within which the whole step is explored."""
+
+_HARDLY_SLOWER = 1.01
+"""Times the fastest candidate, within which slices that begin so are improved: their
+begin has all that is known of the others, and its first improvements are small."""
 
 _ENOUGH = 1.15
 """Times the least budget of the whole step, in which it is planned for what it tells
@@ -107,7 +111,7 @@ class Candidates:
             self._explore_whole()
         if (
             slices.plan is None
-            or slices.plan.prediction.step_ms < _CLOSE * self._fastest
+            or slices.plan.prediction.step_ms < _HARDLY_SLOWER * self._fastest
         ):
             slices.improve()
         return slices.plan or plan_step(request)
