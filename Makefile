@@ -97,7 +97,7 @@ $(VENV)/many.stamp: pyproject.toml $(VENV)/base.stamp | $(BIN)/python
 	@touch $@
 
 test-many: $(VENV)/dev.stamp $(VENV)/many.stamp
-	$(PYTEST) -m many
+	OMP_NUM_THREADS=1 $(PYTEST) -m many  # as workers of dask have it
 
 install-cudnn: $(VENV)/cudnn.stamp
 
