@@ -47,6 +47,7 @@ BY_NAME = {
     "passes/estimate.py": {"conv", "matmul"},  # their arithmetic
     # The data type in its problem; the casts that it puts in, and takes out again.
     "passes/graph/mixed_precision.py": {"cast", "conv"},
+    "passes/graph/narrow_copies.py": {"cast"},  # those that copies make needless
     "passes/graph/autodiff.py": {"RULES"},  # the derivative of each
     "passes/graph/gradients.py": {"group_norm_grad"},  # its attributes
     "ir/batch_norm.py": {"PIECES"},

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     with MPIPoolExecutor() as executor:
         tuner = Tuner(backend=backend, rule=QUICK, cache=path, executor=executor)
         tables = tuner.measure_all([problem(13), problem(5)])
-    rows = [[p.algo, p.batch, p.error] for t in tables for p in t.perfs]
+    rows = [[p.algo, p.batch] for t in tables for p in t.perfs]
     print(json.dumps(rows))
 """
 
