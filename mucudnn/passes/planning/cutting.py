@@ -38,6 +38,7 @@ __all__ = [
     "couples_batch",
     "cutting_of",
     "cuttings",
+    "trains",
 ]
 
 AUTO: Literal["auto"] = "auto"
@@ -121,7 +122,7 @@ class Cutting:
         """Parts of each node, so that the largest layers are in so many."""
         if self.throughout:
             return self.parts
-        if self.along == BATCH and not (graph.gradients and couples_batch(graph)):
+        if self.along == BATCH and not (trains(graph) and couples_batch(graph)):
             return self.parts
         axis = self.axis(graph)
         limit = largest_rows(graph, axis) / self.parts
@@ -230,9 +231,14 @@ def cuttings(graph: Graph, split: Split) -> Iterator[Cutting]:
 def _with_answers(graph: Graph, ways: Sequence[Cutting]) -> Iterator[Cutting]:
     """The same, and strips throughout of a network that only answers."""
     yield from ways
-    if not graph.gradients:
+    if not trains(graph):
         strips = (way for way in ways if way.along == HEIGHT and way.parts > 1)
         yield from (replace(way, throughout=True) for way in strips)
+
+
+def trains(graph: Graph) -> bool:
+    """Whether there is a backward pass; without one a network only answers."""
+    return any(node.phase is not Phase.FORWARD for node in graph.nodes)
 
 
 def couples_batch(graph: Graph) -> bool:

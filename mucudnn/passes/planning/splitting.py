@@ -26,6 +26,7 @@ from mucudnn.passes.planning.cutting import (
     check_split,
     couples_batch,
     cuttings,
+    trains,
 )
 from mucudnn.passes.planning.split_candidates import Candidates
 from mucudnn.passes.planning.split_step import Candidate, SplitStep
@@ -145,7 +146,7 @@ def plan_splitting(step: SplitStep, split: Split = AUTO) -> Splitting:
     if chosen.plan is None:
         raise _refusal(tried)
     unbounded_ms = min(tried[0].unbounded_ms, chosen.unbounded_ms)
-    fused = bool(step.graph.gradients) and not couples_batch(step.graph)
+    fused = trains(step.graph) and not couples_batch(step.graph)
     return Splitting(chosen, tuple(tried), unbounded_ms, fused)
 
 
