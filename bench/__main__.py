@@ -12,7 +12,7 @@ from bench.papers import one_row
 
 NAMES = (
     *("overhead", "planner", "pruning", "peers", "papers", "step", "memory"),
-    *("budget", "placement", "traffic", "split", "fleet", "gaps"),
+    *("front", "budget", "placement", "traffic", "split", "fleet", "gaps"),
     *("torch", "torch-step", "torch-calls"),
 )
 

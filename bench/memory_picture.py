@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mucudnn.passes.planning.plan_step import PLANNED
-from mucudnn.report.markup import Markup, tag
+from mucudnn.report.markup import Child, Markup, tag
 from mucudnn.report.memory_charts import Series, speed_chart
 from mucudnn.report.svg import marker
 
-__all__ = ["CHART", "panels", "picture"]
+__all__ = ["CHART", "framed", "panels", "picture"]
 
 _ACROSS = 3
 _WIDTH, _HEIGHT, _GAP = 330.0, 236.0, 14.0
@@ -61,8 +61,13 @@ def panels(
     rows = -(-len(charts) // _ACROSS)
     width = _ACROSS * _WIDTH + (_ACROSS - 1) * _GAP
     panels_end = rows * (_HEAD + _HEIGHT + _GAP)
-    placed = (_placed(*chart, *divmod(i, _ACROSS)) for i, chart in enumerate(charts))
-    height = panels_end + _FOOT
+    placed = [_placed(*chart, *divmod(i, _ACROSS)) for i, chart in enumerate(charts)]
+    content = [*placed, *_legend(names, strong, panels_end + 10)]
+    return framed(title, content, width, panels_end + _FOOT)
+
+
+def framed(title: str, content: Child, width: float, height: float) -> str:
+    """A drawing of a size as a file of its own, with its style."""
     m = _MARGIN
     full = (width + 2 * m, height + 2 * m)
     return tag(
@@ -70,8 +75,7 @@ def panels(
         tag("title", title),
         tag("style", Markup(_style())),
         tag("rect", class_="page", x=-m, y=-m, width=full[0], height=full[1], rx=10),
-        placed,
-        _legend(names, strong, panels_end + 10),
+        content,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"{-m:g} {-m:g} {full[0]:g} {full[1]:g}",
         width=full[0],

@@ -1,0 +1,94 @@
+"""One network, one device: every technique's speed against its budget, and the bound.
+
+ResNet-50 with 256 images on an H200 as its published figures describe it: estimates, to
+compare techniques. `python -m bench front --out DIR` writes `front.json`;
+`python -m bench.front front.json front.svg` draws it.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+from bench.memory_picture import framed
+from bench.table import render
+from mucudnn.ir.sizes import format_bytes
+from mucudnn.report.memory_charts import Series, speed_chart
+from mucudnn.studies.memory_study import StepSpec, study_memory
+
+__all__ = ["run", "table"]
+
+_SPEC = StepSpec(model="resnet50", batch=256, device="h200")
+_BUDGET = "8GiB"
+_POLICIES = ("planned", "superneurons", "superneurons_memory", "vdnn_all", "vdnn_dyn")
+_BOUND = "no plan is faster"
+_WIDTH, _HEIGHT = 1000.0, 380.0
+
+
+def run() -> dict[str, Any]:
+    """Plan everything. Ready for JSON."""
+    start = process_time()
+    study = study_memory(
+        _SPEC, policies=_POLICIES, budget=_BUDGET, curve=True, split="auto"
+    )
+    points = [
+        {
+            "policy": technique.policy,
+            "budget_bytes": technique.budget,
+            "slowdown": study.slowdown(technique),
+        }
+        for technique in study.curve
+    ]
+    points += [
+        {
+            "policy": _BOUND,
+            "budget_bytes": budget,
+            "slowdown": ms / study.unbounded_ms,
+        }
+        for budget, ms in study.least_ms.items()
+    ]
+    return {
+        "model": _SPEC.title,
+        "batch": _SPEC.batch,
+        "device": _SPEC.device,
+        "unbounded_bytes": study.unbounded.peak_bytes,
+        "planning_cpu_s": process_time() - start,
+        "points": points,
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """A line a budget and technique."""
+    rows = [
+        (
+            format_bytes(point["budget_bytes"]),
+            point["policy"],
+            "-" if point["slowdown"] is None else f"{point['slowdown']:.3f}",
+        )
+        for point in sorted(result["points"], key=lambda p: -p["budget_bytes"])
+    ]
+    return render(("budget", "technique", "slowdown"), rows)
+
+
+def picture(result: Mapping[str, Any]) -> str:
+    """The same as a drawing of its own."""
+    chart = speed_chart(list(_series(result)), width=_WIDTH, height=_HEIGHT)
+    title = f"{result['model']}, batch {result['batch']}, {result['device']}"
+    return framed(title, chart, _WIDTH, _HEIGHT)
+
+
+def _series(result: Mapping[str, Any]) -> Iterator[Series]:
+    points: dict[str, list[tuple[int, float]]] = {}
+    for point in result["points"]:
+        if point["slowdown"]:
+            one = (point["budget_bytes"], 1 / point["slowdown"])
+            points.setdefault(point["policy"], []).append(one)
+    for policy, found in points.items():
+        yield Series(policy, tuple(found), strong=policy.startswith("planned"))
+
+
+if __name__ == "__main__":
+    source, target = map(Path, sys.argv[1:])
+    target.write_text(picture(json.loads(source.read_text())), encoding="utf-8")
