@@ -7,6 +7,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+import mucudnn
 from mucudnn.cli import main
 from mucudnn.cli.app import ExitCode
 
@@ -131,6 +132,7 @@ def test_a_file_that_is_missing_and_functions_that_return_something_else(tmp_pat
 
 def test_without_pytorch_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delattr(mucudnn, "torch", raising=False)  # put back with its modules
     for name in [n for n in sys.modules if n.startswith("mucudnn.torch")]:
         monkeypatch.delitem(sys.modules, name)
     file = tmp_path / "importing.py"

@@ -390,7 +390,9 @@ def test_a_name_of_standard_output_is_standard_output(tmp_path, name):
             check=False,
             cwd=ROOT,
         )
-        assert found.stdout == '{\n  "path": "memory"\n}\n', found.stderr
+        assert found.stdout == '{\n  "schema": 1,\n  "path": "memory"\n}\n', (
+            found.stderr
+        )
     assert link.is_symlink()
 
 

@@ -128,6 +128,7 @@ class _Stage:
             batch_policy="powers_of_two",
             numerics=self._stage.numerics,
             rule=RULE,
+            prune=False,  # a recording is of everything
         )
         try:
             for layer in left:

@@ -106,7 +106,8 @@ _MOST_WORKERS = 256
     report_option,
     file_option(
         "record",
-        "Write what was measured, for --backend recorded:FILE; .gz is compressed.",
+        "Write what was measured, for --backend recorded:FILE; .gz is compressed. "
+        "Every algorithm is measured then, also one that is far behind.",
         recording_file,
     ),
     flag("--verbose -v", "A line a layer without a terminal."),
@@ -174,6 +175,13 @@ def _with_device(backend: str, device: str | None) -> str:
     return f"{backend}:{device}"
 
 
+def _whole(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A recording is of every algorithm: elsewhere none can be measured later."""
+    if settings["record_file"] is None or settings["batch_policy"] == "all":
+        return settings
+    return {**settings, "exhaustive": True}
+
+
 def _compare(
     layers: Sequence[Layer], settings: Mapping[str, Any]
 ) -> tuple["Comparison", Record]:
@@ -190,7 +198,7 @@ def _compare(
         _workers(settings["workers"]) as more,
     ):
         shown = LayerWords(show)
-        tuner = make_tuner(settings, progress=shown.measured, **more)
+        tuner = make_tuner(_whole(settings), progress=shown.measured, **more)
         with tuner.cache, recording(tuner, layers, settings["record_file"]) as record:
             try:
                 comparison = compare(
