@@ -21,7 +21,7 @@ from mucudnn.studies.memory_study import StepSpec, study_memory
 __all__ = ["run", "table"]
 
 _SPEC = StepSpec(model="resnet50", batch=256, device="h200")
-_BUDGET = "8GiB"
+_BUDGETS_GIB = (20.6, 14.0, 10.7, 8.0, 5.3, 4.0, 2.7)
 _POLICIES = ("planned", "superneurons", "superneurons_memory", "vdnn_all", "vdnn_dyn")
 _BOUND = "no plan is faster"
 _WIDTH, _HEIGHT = 1000.0, 380.0
@@ -30,25 +30,16 @@ _WIDTH, _HEIGHT = 1000.0, 380.0
 def run() -> dict[str, Any]:
     """Plan everything. Ready for JSON."""
     start = process_time()
-    study = study_memory(
-        _SPEC, policies=_POLICIES, budget=_BUDGET, curve=True, split="auto"
-    )
-    points = [
-        {
-            "policy": technique.policy,
-            "budget_bytes": technique.budget,
-            "slowdown": study.slowdown(technique),
-        }
-        for technique in study.curve
-    ]
-    points += [
-        {
-            "policy": _BOUND,
-            "budget_bytes": budget,
-            "slowdown": ms / study.unbounded_ms,
-        }
-        for budget, ms in study.least_ms.items()
-    ]
+    points = []
+    for gib in _BUDGETS_GIB:
+        nbytes = int(gib * (1 << 30))
+        study = study_memory(_SPEC, policies=_POLICIES, budget=nbytes, split="auto")
+        found = {t.policy: study.slowdown(t) for t in study.techniques}
+        found[_BOUND] = study.least_ms[nbytes] / study.unbounded_ms
+        points += [
+            {"policy": policy, "budget_bytes": nbytes, "slowdown": slowdown}
+            for policy, slowdown in found.items()
+        ]
     return {
         "model": _SPEC.title,
         "batch": _SPEC.batch,
