@@ -469,7 +469,7 @@ def test_a_null_step_takes_what_was_predicted(network, scheduler):
             executor.run(bench.feeds(step))
             taken = device.elapsed_ms(start, device.record())
             # What runs again by its statistics is estimated to within a few bytes.
-            assert math.isclose(taken, plan.prediction.step_ms, rel_tol=1e-8)
+            assert math.isclose(taken, plan.prediction.step_ms, abs_tol=1e-5)
         stalled += sum(plan.prediction.stalls_ms.values())
         assert plan.prediction.step_ms >= plan.prediction.compute_ms
     assert stalled > 0
