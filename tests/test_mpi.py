@@ -95,9 +95,10 @@ def test_shares_are_planned_again_when_a_rank_becomes_slow(alone, tmp_path):
     words = ("--shares", "auto", "--json", "two.json")
     done = run(tmp_path, *words, ranks=2, start=(helper, "1:0:slow"))
     assert done.returncode == 0, done.stderr
-    before, after = json.loads((tmp_path / "two.json").read_text())["shares"]
-    assert sum(before) == sum(after) == 12
-    assert after[1] < before[1]
+    shares = json.loads((tmp_path / "two.json").read_text())["shares"]
+    assert all(sum(each) == 12 for each in shares)
+    assert shares[-1][1] <= 3  # it sleeps for most of every step
+    assert len(shares) > 1 or shares[0][1] == 1  # where a table gave it least at once
     assert losses(tmp_path / "two.json") == pytest.approx(alone, rel=CLOSE)
 
 
