@@ -157,13 +157,14 @@ def small_step(tuner: Tuner, say: Say) -> StepAct:
     """Train a few steps without a limit, then the same in a third of the memory."""
     say(f"planning {_MODEL} without a limit")
     no_limit = MemoryBudget(nbytes=_UNLIMITED, convolutions="fixed")
-    unlimited, whole_bytes, whole_ms, losses = _trained(tuner, no_limit, say)
+    plans: dict[ConvProblem, ConvPlan] = {}
+    unlimited, whole_bytes, whole_ms, losses = _trained(tuner, no_limit, plans, say)
     budget = whole_bytes // 3
     say(f"planning it again within {format_bytes(budget)}")
     third = MemoryBudget(
         nbytes=budget, convolutions="fixed", measured=unlimited.prediction.profile
     )
-    plan, peak_bytes, step_ms, again = _trained(tuner, third, say)
+    plan, peak_bytes, step_ms, again = _trained(tuner, third, plans, say)
     return StepAct(
         name=f"{_MODEL}, {_BATCH} images of 32×32",
         whole=unlimited,
@@ -178,14 +179,24 @@ def small_step(tuner: Tuner, say: Say) -> StepAct:
 
 
 def _trained(
-    tuner: Tuner, budget: MemoryBudget, say: Say
+    tuner: Tuner,
+    budget: MemoryBudget,
+    plans: dict[ConvProblem, ConvPlan],
+    say: Say,
 ) -> tuple[StepPlan, int, float, list[float]]:
-    """A plan, the peak and the time of its steps, and their losses."""
+    """A plan, the peak and the time of its steps, and their losses.
+
+    Convolutions run by `plans`, which get what is missing: another plan is other bits.
+    """
     rng = np.random.default_rng(0)
     images = rng.standard_normal((_BATCH, 3, 32, 32), dtype=np.float32)
     labels = rng.integers(0, 10, _BATCH)
     network = get_model(_MODEL)(_BATCH)
-    with Trainer(network, tuner=tuner, optimizer=Momentum(0.05), budget=budget) as it:
+    rate = Momentum(0.05)
+    with Trainer(
+        network, tuner=tuner, optimizer=rate, budget=budget, plans=plans
+    ) as it:
+        plans.update(it.plans)
         say(f"training {_STEPS} steps of it")
         losses = [float(it.step(images, labels).loss) for _ in range(_STEPS)]
         if it.placed is None:
