@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.table import render
 from mucudnn.backends.cuda.kernels import KERNELS
-from mucudnn.backends.cuda.kernels.program import KernelCall, Program
+from mucudnn.backends.cuda.kernels.program import KernelCall, KernelLaunch
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import TensorSpec
@@ -56,18 +56,9 @@ class _Counting:
 
     traffic: Traffic = field(default_factory=Traffic)
 
-    def launch(
-        self,
-        program: Program,
-        kernel: str,
-        blocks: tuple[int, ...],
-        *arguments: Any,
-        dtype: Any = None,
-        parameters: Any = None,
-    ) -> None:
-        del program, kernel, dtype, parameters
-        if 0 not in blocks:
-            arrays = (a.nbytes for a in arguments if isinstance(a, np.ndarray))
+    def launch(self, launch: KernelLaunch) -> None:
+        if not launch.empty:
+            arrays = (a.nbytes for a in launch.arguments if isinstance(a, np.ndarray))
             self.traffic.add(1, sum(arrays))
 
     def matmul(self, a: Any, b: Any, out: Any) -> None:

@@ -45,12 +45,11 @@ class Emulator:
         self._backwards = backwards
         self.launched = set()
 
-    def launch(self, program, kernel, blocks, *arguments, dtype=None, parameters=None):
-        if 0 in blocks:
+    def launch(self, launch):
+        if launch.empty:
             return
-        element = arguments[0].dtype if dtype is None else dtype
-        beside = element if parameters is None else parameters
-        library = self._library(program, element.name, beside.name)
+        program, kernel, arguments = launch.program, launch.kernel, launch.arguments
+        library = self._library(program, *launch.types)
         describe = library[f"kinds_{kernel}"]
         describe.restype = ctypes.c_char_p
         kinds = describe().decode()
@@ -61,7 +60,7 @@ class Emulator:
         ]
         addresses = (ctypes.c_void_p * len(passed))(*map(ctypes.addressof, passed))
         fibers = "__syncthreads" in program.source
-        x, y = (*blocks, 1)[:2]
+        x, y = (*launch.blocks, 1)[:2]
         met = library[f"run_{kernel}"](x, y, addresses, fibers)
         assert met, f"{kernel}: some threads ended while others waited for them"
         self.launched.add((program, kernel))
@@ -78,8 +77,8 @@ class Emulator:
     def address(self, array):
         return array.ctypes.data
 
-    def prepared(self, *arguments, **types):
-        return partial(self.launch, *arguments, **types)
+    def prepared(self, launch):
+        return partial(self.launch, launch)
 
     def prepared_matmul(self, a, b, out):
         return partial(self.matmul, a, b, out)

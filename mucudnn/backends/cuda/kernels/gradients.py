@@ -73,11 +73,11 @@ def accumulate_all(calls: Sequence[KernelCall]) -> None:
         total, part = call.inputs
         groups[total.dtype, part.dtype, call.attrs["factor"]].append(call)
     for group in groups.values():
-        gpu, (total, part) = group[0].gpu, group[0].inputs
-        table, count, blocks = table_of(gpu, [(c.inputs, False) for c in group])
-        arguments = table, count, float(group[0].attrs["factor"])
-        types = {"dtype": total.dtype, "parameters": part.dtype}
-        gpu.launch(PROGRAM, "accumulate_all", (blocks,), *arguments, **types)
+        call, (total, part) = group[0], group[0].inputs
+        table, count, blocks = table_of(call.gpu, [(c.inputs, False) for c in group])
+        arguments = table, count, float(call.attrs["factor"])
+        name = "accumulate_all"
+        call.launch(PROGRAM, name, (blocks,), *arguments, like=total, beside=part)
 
 
 def find_overflow(call: KernelCall) -> None:
@@ -94,12 +94,11 @@ def find_overflow_all(calls: Sequence[KernelCall]) -> None:
         gradient, counts = call.inputs
         groups[gradient.dtype, call.gpu.address(counts)].append(call)
     for group in groups.values():
-        gpu, (gradient, counts) = group[0].gpu, group[0].inputs
+        first, (gradient, counts) = group[0], group[0].inputs
         rows = [(call.inputs[:1], False) for call in group]
-        table, count, blocks = table_of(gpu, rows)
-        arguments = table, counts, count
-        dtype = gradient.dtype
-        gpu.launch(PROGRAM, "find_overflow_all", (blocks,), *arguments, dtype=dtype)
+        table, count, blocks = table_of(first.gpu, rows)
+        arguments, name = (table, counts, count), "find_overflow_all"
+        first.launch(PROGRAM, name, (blocks,), *arguments, like=gradient)
 
 
 def adjust_loss_scale(call: KernelCall) -> None:

@@ -8,7 +8,7 @@ calls it has to see to; what is launched at once sees to that itself.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mucudnn.backends.cuda.kernels.program import Call
+from mucudnn.backends.cuda.kernels.program import Call, KernelLaunch
 from mucudnn.backends.cuda.kernels.source import (
     THREADS,
     TYPES,
@@ -37,59 +37,39 @@ class CupyLauncher:
         self._stream = stream
         self._compiled: dict[tuple[Program, str, tuple[str, str], bool], Any] = {}
 
-    def launch(
-        self,
-        program: Program,
-        kernel: str,
-        blocks: tuple[int, ...],
-        *arguments: Any,
-        dtype: Any = None,
-        parameters: Any = None,
-    ) -> None:
+    def launch(self, launch: KernelLaunch) -> None:
         """Compile it if this is the first time, and launch it.
 
         Raises:
             BackendError: CUDA refuses to compile, to load or to launch it.
         """
-        if 0 in blocks:
+        if launch.empty:
             return
-        call = self.prepared(
-            program, kernel, blocks, *arguments, dtype=dtype, parameters=parameters
-        )
+        call = self.prepared(launch)
         self._stream()
         call()
 
-    def prepared(
-        self,
-        program: Program,
-        kernel: str,
-        blocks: tuple[int, ...],
-        *arguments: Any,
-        dtype: Any = None,
-        parameters: Any = None,
-    ) -> Call:
+    def prepared(self, launch: KernelLaunch) -> Call:
         """The launch, to be called; its arrays must stay where they are.
 
         Raises:
             UnsupportedError: No kernel computes with these types.
         """
-        wide = any(getattr(a, "size", 1) >= _NARROW for a in arguments)
-        element = arguments[0].dtype if dtype is None else dtype
-        types = element.name, (element if parameters is None else parameters).name
-        passed = _passed(arguments, wide)
+        wide = any(getattr(a, "size", 1) >= _NARROW for a in launch.arguments)
+        passed, blocks = _passed(launch.arguments, wide), launch.blocks
 
         try:
-            function: Any = self._function(program, kernel, types, wide)
+            function: Any = self._function(launch, wide)
         except UnsupportedError:
             raise
         except Exception as e:  # of CuPy
-            raise _refused(kernel, types, e) from e
+            raise _refused(launch, e) from e
 
         def call() -> None:
             try:
                 function(blocks, _BLOCK, passed)
             except Exception as e:  # of CuPy: to compile, to load or to launch
-                raise _refused(kernel, types, e) from e
+                raise _refused(launch, e) from e
 
         return call
 
@@ -176,16 +156,16 @@ class CupyLauncher:
         """Where an array begins."""
         return int(array.data.ptr)
 
-    def _function(
-        self, program: Program, kernel: str, types: tuple[str, str], wide: bool
-    ) -> Any:
-        key = program, kernel, types, wide
+    def _function(self, launch: KernelLaunch, wide: bool) -> Any:
+        key = launch.program, launch.kernel, launch.types, wide
         if key not in self._compiled:
             import cupy
 
-            dtype, parameters = types
+            dtype, parameters = launch.types
             options = compiler_options(dtype, wide=wide, parameters=parameters)
-            self._compiled[key] = cupy.RawKernel(program.source, kernel, options)
+            self._compiled[key] = cupy.RawKernel(
+                launch.program.source, launch.kernel, options
+            )
         return self._compiled[key]
 
 
@@ -213,10 +193,9 @@ def _passed(arguments: Sequence[Any], wide: bool) -> tuple[Any, ...]:
     return tuple(map(one, arguments))
 
 
-def _refused(kernel: str, types: tuple[str, str], error: Exception) -> BackendError:
-    return BackendError(
-        with_remedy(f"{kernel} ({types[0]}) cannot be launched: {error}")
-    )
+def _refused(launch: KernelLaunch, error: Exception) -> BackendError:
+    name = f"{launch.kernel} ({launch.types[0]})"
+    return BackendError(with_remedy(f"{name} cannot be launched: {error}"))
 
 
 def _nothing() -> None:

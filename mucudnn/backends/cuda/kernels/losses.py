@@ -181,7 +181,7 @@ def accuracy(call: KernelCall) -> None:
     arguments = x, labels, call.workspace, *shape, call.attrs["k"]
     call.launch(PROGRAM, "accuracy", blocks, *arguments)
     parts = call.workspace, call.outputs[0], blocks[0], int(bool(before))
-    call.gpu.launch(PROGRAM, "finish_count", (1,), *parts, dtype=x.dtype)
+    call.launch(PROGRAM, "finish_count", (1,), *parts, like=x)
 
 
 def _pixels(shape: Sequence[int]) -> tuple[tuple[int], tuple[int, int, int, int]]:
@@ -195,7 +195,7 @@ def _finish_mean(call: KernelCall, blocks: tuple[int], divisor: int) -> None:
     """Add up what the blocks left in the workspace, into the first output."""
     out = call.outputs[0]
     arguments = call.workspace, out, blocks[0], float(divisor)
-    call.gpu.launch(PROGRAM, "finish_mean", (1,), *arguments, dtype=out.dtype)
+    call.launch(PROGRAM, "finish_mean", (1,), *arguments, like=out)
 
 
 def _parts(*_: object) -> int:

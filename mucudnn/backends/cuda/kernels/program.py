@@ -20,6 +20,7 @@ __all__ = [
     "Attrs",
     "Call",
     "KernelCall",
+    "KernelLaunch",
     "Launcher",
     "Operation",
     "Preparer",
@@ -39,28 +40,35 @@ Call = Callable[[], None]
 _MOST_BLOCKS = 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
+class KernelLaunch:
+    """A kernel, its grid and what it is given.
+
+    Attributes:
+        program: Where the kernel is.
+        kernel: Its name.
+        blocks: Of `THREADS`, along one or two axes; if there are none, nothing runs.
+        arguments: Arrays, ints, floats, NumPy scalars; None is a missing array.
+        types: Names of the types of elements, and of parameters and statistics.
+    """
+
+    program: Program
+    kernel: str
+    blocks: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    types: tuple[str, str]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing runs."""
+        return 0 in self.blocks
+
+
 class Launcher(Protocol):
     """What kernels need of a GPU."""
 
-    def launch(
-        self,
-        program: Program,
-        kernel: str,
-        blocks: tuple[int, ...],
-        *arguments: Any,
-        dtype: Any = None,
-        parameters: Any = None,
-    ) -> None:
-        """Start a kernel in blocks of `THREADS`; nothing if there are no blocks.
-
-        Args:
-            program: Where the kernel is.
-            kernel: Its name.
-            blocks: Along one or two axes.
-            arguments: Arrays, ints, floats, NumPy scalars.
-            dtype: Of the elements; if None that of the first argument.
-            parameters: Of parameters and statistics; if None that of the elements.
-        """
+    def launch(self, launch: KernelLaunch) -> None:
+        """Start a kernel."""
         ...
 
     def matmul(self, a: Any, b: Any, out: Any) -> None:
@@ -83,15 +91,7 @@ class Launcher(Protocol):
 class Preparer(Launcher, Protocol):
     """A launcher that can also get launches ready, for arrays that stay in place."""
 
-    def prepared(
-        self,
-        program: Program,
-        kernel: str,
-        blocks: tuple[int, ...],
-        *arguments: Any,
-        dtype: Any = None,
-        parameters: Any = None,
-    ) -> Call:
+    def prepared(self, launch: KernelLaunch) -> Call:
         """As `launch`, to be called later."""
         ...
 
@@ -115,21 +115,10 @@ class Recorder:
         self._gpu = gpu
         self._calls: list[Call] = []
 
-    def launch(
-        self,
-        program: Program,
-        kernel: str,
-        blocks: tuple[int, ...],
-        *arguments: Any,
-        dtype: Any = None,
-        parameters: Any = None,
-    ) -> None:
+    def launch(self, launch: KernelLaunch) -> None:
         """Note a launch."""
-        if 0 not in blocks:
-            prepared = self._gpu.prepared(
-                program, kernel, blocks, *arguments, dtype=dtype, parameters=parameters
-            )
-            self._calls.append(prepared)
+        if not launch.empty:
+            self._calls.append(self._gpu.prepared(launch))
 
     def matmul(self, a: Any, b: Any, out: Any) -> None:
         """Note a product."""
@@ -176,14 +165,17 @@ class KernelCall:
         kernel: str,
         blocks: tuple[int, ...],
         *arguments: Any,
+        like: Any = None,
         beside: Any = None,
     ) -> None:
-        """Start a kernel for elements of the first argument's type.
+        """Start a kernel for elements of the type of `like`, or the first argument's.
 
         `beside` is a parameter, or a statistic, whose type may be another.
         """
-        parameters = None if beside is None else beside.dtype
-        self.gpu.launch(program, kernel, blocks, *arguments, parameters=parameters)
+        element = (arguments[0] if like is None else like).dtype
+        other = element if beside is None else beside.dtype
+        types = element.name, other.name
+        self.gpu.launch(KernelLaunch(program, kernel, blocks, arguments, types))
 
     def numbers(self, *names: str) -> tuple[float, ...]:
         """The attributes of these names as what a kernel takes as `double`."""

@@ -127,16 +127,16 @@ def all_moments(
     update: bool,
 ) -> None:
     """Merge moments of slices; write what follows from them, and what follows them."""
-    C, dtype = running[0].size, running[0].dtype
+    C = running[0].size
     blocks = flat(C)
     for number, stats in enumerate(slices):
         first = int(number == 0)
         arguments = stats, call.workspace, running[0], C, first
-        call.gpu.launch(PROGRAM, "join_moments", blocks, *arguments, dtype=dtype)
+        call.launch(PROGRAM, "join_moments", blocks, *arguments, like=running[0])
     operands = call.workspace, *running, *call.outputs, C
     numbers = *call.numbers("eps"), momentum, int(update)
-    name = "batch_norm_merge"
-    call.gpu.launch(PROGRAM, name, blocks, *operands, *numbers, dtype=dtype)
+    arguments = *operands, *numbers
+    call.launch(PROGRAM, "batch_norm_merge", blocks, *arguments, like=running[0])
 
 
 def batch_norm_apply(call: KernelCall) -> None:

@@ -1,7 +1,7 @@
-"""Group and layer normalisation of strips of images, in the pieces it falls into.
+"""Group and layer normalisation of strips of images, by blocks that share a group.
 
-Of a strip a group's rows are bytes in a row once more: its moments are those of one
-channel of a batch normalisation, sample by sample.
+The moments of a strip's groups come from the kernels of batch normalisation, which see
+the groups of all samples as channels of one.
 """
 
 import math

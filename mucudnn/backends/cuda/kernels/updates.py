@@ -236,14 +236,14 @@ class _Update:
 
     def _launch(self, calls: Sequence[KernelCall], decay: float) -> None:
         """All calls, whose decay is this one or none."""
-        first, gpu = calls[0], calls[0].gpu
+        first = calls[0]
         rows = [(self._operands(c)[0], c.attrs["weight_decay"] != 0) for c in calls]
-        table, count, blocks = table_of(gpu, rows)
+        table, count, blocks = table_of(first.gpu, rows)
         (w, dw, *_), told = self._operands(first)
         numbers = decay, *first.numbers("gradient_scale"), *self._numbers(first)
         arguments = table, *told, count, *numbers
-        types = {"dtype": w.dtype, "parameters": dw.dtype}
-        gpu.launch(PROGRAM, f"{self.kernel}_all", (blocks,), *arguments, **types)
+        name = f"{self.kernel}_all"
+        first.launch(PROGRAM, name, (blocks,), *arguments, like=w, beside=dw)
 
     def _operands(self, call: KernelCall) -> tuple[list[Any], tuple[Any, ...]]:
         """Weight, gradient, two of state, copy; rate, step, loss's scale and counts.
