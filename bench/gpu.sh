@@ -29,11 +29,12 @@
 # It needs Python 3.11 ($PYTHON, or python3) with numpy and, on a GPU, CuPy 14 and cuDNN 9
 # (PyTorch's will do), and no network. Missing Python packages are taken from wheels in
 # DIR ($WHEELS, or wheels/ beside bench/) into a folder that is thrown away; `make
-# gpu-wheels` makes that folder where there is a network, 25 MiB.
+# gpu-wheels` makes that folder where there is a network, 30 MiB for one Python.
 # --rehearse runs every part where there is no GPU: small ones, on backend null, whose times
-# mean nothing; what only a GPU can answer is told. A bare virtual environment does, if
-# NumPy's wheel is in DIR as well: pip download --no-deps -d DIR numpy. Options that are
-# given too, such as --backend cpu, win.
+# mean nothing; what only a GPU can answer is told, and its tests, all skipped for want of
+# CuPy, are complete. A bare virtual environment does, if NumPy's wheel is in DIR as well:
+# pip download --no-deps -d DIR numpy. Options that are given too, such as --backend cpu,
+# win.
 set -u
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
@@ -46,7 +47,7 @@ while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
     --again) again=(--again); shift; continue ;;
-    --rehearse) rehearsal=(--backend null --batch 2 --layers 1); shift; continue ;;
+    --rehearse) rehearsal=(--backend null --batch 2 --layers 1 --rehearse); shift; continue ;;
     --from | --wheels | --find-links | --seconds | --backend | --batch | --layers | \
       --tests | --hang | --keep-every)
       [ $# -ge 2 ] || { echo "gpu.sh: $1 needs a value" >&2; exit 2; }

@@ -467,11 +467,16 @@ def test_a_package_that_every_part_needs_is_told_with_what_to_type(
         "_why_not",
         lambda modules, site="": "too old" if missing in modules else None,
     )
-    for missing, status in (("pulp", 1), ("pytest", 0), ("ml_dtypes", 0)):
+    for missing, package, status in (
+        ("pulp", "'pulp<4'", 1),
+        ("pytest", "pytest", 0),
+        ("ml_dtypes", "ml_dtypes", 0),
+        ("cuda.bindings.driver", "'cuda-bindings>=13,<14'", 0),
+    ):
         asked = ["install", str(tmp_path), str(tmp_path / "none"), "cuda", "tests"]
         assert packages.main(asked) == status
         said = capsys.readouterr().err
-        assert f"{missing}" in said
+        assert f"pip install {package})" in said
         assert "too old" in said
         assert "make gpu-wheels GPU_PYTHON=3." in said
     missing = "pytest"

@@ -85,9 +85,10 @@ def test_runs_in_another_process():
 """
 
 
-def job(out, tests, ends=math.inf, hang_s=60.0):
+def job(out, tests, **options):
     out.mkdir(exist_ok=True)
-    return Job(out=out, backend_name="null", ends=ends, tests=tests, hang_s=hang_s)
+    defaults = {"backend_name": "null", "ends": math.inf}
+    return Job(**{**defaults, **options}, out=out, tests=tests)
 
 
 def result(out):
@@ -126,6 +127,30 @@ def test_a_marker_is_found_wherever_it_stands(tmp_path):
     )
     names = [file.stem for file in files_with_marker(folder)]
     assert names == ["test_decorated", "test_fixture", "test_module", "test_parameter"]
+
+
+SKIPPED = """
+import pytest
+
+@pytest.mark.gpu
+def test_a():
+    pytest.skip("{why}")
+"""
+NO_CUPY = "backend 'cuda' needs CuPy, which is not installed"
+
+
+@pytest.mark.parametrize(
+    ("why", "rehearsal", "complete"),
+    [(NO_CUPY, True, True), (NO_CUPY, False, False), ("needs more", True, False)],
+)
+def test_only_a_rehearsal_is_complete_without_cupy(why, rehearsal, complete, tmp_path):
+    folder = folder_of(tmp_path, test_a=SKIPPED.format(why=why))
+    report = run(job(tmp_path / "out", folder, rehearsal=rehearsal))
+    assert report.complete
+    assert (not report.failures) == complete
+    said = report.text if complete else report.failures[0]
+    assert f"all 1 tests were skipped: Skipped: {why}" in said
+    assert ("in a rehearsal they are complete" in report.text) == complete
 
 
 @pytest.mark.slow

@@ -103,6 +103,7 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         batch=options.batch,
         layers=options.layers,
         tests=options.tests,
+        rehearsal=options.rehearse,
         hang_s=options.hang,
         keeper=Keeper(out, options.keep, options.keep_every),
     )
@@ -238,6 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, help="mini-batch size, for rehearsals")
     parser.add_argument("--layers", type=int, help="at most so many of each suite")
     parser.add_argument("--tests", type=Path, default=Path("tests"))
+    parser.add_argument("--rehearse", action="store_true", help="there is no GPU")
     parser.add_argument("--hang", type=float, default=60.0, help="s a test may take")
     parser.add_argument("--keep", type=Path, help="pack results into this folder")
     parser.add_argument("--keep-every", type=float, default=5.0, help="s at least")

@@ -46,6 +46,7 @@ class Job:
         batch: Mini-batch size instead of the layers' own, for rehearsals.
         layers: How many layers of each suite at most, for rehearsals.
         tests: Where the tests are.
+        rehearsal: Whether there may be no GPU: what only it can run is not missed.
         hang_s: Seconds after which a test that has not ended is given up.
         keeper: Packs results as they come; None where that is not wanted.
     """
@@ -56,6 +57,7 @@ class Job:
     batch: int | None = None
     layers: int | None = None
     tests: Path = Path("tests")
+    rehearsal: bool = False
     hang_s: float = 60.0
     keeper: Keeper | None = None
 

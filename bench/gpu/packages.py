@@ -10,6 +10,7 @@ Run as a file, before anything that it looks for is imported.
 import importlib
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -31,13 +32,21 @@ _TESTS = {
     "safetensors": "safetensors",  # of a Trainer, which some of them make
 }
 _HALVES = {"ml_dtypes": "ml_dtypes"}
+_DRIVER = {"cuda.bindings.driver": "cuda-bindings>=13,<14"}
 _GPU = {"cupy": "cupy-cuda13x[ctk] (or cupy-cuda12x[ctk])"}
 _WORKS = {"pulp": "; assert int(pulp.__version__.split('.')[0]) < 4, 'it is too new'"}
 """What more there is to a package than that it can be imported."""
 
 _PYTHONS = ("3.11", "3.12", "3.13")
 _PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_27", "manylinux_2_28")
-_MOST_BYTES = 40 << 20
+_MOST_BYTES = 60 << 20
+
+
+def lacking() -> dict[str, str]:
+    """What a GPU's steps use and this machine lacks -> why, and what it costs."""
+    wanted = {**_BASE, **_HALVES, **_DRIVER, **_GPU}
+    missing = _missing(wanted)
+    return {wanted[m]: f"{_without(m)}: {why}" for m, why in missing.items()}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +61,7 @@ def _provide(site: str, wheels: str, backend: str, parts: Sequence[str]) -> int:
     """1 where what every part needs is missing; what only some need is told."""
     needed = dict(_BASE)
     if backend == "cuda":
-        needed |= _HALVES
+        needed |= _HALVES | _DRIVER
     if not parts or "tests" in parts:
         needed |= _TESTS
     missing = _missing(needed)
@@ -80,6 +89,10 @@ def _without(module: str) -> str:
         return "part tests cannot run"
     if module in _HALVES:
         return "nothing is converted to or from bfloat16"
+    if module in _DRIVER:
+        return "no virtual addressing"
+    if module in _BASE:
+        return "nothing can run"
     return "nothing on the GPU can run; probe tells what is here"
 
 
@@ -87,7 +100,7 @@ def _advice(wanted: Sequence[str], wheels: str) -> str:
     """One line to type, on a machine that has a network."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     looked = f"{wheels} lacks them; " if Path(wheels).is_dir() else ""
-    packages = " ".join(f"'{p}'" if "<" in p else p for p in wanted)
+    packages = " ".join(shlex.quote(p) for p in wanted)
     return (
         f"gpu.sh: install them (python3 -m pip install {packages}); without a network: "
         f"{looked}run `make gpu-wheels GPU_PYTHON={version}` where there is one, and "
@@ -190,7 +203,8 @@ def _download(wheels: Path, pythons: Sequence[str]) -> int:
         for name in _PLATFORMS:
             pip += ["--platform", f"{name}_x86_64"]
         base = [package for name, package in _BASE.items() if name != "numpy"]
-        for packages in ([*base, *_TESTS.values()], ["--no-deps", *_HALVES.values()]):
+        alone = [*_HALVES.values(), *_DRIVER.values(), "cuda-pathfinder"]
+        for packages in ([*base, *_TESTS.values()], ["--no-deps", *alone]):
             done = subprocess.run([*pip, *packages], check=False)
             if done.returncode:
                 return done.returncode

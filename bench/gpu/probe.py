@@ -17,6 +17,7 @@ from bench.gpu.job import Job, Report
 from bench.gpu.kernels import accumulating, first_api
 from bench.gpu.launches import launches
 from bench.gpu.listing import compared_listings
+from bench.gpu.packages import lacking
 from bench.gpu.store import read_json, write_text
 from mucudnn.backends.cuda.conv import CudaConv
 from mucudnn.backends.cuda.session import LiveSession, describe_device
@@ -70,6 +71,13 @@ def _answer(job: Job, ask: Callable[[Job], Mapping[str, Any]]) -> dict[str, Any]
     return {**found, "seconds": time.monotonic() - begun}
 
 
+def _packages(job: Job) -> Mapping[str, Any]:
+    """What is not installed, and what that costs."""
+    missing = lacking()
+    said = [f"{package} is missing ({cost})" for package, cost in missing.items()]
+    return {"missing": missing, "text": "; ".join(said) or "all are here"}
+
+
 def _device(job: Job) -> Mapping[str, Any]:
     """The description that cuDNN writes of the device, kept as a file."""
     conv = job.backend.conv
@@ -116,6 +124,7 @@ def _listing(job: Job) -> Mapping[str, Any]:
 
 
 _SECTIONS: Mapping[str, Callable[[Job], Mapping[str, Any]]] = {
+    "packages": _packages,
     "device": _device,
     "info": _info,
     "clocks": _clocks,
