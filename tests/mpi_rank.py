@@ -1,18 +1,26 @@
 """`mucudnn` as one of several processes, of which one may end by a signal or an error.
 
 `python mpi_rank.py RANK:STEP:HOW …` has that rank end before that step, or be slow from
-it on.
+it on. Where one is to be slow, all begin with equal tables, whatever the clocks say.
 """
 
+import importlib
 import os
 import signal
 import sys
 import time
 
 from mucudnn.__main__ import main
+from mucudnn.models.model import IMAGE
 from mucudnn.runtime.training.stepping import Stepper
 
 SLOW_S = 0.5
+SAMPLE_MS = 20.0
+
+
+def equal_ms(graph, tuner, settings):
+    """What every rank is said to take."""
+    return SAMPLE_MS * graph.tensors[IMAGE].shape[0]
 
 
 def failing(rank, step, how):
@@ -38,4 +46,7 @@ def failing(rank, step, how):
 if __name__ == "__main__":
     rank, step, how = sys.argv.pop(1).split(":")
     Stepper.step = failing(int(rank), int(step), how)
+    if how == "slow":
+        # The package's `train` is the command.
+        importlib.import_module("mucudnn.cli.train").step_ms = equal_ms
     main()

@@ -281,7 +281,8 @@ def test_killed_again_and_again_it_ends_where_it_would_have(run, cache, tmp_path
     assert figures(run(*resumed, "--resume", "--json", "-")) == figures(whole)
 
 
-def test_a_terminal_gets_a_bar():
+def test_a_terminal_gets_a_bar(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # figures are not cut
     ours, theirs = pty.openpty()
     process = mucudnn(
         *(*QUICK, "--epochs", "2"), cache="none", stdout=subprocess.PIPE, stderr=theirs
@@ -302,6 +303,7 @@ def test_a_terminal_gets_a_bar():
     assert process.returncode == 0
     assert b"epoch 2/2" in seen
     assert b"loss" in seen
+    assert b"images/s" in seen
     assert "epoch 2/2" in lines
 
 

@@ -213,7 +213,8 @@ def gone(peer):
 
 
 def three(tmp_path):
-    return ["host=192KiB", f"disk:{tmp_path}=10GiB", "peer:1=96KiB"]
+    """None of them holds the 2 MB that leave within 0.6 of the state."""
+    return ["host=1100KiB", f"disk:{tmp_path}=1400KiB", "peer:1=1000KiB"]
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +230,7 @@ def test_a_step_with_three_tiers_gives_the_same_bits(policy, tmp_path, kept):
     placement = made.placed.plan.prediction.placement
     assert {t.name for t in placement.tiers} == {"host", f"disk:{tmp_path}", "peer:1"}
     assert made.peak_bytes <= budget.nbytes
-    assert any(placement.used)
+    assert len([used for used in placement.used if used]) >= 2
     for t, used in zip(placement.tiers, placement.used, strict=True):
         assert used <= t.nbytes
         assert t.out_bytes_per_ms > 0

@@ -16,28 +16,31 @@ pytestmark = pytest.mark.many
 
 PROBLEMS = [problem(n) for n in (13, 5)]
 
+ALL = {"rule": QUICK, "prune": False}  # which algorithms are ahead, clocks say
+
 MPI = """
 import json, sys
 from mpi4py.futures import MPIPoolExecutor
 from mucudnn.runtime.tuning.tuner import Tuner
-from tests.doubles import QUICK, problem
+from tests.doubles import problem
+from tests.test_workers_many import ALL
 
 if __name__ == "__main__":
     backend, path = sys.argv[1:]
     with MPIPoolExecutor() as executor:
-        tuner = Tuner(backend=backend, rule=QUICK, cache=path, executor=executor)
+        tuner = Tuner(backend=backend, cache=path, executor=executor, **ALL)
         tables = tuner.measure_all([problem(13), problem(5)])
-    rows = [[p.algo, p.batch] for t in tables for p in t.perfs]
+    rows = [[p.algo, p.batch, p.error] for t in tables for p in t.perfs]
     print(json.dumps(rows))
 """
 
 
 def keys(tables):
-    return [[p.algo, p.batch] for t in tables for p in t.perfs]
+    return [[p.algo, p.batch, p.error] for t in tables for p in t.perfs]
 
 
 def expected(backend):
-    return keys(Tuner(backend=backend, rule=QUICK, cache=None).measure_all(PROBLEMS))
+    return keys(Tuner(backend=backend, cache=None, **ALL).measure_all(PROBLEMS))
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def client(tmp_path):
 def test_dask_measures_and_survives_a_lost_worker(client, tmp_path):
     path = tmp_path / "cache.sqlite"
     with client.get_executor() as executor:
-        options = {"rule": QUICK, "executor": executor}
+        options = {**ALL, "executor": executor}
         with Tuner(backend="cpu", cache=path, **options) as tuner:
             assert keys(tuner.measure_all(PROBLEMS)) == expected("cpu")
         with BenchmarkCache(path) as cache:

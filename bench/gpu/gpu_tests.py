@@ -112,15 +112,29 @@ def _needs_gpu(source: str, fixtures: set[str]) -> bool:
     if not any(word in source for word in (f"mark.{_MARKER}", *fixtures)):
         return False
     tree = ast.parse(source)
-    return any(
-        _marks(node)
-        or (
-            isinstance(node, ast.FunctionDef)
-            and not fixtures.isdisjoint(arg.arg for arg in node.args.args)
-            and (node.name.startswith("test_") or node.decorator_list)
-        )
+    taken = {
+        node: {arg.arg for arg in node.args.args}
         for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    }
+    own = {n.name for n in taken if n.decorator_list and n.name not in taken[n]}
+    return _marks(tree) or any(
+        taken[node] & (fixtures - own - _parametrized(node))
+        for node in taken
+        if node.name.startswith("test_") or node.decorator_list
     )
+
+
+def _parametrized(test: ast.FunctionDef) -> set[str]:
+    """Arguments that get their values from a test's decorators, not from fixtures."""
+    return {
+        name.strip()
+        for decorator in test.decorator_list
+        if isinstance(decorator, ast.Call) and decorator.args
+        for text in ast.walk(decorator.args[0])
+        if isinstance(text, ast.Constant) and isinstance(text.value, str)
+        for name in text.value.split(",")
+    }
 
 
 def _marks(node: ast.AST) -> bool:
