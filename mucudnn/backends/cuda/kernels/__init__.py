@@ -16,6 +16,7 @@ from mucudnn.backends.base import Kernel, KernelArguments
 from mucudnn.backends.cuda.kernels import (
     average_pooling,
     batch_norm,
+    batch_norm_grad,
     bias,
     dropout,
     elementwise,
@@ -46,6 +47,7 @@ __all__ = ["KERNELS", "PROGRAMS", "bind"]
 _FILES = (
     average_pooling,
     batch_norm,
+    batch_norm_grad,
     bias,
     dropout,
     elementwise,
@@ -72,10 +74,10 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
     {
         "average_pooling": average_pooling.PROGRAM,
         "batch_norm": batch_norm.PROGRAM,
+        "batch_norm_grad": batch_norm_grad.PROGRAM,
         "bias": bias.PROGRAM,
         "dropout": dropout.PROGRAM,
         "elementwise": elementwise.PROGRAM,
-        "fused_norm": fused_norm.PROGRAM,
         "gradients": gradients.PROGRAM,
         "group_norm": group_norm.PROGRAM,
         "losses": losses.PROGRAM,

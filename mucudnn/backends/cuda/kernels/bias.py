@@ -1,13 +1,6 @@
 """One number a channel added, and its gradient: sums over everything but channels."""
 
-from mucudnn.backends.cuda.kernels.program import (
-    KernelCall,
-    Operation,
-    Program,
-    Specs,
-    as_ncs,
-    flat,
-)
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, Specs
 from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH, Channels
 
 __all__ = ["OPERATIONS", "PROGRAM"]
@@ -16,33 +9,46 @@ PROGRAM = Program(
     CHANNELS
     + FINISH
     + r"""
-KERNEL bias(const T* x, const P* b, T* y, I count, I C, I S) {
-    EACH(i, count) y[i] = (T)((A)x[i] + (A)b[i / S % C]);
-}
-
-KERNEL bias_relu(const T* x, const P* b, T* y, I count, I C, I S) {
-    EACH(i, count) {
-        A v = (A)x[i] + (A)b[i / S % C];
-        y[i] = (T)(v > 0 || v != v ? v : (A)0);
-    }
+KERNEL bias(const T* x, const P* b, T* y, I N, I C, I S, I width, I relu) {
+    Channel channel(N, C, S, width);
+    if (channel.c >= C) return;
+    A more = (A)b[channel.c];
+    EACH_PACK(channel, aligned(x) && aligned(y), {
+        Pack<T, W> v = load<W>(x + at.i);
+        for (int j = 0; j < W; ++j) {
+            A sum = (A)v.at[j] + more;
+            v.at[j] = (T)(!relu || sum > 0 || sum != sum ? sum : (A)0);
+        }
+        store(y + at.i, v);
+    })
 }
 
 KERNEL bias_relu_grad(const T* y, const T* dy, T* dx, double* parts, I N, I C, I S,
                       I width) {
     Channel channel(N, C, S, width);
     double sum = 0;
-    EACH_OF(channel, i) {
-        A d = (A)y[i] != 0 ? (A)dy[i] : (A)0;
-        dx[i] = (T)d;
-        sum += (double)d;
-    }
+    EACH_PACK(channel, aligned(y) && aligned(dy) && aligned(dx), {
+        Pack<T, W> result = load<W>(y + at.i), d = load<W>(dy + at.i);
+        A part = 0;
+        for (int j = 0; j < W; ++j) {
+            if ((A)result.at[j] == 0) d.at[j] = (T)(A)0;
+            part += (A)d.at[j];
+        }
+        store(dx + at.i, d);
+        sum += (double)part;
+    })
     channel.leave(parts, lane_sum(sum, width));
 }
 
 KERNEL bias_grad(const T* dy, double* parts, I N, I C, I S, I width) {
     Channel channel(N, C, S, width);
     double sum = 0;
-    EACH_OF(channel, i) sum += (double)dy[i];
+    EACH_PACK(channel, aligned(dy), {
+        Pack<T, W> d = load<W>(dy + at.i);
+        A part = 0;
+        for (int j = 0; j < W; ++j) part += (A)d.at[j];
+        sum += (double)part;
+    })
     channel.leave(parts, lane_sum(sum, width));
 }
 """
@@ -51,12 +57,12 @@ KERNEL bias_grad(const T* dy, double* parts, I N, I C, I S, I width) {
 
 def bias(call: KernelCall) -> None:
     """Y = x + b, b of shape (C,) along axis 1."""
-    _added(call, "bias")
+    _added(call, relu=False)
 
 
 def bias_relu(call: KernelCall) -> None:
     """max(x + b, 0)."""
-    _added(call, "bias_relu")
+    _added(call, relu=True)
 
 
 def bias_relu_grad(call: KernelCall) -> None:
@@ -78,11 +84,11 @@ def bias_grad(call: KernelCall) -> None:
     channels.finish(call, PROGRAM, parts, db)
 
 
-def _added(call: KernelCall, kernel: str) -> None:
+def _added(call: KernelCall, *, relu: bool) -> None:
     x, b = call.inputs
-    _, C, S = as_ncs(x.shape)
-    arguments = x, b, call.outputs[0], x.size, C, S
-    call.launch(PROGRAM, kernel, flat(x.size), *arguments, beside=b)
+    channels = Channels.of(x.shape)
+    arguments = x, b, call.outputs[0], *channels.arguments, int(relu)
+    call.launch(PROGRAM, "bias", channels.blocks, *arguments, beside=b)
 
 
 def _one_sum(inputs: Specs, *_: object) -> int:

@@ -78,11 +78,15 @@ KERNEL gamma_grad(const T* x, const T* dy, const P* mean, const P* inv_std,
     Channel channel(N, C, S, width);
     I g = channel.c / (C / groups);
     double dot = 0, sum = 0;
-    EACH_OF(channel, i) {
-        I row = k / S * groups + g;
-        dot += (double)(((A)x[i] - (A)mean[row]) * (A)inv_std[row]) * (double)dy[i];
-        sum += (double)dy[i];
-    }
+    EACH_PACK(channel, aligned(x) && aligned(dy), {
+        Pack<T, W> v = load<W>(x + at.i), d = load<W>(dy + at.i);
+        I row = at.n * groups + g;
+        for (int j = 0; j < W; ++j) {
+            A normed = ((A)v.at[j] - (A)mean[row]) * (A)inv_std[row];
+            dot += (double)normed * (double)(A)d.at[j];
+            sum += (double)(A)d.at[j];
+        }
+    })
     channel.leave(gammas, lane_sum(dot, width));
     channel.leave(betas, lane_sum(sum, width));
 }

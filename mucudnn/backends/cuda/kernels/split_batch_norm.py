@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mucudnn.backends.cuda.kernels.batch_norm import PROGRAM as WHOLE
+from mucudnn.backends.cuda.kernels.batch_norm_grad import partial_sums
+from mucudnn.backends.cuda.kernels.normed import NORMED
 from mucudnn.backends.cuda.kernels.program import (
     KernelCall,
     Operation,
@@ -21,6 +23,7 @@ __all__ = ["OPERATIONS", "PROGRAM", "all_moments", "moments", "statistics"]
 
 PROGRAM = Program(
     CHANNELS
+    + NORMED
     + r"""
 KERNEL finish_moments(const T* x, const double* sums, const double* squares,
                       double* stats, I parts, I N, I C, I S) {
@@ -66,9 +69,12 @@ KERNEL batch_norm_apply(const T* x, const P* gamma, const P* beta, const P* mean
     Channel channel(N, C, S, width);
     I c = channel.c;
     if (c >= C) return;
-    A factor = (A)((double)gamma[c] * (double)inv_std[c]);
-    A centre = (A)mean[c], shift = (A)beta[c];
-    EACH_OF(channel, i) y[i] = (T)(((A)x[i] - centre) * factor + shift);
+    Normed normed(mean[c], inv_std[c], gamma[c], beta[c]);
+    EACH_PACK(channel, aligned(x) && aligned(y), {
+        Pack<T, W> v = load<W>(x + at.i);
+        for (int j = 0; j < W; ++j) v.at[j] = (T)normed(v.at[j]);
+        store(y + at.i, v);
+    })
 }
 
 KERNEL batch_norm_grad_sums(const T* inv_std, T* dgamma, T* dbeta, const double* sums,
@@ -85,12 +91,13 @@ KERNEL batch_norm_grad_apply(const T* x, const T* dy, const P* gamma, const P* m
     Channel channel(N, C, S, width);
     I c = channel.c;
     if (c >= C) return;
-    double inverse = (double)inv_std[c], factor = (double)gamma[c] * inverse;
-    A centre = (A)mean[c], scale = (A)factor;
-    A offset = (A)(-factor * (double)dbeta[c] / count);
-    A along = (A)(-factor * inverse * (double)dgamma[c] / count);
-    EACH_OF(channel, i)
-        dx[i] = (T)((A)dy[i] * scale + ((A)x[i] - centre) * along + offset);
+    double dot = (double)dgamma[c] / (double)inv_std[c];
+    InputGrad grad(mean[c], inv_std[c], gamma[c], (double)dbeta[c], dot, count);
+    EACH_PACK(channel, aligned(x) && aligned(dy) && aligned(dx), {
+        Pack<T, W> v = load<W>(x + at.i), d = load<W>(dy + at.i);
+        for (int j = 0; j < W; ++j) v.at[j] = (T)grad(v.at[j], (A)d.at[j]);
+        store(dx + at.i, v);
+    })
 }
 """
 )
@@ -152,12 +159,11 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
     """A slice's share of dgamma and of dbeta."""
     x, dy, mean, inv_std = call.inputs
     channels = Channels.of(x.shape)
-    sums, dots = channels.buffers(call.workspace, 2)
-    blocks, shape = channels.blocks, channels.arguments
-    arguments = x, dy, mean, sums, dots, *shape
-    call.launch(WHOLE, "channel_dots", blocks, *arguments, beside=mean)
+    parts = channels.buffers(call.workspace, 2)
+    operands = x, dy, None, None, None, mean, inv_std, None
+    partial_sums(call, channels, operands, parts)
     C = channels.shape[1]
-    finished = inv_std, *call.outputs, sums, dots, channels.parts, C
+    finished = inv_std, *call.outputs, *parts, channels.parts, C
     call.launch(PROGRAM, "batch_norm_grad_sums", flat(C), *finished)
 
 

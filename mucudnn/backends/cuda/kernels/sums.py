@@ -31,19 +31,21 @@ PARTIALS = 512
 """Most blocks of a sum over everything."""
 
 REDUCE = r"""
-// Threads of one lane, threadIdx.x % width, share a result; width is a power of two up
-// to 32. Warps add in registers; what they leave is added by all who want it.
+// Threads of one lane, threadIdx.x % width, share a result; width is a power of two.
+// Warps add in registers; what they leave is added by all who want it.
 __device__ double lane_sum(double value, I width) {
     __shared__ double sums[THREADS];
     I place = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int other = 16; other >= width; other /= 2)
         value += __shfl_xor_sync(0xffffffffu, value, other);
+    I lanes = width < 32 ? width : 32;
     __syncthreads();
-    if (place < width) sums[warp * width + place] = value;
+    if (place < lanes) sums[warp * lanes + place] = value;
     __syncthreads();
+    I left = width < 32 ? THREADS / 32 : THREADS / width;
     double sum = 0;
-    for (I each = 0; each < THREADS / 32; ++each)
-        sum += sums[each * width + threadIdx.x % width];
+    for (I each = 0; each < left; ++each)
+        sum += sums[each * width + (threadIdx.x & (width - 1))];
     return sum;
 }
 """
@@ -51,26 +53,71 @@ __device__ double lane_sum(double value, I width) {
 CHANNELS = (
     REDUCE
     + r"""
+// Where a thread is: an element, its sample, and its place in the part of a channel.
+struct Element { I i, n, k; };
+
 // The part of a channel that a block has, and a thread's elements in it.
 struct Channel {
-    I C, S, c, k, stop, step, row;
+    I C, S, c, start, stop, row, rows;
+    bool packs;
     __device__ Channel(I N, I C, I S, I width)
-        : C(C), S(S), step(THREADS / width), row(threadIdx.x / width) {
+        : C(C), S(S), row(threadIdx.x / width), rows(THREADS / width),
+          packs(width == 1 && S % PACKED == 0) {
         c = (I)blockIdx.x * width + threadIdx.x % width;
         I length = (N * S + gridDim.y - 1) / gridDim.y;
-        I start = blockIdx.y * length;
-        k = start + row;
-        stop = c >= C ? k : start + length < N * S ? start + length : N * S;
+        length = (length + PACKED - 1) / PACKED * PACKED;
+        start = blockIdx.y * length;
+        stop = c >= C ? start : start + length < N * S ? start + length : N * S;
     }
-    __device__ I at(I k) const { return (k / S * C + c) * S + k % S; }
+    // Calls `body` for each W neighbours of the thread; only its start divides.
+    template <int W, class F> __device__ void each(const F& body) const {
+        for (Steps at(*this, W); at.k < stop; at.next(*this))
+            body(at.place(*this));
+    }
+    // The same for at most MOST times, which are numbered as the compiler unrolls them.
+    template <int W, int MOST, class F> __device__ void few(const F& body) const {
+        Steps at(*this, W);
+#pragma unroll
+        for (int turn = 0; turn < MOST; ++turn) {
+            if (at.k < stop) body(at.place(*this), turn);
+            at.next(*this);
+        }
+    }
     __device__ bool first() const { return row == 0 && c < C; }
     __device__ void leave(double* parts, double sum) const {
         if (first()) parts[(I)blockIdx.y * C + c] = sum;
     }
+    struct Steps {
+        I k, s, n, i, step, samples, pixels, jump;
+        __device__ Steps(const Channel& of, I W)
+            : k(of.start + of.row * W), s(k % of.S), n(k / of.S),
+              i((n * of.C + of.c) * of.S + s), step(of.rows * W),
+              samples(step / of.S), pixels(step % of.S),
+              jump(samples * of.C * of.S + pixels) {}
+        __device__ Element place(const Channel& of) const {
+            return Element{i, n, k - of.start};
+        }
+        __device__ void next(const Channel& of) {
+            k += step;
+            i += jump;
+            n += samples;
+            s += pixels;
+            if (s < of.S) return;
+            s -= of.S;
+            i += (of.C - 1) * of.S;
+            ++n;
+        }
+    };
 };
-#define EACH_OF(channel, i)                                                       \
-    for (I k = channel.k, i; k < channel.stop && (i = channel.at(k), true);       \
-         k += channel.step)
+// Elements `at` of a channel: W at once, where the tensors that are named allow it.
+#define EACH_PACK(channel, packed, ...)                                           \
+    if (channel.packs && (packed)) {                                              \
+        constexpr int W = PACKED;                                                 \
+        channel.template each<W>([&](const Element& at) { __VA_ARGS__ });         \
+    } else {                                                                      \
+        constexpr int W = 1;                                                      \
+        channel.template each<W>([&](const Element& at) { __VA_ARGS__ });         \
+    }
 
 __device__ double total(const double* parts, I count, I C, I c) {
     double sum = 0;

@@ -1,0 +1,174 @@
+"""The gradients of batch normalisation, of a ReLU behind it, and of a sum between them.
+
+Gradients are masked where they are read. Without a sum the mask is told from the input
+by the formula of the forward pass, rounding by rounding, from what that pass saved: its
+result is not read. Where a channel fits into a block's shared memory, one launch does
+all; it keeps the masked gradient in registers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mucudnn.backends.cuda.kernels.normed import NORMED, fits, workspace
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, Channels
+
+__all__ = ["OPERATIONS", "PROGRAM", "backward", "partial_sums"]
+
+PROGRAM = Program(
+    CHANNELS
+    + NORMED
+    + r"""
+// Of the gradient what a ReLU lets through: all without one; where its result, if it is
+// given, is not 0, which is kept as the term's gradient; where the formula says so.
+struct Gradient {
+    const T *dy, *y;
+    T* dterm;
+    bool formula;
+    Normed normed;
+    __device__ Gradient(I c, const T* dy, const T* y, T* dterm, const P* gamma,
+                        const P* beta, const P* mean, const P* inv_std)
+        : dy(dy), y(y), dterm(dterm), formula(beta),
+          normed(beta ? Normed(mean[c], inv_std[c], gamma[c], beta[c])
+                      : Normed(mean[c])) {}
+    __device__ bool packed() const {
+        return aligned(dy) && aligned(y) && aligned(dterm);
+    }
+    template <int W>
+    __device__ Pack<T, W> operator()(I i, const Pack<T, W>& x, Sums& sums) const {
+        Pack<T, W> d = load<W>(dy + i), result;
+        if (y) result = load<W>(y + i);
+        A sum = 0, dot = 0;
+        for (int j = 0; j < W; ++j) {
+            if (y && (A)result.at[j] == 0) d.at[j] = (T)(A)0;
+            A passed = formula ? normed.masked(x.at[j], d.at[j]) : (A)d.at[j];
+            d.at[j] = (T)passed;
+            sum += passed;
+            dot += ((A)x.at[j] - normed.centre) * passed;
+        }
+        if (dterm) store(dterm + i, d);
+        sums.one += (double)sum;
+        sums.other += (double)dot;
+        return d;
+    }
+};
+
+#define BACKWARD                                                                  \
+    const T *x, const T *dy, const T *y, const P *gamma, const P *beta,           \
+        const P *mean, const P *inv_std, T *dterm
+
+KERNEL channel_dots(BACKWARD, double* sums, double* dots, I N, I C, I S, I width) {
+    Channel channel(N, C, S, width);
+    I c = channel.c < C ? channel.c : 0;
+    Gradient gradient(c, dy, y, dterm, gamma, beta, mean, inv_std);
+    Sums found = {0, 0};
+    EACH_PACK(channel, aligned(x) && gradient.packed(), {
+        gradient(at.i, load<W>(x + at.i), found);
+    })
+    channel.leave(sums, lane_sum(found.one, width));
+    channel.leave(dots, lane_sum(found.other, width));
+}
+
+KERNEL batch_norm_grad(BACKWARD, T* dx, P* dgamma, P* dbeta, const double* sums,
+                       const double* dots, I N, I C, I S, I width) {
+    Channel channel(N, C, S, width);
+    I c = channel.c;
+    if (c >= C) return;
+    double sum = total(sums, gridDim.y, C, c), dot = total(dots, gridDim.y, C, c);
+    InputGrad grad(mean[c], inv_std[c], gamma[c], sum, dot, (double)N * S);
+    Gradient gradient(c, dy, y, dterm, gamma, beta, mean, inv_std);
+    Sums unused = {0, 0};
+    EACH_PACK(channel, aligned(x) && aligned(dx) && gradient.packed(), {
+        Pack<T, W> v = load<W>(x + at.i), d = gradient(at.i, v, unused);
+        for (int j = 0; j < W; ++j) v.at[j] = (T)grad(v.at[j], (A)d.at[j]);
+        store(dx + at.i, v);
+    })
+    if (!channel.first() || blockIdx.y != 0) return;
+    dgamma[c] = (P)(dot * (double)inv_std[c]);
+    dbeta[c] = (P)sum;
+}
+
+template <int W>
+__device__ void whole_grad(const Channel& channel, const Gradient& gradient, T* room,
+                           const T* x, P gamma, P mean, P inv_std, T* dx, P* dgamma,
+                           P* dbeta, double count) {
+    Pack<T, W> kept[HELD / W];
+    Sums found = {0, 0};
+    channel.template few<W, HELD / W>([&](const Element& at, int turn) {
+        Pack<T, W> v = load<W>(x + at.i);
+        store(room + at.k, v);
+        kept[turn] = gradient(at.i, v, found);
+    });
+    double sum = lane_sum(found.one, 1), dot = lane_sum(found.other, 1);
+    InputGrad grad(mean, inv_std, gamma, sum, dot, count);
+    channel.template few<W, HELD / W>([&](const Element& at, int turn) {
+        Pack<T, W> v = load<W>(room + at.k);
+        for (int j = 0; j < W; ++j) v.at[j] = (T)grad(v.at[j], (A)kept[turn].at[j]);
+        store(dx + at.i, v);
+    });
+    if (!channel.first()) return;
+    dgamma[channel.c] = (P)(dot * (double)inv_std);
+    dbeta[channel.c] = (P)sum;
+}
+
+KERNEL batch_norm_grad_whole(BACKWARD, T* dx, P* dgamma, P* dbeta, I N, I C, I S) {
+    alignas(16) __shared__ T room[ROOM];
+    Channel channel(N, C, S, 1);
+    I c = channel.c;
+    Gradient gradient(c, dy, y, dterm, gamma, beta, mean, inv_std);
+    if (channel.packs && aligned(x) && aligned(dx) && gradient.packed())
+        whole_grad<PACKED>(channel, gradient, room, x, gamma[c], mean[c], inv_std[c],
+                           dx, dgamma, dbeta, (double)N * S);
+    else
+        whole_grad<1>(channel, gradient, room, x, gamma[c], mean[c], inv_std[c], dx,
+                      dgamma, dbeta, (double)N * S);
+}
+"""
+)
+
+
+def batch_norm_grad(call: KernelCall) -> None:
+    """Dx = gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta."""
+    x, dy, gamma, mean, inv_std = call.inputs
+    backward(call, (x, dy, None, gamma, None, mean, inv_std, None), call.outputs)
+
+
+def backward(
+    call: KernelCall, operands: tuple[Any, ...], results: Sequence[Any]
+) -> None:
+    """Those of what a ReLU lets through.
+
+    Args:
+        call: Which backward pass.
+        operands: X, dy, the ReLU's result, gamma, beta, mean, 1 / standard deviation
+            and the term's gradient. With a result the mask is told from it, with beta
+            from x; None is what there is not.
+        results: Dx, dgamma and dbeta.
+    """
+    x, _, y, gamma, _, mean, inv_std, dterm = operands
+    channels = Channels.of(x.shape)
+    if fits(channels, x.dtype.itemsize):
+        arguments = *operands, *results, *channels.shape
+        blocks, name = (channels.shape[1], 1), "batch_norm_grad_whole"
+        call.launch(PROGRAM, name, blocks, *arguments, beside=mean)
+        return
+    parts = channels.buffers(call.workspace, 2)
+    partial_sums(call, channels, operands, parts)
+    if y is not None:  # what it let through is kept
+        operands = x, dterm, None, gamma, None, mean, inv_std, None
+    arguments = *operands, *results, *parts, *channels.arguments
+    call.launch(PROGRAM, "batch_norm_grad", channels.blocks, *arguments, beside=mean)
+
+
+def partial_sums(
+    call: KernelCall, channels: Channels, operands: Sequence[Any], parts: Sequence[Any]
+) -> None:
+    """The sums of gradients, and of gradients times deviations, of every block."""
+    arguments = *operands, *parts, *channels.arguments
+    mean = operands[5]
+    call.launch(PROGRAM, "channel_dots", channels.blocks, *arguments, beside=mean)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "batch_norm_grad": Operation(batch_norm_grad, workspace),
+}

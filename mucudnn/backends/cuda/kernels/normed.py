@@ -1,0 +1,101 @@
+"""What the kernels of batch normalisation share: arithmetic, and what a block keeps.
+
+A network's second forward pass must give what the first gave, and the gradient of a
+ReLU behind it is told from the input: all round as `Normed` does.
+"""
+
+from mucudnn.backends.cuda.kernels.program import THREADS, Specs
+from mucudnn.backends.cuda.kernels.sums import Channels
+from mucudnn.ir.tensor import itemsize
+
+__all__ = ["NORMED", "fits", "workspace"]
+
+_ROOM = 45 << 10
+"""Bytes of a channel in shared memory; with what sums take, within the 48 KiB that
+every GPU gives a block unasked."""
+
+_HELD = 64
+"""Elements a thread keeps in registers, so that two blocks at least run at once."""
+
+_FEW_CHANNELS = 64
+_SHORT = 16 * THREADS  # elements of a channel for which more blocks are not worth it
+
+NORMED = (
+    f"""
+#define ROOM ({_ROOM} / (int)sizeof(T))
+#define HELD (sizeof(T) == 2 ? {_HELD} : (ROOM + THREADS * PACKED - 1) / THREADS / \\
+                                          PACKED * PACKED)
+"""
+    + r"""
+struct Sums { double one, other; };
+
+__device__ A positive(A v) { return v > 0 || v != v ? v : (A)0; }
+
+// Normalised elements of a channel, from numbers as they are saved.
+struct Normed {
+    A centre, factor, shift;
+    __device__ Normed(P mean, P inverse, P gamma, P beta)
+        : centre((A)mean), factor((A)((double)gamma * (double)inverse)),
+          shift((A)beta) {}
+    __device__ explicit Normed(P mean) : centre((A)mean), factor(0), shift(0) {}
+    __device__ A operator()(T x) const {
+        return fma((A)x - centre, factor, shift);
+    }
+    __device__ A masked(T x, T dy) const {
+        A y = (A)(T)(*this)(x);
+        return y > 0 || y != y ? (A)dy : (A)0;
+    }
+};
+
+// A channel's statistics, from its sums about an origin.
+struct Moments {
+    double average, square, count;
+    __device__ Moments(A origin, double sum, double squares, double count)
+        : count(count) {
+        average = (double)origin + sum / count;
+        square = squares - sum * sum / count;
+        if (square < 0) square = 0;
+    }
+    __device__ P inverse(double eps) const {
+        return (P)(1 / sqrt(square / count + eps));
+    }
+    __device__ void move(P* running_mean, P* running_var, double momentum) const {
+        double unbiased = square / (count > 1 ? count - 1 : 1), rest = 1 - momentum;
+        *running_mean = (P)(rest * (double)*running_mean + momentum * average);
+        *running_var = (P)(rest * (double)*running_var + momentum * unbiased);
+    }
+};
+
+// The input's gradient: of the masked gradient, the input, and a constant.
+struct InputGrad {
+    A centre, scale, along, offset;
+    __device__ InputGrad(P mean, P inv_std, P gamma, double sum, double dot,
+                         double count)
+        : centre((A)mean) {
+        double inverse = (double)inv_std, factor = (double)gamma * inverse;
+        scale = (A)factor;
+        offset = (A)(-factor * sum / count);
+        along = (A)(-factor * inverse * inverse * dot / count);
+    }
+    __device__ A operator()(T x, A dy) const {
+        return dy * scale + ((A)x - centre) * along + offset;
+    }
+};
+"""
+)
+
+
+def fits(channels: Channels, nbytes: int) -> bool:
+    """Whether a block has room for a channel, and there is work for all blocks."""
+    N, C, S = channels.shape
+    most = min(_ROOM // nbytes, _HELD * THREADS)
+    worth = C >= _FEW_CHANNELS or N * S <= _SHORT
+    return channels.width == 1 and 0 < N * S <= most and worth
+
+
+def workspace(inputs: Specs, *_: object) -> int:
+    """Bytes of partial sums; none where one launch does all."""
+    channels = Channels.of(inputs[0].shape)
+    if fits(channels, itemsize(inputs[0].dtype)):
+        return 0
+    return 2 * channels.nbytes
