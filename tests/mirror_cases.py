@@ -303,7 +303,10 @@ def _pools(dtype):
 def _losses(dtype):
     rng = np.random.default_rng(0)
     scalar = ((), dtype)
-    for shape in ((7, 5), (3, 300), (3, 4, 6), (2, 3, 9, 11), (700, 3)):
+    for shape in (
+        *((7, 5), (3, 300), (700, 3), (3, 4, 6), (2, 3, 9, 11)),
+        *((3, 2, 7, 13), (2, 1, 40)),
+    ):
         x = normal(*shape, dtype=dtype) * 5 + 100
         labels = rng.integers(0, shape[1], (shape[0], *shape[2:]))
         p = np.abs(normal(*shape, dtype=dtype))

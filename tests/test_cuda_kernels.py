@@ -167,6 +167,22 @@ def test_every_element_is_computed_once_in_place(op, blocks, folder, monkeypatch
 
 
 @emulated
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_threads_go_on_without_dividing(blocks, folder, monkeypatch):
+    """Over rows, planes and images of odd sizes, several of each at a step."""
+    monkeypatch.setattr(program, "_MOST_WALKING", blocks)
+    kernels = bind(Emulator(folder))
+    walking = ("max_pool", "avg_pool", "softmax_cross_entropy_grad")
+    for case in cases("f4"):
+        if case.op.startswith(walking):
+            expected = compute(CPU[case.op], case)
+            for one, other in zip(
+                compute(kernels[case.op], case), expected, strict=True
+            ):
+                agree(one, other, TOLERANCE["f4"], case)
+
+
+@emulated
 def test_an_overflow_is_found_wherever_it_is(folder):
     kernel = bind(Emulator(folder))["find_overflow"]
     for place in (None, 0, 4095, 4096, 8192):

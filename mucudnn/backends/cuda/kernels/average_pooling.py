@@ -14,6 +14,7 @@ from mucudnn.backends.cuda.kernels.program import (
     Operation,
     Program,
     flat,
+    walking,
 )
 from mucudnn.backends.cuda.kernels.windows import WINDOWS, geometry
 
@@ -24,15 +25,17 @@ PROGRAM = Program(
     + r"""
 // The sum over `width` neighbouring threads, a power of two.
 __device__ double neighbour_sum(double value, I width) {
-    __shared__ double sums[THREADS];
+    __shared__ double sums[THREADS / 32];
+    for (int other = width < 32 ? width / 2 : 16; other > 0; other /= 2)
+        value += __shfl_xor_sync(0xffffffffu, value, other);
+    if (width <= 32) return value;
     __syncthreads();
-    sums[threadIdx.x] = value;
-    for (I half = width / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x % width < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-    }
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
     __syncthreads();
-    return sums[threadIdx.x / width * width];
+    I first = threadIdx.x / width * width / 32;
+    value = 0;
+    for (I warp = 0; warp < width / 32; ++warp) value += sums[first + warp];
+    return value;
 }
 
 KERNEL image_means(const T* x, T* y, I planes, I pixels, I width) {
@@ -51,9 +54,9 @@ KERNEL image_means(const T* x, T* y, I planes, I pixels, I width) {
 
 KERNEL avg_pool(const T* x, T* y, I count, I padded, AXES) {
     MAKE_AXES
-    EACH(i, count) {
-        I ow = i % W.out, oh = i / W.out % H.out, od = i / W.out / H.out % D.out;
-        const T* image = x + i / W.out / H.out / D.out * D.size * H.size * W.size;
+    EACH_AT(at, count, W.out, H.out, D.out) {
+        I ow = at.w, oh = at.h, od = at.d;
+        const T* image = x + at.image * D.size * H.size * W.size;
         A sum = 0;
         for (I d = D.first(od); d < D.end(od); ++d)
             for (I h = H.first(oh); h < H.end(oh); ++h)
@@ -61,15 +64,14 @@ KERNEL avg_pool(const T* x, T* y, I count, I padded, AXES) {
                     sum += (A)image[(d * H.size + h) * W.size + w];
         I elements = D.counted(od, padded) * H.counted(oh, padded) *
                      W.counted(ow, padded);
-        y[i] = (T)(sum / elements);
+        y[at.i] = (T)(sum / elements);
     }
 }
 
 KERNEL avg_pool_grad(const T* dy, T* dx, I count, I padded, AXES) {
     MAKE_AXES
-    EACH(i, count) {
-        I w = i % W.size, h = i / W.size % H.size, d = i / W.size / H.size % D.size;
-        I image = i / W.size / H.size / D.size * D.out * H.out * W.out;
+    EACH_AT(at, count, W.size, H.size, D.size) {
+        I w = at.w, h = at.h, d = at.d, image = at.image * D.out * H.out * W.out;
         A sum = 0;
         for (I od = D.earliest(d); od < D.past(d); ++od)
             for (I oh = H.earliest(h); oh < H.past(h); ++oh)
@@ -78,7 +80,7 @@ KERNEL avg_pool_grad(const T* dy, T* dx, I count, I padded, AXES) {
                                  W.counted(ow, padded);
                     sum += (A)dy[image + (od * H.out + oh) * W.out + ow] / elements;
                 }
-        dx[i] = (T)sum;
+        dx[at.i] = (T)sum;
     }
 }
 """
@@ -96,7 +98,7 @@ def avg_pool(call: KernelCall) -> None:
         return
     arguments = y.size, int(call.attrs["count_include_pad"])
     axes = geometry(x.shape, y.shape, call.attrs)
-    call.launch(PROGRAM, "avg_pool", flat(y.size), x, y, *arguments, *axes)
+    call.launch(PROGRAM, "avg_pool", walking(y.size), x, y, *arguments, *axes)
 
 
 def avg_pool_grad(call: KernelCall) -> None:
@@ -104,7 +106,7 @@ def avg_pool_grad(call: KernelCall) -> None:
     (dy,), (dx,) = call.inputs, call.outputs
     arguments = dx.size, int(call.attrs["count_include_pad"])
     axes = geometry(dx.shape, dy.shape, call.attrs)
-    call.launch(PROGRAM, "avg_pool_grad", flat(dx.size), dy, dx, *arguments, *axes)
+    call.launch(PROGRAM, "avg_pool_grad", walking(dx.size), dy, dx, *arguments, *axes)
 
 
 def _whole(image: tuple[int, ...], out: tuple[int, ...], attrs: Attrs) -> bool:

@@ -1,7 +1,8 @@
 """Losses with their gradients, and accuracy.
 
-A block takes 32 neighbouring pixels, or one sample that has no pixels, and leaves its
-part of the sum in the workspace; one last block adds the parts up in order.
+A block takes 32 neighbouring pixels (more of few classes), or one sample that has no
+pixels, and leaves its part of the sum in the workspace; one last block adds the parts
+up in order.
 
 A kernel cannot stop the host. Where a label is not a class, the loss is NaN and the
 answer is wrong; nothing is read or written out of bounds.
@@ -10,13 +11,16 @@ answer is wrong; nothing is read or written out of bounds.
 from collections.abc import Sequence
 
 from mucudnn.backends.cuda.kernels.program import (
+    THREADS,
     KernelCall,
     Operation,
     Program,
     as_ncs,
     flat,
+    walking,
 )
 from mucudnn.backends.cuda.kernels.sums import PARTIALS, REDUCE, partials
+from mucudnn.backends.cuda.kernels.windows import WALK
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
@@ -24,23 +28,42 @@ _LANES = 32
 
 PROGRAM = Program(
     REDUCE
+    + WALK
     + r"""
 typedef long long Label;
 
+// As `lane_sum`, the highest.
 __device__ A lane_max(A value, I width) {
     __shared__ A highest[THREADS];
-    __syncthreads();
-    highest[threadIdx.x] = value;
-    for (I half = THREADS / 2; half >= width; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half && highest[threadIdx.x + half] > highest[threadIdx.x])
-            highest[threadIdx.x] = highest[threadIdx.x + half];
+    for (int other = 16; other >= width; other /= 2) {
+        A theirs = __shfl_xor_sync(0xffffffffu, value, other);
+        if (theirs > value) value = theirs;
     }
     __syncthreads();
-    return highest[threadIdx.x % width];
+    highest[threadIdx.x] = value;
+    __syncthreads();
+    I apart = width < 32 ? 32 : width;
+    for (I each = threadIdx.x & (width - 1); each < THREADS; each += apart)
+        if (highest[each] > value) value = highest[each];
+    return value;
 }
 
-// Lanes are pixels; the threads of a lane share its classes.
+// Lanes are pixels; the threads of a lane share its classes. Those of a pixel that is
+// all of its sample are neighbours, W of which are read at once.
+#define EACH_CLASS(...)                                                           \
+    if (packed) {                                                                 \
+        constexpr int W = PACKED;                                                 \
+        I c = row * W, i = start + c, next = apart * W;                           \
+        for (; c < stop; c += next, i += next) {                                  \
+            __VA_ARGS__                                                           \
+        }                                                                         \
+    } else {                                                                      \
+        constexpr int W = 1;                                                      \
+        I c = row, i = start + c * S;                                             \
+        for (; c < stop; c += apart, i += apart * S) {                            \
+            __VA_ARGS__                                                           \
+        }                                                                         \
+    }
 #define EACH_PIXEL(pixel)                                                         \
     I lane = threadIdx.x % width, row = threadIdx.x / width;                      \
     I pixels = N * S, apart = THREADS / width;                                    \
@@ -50,19 +73,29 @@ __device__ A lane_max(A value, I width) {
 KERNEL softmax_cross_entropy(const T* x, const Label* labels, T* p, double* parts, I N,
                              I C, I S, I width) {
     double loss = 0;
+    bool packed = S == 1 && C % PACKED == 0 && aligned(x) && aligned(p);
     EACH_PIXEL(pixel) {
         bool here = pixel < pixels;
         I start = here ? pixel / S * C * S + pixel % S : 0, stop = here ? C : 0;
         A highest = -(A)INFINITY;
-        for (I c = row; c < stop; c += apart)
-            if ((A)x[start + c * S] > highest) highest = (A)x[start + c * S];
+        EACH_CLASS({
+            Pack<T, W> v = load<W>(x + i);
+            for (int j = 0; j < W; ++j)
+                if ((A)v.at[j] > highest) highest = (A)v.at[j];
+        })
         highest = lane_max(highest, width);
         double sum = 0;
-        for (I c = row; c < stop; c += apart)
-            sum += (double)exp((A)x[start + c * S] - highest);
+        EACH_CLASS({
+            Pack<T, W> v = load<W>(x + i);
+            for (int j = 0; j < W; ++j) sum += (double)exp((A)v.at[j] - highest);
+        })
         sum = lane_sum(sum, width);
-        for (I c = row; c < stop; c += apart)
-            p[start + c * S] = (T)(exp((A)x[start + c * S] - highest) / (A)sum);
+        EACH_CLASS({
+            Pack<T, W> v = load<W>(x + i);
+            for (int j = 0; j < W; ++j)
+                v.at[j] = (T)(exp((A)v.at[j] - highest) / (A)sum);
+            store(p + i, v);
+        })
         if (!here || row != 0) continue;
         Label label = labels[pixel];
         if (label < 0 || label >= C) loss += (double)NAN;
@@ -75,15 +108,16 @@ KERNEL softmax_cross_entropy(const T* x, const Label* labels, T* p, double* part
 KERNEL softmax_cross_entropy_grad(const T* p, const Label* labels, const T* dloss,
                                   T* dx, I count, I C, I S, double labelled) {
     A factor = (A)((double)dloss[0] / labelled);
-    EACH(i, count) {
-        I c = i / S % C, pixel = i / S / C * S + i % S;
-        dx[i] = (T)(((A)p[i] - (A)(labels[pixel] == c)) * factor);
+    EACH_AT(at, count, S, C, 1) {
+        bool own = labels[at.image * S + at.w] == at.h;
+        dx[at.i] = (T)(((A)p[at.i] - (A)own) * factor);
     }
 }
 
 KERNEL accuracy(const T* x, const Label* labels, double* parts, I N, I C, I S, I width,
                 I most) {
     double right = 0;
+    bool packed = S == 1 && C % PACKED == 0 && aligned(x);
     EACH_PIXEL(pixel) {
         bool here = pixel < pixels;
         Label label = here ? labels[pixel] : -1;
@@ -91,7 +125,10 @@ KERNEL accuracy(const T* x, const Label* labels, double* parts, I N, I C, I S, I
         I start = here ? pixel / S * C * S + pixel % S : 0, stop = here ? C : 0;
         A own = here ? (A)x[start + (I)label * S] : (A)0;
         double above = 0;
-        for (I c = row; c < stop; c += apart) above += (A)x[start + c * S] > own;
+        EACH_CLASS({
+            Pack<T, W> v = load<W>(x + i);
+            for (int j = 0; j < W; ++j) above += (A)v.at[j] > own;
+        })
         above = lane_sum(above, width);
         if (here && row == 0 && above < most && own == own) right += 1;
     }
@@ -151,7 +188,7 @@ def softmax_cross_entropy_grad(call: KernelCall) -> None:
     name = "softmax_cross_entropy_grad"
     labelled = float(call.attrs.get("count", call.inputs[1].size))
     arguments = *call.inputs, dx, p.size, C, S, labelled
-    call.launch(PROGRAM, name, flat(p.size), *arguments)
+    call.launch(PROGRAM, name, walking(p.size), *arguments)
 
 
 def mean_squared_error(call: KernelCall) -> None:
@@ -187,7 +224,9 @@ def accuracy(call: KernelCall) -> None:
 def _pixels(shape: Sequence[int]) -> tuple[tuple[int], tuple[int, int, int, int]]:
     """(blocks, (N, C, S, width)) of a kernel that goes over pixels."""
     N, C, S = as_ncs(shape)
-    width = 1 if S == 1 else _LANES
+    # Few classes need few threads of a lane, and all threads need a lane.
+    sharing = 1 << (min(C, THREADS // _LANES).bit_length() - 1) if C else 1
+    width = 1 if S == 1 else THREADS // sharing
     return (min(PARTIALS, -(-N * S // width)),), (N, C, S, width)
 
 

@@ -4,7 +4,12 @@ A thread has one result: in the gradient an element of the image, which gathers 
 the windows that hold it, in their order.
 """
 
-from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
+from mucudnn.backends.cuda.kernels.program import (
+    KernelCall,
+    Operation,
+    Program,
+    walking,
+)
 from mucudnn.backends.cuda.kernels.windows import WINDOWS, geometry
 
 __all__ = ["OPERATIONS", "PROGRAM"]
@@ -15,9 +20,9 @@ PROGRAM = Program(
 // Padding is never chosen. NaN is above all numbers.
 KERNEL max_pool(const T* x, T* y, unsigned char* index, I count, AXES) {
     MAKE_AXES
-    EACH(i, count) {
-        I ow = i % W.out, oh = i / W.out % H.out, od = i / W.out / H.out % D.out;
-        const T* image = x + i / W.out / H.out / D.out * D.size * H.size * W.size;
+    EACH_AT(at, count, W.out, H.out, D.out) {
+        I ow = at.w, oh = at.h, od = at.d;
+        const T* image = x + at.image * D.size * H.size * W.size;
         A best = -(A)INFINITY;
         int chosen = -1;
         for (I d = D.first(od); d < D.end(od); ++d)
@@ -30,16 +35,15 @@ KERNEL max_pool(const T* x, T* y, unsigned char* index, I count, AXES) {
                     chosen = ((d - D.origin(od)) * H.kernel + h - H.origin(oh)) *
                                  W.kernel + w - W.origin(ow);
                 }
-        y[i] = (T)best;
-        index[i] = chosen;
+        y[at.i] = (T)best;
+        index[at.i] = chosen;
     }
 }
 
 KERNEL max_pool_grad(const T* dy, const unsigned char* index, T* dx, I count, AXES) {
     MAKE_AXES
-    EACH(i, count) {
-        I w = i % W.size, h = i / W.size % H.size, d = i / W.size / H.size % D.size;
-        I image = i / W.size / H.size / D.size * D.out * H.out * W.out;
+    EACH_AT(at, count, W.size, H.size, D.size) {
+        I w = at.w, h = at.h, d = at.d, image = at.image * D.out * H.out * W.out;
         A sum = 0;
         for (I od = D.earliest(d); od < D.past(d); ++od)
             for (I oh = H.earliest(h); oh < H.past(h); ++oh)
@@ -49,7 +53,7 @@ KERNEL max_pool_grad(const T* dy, const unsigned char* index, T* dx, I count, AX
                     I o = image + (od * H.out + oh) * W.out + ow;
                     if (index[o] == tap) sum += (A)dy[o];
                 }
-        dx[i] = (T)sum;
+        dx[at.i] = (T)sum;
     }
 }
 """
@@ -63,14 +67,15 @@ def max_pool(call: KernelCall) -> None:
     """
     (x,), (y, index) = call.inputs, call.outputs
     axes = geometry(x.shape, y.shape, call.attrs)
-    call.launch(PROGRAM, "max_pool", flat(y.size), x, y, index, y.size, *axes)
+    call.launch(PROGRAM, "max_pool", walking(y.size), x, y, index, y.size, *axes)
 
 
 def max_pool_grad(call: KernelCall) -> None:
     """Dx: each dy at its maximum's place."""
     (dy, index), (dx,) = call.inputs, call.outputs
     axes = geometry(dx.shape, dy.shape, call.attrs)
-    call.launch(PROGRAM, "max_pool_grad", flat(dx.size), dy, index, dx, dx.size, *axes)
+    arguments = dy, index, dx, dx.size, *axes
+    call.launch(PROGRAM, "max_pool_grad", walking(dx.size), *arguments)
 
 
 OPERATIONS: dict[str, Operation] = {

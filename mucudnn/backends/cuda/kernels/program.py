@@ -29,6 +29,7 @@ __all__ = [
     "Specs",
     "as_ncs",
     "flat",
+    "walking",
 ]
 
 Attrs = Mapping[str, Any]
@@ -38,6 +39,7 @@ Call = Callable[[], None]
 """Launches what it was prepared for."""
 
 _MOST_BLOCKS = 1 << 16
+_MOST_WALKING = 1 << 11  # enough to fill any GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,11 @@ class Operation:
 def flat(count: int) -> tuple[int]:
     """Blocks for a kernel that takes elements one by one, with EACH."""
     return (min(_MOST_BLOCKS, -(-count // THREADS)),)
+
+
+def walking(count: int) -> tuple[int]:
+    """The same for one whose threads take many elements each, with a `Walk`."""
+    return (min(_MOST_WALKING, -(-count // THREADS)),)
 
 
 def as_ncs(shape: Sequence[int]) -> tuple[int, int, int]:

@@ -1,24 +1,57 @@
-"""Windows over images of up to three axes, to kernels always three: D, H, W."""
+"""Windows over images of up to three axes, to kernels always three: D, H, W.
+
+A thread finds the axes' indices of its first element by dividing, and those of the
+next ones by adding: GPUs have no instruction that divides whole numbers.
+"""
 
 from collections.abc import Sequence
 
 from mucudnn.backends.cuda.kernels.program import Attrs
 
-__all__ = ["WINDOWS", "geometry"]
+__all__ = ["WALK", "WINDOWS", "geometry"]
 
 _ABSENT = (1, 1, 1, 1, 0)  # of an axis: size, out, kernel, stride, padding
 
-WINDOWS = r"""
+WALK = r"""
+// A thread's elements one after another, and where each is along axes of these sizes.
+struct Walk {
+    I i, w, h, d, image, W, H, D, step, step_w, step_h, step_d, step_image;
+    __device__ Walk(I W, I H, I D)
+        : i((I)blockIdx.x * THREADS + threadIdx.x), w(i % W), h(i / W % H),
+          d(i / W / H % D), image(i / W / H / D), W(W), H(H), D(D),
+          step((I)gridDim.x * THREADS), step_w(step % W), step_h(step / W % H),
+          step_d(step / W / H % D), step_image(step / W / H / D) {}
+    __device__ void next() {
+        i += step;
+        w += step_w;
+        h += step_h;
+        d += step_d;
+        image += step_image;
+        if (w >= W) w -= W, ++h;
+        if (h >= H) h -= H, ++d;
+        if (d >= D) d -= D, ++image;
+    }
+};
+#define EACH_AT(at, count, W, H, D) for (Walk at(W, H, D); at.i < (count); at.next())
+"""
+
+WINDOWS = (
+    WALK
+    + r"""
 // One axis of an image and its windows.
 struct Axis {
     I size, out, kernel, stride, padding;
+    // Most strides are 1 or 2, which all threads find at once.
+    __device__ I by_stride(I x) const {
+        return stride == 1 ? x : stride == 2 ? x / 2 : x / stride;
+    }
     // Windows that hold an element: from `earliest` to before `past`.
     __device__ I earliest(I x) const {
         I beyond = x + padding - kernel + 1;
-        return beyond > 0 ? (beyond + stride - 1) / stride : 0;
+        return beyond > 0 ? by_stride(beyond + stride - 1) : 0;
     }
     __device__ I past(I x) const {
-        I last = (x + padding) / stride;
+        I last = by_stride(x + padding);
         return last < out ? last + 1 : out;
     }
     // The window's elements in the image: from `first` to before `end`.
@@ -42,6 +75,7 @@ struct Axis {
     const Axis H = {h_size, h_out, h_kernel, h_stride, h_padding};                \
     const Axis W = {w_size, w_out, w_kernel, w_stride, w_padding};
 """
+)
 
 
 def geometry(image: Sequence[int], out: Sequence[int], attrs: Attrs) -> list[int]:
