@@ -142,7 +142,7 @@ def test_merging_that_runs_out_of_effort_states_its_gap():
     tables, total = hard()
 
     def hasty(core):
-        return merge(core, effort=2, most_effort=20)
+        return merge(core, effort=1, most_effort=2)
 
     cut = divide(tables, total, solver=hasty)
     assert (cut.status, cut.solver) == ("feasible", "hasty")
@@ -266,10 +266,10 @@ def test_equal_tables_are_examined_once(monkeypatch):
     seen = []
     from mucudnn.passes.convolution import workspace_division
 
-    original = workspace_division.pareto_plans
+    original = workspace_division.pareto_front
     monkeypatch.setattr(
         workspace_division,
-        "pareto_plans",
+        "pareto_front",
         lambda t, limit: seen.append(t) or original(t, limit),
     )
     divide([tables[0]] * 5 + tables, 1 << 28)

@@ -28,6 +28,10 @@ _MOST_EFFORT = 8_000_000
 _CLOSED = 1e-9
 """A selection this close to the bound, relatively, is called optimal."""
 
+_AROUND = (0.8, 1.25)
+"""Other prices that states are bounded at, times the relaxation's: any price bounds,
+and these do so better where a state has used too little or too much by then."""
+
 _SLACK = 1e-12
 """Bounds are compared with this much of the largest sum involved to spare: far above
 the rounding of some hundred additions."""
@@ -185,22 +189,22 @@ def _merge(core: Core, effort: int) -> Selection:
     open_items = [[(*core.groups[g][i], i) for i in core.open[g]] for g in order]
     # What the groups still to come need at least, and cost at least at the price.
     least = _suffix_sums(min(w for w, _, _ in items) for items in open_items)
-    cheapest = _suffix_sums(
-        min(c + price * w for w, c, _ in items) for items in open_items
-    )
+    allowed = _allowed(core, open_items, price)
+    around = [(f * price, _allowed(core, open_items, f * price)) for f in _AROUND]
     optimal = True
     states = [(0, 0.0, -1, -1)]
     stages = []
-    for items, rest, rest_cost in zip(open_items, least[1:], cheapest[1:], strict=True):
-        room = core.capacity - rest
-        allowed = core.threshold - rest_cost + price * core.capacity
+    for n, items in enumerate(open_items):
+        room, most = core.capacity - least[n + 1], allowed[n]
         states = _undominated(
             (workspace, cost, parent, i)
             for nbytes, more, i in items
             for parent, (used, spent, _, _) in enumerate(states)
             if (workspace := used + nbytes) <= room
-            and (cost := spent + more) + price * workspace <= allowed
+            and (cost := spent + more) + price * workspace <= most
         )
+        for other, limits in around:
+            states = [s for s in states if s[1] + other * s[0] <= limits[n]]
         if len(states) > most_states:
             optimal = False
             states.sort(key=lambda state: state[1] + price * state[0])
@@ -216,6 +220,21 @@ def _merge(core: Core, effort: int) -> Selection:
     if core.cost(picks) >= core.cost(core.incumbent):
         return Selection(core.incumbent, optimal)
     return Selection(tuple(picks), optimal)
+
+
+def _allowed(
+    core: Core, open_items: Sequence[Sequence[tuple[int, float, int]]], price: float
+) -> list[float]:
+    """After each group, the most a state may have cost, its bytes at a price counted.
+
+    What costs more ends above the incumbent, as the groups to come cost no less than
+    their cheapest items at that price.
+    """
+    cheapest = _suffix_sums(
+        min(c + price * w for w, c, _ in items) for items in open_items
+    )
+    most = core.threshold + price * core.capacity
+    return [most - rest for rest in cheapest[1:]]
 
 
 def _undominated(

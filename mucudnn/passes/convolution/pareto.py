@@ -23,6 +23,7 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
 
 __all__ = [
+    "Divided",
     "candidates",
     "check_divisible",
     "division_cost_ms",
@@ -31,6 +32,7 @@ __all__ = [
     "least_workspace",
     "no_plan",
     "pareto_divisions",
+    "pareto_front",
     "pareto_plans",
     "plan_cost_ms",
     "whole_batch",
@@ -114,15 +116,38 @@ def pareto_plans(table: PerfTable, workspace_limit: int) -> tuple[ConvPlan, ...]
         Plans with workspaces ascending and costs strictly descending; none if nothing
         fits.
     """
+    return tuple(
+        ConvPlan(table.problem, found.steps, workspace_limit=workspace_limit)
+        for found in pareto_front(table, workspace_limit)
+    )
+
+
+class Divided(NamedTuple):
+    """A division on a front, before it is a plan: fronts are long, and few are run.
+
+    Attributes:
+        workspace: Bytes: its largest part's.
+        cost_ms: What planners minimise; see `plan_cost_ms`.
+        steps: Its parts.
+    """
+
+    workspace: int
+    cost_ms: float
+    steps: tuple[AlgoPerf, ...]
+
+
+def pareto_front(table: PerfTable, workspace_limit: int) -> list[Divided]:
+    """What `pareto_plans` makes plans of."""
     rows = [p for p in candidates(table) if p.workspace <= workspace_limit]
     launch = table.launch_overhead_ms
-    front: list[ConvPlan] = []
+    front: list[Divided] = []
     for steps in pareto_divisions(table.problem.batch, rows, launch):
-        plan = ConvPlan(table.problem, steps, workspace_limit=workspace_limit)
-        # A gain smaller than the rounding of the plan's own sum is no gain.
-        if not front or plan_cost_ms(plan, launch) < plan_cost_ms(front[-1], launch):
-            front.append(plan)
-    return tuple(front)
+        cost_ms = division_cost_ms(steps, launch)
+        # A gain smaller than the rounding of the sum is no gain.
+        if not front or cost_ms < front[-1].cost_ms:
+            workspace = max(step.workspace for step in steps)
+            front.append(Divided(workspace, cost_ms, steps))
+    return front
 
 
 def pareto_divisions(

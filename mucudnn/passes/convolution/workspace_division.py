@@ -34,10 +34,10 @@ from mucudnn.passes.convolution.knapsack import (
     reduce_to_core,
 )
 from mucudnn.passes.convolution.pareto import (
+    Divided,
     least_workspace,
     no_plan,
-    pareto_plans,
-    plan_cost_ms,
+    pareto_front,
 )
 from mucudnn.passes.registry import Strategies, name_of
 
@@ -176,24 +176,23 @@ def divide(
     solve = SOLVERS.resolve(solver)
     if not tables:
         return Division((), 0.0, 0.0, "relaxation", "optimal")
-    shared = {table: pareto_plans(table, total) for table in dict.fromkeys(tables)}
-    fronts = [shared[table] for table in tables]
+    numbers: dict[PerfTable, int] = {}  # a table takes long to hash
+    which = [numbers.setdefault(table, len(numbers)) for table in tables]
+    shared = [pareto_front(table, total) for table in numbers]
+    fronts = [shared[number] for number in which]
     _check_total(tables, total, fronts)
-    items = {
-        table: tuple(
-            Item(plan.workspace, plan_cost_ms(plan, table.launch_overhead_ms))
-            for plan in front
-        )
-        for table, front in shared.items()
-    }
-    core = reduce_to_core([items[table] for table in tables], total)
+    items = [[Item(d.workspace, d.cost_ms) for d in front] for front in shared]
+    core = reduce_to_core([items[number] for number in which], total)
     if core.closed:
         selection, name = Selection(core.incumbent, optimal=True), "relaxation"
     else:
         selection, name = _solve(core, solve)
     cost = core.cost(selection.picks)
     return Division(
-        plans=tuple(f[i] for f, i in zip(fronts, selection.picks, strict=True)),
+        plans=tuple(
+            ConvPlan(table.problem, front[i].steps, workspace_limit=total)
+            for table, front, i in zip(tables, fronts, selection.picks, strict=True)
+        ),
         cost_ms=cost,
         lower_bound_ms=cost if selection.optimal else min(core.bound, cost),
         solver=name,
@@ -219,7 +218,7 @@ def _solve(core: Core, solve: Solver) -> tuple[Selection, str]:
 
 
 def _check_total(
-    tables: Sequence[PerfTable], total: int, fronts: Sequence[Sequence[ConvPlan]]
+    tables: Sequence[PerfTable], total: int, fronts: Sequence[Sequence[Divided]]
 ) -> None:
     needed = 0
     for table, front in zip(tables, fronts, strict=True):
