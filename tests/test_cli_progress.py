@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from mucudnn.cli import main, progress
 from mucudnn.cli.progress import every_ten_seconds, progress_display
+from mucudnn.cli.progress_words import TrainingWords
 from mucudnn.cli.remaining import Remaining, left_text
 from mucudnn.runtime.training.history import Position
 
@@ -180,7 +181,7 @@ def test_a_pipe_that_nobody_reads_ends_no_work():
         show("weigh", 0, 1, result="light")
         ticks.pass_by()
         ticks.pass_by()
-    assert tried == ["[0/1] weigh: light\n", "mucudnn: 0:20 weigh, 0 of 1\n"]
+    assert tried == ["[0/1] weigh: light\n", "mucudnn: 0:20 weigh\n"]
 
 
 def test_the_thread_calls_again_and_again_until_the_end(monkeypatch):
@@ -218,9 +219,9 @@ def test_the_thread_calls_again_and_again_until_the_end(monkeypatch):
 def test_long_commands_say_what_they_are_at(monkeypatch, arguments, words):
     seen = []
 
-    def shown(self, text, done, total, *, title="", result="", left_s=None):
-        assert 0 <= done <= max(1, total)
-        seen.append(text)
+    def shown(self, stage):
+        assert 0 <= stage.done <= max(1, stage.total)
+        seen.append(stage.text)
 
     monkeypatch.setattr(progress.ProgressLines, "show", shown)
     options = [] if arguments[0] == "memory" else ["--backend", "null"]
@@ -236,7 +237,7 @@ def test_sharing_a_cache_says_what_it_is_at(monkeypatch, tmp_path, command):
     monkeypatch.setattr(
         progress.ProgressLines,
         "show",
-        lambda self, text, *rest: seen.append(text),
+        lambda self, stage: seen.append(stage.text),
     )
     cache, file = tmp_path / "c.sqlite", tmp_path / "c.json"
     for name in dict.fromkeys(("export", command)):
@@ -259,7 +260,7 @@ def test_a_pipe_is_told_how_long_the_rest_takes(capsys):
     assert piped(capsys, work) == [
         "mucudnn: 0:10 weigh, 0 of 9",
         "mucudnn: 0:20 weigh, 1 of 9, about 1 min left",
-        "mucudnn: 0:30 bake, 0 of 1, about 1 h 10 min left",
+        "mucudnn: 0:30 bake, about 1 h 10 min left",
     ]
 
 
@@ -322,9 +323,8 @@ def test_a_limit_ends_it_at_the_latest():
 
 def test_training_knows_what_steps_take():
     lefts = []
-    words = progress.TrainingWords(
-        lambda *_, left_s=None, **__: lefts.append(left_s), 2, 10, steps=15, quiet=True
-    )
+    show = progress.Show(lambda stage: lefts.append(stage.left_s))
+    words = TrainingWords(show, 2, 10, steps=15, quiet=True)
     words(Position(epoch=0, batch=4, steps=4, ms=2000.0), None)
     words(Position(epoch=1, batch=5, steps=15, ms=2000.0), None)
     assert lefts == [5.5, 0.0]

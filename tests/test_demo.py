@@ -1,13 +1,16 @@
 """The demonstration: three acts, each with its sentence, and a page of all of them."""
 
+import math
 import xml.etree.ElementTree as ET
+from types import SimpleNamespace
 
 import pytest
 
 from mucudnn import PerfTable, Tuner
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.report.demo_html import demo_page
-from mucudnn.studies.demo import LAYER, slow_layer, small_step, telling_limit
+from mucudnn.runtime.tuning.timing import Timing
+from mucudnn.studies.demo import LAYER, StepAct, slow_layer, small_step, telling_limit
 
 MIB = 1 << 20
 
@@ -68,4 +71,45 @@ def test_the_act_of_pytorch():
 
     act = small_torch_step(silent)
     assert act.same
-    assert act.peak_bytes <= act.budget < act.whole.peak_bytes
+    assert act.bounded.peak_bytes <= act.budget < act.whole.peak_bytes
+    assert min(t.samples for t in (act.eager, act.without, act.within)) >= 8
+
+
+def step_act(within, without, noise=0.0, copied=0):
+    def plan(ms):
+        prediction = SimpleNamespace(step_ms=ms, out_bytes=copied, in_bytes=copied)
+        return SimpleNamespace(prediction=prediction)
+
+    return StepAct(
+        name="a network",
+        whole=plan(100.0),
+        plan=plan(110.0),
+        budget=MIB,
+        whole_bytes=3 * MIB,
+        peak_bytes=MIB,
+        without=Timing(without, noise, 9),
+        within=Timing(within, noise, 9),
+        same=True,
+    )
+
+
+def test_a_prediction_that_is_near_needs_no_word():
+    act = step_act(115.0, 100.0)
+    assert act.measured == pytest.approx(1.15)
+    assert act.sentence.endswith("with the same losses to the last bit.")
+
+
+def test_a_prediction_that_is_off_says_which_side_is():
+    act = step_act(150.0, 100.0, copied=MIB)
+    assert act.sentence.endswith(
+        "The two differ by 36%: within the budget 150 ms where 110 were predicted; "
+        "without 100 ms where 100 were predicted. "
+        "2.0 MiB a step were copied, by the cores that compute."
+    )
+    assert "copied" not in step_act(80.0, 100.0, copied=MIB).sentence
+
+
+def test_noise_is_said_to_be_noise():
+    act = step_act(150.0, 100.0, noise=20.0)
+    assert act.noise == pytest.approx(2 * 1.5 * math.hypot(20 / 150, 20 / 100))
+    assert "by no more than single steps do here" in act.sentence

@@ -7,9 +7,10 @@ import click
 
 from mucudnn.cli.app import bad_input
 from mucudnn.cli.output import write_file
-from mucudnn.cli.progress import progress_display
+from mucudnn.cli.progress import Show, progress_display
 
 if TYPE_CHECKING:
+    from mucudnn.runtime.tuning.table_filler import Measured
     from mucudnn.studies.demo import LayerAct, StepAct
 
 __all__ = ["demo"]
@@ -18,6 +19,23 @@ _NO_TORCH = (
     "A PyTorch model is trained in a budget, too, where PyTorch is installed: "
     "pip install 'mucudnn[torch]'."
 )
+
+
+class _Line:
+    """What an act is at, and which measurement it waits for."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._at = ""
+
+    def say(self, text: str) -> None:
+        """Something begins."""
+        self._at = text
+        self._show(text, 0, 1)
+
+    def measured(self, at: "Measured") -> None:
+        """One algorithm was timed at one size."""
+        self._show(f"{self._at}: {at.algo}({at.batch})", at.done, at.total)
 
 
 @click.command()
@@ -39,15 +57,16 @@ def demo(report_file: Path) -> None:
     from mucudnn.studies.demo import slow_layer, small_step
 
     acts: list[LayerAct | StepAct] = []
-    tuner = Tuner(cache=None, workspace_limit="8MiB")
-    click.echo("1. A convolution whose fast algorithms do not fit a limit.")
-    with progress_display(1) as show, bad_input():
-        acts.append(slow_layer(tuner, lambda text: show(text, 0, 1)))
-    click.echo(f"   {acts[-1].sentence}")
-    click.echo("2. A training step in a third of its memory.")
-    with progress_display(1) as show, bad_input():
-        acts.append(small_step(tuner, lambda text: show(text, 0, 1)))
-    click.echo(f"   {acts[-1].sentence}")
+    for title, play in (
+        ("1. A convolution whose fast algorithms do not fit a limit.", slow_layer),
+        ("2. A training step in a third of its memory.", small_step),
+    ):
+        click.echo(title)
+        with progress_display(1) as show, bad_input():
+            line = _Line(show)
+            tuner = Tuner(cache=None, workspace_limit="8MiB", progress=line.measured)
+            acts.append(play(tuner, line.say))
+        click.echo(f"   {acts[-1].sentence}")
     click.echo("3. The same for a PyTorch model.")
     acts += _torch_act()
     from mucudnn.report.demo_html import demo_page
@@ -65,17 +84,18 @@ def _torch_act() -> "list[LayerAct | StepAct]":
     from mucudnn.studies.demo import StepAct
 
     with progress_display(1) as show, bad_input():
-        found = small_torch_step(lambda text: show(text, 0, 1))
+        found = small_torch_step(_Line(show).say)
     act = StepAct(
         name=found.name,
         whole=found.whole.plan,
-        plan=found.forecast.plan,
+        plan=found.bounded.plan,
         budget=found.budget,
         whole_bytes=found.whole.peak_bytes,
-        peak_bytes=found.peak_bytes,
-        whole_ms=found.whole_ms,
-        step_ms=found.step_ms,
+        peak_bytes=found.bounded.peak_bytes,
+        without=found.without,
+        within=found.within,
         same=found.same,
+        eager=found.eager,
     )
     click.echo(f"   {act.sentence}")
     return [act]

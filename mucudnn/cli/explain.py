@@ -44,7 +44,8 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     """Plan a layer of a suite (its name or number), or a problem, and say why."""
     found = layers_of(() if source is None else (source,), settings)
     layers = found if name is None else (_named(found, name),)
-    from mucudnn.cli.progress import LayerWords, progress_display
+    from mucudnn.cli.progress import progress_display
+    from mucudnn.cli.progress_words import LayerWords
     from mucudnn.codecs.values import plan_to_dict
     from mucudnn.report.words import DIRECTIONS, problem_text
     from mucudnn.studies.conv_comparison import in_directions

@@ -50,7 +50,8 @@ def take_survey(
     title: str,
 ) -> None:
     """Ask for all algorithms and show them; Ctrl-C shows what is done."""
-    from mucudnn.cli.progress import LayerWords, progress_display
+    from mucudnn.cli.progress import progress_display
+    from mucudnn.cli.progress_words import LayerWords
     from mucudnn.studies.algorithm_survey import SurveyInterrupted, survey_algorithms
 
     interrupted = False

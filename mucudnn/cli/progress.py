@@ -9,27 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol, TextIO
-
-import click
+from dataclasses import dataclass
+from typing import TextIO
 
 from mucudnn.cli.remaining import Remaining, left_text
-from mucudnn.report.words import DIRECTIONS, limit_text, speedup_text
-from mucudnn.suites import Layer
-
-if TYPE_CHECKING:
-    from mucudnn.runtime.training.history import EpochReport, Position
-    from mucudnn.runtime.training.log import LogEntry
-    from mucudnn.runtime.tuning.table_filler import Measured
-    from mucudnn.studies.advance import Advance
-    from mucudnn.studies.algorithm_survey import SurveyedLayer
-    from mucudnn.studies.outcome import LayerResult
 
 __all__ = [
-    "LayerWords",
     "ProgressLines",
     "Show",
-    "TrainingWords",
+    "Stage",
     "every_ten_seconds",
     "progress_display",
 ]
@@ -41,8 +29,38 @@ Repeat = Callable[[Callable[[], None]], AbstractContextManager[None]]
 """Calls a function again and again within its context."""
 
 
-class Show(Protocol):
-    """Says where the work is."""
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where the work is: something begins or is over.
+
+    Attributes:
+        text: What it is.
+        done: How much of the work is over.
+        total: How much there is.
+        title: What it is part of, ahead of a titled bar.
+        result: What came of it; only lines say so.
+        left_s: Seconds that all of the work will still take, where whoever tells knows;
+            otherwise it is estimated from what the parts took.
+    """
+
+    text: str
+    done: int
+    total: int
+    title: str = ""
+    result: str = ""
+    left_s: float | None = None
+
+    def left(self, remaining: Remaining) -> str:
+        """About how long the rest takes, in words; empty where nobody knows."""
+        left_s = remaining.left_s() if self.left_s is None else self.left_s
+        return left_text(left_s)
+
+
+class Show:
+    """Says where the work is, by a bar or by lines."""
+
+    def __init__(self, display: Callable[[Stage], None]) -> None:
+        self._display = display
 
     def __call__(
         self,
@@ -54,18 +72,8 @@ class Show(Protocol):
         result: str = "",
         left_s: float | None = None,
     ) -> None:
-        """Something begins or is over.
-
-        Args:
-            text: What it is.
-            done: How much of the work is over.
-            total: How much there is.
-            title: What it is part of, ahead of a titled bar.
-            result: What came of it; only lines say so.
-            left_s: Seconds that all of the work will still take, where whoever tells
-                knows; otherwise it is estimated from what the parts took.
-        """
-        ...
+        """Something begins or is over; see `Stage`."""
+        self._display(Stage(text, done, total, title, result, left_s))
 
 
 @contextmanager
@@ -121,7 +129,7 @@ def progress_display(
 
     written = ProgressLines(sys.stderr, remaining, results=lines, clock=clock)
     with repeat(written.tick):
-        yield written.show
+        yield Show(written.show)
 
 
 @contextmanager
@@ -148,23 +156,18 @@ def _bar(total: int, remaining: Remaining, *, titled: bool) -> Iterator[Show]:
     )
     task = progress.add_task("", total=total, title="", text="")
 
-    def move(
-        text: str,
-        done: int,
-        total: int,
-        *,
-        title: str = "",
-        result: str = "",
-        left_s: float | None = None,
-    ) -> None:
-        most = max(1, total)  # a bar of nothing is drawn full
-        remaining.at(done, total, title=title)
-        left = left_text(remaining.left_s() if left_s is None else left_s)
-        said = ", ".join(filter(None, (left, text)))
-        progress.update(task, completed=done, total=most, title=title, text=said)
+    def move(stage: Stage) -> None:
+        remaining.at(stage.done, stage.total, title=stage.title)
+        progress.update(
+            task,
+            completed=stage.done,
+            total=max(1, stage.total),  # a bar of nothing is drawn full
+            title=stage.title,
+            text=", ".join(filter(None, (stage.left(remaining), stage.text))),
+        )
 
     with progress:
-        yield move
+        yield Show(move)
 
 
 class ProgressLines:
@@ -180,41 +183,31 @@ class ProgressLines:
     ) -> None:
         self._stream = stream
         self._remaining = remaining
-        self._left_s: float | None = None
         self._results = results
         self._clock = clock
         self._start = clock()
-        self._at = "starting"
+        self._at = Stage("starting", 0, 0)
         self._told = False
 
-    def show(
-        self,
-        text: str,
-        done: int,
-        total: int,
-        *,
-        title: str = "",
-        result: str = "",
-        left_s: float | None = None,
-    ) -> None:
-        """See `Show`."""
-        self._remaining.at(done, total, title=title)
-        self._left_s = left_s
-        self._at = f"{title + ', ' if title else ''}{text}, {done} of {total}"
-        if self._results and result:
+    def show(self, stage: Stage) -> None:
+        """The work is there now."""
+        self._remaining.at(stage.done, stage.total, title=stage.title)
+        self._at = stage
+        if self._results and stage.result:
             self._told = True
-            self._write(f"[{done}/{total}] {text}: {result}")
+            at = f"[{stage.done}/{stage.total}]"
+            self._write(f"{at} {stage.text}: {stage.result}")
 
     def tick(self) -> None:
         """Say where the work is, unless a result has said so since the last time."""
         if not self._told:
             seconds = round(self._clock() - self._start)
             minutes, seconds = divmod(seconds, 60)
-            left_s = self._left_s
-            left = left_text(self._remaining.left_s() if left_s is None else left_s)
+            at = self._at
+            count = f"{at.done} of {at.total}" if at.total > 1 else ""
+            said = at.title, at.text, count, at.left(self._remaining)
             self._write(
-                f"mucudnn: {minutes}:{seconds:02d} "
-                f"{', '.join(filter(None, (self._at, left)))}"
+                f"mucudnn: {minutes}:{seconds:02d} {', '.join(filter(None, said))}"
             )
         self._told = False
 
@@ -222,111 +215,3 @@ class ProgressLines:
         with suppress(OSError, ValueError):  # nobody reads it, or it is closed
             self._stream.write(f"{line}\n")
             self._stream.flush()
-
-
-class LayerWords:
-    """Puts layers and their measurements into words."""
-
-    def __init__(self, show: Show) -> None:
-        self._show = show
-        self._layer, self._done, self._total = "", 0, 1
-
-    def advance(self, at: "Advance[LayerResult]") -> None:
-        """A layer begins or has been compared."""
-        outcomes = ", ".join(
-            f"{speedup_text(o.speedup)} within {limit_text(o.limit)}"
-            for o in (at.result.outcomes if at.result else ())
-        )
-        self._at(at.layer, at.index, at.total, outcomes)
-
-    def surveyed(self, at: "Advance[SurveyedLayer]") -> None:
-        """A layer begins or its algorithms are known."""
-        counts = ""
-        if at.result is not None:
-            batches = at.result.batches
-            most = max(len(batch.algorithms) for batch in batches)
-            counts = f"up to {most} algorithms at {len(batches)} sizes"
-        self._at(at.layer, at.index, at.total, counts)
-
-    def planned(self, layer: Layer, index: int, total: int) -> None:
-        """A layer begins, of which nothing but its plan is wanted."""
-        self._at(layer, index, total, "")
-
-    def measured(self, at: "Measured") -> None:
-        """One algorithm was timed at one size."""
-        layer = self._layer or DIRECTIONS[at.problem.direction]  # none has begun yet
-        text = f"{layer}: {at.algo}({at.batch}) {at.done}/{at.total}"
-        self._show(text, self._done, self._total)
-
-    def _at(self, layer: Layer, index: int, total: int, result: str) -> None:
-        self._layer = f"{layer.name} {DIRECTIONS[layer.problem.direction]}"
-        self._done, self._total = index + bool(result), total
-        self._show(self._layer, self._done, total, result=result)
-
-
-class TrainingWords:
-    """Puts training into words: a step's for the display, an epoch's on the output.
-
-    Args:
-        show: The display.
-        epochs: In all.
-        batches: Of an epoch.
-        steps: Of the whole training.
-        quiet: No epoch is: the output is for data.
-    """
-
-    def __init__(
-        self, show: Show, epochs: int, batches: int, *, steps: int, quiet: bool
-    ) -> None:
-        self._show = show
-        self._epochs = epochs
-        self._batches = batches
-        self._steps = steps
-        self._quiet = quiet
-
-    def measured(self, at: "Measured") -> None:
-        """Before the first step: a convolution's algorithm was timed."""
-        text = f"{at.algo}({at.batch}) {DIRECTIONS[at.problem.direction]}"
-        self._show(text, at.done, at.total, title="measuring")
-
-    def prepared(self, name: str, done: int, total: int) -> None:
-        """Before the first step: a node is measured for a plan within the budget."""
-        text = f"measuring {name}" if done < total else "planning the step"
-        self._show(text, done, total, title="preparing")
-
-    def __call__(self, at: "Position", report: "EpochReport | None") -> None:
-        """A step was taken, or an epoch is over."""
-        if report is None:
-            self._show(
-                f"loss {at.mean_loss:.4f}  accuracy {at.accuracy:.2%}  "
-                f"{at.images_per_s:,.0f} images/s",
-                at.batch,
-                self._batches,
-                title=f"epoch {at.epoch + 1}/{self._epochs}",
-                left_s=at.ms / max(1, at.batch) * (self._steps - at.steps) / 1e3,
-            )
-        elif not self._quiet:
-            click.echo(_report_line(report, self._epochs))
-            sys.stdout.flush()
-
-    def told(self, entry: "LogEntry") -> None:
-        """Between epochs the test images are told of, too."""
-        if entry.kind == "evaluation" and not self._quiet:
-            click.echo(
-                f"step {entry.step:,}  test loss {entry.test_loss:.4f}  "
-                f"test accuracy {entry.test_accuracy:.2%}"
-            )
-            sys.stdout.flush()
-
-
-def _report_line(report: "EpochReport", epochs: int) -> str:
-    """One epoch on one line."""
-    parts = [
-        f"epoch {report.epoch + 1}/{epochs}",
-        f"loss {report.loss:.4f}",
-        f"accuracy {report.accuracy:.2%}",
-    ]
-    if report.test_accuracy is not None:
-        parts.append(f"test accuracy {report.test_accuracy:.2%}")
-    parts.append(f"{report.images_per_s:,.0f} images/s")
-    return "  ".join(parts)

@@ -34,7 +34,8 @@ from mucudnn.cli.tuner_options import make_tuner
 from mucudnn.ir.learning_rate import parse_learning_rate
 
 if TYPE_CHECKING:
-    from mucudnn.cli.progress import Show, TrainingWords
+    from mucudnn.cli.progress import Show
+    from mucudnn.cli.progress_words import TrainingWords
     from mucudnn.cli.train_data import Work
     from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
     from mucudnn.runtime.training.history import EpochReport, Position
@@ -117,7 +118,7 @@ class _Training:
 
     def run(self, *, quiet: bool) -> bool:
         """Train; whether Ctrl-C ended it."""
-        from mucudnn.cli.progress import TrainingWords
+        from mucudnn.cli.progress_words import TrainingWords
         from mucudnn.runtime.training.loop import fit
 
         settings, work = self._settings, self._work
@@ -194,11 +195,11 @@ class _Training:
         self, total: int, *, titled: bool = False
     ) -> "AbstractContextManager[Show]":
         """Progress of one process, for all of them."""
-        from mucudnn.cli.progress import progress_display
+        from mucudnn.cli.progress import Show, progress_display
 
         if self.leads:
             return progress_display(total, titled=titled)
-        return nullcontext(_silent)
+        return nullcontext(Show(_silent))
 
     def to_json(self, *, interrupted: bool) -> dict[str, Any]:
         """Every figure."""
@@ -275,7 +276,7 @@ class _Training:
             )
 
 
-def _silent(*_: object, **__: object) -> None:
+def _silent(_: object) -> None:
     """Another process says it."""
 
 

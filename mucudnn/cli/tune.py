@@ -186,7 +186,8 @@ def _compare(
     layers: Sequence[Layer], settings: Mapping[str, Any]
 ) -> tuple["Comparison", Record]:
     """Measure with progress; Ctrl-C ends with what is done."""
-    from mucudnn.cli.progress import LayerWords, progress_display
+    from mucudnn.cli.progress import progress_display
+    from mucudnn.cli.progress_words import LayerWords
     from mucudnn.studies.conv_comparison import ComparisonInterrupted, compare
 
     with (

@@ -1,23 +1,25 @@
 """The third act of the demonstration: somebody else's model, in a budget."""
 
 import copy
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 
 import torch
 from torch import nn
 
+from mucudnn.backends import get_backend
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure_together
 from mucudnn.torch.memory_study import memory
 from mucudnn.torch.step import train_step
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["TorchAct", "small_torch_step"]
 
-_BATCH, _IMAGE, _STEPS, _WARM = 8, 64, 12, 4
+_BATCH, _IMAGE, _WARM = 8, 64, 2
+_TURNS = StoppingRule(min_samples=8, max_samples=30, budget_ms=2500.0)
 _SHARE = 0.25
 """Of the way from the least budget that works to what no limit would take."""
 
@@ -29,58 +31,77 @@ class TorchAct:
     Attributes:
         name: What was trained.
         whole: The step without a limit, planned.
-        forecast: The step within its budget, before it was run.
+        bounded: The step within its budget, planned.
         budget: Bytes.
-        peak_bytes: What it was planned to have in use when it was run.
-        whole_ms: A step's time in eager mode.
-        step_ms: The planned one's.
-        same: Whether all losses were equal to the last bit.
+        eager: Time of a step of PyTorch's own loop.
+        without: Of the planned one without a limit.
+        within: Of the one within the budget.
+        same: Whether all losses of the three were equal to the last bit.
     """
 
     name: str
     whole: TorchPlan
-    forecast: TorchPlan
+    bounded: TorchPlan
     budget: int
-    peak_bytes: int
-    whole_ms: float
-    step_ms: float
+    eager: Timing
+    without: Timing
+    within: Timing
     same: bool
 
 
 def small_torch_step(say: Callable[[str], None]) -> TorchAct:
-    """Train a few steps by PyTorch's own loop, then the same in a budget."""
+    """Train by PyTorch's own loop, by a planned step and by one in a budget."""
     name, model = _model()
     images = torch.randn(_BATCH, 3, _IMAGE, _IMAGE)
     labels = torch.randint(0, 10, (_BATCH,))
-    mine = copy.deepcopy(model)
-    say(f"capturing {name} as it is trained")
     loss_fn = nn.functional.cross_entropy
+    say(f"capturing {name} as it is trained")
     study = memory(model, loss_fn, (images, labels), _optimizer(model), device="cpu")
     most, least = study.unlimited_bytes, study.least_budget
     budget = least + int(_SHARE * (most - least))
-    say(f"training it by PyTorch, then within {format_bytes(budget)}")
-    whole = study.plan()
+    say(f"planning it without a limit, and within {format_bytes(budget)}")
+    free, bounded = (
+        train_step(mine, loss_fn, _optimizer(mine), budget=limit)
+        for mine, limit in (
+            (copy.deepcopy(model), None),
+            (copy.deepcopy(model), budget),
+        )
+    )
+    plans = [step.prepare(images, labels) for step in (free, bounded)]
+    say("training by PyTorch, planned, and within the budget, in turn")
     optimizer = _optimizer(model)
 
-    def eager() -> float:
+    def eager(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss = loss_fn(model(images), labels)
         loss.backward()
         optimizer.step()
-        return float(loss.item())
+        return loss
 
-    step = train_step(mine, loss_fn, _optimizer(mine), budget=budget)
-    losses, whole_ms = _timed(eager)
-    again, step_ms = _timed(lambda: float(step(images, labels).item()))
+    losses: tuple[list[float], ...] = ([], [], [])
+
+    def run(step: Callable[..., torch.Tensor], found: list[float]) -> None:
+        found.append(step(images, labels).item())
+
+    steps: tuple[Callable[..., torch.Tensor], ...] = (eager, free, bounded)
+    runs = [
+        partial(run, step, found) for step, found in zip(steps, losses, strict=True)
+    ]
+    for _ in range(_WARM):
+        for one in runs:
+            one()
+    by_eager, without, within = measure_together(
+        runs, get_backend("cpu").device, _TURNS
+    )
     return TorchAct(
-        name=f"{name}, {_BATCH} images of {_IMAGE}×{_IMAGE}",
-        whole=whole,
-        forecast=study.plan(budget),
+        name=f"{name}, {_BATCH} images of {_IMAGE}×{_IMAGE},",
+        whole=plans[0],
+        bounded=plans[1],
         budget=budget,
-        peak_bytes=step.plan.peak_bytes,
-        whole_ms=whole_ms,
-        step_ms=step_ms,
-        same=losses == again,
+        eager=by_eager,
+        without=without,
+        within=within,
+        same=losses[0] == losses[1] == losses[2],
     )
 
 
@@ -111,13 +132,3 @@ def _block(channels: int, out: int) -> tuple[nn.Module, ...]:
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
-def _timed(step: Callable[[], float]) -> tuple[list[float], float]:
-    """Losses of a few steps, and their median ms once they are warm."""
-    losses, times = [], []
-    for _ in range(_STEPS):
-        start = time.perf_counter()
-        losses.append(step())
-        times.append(1e3 * (time.perf_counter() - start))
-    return losses, statistics.median(times[_WARM:])
