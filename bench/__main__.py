@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from bench import split_height
+from bench import split_height, split_real
 from bench.machine import describe
 from bench.papers import one_row
 
@@ -27,6 +27,8 @@ def main() -> int:
         return one_row.main(sys.argv[3:])
     if sys.argv[1:3] == ["split", "height"]:
         return split_height.main(sys.argv[3:])
+    if sys.argv[1:3] == ["split", "real"]:
+        return split_real.main(sys.argv[3:])
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of: {', '.join(NAMES)}, all"

@@ -2,13 +2,14 @@
 
 The budget is a share of the least that the step needs unsplit, by any plan. What the
 step would take is said first, with what this machine computes in a second: a large one
-takes hours, and what leaves the budget has to fit the host's memory or a disk.
+takes hours, and what leaves the budget has to fit the host's memory or a disk. Where
+the unsplit step fits the machine it is taken first, unbounded, on the same images.
 """
 
 import argparse
 import json
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,10 +17,18 @@ from typing import Any
 import numpy as np
 
 from bench.machine import describe
+from bench.split_real import (
+    OPTIMIZER,
+    Told,
+    gradient_distance,
+    measured_by,
+    steps_of,
+    without_gradients,
+)
 from mucudnn.ir.graph import Graph
-from mucudnn.ir.optimizers import Sgd
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import get_model
+from mucudnn.models.unet import narrow_unet2d, narrow_unet3d
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
@@ -42,30 +51,41 @@ _TRIAL = (1, 64, 128, 128)
 """Image of a convolution that says what this machine computes in a second."""
 
 
+_NARROW = {"unet2d": narrow_unet2d, "unet3d": narrow_unet3d}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Say what a step would take, run it unless only that is wanted, print JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench split height")
     parser.add_argument("--model", default="unet2d", help="a network with a loss")
+    parser.add_argument("--channels", type=int, help="of the first level of a U-Net")
     parser.add_argument("--image", default="3x512x512", help="channels and sides")
     parser.add_argument("--strips", type=int, default=16)
     parser.add_argument("--share", type=float, default=0.25, help="of the least budget")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--disk", help="folder for what leaves; host memory if none")
+    parser.add_argument("--alone", action="store_true", help="no unsplit step beside")
     parser.add_argument("--forecast", action="store_true", help="do not run it")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: stdout")
     options = parser.parse_args(arguments)
     try:
         image = tuple(int(size) for size in options.image.split("x"))
-        network = get_model(options.model)(1, image=image)
+        network = _network(options.model, options.channels)(1, image=image)
     except ValueError as error:
         parser.error(str(error))
     found = forecast(network, options.strips, options.share)
     print(_words(found), flush=True)
     if not options.forecast:
         found |= really(
-            network, options.strips, found["budget"], options.steps, options.disk
+            network,
+            options.strips,
+            found["budget"],
+            options.steps,
+            options.disk,
+            beside=not options.alone,
         )
-    about = {"model": options.model, "image": image, "strips": options.strips}
+    asked = ("model", "channels", "image", "strips", "share")
+    about = {name: getattr(options, name) for name in asked}
     text = json.dumps({"machine": describe(), **about, **found}, indent=1)
     if options.json is None:
         print(text)
@@ -74,11 +94,19 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _network(name: str, channels: int | None) -> Callable[..., Graph]:
+    if channels is None:
+        return get_model(name)
+    if name not in _NARROW:
+        raise ValueError(f"--channels is of {' or '.join(_NARROW)}, not of {name}")
+    return _NARROW[name](channels)
+
+
 def forecast(network: Graph, strips: int, share: float) -> dict[str, Any]:
     """The least budgets whole and in strips, and what a step computes."""
     gradients = training_graph(network)
-    whole = with_updates(gradients, Sgd())
-    cut = with_updates(Cutting(strips, "height").cut(gradients), Sgd())
+    whole = with_updates(gradients, OPTIMIZER)
+    cut = with_updates(Cutting(strips, "height").cut(gradients), OPTIMIZER)
     requests = [StepRequest(g, estimate(g, _DEVICE)) for g in (whole, cut)]
     least, in_strips = (minimum_budget(request) for request in requests)
     flops = sum(
@@ -96,38 +124,54 @@ def forecast(network: Graph, strips: int, share: float) -> dict[str, Any]:
 
 
 def really(
-    network: Graph, strips: int, budget: int, steps: int, disk: str | None = None
+    network: Graph,
+    strips: int,
+    budget: int,
+    steps: int,
+    disk: str | None = None,
+    *,
+    beside: bool = True,
 ) -> dict[str, Any]:
-    """Train a few steps on noise within a budget."""
-    rng, begun = np.random.default_rng(0), perf_counter()
-    shape = network.tensors["image"].shape
-    limit = MemoryBudget(nbytes=budget, disk=disk)
-    with (
-        Tuner(backend="cpu", workspace_limit=min(_WORKSPACE, budget // 8)) as tuner,
-        Trainer(
+    """Train a few steps on noise within a budget, and before that without any.
+
+    The unsplit step's memory is given back before the strips are measured.
+    """
+    tell, whole = Told(), []
+    with measured_by(tell, min(_WORKSPACE, budget // 8)) as tuner:
+        if beside:
+            with Trainer(network, tuner=tuner, optimizer=OPTIMIZER) as trainer:
+                tell(f"unsplit: {format_bytes(trainer.peak_bytes)}")
+                whole = list(steps_of(trainer, network, steps, tell))
+        begun = perf_counter()
+        with Trainer(
             network,
             tuner=tuner,
-            optimizer="sgd",
-            learning_rate=0.01,
-            budget=limit,
+            optimizer=OPTIMIZER,
+            budget=MemoryBudget(nbytes=budget, disk=disk),
             split=f"height:{strips}",
-        ) as trainer,
-    ):
-        planned_s, losses = perf_counter() - begun, []
-        for _ in range(steps):
-            image = rng.standard_normal(shape, dtype="f4")
-            label = rng.integers(0, 2, network.tensors["label"].shape)
-            losses.append(trainer.step(image, label).loss)
-        predicted = trainer.placed and trainer.placed.plan.prediction.step_ms
-        return {
-            "planned_s": planned_s,
-            "peak_bytes": trainer.peak_bytes,
-            "predicted_ms": predicted,
-            "measured_ms": trainer.step_ms,
-            "losses": losses,
-            "resident_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-            "segments": [str(segment) for segment in trainer.segments],
-        }
+            progress=tell.node,
+        ) as trainer:
+            tell(f"in strips: {format_bytes(trainer.peak_bytes)}")
+            planned_s = perf_counter() - begun
+            rows = list(steps_of(trainer, network, steps, tell))
+            predicted = trainer.placed and trainer.placed.plan.prediction
+            return {
+                "planned_s": planned_s,
+                "peak_bytes": trainer.peak_bytes,
+                "predicted_ms": predicted and predicted.step_ms,
+                "offloaded_bytes": predicted and predicted.out_bytes,
+                "gradient_distance": (
+                    gradient_distance(whole[0], rows[0]) if whole else None
+                ),
+                "unsplit": without_gradients(whole),
+                "steps": without_gradients(rows),
+                "resident_bytes": _most_resident(),
+                "segments": [str(segment) for segment in trainer.segments],
+            }
+
+
+def _most_resident() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _flops_per_s() -> float:

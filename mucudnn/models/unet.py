@@ -9,10 +9,18 @@ from Sparse Annotation", 2016.
 
 from functools import partial
 
+from mucudnn.arguments import an_integer
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.models.model import Model
 
-__all__ = ["unet2d", "unet2d_bn", "unet3d", "unet3d_plain"]
+__all__ = [
+    "narrow_unet2d",
+    "narrow_unet3d",
+    "unet2d",
+    "unet2d_bn",
+    "unet3d",
+    "unet3d_plain",
+]
 
 Pair = tuple[int, int]
 """Channels of the two convolutions at one resolution."""
@@ -58,28 +66,30 @@ def _body(
     return (g.conv(x, classes, 1),)
 
 
-_FLAT: tuple[Pair, ...] = tuple((64 << i, 64 << i) for i in range(5))
-_SOLID: tuple[Pair, ...] = tuple((32 << i, 64 << i) for i in range(4))
-
-
-def _unet2d(batch_norm: bool) -> Model:
-    body = partial(_body, pairs=_FLAT, halving=True, batch_norm=batch_norm)
+def narrow_unet2d(channels: int, *, batch_norm: bool = False) -> Model:
+    """A 2-D U-Net whose finest level has so many channels; the original has 64."""
+    width = an_integer("channels", channels, least=1)
+    pairs = tuple((width << i, width << i) for i in range(5))
+    body = partial(_body, pairs=pairs, halving=True, batch_norm=batch_norm)
     return Model(body, (1, 512, 512), 2)
 
 
-def _unet3d(batch_norm: bool) -> Model:
-    body = partial(_body, pairs=_SOLID, halving=False, batch_norm=batch_norm)
+def narrow_unet3d(channels: int, *, batch_norm: bool = True) -> Model:
+    """A 3-D U-Net whose first convolution has so many channels; the original has 32."""
+    width = an_integer("channels", channels, least=1)
+    pairs = tuple((width << i, 2 * width << i) for i in range(4))
+    body = partial(_body, pairs=pairs, halving=False, batch_norm=batch_norm)
     return Model(body, (3, 64, 64, 64), 3)
 
 
-unet2d = _unet2d(batch_norm=False)
+unet2d = narrow_unet2d(64)
 """31 030 658 parameters."""
 
-unet2d_bn = _unet2d(batch_norm=True)
+unet2d_bn = narrow_unet2d(64, batch_norm=True)
 """With batch norm."""
 
-unet3d = _unet3d(batch_norm=True)
+unet3d = narrow_unet3d(32)
 """With batch norm: 19 074 627 parameters."""
 
-unet3d_plain = _unet3d(batch_norm=False)
+unet3d_plain = narrow_unet3d(32, batch_norm=False)
 """19 069 955 parameters."""

@@ -1,10 +1,13 @@
 """A step within a budget: measured, planned by that, and placed.
 
 It is planned a few times, each time with the convolution plans it chose before
-measured. What cannot be measured or does not fit says what will do for all of it.
+measured. Where the step is then hardly slower than it seemed, what was decided about
+tensors stays: another search would take most of the time. What cannot be measured or
+does not fit says what will do for all of it.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mucudnn.errors import OutOfMemoryError, PlanningError
@@ -16,9 +19,12 @@ from mucudnn.ir.sizes import exact_bytes
 from mucudnn.ir.tiers import MemoryTier, TierPlacement
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.liveness import rounded
+from mucudnn.passes.planning.evaluate import plan_residency
+from mucudnn.passes.planning.lower_bound import lower_bound
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.tiered_step import place_tiered_step
+from mucudnn.passes.residency import PLANNED
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.mapping_costs import mapping_costs
 from mucudnn.runtime.training.profiler import OnNode, profile, refine
@@ -29,6 +35,9 @@ __all__ = ["BoundedStep"]
 
 _ROUNDS = 4
 """How often a step is planned, each time with the plans it chose before measured."""
+
+_HARDLY_SLOWER = 1.1
+"""Times the predicted step, up to which better known times change no residency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +158,29 @@ class BoundedStep:
             )
             request = replace(request, profile=better)
             try:
-                placed = self._place(request)
+                placed = self._again(request, placed)
             except PlanningError:  # other times, other residencies: what fits is kept
                 break
         return placed
+
+    def _again(self, request: StepRequest, placed: PlacedStep) -> PlacedStep:
+        """The step with other times, where these matter with other residencies.
+
+        Raises:
+            PlanningError: It cannot fit.
+        """
+        known = placed.plan
+        if request.policy != PLANNED or self.tiers:
+            return self._place(request)
+        asked = request
+        if request.scheduler is None:
+            asked = request.scheduled(known.scheduler)
+        with suppress(PlanningError):
+            plan = plan_residency(asked, known.residency)
+            if plan.prediction.step_ms <= _HARDLY_SLOWER * known.prediction.step_ms:
+                least_ms = lower_bound(request).step_ms
+                return place_step(request, replace(plan, least_ms=least_ms))
+        return self._place(replace(request, seed=known.residency))
 
     def _place(self, request: StepRequest) -> PlacedStep:
         """A step in the memory that there is, on the device and off it."""

@@ -1,0 +1,60 @@
+"""Benchmarks of splitting: how batches are searched for, what gradients differ by."""
+
+import numpy as np
+import pytest
+
+from bench import split_scale
+from bench.split_real import Told, gradient_distance, measured_by, steps_of
+from mucudnn.models.unet import narrow_unet2d, narrow_unet3d, unet2d, unet3d
+from mucudnn.runtime.training.trainer import Trainer
+
+
+@pytest.mark.parametrize("first", range(len(split_scale.TIMES)))
+@pytest.mark.parametrize("most", [0.0, *split_scale.TIMES])
+def test_the_largest_multiple_is_found_from_anywhere(first, most):
+    tried = []
+
+    def kept(times):
+        tried.append(times)
+        return times <= most
+
+    assert split_scale._largest(kept, first) == most
+    assert len(tried) == len(set(tried)) <= 1 + len(split_scale.TIMES) // 2 + 1
+
+
+def test_distances_of_gradients_are_relative_to_the_first():
+    one = {"gradients": {"a": np.array([3.0, 4.0], "f4"), "b": np.array([1.0], "f4")}}
+    other = {"gradients": {"a": np.array([3.0, 4.5], "f4"), "b": np.array([1.0], "f4")}}
+    found = gradient_distance(one, other)
+    assert found["largest"] == pytest.approx(0.1)
+    assert found["median"] == pytest.approx(0.05)
+    assert found["all"] == pytest.approx(0.5 / 26**0.5)
+
+
+def test_momentum_after_one_step_is_the_gradient(tmp_path):
+    network = narrow_unet2d(2)(1, image=(1, 16, 16))
+    with (
+        measured_by(Told()) as tuner,
+        Trainer(network, tuner=tuner, optimizer="sgd", learning_rate=1.0) as plain,
+    ):
+        before = plain.state.save()
+        list(steps_of(plain, network, 1, print))
+        after = plain.state.save()
+    with (
+        measured_by(Told()) as tuner,
+        Trainer(network, tuner=tuner, optimizer="momentum") as trainer,
+    ):
+        (row,) = steps_of(trainer, network, 1, print)
+    assert row["gradients"]
+    for name, gradient in row["gradients"].items():
+        w = name.removesuffix(":momentum")
+        np.testing.assert_allclose(before[w] - after[w], gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_narrow_u_nets_are_the_originals_at_their_width():
+    assert narrow_unet2d(64)(1) == unet2d(1)
+    assert narrow_unet3d(32)(1) == unet3d(1)
+    counts = [narrow_unet2d(width)(1).parameter_count for width in (4, 8, 64)]
+    assert counts == sorted(counts)
+    with pytest.raises(ValueError, match="channels must be at least 1"):
+        narrow_unet3d(0)
