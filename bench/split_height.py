@@ -2,8 +2,8 @@
 
 The budget is a share of the least that the step needs unsplit, by any plan. What the
 step would take is said first, with what this machine computes in a second: a large one
-takes hours, and what leaves the budget has to fit the host's memory or a disk. Where
-the unsplit step fits the machine it is taken first, unbounded, on the same images.
+takes hours, and what leaves the budget has to fit the host's memory or a disk. Then the
+unsplit step is taken on the same image, unbounded, where that fits the machine.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from bench.split_real import (
     gradient_distance,
     measured_by,
     steps_of,
+    taken,
     without_gradients,
 )
 from mucudnn.ir.graph import Graph
@@ -132,17 +133,12 @@ def really(
     *,
     beside: bool = True,
 ) -> dict[str, Any]:
-    """Train a few steps on noise within a budget, and before that without any.
+    """Train a few steps on noise within a budget, and then without any.
 
-    The unsplit step's memory is given back before the strips are measured.
+    The memory of the strips is given back before the unsplit step is measured.
     """
-    tell, whole = Told(), []
+    tell, begun = Told(), perf_counter()
     with measured_by(tell, min(_WORKSPACE, budget // 8)) as tuner:
-        if beside:
-            with Trainer(network, tuner=tuner, optimizer=OPTIMIZER) as trainer:
-                tell(f"unsplit: {format_bytes(trainer.peak_bytes)}")
-                whole = list(steps_of(trainer, network, steps, tell))
-        begun = perf_counter()
         with Trainer(
             network,
             tuner=tuner,
@@ -154,19 +150,18 @@ def really(
             tell(f"in strips: {format_bytes(trainer.peak_bytes)}")
             planned_s = perf_counter() - begun
             rows = list(steps_of(trainer, network, steps, tell))
-            predicted = trainer.placed and trainer.placed.plan.prediction
-            return {
-                "planned_s": planned_s,
-                "peak_bytes": trainer.peak_bytes,
-                "predicted_ms": predicted and predicted.step_ms,
-                "offloaded_bytes": predicted and predicted.out_bytes,
-                "gradient_distance": (
-                    gradient_distance(whole[0], rows[0]) if whole else None
-                ),
+            found = taken(trainer) | {"planned_s": planned_s}
+        found |= {"steps": without_gradients(rows), "resident_bytes": _most_resident()}
+        tell(f"resident: {format_bytes(found['resident_bytes'])}")
+        if not beside:
+            return found
+        with Trainer(network, tuner=tuner, optimizer=OPTIMIZER) as trainer:
+            tell(f"unsplit: {format_bytes(trainer.peak_bytes)}")
+            whole = list(steps_of(trainer, network, steps, tell))
+            return found | {
+                "unsplit_bytes": trainer.peak_bytes,
                 "unsplit": without_gradients(whole),
-                "steps": without_gradients(rows),
-                "resident_bytes": _most_resident(),
-                "segments": [str(segment) for segment in trainer.segments],
+                "gradient_distance": gradient_distance(whole[0], rows[0]),
             }
 
 

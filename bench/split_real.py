@@ -39,6 +39,7 @@ __all__ = [
     "main",
     "measured_by",
     "steps_of",
+    "taken",
     "without_gradients",
 ]
 
@@ -114,7 +115,7 @@ def compared(
                 "budget": budget,
                 "planning_s": seconds[0],
                 "planning_cpu_s": seconds[1],
-                **_taken(bounded),
+                **taken(bounded),
                 "gradient_distance": gradient_distance(one[0], other[0]),
                 "speed": _ratio(one, other, "wall_ms"),
                 "cpu_speed": _ratio(one, other, "cpu_ms"),
@@ -124,7 +125,7 @@ def compared(
             }
 
 
-def _taken(bounded: Trainer) -> dict[str, Any]:
+def taken(bounded: Trainer) -> dict[str, Any]:
     """What a trainer takes, and what was predicted."""
     if bounded.placed is None:
         raise TypeError("the step has no budget")
