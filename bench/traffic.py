@@ -18,7 +18,12 @@ import numpy as np
 
 from bench.table import render
 from mucudnn.backends.cuda.kernels import KERNELS
+<<<<<<< HEAD
 from mucudnn.backends.cuda.kernels.program import KernelCall, KernelLaunch
+=======
+from mucudnn.backends.cuda.kernels.program import KernelCall, Program
+from mucudnn.ir.channels_last import operands_of
+>>>>>>> 976d669 (Images with channels last: a layout of tensors, a pass, kernels of both layouts by views, the cheapest choice by a minimum cut; Trainer(layout=))
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import TensorSpec
@@ -92,15 +97,14 @@ def traffic_of(graph: Graph) -> dict[str, Traffic]:
             continue
         counting = _Counting()
         operation = KERNELS[node.op]
-        inputs = [graph.tensors[name] for name in node.inputs]
-        outputs = [graph.tensors[name] for name in node.outputs]
-        scratch = operation.workspace(inputs, outputs, node.attrs)
+        inputs, outputs, attrs = operands_of(graph, node)
+        scratch = operation.workspace(inputs, outputs, attrs)
         operation.run(
             KernelCall(
                 counting,
                 [_array(spec) for spec in inputs],
                 [_array(spec) for spec in outputs],
-                node.attrs,
+                attrs,
                 _array(TensorSpec("workspace", (scratch,), "uint8")),
             )
         )

@@ -100,6 +100,9 @@ def large_cases(dtype, N=16):
     yield "scale", [x], [y], {"factor": 2.0}
     yield "identity", [x], [y], {}
     yield "cast", [x], [y], {}
+    last = np.empty((N, 128, 128, 32), dtype)
+    yield "to_channels_last", [x], [last], {}
+    yield "to_channels_first", [last], [y], {}
     yield "fill", [], [y], {"value": 1.0}
     yield "dropout", [x, step], [y], {"p": 0.3, "seed": 1}
     yield "add_relu", [x, x], [y], {}

@@ -143,6 +143,10 @@ def _copies(dtype):
     yield Case("identity", [x], [(x.shape, dtype)])
     for other in ("f4", "f8"):
         yield Case("cast", [x], [(x.shape, other)])
+    for n, c, *sides in ((2, 3, 5, 4), (3, 40, 33), (1, 70, 2, 9, 7), (2, 1, 5)):
+        first, last = (n, c, *sides), (n, *sides, c)
+        yield Case("to_channels_last", [normal(*first, dtype=dtype)], [(last, dtype)])
+        yield Case("to_channels_first", [normal(*last, dtype=dtype)], [(first, dtype)])
     yield Case("fill", [], [((3, 4), dtype)], {"value": 2.5})
     yield Case("fill", [], [((), dtype)], {"value": 1})
     for axis in range(4):

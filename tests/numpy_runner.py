@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from mucudnn.backends import Backend
+from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.graph import Graph, Node, TensorSpec
 
 
@@ -28,13 +29,12 @@ def execute(
             _convolve(backend, node, inputs, outputs[0])
         elif not node.traits.view:
             kernel = backend.kernels[node.op]
-            nbytes = kernel.workspace(
-                [graph.tensors[name] for name in node.inputs],
-                [graph.tensors[name] for name in node.outputs],
-                node.attrs,
-            )
+            reads, writes, attrs = operands_of(graph, node)
+            nbytes = kernel.workspace(reads, writes, attrs)
             workspace = backend.device.allocate(nbytes) if nbytes else None
-            kernel.run(inputs, outputs, node.attrs, workspace)
+            seen = [values[s.name].reshape(s.shape) for s in (*reads, *writes)]
+            count = len(reads)
+            kernel.run(seen[:count], seen[count:], attrs, workspace)
     return values
 
 

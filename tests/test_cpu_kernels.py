@@ -73,6 +73,8 @@ OPERATIONS = {
     "softmax_cross_entropy_grad",
     "tanh",
     "tanh_grad",
+    "to_channels_first",
+    "to_channels_last",
     "upsample_bilinear",
     "upsample_bilinear_grad",
     "upsample_nearest",

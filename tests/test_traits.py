@@ -50,7 +50,9 @@ BY_NAME = {
     "passes/graph/narrow_copies.py": {"cast"},  # those that copies make needless
     "passes/graph/autodiff.py": {"RULES"},  # the derivative of each
     "passes/graph/gradients.py": {"group_norm_grad"},  # its attributes
+    "passes/graph/layout_trials.py": {"RULES"},  # whose gradients are timed as well
     "ir/batch_norm.py": {"PIECES"},
+    "ir/channels_last.py": {"CHANNELS_LAST"},
     "ir/group_norm.py": {"GROUP_PIECES"},
     "ir/operations.py": {"OPERATIONS"},
     "ir/strips.py": {"STRIPS"},

@@ -76,8 +76,7 @@ def batch_norm_grad_pieces(whole: Operands) -> Pieces:
     """The gradients of gamma and beta, then that of the input by their means."""
     x, dy, gamma, mean, inv_std = (spec.name for spec in whole.inputs)
     dx, dgamma, dbeta = (spec.name for spec in whole.outputs)
-    shape = whole.inputs[0].shape
-    count = shape[0] * math.prod(shape[2:])
+    count = math.prod(whole.inputs[0].shape) // math.prod(whole.inputs[2].shape)
     sums = dgamma, dbeta
     apply = "batch_norm_grad_apply"
     return (), (

@@ -80,7 +80,7 @@ def _masking(y: TensorSpec, dy: TensorSpec, masked: TensorSpec) -> Piece:
 
 
 def _like(spec: TensorSpec, name: str) -> TensorSpec:
-    return TensorSpec(name, spec.shape, spec.dtype, spec.role)
+    return replace(spec, name=name, alias=None, offset=0)
 
 
 def _piece(

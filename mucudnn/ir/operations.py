@@ -165,6 +165,8 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         ),
         "tanh": _FUNCTION,
         "tanh_grad": _OF_FUNCTION,
+        "to_channels_first": _FROM_ONE,
+        "to_channels_last": _FROM_ONE,
         "upsample_bilinear": _FROM_ONE,
         "upsample_bilinear_grad": _FROM_ONE,
         "upsample_nearest": _FROM_ONE,

@@ -276,9 +276,9 @@ def strips_of(op: str, whole: Operands) -> Batch | None:
     if found is None or not whole.inputs or len(whole.inputs[0].shape) <= HEIGHT:
         return None
     how = found if isinstance(found, Batch) else found(whole)
-    if how is None:
-        return None
     specs = (*whole.inputs, *whole.outputs)
+    if how is None or any(spec.layout != "NCHW" for spec in specs):
+        return None
     axes = zip(specs, (*how.inputs, *how.outputs), strict=True)
     enough = all(axis is None or axis < len(spec.shape) for spec, axis in axes)
     return how if enough else None

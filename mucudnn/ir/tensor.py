@@ -40,6 +40,8 @@ class TensorSpec:
         offset: Bytes of `alias` before its own: of a view of some of its rows.
         storage_bytes: Its size where that does not follow from shape and data type:
             another framework's type, strides or padding.
+        layout: In which order an image's axes are stored: `NCHW`, or `NHWC` with the
+            channels last.
 
     Raises:
         ValueError: Its size is asked for and not known.
@@ -52,6 +54,7 @@ class TensorSpec:
     alias: str | None = None
     storage_bytes: int | None = None
     offset: int = 0
+    layout: str = "NCHW"
 
     @property
     def nbytes(self) -> int:

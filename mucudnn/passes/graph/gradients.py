@@ -119,17 +119,18 @@ def _multiply(tape: Tape, node: Node) -> None:
 
 
 def _concat(tape: Tape, node: Node) -> None:
-    dy = tape.of(node)
+    dy, axis = tape.of(node), node.attrs["axis"]
     shape = tape.tensors[dy].shape
+    before, behind = shape[:axis], shape[axis + 1 :]
     start = 0
     for part in node.inputs:
-        stop = start + tape.tensors[part].shape[1]
+        stop = start + tape.tensors[part].shape[axis]
         tape.emit(
             "slice",
             (dy,),
             part,
-            starts=(0, start, *(0 for _ in shape[2:])),
-            stops=(shape[0], stop, *shape[2:]),
+            starts=(*(0 for _ in before), start, *(0 for _ in behind)),
+            stops=(*before, stop, *behind),
         )
         start = stop
 
@@ -191,6 +192,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "softmax_cross_entropy_grad", "y1", "x1", "dy"
         ),
         "tanh": _reading("tanh_grad", "y0", "dy"),
+        "to_channels_first": _reading("to_channels_last", "dy"),
+        "to_channels_last": _reading("to_channels_first", "dy"),
         "upsample_bilinear": _reading("upsample_bilinear_grad", "dy"),
         "upsample_nearest": _reading("upsample_nearest_grad", "dy"),
     }

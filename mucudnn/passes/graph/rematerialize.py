@@ -161,14 +161,11 @@ class _Rewriter:
         outputs = tuple(f"{output}~{self._count}" for output in node.outputs)
         for output, name in zip(node.outputs, outputs, strict=True):
             spec = self._graph.tensors[output]
-            self.tensors[name] = TensorSpec(
-                name,
-                spec.shape,
-                spec.dtype,
-                Role.ACTIVATION,
-                self._alias(node, spec, inputs),
-                spec.storage_bytes,
-                spec.offset,
+            self.tensors[name] = replace(
+                spec,
+                name=name,
+                role=Role.ACTIVATION,
+                alias=self._alias(node, spec, inputs),
             )
         attrs = node.attrs
         if node.traits.replay:

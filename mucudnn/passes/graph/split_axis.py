@@ -72,8 +72,13 @@ def along_height(graph: Graph) -> Along:
     """The height of a graph's images, or the depth of its volumes.
 
     Raises:
-        ValueError: Nothing in it can be cut along that.
+        ValueError: Nothing in it can be cut along that, or images are channels last.
     """
+    if any(spec.layout != "NCHW" for spec in graph.tensors.values()):
+        raise ValueError(
+            "images are cut along their height where channels come first; this step "
+            "has channels last: give it the layout NCHW"
+        )
     any_size = Along(HEIGHT, 1, 1)
     able = cuttable(graph, any_size)
     heights = set()

@@ -5,13 +5,14 @@ else. Nothing is computed for tensors that no parameter feeds.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
 from mucudnn.ir.operations import make_node
 
-__all__ = ["LOSS_SCALE", "Tape"]
+__all__ = ["LOSS_SCALE", "Tape", "fed_by_parameters"]
 
 LOSS_SCALE = "loss_scale"
 """Name of the scalar input that the loss's own gradient is."""
@@ -30,15 +31,16 @@ class Tape:
         self.tensors: dict[str, TensorSpec] = dict(forward.tensors)
         self.nodes: list[Node] = list(forward.nodes)
         self.gradients: dict[str, str] = {}
-        self._wanted = _fed_by_parameters(forward)
+        self._wanted = fed_by_parameters(forward)
         self._shared: set[str] = set()
         self._taken = {*self.tensors, *(node.name for node in self.nodes)}
         self._counts: dict[str, int] = {}
 
     def seed(self, loss: str, scale: float | None) -> None:
-        """Begin with the gradient of the loss."""
+        """Begin with the gradient of the loss; if there is no scale it is an input."""
         if scale is None:
-            spec = TensorSpec(LOSS_SCALE, (), self.tensors[loss].dtype, Role.INPUT)
+            spec = self.tensors[loss]
+            spec = replace(spec, name=LOSS_SCALE, role=Role.INPUT, alias=None)
             self.tensors[LOSS_SCALE] = spec
             self.gradients[loss] = LOSS_SCALE
             self._shared.add(LOSS_SCALE)
@@ -126,7 +128,7 @@ class Tape:
         spec = self.tensors[of]
         name = self._unique(f"d:{of}")
         self.tensors[name] = TensorSpec(
-            name, spec.shape, spec.dtype, Role.GRADIENT, alias
+            name, spec.shape, spec.dtype, Role.GRADIENT, alias, layout=spec.layout
         )
         return name
 
@@ -139,7 +141,7 @@ class Tape:
         return unique
 
 
-def _fed_by_parameters(graph: Graph) -> set[str]:
+def fed_by_parameters(graph: Graph) -> set[str]:
     """Tensors that some parameter has an influence on, parameters included."""
     fed = {spec.name for spec in graph.with_role(Role.PARAMETER)}
     for node in graph.nodes:

@@ -15,6 +15,7 @@ from functools import partial
 
 from mucudnn.backends.base import Array, Backend, Buffer, Kernel
 from mucudnn.errors import ScheduleError, UnsupportedError
+from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.schedule import (
@@ -251,9 +252,9 @@ class _Binder:
     ) -> tuple[Call, Joinable | None]:
         """The call of any other node, and how it is launched with others."""
         kernel = kernel_of(self._binding.backend, node)
-        inputs = [self._array(name) for name in node.inputs]
-        outputs = [self._array(name) for name in node.outputs]
-        arguments = inputs, outputs, node.attrs, workspace
+        reads, writes, attrs = operands_of(self._graph, node)
+        inputs, outputs = map(self._seen, reads), map(self._seen, writes)
+        arguments = list(inputs), list(outputs), attrs, workspace
         joins = joinable(self._graph, node, kernel, arguments)
         if kernel.ready is not None:
             return kernel.ready(*arguments), joins
@@ -312,6 +313,12 @@ class _Binder:
         return self._memory.array(
             name, self._interval.get(self._graph.storages[name], 0)
         )
+
+    def _seen(self, spec: TensorSpec) -> Array:
+        """A tensor in the shape that a kernel sees it in."""
+        array = self._array(spec.name)
+        same = self._graph.tensors[spec.name].shape == spec.shape
+        return array if same else array.reshape(spec.shape)
 
     def _device_bytes(self, storage: str) -> ByteRange:
         return self._memory.byte_range(storage, self._interval.get(storage, 0))

@@ -13,6 +13,7 @@ import numpy as np
 
 from mucudnn.backends.base import Array, Backend, Buffer, Device, Tier
 from mucudnn.errors import OutOfMemoryError
+from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.tensor import ITEMSIZE, Role, TensorSpec
@@ -63,11 +64,12 @@ class ColdBench:
             for spec in needed.operands:
                 self._fill(spec)
 
-            def views(names: Sequence[str]) -> list[Array]:
-                return [pool.view(graph.storages[n], graph.tensors[n]) for n in names]
+            def views(specs: Sequence[TensorSpec]) -> list[Array]:
+                return [pool.view(graph.storages[spec.name], spec) for spec in specs]
 
-            inputs, outputs = views(node.inputs), views(node.outputs)
-            return self._median(lambda: run(inputs, outputs, node.attrs, scratch))
+            reads, writes, attrs = operands_of(graph, node)
+            inputs, outputs = views(reads), views(writes)
+            return self._median(lambda: run(inputs, outputs, attrs, scratch))
 
     def plan_ms(self, plan: ConvPlan) -> float | None:
         """Median time of a convolution; None where the pool does not hold it."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from mucudnn.backends.base import Backend
 from mucudnn.errors import PlanningError
+from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.profile import Profile
@@ -92,9 +93,7 @@ def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:
     for node in graph.nodes:
         if node.op == "conv" or node.traits.view:
             continue
-        inputs = [graph.tensors[name] for name in node.inputs]
-        outputs = [graph.tensors[name] for name in node.outputs]
-        nbytes = kernel_of(backend, node).workspace(inputs, outputs, node.attrs)
+        nbytes = kernel_of(backend, node).workspace(*operands_of(graph, node))
         if nbytes:
             sizes[node.name] = nbytes
     return sizes

@@ -27,6 +27,7 @@ from mucudnn.runtime.executor.tier_choice import OpenTiers
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.convolution_plans import Plans, fixed_plans
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
+from mucudnn.runtime.training.layouts import Layouts
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
 from mucudnn.runtime.training.placed_steps import place_steps
 from mucudnn.runtime.training.profiler import OnNode
@@ -54,8 +55,7 @@ class Trainer:
     Args:
         training: Forward graph for training; inputs `image` and `label`, outputs the
             loss and how many answers are right.
-        evaluation: The same network for evaluation, with the same names; None where
-            nothing is evaluated.
+        evaluation: The same network for evaluation, with the same names, or None.
         tuner: Plans the convolutions; its backend computes. `Tuner()` if not given.
         optimizer: How gradients change parameters; a name works, or its class.
         learning_rate: Step -> learning rate; a number, or a schedule that does not
@@ -71,11 +71,9 @@ class Trainer:
         loss_scale: What the loss is multiplied by before its gradients are computed;
             the narrow type's usual scale if None. "dynamic", or a `DynamicLossScale`:
             as large as can be; a step that overflows halves it and changes no weight.
-        budget: Device memory that training and evaluation may take, or just its size
-            ("1.5GiB"), or "device" for all that is free; without one everything stays
-            on the device.
-        progress: Called while a step is measured for its budget, with a node's name,
-            how many are done, and of how many.
+        budget: Device memory that training and evaluation may take, or its size, such
+            as "1.5GiB", or "device": all that is free. Without one all stays there.
+        progress: Told what was measured: a node's name, how many are done, of how many.
         split: "none", the number of slices of the batch that the largest layers run in,
             "height:4" for so many strips of images, or "auto" or "height" for what is
             predicted to be fastest within the budget. Sums are then added in another
@@ -90,6 +88,8 @@ class Trainer:
             part of a mini-batch: updates are late then, by the gradients of all.
         batch_norm: With others: "per_rank", statistics of each one's own part, or
             "synchronised", those of the mini-batch, as one process alone has them.
+        layout: How images are stored within a step: "NCHW"; "NHWC", channels last; or
+            "auto", each as is measured to be fastest. Weights stay what they are.
 
     Attributes:
         backend: Where it computes.
@@ -132,6 +132,7 @@ class Trainer:
         replay: bool = False,
         together: Collectives | None = None,
         batch_norm: str = PER_RANK,
+        layout: str = "NCHW",
     ) -> None:
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
@@ -167,6 +168,7 @@ class Trainer:
             loss_scale=self._scale,
             divided=divider if together is None else self._ranks.part,
             fuse=fuse,
+            layout=Layouts(layout, tuner, budget, progress),
             keep_copies=budget is None,  # within one it is used for what is needed more
         )
         self.splitting, self.segments = divider.decision, divider.segments

@@ -26,6 +26,7 @@ from mucudnn.passes.graph.optimizer_updates import STEP, When, with_updates
 
 __all__ = [
     "Divided",
+    "Layout",
     "TrainingGraphs",
     "answers_of",
     "input_bytes",
@@ -35,6 +36,9 @@ __all__ = [
 
 Divided = Callable[[Graph], Graph]
 """A training graph without updates -> the same, cut along the batch or not."""
+
+Layout = Callable[[Graph, bool], Graph]
+"""(a forward graph, whether it is to be trained) -> the same, its images stored so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +76,14 @@ def training_graphs(
     loss_scale: DynamicLossScale | float | str | None,
     divided: Divided | None = None,
     fuse: bool = True,
+    layout: Layout | None = None,
     keep_copies: bool = True,
 ) -> TrainingGraphs:
     """All graphs of a trainer; its arguments are explained there.
 
-    What `divided` makes of a training graph without updates is trained. `keep_copies`
-    has narrow copies of parameters kept by updates, instead of a cast a step.
+    What `divided` makes of a training graph without updates is trained, and `layout`
+    says how images are stored. `keep_copies` has narrow copies of parameters kept by
+    updates, instead of a cast a step.
 
     Raises:
         ValueError: The graphs do not belong together, or a setting is out of range.
@@ -90,6 +96,8 @@ def training_graphs(
     if precision is not None:
         one_of("precision", precision, LOSS_SCALES)
         forward = [lowered(graph, precision) for graph in forward]
+    if layout is not None:
+        forward = [layout(graph, graph is forward[0]) for graph in forward]
     if fuse:
         forward = [fused(graph) for graph in forward]
     usual = 1.0 if precision is None else LOSS_SCALES[precision]

@@ -7,18 +7,19 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run
 from mucudnn.backends.shaping import SHAPING, Copies
 
-__all__ = ["OPERATIONS"]
+__all__ = ["OPERATIONS", "copy_in_tiles"]
 
 
 def _operation(copies: Copies) -> Run:
     def run(call: KernelCall) -> None:
         for source, target in copies(call.inputs, call.outputs[0], call.attrs):
-            _copy(call, source, target)
+            copy_in_tiles(call, source, target)
 
     return run
 
 
-def _copy(call: KernelCall, source: Any, target: Any) -> None:
+def copy_in_tiles(call: KernelCall, source: Any, target: Any) -> None:
+    """Write an array or a number into an array; either may have gaps."""
     if not isinstance(source, np.ndarray):
         source = np.asarray(source, target.dtype)
     if not target.ndim:

@@ -30,6 +30,7 @@ from mucudnn.backends.cuda.kernels import (
     shaping,
     split_batch_norm,
     split_group_norm,
+    turning,
     updates,
     upsampling,
 )
@@ -61,6 +62,7 @@ _FILES = (
     shaping,
     split_batch_norm,
     split_group_norm,
+    turning,
     updates,
     upsampling,
 )
@@ -85,6 +87,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "max_pooling": max_pooling.PROGRAM,
         "split_batch_norm": split_batch_norm.PROGRAM,
         "split_group_norm": split_group_norm.PROGRAM,
+        "turning": turning.PROGRAM,
         "updates": updates.PROGRAM,
         "upsampling": upsampling.PROGRAM,
     }

@@ -1,0 +1,63 @@
+"""Channels first to channels last and back: matrices transposed, one a sample.
+
+A block takes squares of 32 x 32 elements through shared memory, so that what it reads
+and what it writes are neighbours alike; a column more a row keeps threads of a warp off
+each other's banks.
+"""
+
+import math
+from collections.abc import Sequence
+
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program
+
+__all__ = ["OPERATIONS", "PROGRAM"]
+
+_SIDE = 32
+_MOST_BLOCKS = 1 << 16
+
+PROGRAM = Program(
+    r"""
+KERNEL transpose(const T* x, T* y, I N, I rows, I columns) {
+    __shared__ T square[32][33];
+    I across = (columns + 31) / 32, down = (rows + 31) / 32;
+    I lane = threadIdx.x % 32, first = threadIdx.x / 32;
+    for (I number = blockIdx.x; number < N * down * across; number += gridDim.x) {
+        I column = number % across * 32, row = number / across % down * 32;
+        I matrix = number / across / down * rows * columns;
+        for (I k = first; k < 32; k += THREADS / 32)
+            if (row + k < rows && column + lane < columns)
+                square[k][lane] = x[matrix + (row + k) * columns + column + lane];
+        __syncthreads();
+        for (I k = first; k < 32; k += THREADS / 32)
+            if (column + k < columns && row + lane < rows)
+                y[matrix + (column + k) * rows + row + lane] = square[lane][k];
+        __syncthreads();
+    }
+}
+"""
+)
+
+
+def to_channels_last(call: KernelCall) -> None:
+    """(N, C, *spatial) as (N, *spatial, C)."""
+    n, c, *spatial = call.inputs[0].shape
+    _transposed(call, (n, c, math.prod(spatial)))
+
+
+def to_channels_first(call: KernelCall) -> None:
+    """(N, *spatial, C) as (N, C, *spatial)."""
+    n, *spatial, c = call.inputs[0].shape
+    _transposed(call, (n, math.prod(spatial), c))
+
+
+def _transposed(call: KernelCall, shape: Sequence[int]) -> None:
+    (x,), (y,) = call.inputs, call.outputs
+    n, rows, columns = shape
+    squares = n * -(-rows // _SIDE) * -(-columns // _SIDE)
+    call.launch(PROGRAM, "transpose", (min(squares, _MOST_BLOCKS),), x, y, *shape)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "to_channels_first": Operation(to_channels_first),
+    "to_channels_last": Operation(to_channels_last),
+}

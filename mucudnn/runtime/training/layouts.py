@@ -1,0 +1,76 @@
+"""In which layout a trainer's images are: as is asked for, or as is measured."""
+
+from mucudnn.arguments import one_of
+from mucudnn.ir.conv import Direction
+from mucudnn.ir.graph import Graph
+from mucudnn.passes.graph.channels_last import able, with_channels_last
+from mucudnn.passes.graph.layout import (
+    AUTO,
+    LAYOUT_CHOICES,
+    cheapest_layouts,
+    convolutions_last,
+)
+from mucudnn.passes.graph.layout_trials import layout_trials
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.profiler import OnNode, profile
+from mucudnn.runtime.tuning.tuner import Tuner
+
+__all__ = ["Layouts"]
+
+
+class Layouts:
+    """Stores a network's images in one layout or both.
+
+    Args:
+        layout: Of `LAYOUT_CHOICES`.
+        tuner: Measures, for `auto`.
+        budget: Within which it does.
+        progress: Called while it does.
+
+    Raises:
+        ValueError: There is no such layout.
+    """
+
+    def __init__(
+        self,
+        layout: str,
+        tuner: Tuner,
+        budget: MemoryBudget | None,
+        progress: OnNode | None,
+    ) -> None:
+        self._layout = one_of("layout", layout, LAYOUT_CHOICES)
+        self._tuner, self._budget, self._progress = tuner, budget, progress
+
+    def __call__(self, graph: Graph, trains: bool) -> Graph:
+        """A forward graph, which has its channels first, in the layout.
+
+        Raises:
+            OutOfMemoryError: What is to be measured does not fit the budget.
+            PlanningError: A convolution has no algorithm.
+        """
+        if self._layout == AUTO:
+            return with_channels_last(graph, self._fastest(graph, trains))
+        if self._layout == "NHWC":
+            return with_channels_last(graph, convolutions_last(graph))
+        return graph
+
+    def _fastest(self, graph: Graph, trains: bool) -> frozenset[str]:
+        trials = layout_trials(graph, self._possible(graph), trains=trains)
+        memory = None if self._budget is None else self._budget.nbytes
+        times = profile(
+            self._tuner, trials.graph, memory=memory, progress=self._progress
+        )
+        return cheapest_layouts(graph, trials.costs(times.node_ms))
+
+    def _possible(self, graph: Graph) -> frozenset[str]:
+        """Nodes that the backend can run with channels last, gradients included."""
+        conv = self._tuner.backend.conv
+        last = with_channels_last(graph, nodes := able(graph))
+        without = {
+            node.name
+            for node in last.nodes
+            if node.name in nodes and node.traits.convolution
+            for way in Direction
+            if not conv.algorithms(node.attrs["problem"].with_direction(way))
+        }
+        return nodes - without

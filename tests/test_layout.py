@@ -1,0 +1,350 @@
+"""Images with channels last: the same numbers, and the cheapest choice of layouts."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mucudnn.backends import get_backend
+from mucudnn.backends.cpu.kernels import bind as bind_cpu
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cuda.kernels import bind
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.ir.channels_last import CHANNELS_LAST, operands_of
+from mucudnn.ir.graph import Graph
+from mucudnn.ir.operations import make_node
+from mucudnn.ir.tensor import TensorSpec
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.channels_last import (
+    able,
+    alone_channels_last,
+    with_channels_last,
+)
+from mucudnn.passes.graph.fusion import fused
+from mucudnn.passes.graph.layout import (
+    LayoutCosts,
+    cheapest_layouts,
+    convolutions_last,
+    turned_bytes,
+)
+from mucudnn.passes.graph.layout_trials import layout_trials
+from mucudnn.passes.graph.split_axis import along_height
+from mucudnn.passes.minimum_cut import SINK, SOURCE, Pipes
+from tests.cuda_emulator import COMPILER, Emulator
+from tests.kernel_cases import close, stale
+from tests.mirror_cases import cases
+from tests.numpy_runner import execute
+from tests.random_graphs import feeds
+from tests.training_cases import examples, trainer
+
+CPU = get_backend("cpu")
+
+
+def last(array):
+    return np.ascontiguousarray(np.moveaxis(array, 1, -1))
+
+
+def first(array):
+    return np.moveaxis(array, -1, 1)
+
+
+# Kernels.
+
+
+def graph_of(case):
+    """A graph of one node, and what is fed to it."""
+    specs = [
+        TensorSpec(f"x{i}", a.shape, a.dtype.name) for i, a in enumerate(case.inputs)
+    ]
+    specs += [
+        TensorSpec(f"y{i}", shape, np.dtype(dtype).name)
+        for i, (shape, dtype) in enumerate(case.outputs)
+    ]
+    tensors = {spec.name: spec for spec in specs}
+    count = len(case.inputs)
+    names = tuple(tensors)
+    node = make_node(
+        tensors, "node", case.op, names[:count], names[count:], dict(case.attrs)
+    )
+    return Graph(tensors, (node,), ()), dict(zip(names, case.inputs, strict=False))
+
+
+def computed(kernels, graph, values):
+    """All tensors of a graph of one node."""
+    (node,) = graph.nodes
+    values = {name: array.copy() for name, array in values.items()}
+    values |= {t: stale(graph.tensors[t].shape, graph.tensors[t].dtype) for t in node.outputs}
+    reads, writes, attrs = operands_of(graph, node)
+    kernel = kernels[node.op]
+    nbytes = kernel.workspace(reads, writes, attrs)
+    seen = [values[s.name].reshape(s.shape) for s in (*reads, *writes)]
+    scratch = np.full(nbytes, 0xFF, np.uint8) if nbytes else None
+    kernel.run(seen[: len(reads)], seen[len(reads) :], attrs, scratch)
+    return values
+
+
+def agree_in_both_layouts(kernels):
+    """Every case of every operation that can have channels last; returns those."""
+    ones, seen = bind_cpu(Workers(1)), set()
+    for case in cases("f8"):
+        graph, values = graph_of(case)
+        if not able(graph):
+            continue
+        seen.add(case.op)
+        turned = alone_channels_last(graph, graph.nodes[0])
+        is_last = {t for t, s in turned.tensors.items() if s.layout == "NHWC"}
+        fed = {t: last(a) if t in is_last else a for t, a in values.items()}
+        expected = computed(ones, graph, values)
+        for name, found in computed(kernels, turned, fed).items():
+            close(first(found) if name in is_last else found, expected[name], 1e-9)
+    return seen
+
+
+def test_every_operation_is_the_same_with_channels_last():
+    seen = agree_in_both_layouts(bind_cpu(Workers(2)))
+    # There is a byte's index of a maximum in its gradient: that is not turned.
+    assert seen >= CHANNELS_LAST.keys() - {"conv", "max_pool_grad"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
+def test_every_operation_is_the_same_with_channels_last_on_a_gpu(tmp_path):
+    seen = agree_in_both_layouts(bind(Emulator(tmp_path)))
+    assert seen >= CHANNELS_LAST.keys() - {"conv", "max_pool_grad"}
+
+
+# Networks.
+
+LAYERS = {
+    "conv": lambda g, x: g.conv(x, 3, 3, padding=1),
+    "strided": lambda g, x: g.conv(x, 4, 3, stride=2, padding=1, bias=False),
+    "point": lambda g, x: g.conv(x, 5, 1),
+    "depthwise": lambda g, x: g.conv(x, g.shape(x)[1], 3, padding=1, groups=g.shape(x)[1]),
+    "up": lambda g, x: g.conv_transpose(x, 3, 2, stride=2),
+    "norm": lambda g, x: g.relu(g.batch_norm(x)),
+    "residual": lambda g, x: g.relu(g.add(g.batch_norm(x), x)),
+    "group": lambda g, x: g.group_norm(x, 1),
+    "lrn": lambda g, x: g.lrn(x),
+    "gelu": lambda g, x: g.gelu(x),
+    "twice": lambda g, x: g.multiply(x, x),
+    "max": lambda g, x: g.max_pool(x, 3, 2, 1, ceil_mode=True),
+    "mean": lambda g, x: g.avg_pool(x, 2, 1, 1, count_include_pad=False),
+    "nearest": lambda g, x: g.upsample_nearest(x, 2),
+    "bilinear": lambda g, x: g.upsample_bilinear(x, (2, 1)),
+    "dropout": lambda g, x: g.dropout(x, 0.4),
+    "concat": lambda g, x: g.concat([x, g.relu(x), x]),
+    "slice": lambda g, x: g.slice(x, (0, 0, 1, 0), g.shape(x)) if g.shape(x)[2] > 1 else x,
+    "pad": lambda g, x: g.pad(x, (0, 1, 0, 2), (0, 0, 1, 0)),
+    "view": lambda g, x: g.reshape(g.flatten(x), g.shape(x)),
+    "pixel": lambda g, x: g.conv(g.global_avg_pool(x), 3, 1),
+}
+
+
+@st.composite
+def networks(draw):
+    """A forward graph whose loss is of a vector, or of pixels."""
+    g = GraphBuilder(dtype="float64", seed=1)
+    x = g.input("image", (2, draw(st.integers(1, 3)), 5, 4))
+    x = g.conv(x, 3, 3, padding=1)
+    for name in draw(st.lists(st.sampled_from(sorted(LAYERS)), max_size=6)):
+        if max(g.shape(x)[1:]) < 24:
+            x = LAYERS[name](g, x)
+    if draw(st.booleans()):
+        logits, shape = g.linear(g.flatten(x), 3), (2,)
+    else:
+        logits = g.conv(x, 3, 1)
+        shape = (2, *g.shape(logits)[2:])
+    label = g.input("label", shape, "int64")
+    loss = g.softmax_cross_entropy(logits, label)
+    images = [n.outputs[0] for n in g.nodes if len(g.shape(n.outputs[0])) > 2]
+    return g.build(loss, g.accuracy(logits, label), draw(st.sampled_from(images)))
+
+
+def the_same(one, other):
+    """Both steps compute the same losses, gradients and statistics."""
+    fed = feeds(one)
+    found = []
+    for graph in (one, other):
+        values = {name: array.copy() for name, array in fed.items()}
+        found.append(execute(CPU, graph, values))
+    for name in (*one.outputs, *one.inputs):
+        close(found[1][name], found[0][name], 1e-8)
+    assert one.gradients.keys() == other.gradients.keys()
+    for name, gradient in one.gradients.items():
+        close(found[1][other.gradients[name]], found[0][gradient], 1e-8)
+
+
+@settings(max_examples=25)
+@given(networks(), st.data())
+def test_a_network_computes_the_same_in_any_layout(graph, data):
+    nodes = sorted(able(graph))
+    chosen = data.draw(st.sets(st.sampled_from(nodes)))
+    turned = with_channels_last(graph, chosen)
+    for name in graph.outputs:
+        one, other = turned.tensors[name], graph.tensors[name]
+        assert (one.shape, one.layout) == (other.shape, "NCHW")
+    for fuse in (fused, lambda graph: graph):
+        the_same(training_graph(fuse(graph)), training_graph(fuse(turned)))
+
+
+@given(networks())
+def test_channels_are_last_at_every_convolution(graph):
+    turned = with_channels_last(graph, convolutions_last(graph))
+    problems = [n.attrs["problem"] for n in turned.nodes if n.op == "conv"]
+    assert {p.layout for p in problems} == {"NHWC"}
+
+
+def test_what_has_one_pixel_or_one_channel_is_turned_for_nothing():
+    g = GraphBuilder()
+    x = g.conv(g.input("image", (2, 1, 4, 4)), 3, 1, bias=False)
+    x = g.global_avg_pool(x)
+    graph = g.build(g.conv(x, 2, 1, bias=False))
+    turned = with_channels_last(graph, able(graph))
+    assert [node.op for node in turned.nodes if node.name.endswith("turn")] == [
+        *["reshape"] * 4
+    ]
+    assert set(turned_bytes(graph).values()) == {0, 2 * 4 * 2 * 3 * 16}
+
+
+def test_strips_need_channels_first():
+    g = GraphBuilder()
+    x = g.conv(g.input("image", (2, 3, 8, 8)), 3, 3, padding=1)
+    graph = with_channels_last(graph := g.build(g.relu(x)), able(graph))
+    with pytest.raises(ValueError, match="give it the layout NCHW"):
+        along_height(graph)
+
+
+# The choice.
+
+
+@given(st.data())
+def test_a_cheapest_cut_is_found(data):
+    points = [SOURCE, *"abcd", SINK]
+    pairs = [p for p in itertools.permutations(points, 2) if p[1] != SOURCE and p[0] != SINK]
+    sizes = data.draw(
+        st.dictionaries(st.sampled_from(pairs), st.integers(1, 9), max_size=14)
+    )
+    pipes = Pipes()
+    for (start, end), size in sizes.items():
+        pipes.add(start, end, size)
+
+    def cost(behind):
+        return sum(n for (a, b), n in sizes.items() if a not in behind and b in behind)
+
+    ways = [
+        {SINK, *some} for k in range(5) for some in itertools.combinations("abcd", k)
+    ]
+    least = min(map(cost, ways))
+    fewest = min(len(way) for way in ways if cost(way) == least)
+    found = pipes.behind_cut() | {SINK}
+    assert cost(found) == least
+    assert len(found) == fewest
+
+
+@settings(max_examples=60, deadline=None)
+@given(networks(), st.data())
+def test_no_choice_of_layouts_is_cheaper(graph, data):
+    nodes = sorted(able(graph))[:7]
+    prices = st.integers(0, 9).map(float)
+    costs = LayoutCosts(
+        {name: data.draw(prices) for name in nodes},
+        {name: data.draw(st.one_of(prices, st.just(np.inf))) for name in nodes},
+        {name: data.draw(prices) for name in graph.tensors},
+    )
+    every = (
+        frozenset(some)
+        for k in range(len(nodes) + 1)
+        for some in itertools.combinations(nodes, k)
+    )
+    least = min(costs.of(graph, some) for some in every)
+    assert costs.of(graph, cheapest_layouts(graph, costs)) == least
+
+
+def test_what_layouts_cost_is_what_the_steps_take():
+    """A choice's price is by how much its step differs from the one without it."""
+    g = GraphBuilder()
+    x = g.conv(g.input("image", (4, 3, 8, 8)), 8, 3, padding=1, bias=False)
+    x = g.max_pool(g.relu(g.batch_norm(x)), 2)
+    x = g.add(g.conv(x, 8, 3, padding=1, bias=False), x)
+    label = g.input("label", (4,), "int64")
+    graph = g.build(g.softmax_cross_entropy(g.linear(g.flatten(x), 3), label))
+    trials = layout_trials(graph, able(graph), trains=True)
+    costs = trials.costs(estimate(trials.graph, "h200").node_ms)
+
+    def step_ms(chosen):
+        step = training_graph(with_channels_last(graph, chosen))
+        return sum(estimate(step, "h200").node_ms.values())
+
+    nodes = able(graph)
+    none = frozenset()
+    for chosen in (none, nodes, *(frozenset({name}) for name in sorted(nodes))):
+        price = costs.of(graph, chosen) - costs.of(graph, none)
+        assert price == pytest.approx(step_ms(chosen) - step_ms(none))
+    assert cheapest_layouts(graph, costs) == none
+
+
+# Trainers.
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"fuse": False},
+        {"split": 2},
+        {"parts": 2},
+        {"budget": 0.7},
+        {"budget": 0.7, "split": "auto"},
+        {"options": {"dropout": 0.3}},
+    ],
+)
+def test_a_trainer_finds_the_same_losses(more):
+    images, labels = examples(24)
+
+    def losses(layout):
+        settings = dict(more)
+        if "budget" in more:
+            settings["budget"] = int(trainer(layout=layout).peak_bytes * more["budget"])
+        made = trainer(layout=layout, **settings)
+        rows = [slice(8 * i, 8 * i + 8) for i in range(3)]
+        found = [float(made.step(images[r], labels[r]).loss) for r in rows]
+        return np.array(found), made.predict(images[:5]), made
+
+    expected, answers, one = losses("NCHW")
+    found, same, other = losses("NHWC")
+    close(found, expected, 1e-6)
+    close(same, answers, 1e-5)
+    kinds = {n.attrs["problem"].layout for n in other.graph.nodes if n.op == "conv"}
+    assert kinds == {"NHWC"}
+    for name, value in one.state.save().items():
+        assert other.state.save()[name].shape == value.shape
+
+
+def test_a_trainer_measures_layouts():
+    told = []
+    made = trainer(layout="auto", progress=lambda name, *_: told.append(name))
+    assert any("to_channels" not in name and ":" in name for name in told)
+    layouts = {n.attrs["problem"].layout for n in made.graph.nodes if n.op == "conv"}
+    assert layouts <= {"NCHW", "NHWC"}
+
+
+def test_weights_go_from_one_layout_to_another(tmp_path):
+    images, labels = examples(8)
+    one, other = trainer(), trainer(layout="NHWC", seed=7)
+    one.step(images, labels)
+    one.save_weights(tmp_path / "weights.safetensors")
+    other.load_weights(tmp_path / "weights.safetensors")
+    close(other.predict(images), one.predict(images), 1e-5)
+
+
+def test_an_unknown_layout_is_refused():
+    with pytest.raises(ValueError, match="unknown layout 'CHWN'; choose one of: NCHW"):
+        trainer(layout="CHWN")
+
+
+def test_strips_of_a_trainer_need_channels_first():
+    with pytest.raises(ValueError, match="give it the layout NCHW"):
+        trainer(layout="NHWC", split="height:2")
