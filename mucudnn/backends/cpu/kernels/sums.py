@@ -15,7 +15,7 @@ __all__ = ["LONGEST_ROW", "channel_chunks", "row_dots", "row_sums", "total_dot"]
 LONGEST_ROW = 16384
 """Elements that are added in single precision at most."""
 
-_CACHE_LINE = 16  # channels without pixels lie next to each other
+_NEIGHBOURS = 64  # channels without pixels lie next to each other: a vector of them
 
 
 def channel_chunks(
@@ -27,7 +27,7 @@ def channel_chunks(
     the samples of one channel, or parts of its rows, are chunks of their own.
     """
     N, C, S = shape
-    step = min(C, max(_CACHE_LINE if S == 1 else 1, limit // max(1, N * S)))
+    step = min(C, max(_NEIGHBOURS if S == 1 else 1, limit // max(1, N * S)))
     items: list[tuple[slice, list[tuple[slice, ...]]]] = []
     for first in range(0, C, step):
         channels = slice(first, min(first + step, C))
