@@ -18,12 +18,8 @@ import numpy as np
 
 from bench.table import render
 from mucudnn.backends.cuda.kernels import KERNELS
-<<<<<<< HEAD
 from mucudnn.backends.cuda.kernels.program import KernelCall, KernelLaunch
-=======
-from mucudnn.backends.cuda.kernels.program import KernelCall, Program
 from mucudnn.ir.channels_last import operands_of
->>>>>>> 976d669 (Images with channels last: a layout of tensors, a pass, kernels of both layouts by views, the cheapest choice by a minimum cut; Trainer(layout=))
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import TensorSpec

@@ -100,6 +100,20 @@ def test_training_agrees_with_the_cpus(precision, apart, lazy, folder, monkeypat
 
 @emulated
 @pytest.mark.slow
+@pytest.mark.parametrize(("precision", "apart"), PRECISIONS)
+def test_training_with_channels_last_agrees(precision, apart, folder, monkeypatch):
+    expected, _ = losses("cpu")
+    cupy, gpu = stand_in(monkeypatch, folder, lazy=True)
+    found, free = losses(gpu, precision=precision, layout="NHWC")
+    assert np.abs(found - expected).max() < apart
+    assert "transpose" in cupy.launched
+    budget = MemoryBudget(nbytes=int(free.peak_bytes * 0.7), convolutions="fixed")
+    again, _ = losses(gpu, precision=precision, layout="NHWC", budget=budget)
+    assert np.array_equal(again, found)
+
+
+@emulated
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_dynamic_loss_scale_on_the_device(parts, folder, monkeypatch):
     """Updates are one launch a step; what overflows is skipped as on the CPU."""

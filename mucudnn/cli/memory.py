@@ -21,6 +21,7 @@ from mucudnn.cli.options import (
     flag,
     image_size,
     json_option,
+    layout_option,
     option,
     placement_option,
     report_option,
@@ -152,6 +153,7 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         split_of,
     ),
     placement_option("Where the best step's tensors lie"),
+    layout_option(),
     cache_option,
 )
 @section(
@@ -227,6 +229,8 @@ def _step(
             raise BadInputError(f"--inference is for a network of ours, not {model}")
         if settings["placement"] != STATIC:
             raise BadInputError("PyTorch's allocator places tensors: no --placement")
+        if settings["layout"] != "NCHW":
+            raise BadInputError("PyTorch stores tensors as the model does: no --layout")
         return step
     return StepSpec(
         model=made if isinstance(made, FunctionModel) else model,
@@ -237,6 +241,7 @@ def _step(
         device=device,
         inference=inference,
         placement=settings["placement"],
+        layout=settings["layout"],
     )
 
 

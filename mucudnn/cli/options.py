@@ -16,6 +16,7 @@ import cloup
 
 from mucudnn.cli.completion import Complete, completing_files
 from mucudnn.cli.output import output_file
+from mucudnn.ir.channels_last import LAYOUT_CHOICES
 from mucudnn.ir.placement import PLACEMENTS, STATIC
 from mucudnn.ir.sizes import parse_bytes, parse_integer
 
@@ -163,6 +164,17 @@ def split_of(text: str) -> str | int:
         return text
     raise click.BadParameter(
         f"{text!r} is not auto, none, height, height:STRIPS or a number of parts"
+    )
+
+
+def layout_option() -> Option:
+    """`--layout`."""
+    return option(
+        "--layout",
+        "How images are stored: NCHW; NHWC, with channels last; or auto, each as is "
+        "fastest.",
+        click.Choice(LAYOUT_CHOICES),
+        default="NCHW",
     )
 
 

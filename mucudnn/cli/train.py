@@ -273,6 +273,7 @@ class _Training:
                 together=None if self._group is None else self._group.together,
                 batch_norm=settings["batch_norm"],
                 placement=settings["placement"],
+                layout=settings["layout"],
             )
 
 

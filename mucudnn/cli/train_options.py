@@ -15,6 +15,7 @@ from mucudnn.cli.options import (
     flag,
     image_size,
     json_option,
+    layout_option,
     option,
     parsed,
     placement_option,
@@ -244,6 +245,7 @@ run_options = section(
         default="early",
     ),
     placement_option("Where tensors lie"),
+    layout_option(),
     flag("--no-fuse", "Run each operation by a kernel of its own."),
     flag("--replay", "Replay the launches of a step as CUDA graphs."),
     option(

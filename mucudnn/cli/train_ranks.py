@@ -151,6 +151,7 @@ def step_ms(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> float:
         learning_rate=0.0,
         update_when="late",
         fuse=not settings["no_fuse"],
+        layout=settings["layout"],
     ) as trainer:
         times = [trainer.profile(images, labels)[1] for _ in range(_STEPS)]
     return statistics.median(times)

@@ -16,16 +16,30 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
+from mucudnn.ir.conv import LAYOUTS
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.tensor import TensorSpec
 
-__all__ = ["CHANNELS_LAST", "channels_last", "is_image", "last", "operands_of"]
+__all__ = [
+    "AUTO",
+    "CHANNELS_LAST",
+    "LAYOUT_CHOICES",
+    "channels_last",
+    "is_image",
+    "last",
+    "operands_of",
+]
 
 Attributes = Mapping[str, Any]
 Shape = tuple[int, ...]
 Specs = tuple[TensorSpec, ...]
+
+AUTO: Literal["auto"] = "auto"
+
+LAYOUT_CHOICES = (*LAYOUTS, AUTO)
+"""Channels first, channels last, or each image as is fastest."""
 
 _MOST_WINDOWED = 4
 """Axes of the images that windows slide over; with channels last, kernels see one more

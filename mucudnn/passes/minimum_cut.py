@@ -6,6 +6,7 @@ are full part the two ends, and no cheaper cut does (Ford and Fulkerson, 1956).
 
 from collections import defaultdict, deque
 from collections.abc import Hashable
+from itertools import pairwise
 
 __all__ = ["SINK", "SOURCE", "Pipes"]
 
@@ -74,7 +75,7 @@ class Pipes:
                     return False
                 path.pop()
                 ways[path[-1]].pop()
-        pairs = list(zip(path, path[1:], strict=False))
+        pairs = list(pairwise(path))
         amount = min(self._left[start][end] for start, end in pairs)
         for start, end in pairs:
             self._left[start][end] -= amount

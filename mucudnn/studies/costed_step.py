@@ -1,17 +1,20 @@
 """A step to be studied with its costs, wherever either is from."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mucudnn.ir.channels_last import AUTO
+from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
+from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import IMAGE
 from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.splitting import SplitStep
 from mucudnn.studies.memory_findings import StepSpec
-from mucudnn.studies.step_costs import Coverage, StepCosts
+from mucudnn.studies.step_costs import Coverage, StepCosts, fastest_layouts
 
-__all__ = ["CostedStep", "costed_step"]
+__all__ = ["CostedStep", "costed_step", "with_layouts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,36 @@ def costed_step(
         in_parts,
         tuple(graph.tensors[IMAGE].shape[1:]),
         graph.parameter_count,
-        costs.figures,
+        {**_layouts(spec, graph), **costs.figures},
         costs.coverage,
     )
+
+
+def with_layouts(spec: StepSpec, recordings: Sequence[str] = ()) -> StepSpec:
+    """A step in which it is decided which images have channels last.
+
+    Raises:
+        ValueError: That would have to be measured, or recordings know nothing of it.
+        BackendUnavailableError: A recording is missing, or is something else.
+    """
+    if spec.layout != AUTO or spec.channels_last is not None:
+        return spec
+    trains = not spec.inference
+    nodes = fastest_layouts(spec.network(), spec.device, recordings, trains=trains)
+    return replace(spec, channels_last=nodes)
+
+
+def _layouts(spec: StepSpec, graph: Graph) -> Mapping[str, str]:
+    """Which layouts there are, in words; nothing where nobody asked."""
+    if spec.layout == "NCHW":
+        return {}
+    kinds = [node.attrs["problem"].layout for node in graph.nodes if node.op == "conv"]
+    turned = [node for node in graph.nodes if node.op.startswith("to_channels")]
+    moved = sum(graph.tensors[name].nbytes for n in turned for name in n.outputs)
+    return {
+        "layout": f"channels last in {kinds.count('NHWC')} of {len(kinds)} "
+        f"convolutions; {format_bytes(moved)} are turned, in {len(turned)} copies"
+    }
 
 
 def _described(step: DescribedStep) -> CostedStep:

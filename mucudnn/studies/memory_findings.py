@@ -15,6 +15,7 @@ from mucudnn.models import get_model, network_name
 from mucudnn.notebook import drawn
 from mucudnn.passes.graph.answering import up_to
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.layout import stored
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.comparison import Technique, best_technique
@@ -45,6 +46,8 @@ class StepSpec:
         inference: Whether it only answers: the network for evaluation up to what the
             labels are compared with. A graph is taken as it is.
         placement: Of `PLACEMENTS`.
+        layout: How images are stored, of `LAYOUT_CHOICES`.
+        channels_last: Nodes whose images have channels last, where `auto` is decided.
     """
 
     model: str | Callable[..., Graph] | Graph
@@ -55,6 +58,8 @@ class StepSpec:
     device: str = "h200"
     inference: bool = False
     placement: str = STATIC
+    layout: str = "NCHW"
+    channels_last: frozenset[str] | None = None
 
     @property
     def title(self) -> str:
@@ -75,13 +80,22 @@ class StepSpec:
         Raises:
             ValueError: A name is not known, or a size out of range.
         """
+        forward = stored(self.network(batch), self.layout, self.channels_last)
+        return forward if self.inference else training_graph(forward)
+
+    def network(self, batch: int | None = None) -> Graph:
+        """The network as it is given, up to its answers where it is to answer.
+
+        Raises:
+            ValueError: A name is not known, or a size out of range.
+        """
         if isinstance(self.model, Graph):
             forward = self.model
         else:
             forward = get_model(self.model)(
                 batch or self.batch, image=self.image, training=not self.inference
             )
-        return _answering(forward) if self.inference else training_graph(forward)
+        return _answering(forward) if self.inference else forward
 
     def finished(self, gradients: Graph) -> Graph:
         """A step of it: with updates, in its order."""

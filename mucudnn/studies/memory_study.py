@@ -21,7 +21,7 @@ from mucudnn.passes.residency import (
     policy_names,
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-from mucudnn.studies.costed_step import costed_step
+from mucudnn.studies.costed_step import costed_step, with_layouts
 from mucudnn.studies.memory_findings import MemoryStudy, StepSpec
 from mucudnn.studies.memory_trials import MemoryTrials
 from mucudnn.studies.step_costs import CPU
@@ -104,6 +104,8 @@ def study_memory(
     nbytes = None if budget is None else parse_bytes(budget)
     say = progress or (lambda what, done, total: None)
     say("building the step", 0, 1)
+    if isinstance(spec, StepSpec):
+        spec = with_layouts(spec, recordings)
     costed = costed_step(spec, profile, recordings, say)
     return MemoryTrials(spec, costed, policies, schedulers, nbytes, say, split).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget

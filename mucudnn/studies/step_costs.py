@@ -12,9 +12,12 @@ from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.channels_last import able
+from mucudnn.passes.graph.layout import cheapest_layouts
+from mucudnn.passes.graph.layout_trials import layout_trials
 from mucudnn.runtime.database.recordings import read_fronts
 
-__all__ = ["CPU", "Coverage", "StepCosts"]
+__all__ = ["CPU", "Coverage", "StepCosts", "fastest_layouts"]
 
 CPU = "cpu"
 """The device that is measured."""
@@ -119,6 +122,26 @@ class StepCosts:
         self, problems: Sequence[ConvProblem]
     ) -> dict[ConvProblem, tuple[ConvPlan, ...]]:
         return {} if self._recorded is None else self._recorded.fronts(problems)
+
+
+def fastest_layouts(
+    forward: Graph, device: str, recordings: Sequence[str], *, trains: bool
+) -> frozenset[str]:
+    """Nodes of a network that have channels last where that is predicted to be fastest.
+
+    Raises:
+        ValueError: The device is the CPU, where layouts would have to be measured, or
+            recordings know nothing of the network.
+        BackendUnavailableError: A recording is missing, or is something else.
+    """
+    if device == CPU:
+        raise ValueError(
+            "layouts have to be measured on the CPU; a Trainer does it: "
+            "Trainer(…, layout='auto')"
+        )
+    trials = layout_trials(forward, able(forward), trains=trains)
+    costs = StepCosts(trials.graph, device, recordings=recordings)
+    return cheapest_layouts(forward, trials.costs(costs.profile.node_ms))
 
 
 def _problems(graph: Graph) -> list[ConvProblem]:

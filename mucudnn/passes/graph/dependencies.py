@@ -6,11 +6,11 @@ of them before it, and one that overwrites waits for all who read what was there
 order that keeps these pairs computes the same bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mucudnn.ir.graph import Graph, Node
 
-__all__ = ["dependencies", "last_writes", "with_nodes_after", "written"]
+__all__ = ["dependencies", "finished", "last_writes", "with_nodes_after", "written"]
 
 
 def written(graph: Graph, node: Node) -> tuple[str, ...]:
@@ -25,6 +25,19 @@ def written(graph: Graph, node: Node) -> tuple[str, ...]:
 def last_writes(graph: Graph) -> dict[str, int]:
     """Storage -> the position of the last node that changes its bytes."""
     return {s: i for i, node in enumerate(graph.nodes) for s in written(graph, node)}
+
+
+def finished(graph: Graph, names: Iterable[str]) -> dict[str, int]:
+    """Tensor -> the position of the last node that changes it, or makes a view of it.
+
+    What no node makes or changes is there at -1.
+    """
+    writes = last_writes(graph)
+    made = {t: i for i, node in enumerate(graph.nodes) for t in node.outputs}
+    return {
+        name: max(writes.get(graph.storages[name], -1), made.get(name, -1))
+        for name in names
+    }
 
 
 def with_nodes_after(

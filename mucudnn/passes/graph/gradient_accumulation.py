@@ -12,7 +12,7 @@ from mucudnn.ir.initializers import Constant
 from mucudnn.ir.loss_scaling import DynamicLossScale
 from mucudnn.ir.operations import make_node
 from mucudnn.ir.optimizers import Optimizer
-from mucudnn.passes.graph.dependencies import last_writes, with_nodes_after
+from mucudnn.passes.graph.dependencies import finished, with_nodes_after
 from mucudnn.passes.graph.optimizer_updates import When, with_updates
 
 __all__ = ["Accumulating", "accumulating"]
@@ -77,7 +77,7 @@ def _total(parameter: str) -> str:
 def _with_totals(graph: Graph) -> Graph:
     """Each gradient is added to its total as soon as it is known."""
     tensors, initializers = dict(graph.tensors), dict(graph.initializers)
-    final = last_writes(graph)
+    known = finished(graph, graph.gradients.values())
     ready: dict[int, list[Node]] = {}
     for w, gradient in graph.gradients.items():
         spec = graph.tensors[w]
@@ -94,7 +94,7 @@ def _with_totals(graph: Graph) -> Graph:
             Phase.UPDATE,
             (total.name,),
         )
-        ready.setdefault(final[graph.storages[gradient]], []).append(node)
+        ready.setdefault(known[gradient], []).append(node)
     return replace(
         graph,
         tensors=MappingProxyType(tensors),

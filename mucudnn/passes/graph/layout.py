@@ -11,26 +11,20 @@ a minimum cut. Of equal ones the one with the fewest nodes with channels last is
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from mucudnn.ir.channels_last import is_image
-from mucudnn.ir.conv import LAYOUTS
+from mucudnn.arguments import one_of
+from mucudnn.ir.channels_last import AUTO, LAYOUT_CHOICES, is_image
 from mucudnn.ir.graph import Graph
-from mucudnn.passes.graph.channels_last import able, free
+from mucudnn.passes.graph.channels_last import able, free, with_channels_last
 from mucudnn.passes.minimum_cut import SINK, SOURCE, Pipes
 
 __all__ = [
-    "AUTO",
-    "LAYOUT_CHOICES",
     "LayoutCosts",
     "cheapest_layouts",
     "convolutions_last",
+    "stored",
+    "turned_bytes",
 ]
-
-AUTO: Literal["auto"] = "auto"
-
-LAYOUT_CHOICES = (*LAYOUTS, AUTO)
-"""Channels first, channels last, or whatever is fastest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +84,27 @@ def convolutions_last(graph: Graph) -> frozenset[str]:
     first = {name: most if kinds[name] else 0.0 for name in nodes}
     costs = LayoutCosts(first, dict.fromkeys(nodes, 0.0), turned)
     return cheapest_layouts(graph, costs)
+
+
+def stored(graph: Graph, layout: str, chosen: frozenset[str] | None = None) -> Graph:
+    """A forward graph with channels first, in another layout.
+
+    Args:
+        graph: The graph.
+        layout: Of `LAYOUT_CHOICES`.
+        chosen: For `auto`, nodes that have channels last.
+
+    Raises:
+        ValueError: There is no such layout, or it is `auto` and nothing was chosen.
+    """
+    one_of("layout", layout, LAYOUT_CHOICES)
+    if layout == AUTO and chosen is None:
+        raise ValueError(
+            "which layout is fastest has to be measured here: choose NCHW or NHWC, or "
+            "let a Trainer do it"
+        )
+    nodes = convolutions_last(graph) if layout == "NHWC" else chosen or frozenset()
+    return graph if layout == "NCHW" else with_channels_last(graph, nodes)
 
 
 def turned_bytes(graph: Graph) -> dict[str, float]:

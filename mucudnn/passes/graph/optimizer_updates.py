@@ -15,7 +15,7 @@ from mucudnn.ir.initializers import Constant
 from mucudnn.ir.loss_scaling import DynamicLossScale
 from mucudnn.ir.operations import make_node
 from mucudnn.ir.optimizers import AdaGrad, Adam, Momentum, Optimizer, RmsProp, Sgd
-from mucudnn.passes.graph.dependencies import last_writes, with_nodes_after
+from mucudnn.passes.graph.dependencies import finished, with_nodes_after
 from mucudnn.passes.graph.loss_scaling import COUNTS, adjusting, looking_for_overflow
 from mucudnn.passes.graph.narrow_copies import copies_of_parameters
 from mucudnn.passes.graph.tape import LOSS_SCALE
@@ -165,11 +165,11 @@ class _Draft:
     def _early(self) -> tuple[Node, ...]:
         storages, nodes = self._graph.storages, self._graph.nodes
         read = {storages[t]: i for i, node in enumerate(nodes) for t in node.inputs}
-        written = last_writes(self._graph)
+        known = finished(self._graph, [gradient for _, gradient, _ in self._updates])
         at: dict[int, list[Node]] = {}
         for w, gradient, node in self._updates:
             done = [read.get(storages[t], -1) for t in (w, self._copies.get(w, w))]
-            done.append(written.get(storages[gradient], -1))
+            done.append(known[gradient])
             at.setdefault(max(done), []).append(node)
         return with_nodes_after(self._graph, at)
 

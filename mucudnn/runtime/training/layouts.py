@@ -1,15 +1,11 @@
 """In which layout a trainer's images are: as is asked for, or as is measured."""
 
 from mucudnn.arguments import one_of
+from mucudnn.ir.channels_last import AUTO, LAYOUT_CHOICES
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.graph import Graph
 from mucudnn.passes.graph.channels_last import able, with_channels_last
-from mucudnn.passes.graph.layout import (
-    AUTO,
-    LAYOUT_CHOICES,
-    cheapest_layouts,
-    convolutions_last,
-)
+from mucudnn.passes.graph.layout import cheapest_layouts, stored
 from mucudnn.passes.graph.layout_trials import layout_trials
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.profiler import OnNode, profile
@@ -48,11 +44,10 @@ class Layouts:
             OutOfMemoryError: What is to be measured does not fit the budget.
             PlanningError: A convolution has no algorithm.
         """
-        if self._layout == AUTO:
-            return with_channels_last(graph, self._fastest(graph, trains))
-        if self._layout == "NHWC":
-            return with_channels_last(graph, convolutions_last(graph))
-        return graph
+        measured = self._layout == AUTO
+        return stored(
+            graph, self._layout, self._fastest(graph, trains) if measured else None
+        )
 
     def _fastest(self, graph: Graph, trains: bool) -> frozenset[str]:
         trials = layout_trials(graph, self._possible(graph), trains=trains)

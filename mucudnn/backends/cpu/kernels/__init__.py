@@ -1,9 +1,10 @@
 """Kernels of a training step in NumPy: one idea a file, one function an operation.
 
-Arrays are C-contiguous, channels first (`ir.channels_last` says how others are seen), float32 or float64 (labels int64). A kernel
-writes into its outputs and allocates a few tiles of memory, whatever the tensors' size;
-it divides its work by shapes alone, so that its results are the same bits on any number
-of workers. Elementwise kernels and gradients may be given an input's memory as output.
+Arrays are C-contiguous, channels first, float32 or float64 (labels int64); what images
+with channels last are seen as is `ir.channels_last`'s. A kernel writes into its outputs
+and allocates a few tiles of memory, whatever the tensors' size; it divides its work by
+shapes alone, so that its results are the same bits on any number of workers.
+Elementwise kernels and gradients may be given an input's memory as output.
 """
 
 from collections.abc import Mapping
