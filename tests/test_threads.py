@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -156,3 +157,35 @@ def test_short_buffers_are_restored():
     with short_buffers():
         assert np.getbufsize() < before
     assert np.getbufsize() == before
+
+
+def test_what_was_worked_on_is_let_go_of_while_the_crew_is_busy_elsewhere():
+    """A cancelled task stays in a pool's queue, with all that it refers to."""
+    workers, busy, over = Workers(2), threading.Event(), threading.Event()
+
+    def elsewhere():
+        workers.each(range(2), lambda worker, item: busy.set() or over.wait(30))
+
+    def worked_on():
+        memory = np.zeros(8)
+        workers.each(range(3), lambda worker, item: memory[item : item + 1].sum())
+        return weakref.ref(memory)
+
+    other = threading.Thread(target=elsewhere)
+    other.start()
+    try:
+        assert busy.wait(30)
+        assert worked_on()() is None
+    finally:
+        over.set()
+        other.join()
+
+
+def test_what_was_worked_on_is_let_go_of_when_all_are_done():
+    workers = Workers(2)
+    for _ in range(200):
+        memory = np.zeros(8)
+        left = weakref.ref(memory)
+        workers.each(range(8), lambda worker, item, m=memory: m[item : item + 1].sum())
+        del memory
+        assert left() is None

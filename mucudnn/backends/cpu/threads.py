@@ -6,7 +6,7 @@ that copies and transforms run in parallel too, not only the matrix products.
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
@@ -147,13 +147,17 @@ class Workers:
                 drain(0)
                 return
             crew = min(self.count, at_most or self.count)
-            futures = [pool.submit(drain, i) for i in range(1, crew)]
+            # The pool holds on to what it was given until a thread has looked at it,
+            # be that cancelled or done: what is worked on must not be part of it.
+            shared = [drain]
+            futures = [pool.submit(_take_part, shared, i) for i in range(1, crew)]
             try:
                 drain(0)
             finally:
                 # Whoever has not begun by now has nothing left to do. To wait for it
                 # would be for ever where this call is made by one of the crew.
                 errors = [f.exception() for f in futures if not f.cancel()]
+                shared.clear()
             for error in errors:
                 if error is not None:
                     raise error
@@ -167,3 +171,7 @@ class Workers:
         shares = [(i, min(i + step, total)) for i in range(0, total, step)]
         indexed = list(enumerate(shares))
         self.each(indexed, lambda _, item: fn(item[0], item[1][0], item[1][1]))
+
+
+def _take_part(shared: Sequence[Callable[[int], None]], worker: int) -> None:
+    shared[0](worker)
