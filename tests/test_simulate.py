@@ -116,6 +116,18 @@ def test_a_step_that_copies_slow_down_by_hand():
     assert slower.step_ms == pytest.approx(17.0)
 
 
+def test_what_every_copy_takes_of_the_computation_by_hand():
+    """Half a ms a copy, of which the first hides behind waiting for it: f1 0-2, f2 2-4,
+    out a 4-9 and waited for; in a 9-13, b2 9.5-11.5, waits for a.
+    """
+    profile = replace(COSTS_BY_HAND, copy_overhead_ms=0.5)
+    found = simulate(Schedule(by_hand(), BY_HAND, {}, 3000), profile)
+    compute = [lane.start_ms for lane in found.lanes if lane.engine == "compute"]
+    assert compute == [0.0, 2.0, 9.5, 13.0]
+    assert found.stalls_ms == {"copies": 1.0, "memory": 4.5, "operand": 1.5}
+    assert found.step_ms == pytest.approx(15.0)
+
+
 @examples(150)
 @given(data=st.data(), scheduler=st.sampled_from(sorted(SCHEDULERS.table)))
 def test_no_step_is_faster_than_its_bound(data, scheduler):

@@ -19,7 +19,11 @@ def drafts(draw):
     residency = draw(residencies(graph))
     free = StepRequest(
         graph,
-        replace(draw(profiles(graph)), copy_share=draw(st.sampled_from([0, 0.3]))),
+        replace(
+            draw(profiles(graph)),
+            copy_share=draw(st.sampled_from([0, 0.3])),
+            copy_overhead_ms=draw(st.sampled_from([0, 0.2])),
+        ),
         scheduler=draw(st.sampled_from(sorted(SCHEDULERS.table))),
     )
     least = free.rewritten(residency).least_peak()

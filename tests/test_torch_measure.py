@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.measurement import cuda as cuda_meter  # noqa: E402
 from mucudnn.torch.measurement.cpu import CpuMeter  # noqa: E402
 from mucudnn.torch.measurement.cuda import CudaMeter  # noqa: E402
@@ -69,6 +70,16 @@ def test_waiting_for_the_core_is_no_part_of_a_time():
     assert CpuMeter().time_ms(call) >= 20
 
 
+@pytest.fixture
+def two_threads():
+    """Times by the clock, which goes on while a call sleeps."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_what_a_copy_takes_from_a_call_beside_it_is_the_copys():
     before = threading.active_count()
 
@@ -83,6 +94,26 @@ def test_what_a_copy_takes_from_a_call_beside_it_is_the_copys():
     assert threading.active_count() == before
     apart = CpuMeter().links(lambda: lambda: time.sleep(0.004))
     assert apart.copy_share <= found.copy_share
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_every_copy_takes_to_be_handed_over_is_measured(monkeypatch):
+    def links():
+        return CpuMeter().links(lambda: lambda: time.sleep(0.001))
+
+    before = links().copy_overhead_ms
+    began = ThreadCopies.out
+
+    def slower(*args):
+        until = time.thread_time() + 0.004
+        while time.thread_time() < until:
+            pass
+        return began(*args)
+
+    monkeypatch.setattr(ThreadCopies, "out", slower)
+    found = links()
+    assert 0 <= before < found.copy_overhead_ms
+    assert 1.5 < found.copy_overhead_ms < 4  # of two copies, one 4 ms slower
 
 
 def test_copies_beside_a_long_call_are_few():

@@ -61,6 +61,7 @@ def measured(lowered: Lowered) -> Profile:
         out_bytes_per_ms=links.out_bytes_per_ms,
         in_bytes_per_ms=links.in_bytes_per_ms,
         copy_share=links.copy_share,
+        copy_overhead_ms=links.copy_overhead_ms,
     )
 
 

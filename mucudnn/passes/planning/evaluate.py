@@ -67,8 +67,8 @@ class Draft:
         moved = {i.storage for i in self.intervals if i.copied_in or i.copied_out}
         nbytes = {name: graph.tensors[name].nbytes for name in moved}
         rates = known.out_bytes_per_ms, known.in_bytes_per_ms
-        share = known.copy_share
-        return step_ms(self.intervals, node_ms, nbytes, rates, below, share)
+        lost_ms = known.lost_ms
+        return step_ms(self.intervals, node_ms, nbytes, rates, lost_ms, below)
 
     def plan(self) -> StepPlan:
         """The step with its program, simulated."""

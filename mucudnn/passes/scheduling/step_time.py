@@ -7,7 +7,7 @@ once what is left of compute alone would take longer than the best that is known
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mucudnn.passes.scheduling.intervals import ResidencyInterval
 
@@ -21,8 +21,11 @@ _STEPS_BEFORE = 2
 
 _IN, _OUT, _WAIT = range(3)
 
-_Events = Mapping[int, Sequence[tuple[int, str, float]]]
-"""Node -> what is begun or waited for there: kind, storage, time of the copy."""
+_Event = tuple[int, str, float, float]
+"""Kind, storage, time of the copy, what the computation takes longer for it."""
+
+_Events = Mapping[int, Sequence[_Event]]
+"""Node -> what is begun or waited for there."""
 
 
 def step_ms(
@@ -30,8 +33,8 @@ def step_ms(
     node_ms: Sequence[float],
     nbytes: Mapping[str, int],
     rates: tuple[float, float],
+    lost_ms: Callable[[float], float],
     below: float = math.inf,
-    share: float = 0.0,
 ) -> float:
     """What `simulate` predicts for the program that `emit` writes, to the last bit.
 
@@ -40,17 +43,17 @@ def step_ms(
         node_ms: Times of its nodes, in order.
         nbytes: Storage -> bytes that a copy of it moves.
         rates: Bytes per ms of the links out and in.
+        lost_ms: Time of a copy -> what the computation beside it takes longer.
         below: What is not faster than this need not be known exactly.
-        share: Of a copy's time, what the computation beside it takes longer.
 
     Returns:
         The step's time, or infinity where it is not below the limit.
     """
     count = len(node_ms)
-    before, behind = _events(intervals, count, nbytes, rates)
+    before, behind = _events(intervals, count, nbytes, rates, lost_ms)
     cyclic = any(i.host_resident and i.stop >= count for i in intervals)
     left = sum(node_ms) * _ROUNDED
-    clock = _Clock(node_ms, before, behind, share)
+    clock = _Clock(node_ms, before, behind)
     for _ in range(_STEPS_BEFORE if cyclic else 0):
         clock.run(math.inf, 0.0)
     begin = clock.now
@@ -68,10 +71,8 @@ class _Clock:
         node_ms: Sequence[float],
         before: _Events,
         behind: _Events,
-        share: float,
     ) -> None:
         self.now = 0.0
-        self._share = share
         self._node_ms = node_ms
         self._before, self._behind = before, behind
         self._out = self._in = 0.0
@@ -105,20 +106,20 @@ class _Clock:
                 self._happen(behind[i])
         return True
 
-    def _happen(self, events: Sequence[tuple[int, str, float]]) -> None:
+    def _happen(self, events: Sequence[_Event]) -> None:
         done = self._done
-        for kind, name, ms in events:
+        for kind, name, ms, lost in events:
             if kind == _WAIT:
                 if name in done and done[name] > self.now:
                     self.now = done[name]
             elif kind == _IN:
                 start = max(self.now, self._in, self._left.get(name, 0.0))
                 done[name] = self._in = start + ms
-                self.now += self._share * ms
+                self.now += lost
             else:
                 start = max(self.now, self._out, 0.0)
                 done[name] = self._left[name] = self._out = start + ms
-                self.now += self._share * ms
+                self.now += lost
 
 
 def _events(
@@ -126,29 +127,32 @@ def _events(
     count: int,
     nbytes: Mapping[str, int],
     rates: tuple[float, float],
+    lost_ms: Callable[[float], float],
 ) -> tuple[_Events, _Events]:
     """What happens right before and right behind nodes, in the order of a program."""
-    arrivals: dict[int, list[tuple[int, str, float]]] = {}
-    waits: dict[int, list[tuple[int, str, float]]] = {}
-    copies: dict[int, list[tuple[int, str, float]]] = {}
-    departures: dict[int, list[tuple[int, str, float]]] = {}
+    arrivals: dict[int, list[_Event]] = {}
+    waits: dict[int, list[_Event]] = {}
+    copies: dict[int, list[_Event]] = {}
+    departures: dict[int, list[_Event]] = {}
     for i in intervals:
         name = i.storage
         if i.copied_in:
-            event = (_IN, name, nbytes[name] / rates[1])
+            ms = nbytes[name] / rates[1]
+            event = (_IN, name, ms, lost_ms(ms))
             arrivals.setdefault(i.start, []).append(event)
-            waits.setdefault(i.needed % count, []).append((_WAIT, name, 0.0))
+            waits.setdefault(i.needed % count, []).append((_WAIT, name, 0.0, 0.0))
         if i.copied_out:
-            event = (_OUT, name, nbytes[name] / rates[0])
+            ms = nbytes[name] / rates[0]
+            event = (_OUT, name, ms, lost_ms(ms))
             copies.setdefault(i.last % count, []).append(event)
             end = i.stop % count if i.host_resident else i.stop
-            departures.setdefault(end, []).append((_WAIT, name, 0.0))
+            departures.setdefault(end, []).append((_WAIT, name, 0.0, 0.0))
     return _merged(arrivals, waits), _merged(copies, departures)
 
 
 def _merged(
-    first: dict[int, list[tuple[int, str, float]]],
-    second: dict[int, list[tuple[int, str, float]]],
+    first: dict[int, list[_Event]],
+    second: dict[int, list[_Event]],
 ) -> _Events:
     for at, events in second.items():
         first.setdefault(at, []).extend(events)

@@ -3,19 +3,29 @@
 Host memory does not come from PyTorch's allocator, so that it is not counted as the
 device's. A lane is a thread, and the device is the CPU. A copy of few bytes takes less
 time than waking a thread does: it is made where it is asked for.
+
+Bytes are moved by the C library, not by an operation of PyTorch's: that would start
+threads of its own beside the computation's, and hold Python's lock for longer, for
+which the computation has to wait.
 """
 
+import ctypes
 import mmap
 import queue
 import threading
 import weakref
+from typing import TypeAlias
 
 import torch
 
-__all__ = ["Leaving", "ThreadCopies", "bytes_of", "host_bytes"]
+__all__ = ["MANY", "Leaving", "ThreadCopies", "bytes_of", "host_bytes", "move"]
 
-_MANY = 128 << 10
+MANY = 256 << 10
 """Bytes that are worth a thread: fewer are copied at once."""
+
+
+_Bytes: TypeAlias = torch.Tensor | torch.UntypedStorage
+"""All bytes of one of them, which lie without gaps."""
 
 
 class Leaving:
@@ -59,23 +69,26 @@ class ThreadCopies:
 
     def out(self, tensor: torch.Tensor, slot: int) -> Leaving:
         """Begin to copy the storage of a tensor to the host."""
-        whole = bytes_of(tensor)
+        storage = tensor.untyped_storage()
         host = None if self._hosts is None else self._hosts.get(slot)
         if host is None:
-            host = self._memory.take(whole.numel())
+            host = self._memory.take(storage.nbytes())
             if self._hosts is not None:
                 self._hosts[slot] = host
-        return Leaving(host, self._out.copy(whole, host, None))
+        return Leaving(host, self._out.copy(storage, host, host.numel(), None))
 
     def back(self, leaving: Leaving) -> torch.Tensor:
         """Begin to copy it back; the bytes that it will have."""
-        found = torch.empty(leaving.host.numel(), dtype=torch.uint8)
-        leaving.done = self._back.copy(leaving.host, found, leaving.done)
+        host = leaving.host
+        found = torch.empty(host.numel(), dtype=torch.uint8)
+        leaving.done = self._back.copy(host, found, host.numel(), leaving.done)
         return found
 
     def home(self, tensor: torch.Tensor, leaving: Leaving) -> None:
         """Begin to copy the storage of a tensor to where it came from."""
-        leaving.done = self._out.copy(bytes_of(tensor), leaving.host, leaving.done)
+        storage = tensor.untyped_storage()
+        host = leaving.host
+        leaving.done = self._out.copy(storage, host, host.numel(), leaving.done)
 
     def left(self, host: torch.Tensor) -> Leaving:
         """What is on the host, and has no copy under way."""
@@ -114,41 +127,47 @@ class _Lane:
         self._started = False
 
     def copy(
-        self, source: torch.Tensor, target: torch.Tensor, after: "threading.Lock | None"
+        self,
+        source: _Bytes,
+        target: _Bytes,
+        nbytes: int,
+        after: "threading.Lock | None",
     ) -> "threading.Lock | None":
         """Queue one copy, after another; a lock that is free when it is done.
 
         None if it is done already.
         """
-        if source.numel() < _MANY:
+        if nbytes < MANY:
             if after is not None:
                 with after:
                     pass
-            target.copy_(source)
+            move(source, target, nbytes)
             return None
         if not self._started:
             threading.Thread(target=_work, args=(self.jobs,), daemon=True).start()
             self._started = True
         done = threading.Lock()
         done.acquire()
-        self.jobs.put(_Job(source, target, after, done))
+        self.jobs.put(_Job(source, target, nbytes, after, done))
         return done
 
 
 class _Job:
-    """One copy; lets go of its tensors before it says that it is done."""
+    """One copy; lets go of its bytes before it says that it is done."""
 
-    __slots__ = ("after", "done", "source", "target")
+    __slots__ = ("after", "done", "nbytes", "source", "target")
 
     def __init__(
         self,
-        source: torch.Tensor,
-        target: torch.Tensor,
+        source: _Bytes,
+        target: _Bytes,
+        nbytes: int,
         after: "threading.Lock | None",
         done: threading.Lock,
     ) -> None:
         self.source = source
         self.target = target
+        self.nbytes = nbytes
         self.after = after
         self.done = done
 
@@ -157,7 +176,7 @@ class _Job:
             with self.after:
                 pass
         try:
-            self.target.copy_(self.source)
+            move(self.source, self.target, self.nbytes)
         finally:
             del self.source, self.target
             self.done.release()
@@ -171,6 +190,11 @@ def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
 def _stop(*lanes: _Lane) -> None:
     for lane in lanes:
         lane.jobs.put(None)
+
+
+def move(source: _Bytes, target: _Bytes, nbytes: int) -> None:
+    """Copy so many bytes here and now, in this thread."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
 
 
 def host_bytes(nbytes: int) -> torch.Tensor:

@@ -13,8 +13,10 @@ class Links:
         out_bytes_per_ms: Rate of copies to the host.
         in_bytes_per_ms: Rate of copies from the host.
         copy_share: Of a copy's time, what the computation beside it takes longer.
+        copy_overhead_ms: What it takes longer for every copy, however few its bytes.
     """
 
     out_bytes_per_ms: float
     in_bytes_per_ms: float
     copy_share: float = 0.0
+    copy_overhead_ms: float = 0.0

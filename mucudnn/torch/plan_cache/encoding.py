@@ -30,7 +30,7 @@ __all__ = [
 
 _PROFILE = (
     *("node_ms", "workspaces", "fronts"),
-    *("out_bytes_per_ms", "in_bytes_per_ms", "copy_share"),
+    *("out_bytes_per_ms", "in_bytes_per_ms", "copy_share", "copy_overhead_ms"),
 )
 _DECISION = ("residency", "scheduler", "schedule")
 
@@ -63,6 +63,7 @@ def profile_to(profile: Profile, places: Places) -> dict[str, Any]:
         "out_bytes_per_ms": profile.out_bytes_per_ms,
         "in_bytes_per_ms": profile.in_bytes_per_ms,
         "copy_share": profile.copy_share,
+        "copy_overhead_ms": profile.copy_overhead_ms,
     }
 
 
@@ -73,7 +74,7 @@ def profile_from(data: object, places: Places) -> Profile:
         ValueError: It is none, or of another graph; says what is wrong.
     """
     found = members_of("profile", data, _PROFILE)
-    times, workspaces, fronts, out, back, share = found
+    times, workspaces, fronts, out, back, share, overhead = found
     node_ms = [_amount("node_ms", float, t) for t in list_of("node_ms", times)]
     if len(node_ms) != len(places.nodes):
         raise ValueError(f"node_ms: {len(node_ms)} times for {len(places.nodes)} nodes")
@@ -89,6 +90,7 @@ def profile_from(data: object, places: Places) -> Profile:
         out_bytes_per_ms=_amount("out_bytes_per_ms", float, out),
         in_bytes_per_ms=_amount("in_bytes_per_ms", float, back),
         copy_share=_amount("copy_share", float, share),
+        copy_overhead_ms=_amount("copy_overhead_ms", float, overhead),
     )
 
 

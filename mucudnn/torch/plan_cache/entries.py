@@ -22,7 +22,7 @@ from mucudnn.torch.plan_cache.structure import digest_of
 
 __all__ = ["Entries"]
 
-_SCHEMA = 1
+_SCHEMA = 2
 _MEMBERS = ("schema", "key", "sha256", "value")
 _LARGEST = 16 << 20
 _MOST = 64 << 20
