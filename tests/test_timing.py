@@ -155,6 +155,27 @@ def test_a_clear_lead_of_slow_rivals_needs_no_third_round():
     assert [t.samples for t in close] == [3, 3]
 
 
+def test_a_slow_challenger_that_is_not_faster_is_tried_once():
+    device = Scripted(0)
+    one, other = Scripted(60), Scripted(62)
+
+    def runner(own):
+        def run():
+            own.run()
+            device.now_ms = one.now_ms + other.now_ms
+
+        return run
+
+    mine, theirs = runner(other), runner(one)
+    beaten = measure_together([mine, theirs], device, RULE, challenger=True)
+    assert [t.samples for t in beaten] == [1, 1]
+    ahead = measure_together([theirs, mine], device, RULE, challenger=True)
+    assert [t.samples for t in ahead] == [3, 3], "a lead has to be proved"
+    quick = Scripted(1)
+    tied = measure_together([quick.run, quick.run], quick, RULE, challenger=True)
+    assert [t.samples for t in tied] == [3, 3], "what takes no time is tried on"
+
+
 def test_rivals_stop_at_the_deadline():
     device = Scripted(1)
     timings = measure_together(

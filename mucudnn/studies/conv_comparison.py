@@ -14,6 +14,7 @@ from math import inf
 
 from mucudnn.errors import MucudnnError, PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction, PerfTable
+from mucudnn.ir.limits import LimitRange
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.explain import counted, left_out
@@ -92,8 +93,11 @@ def compare(
         ComparisonInterrupted: Ctrl-C; carries what is done.
         ValueError: There is no planner of that name.
     """
+    widest = max(*limits, total_workspace or 0, 0)
     least = 0 if total_workspace is not None else min(limits, default=0)
-    run = _Run(tuner, PLANNERS.resolve(planner), time_limit_s, least)
+    run = _Run(
+        tuner, PLANNERS.resolve(planner), time_limit_s, LimitRange(least, widest)
+    )
     per_kernel = tuple(Limit(nbytes) for nbytes in dict.fromkeys(limits))
     total = () if total_workspace is None else (Limit(total_workspace, total=True),)
     done: list[LayerResult] = []
@@ -137,11 +141,11 @@ class _Run:
         tuner: Tuner,
         planner: Planner,
         time_limit_s: float | None,
-        least_limit: int,
+        limits: LimitRange,
     ) -> None:
         self._tuner = tuner
         self._planner = planner
-        self._least_limit = least_limit
+        self._limits = limits
         self._start = time.monotonic()
         self._time_limit_s = time_limit_s
         self._choices: dict[tuple[ConvPlan, ConvPlan | None], Choice] = {}
@@ -156,9 +160,7 @@ class _Run:
             seconds *= _MEASURING
         problems = [layer.problem for layer in layers]
         with suppress(PlanningError):  # of one too large, which its turn will tell
-            self._tuner.measure_all(
-                problems, time_limit_s=seconds, least_limit=self._least_limit
-            )
+            self._tuner.measure_all(problems, time_limit_s=seconds, limits=self._limits)
 
     def layer(
         self, layer: Layer, limits: Sequence[Limit], share: float, left: int
@@ -200,13 +202,11 @@ class _Run:
         first to be measured at the whole mini-batch.
         """
         if seconds is None:
-            return self._tuner.measure(problem, least_limit=self._least_limit)
+            return self._tuner.measure(problem, limits=self._limits)
         ends = time.monotonic() + seconds * _MEASURING
         self._tuner.measure(problem.with_batch(1), time_limit_s=seconds * _TRYING)
         left = max(0.0, ends - time.monotonic())
-        return self._tuner.measure(
-            problem, time_limit_s=left, least_limit=self._least_limit
-        )
+        return self._tuner.measure(problem, time_limit_s=left, limits=self._limits)
 
     def divide(
         self, results: Sequence[LayerResult], limit: Limit

@@ -24,6 +24,7 @@ from math import inf, isfinite, sqrt
 from typing import NamedTuple
 
 from mucudnn.ir.conv import AlgoPerf
+from mucudnn.ir.limits import ANY_LIMIT, LimitRange
 from mucudnn.passes.convolution.pareto import division_cost_ms, pareto_divisions
 from mucudnn.passes.convolution.race import Point, race
 
@@ -56,30 +57,31 @@ def next_measurements(
     measured: Sequence[AlgoPerf],
     *,
     launch_overhead_ms: float = 0.0,
-    least_limit: float = 0.0,
+    limits: LimitRange = ANY_LIMIT,
 ) -> tuple[Point, ...]:
     """What to measure next; call again with the results until nothing is returned.
 
     At first powers of two and the whole batch are raced. What is returned is as good
-    for any limit that is no less than the least.
+    for any of the limits.
 
     Args:
         sizes: Candidate micro-batch sizes; the largest is the mini-batch.
         workspaces: Bytes for every algorithm and size that may be measured.
         measured: Results so far; failures count as measured.
         launch_overhead_ms: What each micro-batch after the first costs.
-        least_limit: Bytes of workspace that every plan may use.
+        limits: Of workspace, that plans will be asked for under.
 
     Returns:
         Points not measured yet, largest sizes first.
     """
     known = {(perf.algo, perf.batch) for perf in measured}
     anchors = _anchors(sizes)
-    raced = race(tuple(anchors), workspaces, measured, least_limit=least_limit)
+    raced = race(tuple(anchors), workspaces, measured, limits=limits)
     wanted = {*raced.points[0]} if raced.points else set()
     if not wanted:
         rows = [p for p in measured if p.error is None and isfinite(p.cost_ms)]
-        guesses = _guesses(sizes, workspaces, rows, known)
+        inside = {point: n for point, n in workspaces.items() if n <= limits.most}
+        guesses = _guesses(sizes, inside, rows, known)
         batch = max(sizes)
         have = pareto_divisions(batch, rows, launch_overhead_ms)
         hope = pareto_divisions(batch, [*rows, *guesses], launch_overhead_ms)

@@ -5,19 +5,22 @@ fits wherever it would be asked for: then no plan, divided or not, needs it. Its
 time is taken to be the least that other sizes allow (beyond the largest, each sample
 takes what it took between the last two: a start-up that many samples share, such as a
 transform of the filter, is forgiven), the other's the most. So what is worth timing is
-known before it starts. What turns out to fail is ahead of nobody.
+known before it starts. What turns out to fail is ahead of nobody. What needs more than
+any limit is worth timing only if it may be faster than what needs no more.
 
 Sizes are raced in stages: the smallest, which tells cheaply what all will take; those
 up to an eighth of the mini-batch, of which nobody misses the second smallest, as it
 takes two times to tell a start-up; the mini-batch itself, whose times all plans are
-compared with; and what lies between, where both neighbours are known.
+compared with, but after an eighth of it, which tells more of the start-up than the
+smallest sizes do; and what lies between, where both neighbours are known.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from mucudnn.ir.conv import AlgoPerf
+from mucudnn.ir.limits import ANY_LIMIT, LimitRange
 
 __all__ = ["Point", "Race", "race"]
 
@@ -49,7 +52,7 @@ def race(
     workspaces: Mapping[Point, int],
     measured: Iterable[AlgoPerf],
     *,
-    least_limit: float = 0.0,
+    limits: LimitRange = ANY_LIMIT,
 ) -> Race:
     """Ask again with the results, until no points are left.
 
@@ -57,15 +60,16 @@ def race(
         sizes: To be timed at; the largest is the mini-batch.
         workspaces: Bytes of every algorithm at every size that may be timed.
         measured: Results so far, at these or other sizes; a failure counts as one.
-        least_limit: Bytes of workspace that every plan may use. An algorithm matters
-            where it fits, so of limits below only its own workspace is one.
+        limits: Of workspace, that plans will be asked for under. An algorithm matters
+            where it fits, so of limits below its own workspace is the least.
     """
     rows = list(measured)
     known = {(row.algo, row.batch) for row in rows}
     times = _Times.of(row for row in rows if row.error is None)
     first = sorted(sizes)[:2]
     largest = max(sizes, default=1)
-    stages: dict[int, list[Point]] = {}
+    wanted: list[Point] = []
+    vague: list[str] = []
     hopeless: dict[Point, str] = {}
     for batch in sorted(sizes, reverse=True):
         here = {algo: n for (algo, size), n in workspaces.items() if size == batch}
@@ -73,17 +77,35 @@ def race(
         for algo, nbytes in here.items():
             if (algo, batch) in known:
                 continue
-            fits = [b for b in able if here[b] <= max(nbytes, least_limit)]
+            fits = [b for b in able if here[b] <= max(nbytes, limits.least)]
             ahead = min(fits, key=lambda b: times.most(b, batch), default=algo)
-            least, most = times.least(algo, batch), times.most(ahead, batch)
-            behind = ahead != algo and least > _HOPELESS * most
-            if behind and not (batch in first and batch < largest):
+            least = times.least(algo, batch) if ahead != algo else 0.0
+            enough = _HOPELESS if nbytes <= limits.most else 1.0
+            enough *= times.most(ahead, batch)
+            if least > enough and not (batch in first and batch < largest):
                 hopeless[algo, batch] = ahead
-            else:
-                stage = _stage(batch, first, largest)
-                stages.setdefault(stage, []).append((algo, batch))
+                continue
+            wanted.append((algo, batch))
+            if ahead != algo and batch == largest and times.most(algo, batch) > enough:
+                vague.append(algo)
+    for point in _probes(vague, times, sizes):
+        if hopeless.pop(point, None) is not None:
+            wanted.append(point)
+    stages: dict[int, list[Point]] = {}
+    for algo, batch in sorted(wanted, key=lambda point: -point[1]):
+        stages.setdefault(_stage(batch, first, largest), []).append((algo, batch))
     ordered = tuple(tuple(stages[stage]) for stage in sorted(stages))
     return Race(ordered, hopeless)
+
+
+def _probes(
+    vague: Iterable[str], times: "_Times", sizes: Sequence[int]
+) -> Iterator[Point]:
+    """What to time of algorithms whose start-up the smallest sizes do not tell."""
+    probe = max((n for n in sizes if n * _FIRST_SHARE <= max(sizes)), default=0)
+    for algo in vague:
+        if len(times.known(algo)) > 1 and max(times.known(algo)) < probe:
+            yield algo, probe
 
 
 def _stage(batch: int, first: Sequence[int], largest: int) -> int:

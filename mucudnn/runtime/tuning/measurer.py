@@ -10,6 +10,7 @@ from mucudnn.backends.base import Backend
 from mucudnn.backends.recorded import recording_of
 from mucudnn.forks import Own
 from mucudnn.ir.conv import ConvProblem, PerfTable
+from mucudnn.ir.limits import ANY_LIMIT, LimitRange
 from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.pareto import check_divisible
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
@@ -38,7 +39,7 @@ class Measurer:
     time_limit_s: float
     prune: bool
     lock: Own[Any]
-    _tables: dict[ConvProblem, tuple[float, PerfTable]] = field(
+    _tables: dict[ConvProblem, tuple[LimitRange, PerfTable]] = field(
         default_factory=dict, init=False
     )
 
@@ -53,7 +54,7 @@ class Measurer:
         problem: ConvProblem,
         time_limit_s: float | None = None,
         memory_limit: float = math.inf,
-        least_limit: float = 0.0,
+        limits: LimitRange = ANY_LIMIT,
     ) -> PerfTable:
         """Every algorithm at every candidate micro-batch size.
 
@@ -61,13 +62,12 @@ class Measurer:
         the limit; such a table is not remembered.
 
         Limits of time and memory are the tuner's own; a time given replaces it, bytes
-        given hold as well. Where every plan may use `least_limit` bytes of workspace,
-        pruning leaves out algorithms that others within it are far ahead of.
+        given hold as well. Pruning leaves out what plans under `limits` do not need.
 
         Raises:
             PlanningError: There are too many samples to be divided.
         """
-        (table,) = self.tables([problem], time_limit_s, memory_limit, least_limit)
+        (table,) = self.tables([problem], time_limit_s, memory_limit, limits)
         return table
 
     def tables(
@@ -75,7 +75,7 @@ class Measurer:
         problems: Sequence[ConvProblem],
         time_limit_s: float | None = None,
         memory_limit: float = math.inf,
-        least_limit: float = 0.0,
+        limits: LimitRange = ANY_LIMIT,
     ) -> tuple[PerfTable, ...]:
         """The table of each; see `table`. Workers measure all of them at once.
 
@@ -84,13 +84,11 @@ class Measurer:
         Raises:
             PlanningError: Of some problem there are too many samples to be divided.
         """
-        found = self._known(problems, least_limit)
+        found = self._known(problems, limits)
         missing = [problem for problem in problems if problem not in found]
         if missing:
             with self.lock.mine:
-                found |= self._measured(
-                    missing, time_limit_s, memory_limit, least_limit
-                )
+                found |= self._measured(missing, time_limit_s, memory_limit, limits)
         return tuple(found[problem] for problem in problems)
 
     def check(self, problem: ConvProblem) -> None:
@@ -105,11 +103,11 @@ class Measurer:
         problems: Sequence[ConvProblem],
         time_limit_s: float | None,
         memory_limit: float,
-        least_limit: float,
+        limits: LimitRange,
     ) -> dict[ConvProblem, PerfTable]:
         for problem in problems:
             self.check(problem)
-        found = self._known(problems, least_limit)
+        found = self._known(problems, limits)
         missing = [problem for problem in problems if problem not in found]
         together = self.sweep.workers is not None
         begun = time.monotonic()
@@ -118,33 +116,33 @@ class Measurer:
                 deadline = time.monotonic() + self.time_limit_s * len(some)
             else:
                 deadline = begun + time_limit_s
-            found |= self._swept(some, deadline, memory_limit, least_limit)
+            found |= self._swept(some, deadline, memory_limit, limits)
         return found
 
     def _known(
-        self, problems: Sequence[ConvProblem], least_limit: float
+        self, problems: Sequence[ConvProblem], limits: LimitRange
     ) -> dict[ConvProblem, PerfTable]:
-        """Tables that are as good for limits from this one on."""
+        """Tables that serve these limits as well."""
         known = ((p, self._tables[p]) for p in problems if p in self._tables)
-        return {p: table for p, (least, table) in known if least <= least_limit}
+        return {p: table for p, (served, table) in known if served.covers(limits)}
 
     def _swept(
         self,
         problems: Sequence[ConvProblem],
         deadline: float,
         memory_limit: float,
-        least_limit: float,
+        limits: LimitRange,
     ) -> dict[ConvProblem, PerfTable]:
         sweep = replace(
             self.sweep,
             memory_limit=min(self.sweep.memory_limit, memory_limit),
             deadline=deadline,
-            least_limit=least_limit,
+            limits=limits,
         )
         # What was recorded takes no time to ask for, and all of it was planned with.
         prune = self.prune and recording_of(self.backend) is None
         tables = sweep.tables(problems, self.batch_policy, prune=prune)
         for table in tables:
             if not any(perf.status is RowStatus.LIMITED for perf in table.perfs):
-                self._tables[table.problem] = least_limit, table
+                self._tables[table.problem] = limits, table
         return {table.problem: table for table in tables}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from mucudnn.backends.base import Backend
 from mucudnn.ir.conv import ConvProblem, PerfTable
+from mucudnn.ir.limits import ANY_LIMIT, LimitRange
 from mucudnn.ir.numerics import Numerics
 from mucudnn.passes.microbatch import (
     BatchPolicy,
@@ -39,7 +40,7 @@ class Sweep:
         numerics: Which ways of computing are accepted; others are not measured.
         memory_limit: Bytes for operands and workspace, on each device.
         deadline: Seconds on `clock` after which nothing more is started.
-        least_limit: Bytes of workspace that every plan may use.
+        limits: Of workspace, that plans will be asked for under.
         progress: Called after each measurement, from one thread at a time.
         isolation: Whether to measure in this process or in children.
         workers: Who measures instead of `backends`, of which the first still says which
@@ -53,7 +54,7 @@ class Sweep:
     numerics: Numerics = field(default_factory=Numerics)
     memory_limit: float = math.inf
     deadline: float = math.inf
-    least_limit: float = 0.0
+    limits: LimitRange = ANY_LIMIT
     progress: Callable[[Measured], None] | None = None
     isolation: Isolation = field(default_factory=Isolation)
     workers: Workers | None = None
@@ -66,7 +67,7 @@ class Sweep:
 
         Workers measure many at once; here they are taken in turn. Problems that differ
         in N only share rows, so one of them waits for the other. Pruning measures only
-        what could enter a good plan within `least_limit` or more: see `Pruning`.
+        what could enter a good plan within `limits`: see `Pruning`.
         """
         pruning = Pruning.NONE
         if prune:
@@ -131,7 +132,7 @@ class Sweep:
             self.numerics,
             self.progress,
             pruning,
-            self.least_limit,
+            self.limits,
         )
 
     def _task(self, backend: Backend, problem: ConvProblem) -> BenchTask:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mucudnn.ir.conv import AlgoPerf, ConvProblem, PerfTable
+from mucudnn.ir.limits import ANY_LIMIT, LimitRange
 from mucudnn.ir.numerics import Numerics, Traits
 from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.measurement_pruning import next_measurements
@@ -74,7 +75,7 @@ class TableFiller:
         numerics: Which ways of computing are accepted; others are not measured.
         progress: Called after each measurement, from one thread at a time.
         pruning: What may be left out.
-        least_limit: Bytes of workspace that every plan may use.
+        limits: Of workspace, that plans will be asked for under.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class TableFiller:
         numerics: Numerics,
         progress: Callable[[Measured], None] | None = None,
         pruning: Pruning = Pruning.NONE,
-        least_limit: float = 0.0,
+        limits: LimitRange = ANY_LIMIT,
     ) -> None:
         self.task = task
         self._problem = task.problem
@@ -95,7 +96,7 @@ class TableFiller:
         self._lock = threading.Lock()
         self._sizes = tuple(sorted(sizes))
         self._total = 0  # rows there will be, those known counted
-        self._pruning, self._least_limit = pruning, least_limit
+        self._pruning, self._limits = pruning, limits
         self._left: Sequence[Point] = ()
         self._workspaces: dict[Point, int] = {}
         self._traits: dict[Point, Traits] = {}
@@ -165,10 +166,11 @@ class TableFiller:
         rows = dict(self._rows)
         if self._pruning is Pruning.ALGORITHMS:
             for (algo, batch), ahead in self._race().hopeless.items():
+                nbytes = self._workspaces[algo, batch]
                 reason = f"{ahead} is far ahead and fits where it does"
-                kernel = KernelRun(
-                    batch=batch, algo=algo, nbytes=self._workspaces[algo, batch]
-                )
+                if nbytes > self._limits.most:
+                    reason = f"over the limits, and {ahead} is faster with no more"
+                kernel = KernelRun(batch=batch, algo=algo, nbytes=nbytes)
                 text = RowStatus.HOPELESS.text(reason)
                 rows[algo, batch] = self.task.row(kernel, None, text)
         ordered = sorted(rows.values(), key=lambda p: (-p.batch, p.algo))
@@ -215,7 +217,7 @@ class TableFiller:
             self._sizes,
             self._workspaces,
             [*others, *self._rows.values()],
-            least_limit=self._least_limit,
+            limits=self._limits,
         )
 
     def _promising(self) -> Sequence[Point]:
@@ -225,7 +227,7 @@ class TableFiller:
             self._workspaces,
             tuple(self._rows.values()),
             launch_overhead_ms=LAUNCH_OVERHEAD_MS,
-            least_limit=self._least_limit,
+            limits=self._limits,
         )
         return [point for point in points if point not in self._rows]
 

@@ -137,6 +137,7 @@ def measure_together(
     rule: StoppingRule,
     *,
     launches: Sequence[int] | None = None,
+    challenger: bool = False,
     deadline: float = math.inf,
     clock: Callable[[], float] | None = None,
 ) -> tuple[Timing, ...]:
@@ -145,7 +146,9 @@ def measure_together(
     Each is timed `min_samples` times, whatever the budget: a verdict on one run apiece
     would be a coin toss. Only where every run of one, the warm-up included, took
     `clear` times as long as every run of all others is one round beyond the budget
-    enough. `launches` says how many kernels each run launches; one, if it is None.
+    enough; and where the first is a `challenger` of the others, one in which it was
+    not faster than all of them. `launches` says how many kernels each run launches;
+    one, if it is None.
     """
     clock = clock or time.monotonic
     counted = list(zip(runs, launches or [1] * len(runs), strict=True))
@@ -154,6 +157,8 @@ def measure_together(
     samples: list[list[float]] = [[] for _ in runs]
     while not all(len(s) >= rule.min_samples and rule.enough(s) for s in samples):
         if clock() + round_s >= deadline or _clear(warm, samples, rule):
+            break
+        if challenger and _beaten(samples, rule):
             break
         for (run, count), taken in zip(counted, samples, strict=True):
             taken.append(_sample(run, device, count))
@@ -174,6 +179,14 @@ def _clear(
         ([w, *taken] for w, taken in zip(warm, samples, strict=True)), key=min
     )
     return all(rule.clear * max(a) <= min(b) for a, b in itertools.pairwise(runs))
+
+
+def _beaten(samples: Sequence[Sequence[float]], rule: StoppingRule) -> bool:
+    """Whether a round over the budget showed the first no faster than another."""
+    if sum(map(sum, samples)) < rule.budget_ms or not all(samples):
+        return False
+    mine, *others = map(min, samples)
+    return any(mine >= other for other in others)
 
 
 def _sample(run: Callable[[], None], device: Device, launches: int = 1) -> float:

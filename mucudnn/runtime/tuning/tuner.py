@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self
 from mucudnn.backends import Backend, get_backend
 from mucudnn.forks import Own
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.limits import ANY_LIMIT, LimitRange
 from mucudnn.ir.measurement import Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.ir.sizes import format_bytes, parse_bytes
@@ -224,22 +225,22 @@ class Tuner:
         *,
         time_limit_s: float | None = None,
         memory_limit: float = math.inf,
-        least_limit: float = 0.0,
+        limits: LimitRange = ANY_LIMIT,
     ) -> PerfTable:
         """Every algorithm at every candidate micro-batch size; see `Measurer.table`."""
         measurer = self._measurer
-        return measurer.table(problem, time_limit_s, memory_limit, least_limit)
+        return measurer.table(problem, time_limit_s, memory_limit, limits)
 
     def measure_all(
         self,
         problems: Sequence[ConvProblem],
         *,
         time_limit_s: float | None = None,
-        least_limit: float = 0.0,
+        limits: LimitRange = ANY_LIMIT,
     ) -> tuple[PerfTable, ...]:
         """The table of each; an executor's workers measure all of them at once."""
         tables = self._measurer.tables
-        return tables(problems, time_limit_s, least_limit=least_limit)
+        return tables(problems, time_limit_s, limits=limits)
 
     def plan(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
         """One plan a problem, each at least as fast as undivided under its limit.
@@ -248,7 +249,7 @@ class Tuner:
             PlanningError: A problem has no plan within the limit.
         """
         limit, total = self.workspace_limit, self.total_workspace
-        tables = self.measure_all(problems, least_limit=self._least_limit)
+        tables = self.measure_all(problems, limits=self._limits)
         plans = planning.plans_within(self.planner, tables, limit, total)
         if not self._validates:
             return plans
@@ -282,8 +283,8 @@ class Tuner:
     def explain(self, plan: ConvPlan) -> str:
         """Say in words why a plan is what it is, under the limit it was made under."""
         limit = plan.workspace_limit
-        least = self._least_limit if limit is None else min(limit, self._least_limit)
-        table = self.measure(plan.problem, least_limit=least)
+        limits = self._limits if limit is None else self._limits.including(limit)
+        table = self.measure(plan.problem, limits=limits)
         if limit is None:
             limit = max(self.workspace_limit, plan.workspace)
         verdict = self._validator.known
@@ -320,10 +321,12 @@ class Tuner:
             return ready
 
     @property
-    def _least_limit(self) -> float:
-        """Bytes that every plan may use; of a total, a kernel's share may be none."""
-        return 0.0 if self.total_workspace is not None else self.workspace_limit
+    def _limits(self) -> LimitRange:
+        """What plans are asked for under; of a total, a kernel's share may be none."""
+        if self.total_workspace is not None:
+            return LimitRange(most=self.total_workspace)
+        return LimitRange(self.workspace_limit, self.workspace_limit)
 
     def _smaller(self, plan: ConvPlan) -> Sequence[ConvPlan]:
-        table = self.measure(plan.problem, least_limit=self._least_limit)
+        table = self.measure(plan.problem, limits=self._limits)
         return pareto_plans(table, plan.workspace)

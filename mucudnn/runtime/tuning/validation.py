@@ -112,7 +112,8 @@ class Validator:
         if (ratio := self._recorded(plan, undivided)) is not None:
             baseline_ms, won = undivided.time_ms, ratio < REJECTED
             return _decided(plan, undivided, ratio * baseline_ms, baseline_ms, won=won)
-        ours, theirs = self.time_plans([plan, undivided], time_limit_s)
+        both = [plan, undivided]
+        ours, theirs = self.time_plans(both, time_limit_s, challenger=True)
         noise_ms = max(ours.noise_ms, theirs.noise_ms)
         won = ours.time_ms < theirs.time_ms - noise_ms
         ratio = ours.time_ms / theirs.time_ms if won else REJECTED
@@ -120,9 +121,15 @@ class Validator:
         return _decided(plan, undivided, ours.time_ms, theirs.time_ms, won=won)
 
     def time_plans(
-        self, plans: Sequence[ConvPlan], time_limit_s: float = math.inf
+        self,
+        plans: Sequence[ConvPlan],
+        time_limit_s: float = math.inf,
+        *,
+        challenger: bool = False,
     ) -> tuple[Timing, ...]:
         """Run plans of one problem in turn and time each as a whole.
+
+        Where the first is a `challenger`, long runs end once it is not the fastest.
 
         Raises:
             OutOfMemoryError: Operands and workspace do not fit the memory limit.
@@ -141,6 +148,7 @@ class Validator:
             backend.device,
             self._rule,
             launches=[len(plan.steps) for plan in plans],
+            challenger=challenger,
             deadline=time.monotonic() + time_limit_s,
         )
 
