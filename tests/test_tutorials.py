@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tutorials import blocks, needs, pages, run
+from tests.tutorials import BLOCK, DOCS, blocks, needs, pages, run
 
 
 def _marked(path: Path) -> object:
@@ -21,15 +21,30 @@ def _marked(path: Path) -> object:
 def test_a_page_runs(path, tmp_path):
     if extra := needs(path):
         pytest.importorskip(extra)
+    run(path, tmp_path, _environment(tmp_path))
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Caches in a folder, and this project's commands."""
     here = Path(sys.executable).parent
-    env = {
+    return {
         **os.environ,
         "PATH": f"{here}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(Path(__file__).parent.parent),
-        "MUCUDNN_DATABASE": str(tmp_path / "cache.sqlite"),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "MUCUDNN_DATABASE": str(folder / "cache.sqlite"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
     }
-    run(path, tmp_path, env)
+
+
+@pytest.mark.torch
+def test_the_code_of_the_readme_runs(tmp_path):
+    pytest.importorskip("torch")
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    python = [found[0] for found in BLOCK.finditer(readme) if found[1] == "python"]
+    assert len(python) == 2
+    page = tmp_path / "README.md"
+    page.write_text("\n".join(python), encoding="utf-8")
+    run(page, tmp_path, _environment(tmp_path))
 
 
 def test_a_page_that_fails_is_noticed(tmp_path):

@@ -175,4 +175,4 @@ def _discard_output() -> None:
 )
 @click.version_option(package_name="mucudnn", message="%(package)s %(version)s")
 def main() -> None:
-    """Measure every convolution algorithm at every micro-batch size, and plan."""
+    """Training steps within a budget of memory, convolutions within a workspace."""

@@ -114,6 +114,7 @@ def open_cache(path: str | None) -> "BenchmarkCache":
         BadInputError: The file that was asked for cannot be used.
     """
     from mucudnn.runtime.database.cache import BenchmarkCache
+    from mucudnn.runtime.database.sqlite_file import IN_MEMORY_ONLY
     from mucudnn.runtime.environment import cache_path
 
     if path is None:
@@ -126,8 +127,8 @@ def open_cache(path: str | None) -> "BenchmarkCache":
         cache = BenchmarkCache(Path(path))
     if cache.path is None:
         cache.close()
-        reasons = "; ".join(str(w.message) for w in complaints)
-        raise BadInputError(f"cannot keep a cache in {path}: {reasons}")
+        told = (str(w.message).removeprefix(IN_MEMORY_ONLY) for w in complaints)
+        raise BadInputError(f"cannot keep a cache in {path}: {'; '.join(told)}")
     for complaint in complaints:
         click.echo(f"mucudnn: warning: {complaint.message}", err=True)
     return cache

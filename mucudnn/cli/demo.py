@@ -1,12 +1,13 @@
 """`mucudnn demo`: three acts in a minute, and a page that shows them."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from mucudnn.cli.app import bad_input
-from mucudnn.cli.output import write_file
+from mucudnn.cli.completion import completing_files
+from mucudnn.cli.options import option
+from mucudnn.cli.output import output_file, write_file
 from mucudnn.cli.progress import Show, progress_display
 
 if TYPE_CHECKING:
@@ -39,16 +40,15 @@ class _Line:
 
 
 @click.command()
-@click.option(
-    "--report",
-    "report_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("mucudnn-demo.html"),
-    show_default=True,
-    metavar="FILE",
-    help="Where the page is written.",
+@option(
+    "--report FILE",
+    "Where the page is written.",
+    output_file,
+    name="report_file",
+    default="mucudnn-demo.html",
+    complete=completing_files,
 )
-def demo(report_file: Path) -> None:
+def demo(report_file: str) -> None:
     """Show what this does: a convolution, a training step, a PyTorch model.
 
     Everything is measured here and now, in about a minute; nothing is remembered.
@@ -71,7 +71,7 @@ def demo(report_file: Path) -> None:
     acts += _torch_act()
     from mucudnn.report.demo_html import demo_page
 
-    write_file(str(report_file), demo_page(acts, tuner.backend.device.fingerprint))
+    write_file(report_file, demo_page(acts, tuner.backend.device.fingerprint))
     click.echo(f"All of it on one page: {report_file}")
 
 

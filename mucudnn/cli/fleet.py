@@ -14,7 +14,6 @@ from mucudnn.cli.options import (
     byte_size,
     count,
     flag,
-    image_size,
     json_option,
     option,
     real,
@@ -23,7 +22,7 @@ from mucudnn.cli.options import (
 )
 from mucudnn.cli.output import emit, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
-from mucudnn.cli.train_options import model_argument, optimizer_option
+from mucudnn.cli.train_options import image_option, model_argument, optimizer_option
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES
 from mucudnn.models import FunctionModel
@@ -74,11 +73,7 @@ def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
         _names,
         complete=completing(lambda _: DEVICES, several=True),
     ),
-    option(
-        "--image SIZE",
-        "Size of an image, such as 224 or 3x64x96; by default the network's own.",
-        image_size,
-    ),
+    image_option,
     optimizer_option,
 )
 @section(

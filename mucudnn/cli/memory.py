@@ -19,7 +19,6 @@ from mucudnn.cli.options import (
     count,
     file_option,
     flag,
-    image_size,
     json_option,
     layout_option,
     option,
@@ -32,6 +31,7 @@ from mucudnn.cli.output import emit, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
 from mucudnn.cli.torch_model import torch_step
 from mucudnn.cli.train_options import (
+    image_option,
     list_models,
     listing_option,
     model_argument,
@@ -92,11 +92,7 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         "--inference.",
         count(1, MOST_IMAGES),
     ),
-    option(
-        "--image SIZE",
-        "Size of an image, such as 224 or 3x64x96; by default the network's own.",
-        image_size,
-    ),
+    image_option,
     optimizer_option,
     flag("--inference", "Plan the network alone: no backward pass, no updates."),
     strategy(

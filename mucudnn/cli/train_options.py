@@ -34,6 +34,7 @@ from mucudnn.ir.sizes import LARGEST
 __all__ = [
     "budget_options",
     "data_options",
+    "image_option",
     "learning_options",
     "list_models",
     "listing_option",
@@ -112,6 +113,11 @@ def parse_shares(text: str | tuple[int, ...]) -> str | tuple[int, ...]:
 
 
 listing_option = flag("--list listing", "List the networks.")
+image_option = option(
+    "--image SIZE",
+    "Size of an image, such as 224 or 3x64x96; by default the network's own.",
+    image_size,
+)
 optimizer_option = strategy(
     "--optimizer", "How weights change.", _optimizers, default="momentum"
 )
@@ -126,11 +132,7 @@ data_options = section(
         complete=completing(_data_sets),
     ),
     option("--batch N", "Images in a step.", count(1, MOST_IMAGES), default=32),
-    option(
-        "--image SIZE",
-        "Size of an image, such as 64 or 3x64x96; by default the network's own.",
-        image_size,
-    ),
+    image_option,
     option("--classes N", "Number of classes; by default the data set's.", count(2)),
     flag("--augment", "Move and mirror the images for training."),
     option(

@@ -84,6 +84,8 @@ def parse_device(text: str) -> FleetDevice:
         stem = Path(word).name.partition(".")[0]
         recorded = stem in DEVICES and not is_step_table(word)
         return FleetDevice(stem if recorded else None, word, count)
+    if name.endswith(".json") or "/" in name:
+        raise ValueError(f"{name} is not there; a table of steps is wanted")
     raise ValueError(
         f"unknown device {name!r}; choose one of: {', '.join(DEVICES)}: or write "
         "NAME=RECORDING, or a file with a table of steps"

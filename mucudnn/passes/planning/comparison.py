@@ -24,6 +24,8 @@ __all__ = [
     "unbounded",
 ]
 
+_SIMPLEST = "keep_all"
+
 
 @dataclass(frozen=True, slots=True)
 class Technique:
@@ -86,9 +88,13 @@ def try_technique(request: StepRequest) -> Technique:
 
 
 def best_technique(techniques: Iterable[Technique]) -> Technique | None:
-    """The fastest that fits; of equally fast ones that with the lowest peak."""
+    """The fastest that fits; of equally fast ones the lowest peak, the simplest."""
     fitting = [t for t in techniques if t.step_ms is not None]
-    return min(fitting, key=lambda t: (t.step_ms or 0.0, t.peak_bytes), default=None)
+    return min(
+        fitting,
+        key=lambda t: (t.step_ms or 0.0, t.peak_bytes, t.policy != _SIMPLEST),
+        default=None,
+    )
 
 
 def largest_batch_within(

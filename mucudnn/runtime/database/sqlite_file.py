@@ -40,11 +40,14 @@ from mucudnn.runtime.database.tables import (
     is_empty,
 )
 
-__all__ = ["CacheWarning", "RecordFile", "transaction", "warn"]
+__all__ = ["IN_MEMORY_ONLY", "CacheWarning", "RecordFile", "transaction", "warn"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+IN_MEMORY_ONLY = "remembering in memory only, "
+"""Begins warnings of a file that is not used."""
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _READING = (sqlite3.DatabaseError, UnicodeDecodeError)
@@ -85,7 +88,7 @@ class RecordFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except (OSError, RuntimeError, ValueError) as e:
             self._path = None
-            warn(f"remembering in memory only, {path} cannot be used: {e}")
+            warn(f"{IN_MEMORY_ONLY}{path} cannot be used: {e}")
         else:
             with self._lock.mine:
                 self._open(self._path)
@@ -255,7 +258,7 @@ class RecordFile:
         self._db.close()
         self._db, self._path = memory, None
         why = problem.strerror if isinstance(problem, OSError) else None
-        warn(f"remembering in memory only, {file} cannot be used: {why or problem}")
+        warn(f"{IN_MEMORY_ONLY}{file} cannot be used: {why or problem}")
 
     def _copy_rows(self, file: Path, memory: sqlite3.Connection) -> None:
         try:
