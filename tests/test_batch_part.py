@@ -49,11 +49,32 @@ def test_statistics_of_each_rank_are_another_function(alone):
     assert first[0] == first[1] != pytest.approx(steps[0][0], rel=1e-6)
 
 
-def test_ranks_in_different_orders_are_refused():
+def test_orders_may_be_the_rank_s_own(alone):
+    orders = "depth_first", "least_peak"
+    shares = 9, 3
+    found = Threads(2).run(
+        lambda rank: trained("plain", shares, rank, order=orders[rank.rank])
+    )
+    steps, _ = alone("plain")
+    for mine, theirs in found:
+        assert [each[0] for each in mine] == pytest.approx(
+            [loss for loss, _ in steps], rel=CLOSE
+        )
+        for key, value in theirs.items():
+            np.testing.assert_array_equal(value, found[0][1][key])
+
+
+def test_statistics_that_would_not_meet_are_refused():
     orders = "builder", "depth_first"
-    with pytest.raises(ValueError, match="order='builder' is the same on all"):
+    with pytest.raises(ValueError, match="the same order and split on all of them"):
         Threads(2).run(
-            lambda rank: trained("unet", (9, 3), rank, order=orders[rank.rank])
+            lambda rank: trained(
+                "branches",
+                (9, 3),
+                rank,
+                order=orders[rank.rank],
+                batch_norm="synchronised",
+            )
         )
 
 

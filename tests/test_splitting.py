@@ -1,5 +1,7 @@
 """Whole or in parts: chosen by what is predicted, and said why."""
 
+from dataclasses import replace
+
 import pytest
 
 from mucudnn.errors import PlanningError
@@ -58,6 +60,18 @@ def test_parts_need_less_and_are_chosen_where_whole_does_not_fit(norm):
     assert tight.to_json()["parts"] == tight.chosen.parts
     said = 1 + len(tight.tried) + len(tight.chosen.segments)
     assert len(tight.lines) == said + bool(tight.chosen.kept_whole)
+
+
+def test_parts_are_tried_where_there_is_no_room_to_measure_the_whole():
+    whole = step(1 << 40)
+    nodes = len(whole.in_parts(1).nodes)
+
+    def costs(graph):
+        return None if len(graph.nodes) == nodes else estimate(graph, "h200")
+
+    found = plan_splitting(replace(whole, costs=costs))
+    assert found.chosen.parts > 1
+    assert found.tried[0].least_bytes is None
 
 
 def test_a_number_of_parts_is_taken_and_none_is_whole():

@@ -1,5 +1,8 @@
 """Gradients are weighted, gathered in buckets, and summed while the pass still runs."""
 
+from dataclasses import replace
+from types import MappingProxyType
+
 import numpy as np
 import pytest
 
@@ -24,6 +27,9 @@ class Twice:
         self.begun.append(array.size)
         return Doubled(self, array)
 
+    def all_gather(self, value):
+        return [value, value]
+
 
 class Doubled:
     def __init__(self, ranks, array):
@@ -36,14 +42,18 @@ class Doubled:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4096, 1 << 30])
 def test_sums_begin_behind_the_last_writer_and_end_before_the_update(bucket_bytes):
-    graph = with_updates(training_graph(get_model("lenet")(2)), Momentum(), when="late")
+    graph = late()
     arrays = {
         g: np.full(graph.tensors[g].shape, 8.0, graph.tensors[g].dtype)
         for g in graph.gradients.values()
     }
     others = Twice()
     around = summed_gradients(
-        graph, arrays.__getitem__, others, 0.25, bucket_bytes=bucket_bytes
+        graph,
+        lambda node, tensor: arrays[tensor],
+        others,
+        0.25,
+        bucket_bytes=bucket_bytes,
     )
     backward = [n.name for n in graph.nodes if n.phase is not Phase.UPDATE]
     first_update = None
@@ -63,6 +73,76 @@ def test_sums_begin_behind_the_last_writer_and_end_before_the_update(bucket_byte
     expected = {1: len(arrays), 1 << 30: 1}
     assert len(others.begun) == expected.get(bucket_bytes, len(others.begun))
     assert others.waited == len(others.begun)
+
+
+class Other(Twice):
+    """A rank whose other one says something else."""
+
+    def __init__(self, *said):
+        super().__init__()
+        self.said = [*said]
+
+    def all_gather(self, value):
+        return [value, self.said.pop(0)(value)]
+
+
+def summed(graph, others, **options):
+    arrays = {
+        g: np.full(graph.tensors[g].shape, 8.0, graph.tensors[g].dtype)
+        for g in graph.gradients.values()
+    }
+    around = summed_gradients(
+        graph, lambda node, tensor: arrays[tensor], others, 0.25, **options
+    )
+    return arrays, around
+
+
+def late():
+    return with_updates(training_graph(get_model("lenet")(2)), Momentum(), when="late")
+
+
+def test_buckets_wait_for_as_many_meetings_as_on_the_furthest_rank():
+    graph = late()
+    last = len(graph.nodes) - 1 - len(graph.gradients)
+    others = Other(lambda own: own, lambda met: [1 for _ in met])
+    _, around = summed(graph, others, meetings=[last], bucket_bytes=1)
+    for node in graph.nodes[:last]:
+        for call in around.after.get(node.name, ()):
+            call()
+    assert not others.begun
+    for call in around.after[graph.nodes[last].name]:
+        call()
+    assert len(others.begun) == len(graph.gradients)
+
+
+def test_other_networks_and_early_updates_are_refused():
+    with pytest.raises(ValueError, match="train different networks"):
+        summed(late(), Other(lambda own: own[1:]))
+    early = with_updates(training_graph(get_model("lenet")(2)), Momentum())
+    with pytest.raises(ValueError, match="order='builder' has updates behind"):
+        summed(early, Twice())
+
+
+def test_narrow_gradients_are_summed_in_single_precision():
+    graph = late()
+    narrow = {
+        g: replace(graph.tensors[g], dtype="float16") for g in graph.gradients.values()
+    }
+    tensors = MappingProxyType({**graph.tensors, **narrow})
+    graph, others = replace(graph, tensors=tensors), Twice()
+    arrays, around = summed(graph, others)
+    for array in arrays.values():
+        array[...] = 6e4  # twice that is more than float16 holds, half of it is not
+        array.flat[0] = np.inf
+    for node in graph.nodes:
+        for call in (
+            *around.before.get(node.name, ()),
+            *around.after.get(node.name, ()),
+        ):
+            call()
+    for array in arrays.values():
+        assert np.isinf(array.flat[0])
+        np.testing.assert_array_equal(array.flat[1:], np.float16(3e4))
 
 
 def test_what_is_spent_in_collectives_is_counted():

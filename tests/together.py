@@ -20,7 +20,7 @@ from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 
 BATCH, STEPS, SIDE, CLASSES = 12, 3, 8, 5
-SECONDS = 60
+SECONDS = 40
 
 
 def unet(g, x, classes):
@@ -44,15 +44,31 @@ def residual(g, x, classes):
     return (g.linear(g.flatten(g.global_avg_pool(x)), classes),)
 
 
+def plain(g, x, classes):
+    """Convolutions, a dropout, the classes; no sample knows of another."""
+    x = g.dropout(g.relu(g.conv(x, 6, 3, padding=1)), 0.25)
+    x = g.max_pool(g.relu(g.conv(x, 8, 3, padding=1)), 2)
+    return (g.linear(g.flatten(x), classes),)
+
+
+def branches(g, x, classes):
+    """Two normalised branches."""
+    x = g.relu(g.conv(x, 4, 3, padding=1))
+    one, other = (g.batch_norm(g.conv(x, 4, 3, padding=1)) for _ in range(2))
+    return (g.linear(g.flatten(g.global_avg_pool(g.add(one, other))), classes),)
+
+
 NETWORKS = {
+    "branches": Model(branches, (3, SIDE, SIDE), CLASSES),
+    "plain": Model(plain, (3, SIDE, SIDE), CLASSES),
     "residual": Model(residual, (3, SIDE, SIDE), CLASSES),
     "resnet20": get_model("resnet20"),
     "unet": Model(unet, (3, SIDE, SIDE), CLASSES),
 }
 
 
-def network(name, batch):
-    return NETWORKS[name](batch, image=SIDE, classes=CLASSES, dtype="float64")
+def network(name, batch, dtype="float64"):
+    return NETWORKS[name](batch, image=SIDE, classes=CLASSES, dtype=dtype)
 
 
 def batches(graph):
@@ -82,20 +98,37 @@ def trainer_of(graph, tuner, **options):
     )
 
 
-def trained(name, shares=(BATCH,), together=None, **options):
-    """Losses of the steps, and all weights and statistics at the end."""
+def trained(
+    name,
+    shares=(BATCH,),
+    together=None,
+    *,
+    parts=1,
+    dtype="float64",
+    look=lambda trainer: None,
+    **options,
+):
+    """Losses of the steps, and all weights and statistics at the end.
+
+    Shares are of a batch, or of each of its parts if there are several; `look` sees
+    the trainer at the end.
+    """
     rank = 0 if together is None else together.rank
-    graph = network(name, shares[rank])
-    rows = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
+    graph = network(name, shares[rank], dtype)
+    first, size = sum(shares[:rank]), sum(shares)
+    rows = [p * size + first + i for p in range(parts) for i in range(shares[rank])]
     with (
         tuner_of() as tuner,
-        trainer_of(graph, tuner, together=together, **options) as trainer,
+        trainer_of(
+            graph, tuner, together=together, gradient_accumulation=parts, **options
+        ) as trainer,
     ):
         found = [
             trainer.step(images[rows], labels[rows])
             for images, labels in batches(graph)
         ]
         state = {n: np.array(v) for n, v in trainer.state.save().items()}
+        look(trainer)
     return [(step.loss, step.correct) for step in found], state
 
 

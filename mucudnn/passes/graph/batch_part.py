@@ -13,26 +13,31 @@ from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.traits import Rows
 from mucudnn.passes.graph.pieces import pieces_of
 
-__all__ = ["part_of_batch"]
+__all__ = ["drawing_rows", "in_pieces"]
 
 
-def part_of_batch(graph: Graph, rows: Rows, *, in_pieces: bool = False) -> Graph:
+def drawing_rows(graph: Graph, rows: Rows) -> Graph:
     """A step with the random numbers of its rows of a larger batch.
 
     Args:
         graph: A training graph for that many rows, without updates.
         rows: Which they are.
-        in_pieces: Whether nodes whose samples depend on each other fall into pieces.
     """
+    nodes = tuple(_drawing(graph, node, rows) for node in graph.nodes)
+    return replace(graph, nodes=nodes)
+
+
+def in_pieces(graph: Graph) -> Graph:
+    """A step whose nodes fall into pieces where their samples depend on each other."""
     tensors = dict(graph.tensors)
     nodes: list[Node] = []
     for node in graph.nodes:
-        if in_pieces and node.traits.pieces is not None:
-            between, pieces = pieces_of(tensors, node)
-            tensors.update((spec.name, spec) for spec in between)
-            nodes += pieces
-        else:
-            nodes.append(_drawing(graph, node, rows))
+        if node.traits.batch is not None:
+            nodes.append(node)
+            continue
+        between, pieces = pieces_of(tensors, node)
+        tensors.update((spec.name, spec) for spec in between)
+        nodes += pieces or (node,)
     return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
 
 

@@ -10,7 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from mucudnn.ir.graph import Graph, Node
 
-__all__ = ["dependencies", "finished", "last_writes", "with_nodes_after", "written"]
+__all__ = [
+    "dependencies",
+    "finished",
+    "last_writes",
+    "with_nodes_after",
+    "writes_before",
+    "written",
+]
 
 
 def written(graph: Graph, node: Node) -> tuple[str, ...]:
@@ -38,6 +45,21 @@ def finished(graph: Graph, names: Iterable[str]) -> dict[str, int]:
         name: max(writes.get(graph.storages[name], -1), made.get(name, -1))
         for name in names
     }
+
+
+def writes_before(graph: Graph, readers: Mapping[str, int]) -> dict[str, int]:
+    """Storage -> the last node that changes its bytes before one that reads it.
+
+    Args:
+        graph: Of a step.
+        readers: Storage -> the position of the reader.
+    """
+    found: dict[str, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for storage in written(graph, node):
+            if position < readers.get(storage, -1):
+                found[storage] = position
+    return found
 
 
 def with_nodes_after(

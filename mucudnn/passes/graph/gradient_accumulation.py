@@ -15,7 +15,7 @@ from mucudnn.ir.optimizers import Optimizer
 from mucudnn.passes.graph.dependencies import finished, with_nodes_after
 from mucudnn.passes.graph.optimizer_updates import When, with_updates
 
-__all__ = ["Accumulating", "accumulating"]
+__all__ = ["Accumulating", "accumulating", "updated_by"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,12 @@ def accumulating(
     )
     last = replace(_with_clearing(updated), gradients=graph.gradients)
     return Accumulating(micro, last)
+
+
+def updated_by(graph: Graph) -> tuple[str, ...]:
+    """What parameters are updated by: totals where there are some, or gradients."""
+    totals = ((_total(w), gradient) for w, gradient in graph.gradients.items())
+    return tuple(total if total in graph.tensors else g for total, g in totals)
 
 
 def _total(parameter: str) -> str:

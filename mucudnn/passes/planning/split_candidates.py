@@ -58,8 +58,9 @@ class Candidates:
     def settled(self, cutting: Cutting) -> bool:
         """Whether a cutting is not likely to be faster than all before.
 
-        None can be much faster than the whole step with all the memory it wants; and
-        where more parts are slower than fewer, still more are slower still.
+        None can be much faster than the whole step with all the memory it wants, where
+        that is known; and where more parts are slower than fewer, still more are slower
+        still.
         """
         tried = self.tried
         if not tried:
@@ -67,7 +68,8 @@ class Candidates:
         alike = [c for w, c in self._tried.items() if cutting.like(w) and w.parts > 1]
         planned = [w for w in self._searches if cutting.like(w)]
         slower = len(planned) > 1 and alike[-1].step_ms > self._fastest
-        return slower or self._fastest <= _HARDLY * tried[0].unbounded_ms
+        bound = tried[0].unbounded_ms  # infinite if there was no room to measure it
+        return slower or (math.isfinite(bound) and self._fastest <= _HARDLY * bound)
 
     @property
     def _fastest(self) -> float:

@@ -68,7 +68,7 @@ class Executor:
         watcher: Told of every task before it is called, and overwrites memory when it
             is allocated and when it is freed: for tests. Slow.
         around: What else is called around nodes, given the graph and where its tensors
-            are; no tensor may leave the device then.
+            are while a node runs.
 
     Raises:
         UnsupportedError: The backend has no kernel for an operation.
@@ -117,8 +117,9 @@ class Executor:
         self._watcher = watcher
         tasks = self._program.tasks
         self._apart = [_call(task, watcher) for task in tasks]
+        self._of_node = {task.node: task for task in tasks if task.node is not None}
         if around is not None:
-            self._surround(around(self._graph, self.__getitem__))
+            self._surround(around(self._graph, self._while_running))
         if watcher is not None or around is not None:
             self._calls = self._apart
         elif replay and backend.capture is not None:
@@ -291,6 +292,11 @@ class Executor:
     def _results(self) -> dict[str, Any]:
         download = self._backend.device.download
         return {name: download(self[name]) for name in self._graph.outputs}
+
+    def _while_running(self, node: str, tensor: str) -> Array:
+        """A tensor's array where a node finds it."""
+        task = self._of_node[node]
+        return self._memory.array_in((*task.reads, *task.writes), tensor)
 
     def _surround(self, around: Around) -> None:
         """Put calls before and after those of nodes."""

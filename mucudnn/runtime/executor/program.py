@@ -81,8 +81,21 @@ class Memory:
             array = self._state[storage]
             same = spec.shape == self._graph.tensors[storage].shape
             return array if same else array.reshape(spec.shape)
-        offset = self._layout.offsets[storage][interval] + self._graph.offset(name)
+        return self._view(name, self._layout.offsets[storage][interval])
+
+    def array_in(self, touched: Iterable[ByteRange], name: str) -> Array:
+        """A tensor's view where its storage is among some bytes, or in the state."""
+        storage = self._graph.storages[name]
+        if not self.in_arena(storage):
+            return self.array(name, 0)
+        found = next(part for part in touched if part.storage == storage)
+        return self._view(name, found.start)
+
+    def _view(self, name: str, start: int) -> Array:
+        """A tensor whose storage starts somewhere in the arena."""
+        offset = start + self._graph.offset(name)
         if (name, offset) not in self._views:
+            spec = self._graph.tensors[name]
             self._views[name, offset] = self._device.view(self._arena, offset, spec)
         return self._views[name, offset]
 

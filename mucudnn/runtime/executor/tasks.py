@@ -26,6 +26,7 @@ __all__ = [
     "Surrounding",
     "Task",
     "Watcher",
+    "WhileRunning",
 ]
 
 Call = Callable[[], None]
@@ -59,8 +60,12 @@ def _joined(
     }
 
 
-Surrounding = Callable[[Graph, Callable[[str], Any]], Around]
-"""(graph, tensor -> its array) -> what is called around its nodes."""
+WhileRunning = Callable[[str, str], Any]
+"""(node, tensor that it touches) -> the tensor's array while the node runs: between
+two nodes it may have been elsewhere, and come back to another place."""
+
+Surrounding = Callable[[Graph, WhileRunning], Around]
+"""(graph, where tensors are) -> what is called around its nodes."""
 
 DEVICE = "device"
 """The space of the arena; other spaces are tiers of the host."""

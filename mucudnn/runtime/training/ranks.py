@@ -1,30 +1,30 @@
 """A trainer as one of several: its gradients and results are those of all of them."""
 
-import statistics
-from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
 
 from mucudnn.arguments import one_of
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.traits import Rows
 from mucudnn.models import IMAGE
-from mucudnn.passes.graph.batch_part import part_of_batch
-from mucudnn.passes.planning.cutting import WHOLE
+from mucudnn.passes.graph.batch_part import drawing_rows, in_pieces
+from mucudnn.passes.graph.optimizer_updates import updates_last
+from mucudnn.passes.ordering import Order, ordered
 from mucudnn.runtime.distributed.collectives import Collectives
 from mucudnn.runtime.distributed.gradients import summed_gradients
-from mucudnn.runtime.distributed.statistics import joint_statistics
+from mucudnn.runtime.distributed.statistics import joint_statistics, meetings_of
 from mucudnn.runtime.distributed.waiting import TimedCollectives
-from mucudnn.runtime.executor.tasks import Around, Surrounding
+from mucudnn.runtime.executor.tasks import Around, Surrounding, WhileRunning
 from mucudnn.runtime.training.step_result import StepResult, known_result
-from mucudnn.runtime.training.step_times import StepTimes
+from mucudnn.runtime.training.step_times import StepTimes, Times
+from mucudnn.runtime.training.training_graphs import Divided
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["PER_RANK", "SYNCHRONISED", "Ranks", "check_together"]
 
-_HOST = "cpu"
+_HOST, _BUILDER = "cpu", "builder"
 
 _REMEMBERED = 21
+"""Steps, so that a rank that becomes slow is soon seen."""
 
 PER_RANK, SYNCHRONISED = "per_rank", "synchronised"
 """Whose statistics normalise a batch: those of a rank's rows, or of all rows."""
@@ -50,7 +50,7 @@ class Ranks:
     ) -> None:
         one_of("batch_norm", batch_norm, (PER_RANK, SYNCHRONISED))
         self._together = None if together is None else TimedCollectives(together)
-        self._times: deque[float] = deque(maxlen=_REMEMBERED)
+        self._times: Times[float] = Times(_REMEMBERED)
         self._joint = batch_norm == SYNCHRONISED
         self.around: Surrounding | None = None
         if together is not None:
@@ -60,11 +60,30 @@ class Ranks:
             self._rows = Rows(start, start + batch, sum(sizes))
             self.around = self._surrounding
 
-    def part(self, graph: Graph) -> Graph:
-        """A training graph without updates as that of this one's rows of the batch."""
+    def part(self, divided: Divided) -> Divided:
+        """What cuts a training graph of this one's rows of the batch.
+
+        What is cut is in pieces already; normalisations that are not fall into theirs
+        behind, so that planners see them as they are.
+        """
         if self._together is None:
-            return graph
-        return part_of_batch(graph, self._rows, in_pieces=self._joint)
+            return divided
+
+        def cut(graph: Graph) -> Graph:
+            found = divided(drawing_rows(graph, self._rows))
+            return in_pieces(found) if self._joint else found
+
+        return cut
+
+    def order(self, order: str | Order) -> str | Order:
+        """An order of nodes, with updates, which wait for sums, behind all others."""
+        if self._together is None or order == _BUILDER:
+            return order
+
+        def last(graph: Graph, workspaces: Mapping[str, int] | None = None) -> Graph:
+            return updates_last(ordered(order, graph, workspaces or {}))
+
+        return last
 
     def anywhere(self, happened: bool) -> bool:
         """Whether it happened in any of them."""
@@ -78,8 +97,7 @@ class Ranks:
 
         The first step warms up and counts only while it is the only one.
         """
-        times = list(self._times)
-        return statistics.median(times[1:] or times or [0.0])
+        return self._times.median(float)
 
     def result(self, own: StepResult, times: StepTimes) -> StepResult:
         """Of the whole mini-batch: the mean over all labels.
@@ -90,7 +108,7 @@ class Ranks:
         """
         if self._together is None:
             return own
-        self._times.append(max(0.0, times.last_ms - self._together.waited_ms()))
+        self._times.add(max(0.0, times.last_ms - self._together.waited_ms()))
         found = self._together.all_gather(own)
         labels = sum(one.labels for one in found)
         return known_result(
@@ -106,29 +124,28 @@ class Ranks:
         if self._together is not None:
             self._together.waited_ms()
 
-    def _surrounding(self, graph: Graph, array: Callable[[str], Any]) -> Around:
+    def _surrounding(self, graph: Graph, array: WhileRunning) -> Around:
         """Sums over all ranks; all begin them in one order.
 
         Raises:
-            ValueError: The ranks run their nodes in different orders.
+            ValueError: The ranks run their nodes in orders that cannot meet.
         """
         assert self._together is not None, "one process alone sums nothing"
         share = self._rows.count / self._rows.total
-        orders = self._together.all_gather([node.name for node in graph.nodes])
-        if any(order != orders[0] for order in orders):
-            raise ValueError(
-                "the ranks run their steps in different orders, so that their sums "
-                "would not meet; order='builder' is the same on all"
-            )
-        sums = summed_gradients(graph, array, self._together, share)
+        meetings = meetings_of(graph) if self._joint else ()
+        sums = summed_gradients(
+            graph,
+            array,
+            self._together,
+            share,
+            meetings=[meeting.position for meeting in meetings],
+        )
         if not self._joint:
             return sums
         return joint_statistics(graph, array, self._together, share).then(sums)
 
 
-def check_together(
-    tuner: Tuner, budget: object, parts: int, split: object, loss_scale: object
-) -> None:
+def check_together(tuner: Tuner) -> None:
     """Refuse what several processes cannot train with.
 
     Raises:
@@ -138,10 +155,4 @@ def check_together(
         raise ValueError(
             f"several processes train on the backend {_HOST!r}, whose gradients are in "
             f"host memory; this one is {tuner.backend.name!r}"
-        )
-    fixed = loss_scale is None or isinstance(loss_scale, int | float)
-    if budget is not None or parts != 1 or split != WHOLE or not fixed:
-        raise ValueError(
-            "several processes train without budget, accumulation, split and dynamic "
-            "loss scale: gradients are summed where they stay until their updates"
         )

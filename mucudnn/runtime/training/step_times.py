@@ -3,15 +3,44 @@
 import statistics
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from mucudnn.backends.base import Device, Event
 
-__all__ = ["StepTimes"]
+__all__ = ["StepTimes", "Times"]
 
 _REMEMBERED = 101
 
 T = TypeVar("T")
+
+
+class Times(Generic[T]):
+    """What was noted of the last steps.
+
+    Args:
+        remembered: How many of them.
+    """
+
+    def __init__(self, remembered: int) -> None:
+        self._noted: deque[T] = deque(maxlen=remembered)
+
+    def add(self, noted: T) -> None:
+        """One more step."""
+        self._noted.append(noted)
+
+    def median(self, ms: Callable[[T], float]) -> float:
+        """In the middle, without the first unless it is the only one; 0 before any.
+
+        Args:
+            ms: How long a step took, from what was noted of it.
+        """
+        times = [ms(noted) for noted in self._noted]
+        return statistics.median(times[1:] or times or [0.0])
+
+    @property
+    def last(self) -> T:
+        """What was noted of the last one."""
+        return self._noted[-1]
 
 
 class StepTimes:
@@ -19,7 +48,7 @@ class StepTimes:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._marks: deque[tuple[Event, Event]] = deque(maxlen=_REMEMBERED)
+        self._marks: Times[tuple[Event, Event]] = Times(_REMEMBERED)
 
     @property
     def median_ms(self) -> float:
@@ -27,13 +56,12 @@ class StepTimes:
 
         Waits for the last of them.
         """
-        times = [self._device.elapsed_ms(*marks) for marks in self._marks]
-        return statistics.median(times[1:] or times or [0.0])
+        return self._marks.median(self._ms)
 
     @property
     def last_ms(self) -> float:
         """Of the last one, waited for."""
-        return self._device.elapsed_ms(*self._marks[-1])
+        return self._ms(self._marks.last)
 
     def timed(self, take: Callable[[], T]) -> tuple[T, float]:
         """Take a step; what came of it, and its ms."""
@@ -45,5 +73,8 @@ class StepTimes:
         """Launch a step that is one of the last hundred; it is not waited for."""
         start = self._device.record()
         found = take()
-        self._marks.append((start, self._device.record()))
+        self._marks.add((start, self._device.record()))
         return found
+
+    def _ms(self, marks: tuple[Event, Event]) -> float:
+        return self._device.elapsed_ms(*marks)

@@ -15,6 +15,7 @@ from mucudnn.backends.base import Backend
 from mucudnn.backends.transit import Transit
 from mucudnn.models import IMAGE, LABEL, class_count
 from mucudnn.passes.graph.optimizer_updates import LEARNING_RATE, STEP
+from mucudnn.passes.planning.cutting import trains
 from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.executor.arenas import arenas, shared_bytes
@@ -41,7 +42,7 @@ class SharedArena:
         tiers: What the graphs use in turn of memory off the device; they have host
             memory of their own where nothing is planned.
         replay: Whether they replay their launches as graphs.
-        around: What else is called around the nodes of the first graph.
+        around: What else is called around the nodes of graphs that train.
         transit: Takes inputs and results of steps; closed with the arena.
 
     Attributes:
@@ -76,11 +77,9 @@ class SharedArena:
                 host_buffers=state.host_buffers,
                 replay=replay,
                 transit=transit,
-                around=None if i else around,
+                around=around if trains(p.schedule.graph) else None,
             )
-            for i, (p, arena) in enumerate(
-                zip(placed, arenas(backend, layouts), strict=True)
-            )
+            for p, arena in zip(placed, arenas(backend, layouts), strict=True)
         ]
         self._current: Executor | None = None
 

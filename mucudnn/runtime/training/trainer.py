@@ -139,7 +139,7 @@ class Trainer:
             own = tuner = Tuner()
         check_arguments(tuner, order, seed, plans, progress, precision, placement)
         if together is not None:
-            check_together(tuner, budget, gradient_accumulation, split, loss_scale)
+            check_together(tuner)
             update_when = "late"
         optimizer = optimizer_of(optimizer)
         self._rate = rate_of(learning_rate, optimizer.learning_rate)
@@ -147,6 +147,8 @@ class Trainer:
         if budget is not None:
             budget = MemoryBudget.of(budget, tuner.backend.device)
         self.budget = budget
+        self._ranks = Ranks(together, training, batch_norm)
+        order = self._ranks.order(order)
         divider = Divider(
             split,
             tuner,
@@ -157,7 +159,6 @@ class Trainer:
             order=order,
             progress=progress,
         )
-        self._ranks = Ranks(together, training, batch_norm)
         graphs = training_graphs(
             training,
             evaluation,
@@ -166,7 +167,7 @@ class Trainer:
             parts=gradient_accumulation,
             precision=precision,
             loss_scale=self._scale,
-            divided=divider if together is None else self._ranks.part,
+            divided=self._ranks.part(divider),
             fuse=fuse,
             layout=Layouts(layout, tuner, budget, progress),
             keep_copies=budget is None,  # within one it is used for what is needed more
