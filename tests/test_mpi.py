@@ -71,6 +71,62 @@ def test_losses_are_those_of_one_process(shares, alone, tmp_path):
     assert done.stdout.count("epoch 2/2") == 1  # one process speaks for all
 
 
+DIGITS = (
+    *("train", "digits", "--data", "synthetic:length=24,classes=5", "--batch", "12"),
+    *("--epochs", "1", "--dtype", "float64", "--lr", "0.01", "--cache", "none"),
+)
+
+
+def test_each_rank_trains_within_its_own_budget(tmp_path):
+    """With slices, which differ, and with shares by what steps take so."""
+    done = run(tmp_path, "--json", "one.json", work=DIGITS)
+    assert done.returncode == 0, done.stderr
+    words = ("--budget", "450KiB,550KiB", "--split", "2", "--shares", "auto")
+    words += ("--policy", "superneurons")  # which is quickly planned
+    done = run(tmp_path, *words, "--json", "two.json", ranks=2, work=DIGITS)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two.json") == pytest.approx(
+        losses(tmp_path / "one.json"), rel=CLOSE
+    )
+    found = json.loads((tmp_path / "two.json").read_text())
+    first, second = found["ranks"]
+    assert [first["budget_bytes"], second["budget_bytes"]] == [450 << 10, 550 << 10]
+    for number, each in enumerate((first, second)):
+        assert 0 < each["peak_bytes"] <= each["budget_bytes"]
+        assert f"rank {number}: {each['samples']} images, " in done.stdout
+    assert [first["samples"], second["samples"]] == found["shares"][-1]
+    assert found["segments"]
+
+
+def test_parts_of_a_batch_and_a_dynamic_scale_are_those_of_one_process(tmp_path):
+    words = ("--accumulate", "2", "--loss-scale", "dynamic")
+    done = run(tmp_path, *words, "--json", "one.json", work=DIGITS)
+    assert done.returncode == 0, done.stderr
+    done = run(
+        *(tmp_path, *words, "--shares", "4,2", "--json", "two.json"),
+        ranks=2,
+        work=DIGITS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two.json") == pytest.approx(
+        losses(tmp_path / "one.json"), rel=CLOSE
+    )
+
+
+def test_budgets_that_ranks_cannot_keep_are_refused(tmp_path):
+    done = run(tmp_path, "--budget", "1MiB,1MiB", work=DIGITS)
+    assert done.returncode != 0
+    assert "several sizes of --budget are for several processes" in done.stderr
+    done = run(tmp_path, "--budget", "1MiB,1MiB,1MiB", ranks=2, work=DIGITS)
+    assert "--budget has 3 sizes for 2 processes" in done.stderr
+    done = run(tmp_path, "--budget", "1KiB", ranks=2, work=DIGITS)
+    assert done.returncode != 0
+    assert "will do" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = run(tmp_path, "--batch", "1", ranks=2, work=DIGITS)
+    assert "2 processes cannot share 1 images" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["resnet20", "unet"])
 def test_networks_with_batch_norm_and_dropout_are_those_of_one_process(name, tmp_path):
     helper = ROOT / "tests" / "together.py"

@@ -118,10 +118,12 @@ def byte_size(text: str | int) -> int:
     return nbytes
 
 
-def budget_size(text: str | int) -> int | str:
-    """`8GiB` as a number; `device` as it is: all that the device has free."""
-    if text == "device":
+def budget_size(text: str | int | tuple[int | str, ...]) -> Any:
+    """`8GiB` as a number; `device` as it is: all that it has free; several of them."""
+    if isinstance(text, tuple) or text == "device":
         return text
+    if isinstance(text, str) and "," in text:
+        return tuple(budget_size(word.strip()) for word in text.split(","))
     try:
         return byte_size(text)
     except click.BadParameter as e:

@@ -1,6 +1,6 @@
 """`mucudnn train`: a network on a data set, to the last epoch and the last figure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,14 @@ from mucudnn.cli.train_options import (
     output_options,
     run_options,
 )
-from mucudnn.cli.train_ranks import Group, group_of, step_ms
-from mucudnn.cli.train_results import results_to_json, show_results
+from mucudnn.cli.train_ranks import Group, group_of, step_point
+from mucudnn.cli.train_results import (
+    ranks_of,
+    ranks_to_json,
+    results_to_json,
+    show_ranks,
+    show_results,
+)
 from mucudnn.cli.train_settings import (
     budget_of,
     optimizer_of,
@@ -37,6 +43,8 @@ if TYPE_CHECKING:
     from mucudnn.cli.progress import Show
     from mucudnn.cli.progress_words import TrainingWords
     from mucudnn.cli.train_data import Work
+    from mucudnn.cli.train_results import RankResult
+    from mucudnn.ir.fleet import StepPoint
     from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
     from mucudnn.runtime.training.history import EpochReport, Position
     from mucudnn.runtime.training.log import LogEntry, OnEntry
@@ -77,6 +85,8 @@ def train(
             raise BadInputError(f"--split {settings['split']} needs --budget SIZE")
     group = group_of(settings)
     with nullcontext() if group is None else group.ends_together():
+        if group is not None:
+            settings = dict(group.own(settings))
         interrupted = _trained(_Training(model, settings, group), json_file)
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
@@ -85,6 +95,7 @@ def train(
 def _trained(training: "_Training", json_file: str | None) -> bool:
     """Train and show what came of it; whether Ctrl-C ended it."""
     interrupted = training.run(quiet=json_file == "-")
+    training.gather()
     if training.leads:
         emit(json_file, training.to_json(interrupted=interrupted), training.show)
     return interrupted
@@ -110,11 +121,12 @@ class _Training:
         self.leads = group is None or group.leads
         with self._display(1) as show:
             show("reading the data", 0, 1)
-            self._work = _work(model, settings, group)
+            self._work = _work(model, settings, group, show)
         self._optimizer = optimizer_of(settings)
         self._words = words_of(self._work, self._optimizer, settings)
         self._checkpoints, self._resume = self._found()
         self._reports: dict[int, EpochReport] = {}
+        self._ranks: Sequence[RankResult] = ()
 
     def run(self, *, quiet: bool) -> bool:
         """Train; whether Ctrl-C ended it."""
@@ -191,6 +203,11 @@ class _Training:
 
         return handed_over
 
+    def gather(self) -> None:
+        """Learn what steps take in each process, for the figures of all."""
+        if self._group is not None:
+            self._ranks = ranks_of(self._group, self._trainer)
+
     def _display(
         self, total: int, *, titled: bool = False
     ) -> "AbstractContextManager[Show]":
@@ -209,6 +226,7 @@ class _Training:
             **results_to_json(self._trainer, self._reports),
             "parameters": self._work.training.parameter_count,
             "shares": None if self._group is None else self._group.history,
+            "ranks": ranks_to_json(self._ranks),
             "interrupted": interrupted,
             "settings": dict(self._words),
         }
@@ -216,6 +234,7 @@ class _Training:
     def show(self) -> None:
         """The last lines: what a step takes, and where it can be gone on from."""
         show_results(self._trainer)
+        show_ranks(self._ranks)
         if self._checkpoints is not None and (steps := self._checkpoints.steps()):
             click.echo(f"checkpoint of step {steps[0]} in {self._checkpoints.folder}")
 
@@ -281,21 +300,23 @@ def _silent(_: object) -> None:
     """Another process says it."""
 
 
-def _work(model: str, settings: Mapping[str, Any], group: Group | None) -> "Work":
+def _work(
+    model: str, settings: Mapping[str, Any], group: Group | None, show: "Show"
+) -> "Work":
     """What this process does: everything, or its part."""
     from mucudnn.cli.train_data import work_of
 
     if group is None:
         return work_of(model, settings)
     tuner = make_tuner({**settings, "exhaustive": False})
+
+    def measure(images: int) -> "StepPoint":
+        show(f"measuring a step of {images} images", 0, 1)
+        return step_point(work_of(model, settings, images).training, tuner, settings)
+
     with tuner.cache:
-        shares = group.shares(
-            settings["shares"],
-            settings["batch"],
-            lambda images: step_ms(
-                work_of(model, settings, images).training, tuner, settings
-            ),
-        )
+        batch = settings["batch"] // settings["accumulate"]
+        shares = group.shares(settings["shares"], batch, measure)
     return _part(model, settings, group, shares)
 
 

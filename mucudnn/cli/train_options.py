@@ -188,7 +188,8 @@ budget_options = section(
     option(
         "--budget SIZE",
         "Device memory for everything, or `device`: all that is free; what has no room "
-        "leaves or is computed again.",
+        "leaves or is computed again. Under mpiexec of each process: one for all, or "
+        "one each, such as 96MiB,64MiB.",
         budget_size,
     ),
     strategy(
@@ -266,8 +267,8 @@ run_options = section(
     ),
     option(
         "--shares N,…",
-        "Under mpiexec, images of each batch that each process takes: auto, by what "
-        "steps take there; equal; or numbers.",
+        "Under mpiexec, images of each batch, or of each of its parts, that each "
+        "process takes: auto, by what steps take there; equal; or numbers.",
         parse_shares,
         default="auto",
     ),

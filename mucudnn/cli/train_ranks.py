@@ -10,15 +10,12 @@ import click
 
 from mucudnn.cli.app import BadInputError
 from mucudnn.cli.train_options import AUTO, EQUAL
+from mucudnn.cli.train_settings import budget_of
+from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.fleet import Fleet, Rank, StepPoint
 from mucudnn.ir.graph import Graph
 from mucudnn.models import IMAGE, LABEL
-from mucudnn.passes.fleet import (
-    equal_shares,
-    replanned,
-    share_times,
-    split_batch,
-)
+from mucudnn.passes.fleet import replanned, share_times, split_batch
 from mucudnn.passes.fleet.sizes import measured_table
 
 if TYPE_CHECKING:
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
     from mucudnn.runtime.distributed.collectives import Collectives
     from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["Group", "group_of", "step_ms"]
+__all__ = ["Group", "group_of", "step_point"]
 
 _STEPS = 3
 
@@ -78,46 +75,76 @@ class Group:
 
         loader, size, rank = work.batches, self.together.size, self.together.rank
         assert isinstance(loader, Loader), "the work is still of one process"
-        batch = loader.batch
+        parts = work.words["accumulate"]
+        batch = loader.batch // parts
         if len(shares) != size or sum(shares) != batch:
+            each = f" in each of {parts} parts" if parts > 1 else ""
             raise BadInputError(
                 f"--shares {','.join(map(str, shares))} are {len(shares)} of "
-                f"{sum(shares)} images together; {size} processes share {batch}"
+                f"{sum(shares)} images together; {size} processes share {batch}{each}"
             )
         self.history.append(tuple(shares))
         start = sum(shares[:rank])
         own = made(shares[rank])
-        batches = PartOfBatches(loader, start, start + shares[rank])
+        batches = PartOfBatches(loader, start, start + shares[rank], parts)
         return replace(own, batches=batches)
 
+    def own(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options of this process: of several budgets, its own.
+
+        Raises:
+            BadInputError: There is not one for each.
+        """
+        budgets, size = settings["budget"], self.together.size
+        if not isinstance(budgets, tuple):
+            return settings
+        if len(budgets) != size:
+            raise BadInputError(
+                f"--budget has {len(budgets)} sizes for {size} processes; name one for "
+                "all, or one each"
+            )
+        return {**settings, "budget": budgets[self.together.rank]}
+
     def shares(
-        self, asked: Any, batch: int, measure: Callable[[int], float]
+        self, asked: Any, batch: int, measure: Callable[[int], StepPoint]
     ) -> tuple[int, ...]:
         """Samples of each process, as asked for or as all can end together.
 
         Args:
             asked: As `parse_shares` has it.
             batch: Samples of all.
-            measure: Samples -> ms that a step takes in this process.
+            measure: Samples -> what a step takes in this process; raises
+                `PlanningError` or `OutOfMemoryError` where it does not fit.
 
         Raises:
-            BadInputError: There are fewer samples than processes.
+            BadInputError: There are fewer samples than processes, or the processes
+                cannot take as many.
+            PlanningError: Not one sample fits this process's budget.
+            OutOfMemoryError: The same, while it is measured.
         """
         size = self.together.size
         if batch < size:
-            raise BadInputError(f"--batch {batch} is less than {size} processes")
-        if asked not in (AUTO, EQUAL):
+            raise BadInputError(
+                f"{size} processes cannot share {batch} images; name a larger --batch"
+            )
+        if asked == EQUAL:
+            return tuple(batch // size + (i < batch % size) for i in range(size))
+        if asked != AUTO:
             return tuple(asked)
         most = batch - size + 1
-        if asked == EQUAL or size == 1:
-            measure = float
-        table = measured_table("cpu", 1, most, lambda n: StepPoint(n, measure(n)))
+        unfitting = PlanningError, OutOfMemoryError
+        table = measured_table("cpu", 1, most, measure, unfitting=unfitting)
         found = self.together.all_gather(table)
-        fleet = Fleet(tuple(Rank(f"rank {i}", t) for i, t in enumerate(found)))
-        if asked == EQUAL:
-            return equal_shares(fleet, batch).samples
-        self._fleet = fleet
-        return split_batch(fleet, batch, at_least=1).samples
+        ranks = (Rank(f"rank {i}", t, accumulates=False) for i, t in enumerate(found))
+        self._fleet = Fleet(tuple(ranks))
+        try:
+            return split_batch(self._fleet, batch, at_least=1).samples
+        except PlanningError as e:
+            together = sum(rank.table.most for rank in self._fleet.ranks)
+            raise BadInputError(
+                f"within their budgets the processes take {together} images a step, "
+                f"not {batch}; --split auto, --accumulate or larger budgets may do"
+            ) from e
 
     def shares_now(self, own_ms: float) -> tuple[int, ...] | None:
         """Other shares, where processes have left their tables and it pays; else None.
@@ -136,8 +163,13 @@ class Group:
         return None if found is None else found.samples
 
 
-def step_ms(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> float:
-    """What a step of a network takes in this process, others running beside it."""
+def step_point(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> StepPoint:
+    """What a step of a network takes in this process, others running beside it.
+
+    Raises:
+        PlanningError: It does not fit the budget.
+        OutOfMemoryError: The same, while it is measured.
+    """
     import numpy as np
 
     from mucudnn.runtime.training.trainer import Trainer
@@ -150,27 +182,31 @@ def step_ms(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> float:
         optimizer=settings["optimizer"],
         learning_rate=0.0,
         update_when="late",
+        order=settings["order"],
+        precision=settings["precision"],
         fuse=not settings["no_fuse"],
         layout=settings["layout"],
+        split=settings["split"],
+        budget=budget_of(settings, tuner.backend.device),
+        placement=settings["placement"],
     ) as trainer:
         times = [trainer.profile(images, labels)[1] for _ in range(_STEPS)]
-    return statistics.median(times)
+        return StepPoint(len(images), statistics.median(times), trainer.peak_bytes)
 
 
 def group_of(settings: Mapping[str, Any]) -> Group | None:
     """The processes that `mpiexec` started; None if this one is alone.
 
     Raises:
-        BadInputError: The options are for one process.
+        BadInputError: This one is alone, and has several budgets.
         BackendUnavailableError: mpi4py or an MPI library is missing.
     """
     from mucudnn.runtime.environment import launched_processes
 
     if launched_processes() < 2:
+        if isinstance(settings["budget"], tuple):
+            raise BadInputError("several sizes of --budget are for several processes")
         return None
     from mucudnn.runtime.distributed.mpi import MpiCollectives
 
-    for name in ("budget", "accumulate", "split"):
-        if settings[name] not in (None, 1, "none"):
-            raise BadInputError(f"--{name} is for one process, and there are several")
     return Group(MpiCollectives())

@@ -1,19 +1,75 @@
 """What a training came to, in figures and in the last lines of `mucudnn train`."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from mucudnn.cli.train_ranks import Group
     from mucudnn.ir.tiers import TierPlacement
     from mucudnn.passes.planning.place_step import PlacedStep
     from mucudnn.runtime.training.history import EpochReport
     from mucudnn.runtime.training.trainer import Trainer
 
-__all__ = ["results_to_json", "show_results"]
+__all__ = [
+    "RankResult",
+    "ranks_of",
+    "ranks_to_json",
+    "results_to_json",
+    "show_ranks",
+    "show_results",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What a step is in one of several processes.
+
+    Attributes:
+        samples: Its share, of a batch or of each of its parts.
+        own_ms: Without what it waits for others.
+        peak_bytes: Device memory.
+        budget_bytes: Of that; None without one.
+    """
+
+    samples: int
+    own_ms: float
+    peak_bytes: int
+    budget_bytes: int | None
+
+    def __str__(self) -> str:
+        from mucudnn.report.words import bytes_text, ms_text
+
+        of = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
+        return (
+            f"{self.samples} images, {ms_text(self.own_ms)} ms without waiting; "
+            f"{bytes_text(self.peak_bytes)}{of}"
+        )
+
+
+def ranks_of(group: "Group", trainer: "Trainer") -> Sequence[RankResult]:
+    """What a step is in each process; all of them ask."""
+    own = RankResult(
+        group.history[-1][group.together.rank],
+        trainer.own_ms,
+        trainer.peak_bytes,
+        None if trainer.budget is None else trainer.budget.nbytes,
+    )
+    return group.together.all_gather(own)
+
+
+def ranks_to_json(ranks: Sequence[RankResult]) -> list[dict[str, Any]] | None:
+    """Ready for JSON; None for one process alone."""
+    return [asdict(rank) for rank in ranks] or None
+
+
+def show_ranks(ranks: Sequence[RankResult]) -> None:
+    """A line each."""
+    for number, rank in enumerate(ranks):
+        click.echo(f"rank {number}: {rank}")
 
 
 def results_to_json(

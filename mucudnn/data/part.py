@@ -17,11 +17,13 @@ class PartOfBatches:
         loader: Of whole batches.
         start: The first image of the part.
         stop: The one behind the last.
+        pieces: Into how many of one size a batch falls, of each of which the part is.
     """
 
-    def __init__(self, loader: Loader, start: int, stop: int) -> None:
+    def __init__(self, loader: Loader, start: int, stop: int, pieces: int = 1) -> None:
         self._loader = loader
-        self._rows = slice(start, stop)
+        size = loader.batch // pieces
+        self._rows = [p * size + i for p in range(pieces) for i in range(start, stop)]
 
     def __len__(self) -> int:
         """Batches in an epoch."""

@@ -55,6 +55,7 @@ def measure_steps(
     name = "cpu" if device.type != "cuda" else torch.cuda.get_device_name(device)
 
     def measure(samples: int) -> StepPoint:
+        torch.cuda.empty_cache()  # of a size that did not fit; nothing on the CPU
         inputs, *targets = _sized(example, samples)
         _step(model, loss_fn, inputs, targets)
         if device.type == "cuda":
@@ -66,14 +67,9 @@ def measure_steps(
         return StepPoint(samples, statistics.median(times), nbytes)
 
     with _left_alone(model):
-        while True:
-            try:
-                return measured_table(name, least, most, measure)
-            except torch.OutOfMemoryError:
-                if most <= least:
-                    raise
-                most = max(least, most // 2)
-                torch.cuda.empty_cache()
+        return measured_table(
+            name, least, most, measure, unfitting=torch.OutOfMemoryError
+        )
 
 
 def _sized(example: Sequence[Any], samples: int) -> Sequence[Any]:
