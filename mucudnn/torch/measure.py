@@ -28,6 +28,7 @@ __all__ = [
     "estimated",
     "evaluate",
     "measured",
+    "operands_of",
 ]
 
 _VIEW_MS = 0.001
@@ -132,13 +133,13 @@ def _heaviest(
     order = sorted(ones, key=lambda key: count[key] * times[key], reverse=True)
     nodes = [ones[key] for key in order[:_HEAVIEST]]
     calls = [
-        partial(evaluate, lowered.calls[node.name], _operands(lowered, node))
+        partial(evaluate, lowered.calls[node.name], operands_of(lowered, node))
         for node in nodes
     ]
     return lambda: [call() for call in calls]
 
 
-def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
+def operands_of(lowered: Lowered, node: Node) -> list[torch.Tensor]:
     """Tensors like a node's inputs: shared where theirs are, small integers zero."""
     graph = lowered.graph
     made: dict[str, torch.Tensor] = {}
@@ -160,7 +161,7 @@ def _operands(lowered: Lowered, node: Node) -> list[torch.Tensor]:
 def _time_ms(
     meter: Meter, lowered: Lowered, node: Node, *, checked_only: bool
 ) -> float:
-    call, operands = lowered.calls[node.name], _operands(lowered, node)
+    call, operands = lowered.calls[node.name], operands_of(lowered, node)
     _check(lowered, node, operands, evaluate(call, operands))
     if checked_only:
         return 0.0
@@ -236,7 +237,7 @@ def _scratch(
     """Bytes that each node has in use beyond its results, at most."""
 
     def prepared(node: Node) -> Callable[[], object]:
-        return partial(evaluate, lowered.calls[node.name], _operands(lowered, node))
+        return partial(evaluate, lowered.calls[node.name], operands_of(lowered, node))
 
     most = meter.most_bytes([partial(prepared, node) for node in ones.values()])
     tensors = lowered.graph.tensors
