@@ -23,6 +23,7 @@ __all__ = [
     "HeurMode",
     "MathType",
     "NumericalNote",
+    "PointwiseMode",
     "Status",
     "TensorFormat",
     "c_name",
@@ -122,6 +123,7 @@ class BackwardFilterAlgo(IntEnum):
 class DescriptorType(IntEnum):
     """Objects of the graph API."""
 
+    POINTWISE = 0
     CONVOLUTION = 1
     ENGINE = 2
     ENGINECFG = 3
@@ -131,6 +133,7 @@ class DescriptorType(IntEnum):
     OPERATION_CONVOLUTION_FORWARD = 10
     OPERATION_CONVOLUTION_BACKWARD_FILTER = 11
     OPERATION_CONVOLUTION_BACKWARD_DATA = 12
+    OPERATION_POINTWISE = 13
     OPERATIONGRAPH = 15
     VARIANT_PACK = 16
     TENSOR = 17
@@ -151,6 +154,7 @@ class AttributeType(IntEnum):
     HEUR_MODE = 8
     KNOB_TYPE = 9
     NUMERICAL_NOTE = 11
+    POINTWISE_MODE = 14
     BACKEND_DESCRIPTOR = 15
     BEHAVIOR_NOTE = 19
     INT32 = 23
@@ -160,6 +164,8 @@ class AttributeType(IntEnum):
 class Attribute(IntEnum):
     """Attributes of the graph API's objects."""
 
+    POINTWISE_MODE = 0
+    POINTWISE_MATH_PREC = 1
     CONVOLUTION_COMP_TYPE = 100
     CONVOLUTION_CONV_MODE = 101
     CONVOLUTION_DILATIONS = 102
@@ -199,6 +205,10 @@ class Attribute(IntEnum):
     OPERATION_CONVOLUTION_BWD_FILTER_DW = 715
     OPERATION_CONVOLUTION_BWD_FILTER_X = 716
     OPERATION_CONVOLUTION_BWD_FILTER_DY = 717
+    OPERATION_POINTWISE_PW_DESCRIPTOR = 750
+    OPERATION_POINTWISE_XDESC = 751
+    OPERATION_POINTWISE_BDESC = 752
+    OPERATION_POINTWISE_YDESC = 753
     OPERATIONGRAPH_HANDLE = 800
     OPERATIONGRAPH_OPS = 801
     OPERATIONGRAPH_ENGINE_GLOBAL_COUNT = 802
@@ -207,6 +217,7 @@ class Attribute(IntEnum):
     TENSOR_DIMENSIONS = 902
     TENSOR_STRIDES = 903
     TENSOR_UNIQUE_ID = 906
+    TENSOR_IS_VIRTUAL = 907
     VARIANT_PACK_UNIQUE_IDS = 1000
     VARIANT_PACK_DATA_POINTERS = 1001
     VARIANT_PACK_WORKSPACE = 1003
@@ -225,6 +236,13 @@ class HeurMode(IntEnum):
     B = 1
     FALLBACK = 2
     A = 3
+
+
+class PointwiseMode(IntEnum):
+    """What is computed of each element."""
+
+    ADD = 0
+    RELU_FWD = 100
 
 
 class NumericalNote(IntEnum):
@@ -267,6 +285,7 @@ C_NAMES: Mapping[type[IntEnum], str] = MappingProxyType(
         AttributeType: "CUDNN_TYPE_{}",
         Attribute: "CUDNN_ATTR_{}",
         HeurMode: "CUDNN_HEUR_MODE_{}",
+        PointwiseMode: "CUDNN_POINTWISE_{}",
         NumericalNote: "CUDNN_NUMERICAL_NOTE_{}",
         BehaviorNote: "CUDNN_BEHAVIOR_NOTE_{}",
     }

@@ -14,6 +14,7 @@ from mucudnn.backends.cuda._enums import (
     DataType,
     DescriptorType,
     HeurMode,
+    PointwiseMode,
 )
 from mucudnn.errors import MucudnnError
 
@@ -151,6 +152,8 @@ _KINDS: Mapping[type, AttributeType] = MappingProxyType(
         DataType: AttributeType.DATA_TYPE,
         Descriptor: AttributeType.BACKEND_DESCRIPTOR,
         HeurMode: AttributeType.HEUR_MODE,
+        PointwiseMode: AttributeType.POINTWISE_MODE,
+        bool: AttributeType.BOOLEAN,
         float: AttributeType.FLOAT,
     }
 )

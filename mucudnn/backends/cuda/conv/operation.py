@@ -1,6 +1,6 @@
 """The operation graph of one convolution: three tensors and one node."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -9,13 +9,21 @@ from mucudnn.backends.cuda._enums import (
     Attribute,
     AttributeType,
     ConvolutionMode,
+    DataType,
     DescriptorType,
 )
 from mucudnn.backends.cuda.conv.geometry import Geometry
 from mucudnn.backends.cuda.descriptors import Descriptor
 from mucudnn.ir.conv import ConvProblem, Direction
 
-__all__ = ["ALIGNMENT", "UIDS", "operation_graph"]
+__all__ = [
+    "ALIGNMENT",
+    "UIDS",
+    "convolution",
+    "graph_of",
+    "operation_graph",
+    "tensor_of",
+]
 
 ALIGNMENT = 16
 """Bytes that tensor-core engines want operands aligned to."""
@@ -88,41 +96,70 @@ def operation_graph(
     operation = Descriptor(calls, node.kind)
     operation.set(node.alpha, 1.0)
     operation.set(node.beta, 1.0 if accumulate else 0.0)
-    operation.set(node.convolution, _convolution(calls, geometry))
+    operation.set(node.convolution, convolution(calls, geometry))
     shapes = {"x": geometry.x, "w": geometry.w, "y": geometry.y}
     for name, shape in shapes.items():
-        tensor = _tensor(calls, geometry, UIDS[name], shape, alignment)
+        tensor = tensor_of(calls, geometry, UIDS[name], shape, alignment)
         operation.set(node.tensors[name], tensor)
+    return graph_of(calls, [operation.finalize()], handle)
+
+
+def graph_of(
+    calls: Calls, operations: Sequence[Descriptor], handle: int | None
+) -> Descriptor:
+    """A finalized graph of finalized operations, in order.
+
+    Raises:
+        UnsupportedError: cuDNN does not have such a graph.
+    """
     graph = Descriptor(calls, DescriptorType.OPERATIONGRAPH)
-    graph.set(Attribute.OPERATIONGRAPH_OPS, operation.finalize())
+    graph.set(Attribute.OPERATIONGRAPH_OPS, *operations)
     if handle is not None:
         kind = AttributeType.HANDLE
         graph.set(Attribute.OPERATIONGRAPH_HANDLE, handle, kind=kind)
     return graph.finalize()
 
 
-def _convolution(calls: Calls, geometry: Geometry) -> Descriptor:
-    convolution = Descriptor(calls, DescriptorType.CONVOLUTION)
-    convolution.set(Attribute.CONVOLUTION_COMP_TYPE, geometry.compute_type)
+def convolution(calls: Calls, geometry: Geometry) -> Descriptor:
+    """Strides, padding and dilation, finalized."""
+    found = Descriptor(calls, DescriptorType.CONVOLUTION)
+    found.set(Attribute.CONVOLUTION_COMP_TYPE, geometry.compute_type)
     mode = ConvolutionMode.CROSS_CORRELATION
-    convolution.set(Attribute.CONVOLUTION_CONV_MODE, mode)
-    convolution.set(Attribute.CONVOLUTION_SPATIAL_DIMS, len(geometry.stride))
-    convolution.set(Attribute.CONVOLUTION_DILATIONS, *geometry.dilation)
-    convolution.set(Attribute.CONVOLUTION_FILTER_STRIDES, *geometry.stride)
-    convolution.set(Attribute.CONVOLUTION_PRE_PADDINGS, *geometry.padding)
-    convolution.set(Attribute.CONVOLUTION_POST_PADDINGS, *geometry.padding)
-    return convolution.finalize()
+    found.set(Attribute.CONVOLUTION_CONV_MODE, mode)
+    found.set(Attribute.CONVOLUTION_SPATIAL_DIMS, len(geometry.stride))
+    found.set(Attribute.CONVOLUTION_DILATIONS, *geometry.dilation)
+    found.set(Attribute.CONVOLUTION_FILTER_STRIDES, *geometry.stride)
+    found.set(Attribute.CONVOLUTION_PRE_PADDINGS, *geometry.padding)
+    found.set(Attribute.CONVOLUTION_POST_PADDINGS, *geometry.padding)
+    return found.finalize()
 
 
-def _tensor(
+def tensor_of(
     calls: Calls,
     geometry: Geometry,
     uid: int,
     shape: tuple[int, ...],
     alignment: int,
+    data_type: DataType | None = None,
+    *,
+    virtual: bool = False,
 ) -> Descriptor:
+    """A dense tensor, finalized.
+
+    Args:
+        calls: The library.
+        geometry: Whose layout it has, and type if no other is named.
+        uid: Its name in a variant pack.
+        shape: As (N, C, *spatial).
+        alignment: Of its address, in bytes.
+        data_type: Of its elements.
+        virtual: Whether it is never in memory: what one operation hands to the next.
+    """
     tensor = Descriptor(calls, DescriptorType.TENSOR)
-    tensor.set(Attribute.TENSOR_DATA_TYPE, geometry.data_type)
+    kind = geometry.data_type if data_type is None else data_type
+    tensor.set(Attribute.TENSOR_DATA_TYPE, kind)
+    if virtual:
+        tensor.set(Attribute.TENSOR_IS_VIRTUAL, virtual)
     tensor.set(Attribute.TENSOR_UNIQUE_ID, uid)
     tensor.set(Attribute.TENSOR_BYTE_ALIGNMENT, alignment)
     tensor.set(Attribute.TENSOR_DIMENSIONS, *shape)

@@ -1,0 +1,99 @@
+"""A convolution, a bias and a ReLU as one operation graph: y = max(x * w + b, 0).
+
+What the convolution makes and what the sum does are virtual tensors, so that nothing but
+y is written. Sums are in the type that is computed in, whatever x and w are.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from mucudnn.backends.cuda._cudnn import Calls
+from mucudnn.backends.cuda._enums import Attribute, DescriptorType, PointwiseMode
+from mucudnn.backends.cuda.conv.geometry import DATA_TYPES, Geometry
+from mucudnn.backends.cuda.conv.operation import (
+    UIDS,
+    convolution,
+    graph_of,
+    tensor_of,
+)
+from mucudnn.backends.cuda.descriptors import Descriptor
+from mucudnn.ir.conv import ConvProblem
+
+__all__ = ["BIAS_UIDS", "bias_relu_graph"]
+
+BIAS_UIDS: Mapping[str, int] = MappingProxyType({**UIDS, "b": 4})
+"""Names of the tensors in a variant pack."""
+
+_PRODUCT, _SUM = 5, 6
+"""Of the virtual tensors, which are in none."""
+
+
+def bias_relu_graph(
+    calls: Calls,
+    problem: ConvProblem,
+    bias: str,
+    *,
+    alignment: int,
+    handle: int | None = None,
+) -> Descriptor:
+    """A finalized graph of a forward convolution.
+
+    Args:
+        calls: The library.
+        problem: What x and w are, and y.
+        bias: Data type of b, a number for each of y's channels.
+        alignment: All operands' addresses are multiples of so many bytes.
+        handle: None where there is no device.
+
+    Raises:
+        UnsupportedError: cuDNN does not have such a graph.
+    """
+    geometry = Geometry.of(problem)
+    wide, y = geometry.compute_type, geometry.y
+
+    def between(uid: int) -> Descriptor:
+        return tensor_of(calls, geometry, uid, y, alignment, wide, virtual=True)
+
+    def stored(name: str, shape: tuple[int, ...]) -> Descriptor:
+        return tensor_of(calls, geometry, BIAS_UIDS[name], shape, alignment)
+
+    product, total = between(_PRODUCT), between(_SUM)
+    of_channels = 1, y[1], *(1 for _ in y[2:])
+    b = tensor_of(
+        calls, geometry, BIAS_UIDS["b"], of_channels, alignment, DATA_TYPES[bias]
+    )
+    prefix = "OPERATION_CONVOLUTION_FORWARD"
+    conv = Descriptor(calls, DescriptorType.OPERATION_CONVOLUTION_FORWARD)
+    conv.set(Attribute[f"{prefix}_ALPHA"], 1.0)
+    conv.set(Attribute[f"{prefix}_BETA"], 0.0)
+    conv.set(Attribute[f"{prefix}_CONV_DESC"], convolution(calls, geometry))
+    conv.set(Attribute[f"{prefix}_X"], stored("x", geometry.x))
+    conv.set(Attribute[f"{prefix}_W"], stored("w", geometry.w))
+    conv.set(Attribute[f"{prefix}_Y"], product)
+    mode = PointwiseMode
+    plus = _pointwise(calls, geometry, mode.ADD, (product, b), total)
+    relu = _pointwise(calls, geometry, mode.RELU_FWD, (total,), stored("y", y))
+    return graph_of(calls, [conv.finalize(), plus, relu], handle)
+
+
+def _pointwise(
+    calls: Calls,
+    geometry: Geometry,
+    mode: PointwiseMode,
+    read: tuple[Descriptor, ...],
+    made: Descriptor,
+) -> Descriptor:
+    """An operation on every element."""
+    what = Descriptor(calls, DescriptorType.POINTWISE)
+    what.set(Attribute.POINTWISE_MODE, mode)
+    what.set(Attribute.POINTWISE_MATH_PREC, geometry.compute_type)
+    node = Descriptor(calls, DescriptorType.OPERATION_POINTWISE)
+    node.set(Attribute.OPERATION_POINTWISE_PW_DESCRIPTOR, what.finalize())
+    names = (
+        Attribute.OPERATION_POINTWISE_XDESC,
+        Attribute.OPERATION_POINTWISE_BDESC,
+    )
+    for name, tensor in zip(names, read, strict=False):
+        node.set(name, tensor)
+    node.set(Attribute.OPERATION_POINTWISE_YDESC, made)
+    return node.finalize()
