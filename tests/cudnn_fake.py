@@ -20,8 +20,10 @@ from mucudnn.backends.cuda._enums import (
     DescriptorType as Kind,
     HeurMode,
     NumericalNote,
+    PointwiseMode,
     Status,
 )
+from mucudnn.backends.cuda.conv.epilogue import BIAS_UID
 from mucudnn.backends.cuda.conv.operation import _NODES, UIDS
 from mucudnn.ir.conv import Direction
 from tests.cudnn_fake_legacy import ARCH_MISMATCH, FirstApi, StatusError
@@ -254,7 +256,8 @@ class FakeCudnn:
         engine = ENGINES.get(index)
         if engine is None:
             raise StatusError(ARCH_MISMATCH)
-        if decoded(graph).alignment < engine.least_alignment:
+        kernel = decoded(graph)
+        if kernel.alignment < engine.least_alignment or kernel.bias_is_wide:
             raise StatusError(Status.NOT_SUPPORTED)
 
     def _configure(self, config, engine):
@@ -357,8 +360,10 @@ class FakeCudnn:
                 strict=True,
             )
         )
-        pointers = tuple(by_uid[UIDS[name]] for name in "xwy")
         kernel = Convolution.restored(state["graph"])
+        pointers = tuple(by_uid[UIDS[name]] for name in "xwy")
+        if kernel.bias is not None:
+            pointers = *pointers, by_uid[BIAS_UID]
         if any(pointer % kernel.alignment for pointer in pointers):
             raise StatusError(Status.BAD_PARAM_MISALIGNED_POINTER)
         knobs = tuple(map(tuple, state["knobs"]))
@@ -412,23 +417,17 @@ def _knobs(config):
 
 
 def decoded(graph):
-    """The convolution that a finalized operation graph describes."""
-    (operation,) = graph.values[At.OPERATIONGRAPH_OPS]
+    """The convolution that a finalized operation graph describes, and what follows."""
+    operation, *behind = graph.values[At.OPERATIONGRAPH_OPS]
     direction, node = next(
         (d, node) for d, node in _NODES.items() if node.kind == operation.kind
     )
     convolution = operation.values[node.convolution][0].values
-    tensors = {}
-    for name, attribute in node.tensors.items():
-        values = operation.values[attribute][0].values
-        if values[At.TENSOR_UNIQUE_ID] != [UIDS[name]]:
-            raise StatusError(Status.BAD_PARAM)
-        tensors[name] = Tensor(
-            tuple(values[At.TENSOR_DIMENSIONS]),
-            tuple(values[At.TENSOR_STRIDES]),
-            values[At.TENSOR_DATA_TYPE][0],
-            values[At.TENSOR_BYTE_ALIGNMENT][0],
-        )
+    found = {name: operation.values[at][0] for name, at in node.tensors.items()}
+    bias = None
+    if behind:
+        bias, found["y"] = _bias_and_relu(behind, found["y"])
+    tensors = {name: _tensor(found[name], UIDS[name]) for name in found}
     return Convolution(
         direction,
         tensors["x"],
@@ -438,4 +437,35 @@ def decoded(graph):
         tuple(convolution[At.CONVOLUTION_PRE_PADDINGS]),
         tuple(convolution[At.CONVOLUTION_DILATIONS]),
         operation.values[node.beta][0],
+        None if bias is None else _tensor(bias, BIAS_UID),
+    )
+
+
+def _bias_and_relu(operations, product):
+    """The descriptors of the bias and of the result, of operations as they must be."""
+    add, relu = (operation.values for operation in operations)
+    modes = [
+        values[At.OPERATION_POINTWISE_PW_DESCRIPTOR][0].values[At.POINTWISE_MODE][0]
+        for values in (add, relu)
+    ]
+    (total,) = add[At.OPERATION_POINTWISE_YDESC]
+    if (
+        modes != [PointwiseMode.ADD, PointwiseMode.RELU_FWD]
+        or add[At.OPERATION_POINTWISE_XDESC] != [product]
+        or relu[At.OPERATION_POINTWISE_XDESC] != [total]
+        or not all(t.values.get(At.TENSOR_IS_VIRTUAL) for t in (product, total))
+    ):
+        raise StatusError(Status.NOT_SUPPORTED)
+    return add[At.OPERATION_POINTWISE_BDESC][0], relu[At.OPERATION_POINTWISE_YDESC][0]
+
+
+def _tensor(descriptor, uid):
+    values = descriptor.values
+    if values[At.TENSOR_UNIQUE_ID] != [uid] or values.get(At.TENSOR_IS_VIRTUAL):
+        raise StatusError(Status.BAD_PARAM)
+    return Tensor(
+        tuple(values[At.TENSOR_DIMENSIONS]),
+        tuple(values[At.TENSOR_STRIDES]),
+        values[At.TENSOR_DATA_TYPE][0],
+        values[At.TENSOR_BYTE_ALIGNMENT][0],
     )

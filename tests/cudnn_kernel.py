@@ -53,6 +53,14 @@ class Convolution:
     padding: tuple
     dilation: tuple
     beta: float
+    bias: Tensor | None = None  # (1, K, 1, …): added to y, before a ReLU
+
+    @property
+    def bias_is_wide(self):
+        """Whether it is of another type than y, channels first: nothing takes that."""
+        if self.bias is None or self.y.strides[1] == 1:
+            return False
+        return self.bias.data_type != self.y.data_type
 
     @property
     def batch(self):
@@ -60,13 +68,14 @@ class Convolution:
 
     @property
     def alignment(self):
-        return min(t.alignment for t in (self.x, self.w, self.y))
+        return min(t.alignment for t in (self.x, self.w, self.y, self.bias) if t)
 
     def state(self):
         """As plain JSON values."""
         tensors = {
             name: [t.dims, t.strides, int(t.data_type), t.alignment]
-            for name, t in (("x", self.x), ("w", self.w), ("y", self.y))
+            for name, t in zip("xwyb", (self.x, self.w, self.y, self.bias), strict=True)
+            if t is not None
         }
         axes = [self.stride, self.padding, self.dilation]
         return [self.direction.value, tensors, axes, self.beta]
@@ -74,11 +83,13 @@ class Convolution:
     @classmethod
     def restored(cls, state):
         direction, tensors, axes, beta = state
-        x, w, y = (
-            Tensor(tuple(dims), tuple(strides), data_type, alignment)
-            for dims, strides, data_type, alignment in (tensors[n] for n in "xwy")
-        )
-        return cls(Direction(direction), x, w, y, *map(tuple, axes), beta)
+        made = {
+            name: Tensor(tuple(dims), tuple(strides), data_type, alignment)
+            for name, (dims, strides, data_type, alignment) in tensors.items()
+        }
+        x, w, y = (made[name] for name in "xwy")
+        bias = made.get("b")
+        return cls(Direction(direction), x, w, y, *map(tuple, axes), beta, bias)
 
     def compute(self, pointers, workspace, beta):
         """Spoil the workspace, then write the output."""
@@ -98,7 +109,7 @@ class Convolution:
         if problem.y_shape != self.y.dims:
             raise ValueError(f"y is {self.y.dims}, x and w give {problem.y_shape}")
         x, w, y = (
-            t.at(p) for t, p in zip((self.x, self.w, self.y), pointers, strict=True)
+            t.at(p) for t, p in zip((self.x, self.w, self.y), pointers, strict=False)
         )
         a, b, out = {
             Direction.FORWARD: (x, w, y),
@@ -106,6 +117,8 @@ class Convolution:
             Direction.BACKWARD_FILTER: (x, y, w),
         }[self.direction]
         result = reference(problem, a, b)
+        if self.bias is not None:
+            result = np.maximum(result + self.bias.at(pointers[3]).astype("f8"), 0)
         out[...] = result + beta * out.astype("float64") if beta else result
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from mucudnn.backends.conv_library import ConvLibrary, PlanTexts, Runner
+from mucudnn.backends.conv_library import ConvLibrary, Epilogues, PlanTexts, Runner
 from mucudnn.backends.device import (
     Array,
     Buffer,
@@ -28,6 +28,7 @@ __all__ = [
     "ConvLibrary",
     "Copier",
     "Device",
+    "Epilogues",
     "Event",
     "Kernel",
     "KernelArguments",
@@ -57,6 +58,7 @@ class Backend:
             sizes that would break it are no candidates.
         fragile: Whether a failing kernel may take the process or its device context
             with it, so that unknown kernels are better timed in a child process.
+        epilogues: Does a bias and a ReLU within convolutions, where the library can.
         plan_texts: Writes and reads execution plans, where the library has them.
         mapper: Maps memory under any address, where the device can (`Mapper`).
         kernels: Operation -> kernel, for those that are no convolution.
@@ -72,6 +74,7 @@ class Backend:
     index: int = 0
     split_alignment: int = 1
     fragile: bool = False
+    epilogues: Epilogues | None = None
     plan_texts: PlanTexts | None = None
     mapper: Mapper | None = None
     kernels: Mapping[str, Kernel] = field(default_factory=dict, compare=False)

@@ -1,13 +1,13 @@
 """A library of convolution algorithms, and plans bound to it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mucudnn.backends.device import Array, Buffer
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.numerics import Traits
 
-__all__ = ["ConvLibrary", "PlanTexts", "Runner"]
+__all__ = ["ConvLibrary", "Epilogues", "PlanTexts", "Runner"]
 
 
 class ConvLibrary(Protocol):
@@ -85,5 +85,23 @@ class PlanTexts(Protocol):
 
         Raises:
             BackendError: The library does not take it.
+        """
+        ...
+
+
+class Epilogues(Protocol):
+    """Forward convolutions that add a bias and apply a ReLU before they write."""
+
+    def offers(self, problem: ConvProblem, bias: str) -> bool:
+        """Whether there is a kernel for that, the bias being of this data type."""
+        ...
+
+    def bind(
+        self, plan: ConvPlan, x: Array, w: Array, bias: Array, y: Array, scratch: Buffer
+    ) -> Callable[[], None] | None:
+        """A call that computes y, in the micro-batches and the arithmetic of a plan.
+
+        Its kernels are others than the plan's; they need no more than its workspace.
+        None where one of the micro-batches has no such kernel.
         """
         ...

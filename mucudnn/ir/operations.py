@@ -20,7 +20,7 @@ from mucudnn.ir.strips import strips_of
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import PLAIN, Again, Batch, NodeTraits, Operands as Whole
 
-__all__ = ["FUSIONS", "OPERATIONS", "make_node", "traits_of"]
+__all__ = ["EPILOGUE", "FUSIONS", "OPERATIONS", "make_node", "traits_of"]
 
 Attributes = Mapping[str, Any]
 Operands = Sequence[TensorSpec]
@@ -40,7 +40,8 @@ _OF_FUNCTION = NodeTraits(overwrites=(1,), batch=_ROWS)
 
 def _conv(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
     to_filter = attrs["problem"].direction is Direction.BACKWARD_FILTER
-    batch = Batch((0, None), (0,), sliced=conv_rows)
+    whole = (None,) * (len(inputs) - 1)  # a filter, and perhaps a bias
+    batch = Batch((0, *whole), (0,), sliced=conv_rows)
     if to_filter:
         batch = Batch((0, 0), (None,), accumulates=True, sliced=conv_rows)
     return NodeTraits(expensive=True, convolution=True, batch=batch)
@@ -186,6 +187,10 @@ FUSIONS: Mapping[tuple[str, ...], str] = MappingProxyType(
 )
 """Operations of which each reads the first result of the one before -> the one that
 does it all. It has the attributes of the first, and what they read, in order."""
+
+
+EPILOGUE = ("conv", "bias_relu")
+"""A forward convolution and what it does as well where it reads a bias."""
 
 
 def traits_of(

@@ -52,7 +52,8 @@ def _conv(node: Operands, rows: Rows) -> Strip:
     attrs = {**node.attrs, "problem": _problem(problem, span, 0)}
     if problem.direction is Direction.BACKWARD_FILTER:
         return Strip((x, (y.start, y.stop)), None, attrs)
-    return Strip((x, None), (y.start, y.stop), attrs)
+    others = (None,) * (len(node.inputs) - 1)  # a filter, and perhaps a bias
+    return Strip((x, *others), (y.start, y.stop), attrs)
 
 
 def _conv_transpose(node: Operands, rows: Rows) -> Strip:
@@ -202,7 +203,8 @@ def _convolution(whole: Operands) -> Batch | None:
         return None
     if problem.direction is Direction.BACKWARD_FILTER:
         return Batch((HEIGHT, HEIGHT), (None,), accumulates=True, reach=_conv)
-    return replace(_AND_WEIGHTS, reach=_conv)
+    others = (None,) * (len(whole.inputs) - 1)
+    return replace(_AND_WEIGHTS, inputs=(HEIGHT, *others), reach=_conv)
 
 
 def _concat(whole: Operands) -> Batch | None:

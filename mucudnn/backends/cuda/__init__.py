@@ -62,6 +62,7 @@ def load(argument: str, device: int) -> Backend:
 def _present(index: int) -> Backend:
     from mucudnn.backends.cuda._cudnn import Cudnn
     from mucudnn.backends.cuda.conv import CudaConv
+    from mucudnn.backends.cuda.conv.fused import CudaEpilogues
     from mucudnn.backends.cuda.conv.operation import ALIGNMENT
     from mucudnn.backends.cuda.conv.plan import CudaPlan
     from mucudnn.backends.cuda.device import CudaDevice
@@ -92,6 +93,7 @@ def _present(index: int) -> Backend:
         index=index,
         split_alignment=ALIGNMENT,
         fragile=_may_be_shared(_cupy(), index),
+        epilogues=CudaEpilogues(conv),
         plan_texts=conv,
         mapper=CudaMapper(index, device.stream),
         kernels=bind(CupyLauncher(device.stream)),

@@ -22,6 +22,7 @@ __all__ = [
     "ForwardAlgo",
     "HeurMode",
     "MathType",
+    "NanPropagation",
     "NumericalNote",
     "PointwiseMode",
     "Status",
@@ -153,6 +154,7 @@ class AttributeType(IntEnum):
     CONVOLUTION_MODE = 7
     HEUR_MODE = 8
     KNOB_TYPE = 9
+    NAN_PROPOGATION = 10  # as the header spells it
     NUMERICAL_NOTE = 11
     POINTWISE_MODE = 14
     BACKEND_DESCRIPTOR = 15
@@ -166,6 +168,7 @@ class Attribute(IntEnum):
 
     POINTWISE_MODE = 0
     POINTWISE_MATH_PREC = 1
+    POINTWISE_NAN_PROPAGATION = 2
     CONVOLUTION_COMP_TYPE = 100
     CONVOLUTION_CONV_MODE = 101
     CONVOLUTION_DILATIONS = 102
@@ -245,6 +248,13 @@ class PointwiseMode(IntEnum):
     RELU_FWD = 100
 
 
+class NanPropagation(IntEnum):
+    """Whether the larger of NaN and a number is NaN."""
+
+    NOT_PROPAGATE_NAN = 0
+    PROPAGATE_NAN = 1
+
+
 class NumericalNote(IntEnum):
     """What an engine does to numbers."""
 
@@ -285,6 +295,7 @@ C_NAMES: Mapping[type[IntEnum], str] = MappingProxyType(
         AttributeType: "CUDNN_TYPE_{}",
         Attribute: "CUDNN_ATTR_{}",
         HeurMode: "CUDNN_HEUR_MODE_{}",
+        NanPropagation: "CUDNN_{}",
         PointwiseMode: "CUDNN_POINTWISE_{}",
         NumericalNote: "CUDNN_NUMERICAL_NOTE_{}",
         BehaviorNote: "CUDNN_BEHAVIOR_NOTE_{}",

@@ -14,6 +14,7 @@ from mucudnn.backends.cuda._enums import (
     DataType,
     DescriptorType,
     HeurMode,
+    NanPropagation,
     PointwiseMode,
 )
 from mucudnn.errors import MucudnnError
@@ -152,6 +153,7 @@ _KINDS: Mapping[type, AttributeType] = MappingProxyType(
         DataType: AttributeType.DATA_TYPE,
         Descriptor: AttributeType.BACKEND_DESCRIPTOR,
         HeurMode: AttributeType.HEUR_MODE,
+        NanPropagation: AttributeType.NAN_PROPOGATION,
         PointwiseMode: AttributeType.POINTWISE_MODE,
         bool: AttributeType.BOOLEAN,
         float: AttributeType.FLOAT,

@@ -5,23 +5,29 @@ read what was just written and write it again. One node does all of it: the tens
 between are never there. Which chains of operations there are kernels for is a table
 (`FUSIONS`). The pass works on a forward graph; gradients of the fused nodes follow from
 rules of their own, which apply the ReLU's gradient where the next gradient reads it.
-Nothing but the last result of a chain may be read by anybody else.
+Nothing but the last result of a chain may be read by anybody else. A convolution that
+a library computes with bias and ReLU in one reads the bias as a third operand.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.graph import Graph, Node
-from mucudnn.ir.operations import FUSIONS, make_node
+from mucudnn.ir.operations import EPILOGUE, FUSIONS, make_node
 
-__all__ = ["fused"]
+__all__ = ["Offers", "fused"]
+
+Offers = Callable[[ConvProblem, str], bool]
+"""(forward convolution, data type of a bias) -> whether there is a kernel that adds the
+bias and applies a ReLU as well."""
 
 Chain = tuple[Node, ...]
 """Nodes of which each reads the first result of the one before."""
 
 
-def fused(graph: Graph) -> Graph:
+def fused(graph: Graph, offers: Offers | None = None) -> Graph:
     """The same network in fewer nodes.
 
     Results are those of the network as it was, within a rounding; names of nodes are
@@ -29,7 +35,39 @@ def fused(graph: Graph) -> Graph:
 
     Args:
         graph: A forward graph.
+        offers: Which forward convolutions do a bias and a ReLU as well.
     """
+    graph = _chained(graph)
+    return graph if offers is None else _with_epilogues(graph, offers)
+
+
+def _with_epilogues(graph: Graph, offers: Offers) -> Graph:
+    """Convolutions that do what bias and ReLU behind them did."""
+    within: dict[str, Node] = {}  # what a convolution does as well -> the convolution
+    for node in graph.nodes:
+        before = _only_for(graph, node.inputs[0], node) if node.inputs else None
+        if before is None or (before.op, node.op) != EPILOGUE:
+            continue
+        problem, (_, b) = before.attrs["problem"], node.inputs
+        forward = problem.direction is Direction.FORWARD
+        if forward and offers(problem, graph.tensors[b].dtype):
+            within[node.name] = before
+    gone = {before.name for before in within.values()}
+    tensors = dict(graph.tensors)
+    nodes = []
+    for node in graph.nodes:
+        if node.name in gone:
+            del tensors[node.outputs[0]]
+            continue
+        if (conv := within.get(node.name)) is not None:
+            inputs = *conv.inputs, node.inputs[1]
+            made = conv.name, conv.op, inputs, node.outputs, conv.attrs, conv.phase
+            node = make_node(graph.tensors, *made)
+        nodes.append(node)
+    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
+
+
+def _chained(graph: Graph) -> Graph:
     chains: dict[str, Chain] = {}
     gone: set[str] = set()
     for node in graph.nodes:

@@ -19,8 +19,11 @@ Rule = Callable[[Tape, Node], None]
 
 def _conv(tape: Tape, node: Node) -> None:
     """Each of the three kernels is linear in both operands: the other two follow."""
-    (a, w), dy = node.inputs, tape.of(node)
+    (a, w, *bias), dy = node.inputs, tape.of(node)
     problem: ConvProblem = node.attrs["problem"]
+    if bias:  # and a ReLU, which let through what the result has
+        (y,) = node.outputs
+        dy = tape.emit_within("bias_relu_grad", (y, dy), y, tuple(bias))
 
     def turned(direction: Direction) -> ConvProblem:
         return replace(problem, direction=direction)

@@ -86,6 +86,26 @@ class Tape:
             for target in wanted:
                 self.pass_on(target, gradient)
 
+    def emit_within(
+        self, op: str, inputs: tuple[str, ...], like: str, of: tuple[str, ...]
+    ) -> str:
+        """Append a node whose first result is a gradient inside of another node.
+
+        Args:
+            op: The operation.
+            inputs: Its inputs.
+            like: A tensor of that result's kind.
+            of: Tensors whose gradients its other results contribute to.
+
+        Returns:
+            The name of its first result.
+        """
+        outputs = tuple(self._declare(target) for target in (like, *of))
+        self._append(op, inputs, outputs)
+        for target, contribution in zip(of, outputs[1:], strict=True):
+            self._contribute(target, contribution)
+        return outputs[0]
+
     def pass_on(self, of: str, gradient: str) -> None:
         """Let a tensor's gradient be that of another, or contribute to it."""
         if self.wants(of):

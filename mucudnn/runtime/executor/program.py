@@ -16,7 +16,7 @@ from functools import partial
 from mucudnn.backends.base import Array, Backend, Buffer, Kernel
 from mucudnn.errors import ScheduleError, UnsupportedError
 from mucudnn.ir.channels_last import operands_of
-from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.conv import ConvPlan, Direction
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.schedule import (
     Alloc,
@@ -31,6 +31,7 @@ from mucudnn.ir.schedule import (
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.placement.layout import Layout
 from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.epilogue import bias_and_relu_of, with_epilogue
 from mucudnn.runtime.executor.host_memory import HostSlot
 from mucudnn.runtime.executor.joining import joinable
 from mucudnn.runtime.executor.tasks import (
@@ -255,10 +256,16 @@ class _Binder:
 
     def _convolution(self, node: Node, workspace: Buffer | None) -> Call:
         """The call of a convolution, by its plan."""
-        runner = self._binding.backend.bind(self._binding.plans[node.name])
-        a, b, *total = map(self._array, node.inputs)
+        backend, plan = self._binding.backend, self._binding.plans[node.name]
+        a, b, *more = map(self._array, node.inputs)
         out = self._array(node.outputs[0])
-        return partial(runner.run, a, b, out, workspace, bool(total))
+        if more and plan.problem.direction is Direction.FORWARD:
+            behind = bias_and_relu_of(self._graph, node)
+            operands = a, b, *more, out, workspace
+            finish = partial(self._kernel, behind, None)
+            return with_epilogue(backend, plan, operands, finish)
+        runner = backend.bind(plan)
+        return partial(runner.run, a, b, out, workspace, bool(more))
 
     def _kernel(
         self, node: Node, workspace: Buffer | None

@@ -58,8 +58,7 @@ class Trainer:
         evaluation: The same network for evaluation, with the same names, or None.
         tuner: Plans the convolutions; its backend computes. `Tuner()` if not given.
         optimizer: How gradients change parameters; a name works, or its class.
-        learning_rate: Step -> learning rate; a number, or a schedule that does not
-            depend on the end of the training. The optimizer's own if not given.
+        learning_rate: A number, or step -> number; the optimizer's own if not given.
         order: In which order the step runs; a name in `ORDERS`, or a function.
         update_when: Whether a parameter is updated as soon as its gradient is known
             ("early", which frees the gradient) or at the end ("late").
@@ -84,10 +83,10 @@ class Trainer:
         placement: "static", each tensor in one piece of the arena, or "virtual", also
             in pieces mapped in a row of addresses, where that needs less or is faster.
         replay: Whether launches are replayed as CUDA graphs, where the backend can.
-        together: Other processes that train the same network in step, each on its own
-            part of a mini-batch: updates are late then, by the gradients of all.
+        together: Other processes that train the same network in step, each on its part
+            of a mini-batch: updates are late then, by the gradients of all.
         batch_norm: With others: "per_rank", statistics of each one's own part, or
-            "synchronised", those of the mini-batch, as one process alone has them.
+            "synchronised", those of the whole mini-batch.
         layout: How images are stored within a step: "NCHW"; "NHWC", channels last; or
             "auto", each as is measured to be fastest. Weights stay what they are.
 
@@ -169,6 +168,7 @@ class Trainer:
             loss_scale=self._scale,
             divided=self._ranks.part(divider),
             fuse=fuse,
+            epilogues=tuner.backend.epilogues,
             layout=Layouts(layout, tuner, budget, progress),
             keep_copies=budget is None,  # within one it is used for what is needed more
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mucudnn.arguments import an_integer, of_type, one_of
+from mucudnn.backends.base import Epilogues
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
 from mucudnn.ir.loss_scaling import DynamicLossScale, loss_scale_of
 from mucudnn.ir.optimizers import Optimizer
@@ -76,14 +77,15 @@ def training_graphs(
     loss_scale: DynamicLossScale | float | str | None,
     divided: Divided | None = None,
     fuse: bool = True,
+    epilogues: Epilogues | None = None,
     layout: Layout | None = None,
     keep_copies: bool = True,
 ) -> TrainingGraphs:
     """All graphs of a trainer; its arguments are explained there.
 
     What `divided` makes of a training graph without updates is trained, and `layout`
-    says how images are stored. `keep_copies` has narrow copies of parameters kept by
-    updates, instead of a cast a step.
+    says how images are stored; `epilogues` may be fused into convolutions, too.
+    `keep_copies` has narrow copies of parameters kept by updates, not cast every step.
 
     Raises:
         ValueError: The graphs do not belong together, or a setting is out of range.
@@ -99,7 +101,8 @@ def training_graphs(
     if layout is not None:
         forward = [layout(graph, graph is forward[0]) for graph in forward]
     if fuse:
-        forward = [fused(graph) for graph in forward]
+        offers = None if epilogues is None else epilogues.offers
+        forward = [fused(graph, offers) for graph in forward]
     usual = 1.0 if precision is None else LOSS_SCALES[precision]
     steps = step_graphs(
         forward[0],

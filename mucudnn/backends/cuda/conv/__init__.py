@@ -156,6 +156,25 @@ class CudaConv:
             ),
         ]
 
+    def fused_rows(self, problem: ConvProblem, bias: str) -> Mapping[str, GraphRow]:
+        """Engines that add a bias of some type and apply a ReLU, favourites first."""
+        try:
+            return self._graph.rows(problem, bias)
+        except UnsupportedError:
+            return {}
+
+    def fused_launch(self, key: PlanKey, operands: Operands, bias: int) -> Launch:
+        """The call of such an engine.
+
+        Raises:
+            UnsupportedError: The engine cannot do that.
+            BackendError: The workspace is too small.
+            BackendUnavailableError: There is no device here.
+        """
+        if self._absent is not None:
+            raise BackendUnavailableError(f"nothing can be run: {self._absent}")
+        return self._graph.launch(key, operands, bias)
+
     def dumps(
         self, problem: ConvProblem, algo: str, *, accumulate: bool = False
     ) -> str | None:

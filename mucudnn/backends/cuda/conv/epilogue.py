@@ -1,14 +1,16 @@
 """A convolution, a bias and a ReLU as one operation graph: y = max(x * w + b, 0).
 
-What the convolution makes and what the sum does are virtual tensors, so that nothing but
-y is written. Sums are in the type that is computed in, whatever x and w are.
+What the convolution makes and what the sum does are virtual tensors: nothing but y is
+written. Sums are in the type that is computed in, whatever x and w are.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from mucudnn.backends.cuda._cudnn import Calls
-from mucudnn.backends.cuda._enums import Attribute, DescriptorType, PointwiseMode
+from mucudnn.backends.cuda._enums import (
+    Attribute,
+    DescriptorType,
+    NanPropagation,
+    PointwiseMode,
+)
 from mucudnn.backends.cuda.conv.geometry import DATA_TYPES, Geometry
 from mucudnn.backends.cuda.conv.operation import (
     UIDS,
@@ -19,10 +21,10 @@ from mucudnn.backends.cuda.conv.operation import (
 from mucudnn.backends.cuda.descriptors import Descriptor
 from mucudnn.ir.conv import ConvProblem
 
-__all__ = ["BIAS_UIDS", "bias_relu_graph"]
+__all__ = ["BIAS_UID", "bias_relu_graph"]
 
-BIAS_UIDS: Mapping[str, int] = MappingProxyType({**UIDS, "b": 4})
-"""Names of the tensors in a variant pack."""
+BIAS_UID = 4
+"""Name of the bias in a variant pack, beside those of the other tensors."""
 
 _PRODUCT, _SUM = 5, 6
 """Of the virtual tensors, which are in none."""
@@ -55,13 +57,12 @@ def bias_relu_graph(
         return tensor_of(calls, geometry, uid, y, alignment, wide, virtual=True)
 
     def stored(name: str, shape: tuple[int, ...]) -> Descriptor:
-        return tensor_of(calls, geometry, BIAS_UIDS[name], shape, alignment)
+        return tensor_of(calls, geometry, UIDS[name], shape, alignment)
 
     product, total = between(_PRODUCT), between(_SUM)
     of_channels = 1, y[1], *(1 for _ in y[2:])
-    b = tensor_of(
-        calls, geometry, BIAS_UIDS["b"], of_channels, alignment, DATA_TYPES[bias]
-    )
+    kind = DATA_TYPES[bias]
+    b = tensor_of(calls, geometry, BIAS_UID, of_channels, alignment, kind)
     prefix = "OPERATION_CONVOLUTION_FORWARD"
     conv = Descriptor(calls, DescriptorType.OPERATION_CONVOLUTION_FORWARD)
     conv.set(Attribute[f"{prefix}_ALPHA"], 1.0)
@@ -87,6 +88,9 @@ def _pointwise(
     what = Descriptor(calls, DescriptorType.POINTWISE)
     what.set(Attribute.POINTWISE_MODE, mode)
     what.set(Attribute.POINTWISE_MATH_PREC, geometry.compute_type)
+    if mode is PointwiseMode.RELU_FWD:
+        propagate = NanPropagation.PROPAGATE_NAN
+        what.set(Attribute.POINTWISE_NAN_PROPAGATION, propagate)
     node = Descriptor(calls, DescriptorType.OPERATION_POINTWISE)
     node.set(Attribute.OPERATION_POINTWISE_PW_DESCRIPTOR, what.finalize())
     names = (

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from mucudnn.backends.cuda._enums import Attribute, AttributeType, DescriptorType
 from mucudnn.backends.cuda.conv.engines import configuration, engines
+from mucudnn.backends.cuda.conv.epilogue import BIAS_UID, bias_relu_graph
 from mucudnn.backends.cuda.conv.geometry import operand_order
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
 from mucudnn.backends.cuda.conv.operation import ALIGNMENT, UIDS, operation_graph
@@ -32,12 +33,15 @@ class PlanKey:
         algo: Engine and knobs, as named by `engines`.
         accumulate: Whether it adds to its output.
         alignment: Bytes that the addresses of its operands are multiples of.
+        bias: Data type of a bias that is added to the result before a ReLU; None if
+            the convolution is all.
     """
 
     problem: ConvProblem
     algo: str
     accumulate: bool = False
     alignment: int = ALIGNMENT
+    bias: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +57,30 @@ class GraphLibrary:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._listings: Recent[ConvProblem, dict[str, GraphRow]] = Recent(_LISTINGS)
+        self._listings: Recent[tuple[ConvProblem, str | None], dict[str, GraphRow]]
+        self._listings = Recent(_LISTINGS)
         self._plans: Recent[PlanKey, Descriptor] = Recent(_PLANS)
 
-    def rows(self, problem: ConvProblem) -> dict[str, GraphRow]:
+    def rows(
+        self, problem: ConvProblem, bias: str | None = None
+    ) -> dict[str, GraphRow]:
         """Every engine configuration by name, cuDNN's favourites first.
+
+        With the type of a `bias` those that add it and apply a ReLU as well.
 
         Raises:
             UnsupportedError: cuDNN refuses the convolution as such.
         """
-        if (rows := self._listings.get(problem)) is not None:
+        if (rows := self._listings.get((problem, bias))) is not None:
             return rows
-        graph = self._graph(PlanKey(problem, ""))
+        graph = self._graph(PlanKey(problem, "", bias=bias))
         found = engines(
             self._session.calls, graph, self._session.description, problem.dtype
         )
         rows = {
             engine.name: GraphRow(engine.workspace, engine.traits) for engine in found
         }
-        self._listings.put(problem, rows)
+        self._listings.put((problem, bias), rows)
         return rows
 
     def plan(self, key: PlanKey) -> Descriptor:
@@ -103,8 +112,8 @@ class GraphLibrary:
         plan.set_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION, text)
         self._plans.put(key, plan.finalize())
 
-    def launch(self, key: PlanKey, operands: Operands) -> Launch:
-        """A call of a plan on given addresses.
+    def launch(self, key: PlanKey, operands: Operands, bias: int = 0) -> Launch:
+        """A call of a plan on given addresses; that of a bias, if the plan has one.
 
         Raises:
             UnsupportedError: The engine cannot do that.
@@ -119,7 +128,9 @@ class GraphLibrary:
             )
         calls = self._session.calls
         uids = [UIDS[name] for name in operand_order(key.problem.direction)]
-        pointers, kind = (operands.a, operands.b, operands.out), AttributeType.VOID_PTR
+        pointers, kind = [operands.a, operands.b, operands.out], AttributeType.VOID_PTR
+        if key.bias is not None:
+            uids, pointers = [*uids, BIAS_UID], [*pointers, bias]
         pack = Descriptor(calls, DescriptorType.VARIANT_PACK)
         pack.set(Attribute.VARIANT_PACK_UNIQUE_IDS, *uids)
         pack.set(Attribute.VARIANT_PACK_DATA_POINTERS, *pointers, kind=kind)
@@ -128,6 +139,14 @@ class GraphLibrary:
         return Launch(calls.function(name), arguments, name, (plan, pack))
 
     def _graph(self, key: PlanKey) -> Descriptor:
+        if key.bias is not None:
+            return bias_relu_graph(
+                self._session.calls,
+                key.problem,
+                key.bias,
+                alignment=key.alignment,
+                handle=self._session.handle(),
+            )
         return operation_graph(
             self._session.calls,
             key.problem,
