@@ -35,3 +35,21 @@ def test_a_name_at_the_edge_goes_to_the_other_side_of_its_mark():
 def _span(one):
     x, width = float(one.get("x")), len(one.text) * 5.6
     return (x - width, x) if one.get("class").endswith("end") else (x, x + width)
+
+
+@given(st.lists(POINTS, max_size=4, unique_by=lambda point: round(point[1] / 60)))
+def test_names_are_not_on_marks_where_there_is_room(points):
+    wanted = [Label(x, y - 6, name * 3, 6.0) for x, y, name in points]
+    marks = [(x, y) for x, y, _ in points]
+    for one in map(ET.fromstring, labels(wanted, FRAME, marks)):
+        left, right = _span(one)
+        base = float(one.get("y"))
+        for x, y in marks:
+            beside = right <= x - 5 or x + 5 <= left
+            assert beside or base + 2 <= y - 5 or y + 5 <= base - 8
+
+
+def test_a_name_that_would_lie_on_another_mark_moves():
+    wanted = [Label(100.0, 94.0, "FFT", 6.0)]
+    (one,) = labels(wanted, FRAME, [(100.0, 100.0), (112.0, 95.0)])
+    assert float(ET.fromstring(one).get("y")) == 87.0  # right above the other

@@ -74,7 +74,11 @@ def curve(layer: LayerResult, colours: Mapping[str, int]) -> Markup:
         _axes(x, y),
         _limits(limits, x),
         _front(front, x, y),
-        labels(_names(points, colours, x, y), _LABELS),
+        labels(
+            _names(points, colours, x, y),
+            _LABELS,
+            [(x(p.workspace), y(p.time_ms)) for p in points],
+        ),
         [
             marker(
                 colours[p.algo],

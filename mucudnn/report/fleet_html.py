@@ -59,8 +59,11 @@ def fleet_body(study: FleetStudy) -> Markup:
         class_="panel",
     )
     ranks, splits = fleet_tables(study)
-    shown = tag("section", table(ranks), table(splits), class_="panel")
-    return tag("main", _cards(study), chart, shown)
+    tables = [
+        tag("section", tag("h2", name), table(rows), class_="panel")
+        for name, rows in (("The shares", ranks), ("Beside other splits", splits))
+    ]
+    return tag("main", _cards(study), chart, tables)
 
 
 def _cards(study: FleetStudy) -> Markup:

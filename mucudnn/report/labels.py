@@ -1,6 +1,6 @@
 """Names beside the marks that they belong to, moved apart where they would touch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mucudnn.report.axes import Frame
@@ -14,6 +14,10 @@ _LETTER = 5.6
 """Width of a letter, on average; a little more than it is."""
 _FLIP = 15.0
 """As far as a label is rather moved up or down than to the other side of its mark."""
+_MARK = 5.0
+"""Half the width of a mark."""
+_BELOW, _ABOVE = 15.0, -8.0
+"""From a mark's middle to the base lines of a label right below and right above it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +49,28 @@ class Label:
         return self.x + self.gap, self.x + self.gap + width
 
 
-def labels(wanted: Iterable[Label], frame: Frame) -> Iterator[Markup]:
-    """Names as elements, each as near to its mark as there is room within the frame."""
-    for one in _apart(wanted, frame):
+def labels(
+    wanted: Iterable[Label], frame: Frame, marks: Sequence[tuple[float, float]] = ()
+) -> Iterator[Markup]:
+    """Names as elements, each as near to its mark as there is room within the frame.
+
+    No name lies on one of `marks`, the middles of what is drawn, if that can be.
+    """
+    for one in _apart(wanted, frame, marks):
         x = one.x - one.gap if one.left else one.x + one.gap
         class_ = f"{one.class_} end" if one.left else one.class_
         yield tag("text", one.text, class_=class_, x=x, y=one.y)
 
 
-def _apart(wanted: Iterable[Label], frame: Frame) -> list[Label]:
+def _apart(
+    wanted: Iterable[Label], frame: Frame, marks: Sequence[tuple[float, float]]
+) -> list[Label]:
     """No two closer than a line where they are above each other, if that can be."""
     placed: list[Label] = []
     for label in sorted(wanted, key=lambda one: one.y):
+        places = [*_places(label, placed, frame, marks)]
         best = min(
-            _places(label, placed, frame),
+            places or _places(label, placed, frame, ()),
             key=lambda one: abs(one.y - label.y) + _FLIP * (one.left != label.left),
             default=label,
         )
@@ -66,14 +78,23 @@ def _apart(wanted: Iterable[Label], frame: Frame) -> list[Label]:
     return placed
 
 
-def _places(label: Label, placed: Iterable[Label], frame: Frame) -> Iterator[Label]:
+def _places(
+    label: Label,
+    placed: Iterable[Label],
+    frame: Frame,
+    marks: Iterable[tuple[float, float]],
+) -> Iterator[Label]:
     """Where a label has room, on either side of its mark."""
     for side in (label, replace(label, left=not label.left)):
         start, stop = side.span
         near = [one.y for one in placed if one.span[0] < stop and start < one.span[1]]
         if start < frame.left or stop > frame.right:
             continue
-        for y in (side.y, *(y + d for y in near for d in (-_LINE, _LINE))):
+        under = [y for x, y in marks if start < x + _MARK and x - _MARK < stop]
+        beside_names = (y + d for y in near for d in (-_LINE, _LINE))
+        beside_marks = (y + d for y in under for d in (_ABOVE, _BELOW))
+        for y in (side.y, *beside_names, *beside_marks):
             free = all(abs(y - other) >= _LINE - 1e-9 for other in near)
+            free &= not any(_ABOVE < y - middle < _BELOW for middle in under)
             if free and frame.top <= y <= frame.bottom:
                 yield replace(side, y=y)

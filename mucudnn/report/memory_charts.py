@@ -240,13 +240,14 @@ def speed_chart(
         for budget, speed in one.points
     )
     order = sorted(enumerate(series), key=lambda pair: pair[1].strong)
+    marks = [(x(budget), y(speed)) for one in series for budget, speed in one.points]
     return drawing(
         width,
         height,
         f"Speed against budget. {parts}",
         frame.vertical(y, "% of the speed without a budget", 0.01),
         frame.horizontal(x, f"budget, {unit}", size),
-        labels(_speed_names(series, x, y), frame),
+        labels(_speed_names(series, x, y), frame, marks),
         (_speed_line(i, one, x, y) for i, one in order),
     )
 

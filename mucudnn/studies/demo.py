@@ -170,7 +170,7 @@ class StepAct:
             times = self.without.time_ms / self.eager.time_ms
             eager = f" (without a limit: {times:.2f} of the time of PyTorch's own loop)"
         return (
-            f"A training step of {self.name} took {format_bytes(self.whole_bytes)}; "
+            f"A training step ({self.name}) took {format_bytes(self.whole_bytes)}; "
             f"within {format_bytes(self.budget)} it took "
             f"{format_bytes(self.peak_bytes)} and, measured in turn, "
             f"{self.measured:.2f} ± {self.noise:.2f} times as long as without a limit, "
@@ -227,7 +227,7 @@ def small_step(tuner: Tuner, say: Say) -> StepAct:
             ]
             without, within = measure_together(runs, tuner.backend.device, _TURNS)
             return StepAct(
-                name=f"{_MODEL}, {_BATCH} images of 32×32,",
+                name=f"{_MODEL}, {_BATCH} images of 32×32",
                 whole=unlimited,
                 plan=_plan_of(bounded),
                 budget=budget,

@@ -94,7 +94,7 @@ def small_torch_step(say: Callable[[str], None]) -> TorchAct:
         runs, get_backend("cpu").device, _TURNS
     )
     return TorchAct(
-        name=f"{name}, {_BATCH} images of {_IMAGE}×{_IMAGE},",
+        name=f"{name}, {_BATCH} images of {_IMAGE}×{_IMAGE}",
         whole=plans[0],
         bounded=plans[1],
         budget=budget,
