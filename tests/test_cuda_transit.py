@@ -6,8 +6,11 @@ What computes is queued, too, so that whoever does not wait reads what was there
 import numpy as np
 import pytest
 
+from mucudnn.backends.cuda.copies import CudaCopier
 from mucudnn.backends.cuda.transit import CudaTransit
 from mucudnn.errors import BackendError
+from mucudnn.ir.schedule import SwapOut
+from mucudnn.runtime.training.budget import MemoryBudget
 from tests.cuda_emulator import COMPILER
 from tests.cupy_fake import CUDARuntimeError, StrictArray, StrictCupy
 from tests.test_cuda_training import STEPS, folder, stand_in
@@ -18,12 +21,16 @@ __all__ = ["folder"]
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
 
 
-@pytest.fixture(params=["copies early", "copies late"])
+@pytest.fixture(
+    params=[(lazy, staged) for lazy in (False, True) for staged in (True, False)],
+    ids=lambda p: f"copies {'late' if p[0] else 'early'}{', staged' * p[1]}",
+)
 def device(request, tmp_path):
     """CuPy's stand-in that computes late, and a transit on it."""
-    cupy = StrictCupy(tmp_path, lazy=request.param == "copies late")
+    lazy, staged = request.param
+    cupy = StrictCupy(tmp_path, lazy=lazy)
     cupy.current._lazy = True
-    return cupy, CudaTransit(cupy, 0, lambda: cupy.current.ptr)
+    return cupy, CudaTransit(cupy, 0, lambda: cupy.current.ptr, staged=staged)
 
 
 def values(number):
@@ -89,6 +96,54 @@ def test_what_cuda_refuses_is_our_error(device, monkeypatch):
         transit.upload(values(1), StrictArray(values(0)))
     with pytest.raises(BackendError, match="to the host failed"):
         transit.download(StrictArray(values(0)))
+
+
+def test_without_a_place_on_the_device_an_input_takes_none(tmp_path, monkeypatch):
+    cupy = StrictCupy(tmp_path)
+    target = StrictArray(values(0))
+    transit = CudaTransit(cupy, 0, lambda: cupy.current.ptr, staged=False)
+    monkeypatch.setattr(cupy, "empty", None)
+    transit.upload(values(1), target)
+    assert (target.host == 1).all()
+
+
+@emulated
+@pytest.mark.parametrize("precision", [None, "float16"])
+@pytest.mark.parametrize("share", [0.7, 0.85, 1.5])
+def test_within_a_budget_the_host_waits_for_no_step(
+    share, precision, folder, monkeypatch
+):
+    """Copies of what left are waited for by the stream that computes."""
+    images, labels = examples(6 * STEPS)
+    rows = [slice(6 * i, 6 * i + 6) for i in range(STEPS)]
+    waits, finish = [], CudaCopier.finish
+    monkeypatch.setattr(
+        CudaCopier, "finish", lambda copier: (waits.append(copier), finish(copier))
+    )
+    budget, found, states = None, [], []
+    for late in (False, True, True):
+        _, gpu = stand_in(monkeypatch, folder, lazy=True)
+        more = {"evaluate": False, "precision": precision, "budget": budget}
+        made, results = trainer(6, backend=gpu, **more), []
+        for number, part in enumerate(rows):
+            if number == 1:
+                waits.clear()  # what is live across steps was fetched once
+            results.append(made.step(images[part], labels[part]))
+            if not late:
+                assert np.isfinite(results[-1].loss)
+        assert not waits
+        found.append([(r.loss, r.correct) for r in results])
+        states.append(made.state.save())
+        if budget is None:
+            nbytes = int(made.peak_bytes * share)
+            budget = MemoryBudget(nbytes=nbytes, convolutions="fixed")
+            continue
+        assert made.peak_bytes <= budget.nbytes
+        copied = [i for i in made.placed.schedule.instructions if type(i) is SwapOut]
+        assert bool(copied) == (share < 1)
+    assert found[0] == found[1] == found[2]
+    for state in states[1:]:
+        assert all(np.array_equal(v, state[n]) for n, v in states[0].items())
 
 
 @emulated

@@ -14,6 +14,7 @@ from mucudnn.ir.optimizers import OPTIMIZERS
 from mucudnn.models import get_model
 from mucudnn.passes.graph.dependencies import dependencies
 from mucudnn.passes.graph.narrow_copies import copies_of_parameters
+from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.training_graphs import training_graphs
 from tests.cuda_emulator import COMPILER, Emulator
@@ -35,7 +36,7 @@ def step(forward, optimizer="momentum", *, keep=True, parts=1, scale=None, when=
         parts=parts,
         precision="float16",
         loss_scale=scale,
-        keep_copies=keep,
+        keep_copies=lambda step: keep,
     ).steps[-1]
 
 
@@ -161,6 +162,21 @@ def test_a_copy_is_made_and_loaded_with_its_parameter():
 
 
 @emulated
+def test_within_a_budget_copies_are_kept_where_all_fits(folder, monkeypatch):
+    _, gpu = stand_in(monkeypatch, folder)
+    free, made = losses(gpu, precision="float16")
+    assert copies_of_parameters(made.graph)
+    for share, kept in ((1.5, True), (0.7, False)):
+        nbytes = int(made.peak_bytes * share)
+        budget = MemoryBudget(nbytes=nbytes, convolutions="fixed")
+        _, gpu = stand_in(monkeypatch, folder, lazy=True)
+        found, within = losses(gpu, precision="float16", budget=budget)
+        assert bool(copies_of_parameters(within.graph)) == kept
+        assert within.peak_bytes <= nbytes
+        assert np.array_equal(found, free)
+
+
+@emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [None, DynamicLossScale(2.0**30, backoff=2.0**-10)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the stand-in
@@ -168,10 +184,10 @@ def test_steps_and_checkpoints_know_masters_only(scale, folder, monkeypatch):
     """The same bits as with casts, whatever is loaded in between."""
     more = {"precision": "float16", "loss_scale": scale}
     _, gpu = stand_in(monkeypatch, folder)
-    roomy = {"budget": "64MiB", **more}  # within a budget weights are cast
-    expected, cast = losses(gpu, **roomy)
-    _, gpu = stand_in(monkeypatch, folder)
     found, kept = losses(gpu, **more)
+    _, gpu = stand_in(monkeypatch, folder)
+    budget = MemoryBudget(nbytes=int(kept.peak_bytes * 0.7), convolutions="fixed")
+    expected, cast = losses(gpu, budget=budget, **more)  # tight: weights are cast
     copies = copies_of_parameters(kept.graph)
     assert copies
     assert not copies_of_parameters(cast.graph)

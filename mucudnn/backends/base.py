@@ -64,7 +64,8 @@ class Backend:
         kernels: Operation -> kernel, for those that are no convolution.
         capture: Captures launches as a graph, where the device has such.
         transit: Makes what copies inputs and results while the device computes, where
-            it does that beside the host.
+            it does that beside the host; told whether inputs may take memory of the
+            device on their way.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Backend:
     mapper: Mapper | None = None
     kernels: Mapping[str, Kernel] = field(default_factory=dict, compare=False)
     capture: Capture | None = field(default=None, compare=False)
-    transit: Callable[[], Transit] | None = field(default=None, compare=False)
+    transit: Callable[[bool], Transit] | None = field(default=None, compare=False)
 
     def bind(self, plan: ConvPlan, *, replay: bool = False) -> Runner:
         """A plan ready to run; with `replay` as one launch, where that can be had."""

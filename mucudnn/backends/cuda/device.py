@@ -198,9 +198,9 @@ class CudaDevice:
         """Two streams beside the one that computes."""
         return CudaCopier(self._cupy, self._index, self.stream)
 
-    def transit(self) -> CudaTransit:
-        """A stream for inputs, and places on the way."""
-        return CudaTransit(self._cupy, self._index, self.stream)
+    def transit(self, staged: bool) -> CudaTransit:
+        """A stream for inputs, and places on the way; if `staged` on the device too."""
+        return CudaTransit(self._cupy, self._index, self.stream, staged=staged)
 
     def peer(self, index: int, nbytes: int) -> PeerMemory:
         """Memory of another GPU, reached by peer copies."""

@@ -2,10 +2,11 @@
 
 An input is written into page-locked memory, from there copied to a place on the device
 that only this stream of copies writes, and into its tensor by the stream that computes:
-so the next batch arrives while a step still reads this one's. A result is copied into
-page-locked memory behind the kernels that were launched, and waited for by who reads
-it. Of page-locked memory there are two places each, taken in turn: the host is at most
-two steps ahead.
+so the next batch arrives while a step still reads this one's. Where the device has no
+room for that place, the stream that computes fetches the input itself as a step begins.
+A result is copied into page-locked memory behind the kernels that were launched, and
+waited for by who reads it. Of page-locked memory there are two places each, taken in
+turn: the host is at most two steps ahead.
 """
 
 import contextlib
@@ -22,10 +23,10 @@ _PLACES = 2
 
 
 class _Arrivals:
-    """Of one input: its places on the host, and the one on the device."""
+    """Of one input: its places on the host, and the one on the device if it has one."""
 
-    def __init__(self, cupy: Any, nbytes: int) -> None:
-        self.staging = cupy.empty(nbytes, "uint8")
+    def __init__(self, cupy: Any, nbytes: int, staged: bool) -> None:
+        self.staging = cupy.empty(nbytes, "uint8") if staged else None
         self.taken = cupy.cuda.Event(disable_timing=True)
         self.places = _in_turn(cupy, nbytes)
 
@@ -61,10 +62,18 @@ class CudaTransit:
         index: Which GPU.
         compute: Tells the address of the stream that kernels go to now, and makes the
             GPU the thread's own.
+        staged: Whether inputs take memory of the device on their way.
     """
 
-    def __init__(self, cupy: Any, index: int, compute: Callable[[], int]) -> None:
-        self._cupy, self._compute = cupy, compute
+    def __init__(
+        self,
+        cupy: Any,
+        index: int,
+        compute: Callable[[], int],
+        *,
+        staged: bool = True,
+    ) -> None:
+        self._cupy, self._compute, self._staged = cupy, compute, staged
         self._runtime = cupy.cuda.runtime
         with cupy.cuda.Device(index), self._told("making a stream for inputs"):
             self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -90,15 +99,19 @@ class CudaTransit:
             buffer, arrived = next(known.places)
             arrived.synchronize()  # of two inputs ago: what was in this place has left
             buffer.view(source.dtype).reshape(source.shape)[...] = source
+            if known.staging is None:
+                self._fetch(buffer, target, compute)
+                self._runtime.eventRecord(arrived.ptr, compute)
+                return
+            beside = self._stream.ptr
             self._stream.wait_event(known.taken)
-            cuda, beside, nbytes = self._runtime, self._stream.ptr, target.nbytes
-            ends = known.staging.data.ptr, buffer.ctypes.data
-            cuda.memcpyAsync(*ends, nbytes, cuda.memcpyHostToDevice, beside)
-            cuda.eventRecord(arrived.ptr, beside)
-            cuda.streamWaitEvent(compute, arrived.ptr)
+            self._fetch(buffer, known.staging, beside)
+            self._runtime.eventRecord(arrived.ptr, beside)
+            self._runtime.streamWaitEvent(compute, arrived.ptr)
             ends = target.data.ptr, known.staging.data.ptr
-            cuda.memcpyAsync(*ends, nbytes, cuda.memcpyDeviceToDevice, compute)
-            cuda.eventRecord(known.taken.ptr, compute)
+            kind = self._runtime.memcpyDeviceToDevice
+            self._runtime.memcpyAsync(*ends, target.nbytes, kind, compute)
+            self._runtime.eventRecord(known.taken.ptr, compute)
 
     def download(self, source: Any) -> _Result:
         """A tensor as it is behind what was launched; waited for when it is called.
@@ -135,10 +148,16 @@ class CudaTransit:
         self._departures.clear()
         self._unread.clear()
 
+    def _fetch(self, buffer: Any, target: Any, stream: int) -> None:
+        """From page-locked memory to the device."""
+        ends = target.data.ptr, buffer.ctypes.data
+        kind = self._runtime.memcpyHostToDevice
+        self._runtime.memcpyAsync(*ends, target.nbytes, kind, stream)
+
     def _known(self, target: Any) -> _Arrivals:
         key = target.data.ptr, target.nbytes
         if key not in self._arrivals:
-            self._arrivals[key] = _Arrivals(self._cupy, target.nbytes)
+            self._arrivals[key] = _Arrivals(self._cupy, target.nbytes, self._staged)
         return self._arrivals[key]
 
     @contextlib.contextmanager

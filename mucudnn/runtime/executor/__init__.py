@@ -153,7 +153,7 @@ class Executor:
     def launch(self, feeds: Mapping[str, Any]) -> Results:
         """Run one step; with a `transit` the host does not wait for it.
 
-        It waits all the same for copies of tensors that left the device.
+        Copies of tensors that left the device are waited for by what computes next.
 
         Raises:
             ValueError: An input is missing, or of another shape or type.
@@ -162,7 +162,7 @@ class Executor:
         transit = self._transit
         if transit is None:
             return Results({n: Present(v) for n, v in self.run(feeds).items()})
-        with self._step(feeds, transit.upload):
+        with self._step(feeds, transit.upload, waits=False):
             for call in self._calls:
                 call()
         return Results({n: transit.download(self[n]) for n in self._graph.outputs})
@@ -200,6 +200,7 @@ class Executor:
             BackendError: A copy failed.
         """
         if self._away:
+            self._copies.finish()  # of a step that nobody waited for
             return
         self._refuse_fork()
         with self._copies.of_a_step():
@@ -213,7 +214,7 @@ class Executor:
         for number, (device, slot) in enumerate(self._live_bytes()):
             self._copies.back(number, slot.buffer, device, (), slot.link)
         self._copies.finish()
-        self._away = not self._live_across
+        self._away = False
 
     def _live_bytes(self) -> Iterator[tuple[Buffer, HostSlot]]:
         """Bytes of what is live across iterations, on the device and on the host."""
@@ -231,14 +232,17 @@ class Executor:
         self._away = True
 
     @contextmanager
-    def _step(self, feeds: Mapping[str, Any], upload: Upload) -> Iterator[None]:
-        """Before a step and after it."""
+    def _step(
+        self, feeds: Mapping[str, Any], upload: Upload, *, waits: bool = True
+    ) -> Iterator[None]:
+        """Before a step and after it, which the host may wait for."""
         self._refuse_fork()
         self._feed(feeds, upload)
         self._backend.device.queue()  # what was made ready is launched on it
         try:
-            with self._copies.of_a_step(carries=bool(self._live_across)):
-                if self._away:
+            carries = bool(self._live_across)
+            with self._copies.of_a_step(carries=carries, waits=waits):
+                if self._away and carries:
                     self._fetch()
                 if self._watcher is not None:
                     self._watcher.begin(self._program, self._written())

@@ -24,6 +24,7 @@ class Copies:
         self._open = tuple(copiers)
         self._copiers: dict[int, Copier] = {}
         self._tickets: dict[int, tuple[Copier, Any]] = {}
+        self._latest: dict[tuple[str, int], tuple[Copier, Any]] = {}
 
     def out(
         self,
@@ -35,7 +36,8 @@ class Copies:
     ) -> None:
         """Start a copy to a tier, as `number`, once the copies `after` are done."""
         tickets, copier = self._started(after), self._opened(link)
-        self._tickets[number] = copier, copier.out(source, target, tickets)
+        found = copier, copier.out(source, target, tickets)
+        self._tickets[number] = self._latest["out", link] = found
 
     def back(
         self,
@@ -47,7 +49,8 @@ class Copies:
     ) -> None:
         """Start a copy from a tier, as `number`, once the copies `after` are done."""
         tickets, copier = self._started(after), self._opened(link)
-        self._tickets[number] = copier, copier.back(source, target, tickets)
+        found = copier, copier.back(source, target, tickets)
+        self._tickets[number] = self._latest["back", link] = found
 
     def wait(self, number: int) -> None:
         """Make the compute queue wait for a copy."""
@@ -56,32 +59,43 @@ class Copies:
             copier.wait(ticket)
 
     @contextmanager
-    def of_a_step(self, *, carries: bool = False) -> Iterator[None]:
+    def of_a_step(self, *, carries: bool = False, waits: bool = True) -> Iterator[None]:
         """All copies started within are finished at the end, or given up.
 
         After an error, Ctrl-C included, nothing touches the step's memory any more.
 
         Args:
             carries: Whether copies may go on in the next step.
+            waits: Whether the host waits for the end, or what computes next does.
         """
         try:
             yield
-            if not carries:
+            if not carries and waits:
                 self.finish()
+            elif not carries:
+                self.settle()
         except BaseException:
             self.close()
             raise
+
+    def settle(self) -> None:
+        """Make the compute queue wait for all copies: each way they go in order."""
+        for copier, ticket in self._latest.values():
+            copier.wait(ticket)
+        self._latest.clear()
 
     def finish(self) -> None:
         """Wait on the host for all copies."""
         for copier in self._copiers.values():
             copier.finish()
         self._tickets.clear()
+        self._latest.clear()
 
     def close(self) -> None:
         """Wait for what runs and drop the rest. The next step opens new copiers."""
         copiers, self._copiers = self._copiers, {}
         self._tickets.clear()
+        self._latest.clear()
         for copier in copiers.values():
             copier.close()
 

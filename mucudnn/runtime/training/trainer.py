@@ -23,7 +23,9 @@ from mucudnn.passes.graph.tape import LOSS_SCALE
 from mucudnn.passes.ordering import Order
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.distributed.collectives import Collectives
+from mucudnn.runtime.executor.arenas import shared_bytes
 from mucudnn.runtime.executor.tier_choice import OpenTiers
+from mucudnn.runtime.training.beside_budget import keeps_copies, transit_of
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.convolution_plans import Plans, fixed_plans
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
@@ -170,7 +172,7 @@ class Trainer:
             fuse=fuse,
             epilogues=tuner.backend.epilogues,
             layout=Layouts(layout, tuner, budget, progress),
-            keep_copies=budget is None,  # within one it is used for what is needed more
+            keep_copies=partial(keeps_copies, tuner, budget, order, plans),
         )
         self.splitting, self.segments = divider.decision, divider.segments
         if budget is not None and divider.profile is not None:
@@ -198,12 +200,12 @@ class Trainer:
             device, *graphs.steps, seed=seed, hosted=hosted, tiers=there
         )
         self._weights = graphs.weights
-        transit, staged = None, 0
-        if budget is None and self.backend.transit is not None:
-            transit, staged = self.backend.transit(), input_bytes(graphs)
+        held = shared_bytes([p.layout for p in placed]) + self._state.nbytes
+        inputs = input_bytes(graphs)
+        transit, staged = transit_of(self.backend, budget, held, inputs)
         how = tiers, replay, self._ranks.around, transit
         self._arena = SharedArena(self.backend, placed, self._state, *how)
-        self.peak_bytes = self._arena.nbytes + self._state.nbytes + staged
+        self.peak_bytes = held + staged
         self._stepper = Stepper(graphs, self._arena)
         tested, take = graphs.evaluation, partial(self._arena.take, -1)
         self._evaluator = None if tested is None else Evaluator(tested, take)

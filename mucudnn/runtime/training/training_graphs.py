@@ -6,6 +6,7 @@ the tensor that the labels are compared with, beside its figures.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mucudnn.arguments import an_integer, of_type, one_of
 from mucudnn.backends.base import Epilogues
@@ -79,13 +80,14 @@ def training_graphs(
     fuse: bool = True,
     epilogues: Epilogues | None = None,
     layout: Layout | None = None,
-    keep_copies: bool = True,
+    keep_copies: Callable[[Graph], bool] = lambda step: True,
 ) -> TrainingGraphs:
     """All graphs of a trainer; its arguments are explained there.
 
     What `divided` makes of a training graph without updates is trained, and `layout`
     says how images are stored; `epilogues` may be fused into convolutions, too.
-    `keep_copies` has narrow copies of parameters kept by updates, not cast every step.
+    `keep_copies` is asked of a step whose updates keep narrow copies of parameters,
+    which then no step casts.
 
     Raises:
         ValueError: The graphs do not belong together, or a setting is out of range.
@@ -128,7 +130,7 @@ def step_graphs(
     parts: int = 1,
     loss_scale: DynamicLossScale | float = 1.0,
     divided: Divided | None = None,
-    keep_copies: bool = False,
+    keep_copies: Callable[[Graph], bool] = lambda step: False,
 ) -> tuple[Graph, ...]:
     """The graph of a training step, with nothing in place yet.
 
@@ -141,8 +143,8 @@ def step_graphs(
         loss_scale: Factor of the loss's gradient, taken out again by the updates. A
             dynamic one makes them come late.
         divided: What becomes of the graph before it gets updates: cut along the batch.
-        keep_copies: Whether updates keep the narrow copies of parameters; not where a
-            step has several parts, whose totals are wide.
+        keep_copies: Whether a step is taken whose updates keep the narrow copies of
+            parameters; not asked where it has several parts, whose totals are wide.
 
     Raises:
         ValueError: A name is unknown, there is not one part, or the scale is not
@@ -162,12 +164,17 @@ def step_graphs(
         graph = divided(graph)
     graph = with_narrow_gradients(graph)
     if parts == 1:
-        if keep_copies:
-            graph = with_narrow_copies(graph)
-        step = with_updates(
-            graph, optimizer, when=when, gradient_scale=back, scaling=scaling
+        updated = partial(
+            with_updates,
+            optimizer=optimizer,
+            when=when,
+            gradient_scale=back,
+            scaling=scaling,
         )
-        return (step,)
+        copied = with_narrow_copies(graph)
+        if copied.nodes != graph.nodes and keep_copies(step := updated(copied)):
+            return (step,)
+        return (updated(graph),)
     both = accumulating(
         graph, optimizer, parts, when=when, gradient_scale=back, scaling=scaling
     )
