@@ -132,8 +132,8 @@ def test_within_a_budget_the_host_waits_for_no_step(
             if not late:
                 assert np.isfinite(results[-1].loss)
         assert not waits
+        states.append(made.state.save())  # before anybody has read a loss
         found.append([(r.loss, r.correct) for r in results])
-        states.append(made.state.save())
         if budget is None:
             nbytes = int(made.peak_bytes * share)
             budget = MemoryBudget(nbytes=nbytes, convolutions="fixed")
