@@ -6,10 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mucudnn.backends import get_backend
 from mucudnn.errors import TrainingError
+from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.results import Present
+from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.step_result import StepResult, known_result
+from tests.test_executor import LazyCopier
 from tests.training_cases import Epochs, examples, trainer
 
 BATCH = 8
@@ -102,3 +107,52 @@ def test_a_result_is_a_value():
         f"labels={BATCH}, images={BATCH}, learning_rate={first.learning_rate!r})"
     )
     assert first.ready
+
+
+def test_what_computes_next_waits_for_copies_where_the_host_does_not(monkeypatch):
+    monkeypatch.setattr(LazyCopier, "finish", None)
+    copier = LazyCopier()
+    copies = Copies([lambda: copier])
+    away, here = (np.arange(1.0, 4.0) for _ in range(2))
+    left, came = np.zeros(3), np.zeros(3)
+    with copies.of_a_step(waits=False):
+        copies.out(0, here[:2], left[:2], ())
+        copies.back(1, away[:2], came[:2], ())
+        copies.out(2, here[2:], left[2:], ())
+        copies.back(3, away[2:], came[2:], (0,))
+        assert copier.done == 0
+    assert np.array_equal(left, here)
+    assert np.array_equal(came, away)
+    with copies.of_a_step(waits=False):
+        pass  # nothing is waited for twice
+    assert copier.done == 4
+
+
+class Direct:
+    """Takes inputs and results at once."""
+
+    def __init__(self, device):
+        self.upload, self._device = device.upload, device
+
+    def download(self, source):
+        return Present(self._device.download(source))
+
+    def close(self):
+        pass
+
+
+def test_the_host_waits_for_copies_when_state_is_asked_for(monkeypatch):
+    cpu, finished, finish = get_backend("cpu"), [], Copies.finish
+    backend = replace(cpu, transit=lambda staged: Direct(cpu.device))
+    nbytes = trainer(BATCH, evaluate=False).peak_bytes
+    within = MemoryBudget(nbytes=nbytes, policy="vdnn_all", convolutions="fixed")
+    made = trainer(BATCH, backend=backend, evaluate=False, budget=within)
+    assert not made.placed.schedule.live_across
+    monkeypatch.setattr(
+        Copies, "finish", lambda copies: (finished.append(1), finish(copies))
+    )
+    for _ in range(2):
+        made.step(*examples(BATCH))
+    assert not finished
+    made.state.save()
+    assert finished
