@@ -20,8 +20,8 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.dependencies import written
-from mucudnn.runtime.executor import fed
 from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.feeding import fed
 from mucudnn.runtime.executor.host_memory import HostTier, Tier
 from mucudnn.runtime.executor.memory_pool import Pool, PoolStatistics
 from mucudnn.runtime.executor.program import kernel_of

@@ -21,11 +21,12 @@ from mucudnn.backends.transit import Transit
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import Schedule
-from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.ir.tensor import Role
 from mucudnn.passes.placement.layout import Layout, host_blocks
 from mucudnn.passes.placement.packing import pack
 from mucudnn.runtime.executor.arenas import arenas
 from mucudnn.runtime.executor.copies import Copies
+from mucudnn.runtime.executor.feeding import fed
 from mucudnn.runtime.executor.host_memory import HostSlot, HostTier, Tiers
 from mucudnn.runtime.executor.joining import joined
 from mucudnn.runtime.executor.program import Binding, Memory, bind
@@ -40,7 +41,7 @@ from mucudnn.runtime.executor.tasks import (
     Watcher,
 )
 
-__all__ = ["Executor", "fed"]
+__all__ = ["Executor"]
 
 Upload = Callable[[Any, Array], None]
 """Copies a NumPy array into a tensor."""
@@ -337,20 +338,3 @@ def _call(task: Task, watcher: Watcher | None) -> Call:
         task.call()
 
     return watched
-
-
-def fed(spec: TensorSpec, feeds: Mapping[str, Any]) -> Any:
-    """The NumPy array for an input.
-
-    Raises:
-        ValueError: It is missing, or of another shape or type.
-    """
-    value = feeds.get(spec.name)
-    if value is None:
-        raise ValueError(f"input {spec.name!r} was not given")
-    if value.shape != spec.shape or value.dtype != spec.dtype:
-        raise ValueError(
-            f"input {spec.name!r} must be {spec.dtype} {spec.shape}, got "
-            f"{value.dtype} {value.shape}"
-        )
-    return value

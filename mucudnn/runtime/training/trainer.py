@@ -192,8 +192,8 @@ class Trainer:
                 progress=progress,
                 placement=placement,
             )
-        self.placed = None if budget is None else placed[last]
         device, decided = self.backend.device, placed[last]
+        self.placed = None if budget is None else decided
         tiers = OpenTiers(device, budget.tiers if budget else (), placed)
         hosted, there = decided.schedule.hosted, tiers.of(decided)
         self._state = StateStore(
@@ -201,8 +201,7 @@ class Trainer:
         )
         self._weights = graphs.weights
         held = shared_bytes([p.layout for p in placed]) + self._state.nbytes
-        inputs = input_bytes(graphs)
-        transit, staged = transit_of(self.backend, budget, held, inputs)
+        transit, staged = transit_of(self.backend, budget, held, input_bytes(graphs))
         how = tiers, replay, self._ranks.around, transit
         self._arena = SharedArena(self.backend, placed, self._state, *how)
         self.peak_bytes = held + staged
