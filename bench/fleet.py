@@ -10,6 +10,7 @@ import random
 import time
 from typing import Any
 
+from bench import fleet_ranks
 from bench.table import render
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepPoint, StepTable
 from mucudnn.passes.fleet import equal_shares, split_batch
@@ -36,18 +37,33 @@ FLEETS = (
 )
 RANKS, KINDS, LARGE_BATCH = 1024, (4, 1024), 65_536
 LEAST_FALL = 0.8
+TRAINED = (("resnet18", 1.5), ("unet", 3.0))
+CLOSE = 1e-9
+"""Of losses in double precision: the order of sums, no more."""
 
 
 def run() -> dict[str, Any]:
     """Forecast, count and time. Ready for JSON."""
     fleets = [_forecast(model, devices) for model, devices in FLEETS]
+    trained = []
+    if fleet_ranks.mpiexec() is not None:
+        trained = [fleet_ranks.run(name, slow) for name, slow in TRAINED]
     return {
         "batch": BATCH,
         "published_over_one_gpu": PUBLISHED,
         "published_note": NOTE,
         "fleets": fleets,
         "planning": [_planning(kinds) for kinds in KINDS],
+        "trained": trained,
         "failures": [
+            *(
+                f"{found['model']} over MPI: losses are {found['losses_apart']:.1e} "
+                f"apart, idle time falls by {found['idle_fall']:.1%}"
+                for found in trained
+                if found["losses_apart"] > CLOSE or found["idle_fall"] < LEAST_FALL
+            ),
+        ]
+        + [
             f"{fleet['model']} on {fleet['devices']}: idle time falls by "
             f"{fleet['idle_fall']:.1%} only"
             for fleet in fleets
@@ -81,7 +97,17 @@ def table(result: dict[str, Any]) -> str:
                 f"{planning['batch']:,}: {planning['cpu_s']:.2f} s of CPU time"
                 for planning in result["planning"]
             ),
+            *map(_trained_line, result["trained"]),
         )
+    )
+
+
+def _trained_line(found: dict[str, Any]) -> str:
+    return (
+        f"{found['model']} trained over MPI, one rank {found['slow']:g} times as slow: "
+        f"{'+'.join(map(str, found['samples']))} samples, losses "
+        f"{found['losses_apart']:.1e} from one process's; the fast rank waits "
+        f"{found['idle_planned_ms']:.3g} instead of {found['idle_equal_ms']:.3g} ms"
     )
 
 

@@ -1,9 +1,7 @@
 """`mpiexec -n N mucudnn train`: one process's losses, uneven shares, faults."""
 
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -11,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.together import trained
+from bench import fleet_ranks
 
 ROOT = Path(__file__).parent.parent
-MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or (
-    shutil.which("mpiexec")
-)
+MPIEXEC = fleet_ranks.mpiexec()
 
 pytestmark = pytest.mark.many
 
-if MPIEXEC is None or importlib.util.find_spec("mpi4py") is None:
+if MPIEXEC is None:
     pytest.skip("needs mpi4py and mpiexec: mucudnn[mpi]", allow_module_level=True)
 
 WORK = (
@@ -127,23 +123,19 @@ def test_budgets_that_ranks_cannot_keep_are_refused(tmp_path):
     assert "2 processes cannot share 1 images" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["resnet20", "unet"])
-def test_networks_with_batch_norm_and_dropout_are_those_of_one_process(name, tmp_path):
-    helper = ROOT / "tests" / "together.py"
-    words = (name, "3", "found.json")
-    done = run(tmp_path, *words, ranks=2, start=(helper,), work=())
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    quick, slow = found["samples"]
-    assert quick > slow >= 1  # found by the planner
-    assert found["idle_ms"] <= found["idle_equal_ms"]
-    steps, state = trained(name)
-    assert found["losses"] == pytest.approx([loss for loss, _ in steps], rel=CLOSE)
-    assert found["correct"] == [correct for _, correct in steps]
-    first, second = found["sums"]
-    assert first == second
-    sums = {name: float(abs(value).sum()) for name, value in state.items()}
-    assert first == pytest.approx(sums, rel=1e-6, abs=CLOSE)
+@pytest.mark.parametrize(
+    ("name", "slow"),
+    [("unet", 3.0), pytest.param("resnet18", 1.5, marks=pytest.mark.slow)],
+)
+def test_networks_with_batch_norm_and_dropout_are_those_of_one_process(name, slow):
+    """The last rank takes so many times as long, as its own table says."""
+    found = fleet_ranks.run(name, slow)
+    quick, tardy = found["samples"]
+    assert quick > tardy >= 1  # found by the planner
+    assert found["idle_fall"] >= 0.8
+    assert found["losses_apart"] < CLOSE
+    assert found["right_alike"]
+    assert found["sums_apart"] < 1e-5
 
 
 def test_shares_are_planned_again_when_a_rank_becomes_slow(alone, tmp_path):

@@ -1,38 +1,14 @@
-"""Networks trained by several ranks together: threads here, processes under mpiexec.
+"""Networks trained by several ranks together, which are threads here."""
 
-`mpiexec -n 2 python together.py NETWORK SLOW FILE` trains with shares that the planner
-finds where the last rank takes SLOW times as long; rank 0 writes what came of it.
-"""
-
-import json
-import sys
 import threading
-from pathlib import Path
 
-import numpy as np
+from bench import fleet_ranks
+from bench.fleet_ranks import BATCH, CASES, CLASSES, Case, trainer_of, tuner_of
+from mucudnn.models import Model
 
-from mucudnn.ir.fleet import Fleet, Rank, StepPoint
-from mucudnn.models import IMAGE, LABEL, Model, get_model
-from mucudnn.passes.fleet import equal_shares, split_batch
-from mucudnn.passes.fleet.sizes import measured_table
-from mucudnn.runtime.training.trainer import Trainer
-from mucudnn.runtime.tuning.tuner import Tuner
-from tests.doubles import QUICK
+__all__ = ["BATCH", "Threads", "network", "trained", "trainer_of", "tuner_of"]
 
-BATCH, STEPS, SIDE, CLASSES = 12, 3, 8, 5
 SECONDS = 40
-
-
-def unet(g, x, classes):
-    """Down, up, a shortcut; batch norm and dropout as the large ones have them."""
-
-    def convs(x, channels):
-        return g.relu(g.batch_norm(g.conv(x, channels, 3, padding=1)))
-
-    first = convs(x, 4)
-    low = g.dropout(convs(g.max_pool(first, 2), 8), 0.25)
-    up = g.conv_transpose(low, 4, 2, stride=2)
-    return (g.conv(convs(g.concat((first, up)), 4), classes, 1),)
 
 
 def residual(g, x, classes):
@@ -58,78 +34,25 @@ def branches(g, x, classes):
     return (g.linear(g.flatten(g.global_avg_pool(g.add(one, other))), classes),)
 
 
-NETWORKS = {
-    "branches": Model(branches, (3, SIDE, SIDE), CLASSES),
-    "plain": Model(plain, (3, SIDE, SIDE), CLASSES),
-    "residual": Model(residual, (3, SIDE, SIDE), CLASSES),
-    "resnet20": get_model("resnet20"),
-    "unet": Model(unet, (3, SIDE, SIDE), CLASSES),
+NETWORKS = CASES | {
+    name: Case(Model(body, (3, 8, 8), CLASSES), 8)
+    for name, body in (
+        ("branches", branches),
+        ("plain", plain),
+        ("residual", residual),
+        ("unet", fleet_ranks.unet),
+    )
 }
 
 
 def network(name, batch, dtype="float64"):
-    return NETWORKS[name](batch, image=SIDE, classes=CLASSES, dtype=dtype)
+    return NETWORKS[name].graph(batch, dtype)
 
 
-def batches(graph):
-    """Whole batches of random images, for all ranks."""
-    rng = np.random.default_rng(0)
-    image, label = graph.tensors[IMAGE].shape[1:], graph.tensors[LABEL].shape[1:]
-    for _ in range(STEPS):
-        yield (
-            rng.normal(size=(BATCH, *image)),
-            rng.integers(0, CLASSES, (BATCH, *label)),
-        )
-
-
-def tuner_of():
-    return Tuner(
-        workspace_limit=1 << 20, cache=None, rule=QUICK, batch_policy="undivided"
-    )
-
-
-def trainer_of(graph, tuner, **options):
-    return Trainer(
-        graph,
-        tuner=tuner,
-        optimizer="momentum",
-        learning_rate=0.05,
-        **options,
-    )
-
-
-def trained(
-    name,
-    shares=(BATCH,),
-    together=None,
-    *,
-    parts=1,
-    dtype="float64",
-    look=lambda trainer: None,
-    **options,
-):
-    """Losses of the steps, and all weights and statistics at the end.
-
-    Shares are of a batch, or of each of its parts if there are several; `look` sees
-    the trainer at the end.
-    """
-    rank = 0 if together is None else together.rank
-    graph = network(name, shares[rank], dtype)
-    first, size = sum(shares[:rank]), sum(shares)
-    rows = [p * size + first + i for p in range(parts) for i in range(shares[rank])]
-    with (
-        tuner_of() as tuner,
-        trainer_of(
-            graph, tuner, together=together, gradient_accumulation=parts, **options
-        ) as trainer,
-    ):
-        found = [
-            trainer.step(images[rows], labels[rows])
-            for images, labels in batches(graph)
-        ]
-        state = {n: np.array(v) for n, v in trainer.state.save().items()}
-        look(trainer)
-    return [(step.loss, step.correct) for step in found], state
+def trained(name, *shares_and_ranks, **options):
+    """Losses and right answers of the steps, and the state at the end."""
+    steps, state = fleet_ranks.trained(NETWORKS[name], *shares_and_ranks, **options)
+    return [(step.loss, step.correct) for step in steps], state
 
 
 class Threads:
@@ -186,50 +109,3 @@ class ThreadRank:
 
     def wait(self):
         pass
-
-
-def planned(name, slow, together):
-    """The fleet as its ranks measure themselves, the last slowed."""
-    factor = slow if together.rank == together.size - 1 else 1.0
-
-    def measure(samples):
-        graph = network(name, samples)
-        images, labels = next(batches(graph))
-        with (
-            tuner_of() as tuner,
-            trainer_of(graph, tuner, update_when="late") as trainer,
-        ):
-            took = [
-                trainer.profile(images[:samples], labels[:samples])[1] for _ in range(3)
-            ]
-        return StepPoint(samples, factor * min(took))
-
-    table = measured_table("cpu", 1, BATCH - together.size + 1, measure)
-    tables = together.all_gather(table)
-    return Fleet(tuple(Rank(f"rank {i}", t) for i, t in enumerate(tables)))
-
-
-def main(name, slow, file):
-    from mucudnn.runtime.distributed.mpi import MpiCollectives
-
-    together = MpiCollectives()
-    fleet = planned(name, float(slow), together)
-    plan = split_batch(fleet, BATCH, at_least=1)
-    steps, state = trained(name, plan.samples, together, batch_norm="synchronised")
-    sums = {n: float(np.abs(v).sum()) for n, v in state.items()}
-    of_all = together.all_gather(sums)
-    if together.rank == 0:
-        equal = equal_shares(fleet, BATCH)
-        found = {
-            "samples": plan.samples,
-            "idle_ms": max(plan.idle_ms),
-            "idle_equal_ms": max(equal.idle_ms),
-            "losses": [loss for loss, _ in steps],
-            "correct": [correct for _, correct in steps],
-            "sums": of_all,
-        }
-        Path(file).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -26,6 +26,7 @@ from mucudnn.cli.options import (
     report_option,
     section,
     split_of,
+    tier_option,
 )
 from mucudnn.cli.output import emit, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
@@ -149,6 +150,11 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         split_of,
     ),
     placement_option("Where the best step's tensors lie"),
+    tier_option(
+        "What leaves goes to host, disk:DIR or peer:DEVICE, perhaps with =SIZE, and "
+        "with @RATE in bytes a second where it is not to be measured (a device that "
+        "is estimated: published); several are filled the fastest first."
+    ),
     layout_option(),
     cache_option,
 )
@@ -276,6 +282,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
             recordings=settings["recordings"],
             progress=show,
             split=split,
+            tiers=settings["tiers"],
         )
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "report_option",
     "section",
     "tier",
+    "tier_option",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -229,6 +230,11 @@ def option(
         shell_complete=complete,
         **defaulting(default, shown=shown),
     )
+
+
+def tier_option(text: str) -> Option:
+    """`--tier`, with what it says."""
+    return option("--tier TIER", text, tier, name="tiers", repeatable=True)
 
 
 def tier(text: object) -> object:

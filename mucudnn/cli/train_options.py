@@ -22,7 +22,7 @@ from mucudnn.cli.options import (
     real,
     section,
     split_of,
-    tier,
+    tier_option,
 )
 from mucudnn.cli.output import emit
 from mucudnn.cli.train_log import log_file
@@ -210,13 +210,10 @@ budget_options = section(
         "With --budget: what leaves goes to a file here, not to host memory.",
         click.Path(exists=True, file_okay=False, writable=True),
     ),
-    option(
-        "--tier TIER",
+    tier_option(
         "With --budget: what leaves goes to host, disk:DIR or peer:DEVICE, perhaps "
-        "with =SIZE; several are filled the fastest first.",
-        tier,
-        name="tiers",
-        repeatable=True,
+        "with =SIZE, and with @RATE in bytes a second where it is not to be measured; "
+        "several are filled the fastest first."
     ),
 )
 

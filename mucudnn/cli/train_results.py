@@ -9,7 +9,6 @@ import click
 
 if TYPE_CHECKING:
     from mucudnn.cli.train_ranks import Group
-    from mucudnn.ir.tiers import TierPlacement
     from mucudnn.passes.planning.place_step import PlacedStep
     from mucudnn.runtime.training.history import EpochReport
     from mucudnn.runtime.training.trainer import Trainer
@@ -125,6 +124,7 @@ def _memory_to_json(placed: "PlacedStep | None") -> dict[str, Any] | None:
     if placed is None:
         return None
     plan = placed.plan
+    tiers = plan.prediction.placement
     return {
         "policy": plan.policy,
         "scheduler": plan.scheduler,
@@ -133,21 +133,5 @@ def _memory_to_json(placed: "PlacedStep | None") -> dict[str, Any] | None:
         "offloaded_bytes": plan.prediction.out_bytes,
         "recomputed_nodes": plan.recomputed,
         "mapped_chunks": placed.layout.mapped_chunks,
-        "tiers": _tiers_to_json(plan.prediction.placement),
+        "tiers": tiers and tiers.to_json(),
     }
-
-
-def _tiers_to_json(placement: "TierPlacement | None") -> list[dict[str, Any]] | None:
-    """What goes where, the fastest tier first; None where there is only the host."""
-    if placement is None:
-        return None
-    return [
-        {
-            "name": tier.name,
-            "used_bytes": placement.used[i],
-            "out_bytes_per_ms": tier.out_bytes_per_ms,
-            "in_bytes_per_ms": tier.in_bytes_per_ms,
-            "tensors": placement.names(i),
-        }
-        for i, tier in enumerate(placement.tiers)
-    ]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mucudnn.ir.sizes import format_bytes
 
@@ -58,6 +59,19 @@ class TierPlacement:
     def names(self, number: int) -> tuple[str, ...]:
         """Storages that go to a tier."""
         return tuple(name for name, (tier, _) in self.places.items() if tier == number)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """What goes where, the fastest tier first."""
+        return [
+            {
+                "name": tier.name,
+                "used_bytes": self.used[i],
+                "out_bytes_per_ms": tier.out_bytes_per_ms,
+                "in_bytes_per_ms": tier.in_bytes_per_ms,
+                "tensors": self.names(i),
+            }
+            for i, tier in enumerate(self.tiers)
+        ]
 
     def __str__(self) -> str:
         """Such as `12 tensors to host (8 MiB), 3 to peer:1 (2 MiB)`."""

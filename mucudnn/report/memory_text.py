@@ -80,13 +80,15 @@ def placed_words(study: MemoryStudy) -> str:
     beside = ""
     if study.placed.state_bytes:
         beside = f" beside {bytes_text(study.placed.state_bytes)} that never leave"
+    tiers = plan.prediction.placement
+    away = "" if tiers is None else f"; {tiers}"
     how = "with fixed offsets"
     if layout.mapped_chunks:
         how = f"in mapped memory ({ms_text(study.placed.map_ms)} ms, once)"
     return (
         f"{plan.policy} {how}: an arena of {bytes_text(layout.nbytes)}"
         f"{beside}, {layout.fragmentation:.1%} above what is in use at once; "
-        f"{ms_text(plan.prediction.step_ms)} ms a step"
+        f"{ms_text(plan.prediction.step_ms)} ms a step{away}"
     )
 
 

@@ -272,6 +272,7 @@ class MemoryStudy:
 
 
 def _placed(placed: PlacedStep) -> dict[str, Any]:
+    tiers = placed.plan.prediction.placement
     return {
         "policy": placed.plan.policy,
         "scheduler": placed.plan.scheduler,
@@ -282,6 +283,7 @@ def _placed(placed: PlacedStep) -> dict[str, Any]:
         "mapped_chunks": placed.layout.mapped_chunks,
         "map_ms": placed.map_ms,
         "predicted_ms": placed.plan.prediction.step_ms,
+        "tiers": tiers and tiers.to_json(),
     }
 
 

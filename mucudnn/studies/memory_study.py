@@ -11,6 +11,7 @@ from dataclasses import replace
 from mucudnn.ir.graph import Graph, Role
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
+from mucudnn.ir.tiers import MemoryTier
 from mucudnn.models import IMAGE
 from mucudnn.passes.planning.cutting import WHOLE, Split, check_split
 from mucudnn.passes.planning.described_step import DescribedStep
@@ -21,8 +22,10 @@ from mucudnn.passes.residency import (
     policy_names,
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
+from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
 from mucudnn.studies.costed_step import costed_step, with_layouts
 from mucudnn.studies.memory_findings import MemoryStudy, StepSpec
+from mucudnn.studies.memory_tiers import forecast_tiers, over_links
 from mucudnn.studies.memory_trials import MemoryTrials
 from mucudnn.studies.step_costs import CPU
 
@@ -43,6 +46,7 @@ def study_memory(
     recordings: Sequence[str] = (),
     progress: Callable[[str, int, int], None] | None = None,
     split: Split = WHOLE,
+    tiers: str | TierChoice | Sequence[str | TierChoice] = (),
 ) -> MemoryStudy:
     """Plan a training step by every policy and scheduler.
 
@@ -72,6 +76,10 @@ def study_memory(
             "none", "auto", the number of parts of its largest layers, "height" for
             strips of its images, or "height:4" for so many; not on the CPU, which
             would have to be measured.
+        tiers: Where to what leaves goes: `host`, `disk:FOLDER`, `peer:DEVICE`, each
+            with `=SIZE` and `@RATE` in bytes a second behind it where these are not all
+            that is free and what is measured or published; the best step's tensors
+            fill the fastest first. Host memory without end if none are given.
 
     Raises:
         TypeError: The step is neither a graph nor a `StepSpec`.
@@ -101,13 +109,20 @@ def study_memory(
         raise ValueError(
             "a step in parts has to be measured on the CPU: Trainer(…, split='auto')"
         )
+    choices = parse_tiers(tiers)
     nbytes = None if budget is None else parse_bytes(budget)
     say = progress or (lambda what, done, total: None)
     say("building the step", 0, 1)
     if isinstance(spec, StepSpec):
         spec = with_layouts(spec, recordings)
     costed = costed_step(spec, profile, recordings, say)
-    return MemoryTrials(spec, costed, policies, schedulers, nbytes, say, split).run(
+    found: tuple[MemoryTier, ...] = ()
+    if choices:
+        profile = costed.step.profile
+        found = forecast_tiers(choices, profile, measured=spec.device == CPU)
+        costed = over_links(costed, found)
+    asked = policies, schedulers, nbytes, say, split, found
+    return MemoryTrials(spec, costed, *asked).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget
     )
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device
+from mucudnn.ir.tiers import MemoryTier
 from mucudnn.passes.planning.comparison import (
     Technique,
     best_technique,
@@ -25,6 +26,7 @@ from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.splitting import Splitting, plan_splitting
+from mucudnn.passes.planning.tiered_step import place_tiered_step
 from mucudnn.passes.registry import by_name, name_of
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy
 from mucudnn.passes.scheduling import Scheduler
@@ -52,6 +54,7 @@ class MemoryTrials:
         budget: Bytes; None for what the device has.
         say: Called with what is being done, how much is done, and of how much.
         split: Whether it may run in parts.
+        tiers: Where the best step's tensors go; none means host memory without end.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class MemoryTrials:
         budget: int | None,
         say: Callable[[str, int, int], None],
         split: Split,
+        tiers: Sequence[MemoryTier] = (),
     ) -> None:
         self._spec, self._costed, self._split = spec, costed, split
+        self._tiers = tiers
         self._splitting: Splitting | None = None
         self._least_in_parts: int | None = None
         self._policies = by_name("policies", policies)
@@ -177,7 +182,10 @@ class MemoryTrials:
         else:
             request = self._requests_of[best.policy, best.scheduler]
         try:
-            self._placed = place_step(request, best.plan)
+            if self._tiers:
+                self._placed = place_tiered_step(request, self._tiers)
+            else:
+                self._placed = place_step(request, best.plan)
         except PlanningError as e:
             self._unplaced = str(e)
 

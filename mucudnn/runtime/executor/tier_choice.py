@@ -1,7 +1,8 @@
 """Memory off the device as a user asks for it: `host`, `disk:FOLDER`, `peer:DEVICE`.
 
-How much of it there is may follow: `host=4GiB`. Without that it is all that is free:
-it is looked at for planning, and only what a plan uses is taken.
+How much of it there is may follow, and then how many bytes a second its link carries:
+`host=4GiB@12GiB`. Without a size it is all that is free, which is looked at for
+planning, and only what a plan uses is taken. Without a rate the link is measured.
 """
 
 import math
@@ -21,7 +22,7 @@ __all__ = ["OpenTiers", "TierChoice", "parse_tiers"]
 
 Kind = Literal["host", "disk", "peer"]
 
-_FORMS = "host, disk:FOLDER or peer:DEVICE, each perhaps with =SIZE behind it"
+_FORMS = "host, disk:FOLDER or peer:DEVICE, each perhaps with =SIZE and @RATE behind it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,13 @@ class TierChoice:
         kind: `host`, `disk` or `peer`.
         argument: The folder, or the number of the device.
         nbytes: How much of it; infinity if that is not said.
+        bytes_per_ms: Rate of its link, each way; None to measure it.
     """
 
     kind: Kind
     argument: str = ""
     nbytes: float = math.inf
+    bytes_per_ms: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> "TierChoice":
@@ -45,23 +48,23 @@ class TierChoice:
         Raises:
             ValueError: It is none; says what would be.
         """
-        name, _, size = text.rpartition("=")
-        nbytes = math.inf
-        with suppress(ValueError):  # folders may have a `=`, too
-            if name:
-                nbytes, text = parse_bytes(size), name
+        text, rate = _ends_with(text, "@")
+        text, size = _ends_with(text, "=")
+        if rate == 0:
+            raise ValueError(f"nothing goes to {text} at 0 bytes a second")
+        how = math.inf if size is None else size, rate and rate / 1e3
         kind, _, argument = text.partition(":")
         match kind:
             case "host" if not argument:
-                return cls("host", "", nbytes)
+                return cls("host", "", *how)
             case "disk" if argument:
-                return cls("disk", argument, nbytes)
+                return cls("disk", argument, *how)
             case "peer" if argument:
-                return cls("peer", str(parse_integer(argument)), nbytes)
+                return cls("peer", str(parse_integer(argument)), *how)
         raise ValueError(f"{text!r} is no tier; choose {_FORMS}")
 
     def __str__(self) -> str:
-        """Without the size, such as `peer:1`."""
+        """Without size and rate, such as `peer:1`."""
         return f"{self.kind}:{self.argument}" if self.argument else self.kind
 
     @property
@@ -90,6 +93,15 @@ class TierChoice:
         if self.kind == "peer" and nbytes:
             return device.peer(int(self.argument), nbytes)
         return HostTier(device, nbytes)
+
+
+def _ends_with(text: str, mark: str) -> tuple[str, int | None]:
+    """What is before the last mark, and the size behind it; folders may have marks."""
+    name, _, size = text.rpartition(mark)
+    with suppress(ValueError):
+        if name:
+            return name, parse_bytes(size)
+    return text, None
 
 
 def parse_tiers(
