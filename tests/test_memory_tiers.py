@@ -53,7 +53,7 @@ def test_the_fastest_is_filled_first_and_slower_ones_cost_more(budget, tmp_path)
     )
     used = alone.placed.plan.prediction.placement.used[0]
     assert used > 0
-    tiers = (f"host={used // 2}@50GB", f"disk:{tmp_path}@1GB", "peer:1=64KiB@100GB")
+    tiers = (f"host={used // 2}@50GB", f"disk:{tmp_path}@1GB", "peer:1=1MiB@100GB")
     found = study(budget, *tiers)
     placement = found.placed.plan.prediction.placement
     assert [tier.name for tier in placement.tiers] == [
@@ -75,7 +75,7 @@ def test_no_room_says_so(budget):
 
 def test_the_command_says_what_goes_where(budget, tmp_path):
     words = ("memory", "resnet20", "--batch", 16, "--policy", "superneurons")
-    tiers = ("--tier", "peer:1=64KiB@100GB", "--tier", "host")
+    tiers = ("--tier", "peer:1=1MiB@100GB", "--tier", "host")
     done = CliRunner().invoke(
         main, list(map(str, (*words, "--budget", budget, *tiers)))
     )
