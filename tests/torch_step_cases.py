@@ -175,8 +175,34 @@ def weighted():
     return nn.CrossEntropyLoss(torch.rand(8), label_smoothing=0.1)
 
 
+def transcribed(targets, *lengths):
+    """CTC's loss of two sequences of six."""
+    model = Whole(lambda s, x: s.m[0](x).log_softmax(2), nn.Linear(8, 5))
+
+    def loss_fn(out, targets):
+        return functional.ctc_loss(out, targets, *lengths)
+
+    return model, loss_fn, (torch.randn(6, 2, 8), targets)
+
+
+def solved(s, x):
+    matrix = s.m[0].weight @ s.m[0].weight.T + torch.eye(8)
+    return torch.linalg.solve(matrix, s.m[0](x).T).T * torch.logdet(matrix)
+
+
+def normed_twice(s, x):
+    return s.m[1](s.m[1](s.m[0](x)).tanh())
+
+
 QUICK = MappingProxyType(
     {
+        "counting_norm": lambda: vectors(
+            normed_twice, linear(), nn.BatchNorm1d(8, momentum=None)
+        ),
+        "ctc": lambda: transcribed(
+            torch.randint(1, 5, (2, 4)), torch.tensor([6, 5]), torch.tensor([3, 2])
+        ),
+        "solved": lambda: vectors(solved, linear()),
         "added_to": lambda: vectors(added_to, linear()),
         "put": lambda: vectors(put, linear()),
         "written_in_slices": lambda: vectors(written_in_slices, linear()),
@@ -292,6 +318,12 @@ CASES = MappingProxyType(
         ),
         "strided": lambda: vectors(
             lambda s, x: s.m[0](x).as_strided((4, 4), (8, 2)), linear(), y=(4, 4)
+        ),
+        "ctc_of_numbers": lambda: transcribed(
+            torch.randint(1, 5, (2, 3)), (6, 6), (3, 1)
+        ),
+        "ctc_in_a_row": lambda: transcribed(
+            torch.randint(1, 5, (5,)), torch.tensor([6, 6]), torch.tensor([3, 2])
         ),
         "input_changed": lambda: vectors(lambda s, x: s.m[0](x.mul_(0.5)), linear()),
     }

@@ -13,10 +13,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import compile_lock
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._guards import detect_fake_mode
+from torch._library.simple_registry import singleton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import _side_effectful_functions
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
+
+_CHECK = torch.ops.aten._linalg_check_errors.default
 
 __all__ = [
     "aot_compiled",
@@ -59,8 +63,32 @@ def aot_compiled(
         partition_fn=partition,
         ignore_shape_env=static,
     )
-    found: Callable[..., Any] = compiler(module, inputs)
+    with _checks_in_place():
+        found: Callable[..., Any] = compiler(module, inputs)
     return found
+
+
+@contextmanager
+def _checks_in_place() -> Iterator[None]:
+    """Operations that only raise are in graphs as they are, not threaded by tokens.
+
+    AOTAutograd would have tokens among the inputs and results of both halves; there is
+    no public way to have it leave an operation where it is. Nor is there one to have it
+    take an operation for needed that nobody reads, but for good.
+    """
+    held = getattr(singleton.find(_CHECK._schema.name), "effect", None)
+    before = None if held is None else held.effect
+    known = _CHECK in _side_effectful_functions
+    _side_effectful_functions.add(_CHECK)
+    if held is not None:
+        held.register(None)
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.register(before)
+        if not known:
+            _side_effectful_functions.discard(_CHECK)
 
 
 @contextmanager

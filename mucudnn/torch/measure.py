@@ -32,6 +32,15 @@ __all__ = [
 ]
 
 _VIEW_MS = 0.001
+_FROM_ONE = frozenset(
+    {
+        torch.ops.aten.linalg_ldl_solve.default,
+        torch.ops.aten.linalg_lu_solve.default,
+        torch.ops.aten.lu_unpack.default,
+    }
+)
+"""Operations that count rows as LAPACK does: from one."""
+
 _HEAVIEST = 4
 """Distinct nodes that stand for a step while copies beside it are measured."""
 
@@ -142,6 +151,7 @@ def _heaviest(
 def operands_of(lowered: Lowered, node: Node) -> list[torch.Tensor]:
     """Tensors like a node's inputs: shared where theirs are, small integers zero."""
     graph = lowered.graph
+    first = int(lowered.calls[node.name].function in _FROM_ONE)
     made: dict[str, torch.Tensor] = {}
     found = []
     for name in node.inputs:
@@ -154,6 +164,8 @@ def operands_of(lowered: Lowered, node: Node) -> list[torch.Tensor]:
         flat = made[storage][: made[storage].numel() // size * size].view(layout.dtype)
         if layout.dtype.is_floating_point:
             flat.fill_(0.5) if flat.numel() == 1 else flat.uniform_(0.1, 0.9)
+        elif first:
+            flat.fill_(first)
         found.append(flat.as_strided(layout.shape, layout.stride, layout.offset))
     return found
 

@@ -22,8 +22,10 @@ StateKey = tuple[int, int, str]
 _MOMENTUM = "momentum_buffer"
 
 _REFUSED: Mapping[type, str] = {
-    torch.optim.LBFGS: "it runs the model as often as values say; any other of "
-    "torch.optim but SparseAdam and Adafactor can be",
+    torch.optim.LBFGS: "its step runs the model as often as values say; keep your loop "
+    "with its closure and compile the model, torch.compile(model, backend="
+    "mt.backend(budget=...)), which keeps a budget of forward and backward; any other "
+    "of torch.optim but SparseAdam and Adafactor can be",
     torch.optim.SparseAdam: "it takes sparse gradients; use Adam, and embeddings "
     "without sparse=True",
     torch.optim.Adafactor: "it decides by values of parameters (max of a norm that "

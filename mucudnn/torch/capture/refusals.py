@@ -9,21 +9,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._functorch._aot_autograd.functional_utils import from_fun
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.functional_tensor import (
+    FunctionalTensor,
+    disable_functional_mode,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.errors import UnsupportedError
+from mucudnn.torch.capture.counted_averages import CountedAverages
+from mucudnn.torch.lowering.lower import CHECKS
 from mucudnn.torch.places import line_now, line_of_traceback
 
-__all__ = ["RefusedOperations", "StepFunctions", "refuse_modules", "saying_where"]
+__all__ = ["RefusedOperations", "StepFunctions", "saying_where"]
 
 _NAMESPACES = {
     "c10d": "a collective of torch.distributed",
@@ -44,11 +51,6 @@ _KINDS = (
     ),
     (_NESTING, "nested tensors are not captured; pad them, with a mask"),
     (_SPARSE, "sparse tensors are not captured; use dense ones (sparse=False)"),
-    (
-        ("_linalg_check_errors",),
-        "it decides by values whether to raise; use the form that does not, such as "
-        "torch.linalg.solve_ex",
-    ),
 )
 """Beginnings of names, and why they are refused."""
 
@@ -59,27 +61,6 @@ _DATA_DEPENDENT = (
     "its result has as many elements as the data say; keep the shape, with torch.where "
     "or a mask to multiply with, or do it outside of the step"
 )
-
-
-def refuse_modules(model: torch.nn.Module) -> None:
-    """Look at a model's modules.
-
-    Raises:
-        UnsupportedError: One decides by a count that changes from step to step.
-    """
-    for name, module in model.named_modules():
-        norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-        if (
-            norm
-            and module.momentum is None
-            and module.training
-            and module.track_running_stats
-        ):
-            raise UnsupportedError(
-                f"{type(module).__name__}(momentum=None) at {name!r} weighs its "
-                "running statistics by a count of batches, another number in every "
-                "step; give it a momentum, or track_running_stats=False"
-            )
 
 
 class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types here
@@ -97,6 +78,8 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         reason = self._reason(func, args, kwargs)
         if reason is not None:
             raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")
+        if func in CHECKS:
+            return _recorded_check(func, args, kwargs)
         if func is torch.ops.aten.bernoulli.p:
             plain = torch.empty_like(args[0], memory_format=torch.contiguous_format)
             return plain.bernoulli_(args[1])
@@ -136,6 +119,16 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         return None
 
 
+def _recorded_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation that only raises, recorded as it is.
+
+    PyTorch would thread it through the graph by tokens, to keep its place.
+    """
+    plain = [from_fun(a) if isinstance(a, torch.Tensor) else a for a in args]
+    with disable_functional_mode():
+        return func(*plain, **kwargs)
+
+
 def _writes_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation changes what is neither an input nor made in the step."""
     names = [a.name for a in func._schema.arguments]
@@ -161,7 +154,15 @@ def _laid_out(result: torch.Tensor) -> str | None:
 
 
 class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
-    """Functions of PyTorch's that are captured in another way than they are run."""
+    """Functions of PyTorch's that are captured in another way than they are run.
+
+    Args:
+        averages: Of batch norms that count.
+    """
+
+    def __init__(self, averages: CountedAverages) -> None:
+        super().__init__()
+        self._averages = averages
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -171,6 +172,12 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
         if func is torch.as_tensor and args and isinstance(args[0], torch.SymFloat):
             kwargs = {"dtype": torch.get_default_dtype(), **kwargs}
             return torch.scalar_tensor(args[0], **kwargs)
+        if func is functional.batch_norm:
+            return func(*args, **self._averages.called(kwargs))
+        if func in (functional.ctc_loss, torch.ctc_loss):
+            # Of numbers PyTorch makes tensors by writing into them.
+            lengths = map(torch.as_tensor, args[2:4])
+            return func(*args[:2], *lengths, *args[4:], **kwargs)
         if func is torch.lstm:
             # oneDNN's keeps bytes whose number only a run tells.
             with torch.backends.mkldnn.flags(enabled=False):

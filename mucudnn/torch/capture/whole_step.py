@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.batches import Batch, called
 from mucudnn.torch.capture.checkpoints import plain_checkpoints
+from mucudnn.torch.capture.counted_averages import CountedAverages
 from mucudnn.torch.capture.decisions import DecidingShapes, Decision
 from mucudnn.torch.capture.fakes import StepFakes
 from mucudnn.torch.capture.gradients import (
@@ -40,7 +41,6 @@ from mucudnn.torch.capture.parts import StepParts, places_of, root_of
 from mucudnn.torch.capture.refusals import (
     RefusedOperations,
     StepFunctions,
-    refuse_modules,
     saying_where,
 )
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
@@ -101,7 +101,6 @@ def capture_step(
             otherwise in the next step.
     """
     given = batch if isinstance(batch, Batch) else Batch.of(batch, {})
-    refuse_modules(model)
     parts = StepParts.of(model, optimizer, loss_fn, settings)
     tracer = _Tracer(
         root_of(model, loss_fn), loss_fn, optimizer, parts, given, settings
@@ -145,6 +144,7 @@ def _recorded(
             ]
     tracer.begin()
     with (
+        tracer.averages.marked(),
         watched(tracer.root, written),
         plain_checkpoints(),
         mode,
@@ -153,6 +153,7 @@ def _recorded(
     ):
         module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
         torch.clear_autocast_cache()
+    tracer.averages.written(module.graph)
     return CapturedStep(
         module,
         names,
@@ -182,6 +183,7 @@ class _Tracer:
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._settings = settings
+        self.averages = CountedAverages(root)
         self._casts_once = torch.is_autocast_cache_enabled()
         self.begin()
 
@@ -197,7 +199,7 @@ class _Tracer:
         # Tracing has a parameter cast once for every use: gradients would be summed
         # behind the casts back, not before. It sets this back when it is over.
         torch.set_autocast_cache_enabled(self._casts_once)
-        with FunctionalTensorMode(), RefusedOperations(), StepFunctions():
+        with FunctionalTensorMode(), RefusedOperations(), StepFunctions(self.averages):
             mine = [to_fun(tensor) for tensor in flat]
             results = self._step(mine)
             for tensor in mine:

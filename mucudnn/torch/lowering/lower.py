@@ -30,7 +30,10 @@ from mucudnn.torch.lowering.statistics import (
     without_unread,
 )
 
-__all__ = ["lower"]
+__all__ = ["CHECKS", "lower"]
+
+CHECKS = frozenset({torch.ops.aten._linalg_check_errors.default})
+"""Operations without results that raise by values: they stay where they are."""
 
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 """Operations whose result is their operand."""
@@ -147,7 +150,9 @@ class _Lowering:
     def _operation(self, node: torch.fx.Node) -> None:
         value = node.meta.get("val")
         args, kwargs = self._resolved((node.args, dict(node.kwargs)))
-        if isinstance(value, torch.Tensor):
+        if node.target in CHECKS:
+            self._add(node, args, kwargs, [])
+        elif isinstance(value, torch.Tensor):
             self._add(node, args, kwargs, [(None, node.name, value)])
             self._values[node] = Value(node.name)
         elif isinstance(value, tuple | list):
@@ -221,6 +226,7 @@ class _Lowering:
             overwrites=overwrites,
             expensive=not view and packet in flop_registry,
             random=call.random,
+            recomputable=bool(names),
         )
         name = names[0] if names else node.name
         self._calls[name] = call
@@ -296,12 +302,13 @@ def _storage(tensor: torch.Tensor) -> int:
 def _needed(
     nodes: Sequence[Node], asked: Collection[str], calls: Mapping[str, Call]
 ) -> tuple[Node, ...]:
-    """Without nodes whose results nobody reads; random ones stay, they draw."""
+    """Without nodes whose results nobody reads; random ones and checks stay."""
     needed = set(asked)
     kept = []
     for node in reversed(nodes):
-        drawn = calls[node.name].random
-        if drawn or not needed.isdisjoint(node.outputs):
+        call = calls[node.name]
+        stays = call.random or call.function in CHECKS
+        if stays or not needed.isdisjoint(node.outputs):
             kept.append(node)
             needed.update(node.inputs)
     return tuple(reversed(kept))

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from mucudnn.torch.capture.ctc import padded_ctc
+
 __all__ = ["as_laid_out", "in_place_variant"]
 
 
@@ -39,6 +41,8 @@ def as_laid_out(
             return _drawn_into
         if first is not None and not first.is_contiguous():
             return _drawn_densely
+    if function is torch.ops.aten._ctc_loss.Tensor:
+        return padded_ctc
     if function in _REDUCED and result.numel() == 1:
         return _compact(function)
     return function  # type: ignore[no-any-return]

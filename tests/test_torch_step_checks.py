@@ -1,0 +1,88 @@
+"""Operations that raise by values, in planned steps; means that count their batches."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import mucudnn.torch as mt  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+]
+
+
+class Solving(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, matrix):
+        return torch.linalg.solve(matrix, self.linear(matrix)).sum()
+
+
+def test_a_singular_matrix_raises_as_in_eager_mode_and_changes_nothing():
+    model, singular = Solving(), torch.zeros(4, 4)
+    with pytest.raises(torch.linalg.LinAlgError) as eager:
+        model(singular)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, lambda loss: loss, optimizer, cache=None)
+    step(torch.eye(4))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(torch.linalg.LinAlgError) as planned:
+        step(singular)
+    assert str(planned.value) == str(eager.value)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert step(torch.eye(4)).isfinite()
+
+
+def test_compiled_models_solve_and_raise_too():
+    torch._dynamo.reset()
+    model = Solving()
+    backend = mt.backend(cache=None)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    matrix = torch.eye(4) + 0.1 * torch.rand(4, 4)
+    loss = compiled(matrix)
+    assert torch.equal(loss, model(matrix))
+    grads = [
+        torch.autograd.grad(m(matrix), [*m.parameters()]) for m in (compiled, model)
+    ]
+    assert all(map(torch.equal, *grads))
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        compiled(torch.zeros(4, 4))
+    assert len(backend.plans) == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_mean_of_all_batches_goes_on_from_step_to_step(accumulate):
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2)
+    planned = nn.Sequential(*layers)
+    eager = copy.deepcopy(planned)
+    ours, theirs = (
+        torch.optim.SGD(model.parameters(), 0.1) for model in (planned, eager)
+    )
+    step = mt.train_step(
+        planned, functional.mse_loss, ours, accumulate=accumulate, cache=None
+    )
+    for i in range(6):
+        x, y = torch.randn(8, 6), torch.randn(8, 2)
+        if i == 3:  # a mode of its own, which does not count
+            planned.eval(), eager.eval()
+        if i == 4:
+            planned.train(), eager.train()
+        theirs.zero_grad()
+        for a, b in zip(x.chunk(accumulate), y.chunk(accumulate), strict=True):
+            (functional.mse_loss(eager(a), b) / accumulate).backward()
+        theirs.step()
+        step(x, y)
+        for key, value in eager.state_dict().items():
+            assert torch.equal(value, planned.state_dict()[key]), key
+    assert int(planned[1].num_batches_tracked) == 5 * accumulate
+    assert planned[1].momentum is None
