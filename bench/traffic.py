@@ -3,12 +3,16 @@
 The cuda backend's own operations are called with arrays of the right shapes and no
 memory behind them, and every launch is noted with the bytes of the arrays it is given;
 what an update overwrites counts twice, but for a copy that it only writes.
-Convolutions count their operands once, whatever an algorithm moves inside; updates that
-follow one another are one launch, as an executor has them. Beside it
+Convolutions count their operands once; updates that follow one another are one launch,
+as an executor has them. Where steps are fused, convolutions take in a bias and a ReLU
+for which cuDNN 9.19 lists engines on an H200. What kernels for tensor cores move inside
+where channels come first, images turned to channels last and back, stands by itself: it
+is what a layout with channels last saves, and its own turning what it costs. Beside it
 stands the least that any implementation moves: operands of convolutions and matrix
 products once, and what the update reads and writes; everything else could be fused.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,10 +24,12 @@ from bench.table import render
 from mucudnn.backends.cuda.kernels import KERNELS
 from mucudnn.backends.cuda.kernels.program import KernelCall, KernelLaunch
 from mucudnn.ir.channels_last import operands_of
+from mucudnn.ir.conv import ConvProblem
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.models import get_model
+from mucudnn.passes.graph.layout import stored
 from mucudnn.passes.graph.narrow_copies import copies_of_parameters
 from mucudnn.runtime.training.training_graphs import training_graphs
 
@@ -123,12 +129,13 @@ def least_bytes(graph: Graph) -> int:
 
 def run() -> dict[str, Any]:
     """Count steps of every network in every precision. Ready for JSON."""
+    kinds = ((False, "NCHW"), (True, "NCHW"), (True, "NHWC"))
     return {
         "steps": [
-            _step(model, batch, precision, fuse)
+            _step(model, batch, precision, fuse, layout)
             for model, batch in BATCHES.items()
             for precision in PRECISIONS
-            for fuse in (False, True)
+            for fuse, layout in kinds
         ]
     }
 
@@ -139,12 +146,13 @@ def table(result: Mapping[str, Any]) -> str:
         "model",
         "precision",
         "fused",
+        "layout",
         "launches",
         "GB",
         "conv GB",
         "beside GB",
     )
-    header += ("least GB", "TFLOP", "most beside convolutions, GB")
+    header += ("turned inside GB", "least GB", "TFLOP", "most beside convolutions, GB")
     rows = []
     for step in result["steps"]:
         beside = Counter(
@@ -156,10 +164,12 @@ def table(result: Mapping[str, Any]) -> str:
                 f"{step['model']} N={step['batch']}",
                 step["precision"],
                 "yes" if step["fused"] else "no",
+                step["layout"],
                 step["launches"],
                 step["bytes"] / _GB,
                 step["conv_bytes"] / _GB,
                 (step["bytes"] - step["conv_bytes"]) / _GB,
+                step["turned_inside_bytes"] / _GB,
                 step["least_bytes"] / _GB,
                 step["flops"] / 1e12,
                 most,
@@ -168,7 +178,29 @@ def table(result: Mapping[str, Any]) -> str:
     return render(header, rows)
 
 
-def _step(model: str, batch: int, precision: str | None, fuse: bool) -> dict[str, Any]:
+class _Listed:
+    """Convolutions that do a bias and a ReLU: those that cuDNN 9.19 has engines for."""
+
+    def offers(self, problem: ConvProblem, bias: str) -> bool:
+        return bias == problem.dtype or problem.layout == "NHWC"
+
+    def bind(self, *operands: Any) -> None:
+        """Nothing is run."""
+
+
+def turned_inside(graph: Graph) -> int:
+    """Bytes that kernels for tensor cores move to turn images and back."""
+    problems = (node.attrs["problem"] for node in graph.nodes if node.op == "conv")
+    return sum(
+        2 * p.itemsize * (math.prod(p.x_shape) + math.prod(p.y_shape))
+        for p in problems
+        if p.layout == "NCHW"
+    )
+
+
+def _step(
+    model: str, batch: int, precision: str | None, fuse: bool, layout: str = "NCHW"
+) -> dict[str, Any]:
     graph = training_graphs(
         get_model(model)(batch),
         None,
@@ -178,6 +210,8 @@ def _step(model: str, batch: int, precision: str | None, fuse: bool) -> dict[str
         precision=precision,
         loss_scale=None,
         fuse=fuse,
+        epilogues=_Listed(),
+        layout=lambda graph, trains: stored(graph, layout),
     ).steps[0]
     found = traffic_of(graph)
     return {
@@ -185,9 +219,11 @@ def _step(model: str, batch: int, precision: str | None, fuse: bool) -> dict[str
         "batch": batch,
         "precision": precision or "float32",
         "fused": fuse,
+        "layout": layout,
         "launches": sum(t.launches for t in found.values()),
         "bytes": sum(t.nbytes for t in found.values()),
         "conv_bytes": found["conv"].nbytes,
+        "turned_inside_bytes": turned_inside(graph),
         "least_bytes": least_bytes(graph),
         "flops": sum(t.flops for t in found.values()),
         "operations": {

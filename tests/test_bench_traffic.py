@@ -20,3 +20,24 @@ def test_what_is_fused_moves_less_in_fewer_launches():
     apart, fused = (_step("resnet50", 32, None, fuse) for fuse in (False, True))
     assert fused["launches"] < apart["launches"]
     assert fused["least_bytes"] < fused["bytes"] < apart["bytes"]
+
+
+def test_channels_last_turns_little_and_saves_what_is_turned_inside():
+    first, last = (
+        _step("resnet50", 256, "float16", True, layout) for layout in ("NCHW", "NHWC")
+    )
+    turned = sum(
+        found["bytes"] for op, found in last["operations"].items() if "channels" in op
+    )
+    assert last["turned_inside_bytes"] == 0
+    assert 0 < turned < first["turned_inside_bytes"] / 20
+    assert last["bytes"] < 1.05 * first["bytes"]
+
+
+def test_a_bias_and_a_relu_within_convolutions_are_not_moved():
+    first, last = (
+        _step("vgg16", 128, "float16", True, layout) for layout in ("NCHW", "NHWC")
+    )
+    assert first["operations"]["bias_relu"]["launches"] == 15
+    assert last["operations"]["bias_relu"]["launches"] == 2  # of the linear layers
+    assert last["bytes"] < 0.9 * first["bytes"]
