@@ -1,7 +1,6 @@
 """`mucudnn fleet`: how a mini-batch is shared out among unequal devices."""
 
 import re
-import sys
 from typing import Any
 
 import click
@@ -20,7 +19,7 @@ from mucudnn.cli.options import (
     report_option,
     section,
 )
-from mucudnn.cli.output import emit, refuse_same, save, write_file
+from mucudnn.cli.output import publish, refuse_same
 from mucudnn.cli.own_code import import_option, network
 from mucudnn.cli.train_options import image_option, model_argument, optimizer_option
 from mucudnn.errors import PlanningError
@@ -104,18 +103,15 @@ def _names(text: str | tuple[str, ...]) -> tuple[str, ...]:
 )
 @section("Output", json_option, report_option)
 @click.pass_context
-def fleet(
-    ctx: click.Context, /, model: str | None, json_file: str | None, **settings: Any
-) -> None:
+def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
     """Share out a mini-batch among unequal devices, and forecast what that brings."""
     if not settings["devices"]:
         raise click.UsageError("name the devices: --devices k80,p100")
     if model is None:
         raise click.UsageError("name a network, such as resnet18")
-    refuse_same({"--json": json_file, "--report": settings["report_file"]})
+    refuse_same({"--json": settings["json_file"], "--report": settings["report_file"]})
     from mucudnn.cli.progress import progress_display
     from mucudnn.report.fleet_text import fleet_tables
-    from mucudnn.report.text import write_tables
     from mucudnn.studies.fleet import Link, study_fleet
     from mucudnn.studies.memory_findings import StepSpec
 
@@ -144,13 +140,9 @@ def fleet(
         click.echo(f"mucudnn: error: {e}", err=True)
         ctx.exit(ExitCode.NOTHING_FITS)
 
-    def write_report() -> None:
-        if settings["report_file"] is not None:
-            from mucudnn.report.fleet_html import fleet_report
+    def page() -> str:
+        from mucudnn.report.fleet_html import fleet_report
 
-            write_file(settings["report_file"], fleet_report(found))
+        return fleet_report(found)
 
-    def show_tables() -> None:
-        write_tables(fleet_tables(found), sys.stdout)
-
-    save(lambda: emit(json_file, found.to_json(), show_tables), write_report)
+    publish(settings, found.to_json(), lambda: fleet_tables(found), page)

@@ -19,6 +19,7 @@ from mucudnn.runtime.interrupts import deferred_interrupt
 
 if TYPE_CHECKING:
     from mucudnn.ir.conv import PerfTable
+    from mucudnn.report.text import Table
     from mucudnn.runtime.tuning.tuner import Tuner
     from mucudnn.suites import Layer
 
@@ -27,6 +28,7 @@ __all__ = [
     "Record",
     "emit",
     "output_file",
+    "publish",
     "recording",
     "recording_file",
     "refuse_same",
@@ -144,6 +146,34 @@ def emit(json_file: str | None, data: Any, show: Callable[[], None]) -> None:
             write_file(json_file, text + "\n")
 
     save(show_all, write)
+
+
+def publish(
+    files: Mapping[str, Any],
+    data: Any,
+    tables: Callable[[], Sequence["Table"]],
+    page: Callable[[], str],
+) -> None:
+    """Show a result as tables, write it as JSON and as a page.
+
+    Args:
+        files: `json_file` and `report_file`, each None where it is not wanted.
+        data: Ready for JSON.
+        tables: What people are shown.
+        page: The report.
+    """
+    from mucudnn.report.text import write_tables
+
+    json_file, report_file = files["json_file"], files["report_file"]
+
+    def write_report() -> None:
+        if report_file is not None:
+            write_file(report_file, page())
+
+    save(
+        lambda: emit(json_file, data, lambda: write_tables(tables(), sys.stdout)),
+        write_report,
+    )
 
 
 def save(*writers: Callable[[], None]) -> None:

@@ -1,13 +1,12 @@
 """`mucudnn tune --plan-only`: what a library offers, with nothing measured."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mucudnn.cli.app import BadInputError, ExitCode
-from mucudnn.cli.output import emit, save, write_file
+from mucudnn.cli.output import publish
 from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
@@ -68,18 +67,12 @@ def take_survey(
         except SurveyInterrupted as e:
             found, interrupted = e.survey, True
     from mucudnn.report.algorithm_survey import survey_tables
-    from mucudnn.report.text import write_tables
 
-    def show_tables() -> None:
-        write_tables(survey_tables(found), sys.stdout)
+    def page() -> str:
+        from mucudnn.report.survey_html import survey_report
 
-    def write_report() -> None:
-        if settings["report_file"] is not None:
-            from mucudnn.report.survey_html import survey_report
+        return survey_report(found, title)
 
-            write_file(settings["report_file"], survey_report(found, title))
-
-    file = settings["json_file"]
-    save(lambda: emit(file, found.to_json(), show_tables), write_report)
+    publish(settings, found.to_json(), lambda: survey_tables(found), page)
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)

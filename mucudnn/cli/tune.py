@@ -1,6 +1,5 @@
 """`mucudnn tune`: planned against undivided, for a suite, a file or a problem."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +25,10 @@ from mucudnn.cli.options import (
 from mucudnn.cli.output import (
     Record,
     emit,
+    publish,
     recording,
     recording_file,
     refuse_same,
-    save,
-    write_file,
 )
 from mucudnn.cli.own_code import import_option
 from mucudnn.cli.plan_only import refuse_measuring, take_survey
@@ -234,21 +232,17 @@ def _workers(number: int | None) -> Iterator[dict[str, Any]]:
 def _show(comparison: "Comparison", settings: Mapping[str, Any], title: str) -> None:
     """Print the tables; write the JSON and the report where asked for."""
     from mucudnn.report.deepbench import deepbench_tables
-    from mucudnn.report.text import comparison_tables, write_tables
+    from mucudnn.report.text import comparison_tables
 
-    def show() -> None:
-        deepbench = settings["style"] == "deepbench"
-        tables = deepbench_tables if deepbench else comparison_tables
-        write_tables(tables(comparison), sys.stdout)
+    deepbench = settings["style"] == "deepbench"
+    tables = deepbench_tables if deepbench else comparison_tables
 
-    def write_report() -> None:
-        if settings["report_file"] is not None:
-            from mucudnn.report.html import html_report
+    def page() -> str:
+        from mucudnn.report.html import html_report
 
-            write_file(settings["report_file"], html_report(comparison, title))
+        return html_report(comparison, title)
 
-    file = settings["json_file"]
-    save(lambda: emit(file, comparison.to_json(), show), write_report)
+    publish(settings, comparison.to_json(), lambda: tables(comparison), page)
 
 
 def _list_suites(json_file: str | None) -> None:
