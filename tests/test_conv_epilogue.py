@@ -17,11 +17,15 @@ from mucudnn.backends.cuda.conv.operation import operation_graph
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
+from mucudnn.ir.graph import Role
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32
+from mucudnn.ir.optimizers import Momentum
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fused
+from mucudnn.passes.graph.mixed_precision import lowered
 from mucudnn.passes.graph.split import split_batch
 from mucudnn.runtime.training.trainer import Trainer
+from mucudnn.runtime.training.training_graphs import step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.cuda_emulator import COMPILER
 from tests.cuda_fake import FakeArray, fake_backend
@@ -72,6 +76,21 @@ def test_what_a_convolution_takes_in():
     assert kinds["bias_relu", 2] == 1  # of the transposed one
     assert fused(graph, lambda problem, bias: False).nodes == fused(graph).nodes
     assert ("conv", 3) not in {(n.op, len(n.inputs)) for n in fused(graph).nodes}
+
+
+def test_a_bias_is_cast_only_where_nothing_takes_it_as_it_is():
+    """And its gradient is what the update reads: both as those of the filter."""
+    graph = lowered(network(4), "float16")
+    for kinds in (["float16"], ["float32"], ["float16", "float32"]):
+        made = fused(graph, lambda problem, bias, kinds=kinds: bias in kinds)
+        taken = [n for n in made.nodes if n.op == "conv" and len(n.inputs) == 3]
+        assert len(taken) == 2
+        expected = "float32" if "float32" in kinds else "float16"
+        assert {made.tensors[n.inputs[2]].dtype for n in taken} == {expected}
+    made = fused(graph, lambda problem, bias: bias == "float16")
+    (step,) = step_graphs(made, Momentum(), keep_copies=lambda step: True)
+    assert step.tensors["conv/bias:float16"].role is Role.STATE
+    assert step.tensors[step.gradients["conv/bias"]].dtype == "float16"
 
 
 def test_a_result_that_others_read_stays():
@@ -231,7 +250,7 @@ def test_engines_that_cannot_be_had_are_passed_over(library):
         ({}, 1e-5, False),  # a plan without workspace: no engine has so little in TF32
         ({"numerics": "strict"}, 1e-5, True),
         ({"numerics": "strict", "layout": "NHWC"}, 1e-5, True),
-        ({"precision": "float16"}, 5e-3, False),
+        ({"precision": "float16"}, 5e-3, True),
         ({"precision": "float16", "layout": "NHWC"}, 5e-3, True),
         ({"numerics": "strict", "split": 2}, 1e-5, True),
     ],

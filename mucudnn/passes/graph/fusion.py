@@ -16,6 +16,7 @@ from types import MappingProxyType
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.operations import EPILOGUE, FUSIONS, make_node
+from mucudnn.ir.tensor import TensorSpec
 
 __all__ = ["Offers", "fused"]
 
@@ -42,29 +43,47 @@ def fused(graph: Graph, offers: Offers | None = None) -> Graph:
 
 
 def _with_epilogues(graph: Graph, offers: Offers) -> Graph:
-    """Convolutions that do what bias and ReLU behind them did."""
-    within: dict[str, Node] = {}  # what a convolution does as well -> the convolution
+    """Convolutions that do what bias and ReLU behind them did.
+
+    A bias that no kernel takes as it is may be cast to what the convolution computes
+    in, as its filter is.
+    """
+    within: dict[str, tuple[Node, str]] = {}  # node -> what does it, type of the bias
     for node in graph.nodes:
         before = _only_for(graph, node.inputs[0], node) if node.inputs else None
         if before is None or (before.op, node.op) != EPILOGUE:
             continue
-        problem, (_, b) = before.attrs["problem"], node.inputs
-        forward = problem.direction is Direction.FORWARD
-        if forward and offers(problem, graph.tensors[b].dtype):
-            within[node.name] = before
-    gone = {before.name for before in within.values()}
-    tensors = dict(graph.tensors)
-    nodes = []
+        problem, own = before.attrs["problem"], graph.tensors[node.inputs[1]].dtype
+        if problem.direction is Direction.FORWARD:
+            kinds = (k for k in (own, problem.dtype) if offers(problem, k))
+            if (kind := next(kinds, None)) is not None:
+                within[node.name] = before, kind
+    gone = {before.name for before, _ in within.values()}
+    tensors, nodes = dict(graph.tensors), list[Node]()
     for node in graph.nodes:
         if node.name in gone:
             del tensors[node.outputs[0]]
-            continue
-        if (conv := within.get(node.name)) is not None:
-            inputs = *conv.inputs, node.inputs[1]
-            made = conv.name, conv.op, inputs, node.outputs, conv.attrs, conv.phase
-            node = make_node(graph.tensors, *made)
-        nodes.append(node)
+        elif node.name in within:
+            nodes += _taken_in(tensors, *within[node.name], node)
+        else:
+            nodes.append(node)
     return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
+
+
+def _taken_in(
+    tensors: dict[str, TensorSpec], conv: Node, kind: str, behind: Node
+) -> Iterator[Node]:
+    """A convolution with what was behind it, and a cast of the bias before it."""
+    bias = behind.inputs[1]
+    if tensors[bias].dtype != kind:
+        name, spec = f"{bias}:{kind}", tensors[bias]
+        if name not in tensors:
+            tensors[name] = TensorSpec(name, spec.shape, kind)
+            yield make_node(tensors, f"{name}:cast", "cast", (bias,), (name,))
+        bias = name
+    inputs = *conv.inputs, bias
+    made = conv.name, conv.op, inputs, behind.outputs, conv.attrs, conv.phase
+    yield make_node(tensors, *made)
 
 
 def _chained(graph: Graph) -> Graph:
