@@ -4,9 +4,9 @@ Forward, backward and momentum update of the same layers, batch 16. The two take
 with a pause before each so that the other's threads have gone to sleep. Convolutions
 are planned under 64 MiB before anything is timed. Where OpenBLAS is pinned to kernels
 narrower than the processor by `OPENBLAS_CORETYPE`, which PyTorch does not obey, the
-variable is removed. Beside the ratio of medians stands that of the fastest steps, which
-other work on the machine disturbs less; a load far above the threads means that there
-was some.
+variable is removed. Beside the ratio of medians stand that of the fastest steps and of
+the processor's time, which other work on the machine disturbs less; a load far above
+the threads means that there was some.
 """
 
 import json
@@ -50,7 +50,7 @@ def table(result: dict[str, Any]) -> str:
     """Medians in ms, and where our time goes."""
     header = (
         *("network", "image", "ours ms", "torch ms", "ratio", "of the fastest"),
-        *("overhead %", "load"),
+        *("of CPU time", "overhead %", "load"),
     )
     rows = [
         (
@@ -60,6 +60,7 @@ def table(result: dict[str, Any]) -> str:
             row["torch_ms"],
             row["ratio"],
             row["best_ratio"],
+            row["cpu_ratio"],
             row["overhead_percent"],
             row["load"],
         )
@@ -131,13 +132,16 @@ def _one(name: str, image: int) -> dict[str, Any]:
         "torch": step(name, images, labels),
     }
     samples: dict[str, list[float]] = {rival: [] for rival in rivals}
+    busy: dict[str, list[float]] = {rival: [] for rival in rivals}
     for turn in range(_ROUNDS + 1):
         for rival, fn in rivals.items():
             time.sleep(_PAUSE_S)
-            ms = _time(fn)
+            ms, cpu_ms = _time(fn)
             if turn:
                 samples[rival].append(ms)
+                busy[rival].append(cpu_ms)
     medians = {rival: statistics.median(times) for rival, times in samples.items()}
+    cpus = {rival: statistics.median(times) for rival, times in busy.items()}
     nodes, whole_ms = trainer.profile(images, labels)
     kernels_ms = sum(nodes.values())
     return {
@@ -148,6 +152,8 @@ def _one(name: str, image: int) -> dict[str, Any]:
         "torch_ms": medians["torch"],
         "ratio": medians["ours"] / medians["torch"],
         "best_ratio": min(samples["ours"]) / min(samples["torch"]),
+        "cpu_ms": cpus,
+        "cpu_ratio": cpus["ours"] / cpus["torch"],
         "load": os.getloadavg()[0],
         "spread_ms": {rival: (min(s), max(s)) for rival, s in samples.items()},
         "peak_bytes": trainer.peak_bytes,
@@ -173,10 +179,11 @@ def _by_operation(graph: Any, nodes: dict[str, float]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["ms"])
 
 
-def _time(fn: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def _time(fn: Callable[[], object]) -> tuple[float, float]:
+    """Its ms, and those of the processor in all threads."""
+    start, begun = time.perf_counter(), time.process_time()
     fn()
-    return (time.perf_counter() - start) * 1e3
+    return (time.perf_counter() - start) * 1e3, (time.process_time() - begun) * 1e3
 
 
 if __name__ == "__main__":

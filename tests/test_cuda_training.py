@@ -209,6 +209,24 @@ def test_training_on_a_gpu_agrees_with_the_cpus(precision, apart, cuda):
     assert np.abs(found - expected).max() < max(apart, 5e-3)  # TF32
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.7, 1.5])
+@pytest.mark.parametrize("precision", [None, "float16"])
+def test_training_within_a_budget_on_a_gpu_agrees(precision, share, cuda):
+    """Losses are read when all steps are launched, state before them."""
+    expected, free = losses(cuda, precision=precision)
+    images, labels = examples(8 * STEPS)
+    budget = MemoryBudget(nbytes=int(free.peak_bytes * share), convolutions="fixed")
+    made = trainer(8, backend=cuda, evaluate=False, precision=precision, budget=budget)
+    rows = [slice(8 * i, 8 * i + 8) for i in range(STEPS)]
+    results = [made.step(images[r], labels[r]) for r in rows]
+    saved, apart = made.state.save(), 5e-3 if precision is None else 2e-2
+    assert np.abs([r.loss for r in results] - expected).max() < apart
+    for name, value in free.state.save().items():
+        if value.dtype.kind == "f":
+            assert np.abs(saved[name] - value).max() < 10 * apart, name
+
+
 def test_a_source_may_be_changed_once_it_was_uploaded(folder, monkeypatch):
     """CuPy launches the copy of a pinned array and returns."""
     cupy, gpu = stand_in(monkeypatch, folder)
