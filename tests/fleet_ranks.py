@@ -53,9 +53,8 @@ def ranks(scenario, size, folder):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def residual_net():
-    """As ResNet-18 is built: blocks with shortcuts, batch norm after convolutions."""
-    from torch import nn
+def block_of(nn):
+    """Two convolutions and a shortcut, batch norm after each convolution."""
 
     class Block(nn.Module):
         def __init__(self, inputs, outputs, stride):
@@ -75,10 +74,34 @@ def residual_net():
             y = self.bn(self.b(self.an(self.a(x)).relu()))
             return (y + self.down(x)).relu()
 
+    return Block
+
+
+def residual_net():
+    """As ResNet-18 is built."""
+    from torch import nn
+
+    Block = block_of(nn)
     return nn.Sequential(
         *(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
         *(Block(4, 4, 1), Block(4, 8, 2), Block(8, 8, 1)),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
+    )
+
+
+def resnet18():
+    """The network itself, for 5 classes."""
+    from torch import nn
+
+    Block = block_of(nn)
+    inputs, blocks = 64, []
+    for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        blocks += [Block(inputs, outputs, stride), Block(outputs, outputs, 1)]
+        inputs = outputs
+    return nn.Sequential(
+        *(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
+        *(nn.MaxPool2d(3, 2, 1), *blocks),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 5)),
     )
 
 
@@ -117,7 +140,12 @@ def plain_net():
     )
 
 
-NETWORKS = {"residual": residual_net, "unet": u_net, "plain": plain_net}
+NETWORKS = {
+    "plain": plain_net,
+    "residual": residual_net,
+    "resnet18": resnet18,
+    "unet": u_net,
+}
 
 
 def problem(network):
@@ -127,7 +155,8 @@ def problem(network):
 
     torch.manual_seed(0)
     model = NETWORKS[network]().double()
-    x = torch.randn(SAMPLES, 3, 8, 8, dtype=torch.float64)
+    side = 32 if network == "resnet18" else 8
+    x = torch.randn(SAMPLES, 3, side, side, dtype=torch.float64)
     shape = (SAMPLES, 8, 8) if network == "unet" else (SAMPLES,)
     data = TensorDataset(x, torch.randint(0, 5, shape))
     order = RandomSampler(data, generator=torch.Generator().manual_seed(1))
@@ -165,18 +194,41 @@ def a_table(rank):
     return StepTable(f"rank {rank}", points)
 
 
-def trained(network, rank, *, passes=False, **settings):
+def slowed(network, rank):
+    """A training whose last rank takes three times as long, as all ranks measure.
+
+    What a sample takes is slept, so that it is more than what else a machine does.
+    """
+    import time
+
+    import torch.distributed as dist
+
+    each = 0.12 if rank == dist.get_world_size() - 1 else 0.04
+
+    def sleep(module, inputs):
+        if module.training:
+            time.sleep(each * len(inputs[0]))
+
+    return trained(network, rank, table=None, before=sleep)
+
+
+def trained(network, rank, *, passes=False, before=None, **settings):
     """Two epochs as a user would write them; how far that is from one device."""
     import torch
     from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader
 
     import mucudnn.torch as mt
+    from mucudnn.passes.fleet import equal_shares
 
     reduction = settings.get("reduction", "mean")
     model, data, batches = problem(network)
     asked = {"table": a_table(rank), "batch": BATCH, **settings}
-    with mt.distribute(model, **asked) as work:
+    measures = ()
+    if before is not None:
+        model.register_forward_pre_hook(before)
+        measures = cross_entropy, data[:5]
+    with mt.distribute(model, *measures, **asked) as work:
         optimizer = torch.optim.SGD(
             work.model.parameters(), RATES[reduction], momentum=0.9
         )
@@ -200,6 +252,8 @@ def trained(network, rank, *, passes=False, **settings):
         "seen": seen,
         "plan": work.plan.samples,
         "passes": [share.passes for share in work.plan.shares],
+        "idle_ms": work.plan.idle_ms,
+        "idle_equal_ms": equal_shares(work.fleet, BATCH).idle_ms,
     }
 
 
@@ -354,6 +408,10 @@ SCENARIOS = {
     "drifting": lambda rank, folder: drifting(rank),
     "killed": lambda rank, folder: dying(rank, folder, die_at=4),
     "resumed": dying,
+    "slowed": lambda rank, folder: [
+        slowed(name, rank) for name in ("residual", "unet")
+    ],
+    "slowed-resnet18": lambda rank, folder: [slowed("resnet18", rank)],
 }
 
 

@@ -110,9 +110,10 @@ def test_parts_of_a_batch_and_a_dynamic_scale_are_those_of_one_process(tmp_path)
 
 
 def test_budgets_that_ranks_cannot_keep_are_refused(tmp_path):
-    done = run(tmp_path, "--budget", "1MiB,1MiB", work=DIGITS)
-    assert done.returncode != 0
-    assert "several sizes of --budget are for several processes" in done.stderr
+    for words in (("--budget", "1MiB,1MiB"), ("--shares", "9,3")):
+        done = run(tmp_path, *words, work=DIGITS)
+        assert done.returncode != 0
+        assert f"{words[0]} with a value for each process is for several" in done.stderr
     done = run(tmp_path, "--budget", "1MiB,1MiB,1MiB", ranks=2, work=DIGITS)
     assert "--budget has 3 sizes for 2 processes" in done.stderr
     done = run(tmp_path, "--budget", "1KiB", ranks=2, work=DIGITS)

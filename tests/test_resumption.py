@@ -16,7 +16,8 @@ from mucudnn.cli import main
 from mucudnn.errors import CheckpointError
 from mucudnn.runtime.training.checkpoint import Checkpoints
 from mucudnn.runtime.training.history import read_resumption
-from mucudnn.runtime.training.loop import fit, plans_of
+from mucudnn.runtime.training.loop import fit
+from mucudnn.runtime.training.resumption import plans_of
 from mucudnn.runtime.training.tensor_file import (
     read_arrays,
     read_header,

@@ -117,6 +117,20 @@ def test_three_ranks_make_the_losses_of_one(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("scenario", "size"), [("slowed", 4), ("slowed-resnet18", 2)])
+def test_tables_that_ranks_measure_share_out_batches(scenario, size, tmp_path):
+    """The last rank sleeps three times as long as the others for every sample."""
+    for found in zip(*ranks(scenario, size, tmp_path), strict=True):
+        for each in found:
+            *quick, tardy = each["plan"]
+            assert sum(each["plan"]) == BATCH
+            assert 1 <= tardy < min(quick)
+            before, after = each["idle_equal_ms"], each["idle_ms"]
+            assert sum(after[:-1]) <= 0.2 * sum(before[:-1])
+            assert each["losses"] < CLOSE
+            assert each["state"] < CLOSE
+
+
 def test_shares_follow_a_rank_that_gets_slower_and_recovers(tmp_path):
     first, second = ranks("drifting", 2, tmp_path)
     assert first == second

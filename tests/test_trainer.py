@@ -15,8 +15,9 @@ from mucudnn.models import get_model
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoint import Checkpoints
-from mucudnn.runtime.training.loop import fit, plans_of
+from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.placed_steps import place_steps
+from mucudnn.runtime.training.resumption import plans_of
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.training.training_graphs import step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner

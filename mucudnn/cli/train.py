@@ -257,7 +257,7 @@ class _Training:
         return checkpoints, None
 
     def _made(self, shown: "TrainingWords") -> "Trainer":
-        from mucudnn.runtime.training.loop import plans_of
+        from mucudnn.runtime.training.resumption import plans_of
         from mucudnn.runtime.training.trainer import Trainer
 
         settings, work = self._settings, self._work

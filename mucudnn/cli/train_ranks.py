@@ -198,14 +198,18 @@ def group_of(settings: Mapping[str, Any]) -> Group | None:
     """The processes that `mpiexec` started; None if this one is alone.
 
     Raises:
-        BadInputError: This one is alone, and has several budgets.
+        BadInputError: This one is alone, and is told what each of several does.
         BackendUnavailableError: mpi4py or an MPI library is missing.
     """
     from mucudnn.runtime.environment import launched_processes
 
     if launched_processes() < 2:
-        if isinstance(settings["budget"], tuple):
-            raise BadInputError("several sizes of --budget are for several processes")
+        for name in ("budget", "shares"):
+            if isinstance(settings[name], tuple):
+                raise BadInputError(
+                    f"--{name} with a value for each process is for several, and this "
+                    "one is alone; start them with mpiexec -n N mucudnn train …"
+                )
         return None
     from mucudnn.runtime.distributed.mpi import MpiCollectives
 

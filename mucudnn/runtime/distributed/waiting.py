@@ -7,9 +7,35 @@ from typing import Any, NoReturn, TypeVar
 
 from mucudnn.runtime.distributed.collectives import Collectives, Pending
 
-__all__ = ["TimedCollectives"]
+__all__ = ["Stopwatch", "TimedCollectives"]
 
 T = TypeVar("T")
+
+
+class Stopwatch:
+    """Adds up what is spent within it.
+
+    Args:
+        now: A clock in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._spent = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around what counts."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._spent += self._now() - began
+
+    def read_ms(self) -> float:
+        """What was spent since this was asked last."""
+        spent, self._spent = self._spent, 0.0
+        return 1e3 * spent
 
 
 class TimedCollectives:
@@ -27,56 +53,46 @@ class TimedCollectives:
         self, upstream: Collectives, now: Callable[[], float] = time.perf_counter
     ) -> None:
         self._upstream = upstream
-        self._now = now
-        self._waited = 0.0
+        self._waited = Stopwatch(now)
         self.rank: int = upstream.rank
         self.size: int = upstream.size
 
     def waited_ms(self) -> float:
         """Since this was asked last."""
-        waited, self._waited = self._waited, 0.0
-        return 1e3 * waited
+        return self._waited.read_ms()
 
     def all_reduce(self, array: Any) -> Pending:
         """Begin to sum arrays of one shape, in place."""
-        with self._timed():
-            return _Timed(self._upstream.all_reduce(array), self._timed)
+        with self._waited.running():
+            return _Timed(self._upstream.all_reduce(array), self._waited)
 
     def broadcast(self, array: Any, root: int = 0) -> None:
         """Everybody's array becomes that of one process."""
-        with self._timed():
+        with self._waited.running():
             self._upstream.broadcast(array, root)
 
     def all_gather(self, value: T) -> list[T]:
         """What each process says."""
-        with self._timed():
+        with self._waited.running():
             return self._upstream.all_gather(value)
 
     def barrier(self) -> None:
         """Return when all are here."""
-        with self._timed():
+        with self._waited.running():
             self._upstream.barrier()
 
     def abort(self, message: str) -> NoReturn:
         """End all of them."""
         self._upstream.abort(message)
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        began = self._now()
-        try:
-            yield
-        finally:
-            self._waited += self._now() - began
-
 
 class _Timed:
     """A collective that was begun."""
 
-    def __init__(self, pending: Pending, timed: Callable[[], Any]) -> None:
+    def __init__(self, pending: Pending, waited: Stopwatch) -> None:
         self._pending = pending
-        self._timed = timed
+        self._waited = waited
 
     def wait(self) -> None:
-        with self._timed():
+        with self._waited.running():
             self._pending.wait()

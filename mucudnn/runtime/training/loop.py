@@ -8,21 +8,14 @@ the sums of the epoch so far.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
-from mucudnn.arguments import a_function, an_integer, of_type
-from mucudnn.backends.base import Backend, Event
+from mucudnn.backends.base import Event
 from mucudnn.codecs.values import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.runtime.interrupts import deferred_interrupt
 from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
-from mucudnn.runtime.training.convolution_plans import Plans
-from mucudnn.runtime.training.evaluation import (
-    Epochs,
-    Evaluation,
-    check_batches,
-    image_and_label,
-)
+from mucudnn.runtime.training.evaluation import Evaluation, image_and_label
 from mucudnn.runtime.training.history import EpochReport, Position, read_resumption
 from mucudnn.runtime.training.log import (
     OnEntry,
@@ -30,6 +23,7 @@ from mucudnn.runtime.training.log import (
     evaluation_entry,
     step_entry,
 )
+from mucudnn.runtime.training.loop_arguments import Batches, check_arguments
 from mucudnn.runtime.training.step_result import StepResult
 from mucudnn.runtime.training.trainer import Trainer
 
@@ -41,16 +35,7 @@ __all__ = [
     "OnStep",
     "Position",
     "fit",
-    "plans_of",
 ]
-
-
-class Batches(Epochs, Protocol):
-    """Epochs of labelled images that have a length, such as a `mucudnn.data.Loader`."""
-
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-        ...
 
 
 OnStep = Callable[[Position, EpochReport | None], None]
@@ -109,27 +94,21 @@ def fit(
         CheckpointError: A checkpoint cannot be written, or gone on from.
         KeyboardInterrupt: Ctrl-C, once a checkpoint is written.
     """
-    of_type("trainer", trainer, Trainer, "a Trainer")
-    counts = {
-        "epochs": epochs,
-        "max_steps": max_steps,
-        "checkpoint_every": checkpoint_every,
-        "eval_every": eval_every,
-    }
-    _check(batches, test, counts)
-    for name, value, kind, wanted in (
-        ("words", words, Mapping, "a mapping from names to settings"),
-        ("checkpoints", checkpoints, Checkpoints, "Checkpoints(folder)"),
-        ("resume", resume, Checkpoint, "a Checkpoint, as Checkpoints.load has"),
-    ):
-        if value is not None:
-            of_type(name, value, kind, wanted)
-    if progress is not None:
-        a_function("progress", progress, "a function of (position, report)")
-    if log is not None:
-        a_function("log", log, "a function of a LogEntry, such as a LogFile")
-    if between is not None:
-        a_function("between", between, "a function of nothing")
+    check_arguments(
+        trainer,
+        batches,
+        test,
+        {
+            "epochs": epochs,
+            "max_steps": max_steps,
+            "checkpoint_every": checkpoint_every,
+            "eval_every": eval_every,
+        },
+        words=words,
+        checkpoints=checkpoints,
+        resume=resume,
+        functions={"progress": progress, "log": log, "between": between},
+    )
     run = _Run(
         trainer,
         checkpoints,
@@ -160,45 +139,6 @@ def fit(
             if between is not None and going_on and (other := between()) is not None:
                 batches, test = run.hand_over(other)
     return tuple(run.reports)
-
-
-def _check(
-    batches: Batches, test: Batches | None, counts: Mapping[str, int | None]
-) -> None:
-    check_batches("batches", batches)
-    if test is not None:
-        check_batches("test", test)
-    for name, count in counts.items():
-        if count is not None or name == "epochs":
-            an_integer(name, count, least=1)
-    if counts["eval_every"] is not None and test is None:
-        raise ValueError("eval_every needs test: images to evaluate on")
-    if len(batches) == 0:
-        raise ValueError("there is no batch to train on")
-
-
-def plans_of(checkpoint: Checkpoint, backend: Backend) -> Plans:
-    """The convolution plans that a checkpoint's training ran with.
-
-    With the same plans it goes on to the same bits; on another device none are known.
-
-    Raises:
-        CheckpointError: It does not make sense, or the device has no such algorithms.
-    """
-    found = read_resumption(checkpoint)
-    if found.device != backend.device.fingerprint:
-        return {}
-    for i, plan in enumerate(found.plans):
-        for step in plan.steps:
-            micro = plan.problem.with_batch(step.batch)
-            known = [name for name, _ in backend.conv.algorithms(micro)]
-            if step.algo not in known:
-                raise CheckpointError(
-                    f"the checkpoint of step {checkpoint.step} cannot be gone on from: "
-                    f"plans[{i}]: {backend.device.fingerprint} has no algorithm "
-                    f"{step.algo!r} for {micro}; it has {', '.join(known) or 'none'}"
-                )
-    return {plan.problem: plan for plan in found.plans}
 
 
 class _Run:

@@ -23,9 +23,7 @@ from mucudnn.passes.graph.tape import LOSS_SCALE
 from mucudnn.passes.ordering import Order
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.distributed.collectives import Collectives
-from mucudnn.runtime.executor.arenas import shared_bytes
-from mucudnn.runtime.executor.tier_choice import OpenTiers
-from mucudnn.runtime.training.beside_budget import keeps_copies, transit_of
+from mucudnn.runtime.training.beside_budget import keeps_copies
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.convolution_plans import Plans, fixed_plans
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
@@ -35,11 +33,12 @@ from mucudnn.runtime.training.placed_steps import place_steps
 from mucudnn.runtime.training.profiler import OnNode
 from mucudnn.runtime.training.ranks import PER_RANK, Ranks, check_together
 from mucudnn.runtime.training.splitting import Divider
+from mucudnn.runtime.training.step_memory import taken
 from mucudnn.runtime.training.step_result import StepResult
 from mucudnn.runtime.training.step_times import StepTimes
-from mucudnn.runtime.training.stepping import SharedArena, Stepper
+from mucudnn.runtime.training.stepping import Stepper
 from mucudnn.runtime.training.trainer_arguments import check_arguments
-from mucudnn.runtime.training.training_graphs import input_bytes, training_graphs
+from mucudnn.runtime.training.training_graphs import training_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["StepResult", "Trainer"]
@@ -192,25 +191,18 @@ class Trainer:
                 progress=progress,
                 placement=placement,
             )
-        device, decided = self.backend.device, placed[last]
-        self.placed = None if budget is None else decided
-        tiers = OpenTiers(device, budget.tiers if budget else (), placed)
-        hosted, there = decided.schedule.hosted, tiers.of(decided)
-        self._state = StateStore(
-            device, *graphs.steps, seed=seed, hosted=hosted, tiers=there
-        )
+        self.placed = None if budget is None else placed[last]
+        how = seed, replay, self._ranks.around
+        memory = taken(self.backend, graphs, placed, budget, *how)
+        self._state, self._arena = memory.state, memory.arena
+        self.peak_bytes = memory.nbytes
         self._weights = graphs.weights
-        held = shared_bytes([p.layout for p in placed]) + self._state.nbytes
-        transit, staged = transit_of(self.backend, budget, held, input_bytes(graphs))
-        how = tiers, replay, self._ranks.around, transit
-        self._arena = SharedArena(self.backend, placed, self._state, *how)
-        self.peak_bytes = held + staged
         self._stepper = Stepper(graphs, self._arena)
         tested, take = graphs.evaluation, partial(self._arena.take, -1)
         self._evaluator = None if tested is None else Evaluator(tested, take)
         self.batch = self._stepper.batch
         self.steps = 0
-        self._times = StepTimes(device)
+        self._times = StepTimes(self.backend.device)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -3,10 +3,12 @@
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
+
+from mucudnn.runtime.distributed.waiting import Stopwatch
 
 __all__ = ["StepClock"]
 
@@ -31,7 +33,7 @@ class StepClock:
         self._cuda = device.type == "cuda"
         self._now = now
         self._began: float | torch.cuda.Event | None = None
-        self._waited = 0.0
+        self._waited = Stopwatch(now)
         self._samples = 0.0
         self._steps: deque[tuple[float, float | tuple[torch.cuda.Event, ...]]] = deque(
             maxlen=_KEPT
@@ -42,7 +44,7 @@ class StepClock:
         self._samples += samples
         if self._began is None:
             self._began = self._mark()
-            self._waited = 0.0
+            self._waited.read_ms()
 
     def end(self) -> None:
         """The last gradients of a step are there."""
@@ -50,20 +52,17 @@ class StepClock:
             return
         began, end = self._began, self._mark()
         if isinstance(began, float) and isinstance(end, float):
-            took: float | tuple[torch.cuda.Event, ...] = end - began - self._waited
+            took: float | tuple[torch.cuda.Event, ...] = (
+                end - began - 1e-3 * self._waited.read_ms()
+            )
         else:
             took = (began, end)
         self._steps.append((self._samples, took))
         self._began, self._samples = None, 0.0
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Around what waits for others in the middle of a pass."""
-        began = self._now()
-        try:
-            yield
-        finally:
-            self._waited += self._now() - began
+        return self._waited.running()
 
     def factor(self, expected_ms: Callable[[int], float]) -> float:
         """How many times as long as expected steps took, in the middle; 1 without any.

@@ -43,6 +43,9 @@ __all__ = ["distribute"]
 SYNCHRONISED = "synchronised"
 PER_RANK = "per_rank"
 
+_PAIR = 2
+"""Samples that are measured at the least: batch norm may refuse a single one."""
+
 
 def distribute(
     model: torch.nn.Module,
@@ -135,7 +138,8 @@ def _measured(
             "rank with, or its table"
         )
     most = max(at_least, batch - (ranks - 1) * at_least)
-    return measure_steps(model, loss_fn, example, least=at_least, most=most)
+    least = min(max(_PAIR, at_least), most)
+    return measure_steps(model, loss_fn, example, least=least, most=most)
 
 
 def _fleet(
