@@ -2,8 +2,8 @@
 
 It is planned a few times, each time with the convolution plans it chose before
 measured. Where the step is then hardly slower than it seemed, what was decided about
-tensors stays: another search would take most of the time. What cannot be measured or
-does not fit says what will do for all of it.
+tensors stays, as does what was found when it was cut: another search would take most of
+the time. What cannot be measured or does not fit says what will do for all of it.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.tiered_step import place_tiered_step
 from mucudnn.passes.residency import PLANNED
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.mapping_costs import mapping_costs
 from mucudnn.runtime.training.profiler import OnNode, profile, refine
@@ -131,8 +132,7 @@ class BoundedStep:
             OutOfMemoryError: There is no room to measure.
         """
         given = self.budget.measured
-        names = {node.name for node in self.graph.nodes}
-        if given is not None and names <= given.node_ms.keys():
+        if given is not None and self._is_of(given):
             return given
         final = in_place(self.graph)
         try:
@@ -147,7 +147,7 @@ class BoundedStep:
         Raises:
             PlanningError: It cannot fit.
         """
-        placed = self._place(request)
+        placed = self._first(request)
         times: dict[ConvPlan, float] = {}
         for _ in range(0 if self.plans is not None else _ROUNDS - 1):
             chosen = placed.plans.values()
@@ -170,17 +170,31 @@ class BoundedStep:
             PlanningError: It cannot fit.
         """
         known = placed.plan
-        if request.policy != PLANNED or self.tiers:
+        if request.policy == PLANNED and not self.tiers:
+            with suppress(PlanningError):
+                plan = _kept(request, known)
+                if plan.prediction.step_ms <= _HARDLY_SLOWER * known.prediction.step_ms:
+                    return place_step(request, plan)
+            request = replace(request, seed=known.residency)
+        return self._place(request)
+
+    def _first(self, request: StepRequest) -> PlacedStep:
+        """The step as it was found before, or else as it is found now.
+
+        Raises:
+            PlanningError: It cannot fit.
+        """
+        found, measured = self.budget.found, self.budget.measured
+        if found is None or measured is None or not self._is_of(measured):
             return self._place(request)
-        asked = request
-        if request.scheduler is None:
-            asked = request.scheduled(known.scheduler)
-        with suppress(PlanningError):
-            plan = plan_residency(asked, known.residency)
-            if plan.prediction.step_ms <= _HARDLY_SLOWER * known.prediction.step_ms:
-                least_ms = lower_bound(request).step_ms
-                return place_step(request, replace(plan, least_ms=least_ms))
-        return self._place(replace(request, seed=known.residency))
+        if request.policy == PLANNED and not self.tiers:
+            with suppress(PlanningError):
+                return place_step(request, _kept(request, found))
+        return self._place(request)
+
+    def _is_of(self, profile: Profile) -> bool:
+        """Whether a profile has every node of the step."""
+        return {node.name for node in self.graph.nodes} <= profile.node_ms.keys()
 
     def _place(self, request: StepRequest) -> PlacedStep:
         """A step in the memory that there is, on the device and off it."""
@@ -218,6 +232,19 @@ class BoundedStep:
         except PlanningError as e:
             return e.least_bytes or 0
         return 0
+
+
+def _kept(request: StepRequest, known: StepPlan) -> StepPlan:
+    """A step whose residencies are those of a known plan.
+
+    Raises:
+        PlanningError: It cannot fit.
+    """
+    asked = request
+    if request.scheduler is None:
+        asked = request.scheduled(known.scheduler)
+    plan = plan_residency(asked, known.residency)
+    return replace(plan, least_ms=lower_bound(request).step_ms)
 
 
 def _will_do(nbytes: int) -> str:

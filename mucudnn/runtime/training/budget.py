@@ -15,6 +15,7 @@ from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy, check_policy
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.costs import CONVOLUTIONS
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
 
 __all__ = ["DEVICE", "MemoryBudget"]
@@ -40,6 +41,8 @@ class MemoryBudget:
             it where that is not to be all there is; several are filled the fastest
             first. Host memory if none are given.
         measured: A profile of the step, if there is one already.
+        found: A plan of the step by that profile, if it was searched for already: what
+            it decides about tensors stays.
     """
 
     nbytes: int
@@ -49,6 +52,7 @@ class MemoryBudget:
     disk: Path | None
     tiers: tuple[TierChoice, ...]
     measured: Profile | None = field(repr=False)
+    found: StepPlan | None = field(repr=False)
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class MemoryBudget:
         disk: Path | str | None = None,
         tiers: str | TierChoice | Sequence[str | TierChoice] = (),
         measured: Profile | None = None,
+        found: StepPlan | None = None,
     ) -> None:
         """Check every field.
 
@@ -72,6 +77,8 @@ class MemoryBudget:
             SCHEDULERS.resolve(scheduler)
         if measured is not None:
             of_type("measured", measured, Profile, "a Profile of the step")
+        if found is not None:
+            of_type("found", found, StepPlan, "a StepPlan of the step")
         chosen = parse_tiers(tiers)
         if disk is not None:
             short = (TierChoice("disk", str(a_path("disk", disk))),)
@@ -86,6 +93,7 @@ class MemoryBudget:
             "disk": None if disk is None else a_path("disk", disk),
             "tiers": chosen,
             "measured": measured,
+            "found": found,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -108,7 +108,9 @@ def _together(
         fixed = None
         if budget.convolutions == "fixed":
             fixed = plans_by_node(final, plan_convolutions(tuner, (final,), plans))
-        mine = budget if graph is graphs[first] else replace(budget, measured=None)
+        mine = budget
+        if graph is not graphs[first]:
+            mine = replace(budget, measured=None, found=None)
         return BoundedStep(
             *(tuner, final, mine, beside, hosted, fixed, placement),
             tiers=tiers,

@@ -17,6 +17,7 @@ from mucudnn.passes.planning.cutting import (
 )
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.splitting import SplitStep, Splitting, plan_splitting
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.profiler import OnNode, profile
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -41,6 +42,7 @@ class Divider:
     Attributes:
         decision: What was decided among what; None where there was nothing to decide.
         profile: What the chosen step costs, if it was measured.
+        plan: How it keeps its budget, if it was planned.
         segments: What runs in parts.
 
     Raises:
@@ -62,6 +64,7 @@ class Divider:
         check_split(split)
         self.decision: Splitting | None = None
         self.profile: Profile | None = None
+        self.plan: StepPlan | None = None
         self.segments: tuple[Segment, ...] = ()
         self._split, self._tuner, self._budget = split, tuner, budget
         self._optimizer, self._when, self._order = optimizer, when, order
@@ -79,8 +82,8 @@ class Divider:
                 return graph
             step = SplitStep(graph, self._finished, self._costs, self._asked)
             self.decision = plan_splitting(step, self._split)
-            cutting = self.decision.chosen.cutting
-            request = self.decision.chosen.request
+            chosen = self.decision.chosen
+            cutting, request, self.plan = chosen.cutting, chosen.request, chosen.plan
             self.profile = None if request is None else request.profile
         self.segments = cutting.segments(graph)
         return cutting.cut(graph)

@@ -175,7 +175,8 @@ class Trainer:
         )
         self.splitting, self.segments = divider.decision, divider.segments
         if budget is not None and divider.profile is not None:
-            self.budget = replace(budget, measured=divider.profile)
+            known, found = divider.profile, divider.plan
+            self.budget = replace(budget, measured=known, found=found)
         last = len(graphs.steps) - 1
         self.backend = tuner.backend
         self.graph = graphs.steps[last]
