@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import split_scale
+from bench.papers import tsplit
 from bench.split_steps import GIB, step
 from bench.table import render
 from mucudnn.errors import OutOfMemoryError, PlanningError
@@ -26,7 +26,7 @@ from mucudnn.passes.planning.comparison import unbounded
 from mucudnn.passes.planning.lower_bound import lower_bound
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting import plan_splitting
+from mucudnn.passes.planning.splitting import Candidate, plan_splitting
 from mucudnn.runtime.training.trainer import Trainer
 
 __all__ = ["run", "table"]
@@ -39,7 +39,7 @@ ESTIMATES: Mapping[str, tuple[int, tuple[float, ...]]] = {
 }
 """Network -> batch and budgets in GiB."""
 
-SLOWDOWN = ("bound_of_whole", "whole", "best", "parts", "planning_cpu_s")
+SLOWDOWN = ("bound_of_whole", "whole", "best", "parts", "waits", "planning_cpu_s")
 PARTS = (1, 2, 4, 8)
 REAL = ("resnet20", 64, 32, 8)
 """Network, batch, size of an image and parts of what is really run."""
@@ -61,7 +61,7 @@ def run() -> dict[str, Any]:
             for model, (batch, budgets) in ESTIMATES.items()
             for budget in budgets
         ],
-        "scale": split_scale.run(),
+        "scale": tsplit.run(),
         "run": _really(*REAL),
         "load": os.getloadavg()[0],
     }
@@ -81,7 +81,7 @@ def table(result: dict[str, Any]) -> str:
         for row in result["slowdowns"]
     ]
     lines += [render(("slowdown", "GiB", *SLOWDOWN), slow), ""]
-    lines += [split_scale.table(result["scale"]), ""]
+    lines += [tsplit.table(result["scale"]), ""]
     real = result["run"]
     lines.append(
         f"really run: {real['model']}, {real['batch']} images, this CPU at a load of "
@@ -134,10 +134,19 @@ def _slowdown(model: str, batch: int, budget: float) -> dict[str, Any]:
         ),
         "best": found.chosen.step_ms / unbounded_ms,
         "parts": found.chosen.parts,
+        "waits": _waits(found.chosen),
         "tried": times,
         "planning_s": seconds[0],
         "planning_cpu_s": seconds[1],
     }
+
+
+def _waits(chosen: Candidate) -> float | None:
+    """Share of a step in which compute waits for copies, of whole tensors."""
+    if chosen.plan is None:
+        return None
+    prediction = chosen.plan.prediction
+    return sum(prediction.stalls_ms.values()) / prediction.step_ms
 
 
 def _really(model: str, batch: int, image: int, parts: int) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from bench import split_scale
+from bench.papers import tsplit
 from bench.split_real import Told, gradient_distance, measured_by, steps_of
 from mucudnn.models.unet import narrow_unet2d, narrow_unet3d, unet2d, unet3d
 from mucudnn.runtime.training.trainer import Trainer
 
 
-@pytest.mark.parametrize("first", range(len(split_scale.TIMES)))
-@pytest.mark.parametrize("most", [0.0, *split_scale.TIMES])
+@pytest.mark.parametrize("first", range(len(tsplit.TIMES)))
+@pytest.mark.parametrize("most", [0.0, *tsplit.TIMES])
 def test_the_largest_multiple_is_found_from_anywhere(first, most):
     tried = []
 
@@ -18,8 +18,8 @@ def test_the_largest_multiple_is_found_from_anywhere(first, most):
         tried.append(times)
         return times <= most
 
-    assert split_scale._largest(kept, first) == most
-    assert len(tried) == len(set(tried)) <= 1 + len(split_scale.TIMES) // 2 + 1
+    assert tsplit._largest(kept, first) == most
+    assert len(tried) == len(set(tried)) <= 1 + len(tsplit.TIMES) // 2 + 1
 
 
 def test_distances_of_gradients_are_relative_to_the_first():

@@ -1,4 +1,4 @@
-"""Published figures of SuperNeurons, vDNN and the out-of-core scheduler, and ours.
+"""Published figures of SuperNeurons, vDNN, TSPLIT and out-of-core training, and ours.
 
 Nothing is measured. Memory by the papers' own rules is arithmetic over their networks.
 Beside it stands what our planner does with the same networks, batches and devices:
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from bench.papers import tsplit
 from bench.papers.capacity import GIB, bytes_an_image, deepest, largest_batch
 from bench.papers.models import MODELS
 from bench.papers.out_of_core import DEVICES, windows_on
@@ -77,6 +78,7 @@ def run() -> dict[str, Any]:
         + [planned_depth(batch, MEMORY) for batch in PLANNED_DEPTHS],
         "planner": planner,
         "out_of_core": windows,
+        "tsplit": tsplit.run(),
     }
 
 

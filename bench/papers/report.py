@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from bench.papers import tsplit
 from bench.papers.planner_report import out_of_core_table, planner_table, times
 from bench.papers.published import RULES
 from bench.table import render
@@ -35,6 +36,9 @@ def table(result: Mapping[str, Any]) -> str:
             "over that of the same step unbounded)\n" + planner_table(result),
             "Out of core, every byte counted (estimated; speed in core is that of the "
             "largest batch that fits unmoved)\n" + out_of_core_table(result),
+            "Largest batch in slices that keeps 80 % of the speed of SuperNeurons' "
+            "policy at its own largest batch\n(estimated; TSPLIT reports 3.1 times "
+            "SuperNeurons' model scale)\n" + tsplit.table(result["tsplit"]),
         ]
     )
 
