@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", default="unet2d", help="a network with a loss")
     parser.add_argument("--channels", type=int, help="of the first level of a U-Net")
     parser.add_argument("--image", default="3x512x512", help="channels and sides")
-    parser.add_argument("--strips", type=int, default=16)
+    parser.add_argument("--strips", type=int, default=8)
     parser.add_argument("--share", type=float, default=0.25, help="of the least budget")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--disk", help="folder for what leaves; host memory if none")
