@@ -54,8 +54,7 @@ class Trainer:
             answers = trainer.predict(images).argmax(1)
 
     Args:
-        training: Forward graph for training; inputs `image` and `label`, outputs the
-            loss and how many answers are right.
+        training: Forward graph of `image` and `label`: the loss, how many are right.
         evaluation: The same network for evaluation, with the same names, or None.
         tuner: Plans the convolutions; its backend computes. `Tuner()` if not given.
         optimizer: How gradients change parameters; a name works, or its class.
@@ -78,9 +77,8 @@ class Trainer:
             "height:4" for so many strips of images, or "auto" or "height" for what is
             predicted to be fastest within the budget. Sums are then added in another
             order; masks, losses and statistics are those of the whole batch.
-        fuse: Whether a ReLU, and a sum before it, are computed by the kernel of the
-            normalisation, bias or sum whose result they read, and their gradients by
-            its gradient's: the same up to a rounding, with less to read and write.
+        fuse: Whether a ReLU, and a sum before it, are computed by the kernel of what
+            they read, and their gradients by its gradient's: the same to a rounding.
         placement: "static", each tensor in one piece of the arena, or "virtual", also
             in pieces mapped in a row of addresses, where that needs less or is faster.
         replay: Whether launches are replayed as CUDA graphs, where the backend can.
