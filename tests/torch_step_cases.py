@@ -190,6 +190,10 @@ def solved(s, x):
     return torch.linalg.solve(matrix, s.m[0](x).T).T * torch.logdet(matrix)
 
 
+def frozen(module):
+    return module.requires_grad_(False)
+
+
 def normed_twice(s, x):
     return s.m[1](s.m[1](s.m[0](x)).tanh())
 
@@ -198,6 +202,12 @@ QUICK = MappingProxyType(
     {
         "counting_norm": lambda: vectors(
             normed_twice, linear(), nn.BatchNorm1d(8, momentum=None)
+        ),
+        "frozen_before_a_norm": lambda: vectors(
+            lambda s, x: s.m[2](s.m[1](s.m[0](x))),
+            frozen(linear()),
+            nn.BatchNorm1d(8),
+            linear(),
         ),
         "ctc": lambda: transcribed(
             torch.randint(1, 5, (2, 4)), torch.tensor([6, 5]), torch.tensor([3, 2])

@@ -27,6 +27,7 @@ from mucudnn.torch.lowering.refusals import refuse
 from mucudnn.torch.lowering.statistics import (
     corrected,
     statistics_types,
+    without_masked,
     without_unread,
 )
 
@@ -158,6 +159,7 @@ class _Lowering:
         elif isinstance(value, tuple | list):
             given = torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
             value = corrected(value, statistics_types(node.target, given))
+            value = without_masked(node.target, node.args, value)
             self._held.append(value)  # a storage is told by where it is
             found = [
                 (k, f"{node.name}.{k}", v)

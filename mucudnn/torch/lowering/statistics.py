@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["corrected", "statistics_types", "without_unread"]
+__all__ = ["corrected", "statistics_types", "without_masked", "without_unread"]
 
 _aten = torch.ops.aten
 
@@ -51,6 +51,21 @@ def without_unread(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if function is not _aten.native_batch_norm_backward.default or not args[7]:
         return args
     return (*args[:3], None, None, *args[5:])
+
+
+def without_masked(
+    function: Any, args: Sequence[Any], results: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Results without gradients that were not asked for.
+
+    PyTorch's model of a batch norm's gradient has all three; its kernel returns none
+    for a mask that is off, as behind a layer that is frozen.
+    """
+    if function is not _aten.native_batch_norm_backward.default:
+        return tuple(results)
+    return tuple(
+        value if on else None for value, on in zip(results, args[9], strict=True)
+    )
 
 
 def corrected(results: Any, types: Mapping[int, torch.dtype]) -> Any:
