@@ -74,6 +74,16 @@ def cudnn_library() -> LoadedLibrary:
 
 
 @pytest.fixture
+def fresh_compiler():
+    """Nothing that Dynamo has compiled before, nor what it compiles now."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def one_thread():
     """PyTorch's sums in a fixed order."""
     import torch

@@ -13,16 +13,11 @@ torch = pytest.importorskip("torch")
 import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
 from tests.torch_backends import (  # noqa: E402
     WithLoss,
-    one_thread_and_a_fresh_compiler,  # noqa: F401  (a fixture)
 )
+from tests.torch_marks import COMPILED  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    # Of PyTorch's own modules, as Dynamo imports and traces them.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = COMPILED
 
 
 def compiled(name, budget):

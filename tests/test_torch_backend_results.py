@@ -9,16 +9,9 @@ from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError  # noqa: E402
-from tests.torch_backends import (  # noqa: E402
-    one_thread_and_a_fresh_compiler,  # noqa: F401  (a fixture)
-)
+from tests.torch_marks import COMPILED  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    # Of PyTorch's own modules, as Dynamo imports and traces them.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = COMPILED
 
 
 class Net(nn.Module):

@@ -34,11 +34,9 @@ from tests.torch_calls import (  # noqa: E402
     tuner,
     without_torch,
 )
+from tests.torch_marks import CONVOLUTIONS  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:Using padding='same'"),  # what it costs PyTorch
-]
+pytestmark = CONVOLUTIONS
 
 
 @pytest.fixture

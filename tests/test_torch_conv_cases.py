@@ -20,11 +20,9 @@ from tests.torch_calls import (  # noqa: E402
     operands,
     tuner,
 )
+from tests.torch_marks import CONVOLUTIONS  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:Using padding='same'"),  # what it costs PyTorch
-]
+pytestmark = CONVOLUTIONS
 
 close = torch.testing.assert_close
 

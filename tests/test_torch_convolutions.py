@@ -21,10 +21,10 @@ from tests.torch_calls import (  # noqa: E402
     trained,
     tuner,
 )
+from tests.torch_marks import CONVOLUTIONS  # noqa: E402
 
 pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:Using padding='same'"),  # what it costs PyTorch
+    *CONVOLUTIONS,
     pytest.mark.filterwarnings("ignore:.torch.jit"),  # gradcheck's
 ]
 

@@ -16,16 +16,11 @@ from tests.torch_backends import (  # noqa: E402
     differing,
     observed,
     one_backward,
-    one_thread_and_a_fresh_compiler,  # noqa: F401  (a fixture)
 )
+from tests.torch_marks import COMPILED  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 
-pytestmark = [
-    pytest.mark.torch,
-    # Of PyTorch's own modules, as Dynamo imports and traces them.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = COMPILED
 
 
 class Broken(nn.Module):

@@ -18,16 +18,6 @@ class WithLoss(nn.Module):
         return self.loss_fn(self.model(x), *targets)
 
 
-@pytest.fixture(autouse=True)
-def one_thread_and_a_fresh_compiler():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    torch.set_num_threads(before)
-
-
 def observed(model, run, call, batch):
     """Everything that a step leaves, gradients of its batch and random numbers too."""
     torch.manual_seed(1)
