@@ -95,7 +95,7 @@ class TrainingWords:
         if report is None:
             self._show(
                 f"loss {at.mean_loss:.4f}  accuracy {at.accuracy:.2%}  "
-                f"{at.images_per_s:,.0f} images/s",
+                f"{_rate(at.images_per_s)}",
                 at.batch,
                 self._batches,
                 title=f"epoch {at.epoch + 1}/{self._epochs}",
@@ -124,5 +124,11 @@ def _report_line(report: "EpochReport", epochs: int) -> str:
     ]
     if report.test_accuracy is not None:
         parts.append(f"test accuracy {report.test_accuracy:.2%}")
-    parts.append(f"{report.images_per_s:,.0f} images/s")
+    parts.append(_rate(report.images_per_s))
     return "  ".join(parts)
+
+
+def _rate(images_per_s: float) -> str:
+    """Two figures of what is slow."""
+    digits = 0 if images_per_s >= 10 else 1
+    return f"{images_per_s:,.{digits}f} images/s"

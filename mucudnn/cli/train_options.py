@@ -201,7 +201,9 @@ budget_options = section(
     strategy("--scheduler", "With --budget: when copies run.", schedulers),
     option(
         "--convolutions",
-        "With --budget: workspace is what is free, as without a budget (same bits), …",
+        "With --budget: convolutions are planned for the workspace that is free at "
+        "each, as without a budget (with the same bits), or take the fastest or the "
+        "least workspace.",
         click.Choice(["dynamic", "fixed", "fastest", "least"]),
         default="dynamic",
     ),
