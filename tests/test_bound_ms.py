@@ -6,7 +6,6 @@ which it can: also across the end of the step.
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -72,8 +71,8 @@ def schedules(ready):
     for choice in itertools.product(*ways):
         found = list(intervals)
         for (i, j, later), (stop, begin) in zip(pairs, choice, strict=True):
-            found[i] = replace(found[i], stop=stop)
-            found[j] = replace(found[j], start=begin - later)
+            found[i] = found[i]._replace(stop=stop)
+            found[j] = found[j]._replace(start=begin - later)
         found = [shifted(s, count) if s.start < 0 else s for s in found]
         yield emitted(problem, found, ready)
 

@@ -101,6 +101,21 @@ def test_the_ledger_of_stays_is_their_sum(data):
         assert ledger[i] == 107 + there
 
 
+@examples(80)
+@given(data=st.data())
+def test_the_need_is_the_peak_of_the_shortest_intervals(data):
+    graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
+    profile = data.draw(profiles(graph))
+    residency = data.draw(residencies(graph))
+    state = [Residency.KEEP, Residency.OFFLOAD, Residency.PAGE]
+    residency = {**residency, PERSISTENTS: data.draw(st.sampled_from(state))}
+    ready = StepRequest(graph, profile).rewritten(residency)
+    plans = first_plans(ready.profile, data.draw(st.sampled_from(["least", "fastest"])))
+    problem = ready.problem(plans, math.inf)
+    peak, position = problem.least()[1].peak()
+    assert problem.need() == (peak, problem.graph.nodes[position].name)
+
+
 def test_occupancy_counts_by_position():
     ledger = Occupancy([0, 10, 20], 30)
     ledger.add(0, 1, 5)

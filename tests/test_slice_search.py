@@ -12,8 +12,10 @@ from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.slice_search import SliceSearch, carried_over
+from mucudnn.passes.planning.suggested import suggested
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
-from mucudnn.passes.residency.candidates import candidates_of
+from mucudnn.passes.residency.blocks import slices_of
+from mucudnn.passes.residency.candidates import candidates_of, same_changes
 from tests.schedule_oracle import verify
 
 GRAPH = training_graph(get_model("resnet20")(64))
@@ -71,6 +73,24 @@ def test_it_goes_on_from_the_whole_and_rounds_never_make_it_slower(monkeypatch):
     assert verify(found.schedule, asked.budget, granularity=ALIGNMENT)
     again = plan_residency(asked.scheduled(found.scheduler), found.residency)
     assert again.prediction.step_ms == found.prediction.step_ms
+
+
+def test_all_slices_of_a_tensor_change_before_any_alone():
+    asked = request(4)
+    asked = asked.within(int(1.3 * minimum_budget(asked)))
+    candidates = candidates_of(asked)
+    paged = {EVERYTHING: Residency.PAGE, PERSISTENTS: Residency.PAGE}
+    plan = plan_residency(asked, paged)
+    tensors = {
+        frozenset(c.saved.name for c in slices)
+        for slices in slices_of(candidates).values()
+    }
+    assert {len(slices) for slices in tensors} >= {4}
+    changes = list(suggested(plan, candidates))
+    assert changes
+    for change in (*changes, *same_changes([*map(list, tensors)])):
+        names = {name for name, _ in change}
+        assert names == frozenset().union(*(s for s in tensors if s & names))
 
 
 def test_a_better_plan_of_others_is_taken_and_a_worse_one_is_not():

@@ -10,6 +10,7 @@ gradients that no update of the same graph has used up.
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase, Role
 from mucudnn.passes.graph.dependencies import written
@@ -47,8 +48,7 @@ class LiveRange:
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """When the bytes of a storage are touched.
 
     Attributes:

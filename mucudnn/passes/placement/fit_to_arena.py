@@ -6,7 +6,6 @@ sooner, makes room for the others.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from mucudnn.passes.liveness import rounded
@@ -52,8 +51,7 @@ def shortest(plan: StepPlan) -> StepPlan:
 
 def _core(interval: ResidencyInterval, count: int) -> ResidencyInterval:
     """From the first node that needs it to the last; without copies, as it was."""
-    core = replace(
-        interval,
+    core = interval._replace(
         start=interval.needed if interval.copied_in else interval.start,
         stop=interval.last if interval.copied_out else interval.stop,
     )
@@ -100,10 +98,10 @@ def _trimmed(plan: StepPlan, clock: Clock, share: float) -> list[ResidencyInterv
     ends = first_ends(found, clock, share * links.out_bytes_per_ms)
     for i, start in starts.items():
         begin = min(max(found[i].start, start), found[i].needed)
-        found[i] = replace(found[i], start=begin)
+        found[i] = found[i]._replace(start=begin)
     for i, end in ends.items():
         done = max(min(found[i].stop, end), found[i].last)
-        found[i] = replace(found[i], stop=done)
+        found[i] = found[i]._replace(stop=done)
     return found
 
 
@@ -124,7 +122,7 @@ def _cut(
 ) -> ResidencyInterval:
     """A residency interval that lasts as long as its place."""
     stop = interval.stop if place.stop == whole.stop else place.stop
-    cut = replace(interval, start=place.start, stop=stop)
+    cut = interval._replace(start=place.start, stop=stop)
     return shifted(cut, -count) if place.start >= count else cut
 
 

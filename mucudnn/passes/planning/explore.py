@@ -14,8 +14,18 @@ from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.suggested import suggested
 from mucudnn.passes.planning.trials import Trials
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
-from mucudnn.passes.residency.blocks import blockwise, group_changes
-from mucudnn.passes.residency.candidates import Candidate, Change, single_changes
+from mucudnn.passes.residency.blocks import (
+    blockwise,
+    group_changes,
+    slices_of,
+    total_bytes,
+)
+from mucudnn.passes.residency.candidates import (
+    Candidate,
+    Change,
+    same_changes,
+    single_changes,
+)
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 
 __all__ = ["explore", "improve", "schedulers"]
@@ -131,13 +141,19 @@ def _improve(
 def _changes(
     request: StepRequest, candidates: Sequence[Candidate], tried: Trials
 ) -> Iterator[Change]:
-    """The largest tensors, what the best plan suggests by then, groups, and others."""
-    largest = sorted(candidates, key=lambda c: -c.saved.nbytes)
-    names = [c.saved.name for c in largest]
-    yield from single_changes(names[:_FEW])
+    """The largest tensors, what the best plan suggests by then, groups, and others.
+
+    All slices of a tensor change together before any of them does alone.
+    """
+    tensors = slices_of(candidates)
+    groups = sorted(tensors.values(), key=total_bytes, reverse=True)
+    largest = [[c.saved.name for c in group] for group in groups]
+    yield from same_changes(largest[:_FEW])
     yield from suggested(tried.plan, candidates)
     yield from group_changes(request.graph, candidates)
-    yield from single_changes([*names[_FEW:], EVERYTHING, PERSISTENTS])
+    yield from same_changes([*largest[_FEW:], [EVERYTHING], [PERSISTENTS]])
+    sliced = (names for names in largest if len(names) > 1)
+    yield from single_changes([*itertools.chain(*sliced)])
 
 
 def improved(changes: Iterable[Change], tried: Trials) -> bool:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from mucudnn.passes.residency import RECOMPUTED, Residency
+from mucudnn.passes.residency.blocks import slices_of
 from mucudnn.passes.residency.candidates import Candidate, Change
 from mucudnn.passes.scheduling.costs import origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
@@ -19,7 +20,7 @@ from mucudnn.passes.simulate import Lane
 __all__ = ["again_ms", "stalls_ms", "suggested"]
 
 _FIRST = 5
-"""Of the tensors that cost most, which are changed one by one."""
+"""Of the tensors that cost most, which are changed one by one, all slices of each."""
 
 _TOGETHER = (2, 4, 8)
 """How many of them are changed at once."""
@@ -43,31 +44,40 @@ def suggested(plan: StepPlan, candidates: Sequence[Candidate]) -> Iterator[Chang
         plan: Under a budget.
         candidates: Saved tensors of its graph, in any order.
     """
-    stalls = _most(stalls_ms(plan, candidates))
-    again = _most(again_ms(plan, candidates))
+    tensors = slices_of(candidates)
+    stalls = _most(stalls_ms(plan, candidates), tensors)
+    again = _most(again_ms(plan, candidates), tensors)
     impossible = {c.saved.name for c in candidates if math.isinf(c.again_ms)}
     ranked = ((stalls, _INSTEAD_OF_COPIES), (again, _INSTEAD_OF_NODES))
     for count in (None, *_TOGETHER):
-        for names, choices in ranked:
-            groups = _alone(names) if count is None else _prefix(names, count)
+        for costly, choices in ranked:
+            groups = costly[:_FIRST] if count is None else _prefix(costly, count)
             for choice, group in itertools.product(choices, groups):
                 if choice not in RECOMPUTED or impossible.isdisjoint(group):
                     yield [(name, choice) for name in group]
     for one, other in itertools.product(stalls[:3], again[:3]):
-        if one != other and one not in impossible:
-            yield [(one, Residency.RECOMPUTE_EACH), (other, Residency.OFFLOAD)]
+        if one != other and impossible.isdisjoint(one):
+            yield [(name, Residency.RECOMPUTE_EACH) for name in one] + [
+                (name, Residency.OFFLOAD) for name in other
+            ]
 
 
-def _most(costs: Mapping[str, float]) -> list[str]:
-    return sorted(costs, key=lambda name: (-costs[name], name))
+def _most(
+    costs: Mapping[str, float], tensors: Mapping[str, Sequence[Candidate]]
+) -> list[Sequence[str]]:
+    """Slices of the tensors that cost most, those first."""
+    groups = [[c.saved.name for c in slices] for slices in tensors.values()]
+    costly = [group for group in groups if not costs.keys().isdisjoint(group)]
+
+    def cost(group: Sequence[str]) -> tuple[float, str]:
+        return -sum(costs.get(name, 0.0) for name in group), group[0]
+
+    return sorted(costly, key=cost)
 
 
-def _alone(names: Sequence[str]) -> list[Sequence[str]]:
-    return [[name] for name in names[:_FIRST]]
-
-
-def _prefix(names: Sequence[str], count: int) -> list[Sequence[str]]:
-    return [names[:count]] if len(names) >= count else []
+def _prefix(groups: Sequence[Sequence[str]], count: int) -> list[Sequence[str]]:
+    """The first few as one."""
+    return [[*itertools.chain(*groups[:count])]] if len(groups) >= count else []
 
 
 def again_ms(plan: StepPlan, candidates: Sequence[Candidate]) -> dict[str, float]:

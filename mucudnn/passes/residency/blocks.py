@@ -6,13 +6,14 @@ ends where branches join; without joints, at every checkpoint.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mucudnn.ir.graph import Graph
+from mucudnn.passes.graph.split_slices import of_whole
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.residency.candidates import Candidate, Change
 
-__all__ = ["blockwise", "group_changes"]
+__all__ = ["blockwise", "group_changes", "slices_of", "total_bytes"]
 
 _FAR = (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE)
 _NEAR = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH, Residency.OFFLOAD)
@@ -66,7 +67,7 @@ def group_changes(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Cha
     for candidate in candidates:
         saved = candidate.saved
         keys: list[tuple[object, ...]] = [
-            ("slices", saved.name.partition("@")[0]),
+            ("slices", of_whole(saved.name)),
             ("alike", saved.producer.op, saved.nbytes, saved.name in ends),
         ]
         if saved.name in ends:
@@ -77,14 +78,23 @@ def group_changes(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Cha
             found.setdefault(key, []).append(candidate)
     members = dict.fromkeys(
         tuple(c.saved.name for c in group)
-        for group in sorted(found.values(), key=_bytes, reverse=True)
+        for group in sorted(found.values(), key=total_bytes, reverse=True)
         if len(group) > 1
     )
     for names, choice in itertools.product(members, _CHOICES):
         yield [(name, choice) for name in names]
 
 
-def _bytes(group: Sequence[Candidate]) -> int:
+def slices_of(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
+    """Tensor of the whole step -> its slices; the tensor itself where it is whole."""
+    found: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        found.setdefault(of_whole(candidate.saved.name), []).append(candidate)
+    return found
+
+
+def total_bytes(group: Iterable[Candidate]) -> int:
+    """Of tensors together."""
     return sum(candidate.saved.nbytes for candidate in group)
 
 

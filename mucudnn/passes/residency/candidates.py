@@ -35,6 +35,7 @@ __all__ = [
     "decided",
     "mixed",
     "pairs",
+    "same_changes",
     "seeds",
     "single_changes",
 ]
@@ -148,15 +149,21 @@ def mixed(
 
 
 def single_changes(names: Sequence[str]) -> Iterator[Change]:
-    """Every residency for every name.
+    """Every residency for every name: see `same_changes`."""
+    return same_changes([name] for name in names)
 
-    One kind of change goes through all names before the next: what is computed again
+
+def same_changes(groups: Iterable[Sequence[str]]) -> Iterator[Change]:
+    """Every residency for every group of names, the same for all of a group.
+
+    One kind of change goes through all groups before the next: what is computed again
     instead of copied wins most, and most often.
     """
+    known = list(groups)
     for choice in _WINNING:
-        for name in names:
-            if choice in _OF_GROUPS.get(name, _WINNING):
-                yield [(name, choice)]
+        for names in known:
+            if choice in _OF_GROUPS.get(names[0], _WINNING):
+                yield [(name, choice) for name in names]
 
 
 def pairs(names: Sequence[str]) -> Iterator[Change]:

@@ -1,7 +1,5 @@
 """The scheduler of vDNN: every copy belongs to one layer, and compute waits for it."""
 
-from dataclasses import replace
-
 from mucudnn.passes.scheduling.intervals import ResidencyInterval
 from mucudnn.passes.scheduling.occupancy import Occupancy
 from mucudnn.passes.scheduling.problem import Problem
@@ -25,5 +23,5 @@ def on_demand(problem: Problem) -> tuple[list[ResidencyInterval], Occupancy]:
             and occupancy.fits(before, interval.nbytes)
         ):
             occupancy.add(before, before, interval.nbytes)
-            intervals[i] = replace(interval, start=before)
+            intervals[i] = interval._replace(start=before)
     return intervals, occupancy

@@ -65,20 +65,26 @@ class Problem:
     def need(self) -> tuple[int, str]:
         """Bytes that the shortest intervals need, and at which node they do.
 
-        No budget changes it. It takes less time than `least`: it keeps nothing.
+        No budget changes it. It takes less time than `least`: it makes no intervals.
         """
         n = len(self.graph.nodes)
         change = [0] * (n + 1)
-        moved: list[ResidencyInterval] = []
+        change[0] = self.resident()
         for use in self.moving():
-            if gaps := self.swaps.get(use.storage):
-                moved += split(use, gaps, n)
+            nbytes, gaps = use.nbytes, self.swaps.get(use.storage, ())
+            if use.persistent:  # there in every step, but for its gaps
+                change[0] += nbytes
             else:
-                change[min(use.positions[0], n)] += use.nbytes
-                change[min(use.positions[-1] + 1, n)] -= use.nbytes
+                change[min(use.positions[0], n)] += nbytes
+                change[min(use.positions[-1] + 1, n)] -= nbytes
+            for i, j in gaps:
+                for first, behind in _within_step(i + 1, j, n):
+                    change[first] -= nbytes
+                    change[behind] += nbytes
         used = itertools.accumulate(change)
-        always = [a + b for a, b in zip(self.scratch(), used, strict=False)]
-        return self._most(least_occupancy(moved, always, self.resident(), self.budget))
+        needed = [a + b for a, b in zip(self.scratch(), used, strict=False)]
+        most = max(needed, default=0)
+        return most, self.graph.nodes[needed.index(most)].name if needed else ""
 
     def check(self) -> None:
         """Refuse what `least` refuses.
@@ -115,6 +121,14 @@ class Problem:
     def ledger(self, intervals: Sequence[ResidencyInterval]) -> Occupancy:
         """Bytes in use at every node with intervals of all that moves."""
         return least_occupancy(intervals, self.scratch(), self.resident(), self.budget)
+
+
+def _within_step(first: int, behind: int, count: int) -> Iterator[tuple[int, int]]:
+    """Positions of a step from one up to before another, which may be in the next."""
+    if first < count:
+        yield first, min(behind, count)
+    if behind > count:
+        yield max(first - count, 0), behind - count
 
 
 class Scheduler(Protocol):

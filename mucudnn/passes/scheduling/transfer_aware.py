@@ -7,7 +7,6 @@ not before.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from mucudnn.passes.scheduling.intervals import (
     ResidencyInterval,
@@ -107,7 +106,7 @@ def _linger(
         occupancy.add(interval.stop + 1, stop, interval.nbytes)
         delay += max(0.0, link_free - clock.start(stop + 1 - shift) - delay)
         if stop > interval.stop:
-            found[i] = replace(interval, stop=stop)
+            found[i] = interval._replace(stop=stop)
     return found
 
 
@@ -126,7 +125,7 @@ def _return_early(
             want = max(0, want)
         start = occupancy.room_before(start, max(want, earliest[j]), interval.nbytes)
         occupancy.add(start, interval.start - 1, interval.nbytes)
-        found[j] = replace(interval, start=start)
+        found[j] = interval._replace(start=start)
     return found
 
 
