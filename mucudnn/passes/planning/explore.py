@@ -13,7 +13,7 @@ from mucudnn.passes.planning.polish import polish
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.suggested import suggested
 from mucudnn.passes.planning.trials import Trials
-from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
+from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, RECOMPUTED, Residency
 from mucudnn.passes.residency.blocks import (
     blockwise,
     group_changes,
@@ -143,16 +143,18 @@ def _changes(
 ) -> Iterator[Change]:
     """The largest tensors, what the best plan suggests by then, groups, and others.
 
-    All slices of a tensor change together before any of them does alone.
+    All slices of a tensor change together before any of them does alone. Trials of
+    slices are few: of the largest, what most often helps comes first.
     """
     tensors = slices_of(candidates)
     groups = sorted(tensors.values(), key=total_bytes, reverse=True)
     largest = [[c.saved.name for c in group] for group in groups]
-    yield from same_changes(largest[:_FEW])
+    sliced = [names for names in largest if len(names) > 1]
+    yield from same_changes(largest[:_FEW], RECOMPUTED if sliced else tuple(Residency))
     yield from suggested(tried.plan, candidates)
     yield from group_changes(request.graph, candidates)
-    yield from same_changes([*largest[_FEW:], [EVERYTHING], [PERSISTENTS]])
-    sliced = (names for names in largest if len(names) > 1)
+    others = largest if sliced else largest[_FEW:]
+    yield from same_changes([*others, [EVERYTHING], [PERSISTENTS]])
     yield from single_changes([*itertools.chain(*sliced)])
 
 

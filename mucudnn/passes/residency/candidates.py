@@ -7,7 +7,7 @@ again.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.passes.graph.recompute_chains import (
@@ -153,14 +153,20 @@ def single_changes(names: Sequence[str]) -> Iterator[Change]:
     return same_changes([name] for name in names)
 
 
-def same_changes(groups: Iterable[Sequence[str]]) -> Iterator[Change]:
+def same_changes(
+    groups: Iterable[Sequence[str]], choices: Collection[Residency] = tuple(Residency)
+) -> Iterator[Change]:
     """Every residency for every group of names, the same for all of a group.
 
     One kind of change goes through all groups before the next: what is computed again
     instead of copied wins most, and most often.
+
+    Args:
+        groups: Such as the slices of a tensor.
+        choices: The residencies; all of them if none are given.
     """
     known = list(groups)
-    for choice in _WINNING:
+    for choice in (choice for choice in _WINNING if choice in choices):
         for names in known:
             if choice in _OF_GROUPS.get(names[0], _WINNING):
                 yield [(name, choice) for name in names]

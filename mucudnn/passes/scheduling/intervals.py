@@ -133,7 +133,8 @@ def _swapped(use: Use, gaps: Sequence[tuple[int, int]]) -> Iterator[ResidencyInt
 
 def _written(use: Use, start: int, stop: int) -> bool:
     """Whether any use from one position to another writes."""
-    return any(start <= at <= stop for w in use.writes for at in {w, w + use.period})
+    shifts = (0, use.period) if use.period else (0,)
+    return any(start <= w + shift <= stop for shift in shifts for w in use.writes)
 
 
 def shifted(interval: ResidencyInterval, nodes: int) -> ResidencyInterval:
