@@ -128,7 +128,7 @@ def test_tables_that_ranks_measure_share_out_batches(scenario, size, tmp_path):
             before, after = each["idle_equal_ms"], each["idle_ms"]
             assert sum(after[:-1]) <= 0.2 * sum(before[:-1])
             assert each["losses"] < CLOSE
-            assert each["state"] < CLOSE
+            assert each["state"] < 1e-8  # of small statistics of many layers
 
 
 def test_shares_follow_a_rank_that_gets_slower_and_recovers(tmp_path):
