@@ -82,6 +82,7 @@ def test_the_command_says_what_goes_where(budget, tmp_path):
     assert done.exit_code == 0, done.output
     assert "to peer:1 (" in done.output
     assert "to host (" in done.output
+    assert "tiers: peer:1 100 GB/s out, 100 GB/s back; host " in done.output
     wrong = ("--tier", "tape:1")
     done = CliRunner().invoke(main, list(map(str, (*words, *wrong))))
     assert done.exit_code == 2

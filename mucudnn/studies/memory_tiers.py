@@ -71,10 +71,17 @@ def over_links(costed: CostedStep, tiers: Sequence[MemoryTier]) -> CostedStep:
     parts = costed.in_parts
     return replace(
         costed,
+        figures={**costed.figures, "tiers": "; ".join(map(_words, tiers))},
         step=linked(costed.step),
         at=lambda batch: linked(costed.at(batch)),
         in_parts=None if parts is None else lambda nbytes: asked_over(parts(nbytes)),
     )
+
+
+def _words(tier: MemoryTier) -> str:
+    """Such as `disk:/scratch 1.2 GB/s out, 2.5 GB/s back`."""
+    out_rate, in_rate = tier.out_bytes_per_ms / 1e6, tier.in_bytes_per_ms / 1e6
+    return f"{tier.name} {out_rate:.3g} GB/s out, {in_rate:.3g} GB/s back"
 
 
 def _at(choice: TierChoice, link: tuple[float, float]) -> MemoryTier:
