@@ -11,6 +11,7 @@ import sys
 import time
 
 from mucudnn.__main__ import main
+from mucudnn.ir.fleet import StepPoint
 from mucudnn.models.model import IMAGE
 from mucudnn.runtime.training.stepping import Stepper
 
@@ -18,9 +19,10 @@ SLOW_S = 0.5
 SAMPLE_MS = 20.0
 
 
-def equal_ms(graph, tuner, settings):
+def equal_point(graph, tuner, settings):
     """What every rank is said to take."""
-    return SAMPLE_MS * graph.tensors[IMAGE].shape[0]
+    samples = graph.tensors[IMAGE].shape[0]
+    return StepPoint(samples, SAMPLE_MS * samples)
 
 
 def failing(rank, step, how):
@@ -48,5 +50,5 @@ if __name__ == "__main__":
     Stepper.step = failing(int(rank), int(step), how)
     if how == "slow":
         # The package's `train` is the command.
-        importlib.import_module("mucudnn.cli.train").step_ms = equal_ms
+        importlib.import_module("mucudnn.cli.train").step_point = equal_point
     main()
