@@ -14,7 +14,6 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.channels_last import CHANNELS_LAST, operands_of
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.operations import make_node
-from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
@@ -33,13 +32,11 @@ from mucudnn.passes.graph.layout import (
 from mucudnn.passes.graph.layout_trials import layout_trials
 from mucudnn.passes.graph.split_axis import along_height
 from mucudnn.passes.minimum_cut import SINK, SOURCE, Pipes
-from mucudnn.runtime.training.training_graphs import step_graphs
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.kernel_cases import close, stale
 from tests.mirror_cases import cases
 from tests.numpy_runner import execute
 from tests.random_graphs import feeds
-from tests.training_cases import examples, trainer
 
 CPU = get_backend("cpu")
 
@@ -293,80 +290,3 @@ def test_what_layouts_cost_is_what_the_steps_take():
         price = costs.of(graph, chosen) - costs.of(graph, none)
         assert price == pytest.approx(step_ms(chosen) - step_ms(none))
     assert cheapest_layouts(graph, costs) == none
-
-
-# Trainers.
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"fuse": False},
-        {"split": 2},
-        {"parts": 2},
-        {"budget": 0.7},
-        {"budget": 0.7, "split": "auto"},
-        {"options": {"dropout": 0.3}},
-    ],
-)
-def test_a_trainer_finds_the_same_losses(more):
-    images, labels = examples(24)
-
-    def losses(layout):
-        settings = dict(more)
-        if "budget" in more:
-            settings["budget"] = int(trainer(layout=layout).peak_bytes * more["budget"])
-        made = trainer(layout=layout, **settings)
-        rows = [slice(8 * i, 8 * i + 8) for i in range(3)]
-        found = [float(made.step(images[r], labels[r]).loss) for r in rows]
-        return np.array(found), made.predict(images[:5]), made
-
-    expected, answers, one = losses("NCHW")
-    found, same, other = losses("NHWC")
-    close(found, expected, 1e-6)
-    close(same, answers, 1e-5)
-    kinds = {n.attrs["problem"].layout for n in other.graph.nodes if n.op == "conv"}
-    assert kinds == {"NHWC"}
-    for name, value in one.state.save().items():
-        assert other.state.save()[name].shape == value.shape
-
-
-def test_a_trainer_measures_layouts():
-    told = []
-    made = trainer(layout="auto", progress=lambda name, *_: told.append(name))
-    assert any("to_channels" not in name and ":" in name for name in told)
-    layouts = {n.attrs["problem"].layout for n in made.graph.nodes if n.op == "conv"}
-    assert layouts <= {"NCHW", "NHWC"}
-
-
-def test_weights_go_from_one_layout_to_another(tmp_path):
-    images, labels = examples(8)
-    one, other = trainer(), trainer(layout="NHWC", seed=7)
-    one.step(images, labels)
-    one.save_weights(tmp_path / "weights.safetensors")
-    other.load_weights(tmp_path / "weights.safetensors")
-    close(other.predict(images), one.predict(images), 1e-5)
-
-
-def test_an_unknown_layout_is_refused():
-    with pytest.raises(ValueError, match="unknown layout 'CHWN'; choose one of: NCHW"):
-        trainer(layout="CHWN")
-
-
-@pytest.mark.parametrize("when", ["early", "late"])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_a_gradient_that_is_a_view_is_there_before_it_is_used(when, parts):
-    """Of a filter with one tap, which is turned for nothing."""
-    g = GraphBuilder()
-    x = g.conv(g.input("image", (2, 3, 4, 4)), 3, 1, bias=False)
-    label = g.input("label", (2,), "int64")
-    graph = g.build(g.softmax_cross_entropy(g.linear(g.flatten(x), 3), label))
-    turned = with_channels_last(graph, able(graph))
-    for step in step_graphs(turned, Momentum(), when=when, parts=parts):
-        assert any(node.op == "reshape" for node in step.nodes)
-
-
-def test_strips_of_a_trainer_need_channels_first():
-    with pytest.raises(ValueError, match="give it the layout NCHW"):
-        trainer(layout="NHWC", split="height:2")

@@ -1,6 +1,9 @@
 """In which layout a trainer's images are: as is asked for, or as is measured."""
 
+import logging
+
 from mucudnn.arguments import one_of
+from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.channels_last import AUTO, LAYOUT_CHOICES
 from mucudnn.ir.conv import Direction
 from mucudnn.ir.graph import Graph
@@ -12,6 +15,8 @@ from mucudnn.runtime.training.profiler import OnNode, profile
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["Layouts"]
+
+logger = logging.getLogger(__name__)
 
 
 class Layouts:
@@ -40,8 +45,9 @@ class Layouts:
     def __call__(self, graph: Graph, trains: bool) -> Graph:
         """A forward graph, which has its channels first, in the layout.
 
+        What cannot be measured within the budget keeps its channels first.
+
         Raises:
-            OutOfMemoryError: What is to be measured does not fit the budget.
             PlanningError: A convolution has no algorithm.
         """
         measured = self._layout == AUTO
@@ -52,9 +58,13 @@ class Layouts:
     def _fastest(self, graph: Graph, trains: bool) -> frozenset[str]:
         trials = layout_trials(graph, self._possible(graph), trains=trains)
         memory = None if self._budget is None else self._budget.nbytes
-        times = profile(
-            self._tuner, trials.graph, memory=memory, progress=self._progress
-        )
+        try:
+            times = profile(
+                self._tuner, trials.graph, memory=memory, progress=self._progress
+            )
+        except OutOfMemoryError as e:
+            logger.warning("layouts are not compared, channels come first: %s", e)
+            return frozenset()
         return cheapest_layouts(graph, trials.costs(times.node_ms))
 
     def _possible(self, graph: Graph) -> frozenset[str]:
