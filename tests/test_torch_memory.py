@@ -254,3 +254,25 @@ def test_bad_input():
 
     with pytest.raises(UnsupportedError, match="only a run has"):
         _ = mt.memory(model, deciding, (x, y), optimizer).least_budget
+
+
+def test_a_study_for_another_device_has_no_kernel_that_only_the_cpu_has():
+    model = nn.LSTM(8, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = torch.randn(7, 4, 8), torch.randn(7, 4, 16)
+
+    def kernels(device):
+        study = mt.memory(
+            model,
+            lambda found, y: (found[0] - y).square().mean(),
+            batch,
+            optimizer,
+            device=device,
+        )
+        nodes = study.plan().plan.schedule.graph.nodes
+        return {n.name.partition(".")[0] for n in nodes if "mkldnn" in n.name}
+
+    enabled = torch._C._get_mkldnn_enabled()
+    assert kernels("cpu") == {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"}
+    assert not kernels("h200")
+    assert torch._C._get_mkldnn_enabled() == enabled

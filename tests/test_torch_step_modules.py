@@ -11,6 +11,7 @@ from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.torch.capture.batches import Batch  # noqa: E402
+from mucudnn.torch.capture.kernel_results import KernelResults  # noqa: E402
 from mucudnn.torch.capture.parts import LiveParts, StepParts  # noqa: E402
 from mucudnn.torch.capture.settings import PLAIN  # noqa: E402
 from mucudnn.torch.capture.whole_step import capture_step  # noqa: E402
@@ -61,9 +62,12 @@ def eager(name):
 def test_three_steps_are_eager_ones_in_the_bytes_that_are_planned(name):
     wanted, tensors = eager(name)
     model, loss_fn, batch, optimizer = built(name)
-    captured = capture_step(model, loss_fn, optimizer, batch)
     parts = StepParts.of(model, optimizer, loss_fn)
-    planner = planner_of(captured, parts, measured)
+    results = KernelResults()
+    planner = results.settled(
+        lambda: capture_step(model, loss_fn, optimizer, batch, results=results),
+        lambda captured: planner_of(captured, parts, measured),
+    )
     least = planner.least_budget()
     for budget in (float("inf"), least):
         plan = planner.plan(budget)

@@ -239,6 +239,9 @@ QUICK = MappingProxyType(
             nn.MultiheadAttention(8, 2, 0.1),
             forward=lambda s, x: s.m[0](x, x, x)[0],
         ),
+        "lstm": lambda: one_recurrence(
+            nn.LSTM(8, 4, 2, dropout=0.2, bidirectional=True)
+        ),
         "gru": lambda: one_recurrence(nn.GRU(8, 8, 2, dropout=0.2)),
         "batch_norm": lambda: images(nn.BatchNorm2d(4)),
         "channels_last": in_channels_last,

@@ -265,10 +265,21 @@ class MemoryStudy:
             settings = self._settings
             parts = StepParts.of(step.model, step.optimizer, step.loss_fn, settings)
             self._planners[size] = self._results.settled(
-                lambda: self._capture(size),
+                lambda: self._captured(size),
                 lambda captured: planner_of(captured, parts, self._profile),
             )
         return self._planners[size]
+
+    def _captured(self, size: int | None) -> CapturedStep:
+        """The step; another device's without kernels that the CPU alone has."""
+        if self._device == _CPU:
+            return self._capture(size)
+        enabled = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            return self._capture(size)
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
 
     def _capture(self, size: int | None) -> CapturedStep:
         step = self._step

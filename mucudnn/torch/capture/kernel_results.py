@@ -88,6 +88,8 @@ class KernelResults:
         """
         with mode:
             results = corrected(results, statistics_types(function, given[0]))
+            if function is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+                results = _apart(results)
         seen = self._seen.get(function)
         if seen is None or (layouts := seen.get(_key(*given))) is None:
             return results
@@ -100,6 +102,15 @@ class KernelResults:
                     for k, value in enumerate(results)
                 ]
             )
+
+
+def _apart(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The model of an LSTM's gradients has those of both biases as one tensor."""
+    places = [t.untyped_storage()._cdata for t in results]
+    return tuple(
+        torch.empty_like(t) if place in places[:i] else t
+        for i, (t, place) in enumerate(zip(results, places, strict=True))
+    )
 
 
 def _lying(layout: Layout) -> torch.Tensor:

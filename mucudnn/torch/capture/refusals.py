@@ -178,10 +178,6 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             # Of numbers PyTorch makes tensors by writing into them.
             lengths = map(torch.as_tensor, args[2:4])
             return func(*args[:2], *lengths, *args[4:], **kwargs)
-        if func is torch.lstm:
-            # oneDNN's keeps bytes whose number only a run tells.
-            with torch.backends.mkldnn.flags(enabled=False):
-                return func(*args, **kwargs)
         if func in _VALUES:
             raise UnsupportedError(
                 f"the step calls {func.__name__}{line_now()}: it gives values to "

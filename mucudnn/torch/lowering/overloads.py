@@ -45,6 +45,8 @@ def as_laid_out(
         return padded_ctc
     if function in _REDUCED and result.numel() == 1:
         return _compact(function)
+    if function is torch.ops.aten.mkldnn_rnn_layer.default:
+        return _recurrent
     return function  # type: ignore[no-any-return]
 
 
@@ -58,6 +60,12 @@ def _compact(function: Any) -> Callable[..., Any]:
 
     compact.__qualname__ = f"_compact({function})"  # by which plans are remembered
     return compact
+
+
+def _recurrent(*args: Any) -> Any:
+    """A layer of an LSTM, and what its gradients need, which it keeps for autograd."""
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
 
 
 def _drawn_into(like: torch.Tensor, p: float) -> torch.Tensor:
