@@ -5,11 +5,14 @@ import xml.etree.ElementTree as ET
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 
 from mucudnn import PerfTable, Tuner
+from mucudnn.cli import main
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.report.demo_html import demo_page
 from mucudnn.runtime.tuning.timing import Timing
+from mucudnn.studies import demo as studies_demo
 from mucudnn.studies.demo import LAYER, StepAct, slow_layer, small_step, telling_limit
 
 MIB = 1 << 20
@@ -113,3 +116,19 @@ def test_noise_is_said_to_be_noise():
     act = step_act(150.0, 100.0, noise=20.0)
     assert act.noise == pytest.approx(2 * 1.5 * math.hypot(20 / 150, 20 / 100))
     assert "by no more than single steps do here" in act.sentence
+
+
+def test_an_interrupted_demonstration_keeps_its_acts(monkeypatch, tmp_path):
+    layer = slow_layer(Tuner(backend="null"), silent)
+    monkeypatch.setattr(studies_demo, "slow_layer", lambda tuner, say: layer)
+
+    def interrupted(tuner, say):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(studies_demo, "small_step", interrupted)
+    page = tmp_path / "demo.html"
+    done = CliRunner().invoke(main, ["demo", "--report", str(page)])
+    assert done.exit_code == 130
+    assert "interrupted: 1 of 3 acts are over" in done.stderr
+    assert layer.sentence in done.stdout
+    assert "A convolution in a limit" in page.read_text(encoding="utf-8")

@@ -1,10 +1,11 @@
 """`mucudnn demo`: three acts in a minute, and a page that shows them."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
 
-from mucudnn.cli.app import bad_input
+from mucudnn.cli.app import ExitCode, bad_input
 from mucudnn.cli.completion import completing_files
 from mucudnn.cli.options import option
 from mucudnn.cli.output import output_file, write_file
@@ -48,15 +49,36 @@ class _Line:
     default="mucudnn-demo.html",
     complete=completing_files,
 )
-def demo(report_file: str) -> None:
+@click.pass_context
+def demo(ctx: click.Context, report_file: str) -> None:
     """Show what this does: a convolution, a training step, a PyTorch model.
 
     Everything is measured here and now, in about a minute; nothing is remembered.
     """
+    from mucudnn.backends import get_backend
+    from mucudnn.report.demo_html import demo_page
+
+    acts: list[LayerAct | StepAct] = []
+    interrupted = False
+    try:
+        for act in _played():
+            click.echo(f"   {act.sentence}")
+            acts.append(act)
+    except KeyboardInterrupt:
+        interrupted = True
+        click.echo(f"interrupted: {len(acts)} of 3 acts are over", err=True)
+    if acts:
+        machine = get_backend("cpu").device.fingerprint
+        write_file(report_file, demo_page(acts, machine))
+        click.echo(f"All of it on one page: {report_file}")
+    if interrupted:
+        ctx.exit(ExitCode.INTERRUPTED)
+
+
+def _played() -> "Iterator[LayerAct | StepAct]":
     from mucudnn.runtime.tuning.tuner import Tuner
     from mucudnn.studies.demo import slow_layer, small_step
 
-    acts: list[LayerAct | StepAct] = []
     for title, play in (
         ("1. A convolution whose fast algorithms do not fit a limit.", slow_layer),
         ("2. A training step in a third of its memory.", small_step),
@@ -65,27 +87,23 @@ def demo(report_file: str) -> None:
         with progress_display(1) as show, bad_input():
             line = _Line(show)
             tuner = Tuner(cache=None, workspace_limit="8MiB", progress=line.measured)
-            acts.append(play(tuner, line.say))
-        click.echo(f"   {acts[-1].sentence}")
+            act = play(tuner, line.say)
+        yield act
     click.echo("3. The same for a PyTorch model.")
-    acts += _torch_act()
-    from mucudnn.report.demo_html import demo_page
-
-    write_file(report_file, demo_page(acts, tuner.backend.device.fingerprint))
-    click.echo(f"All of it on one page: {report_file}")
+    yield from _torch_act()
 
 
-def _torch_act() -> "list[LayerAct | StepAct]":
+def _torch_act() -> "Iterator[StepAct]":
     try:
         from mucudnn.torch.demo import small_torch_step
     except ImportError:
         click.echo(f"   {_NO_TORCH}")
-        return []
+        return
     from mucudnn.studies.demo import StepAct
 
     with progress_display(1) as show, bad_input():
         found = small_torch_step(_Line(show).say)
-    act = StepAct(
+    yield StepAct(
         name=found.name,
         whole=found.whole.plan,
         plan=found.bounded.plan,
@@ -97,5 +115,3 @@ def _torch_act() -> "list[LayerAct | StepAct]":
         same=found.same,
         eager=found.eager,
     )
-    click.echo(f"   {act.sentence}")
-    return [act]
