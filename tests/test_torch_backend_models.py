@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from tests.torch_backends import (  # noqa: E402
+    WithLoss,
     backwards,
     check_against_eager,
 )
@@ -267,3 +268,21 @@ def test_new_values_of_buffers_go_when_they_are_written_back():
         return plan.peak_bytes - plan.resident_bytes
 
     assert peak(True) < peak(False) + (64 << 10)  # of 1 MiB
+
+
+def test_new_statistics_of_frozen_norms_are_there_when_the_forward_pass_is_over():
+    """Nothing but those statistics keeps what they are made with from going."""
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+            *(nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8), nn.GELU()),
+            *(nn.Flatten(), nn.Linear(8 * 16, 5)),
+        )
+        for i in (0, 1, 3):
+            model[i].requires_grad_(False)
+        batch = torch.randn(2, 3, 8, 8), torch.randint(0, 5, (2,))
+        return WithLoss(model, functional.cross_entropy), batch
+
+    check_against_eager(make)

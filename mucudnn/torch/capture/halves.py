@@ -82,6 +82,9 @@ def _cut(schedule: Schedule) -> int:
         default=-1,
     )
     rest = range(last + 1, len(program))
+    match program[last] if last >= 0 else None:
+        case Compute(node) if nodes[node].mutates:
+            return last + 1  # inputs are written: what goes with that is returned first
     return next((i for i in rest if isinstance(program[i], Compute)), len(program))
 
 

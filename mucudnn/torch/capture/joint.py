@@ -266,9 +266,10 @@ def _remembering(
 ) -> Lowered:
     """The graph with it said that some inputs are others in the backward pass.
 
-    Nothing that reads them may be computed again there. Their new values, which are
-    results, are copied to them between the halves, and go with that unless they are
-    what the model returns as well.
+    Nothing that reads them may be computed again there. The last node of the forward
+    pass says so: in the backward pass new values could be made again, too late to be
+    returned. Those are results, are copied to the inputs between the halves, and go
+    with that unless they are what the model returns as well.
 
     Args:
         lowered: The graph.
@@ -286,7 +287,7 @@ def _remembering(
     asked = dict.fromkeys(r for i in values if _made(r := lowered.results[i]))
     gone = [r for r in asked if r in graph.outputs and graph.storages[r] not in others]
     node = Node(
-        _CHANGED, "store", (*changed, *gone), (), phase=Phase.BACKWARD, mutates=changed
+        _CHANGED, "store", (*changed, *gone), (), phase=Phase.FORWARD, mutates=changed
     )
     forward = [n for n in graph.nodes if n.phase is Phase.FORWARD]
     backward = [n for n in graph.nodes if n.phase is not Phase.FORWARD]
