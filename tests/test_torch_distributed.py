@@ -119,7 +119,7 @@ def test_three_ranks_make_the_losses_of_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "size"), [("slowed", 4), ("slowed-resnet18", 2)])
 def test_tables_that_ranks_measure_share_out_batches(scenario, size, tmp_path):
-    """The last rank sleeps three times as long as the others for every sample."""
+    """The last rank works three times as long as the others on every sample."""
     for found in zip(*ranks(scenario, size, tmp_path), strict=True):
         for each in found:
             *quick, tardy = each["plan"]

@@ -44,7 +44,7 @@ SYNCHRONISED = "synchronised"
 PER_RANK = "per_rank"
 
 _PAIR = 2
-"""Samples that are measured at the least: batch norm may refuse a single one."""
+"""Samples that are measured at the least where batch norm refuses a single one."""
 
 
 def distribute(
@@ -138,8 +138,12 @@ def _measured(
             "rank with, or its table"
         )
     most = max(at_least, batch - (ranks - 1) * at_least)
-    least = min(max(_PAIR, at_least), most)
-    return measure_steps(model, loss_fn, example, least=least, most=most)
+    try:
+        return measure_steps(model, loss_fn, example, least=at_least, most=most)
+    except ValueError:
+        if at_least >= _PAIR or most < _PAIR:
+            raise
+        return measure_steps(model, loss_fn, example, least=_PAIR, most=most)
 
 
 def _fleet(
