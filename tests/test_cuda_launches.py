@@ -52,7 +52,7 @@ def calls_of_python(work):
 
 def test_a_bound_launch_is_one_call_of_python(tmp_path, monkeypatch):
     launches, calls = [], []
-    for depth in (2, 12):
+    for depth in (2, 16):
         cupy, gpu = stand_in(monkeypatch, tmp_path)
         executor, feeds = bound(gpu, depth)
         executor.run(feeds)

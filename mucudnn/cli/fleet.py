@@ -145,4 +145,4 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
 
         return fleet_report(found)
 
-    publish(settings, found.to_json(), lambda: fleet_tables(found), page)
+    publish(settings, found.to_json, lambda: fleet_tables(found), page)

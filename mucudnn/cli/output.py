@@ -150,15 +150,17 @@ def emit(json_file: str | None, data: Any, show: Callable[[], None]) -> None:
 
 def publish(
     files: Mapping[str, Any],
-    data: Any,
+    data: Callable[[], Any],
     tables: Callable[[], Sequence["Table"]],
     page: Callable[[], str],
 ) -> None:
     """Show a result as tables, write it as JSON and as a page.
 
+    All three are made here, where a signal waits for them.
+
     Args:
         files: `json_file` and `report_file`, each None where it is not wanted.
-        data: Ready for JSON.
+        data: Makes what is ready for JSON.
         tables: What people are shown.
         page: The report.
     """
@@ -171,7 +173,7 @@ def publish(
             write_file(report_file, page())
 
     save(
-        lambda: emit(json_file, data, lambda: write_tables(tables(), sys.stdout)),
+        lambda: emit(json_file, data(), lambda: write_tables(tables(), sys.stdout)),
         write_report,
     )
 

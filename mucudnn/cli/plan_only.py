@@ -73,6 +73,6 @@ def take_survey(
 
         return survey_report(found, title)
 
-    publish(settings, found.to_json(), lambda: survey_tables(found), page)
+    publish(settings, found.to_json, lambda: survey_tables(found), page)
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)

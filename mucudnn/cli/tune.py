@@ -242,7 +242,7 @@ def _show(comparison: "Comparison", settings: Mapping[str, Any], title: str) -> 
 
         return html_report(comparison, title)
 
-    publish(settings, comparison.to_json(), lambda: tables(comparison), page)
+    publish(settings, comparison.to_json, lambda: tables(comparison), page)
 
 
 def _list_suites(json_file: str | None) -> None:
