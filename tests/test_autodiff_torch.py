@@ -14,6 +14,7 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph, Node, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
 from mucudnn.passes.graph.autodiff import RULES, training_graph
+from mucudnn.passes.graph.channels_last import able, with_channels_last
 from mucudnn.passes.graph.fusion import fused
 from tests.model_cases import random_feeds
 
@@ -114,6 +115,7 @@ LAYERS: dict[str, tuple[tuple[int, ...], Layer]] = {
     "fused_batch_norm_add_relu": ((3, 2, 2, 2), normed_sum),
     "fused_shortcut": ((4, 2, 3), lambda g, x: g.relu(g.add(g.batch_norm(x), x))),
     "fused_bias_relu": ((3, 2, 3), lambda g, x: g.relu(g.bias(x))),
+    "turned": ((2, 3, 2, 4), lambda g, x: g.gelu(x)),
     "softmax_cross_entropy": ((4, 5), pixels),
     "softmax_of_pixels": ((2, 3, 2, 2), pixels),
     "mean_squared_error": ((3, 4), lambda g, x: g.mean_squared_error(x, both(g, x))),
@@ -128,6 +130,8 @@ def forward(name: str) -> Graph:
     if g.shape(y) == ():
         return g.build(y)
     graph = g.build(g.mean_squared_error(y, g.input("target", g.shape(y))))
+    if name == "turned":
+        return with_channels_last(graph, able(graph))
     return fused(graph) if name.startswith("fused") else graph
 
 

@@ -289,6 +289,8 @@ FORWARD: Mapping[str, Op] = {
     "batch_norm_eval": _batch_norm_eval,
     "bias": lambda n, i, s: i[0] + _column(i[1], i[0]),
     "cast": _cast,
+    "to_channels_last": lambda n, i, s: i[0].movedim(1, -1),
+    "to_channels_first": lambda n, i, s: i[0].movedim(-1, 1),
     "concat": lambda n, i, s: torch.cat(list(i), n.attrs["axis"]),
     "conv": _conv,
     "gelu": lambda n, i, s: functional.gelu(i[0]),
