@@ -18,8 +18,8 @@ from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.microbatch import BatchPolicy
+from mucudnn.runtime.profiling.profiler import profile
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.profiler import profile
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.training.training_graphs import step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner

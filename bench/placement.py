@@ -30,9 +30,9 @@ from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.training.mapping_costs import mapping_costs
+from mucudnn.runtime.profiling.mapping_costs import mapping_costs
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.placed_steps import place_steps
+from mucudnn.runtime.training.step.placed_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["run", "table"]

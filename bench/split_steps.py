@@ -6,7 +6,7 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting import SplitStep
+from mucudnn.passes.planning.splitting.choice import SplitStep
 
 __all__ = ["GIB", "step"]
 

@@ -29,8 +29,8 @@ from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.models import get_model
-from mucudnn.passes.graph.layout import stored
-from mucudnn.passes.graph.narrow_copies import copies_of_parameters
+from mucudnn.passes.graph.layouts.choice import stored
+from mucudnn.passes.graph.precision.narrow_copies import copies_of_parameters
 from mucudnn.runtime.training.training_graphs import training_graphs
 
 __all__ = ["Traffic", "run", "table", "traffic_of"]

@@ -52,9 +52,11 @@ if TYPE_CHECKING:
         explain as explain,
     )
     from mucudnn.runtime.training.budget import MemoryBudget as MemoryBudget
-    from mucudnn.runtime.training.checkpoint import Checkpoints as Checkpoints
+    from mucudnn.runtime.training.checkpoints.checkpoint import (
+        Checkpoints as Checkpoints,
+    )
+    from mucudnn.runtime.training.checkpoints.resumption import plans_of as plans_of
     from mucudnn.runtime.training.loop import fit as fit
-    from mucudnn.runtime.training.resumption import plans_of as plans_of
     from mucudnn.runtime.training.trainer import Trainer as Trainer
     from mucudnn.runtime.tuning.bound_plan import run_plan as run_plan
     from mucudnn.runtime.tuning.tuner import Tuner as Tuner
@@ -88,9 +90,9 @@ _HOMES = {
         "explain",
     ),
     "runtime.training.budget": ("MemoryBudget",),
-    "runtime.training.checkpoint": ("Checkpoints",),
+    "runtime.training.checkpoints.checkpoint": ("Checkpoints",),
     "runtime.training.loop": ("fit",),
-    "runtime.training.resumption": ("plans_of",),
+    "runtime.training.checkpoints.resumption": ("plans_of",),
     "runtime.training.trainer": ("Trainer",),
     "runtime.tuning.bound_plan": ("run_plan",),
     "runtime.tuning.tuner": ("Tuner",),

@@ -12,8 +12,8 @@ def drawn(kind: str, value: object) -> str:
     """A value as HTML that needs nothing else: no script, no other file.
 
     Args:
-        kind: Name of a function of `mucudnn.report.notebook`.
+        kind: Name of a function of `mucudnn.report.pages.notebook`.
         value: What it draws.
     """
-    html: str = getattr(import_module("mucudnn.report.notebook"), kind)(value)
+    html: str = getattr(import_module("mucudnn.report.pages.notebook"), kind)(value)
     return html

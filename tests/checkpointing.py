@@ -19,8 +19,8 @@ from functools import partial
 import numpy as np
 from safetensors.numpy import save
 
-from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
-from mucudnn.runtime.training.tensor_file import (
+from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoint, Checkpoints
+from mucudnn.runtime.training.checkpoints.tensor_file import (
     read_arrays,
     read_header,
     seal,

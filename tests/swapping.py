@@ -21,7 +21,7 @@ from mucudnn.passes.residency import PERSISTENTS, Residency, saved_tensors
 from mucudnn.passes.scheduling.costs import state_bytes
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.sizes import kernel_workspaces
+from mucudnn.runtime.training.step.sizes import kernel_workspaces
 from tests.plain_schedule import keep_all
 
 RATE = 1 << 16

@@ -14,8 +14,8 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph, Node, Role, TensorSpec
 from mucudnn.ir.initializers import Constant
 from mucudnn.passes.graph.autodiff import RULES, training_graph
-from mucudnn.passes.graph.channels_last import able, with_channels_last
 from mucudnn.passes.graph.fusion import fused
+from mucudnn.passes.graph.layouts.channels_last import able, with_channels_last
 from tests.model_cases import random_feeds
 
 torch = pytest.importorskip("torch")

@@ -13,9 +13,9 @@ from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning import plan_step
 from mucudnn.passes.planning.comparison import unbounded
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.runtime.training import bounded_step
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.placed_steps import place_steps
+from mucudnn.runtime.training.step import bounded_step
+from mucudnn.runtime.training.step.placed_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 from tests.schedule_oracle import verify

@@ -23,7 +23,7 @@ from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.training.parameters import StateStore
-from mucudnn.runtime.training.sizes import kernel_workspaces
+from mucudnn.runtime.training.step.sizes import kernel_workspaces
 from tests.race_detector import RaceDetector
 
 MODELS = {

@@ -13,7 +13,7 @@ from mucudnn.cli import main, progress
 from mucudnn.cli.progress import every_ten_seconds, progress_display
 from mucudnn.cli.progress_words import TrainingWords
 from mucudnn.cli.remaining import Remaining, left_text
-from mucudnn.runtime.training.history import Position
+from mucudnn.runtime.training.checkpoints.history import Position
 
 ERASED = "\x1b[2K"
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mucudnn.passes.planning.collection import rarely_collected
+from mucudnn.passes.planning.search.collection import rarely_collected
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fused
-from mucudnn.passes.graph.mixed_precision import lowered
+from mucudnn.passes.graph.precision.mixed_precision import lowered
 from mucudnn.passes.graph.split import split_batch
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.training.training_graphs import step_graphs

@@ -14,8 +14,8 @@ from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
 from mucudnn.passes.placement.layout import PlacedStep, lay_out
 from mucudnn.passes.placement.page_table import PageTable
 from mucudnn.passes.planning import place_step
+from mucudnn.runtime.profiling.mapping_costs import mapping_costs
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.mapping_costs import mapping_costs
 from tests.cuda_emulator import COMPILER
 from tests.cupy_fake import StrictCupy
 from tests.test_cuda_training import losses, stand_in

@@ -19,7 +19,7 @@ from mucudnn.backends.cuda.session import LiveSession
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.loss_scaling import DynamicLossScale
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.passes.graph.loss_scaling import COUNTS
+from mucudnn.passes.graph.precision.loss_scaling import COUNTS
 from mucudnn.runtime.training.budget import MemoryBudget
 from tests import cudnn_kernel
 from tests.cuda_emulator import COMPILER

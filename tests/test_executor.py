@@ -22,7 +22,7 @@ from mucudnn.passes.placement.layout import Layout, host_blocks, lay_out
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
 from mucudnn.runtime.executor.tasks import Pending
-from mucudnn.runtime.training.cold_timing import LINK_BYTES, cold_bench
+from mucudnn.runtime.profiling.cold_timing import LINK_BYTES, cold_bench
 from tests.doubles import QUICK
 from tests.examples import examples
 from tests.graphs import NETWORKS

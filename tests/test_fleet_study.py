@@ -11,8 +11,8 @@ from mucudnn.codecs.step_tables import format_step_table, read_step_table
 from mucudnn.errors import CacheError, PlanningError
 from mucudnn.ir.fleet import StepPoint, StepTable
 from mucudnn.passes.fleet.sizes import measured_table
-from mucudnn.report.fleet_html import fleet_report, waiting_chart
 from mucudnn.report.fleet_text import fleet_tables
+from mucudnn.report.pages.fleet import fleet_report, waiting_chart
 from mucudnn.runtime.database.step_tables import load_step_table, save_step_table
 from mucudnn.studies.fleet import Link, study_fleet
 from mucudnn.studies.memory_findings import StepSpec

@@ -15,7 +15,7 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fused
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.mixed_precision import lowered
+from mucudnn.passes.graph.precision.mixed_precision import lowered
 from mucudnn.passes.graph.split import split_batch
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.mirror_cases import Case, compute

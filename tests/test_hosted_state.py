@@ -9,7 +9,7 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Adam
 from mucudnn.passes.scheduling.costs import state_bytes
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner

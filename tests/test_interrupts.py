@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from mucudnn.cli import main
 from mucudnn.runtime.interrupts import Interrupts, deferred_interrupt
-from mucudnn.runtime.training.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
 from mucudnn.studies import memory_trials
 from tests.interrupting import at_import, site, start, usual_signals
 

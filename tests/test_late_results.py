@@ -11,9 +11,9 @@ from mucudnn.errors import TrainingError
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.results import Present
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit
-from mucudnn.runtime.training.step_result import StepResult, known_result
+from mucudnn.runtime.training.step.result import StepResult, known_result
 from tests.test_executor import LazyCopier
 from tests.training_cases import Epochs, examples, trainer
 

@@ -17,20 +17,20 @@ from mucudnn.ir.operations import make_node
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.channels_last import (
+from mucudnn.passes.graph.fusion import fused
+from mucudnn.passes.graph.layouts.channels_last import (
     able,
     alone_channels_last,
     with_channels_last,
 )
-from mucudnn.passes.graph.fusion import fused
-from mucudnn.passes.graph.layout import (
+from mucudnn.passes.graph.layouts.choice import (
     LayoutCosts,
     cheapest_layouts,
     convolutions_last,
     turned_bytes,
 )
-from mucudnn.passes.graph.layout_trials import layout_trials
-from mucudnn.passes.graph.split_axis import along_height
+from mucudnn.passes.graph.layouts.trials import layout_trials
+from mucudnn.passes.graph.slicing.axis import along_height
 from mucudnn.passes.minimum_cut import SINK, SOURCE, Pipes
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.kernel_cases import close, stale

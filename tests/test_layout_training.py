@@ -8,11 +8,11 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.channels_last import able, with_channels_last
-from mucudnn.passes.graph.layout import cheapest_layouts
-from mucudnn.passes.graph.layout_trials import layout_trials
+from mucudnn.passes.graph.layouts.channels_last import able, with_channels_last
+from mucudnn.passes.graph.layouts.choice import cheapest_layouts
+from mucudnn.passes.graph.layouts.trials import layout_trials
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.layouts import Layouts
+from mucudnn.runtime.training.step.layouts import Layouts
 from mucudnn.runtime.training.training_graphs import step_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.memory_study import StepSpec, study_memory

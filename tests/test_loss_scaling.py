@@ -9,9 +9,9 @@ from mucudnn.ir.graph import Phase, Role
 from mucudnn.ir.loss_scaling import DynamicLossScale, loss_scale_of
 from mucudnn.ir.optimizers import Adam, Momentum, Sgd
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.loss_scaling import COUNTS
+from mucudnn.passes.graph.precision.loss_scaling import COUNTS
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.training_graphs import step_graphs
 from tests.kernel_cases import run

@@ -34,8 +34,8 @@ from mucudnn.passes.planning.plan_step import (
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.report.axes import columns, linear_scale, unit_of
-from mucudnn.report.memory_html import memory_report, speed_series
 from mucudnn.report.memory_text import memory_tables
+from mucudnn.report.pages.memory import memory_report, speed_series
 from mucudnn.report.snapshot import snapshot, snapshot_bytes
 from mucudnn.report.trace import LANES, trace_json
 from mucudnn.studies.memory_study import StepSpec, study_memory

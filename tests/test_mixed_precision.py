@@ -12,7 +12,10 @@ from mucudnn.ir.graph import Role
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.mixed_precision import lowered, with_narrow_gradients
+from mucudnn.passes.graph.precision.mixed_precision import (
+    lowered,
+    with_narrow_gradients,
+)
 from mucudnn.runtime.training.trainer import Trainer
 from tests.model_cases import random_feeds
 

@@ -13,7 +13,7 @@ from mucudnn.ir.loss_scaling import DynamicLossScale
 from mucudnn.ir.optimizers import OPTIMIZERS
 from mucudnn.models import get_model
 from mucudnn.passes.graph.dependencies import dependencies
-from mucudnn.passes.graph.narrow_copies import copies_of_parameters
+from mucudnn.passes.graph.precision.narrow_copies import copies_of_parameters
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.training_graphs import training_graphs

@@ -23,7 +23,7 @@ from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.microbatch import candidate_batches
 from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.studies.memory_study import StepSpec

@@ -12,8 +12,8 @@ from mucudnn.backends import get_backend
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.planning.comparison import unbounded
-from mucudnn.report.notebook import scoped
-from mucudnn.report.page import styles
+from mucudnn.report.pages.notebook import scoped
+from mucudnn.report.pages.page import styles
 from mucudnn.report.words import bytes_text, ms_text
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.algorithm_survey import survey_algorithms

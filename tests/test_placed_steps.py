@@ -13,8 +13,8 @@ from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.placement.layout import lay_out
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.runtime.training import bounded_step
-from mucudnn.runtime.training.placed_steps import place_steps
+from mucudnn.runtime.training.step import bounded_step
+from mucudnn.runtime.training.step.placed_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 from tests.examples import examples

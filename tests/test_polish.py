@@ -10,9 +10,9 @@ from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning.comparison import unbounded
 from mucudnn.passes.planning.plan_step import minimum_budget
-from mucudnn.passes.planning.polish import polish
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.trials import Trials
+from mucudnn.passes.planning.search.polish import polish
+from mucudnn.passes.planning.search.trials import Trials
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
 from mucudnn.passes.residency.candidates import candidates_of
 from tests.schedule_oracle import verify

@@ -21,9 +21,9 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.runtime.executor.memory_pool import Pool
-from mucudnn.runtime.training.cold_timing import EVICTING_BYTES, ColdBench, cold_bench
-from mucudnn.runtime.training.profiler import profile, refine
-from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces
+from mucudnn.runtime.profiling.cold_timing import EVICTING_BYTES, ColdBench, cold_bench
+from mucudnn.runtime.profiling.profiler import profile, refine
+from mucudnn.runtime.training.step.sizes import WorkingSet, kernel_workspaces
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK

@@ -7,7 +7,7 @@ import pytest
 
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.loss_scaling import DynamicLossScale
-from mucudnn.passes.graph.loss_scaling import COUNTS
+from mucudnn.passes.graph.precision.loss_scaling import COUNTS
 from mucudnn.runtime.training.budget import MemoryBudget
 from tests.together import Threads, network, trained, trainer_of, tuner_of
 

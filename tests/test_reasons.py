@@ -10,7 +10,7 @@ from mucudnn.ir.numerics import NUMERICS, Numerics, Traits
 from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.explain import counted, explain, left_out, refused
 from mucudnn.passes.microbatch import undivided
-from mucudnn.report.html import html_report
+from mucudnn.report.pages.comparison import html_report
 from mucudnn.report.text import comparison_tables
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.conv_comparison import compare

@@ -28,7 +28,7 @@ TABLES = {
     ("mucudnn.passes.planning.plan_step", "STEP_PLANNERS", ""): 2,
     ("mucudnn.passes.graph.gradients", "RULES", ""): None,
     ("mucudnn.ir.operations", "OPERATIONS", ""): None,
-    ("mucudnn.passes.graph.mixed_precision", "LOSS_SCALES", ""): 2,
+    ("mucudnn.passes.graph.precision.mixed_precision", "LOSS_SCALES", ""): 2,
     ("mucudnn.backends.cpu.kernels", "KERNELS", ""): None,
     ("mucudnn.ir.optimizers", "OPTIMIZERS", ""): 7,
     ("mucudnn.ir.devices", "DEVICES", ""): None,

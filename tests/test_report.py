@@ -13,8 +13,8 @@ from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
 from mucudnn.report.axes import byte_scale, time_scale
 from mucudnn.report.charts import curve, timeline
 from mucudnn.report.deepbench import check_deepbench, deepbench_tables
-from mucudnn.report.html import html_report
 from mucudnn.report.markup import tag
+from mucudnn.report.pages.comparison import html_report
 from mucudnn.report.text import comparison_tables, write_tables
 from mucudnn.report.words import ms_text, plan_text, problem_text, runs
 from mucudnn.runtime.tuning.tuner import Tuner

@@ -14,15 +14,15 @@ from safetensors.numpy import save
 
 from mucudnn.cli import main
 from mucudnn.errors import CheckpointError
-from mucudnn.runtime.training.checkpoint import Checkpoints
-from mucudnn.runtime.training.history import read_resumption
-from mucudnn.runtime.training.loop import fit
-from mucudnn.runtime.training.resumption import plans_of
-from mucudnn.runtime.training.tensor_file import (
+from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints.history import read_resumption
+from mucudnn.runtime.training.checkpoints.resumption import plans_of
+from mucudnn.runtime.training.checkpoints.tensor_file import (
     read_arrays,
     read_header,
     write_arrays,
 )
+from mucudnn.runtime.training.loop import fit
 from tests.checkpointing import forge as forge_file
 from tests.examples import examples
 from tests.training_cases import Epochs, trainer

@@ -7,12 +7,12 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.graph.split import split_batch
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning import slice_search as module
 from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.slice_search import SliceSearch, carried_over
-from mucudnn.passes.planning.suggested import suggested
+from mucudnn.passes.planning.search.suggested import suggested
+from mucudnn.passes.planning.splitting import slice_search as module
+from mucudnn.passes.planning.splitting.slice_search import SliceSearch, carried_over
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
 from mucudnn.passes.residency.blocks import slices_of
 from mucudnn.passes.residency.candidates import candidates_of, same_changes

@@ -13,8 +13,8 @@ from mucudnn.ir.graph import PERSISTENT, Phase, Role
 from mucudnn.ir.traits import OPAQUE
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.slicing.axis import along_batch, cuttable
 from mucudnn.passes.graph.split import split_batch
-from mucudnn.passes.graph.split_axis import along_batch, cuttable
 from mucudnn.passes.residency import saved_tensors
 from tests.examples import examples
 from tests.model_cases import furthest, random_feeds

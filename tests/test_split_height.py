@@ -12,11 +12,11 @@ from mucudnn.ir.initializers import Constant
 from mucudnn.models import get_model
 from mucudnn.passes.graph.answering import up_to
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.slicing.axis import along_height, cuttable
+from mucudnn.passes.graph.slicing.order import line_by_line
 from mucudnn.passes.graph.split import split_batch, split_height
-from mucudnn.passes.graph.split_axis import along_height, cuttable
-from mucudnn.passes.graph.split_order import line_by_line
 from mucudnn.passes.liveness import peak_bytes
-from mucudnn.passes.planning.cutting import Cutting, couples_batch
+from mucudnn.passes.planning.splitting.cutting import Cutting, couples_batch
 from mucudnn.runtime.training.training_graphs import answers_of
 from tests.examples import examples
 from tests.model_cases import furthest, random_feeds

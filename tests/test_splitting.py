@@ -10,16 +10,16 @@ from mucudnn.ir.optimizers import Sgd
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.graph.split_parts import largest_rows, parts_by_bytes
-from mucudnn.passes.planning.cutting import (
+from mucudnn.passes.graph.slicing.parts import largest_rows, parts_by_bytes
+from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.splitting.choice import SplitStep, plan_splitting
+from mucudnn.passes.planning.splitting.cutting import (
     Cutting,
     check_split,
     couples_batch,
     cuttings,
 )
-from mucudnn.passes.planning.plan_step import minimum_budget
-from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting import SplitStep, plan_splitting
 from mucudnn.studies.memory_study import StepSpec, study_memory
 from mucudnn.studies.memory_trials import IN_PARTS
 

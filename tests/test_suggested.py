@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from mucudnn.ir.residency import RECOMPUTED
 from mucudnn.passes.planning.evaluate import plan_residency
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.suggested import again_ms, stalls_ms, suggested
+from mucudnn.passes.planning.search.suggested import again_ms, stalls_ms, suggested
 from mucudnn.passes.residency import PERSISTENTS, Residency
 from mucudnn.passes.residency.candidates import candidates_of
 from mucudnn.passes.scheduling.costs import origin

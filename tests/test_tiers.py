@@ -26,8 +26,8 @@ from mucudnn.passes.planning.tiered_step import place_tiered_step
 from mucudnn.passes.simulate import simulate
 from mucudnn.runtime.executor.host_memory import Tiers
 from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
+from mucudnn.runtime.profiling.tier_rates import measured_tiers
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.tier_rates import measured_tiers
 from tests.cupy_fake import StrictCupy
 from tests.swapping import Bench, same
 from tests.test_hosted_state import history, trainer, within

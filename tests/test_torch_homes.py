@@ -20,7 +20,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Sums in a fixed order, and searches that end soon."""
-    monkeypatch.setattr("mucudnn.passes.planning.search._WORK", 4000)
+    monkeypatch.setattr("mucudnn.passes.planning.search.search._WORK", 4000)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -52,7 +52,7 @@ SEVERAL = [
 def short_search(name, monkeypatch):
     """Of the large networks, plans that are found soon: they promise no less."""
     for setting in SEARCH if name in ZOO else ():
-        monkeypatch.setattr(f"mucudnn.passes.planning.search.{setting}", 0)
+        monkeypatch.setattr(f"mucudnn.passes.planning.search.search.{setting}", 0)
 
 
 def needs_packages(name):

@@ -109,7 +109,7 @@ print(plan.source)
 
 def test_a_second_process_neither_measures_nor_searches(folder, monkeypatch):
     for name in ("_WORK", "MOST_SAVED"):  # a search that ends soon
-        monkeypatch.setattr(f"mucudnn.passes.planning.search.{name}", 0)
+        monkeypatch.setattr(f"mucudnn.passes.planning.search.search.{name}", 0)
     free, _ = planned(folder)
     budget = round(0.9 * free.peak_bytes)
     first, times = planned(folder, budget)

@@ -12,10 +12,14 @@ import pytest
 from click.testing import CliRunner
 
 from mucudnn.cli import main
-from mucudnn.cli.train_results import results_to_json
+from mucudnn.cli.training.results import results_to_json
 from mucudnn.errors import CheckpointError
-from mucudnn.runtime.training.checkpoint import Checkpoints
-from mucudnn.runtime.training.history import EpochReport, Position, read_resumption
+from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints.history import (
+    EpochReport,
+    Position,
+    read_resumption,
+)
 from mucudnn.runtime.training.log import LogEntry, LogFile
 from mucudnn.runtime.training.loop import fit
 from tests.training_cases import Epochs, trainer, weights

@@ -3,7 +3,7 @@
 import pytest
 
 from mucudnn.cli.app import BadInputError
-from mucudnn.cli.train_ranks import Group
+from mucudnn.cli.training.ranks import Group
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.fleet import StepPoint, StepTable
 from mucudnn.passes.fleet.sizes import measured_table

@@ -15,7 +15,7 @@ from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.graph import Graph, Node, Phase, Role
-from mucudnn.ir.group_norm import GROUP_PIECES
+from mucudnn.ir.norms.group_norm import GROUP_PIECES
 from mucudnn.ir.operations import OPERATIONS, traits_of
 from mucudnn.ir.schedule import Alloc, Free, SwapIn, SwapOut
 from mucudnn.ir.tensor import TensorSpec
@@ -46,14 +46,15 @@ ROOT = Path(mucudnn.__file__).parent
 BY_NAME = {
     "passes/estimate.py": {"conv", "matmul"},  # their arithmetic
     # The data type in its problem; the casts that it puts in, and takes out again.
-    "passes/graph/mixed_precision.py": {"cast", "conv"},
-    "passes/graph/narrow_copies.py": {"cast"},  # those that copies make needless
+    "passes/graph/precision/mixed_precision.py": {"cast", "conv"},
+    # Those that copies make needless.
+    "passes/graph/precision/narrow_copies.py": {"cast"},
     "passes/graph/autodiff.py": {"RULES"},  # the derivative of each
     "passes/graph/gradients.py": {"group_norm_grad"},  # its attributes
-    "passes/graph/layout_trials.py": {"RULES"},  # whose gradients are timed as well
-    "ir/batch_norm.py": {"PIECES"},
+    "passes/graph/layouts/trials.py": {"RULES"},  # whose gradients are timed as well
+    "ir/norms/batch_norm.py": {"PIECES"},
     "ir/channels_last.py": {"CHANNELS_LAST"},
-    "ir/group_norm.py": {"GROUP_PIECES"},
+    "ir/norms/group_norm.py": {"GROUP_PIECES"},
     "ir/operations.py": {"OPERATIONS"},
     "ir/strips.py": {"STRIPS"},
     "ir/layers/elementwise.py": {"dropout"},  # each has another seed

@@ -9,8 +9,8 @@ from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.mapped_memory import CpuMapper
 from mucudnn.errors import OutOfMemoryError, UnsupportedError
 from mucudnn.models import get_model
+from mucudnn.runtime.profiling.mapping_costs import mapping_costs
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.mapping_costs import mapping_costs
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.training_cases import QUICK, trainer

@@ -25,7 +25,7 @@ from mucudnn.runtime.executor.feeding import fed
 from mucudnn.runtime.executor.host_memory import HostTier, Tier
 from mucudnn.runtime.executor.memory_pool import Pool, PoolStatistics
 from mucudnn.runtime.executor.program import kernel_of
-from mucudnn.runtime.training.sizes import WorkingSet, kernel_workspaces
+from mucudnn.runtime.training.step.sizes import WorkingSet, kernel_workspaces
 
 __all__ = ["PagedExecutor", "least_pool_bytes"]
 

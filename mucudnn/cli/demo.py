@@ -56,7 +56,7 @@ def demo(ctx: click.Context, report_file: str) -> None:
     Everything is measured here and now, in about a minute; nothing is remembered.
     """
     from mucudnn.backends import get_backend
-    from mucudnn.report.demo_html import demo_page
+    from mucudnn.report.pages.demo import demo_page
 
     acts: list[LayerAct | StepAct] = []
     interrupted = False

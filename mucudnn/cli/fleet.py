@@ -21,7 +21,7 @@ from mucudnn.cli.options import (
 )
 from mucudnn.cli.output import publish, refuse_same
 from mucudnn.cli.own_code import import_option, network
-from mucudnn.cli.train_options import image_option, model_argument, optimizer_option
+from mucudnn.cli.training.options import image_option, model_argument, optimizer_option
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES
 from mucudnn.models import FunctionModel
@@ -141,7 +141,7 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
         ctx.exit(ExitCode.NOTHING_FITS)
 
     def page() -> str:
-        from mucudnn.report.fleet_html import fleet_report
+        from mucudnn.report.pages.fleet import fleet_report
 
         return fleet_report(found)
 

@@ -31,7 +31,7 @@ from mucudnn.cli.options import (
 from mucudnn.cli.output import emit, refuse_same, save, write_file
 from mucudnn.cli.own_code import import_option, network
 from mucudnn.cli.torch_model import torch_step
-from mucudnn.cli.train_options import (
+from mucudnn.cli.training.options import (
     image_option,
     list_models,
     listing_option,
@@ -297,8 +297,8 @@ def _measured(
     """A profile of a network's step on the CPU; None where there are costs already."""
     if spec.device != _CPU or isinstance(spec, DescribedStep):
         return None
-    from mucudnn.runtime.training.mapping_costs import mapping_costs
-    from mucudnn.runtime.training.profiler import profile
+    from mucudnn.runtime.profiling.mapping_costs import mapping_costs
+    from mucudnn.runtime.profiling.profiler import profile
     from mucudnn.runtime.tuning.tuner import Tuner
 
     given: Any = {} if cache_path is None else {"cache": open_cache(cache_path)}
@@ -322,7 +322,7 @@ def _write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:
         BadInputError: There are no places for the step to show.
     """
     if settings["report_file"] is not None:
-        from mucudnn.report.memory_html import memory_report
+        from mucudnn.report.pages.memory import memory_report
 
         write_file(settings["report_file"], memory_report(found))
     if found.best is None or found.best.plan is None:

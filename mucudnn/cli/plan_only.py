@@ -69,7 +69,7 @@ def take_survey(
     from mucudnn.report.algorithm_survey import survey_tables
 
     def page() -> str:
-        from mucudnn.report.survey_html import survey_report
+        from mucudnn.report.pages.survey import survey_report
 
         return survey_report(found, title)
 

@@ -10,7 +10,7 @@ from mucudnn.report.words import DIRECTIONS, limit_text, speedup_text
 from mucudnn.suites import Layer
 
 if TYPE_CHECKING:
-    from mucudnn.runtime.training.history import EpochReport, Position
+    from mucudnn.runtime.training.checkpoints.history import EpochReport, Position
     from mucudnn.runtime.training.log import LogEntry
     from mucudnn.runtime.tuning.table_filler import Measured
     from mucudnn.studies.advance import Advance

@@ -238,7 +238,7 @@ def _show(comparison: "Comparison", settings: Mapping[str, Any], title: str) -> 
     tables = deepbench_tables if deepbench else comparison_tables
 
     def page() -> str:
-        from mucudnn.report.html import html_report
+        from mucudnn.report.pages.comparison import html_report
 
         return html_report(comparison, title)
 

@@ -6,11 +6,15 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from mucudnn.ir.batch_norm import PIECES, batch_norm_grad_pieces, batch_norm_pieces
 from mucudnn.ir.conv import Direction
-from mucudnn.ir.fused_norm import FUSED_NORMS
 from mucudnn.ir.graph import Node, Phase
-from mucudnn.ir.group_norm import (
+from mucudnn.ir.norms.batch_norm import (
+    PIECES,
+    batch_norm_grad_pieces,
+    batch_norm_pieces,
+)
+from mucudnn.ir.norms.fused_norm import FUSED_NORMS
+from mucudnn.ir.norms.group_norm import (
     GROUP_PIECES,
     group_norm_grad_pieces,
     group_norm_pieces,

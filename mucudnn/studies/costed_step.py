@@ -10,7 +10,7 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.models import IMAGE
 from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting import SplitStep
+from mucudnn.passes.planning.splitting.choice import SplitStep
 from mucudnn.studies.memory_findings import StepSpec
 from mucudnn.studies.step_costs import Coverage, StepCosts, fastest_layouts
 

@@ -22,7 +22,7 @@ from mucudnn.optim import Momentum
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.convolution_plans import Plans
+from mucudnn.runtime.training.step.convolution_plans import Plans
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure_together
 from mucudnn.runtime.tuning.tuner import Tuner

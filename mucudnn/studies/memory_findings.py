@@ -15,13 +15,13 @@ from mucudnn.models import get_model, network_name
 from mucudnn.notebook import drawn
 from mucudnn.passes.graph.answering import up_to
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.layout import stored
+from mucudnn.passes.graph.layouts.choice import stored
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.comparison import Technique, best_technique
 from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.place_step import PlacedStep
-from mucudnn.passes.planning.splitting import Splitting
+from mucudnn.passes.planning.splitting.choice import Splitting
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.scheduling.costs import state_bytes
 from mucudnn.passes.scheduling.step_plan import StepPlan

@@ -13,8 +13,8 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.ir.tiers import MemoryTier
 from mucudnn.models import IMAGE
-from mucudnn.passes.planning.cutting import WHOLE, Split, check_split
 from mucudnn.passes.planning.described_step import DescribedStep
+from mucudnn.passes.planning.splitting.cutting import WHOLE, Split, check_split
 from mucudnn.passes.residency import (
     PLANNED,
     ResidencyPolicy,

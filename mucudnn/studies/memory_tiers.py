@@ -14,10 +14,10 @@ from mucudnn.backends import get_backend
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.tiers import MemoryTier
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting import SplitStep
+from mucudnn.passes.planning.splitting.choice import SplitStep
 from mucudnn.runtime.executor.tier_choice import TierChoice
-from mucudnn.runtime.training.cold_timing import LINK_BYTES
-from mucudnn.runtime.training.tier_rates import measured_tiers, tier_at
+from mucudnn.runtime.profiling.cold_timing import LINK_BYTES
+from mucudnn.runtime.profiling.tier_rates import measured_tiers, tier_at
 from mucudnn.studies.costed_step import CostedStep
 
 __all__ = ["forecast_tiers", "over_links"]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import get_device
 from mucudnn.ir.tiers import MemoryTier
+from mucudnn.passes.planning.bound.lower_bound import lower_bound
 from mucudnn.passes.planning.comparison import (
     Technique,
     best_technique,
@@ -19,13 +20,12 @@ from mucudnn.passes.planning.comparison import (
     try_technique,
     unbounded,
 )
-from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.passes.planning.described_step import DescribedStep
-from mucudnn.passes.planning.lower_bound import lower_bound
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting import Splitting, plan_splitting
+from mucudnn.passes.planning.splitting.choice import Splitting, plan_splitting
+from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
 from mucudnn.passes.planning.tiered_step import place_tiered_step
 from mucudnn.passes.registry import by_name, name_of
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy

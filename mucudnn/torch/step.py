@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mucudnn.errors import UnsupportedError
-from mucudnn.passes.planning.cutting import WHOLE, Split
+from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.batches import Batch

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapIn, SwapOut
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.planning.splitting import Splitting
+from mucudnn.passes.planning.splitting.choice import Splitting
 from mucudnn.passes.scheduling.costs import fastest_of, origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.planning.cutting import HEIGHT, WHOLE, Split, check_split
+from mucudnn.passes.planning.splitting.cutting import HEIGHT, WHOLE, Split, check_split
 from mucudnn.torch.capture.parts import StepParts
 from mucudnn.torch.capture.updates import with_updates
 from mucudnn.torch.capture.whole_step import CapturedStep

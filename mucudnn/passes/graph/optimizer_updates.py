@@ -16,8 +16,12 @@ from mucudnn.ir.loss_scaling import DynamicLossScale
 from mucudnn.ir.operations import make_node
 from mucudnn.ir.optimizers import AdaGrad, Adam, Momentum, Optimizer, RmsProp, Sgd
 from mucudnn.passes.graph.dependencies import finished, with_nodes_after
-from mucudnn.passes.graph.loss_scaling import COUNTS, adjusting, looking_for_overflow
-from mucudnn.passes.graph.narrow_copies import copies_of_parameters
+from mucudnn.passes.graph.precision.loss_scaling import (
+    COUNTS,
+    adjusting,
+    looking_for_overflow,
+)
+from mucudnn.passes.graph.precision.narrow_copies import copies_of_parameters
 from mucudnn.passes.graph.tape import LOSS_SCALE
 
 __all__ = [

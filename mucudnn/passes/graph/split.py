@@ -24,7 +24,7 @@ from types import MappingProxyType
 from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.traits import Batch
 from mucudnn.passes.graph.pieces import pieces_of
-from mucudnn.passes.graph.split_axis import (
+from mucudnn.passes.graph.slicing.axis import (
     SAMPLES,
     Along,
     along_batch,
@@ -32,9 +32,9 @@ from mucudnn.passes.graph.split_axis import (
     cut_as,
     cuttable,
 )
-from mucudnn.passes.graph.split_emission import Cut, Emitter
-from mucudnn.passes.graph.split_parts import Parts, asked_of
-from mucudnn.passes.graph.split_slices import Slices
+from mucudnn.passes.graph.slicing.emission import Cut, Emitter
+from mucudnn.passes.graph.slicing.parts import Parts, asked_of
+from mucudnn.passes.graph.slicing.rows import Slices
 
 __all__ = ["split_along", "split_batch", "split_height"]
 

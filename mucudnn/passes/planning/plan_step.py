@@ -10,11 +10,11 @@ from types import MappingProxyType
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes
-from mucudnn.passes.planning.collection import rarely_collected
 from mucudnn.passes.planning.evaluate import check_residency, plan_residency
 from mucudnn.passes.planning.least_budget import least_budget_above
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.search import search, smallest
+from mucudnn.passes.planning.search.collection import rarely_collected
+from mucudnn.passes.planning.search.search import search, smallest
 from mucudnn.passes.planning.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
 from mucudnn.passes.residency import (
     PLANNED,

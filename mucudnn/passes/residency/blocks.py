@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from mucudnn.ir.graph import Graph
-from mucudnn.passes.graph.split_slices import of_whole
+from mucudnn.passes.graph.slicing.rows import of_whole
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.residency.candidates import Candidate, Change
 

@@ -17,9 +17,9 @@ from typing import IO, Any
 
 from mucudnn.errors import CheckpointError
 from mucudnn.files import write_whole
+from mucudnn.runtime.training.checkpoints.history import EpochReport, Position
 from mucudnn.runtime.training.evaluation import Evaluation
-from mucudnn.runtime.training.history import EpochReport, Position
-from mucudnn.runtime.training.step_result import StepResult
+from mucudnn.runtime.training.step.result import StepResult
 
 __all__ = [
     "EPOCH",

@@ -14,9 +14,13 @@ from mucudnn.backends.base import Event
 from mucudnn.codecs.values import plan_to_dict
 from mucudnn.errors import CheckpointError, TrainingError
 from mucudnn.runtime.interrupts import deferred_interrupt
-from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
+from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoint, Checkpoints
+from mucudnn.runtime.training.checkpoints.history import (
+    EpochReport,
+    Position,
+    read_resumption,
+)
 from mucudnn.runtime.training.evaluation import Evaluation, image_and_label
-from mucudnn.runtime.training.history import EpochReport, Position, read_resumption
 from mucudnn.runtime.training.log import (
     OnEntry,
     epoch_entry,
@@ -24,7 +28,7 @@ from mucudnn.runtime.training.log import (
     step_entry,
 )
 from mucudnn.runtime.training.loop_arguments import Batches, check_arguments
-from mucudnn.runtime.training.step_result import StepResult
+from mucudnn.runtime.training.step.result import StepResult
 from mucudnn.runtime.training.trainer import Trainer
 
 __all__ = [

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from mucudnn.arguments import a_function, an_integer, of_type
-from mucudnn.runtime.training.checkpoint import Checkpoint, Checkpoints
+from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoint, Checkpoints
 from mucudnn.runtime.training.evaluation import Epochs, check_batches
 from mucudnn.runtime.training.trainer import Trainer
 

@@ -29,10 +29,14 @@ from mucudnn.ir.initializers import (
     XavierUniform,
 )
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.passes.graph.narrow_copies import copies_of_parameters
+from mucudnn.passes.graph.precision.narrow_copies import copies_of_parameters
 from mucudnn.passes.liveness import rounded
 from mucudnn.runtime.executor.host_memory import HostTier, Tiers
-from mucudnn.runtime.training.tensor_file import read_arrays, read_header, write_arrays
+from mucudnn.runtime.training.checkpoints.tensor_file import (
+    read_arrays,
+    read_header,
+    write_arrays,
+)
 
 __all__ = ["StateStore", "load_weights", "save_weights"]
 

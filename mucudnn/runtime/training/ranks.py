@@ -14,8 +14,8 @@ from mucudnn.runtime.distributed.gradients import summed_gradients
 from mucudnn.runtime.distributed.statistics import joint_statistics, meetings_of
 from mucudnn.runtime.distributed.waiting import TimedCollectives
 from mucudnn.runtime.executor.tasks import Around, Surrounding, WhileRunning
-from mucudnn.runtime.training.step_result import StepResult, known_result
-from mucudnn.runtime.training.step_times import StepTimes, Times
+from mucudnn.runtime.training.step.result import StepResult, known_result
+from mucudnn.runtime.training.step.times import StepTimes, Times
 from mucudnn.runtime.training.training_graphs import Divided
 from mucudnn.runtime.tuning.tuner import Tuner
 

@@ -17,26 +17,26 @@ from mucudnn.ir.loss_scaling import DynamicLossScale, loss_scale_of
 from mucudnn.ir.optimizers import Optimizer, optimizer_of
 from mucudnn.ir.placement import STATIC
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.passes.graph.mixed_precision import LOSS_SCALES
 from mucudnn.passes.graph.optimizer_updates import When
+from mucudnn.passes.graph.precision.mixed_precision import LOSS_SCALES
 from mucudnn.passes.graph.tape import LOSS_SCALE
 from mucudnn.passes.ordering import Order
-from mucudnn.passes.planning.cutting import WHOLE, Split
+from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
 from mucudnn.runtime.distributed.collectives import Collectives
-from mucudnn.runtime.training.beside_budget import keeps_copies
+from mucudnn.runtime.profiling.profiler import OnNode
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.convolution_plans import Plans, fixed_plans
 from mucudnn.runtime.training.evaluation import Epochs, Evaluation, Evaluator
-from mucudnn.runtime.training.layouts import Layouts
 from mucudnn.runtime.training.parameters import StateStore, load_weights, save_weights
-from mucudnn.runtime.training.placed_steps import place_steps
-from mucudnn.runtime.training.profiler import OnNode
 from mucudnn.runtime.training.ranks import PER_RANK, Ranks, check_together
-from mucudnn.runtime.training.splitting import Divider
-from mucudnn.runtime.training.step_memory import taken
-from mucudnn.runtime.training.step_result import StepResult
-from mucudnn.runtime.training.step_times import StepTimes
-from mucudnn.runtime.training.stepping import Stepper
+from mucudnn.runtime.training.step.beside_budget import keeps_copies
+from mucudnn.runtime.training.step.convolution_plans import Plans, fixed_plans
+from mucudnn.runtime.training.step.layouts import Layouts
+from mucudnn.runtime.training.step.memory import taken
+from mucudnn.runtime.training.step.placed_steps import place_steps
+from mucudnn.runtime.training.step.result import StepResult
+from mucudnn.runtime.training.step.splitting import Divider
+from mucudnn.runtime.training.step.stepping import Stepper
+from mucudnn.runtime.training.step.times import StepTimes
 from mucudnn.runtime.training.trainer_arguments import check_arguments
 from mucudnn.runtime.training.training_graphs import training_graphs
 from mucudnn.runtime.tuning.tuner import Tuner

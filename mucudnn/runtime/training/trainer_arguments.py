@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from mucudnn.arguments import a_function, an_integer, of_type, one_of
 from mucudnn.ir.placement import PLACEMENTS
-from mucudnn.passes.graph.mixed_precision import LOSS_SCALES
+from mucudnn.passes.graph.precision.mixed_precision import LOSS_SCALES
 from mucudnn.passes.ordering import ORDERS, Order
 from mucudnn.runtime.tuning.tuner import Tuner
 

@@ -17,14 +17,14 @@ from mucudnn.models import IMAGE, LABEL
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fused
 from mucudnn.passes.graph.gradient_accumulation import accumulating
-from mucudnn.passes.graph.loss_scaling import with_scale_as_state
-from mucudnn.passes.graph.mixed_precision import (
+from mucudnn.passes.graph.optimizer_updates import STEP, When, with_updates
+from mucudnn.passes.graph.precision.loss_scaling import with_scale_as_state
+from mucudnn.passes.graph.precision.mixed_precision import (
     LOSS_SCALES,
     lowered,
     with_narrow_gradients,
 )
-from mucudnn.passes.graph.narrow_copies import with_narrow_copies
-from mucudnn.passes.graph.optimizer_updates import STEP, When, with_updates
+from mucudnn.passes.graph.precision.narrow_copies import with_narrow_copies
 
 __all__ = [
     "Divided",

@@ -11,9 +11,9 @@ from mucudnn.errors import PlanningError, UnsupportedError
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
-from mucudnn.passes.planning.cutting import AUTO, Split
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting import SplitStep, plan_splitting
+from mucudnn.passes.planning.splitting.choice import SplitStep, plan_splitting
+from mucudnn.passes.planning.splitting.cutting import AUTO, Split
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.planning import Planner
 from mucudnn.torch.splitting.cut import in_slices

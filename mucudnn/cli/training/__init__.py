@@ -1,0 +1,1 @@
+"""`mucudnn train`: its options, its ranks, what it says."""

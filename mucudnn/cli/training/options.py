@@ -1,0 +1,338 @@
+"""What `mucudnn train` can be told; some of it `mucudnn memory`, too."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import click
+
+from mucudnn.cli.cache import cache_option
+from mucudnn.cli.completion import completing, completing_files
+from mucudnn.cli.names import strategy, table
+from mucudnn.cli.options import (
+    MOST_IMAGES,
+    budget_size,
+    count,
+    flag,
+    image_size,
+    json_option,
+    layout_option,
+    option,
+    parsed,
+    placement_option,
+    real,
+    section,
+    split_of,
+    tier_option,
+)
+from mucudnn.cli.output import emit
+from mucudnn.cli.training.log import log_file
+from mucudnn.cli.tuner_options import backends, batch_policy_option, workspace_option
+from mucudnn.ir.learning_rate import parse_learning_rate
+from mucudnn.ir.loss_scaling import DYNAMIC
+from mucudnn.ir.sizes import LARGEST
+
+__all__ = [
+    "budget_options",
+    "data_options",
+    "image_option",
+    "learning_options",
+    "list_models",
+    "listing_option",
+    "model_argument",
+    "optimizer_option",
+    "orders",
+    "output_options",
+    "policies",
+    "run_options",
+    "schedulers",
+]
+
+_MOST_REAL = 1e30  # what float32 holds, with room to multiply
+
+orders = table("ordering", "ORDERS")
+schedulers = table("scheduling", "SCHEDULERS")
+
+
+def policies() -> tuple[Iterable[str], Callable[[str], object]]:
+    """What is offloaded and what is computed again."""
+    from mucudnn.passes.planning.plan_step import check_policy, policy_names
+
+    return policy_names(), check_policy
+
+
+def _optimizers() -> tuple[Iterable[str], Callable[[str], object]]:
+    from mucudnn.ir.optimizers import OPTIMIZERS, parse_optimizer
+
+    return OPTIMIZERS, parse_optimizer
+
+
+def _models(ctx: click.Context) -> Iterable[str]:
+    from mucudnn.models import model_names
+
+    del ctx
+    return model_names()
+
+
+def _data_sets(ctx: click.Context) -> Iterable[str]:
+    from mucudnn.data import FORMATS
+
+    del ctx
+    return FORMATS
+
+
+def _schedule(text: str) -> str:
+    """The text of a learning-rate schedule, once it is known to be one."""
+    parsed(text, lambda text: parse_learning_rate(text, 0.0))
+    return text
+
+
+model_argument = click.argument(
+    "model",
+    metavar="[MODEL | FILE.py:FUNCTION]",
+    required=False,
+    shell_complete=completing(_models, files=True),
+)
+AUTO, EQUAL = "auto", "equal"
+"""How images are shared out among processes, if not by numbers."""
+
+
+def parse_shares(text: str | tuple[int, ...]) -> str | tuple[int, ...]:
+    """`auto`, `equal`, or `9,3`.
+
+    Raises:
+        click.BadParameter: It is none of these.
+    """
+    if isinstance(text, tuple) or text in (AUTO, EQUAL):
+        return text
+    words = text.split(",")
+    if all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        return tuple(map(int, words))
+    raise click.BadParameter(
+        f"{text!r} is neither auto nor equal nor numbers of samples such as 9,3"
+    )
+
+
+listing_option = flag("--list listing", "List the networks.")
+image_option = option(
+    "--image SIZE",
+    "Size of an image, such as 224 or 3x64x96; by default the network's own.",
+    image_size,
+)
+optimizer_option = strategy(
+    "--optimizer", "How weights change.", _optimizers, default="momentum"
+)
+
+data_options = section(
+    "What",
+    option(
+        "--data NAME",
+        "digits, mnist:DIR, cifar10:DIR, cifar100:DIR, folder:DIR, arrays:DIR or "
+        "synthetic[:length=N,classes=N,noise=X].",
+        default="synthetic",
+        complete=completing(_data_sets),
+    ),
+    option("--batch N", "Images in a step.", count(1, MOST_IMAGES), default=32),
+    image_option,
+    option("--classes N", "Number of classes; by default the data set's.", count(2)),
+    flag("--augment", "Move and mirror the images for training."),
+    option(
+        "--dtype",
+        "Data type of weights and activations.",
+        click.Choice(["float32", "float64"]),
+        default="float32",
+    ),
+)
+"""Which data, in which shape."""
+
+learning_options = section(
+    "Learning",
+    option("--epochs N", "Passes over the data.", count(), default=10),
+    option("--steps N", "End after so many steps.", count()),
+    optimizer_option,
+    option(
+        "--lr RATE",
+        "Learning rate, at its highest; by default the optimizer's usual one.",
+        real(0, _MOST_REAL, beyond=True),
+    ),
+    option(
+        "--lr-schedule NAME",
+        "How it falls: constant, cosine, or step:30,60,90 at those epochs.",
+        _schedule,
+        default="cosine",
+    ),
+    option(
+        "--warmup STEPS",
+        "Steps over which it rises first.",
+        count(0),
+        default=0,
+        shown=False,
+    ),
+    option("--momentum SHARE", "Of momentum and nesterov; by default 0.9.", real(0, 1)),
+    option(
+        "--weight-decay SHARE",
+        "Share of the weights that is added to their gradients.",
+        real(0, _MOST_REAL),
+    ),
+    option(
+        "--seed N",
+        "Of weights, order, dropout and augmentation.",
+        count(0, LARGEST),
+        default=0,
+    ),
+)
+"""How the weights change."""
+
+budget_options = section(
+    "Limits",
+    workspace_option,
+    option(
+        "--budget SIZE",
+        "Device memory for everything, or `device`: all that is free; what has no room "
+        "leaves or is computed again. Under mpiexec of each process: one for all, or "
+        "one each, such as 96MiB,64MiB.",
+        budget_size,
+    ),
+    strategy(
+        "--policy",
+        "With --budget: what leaves and what is computed again; see `mucudnn memory`.",
+        policies,
+        default="planned",
+    ),
+    strategy("--scheduler", "With --budget: when copies run.", schedulers),
+    option(
+        "--convolutions",
+        "With --budget: convolutions are planned for the workspace that is free at "
+        "each, as without a budget (with the same bits), or take the fastest or the "
+        "least workspace.",
+        click.Choice(["dynamic", "fixed", "fastest", "least"]),
+        default="dynamic",
+    ),
+    option(
+        "--disk DIR",
+        "With --budget: what leaves goes to a file here, not to host memory.",
+        click.Path(exists=True, file_okay=False, writable=True),
+    ),
+    tier_option(
+        "With --budget: what leaves goes to host, disk:DIR or peer:DEVICE, perhaps "
+        "with =SIZE, and with @RATE in bytes a second where it is not to be measured; "
+        "several are filled the fastest first."
+    ),
+)
+
+run_options = section(
+    "How",
+    option(
+        "--backend NAME",
+        "cpu, cuda, or null, which only counts; see `mucudnn info`.",
+        default="cpu",
+        complete=completing(backends),
+    ),
+    batch_policy_option,
+    option(
+        "--precision",
+        "Of convolutions and products, where the backend has it.",
+        click.Choice(["float16", "bfloat16"]),
+    ),
+    option(
+        "--loss-scale FACTOR",
+        "Of the loss while its gradients are computed, or `dynamic`: as large as can "
+        "be; 1024 for float16.",
+        real(0, _MOST_REAL, beyond=True, word=DYNAMIC),
+    ),
+    strategy("--order", "Order of a step's operations.", orders, default="builder"),
+    option(
+        "--update-when",
+        "Update a weight at once, or all at the end of a step.",
+        click.Choice(["early", "late"]),
+        default="early",
+    ),
+    placement_option("Where tensors lie"),
+    layout_option(),
+    flag("--no-fuse", "Run each operation by a kernel of its own."),
+    flag("--replay", "Replay the launches of a step as CUDA graphs."),
+    option(
+        "--accumulate PARTS",
+        "Compute a step's gradient in so many parts.",
+        count(),
+        default=1,
+    ),
+    option(
+        "--split PARTS",
+        "Run a step in slices of its batch, which need less at once: none, how many "
+        "parts of its largest layers, or, with --budget, auto; or in strips of its "
+        "images: height:4 for so many, or, with --budget, height.",
+        split_of,
+        default="none",
+    ),
+    option(
+        "--shares N,…",
+        "Under mpiexec, images of each batch, or of each of its parts, that each "
+        "process takes: auto, by what steps take there; equal; or numbers.",
+        parse_shares,
+        default="auto",
+    ),
+    option(
+        "--batch-norm",
+        "Under mpiexec, by the statistics of each process's own images, or of all.",
+        click.Choice(["per_rank", "synchronised"]),
+        default="per_rank",
+    ),
+    cache_option,
+)
+"""How a step is run."""
+
+output_options = section(
+    "Output",
+    option(
+        "--eval-every STEPS",
+        "Test after so many steps as well, not only after an epoch.",
+        count(),
+    ),
+    option(
+        "--log FILE",
+        "Write a line for every step, test and epoch, at once: FILE.csv, or FILE.jsonl "
+        "for a line of JSON each.",
+        log_file,
+        complete=completing_files,
+    ),
+    option(
+        "--tensorboard DIR",
+        "Write event files for TensorBoard there.",
+        click.Path(file_okay=False),
+    ),
+    option(
+        "--checkpoint DIR",
+        "Keep the last two checkpoints there, one an epoch.",
+        click.Path(file_okay=False),
+    ),
+    option("--checkpoint-every STEPS", "Also write one after so many steps.", count()),
+    flag("--resume", "Go on from the last checkpoint."),
+    json_option,
+)
+"""What is kept of it."""
+
+
+def list_models(json_file: str | None) -> None:
+    """Every network with its size."""
+    from mucudnn.cli.own_code import networks
+
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "image": list(model.image),
+            "classes": model.classes,
+            "parameters": model(1).parameter_count,
+        }
+        for name, model in networks()
+    ]
+
+    def show() -> None:
+        for row in rows:
+            image = "x".join(map(str, row["image"]))
+            click.echo(
+                f"{row['name']:<18} {image:>12}  {row['classes']:>5} classes  "
+                f"{row['parameters']:>12,} parameters"
+            )
+        click.echo(f"{'resnet:n1,n2,n3,n4':<18} bottlenecks, so many a stage")
+
+    emit(json_file, {"schema": 1, "models": rows}, show)

@@ -1,0 +1,216 @@
+"""`mpiexec -n N mucudnn train …`: which part of each batch this process takes."""
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mucudnn.cli.app import BadInputError
+from mucudnn.cli.training.options import AUTO, EQUAL
+from mucudnn.cli.training.settings import budget_of
+from mucudnn.errors import OutOfMemoryError, PlanningError
+from mucudnn.ir.fleet import Fleet, Rank, StepPoint
+from mucudnn.ir.graph import Graph
+from mucudnn.models import IMAGE, LABEL
+from mucudnn.passes.fleet import replanned, share_times, split_batch
+from mucudnn.passes.fleet.sizes import measured_table
+
+if TYPE_CHECKING:
+    from mucudnn.cli.training.data import Work
+    from mucudnn.runtime.distributed.collectives import Collectives
+    from mucudnn.runtime.tuning.tuner import Tuner
+
+__all__ = ["Group", "group_of", "step_point"]
+
+_STEPS = 3
+
+
+class Group:
+    """This process and the others.
+
+    Args:
+        together: What they do together.
+
+    Attributes:
+        together: What they do together.
+        leads: Whether this one prints and writes for all.
+        history: Shares that were trained with, the last the present ones.
+    """
+
+    def __init__(self, together: "Collectives") -> None:
+        self.together = together
+        self.leads = together.rank == 0
+        self.history: list[tuple[int, ...]] = []
+        self._fleet: Fleet | None = None
+
+    @contextlib.contextmanager
+    def ends_together(self) -> Iterator[None]:
+        """Around everything: an error of one process ends all, with one line."""
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as e:
+            if isinstance(e, click.exceptions.Exit):
+                raise
+            words = e.format_message() if isinstance(e, click.ClickException) else e
+            line = " ".join(str(words).split()) or type(e).__name__
+            click.echo(f"mucudnn: error: rank {self.together.rank}: {line}", err=True)
+            self.together.abort(line)
+
+    def part(self, work: "Work", made: Callable[[int], "Work"], shares: Any) -> "Work":
+        """The work of this process.
+
+        Args:
+            work: Of all, in one process.
+            made: Samples -> the work with graphs of so many.
+            shares: As `parse_shares` has them; numbers for "auto" are measured before.
+
+        Raises:
+            BadInputError: The shares are not one a process, or not the batch together.
+        """
+        from mucudnn.data import Loader
+        from mucudnn.data.part import PartOfBatches
+
+        loader, size, rank = work.batches, self.together.size, self.together.rank
+        assert isinstance(loader, Loader), "the work is still of one process"
+        parts = work.words["accumulate"]
+        batch = loader.batch // parts
+        if len(shares) != size or sum(shares) != batch:
+            each = f" in each of {parts} parts" if parts > 1 else ""
+            raise BadInputError(
+                f"--shares {','.join(map(str, shares))} are {len(shares)} of "
+                f"{sum(shares)} images together; {size} processes share {batch}{each}"
+            )
+        self.history.append(tuple(shares))
+        start = sum(shares[:rank])
+        own = made(shares[rank])
+        batches = PartOfBatches(loader, start, start + shares[rank], parts)
+        return replace(own, batches=batches)
+
+    def own(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options of this process: of several budgets, its own.
+
+        Raises:
+            BadInputError: There is not one for each.
+        """
+        budgets, size = settings["budget"], self.together.size
+        if not isinstance(budgets, tuple):
+            return settings
+        if len(budgets) != size:
+            raise BadInputError(
+                f"--budget has {len(budgets)} sizes for {size} processes; name one for "
+                "all, or one each"
+            )
+        return {**settings, "budget": budgets[self.together.rank]}
+
+    def shares(
+        self, asked: Any, batch: int, measure: Callable[[int], StepPoint]
+    ) -> tuple[int, ...]:
+        """Samples of each process, as asked for or as all can end together.
+
+        Args:
+            asked: As `parse_shares` has it.
+            batch: Samples of all.
+            measure: Samples -> what a step takes in this process; raises
+                `PlanningError` or `OutOfMemoryError` where it does not fit.
+
+        Raises:
+            BadInputError: There are fewer samples than processes, or the processes
+                cannot take as many.
+            PlanningError: Not one sample fits this process's budget.
+            OutOfMemoryError: The same, while it is measured.
+        """
+        size = self.together.size
+        if batch < size:
+            raise BadInputError(
+                f"{size} processes cannot share {batch} images; name a larger --batch"
+            )
+        if asked == EQUAL:
+            return tuple(batch // size + (i < batch % size) for i in range(size))
+        if asked != AUTO:
+            return tuple(asked)
+        most = batch - size + 1
+        unfitting = PlanningError, OutOfMemoryError
+        table = measured_table("cpu", 1, most, measure, unfitting=unfitting)
+        found = self.together.all_gather(table)
+        ranks = (Rank(f"rank {i}", t, accumulates=False) for i, t in enumerate(found))
+        self._fleet = Fleet(tuple(ranks))
+        try:
+            return split_batch(self._fleet, batch, at_least=1).samples
+        except PlanningError as e:
+            together = sum(rank.table.most for rank in self._fleet.ranks)
+            raise BadInputError(
+                f"within their budgets the processes take {together} images a step, "
+                f"not {batch}; --split auto, --accumulate or larger budgets may do"
+            ) from e
+
+    def shares_now(self, own_ms: float) -> tuple[int, ...] | None:
+        """Other shares, where processes have left their tables and it pays; else None.
+
+        Args:
+            own_ms: What a step of this one's share takes now; 0 if that is not known.
+        """
+        if self._fleet is None:
+            return None
+        shares = self.history[-1]
+        rank = self.together.rank
+        times = share_times(self._fleet.ranks[rank], shares[rank])
+        factor = own_ms / times.time_ms(shares[rank]) if own_ms else 1.0
+        factors = self.together.all_gather(factor)
+        found = replanned(self._fleet, shares, factors, at_least=1)
+        return None if found is None else found.samples
+
+
+def step_point(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> StepPoint:
+    """What a step of a network takes in this process, others running beside it.
+
+    Raises:
+        PlanningError: It does not fit the budget.
+        OutOfMemoryError: The same, while it is measured.
+    """
+    import numpy as np
+
+    from mucudnn.runtime.training.trainer import Trainer
+
+    images = np.zeros(graph.tensors[IMAGE].shape, graph.tensors[IMAGE].dtype)
+    labels = np.zeros(graph.tensors[LABEL].shape, "int64")
+    with Trainer(
+        graph,
+        tuner=tuner,
+        optimizer=settings["optimizer"],
+        learning_rate=0.0,
+        update_when="late",
+        order=settings["order"],
+        precision=settings["precision"],
+        fuse=not settings["no_fuse"],
+        layout=settings["layout"],
+        split=settings["split"],
+        budget=budget_of(settings, tuner.backend.device),
+        placement=settings["placement"],
+    ) as trainer:
+        times = [trainer.profile(images, labels)[1] for _ in range(_STEPS)]
+        return StepPoint(len(images), statistics.median(times), trainer.peak_bytes)
+
+
+def group_of(settings: Mapping[str, Any]) -> Group | None:
+    """The processes that `mpiexec` started; None if this one is alone.
+
+    Raises:
+        BadInputError: This one is alone, and is told what each of several does.
+        BackendUnavailableError: mpi4py or an MPI library is missing.
+    """
+    from mucudnn.runtime.environment import launched_processes
+
+    if launched_processes() < 2:
+        for name in ("budget", "shares"):
+            if isinstance(settings[name], tuple):
+                raise BadInputError(
+                    f"--{name} with a value for each process is for several, and this "
+                    "one is alone; start them with mpiexec -n N mucudnn train …"
+                )
+        return None
+    from mucudnn.runtime.distributed.mpi import MpiCollectives
+
+    return Group(MpiCollectives())

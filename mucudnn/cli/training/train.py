@@ -1,0 +1,330 @@
+"""`mucudnn train`: a network on a data set, to the last epoch and the last figure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import click
+import cloup
+from click.core import ParameterSource
+
+from mucudnn.cli.app import BadInputError, ExitCode, bad_input
+from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
+from mucudnn.cli.own_code import import_option
+from mucudnn.cli.training.log import train_log
+from mucudnn.cli.training.options import (
+    budget_options,
+    data_options,
+    learning_options,
+    list_models,
+    listing_option,
+    model_argument,
+    output_options,
+    run_options,
+)
+from mucudnn.cli.training.ranks import Group, group_of, step_point
+from mucudnn.cli.training.results import (
+    ranks_of,
+    ranks_to_json,
+    results_to_json,
+    show_ranks,
+    show_results,
+)
+from mucudnn.cli.training.settings import (
+    budget_of,
+    optimizer_of,
+    total_steps,
+    words_of,
+)
+from mucudnn.cli.tuner_options import make_tuner
+from mucudnn.ir.learning_rate import parse_learning_rate
+
+if TYPE_CHECKING:
+    from mucudnn.cli.progress import Show
+    from mucudnn.cli.progress_words import TrainingWords
+    from mucudnn.cli.training.data import Work
+    from mucudnn.cli.training.results import RankResult
+    from mucudnn.ir.fleet import StepPoint
+    from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoint, Checkpoints
+    from mucudnn.runtime.training.checkpoints.history import EpochReport, Position
+    from mucudnn.runtime.training.log import LogEntry, OnEntry
+    from mucudnn.runtime.training.loop import Between, Handover
+    from mucudnn.runtime.training.trainer import Trainer
+
+__all__ = ["train"]
+
+
+@cloup.command()
+@import_option
+@model_argument
+@data_options
+@learning_options
+@budget_options
+@run_options
+@output_options
+@listing_option
+@click.pass_context
+def train(
+    ctx: click.Context, /, model: str | None, json_file: str | None, **settings: Any
+) -> None:
+    """Train a network and test it after every epoch."""
+    if settings["listing"]:
+        list_models(json_file)
+        return
+    if model is None:
+        raise BadInputError("name a network to train; --list lists them")
+    refuse_same({"--json": json_file, "--log": settings["log"]})
+    if settings["checkpoint"] is None:
+        for name in ("resume", "checkpoint_every"):
+            if settings[name]:
+                option = name.replace("_", "-")
+                raise BadInputError(f"--{option} needs --checkpoint DIR")
+    if settings["budget"] is None:
+        _refuse_budgeted(ctx)
+        if settings["split"] in ("auto", "height"):
+            raise BadInputError(f"--split {settings['split']} needs --budget SIZE")
+    group = group_of(settings)
+    with nullcontext() if group is None else group.ends_together():
+        if group is not None:
+            settings = dict(group.own(settings))
+        interrupted = _trained(_Training(model, settings, group), json_file)
+    if interrupted:
+        ctx.exit(ExitCode.INTERRUPTED)
+
+
+def _trained(training: "_Training", json_file: str | None) -> bool:
+    """Train and show what came of it; whether Ctrl-C ended it."""
+    interrupted = training.run(quiet=json_file == "-")
+    training.gather()
+    if training.leads:
+        emit(json_file, training.to_json(interrupted=interrupted), training.show)
+    return interrupted
+
+
+def _refuse_budgeted(ctx: click.Context) -> None:
+    """What says how to keep a budget says nothing without one."""
+    for name in ("policy", "scheduler", "convolutions", "disk", "tiers"):
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            written = "tier" if name == "tiers" else name
+            raise BadInputError(f"--{written} needs --budget SIZE")
+
+
+class _Training:
+    """One invocation of the command, with all its options."""
+
+    def __init__(
+        self, model: str, settings: Mapping[str, Any], group: Group | None
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._group = group
+        self.leads = group is None or group.leads
+        with self._display(1) as show:
+            show("reading the data", 0, 1)
+            self._work = _work(model, settings, group, show)
+        self._optimizer = optimizer_of(settings)
+        self._words = words_of(self._work, self._optimizer, settings)
+        self._checkpoints, self._resume = self._found()
+        self._reports: dict[int, EpochReport] = {}
+        self._ranks: Sequence[RankResult] = ()
+
+    def run(self, *, quiet: bool) -> bool:
+        """Train; whether Ctrl-C ended it."""
+        from mucudnn.cli.progress_words import TrainingWords
+        from mucudnn.runtime.training.loop import fit
+
+        settings, work = self._settings, self._work
+        epochs, batches = settings["epochs"], len(work.batches)
+        quiet = quiet or not self.leads
+        with self._display(batches, titled=True) as show:
+            total = total_steps(work, settings)
+            shown = TrainingWords(show, epochs, batches, steps=total, quiet=quiet)
+
+            def progress(at: "Position", report: "EpochReport | None") -> None:
+                if report is not None:
+                    self._reports[report.epoch] = report
+                shown(at, report)
+
+            with self._log(shown) as log:
+                show("planning the step", 0, batches, title="preparing")
+                self._trainer = self._made(shown)
+                try:
+                    reports = fit(
+                        self._trainer,
+                        work.batches,
+                        work.test,
+                        epochs=epochs,
+                        max_steps=settings["steps"],
+                        checkpoints=self._checkpoints if self.leads else None,
+                        checkpoint_every=settings["checkpoint_every"],
+                        eval_every=settings["eval_every"],
+                        words=self._words,
+                        resume=self._resume,
+                        progress=progress,
+                        log=log,
+                        between=self._between(shown),
+                    )
+                except KeyboardInterrupt:
+                    return True
+        self._reports |= {report.epoch: report for report in reports}
+        return False
+
+    @contextmanager
+    def _log(self, shown: "TrainingWords") -> "Iterator[OnEntry | None]":
+        """What one process writes down, for all of them."""
+        if not self.leads:
+            yield None
+            return
+        with train_log(self._settings, self._resume) as tell:
+
+            def told(entry: "LogEntry") -> None:
+                tell(entry)
+                shown.told(entry)
+
+            yield told
+
+    def _between(self, shown: "TrainingWords") -> "Between | None":
+        """Between epochs another trainer goes on where other shares are faster."""
+        group = self._group
+        if group is None:
+            return None
+
+        def handed_over() -> "Handover | None":
+            shares = group.shares_now(self._trainer.own_ms)
+            if shares is None:
+                return None
+            state, steps = self._trainer.state.save(), self._trainer.steps
+            self._trainer.close()
+            self._work = _part(self._model, self._settings, group, shares)
+            self._trainer = self._made(shown)
+            self._trainer.state.load(state)
+            self._trainer.steps = steps
+            return self._trainer, self._work.batches, self._work.test
+
+        return handed_over
+
+    def gather(self) -> None:
+        """Learn what steps take in each process, for the figures of all."""
+        if self._group is not None:
+            self._ranks = ranks_of(self._group, self._trainer)
+
+    def _display(
+        self, total: int, *, titled: bool = False
+    ) -> "AbstractContextManager[Show]":
+        """Progress of one process, for all of them."""
+        from mucudnn.cli.progress import Show, progress_display
+
+        if self.leads:
+            return progress_display(total, titled=titled)
+        return nullcontext(Show(_silent))
+
+    def to_json(self, *, interrupted: bool) -> dict[str, Any]:
+        """Every figure."""
+        return {
+            "schema": 1,
+            "model": self._model,
+            **results_to_json(self._trainer, self._reports),
+            "parameters": self._work.training.parameter_count,
+            "shares": None if self._group is None else self._group.history,
+            "ranks": ranks_to_json(self._ranks),
+            "interrupted": interrupted,
+            "settings": dict(self._words),
+        }
+
+    def show(self) -> None:
+        """The last lines: what a step takes, and where it can be gone on from."""
+        show_results(self._trainer)
+        show_ranks(self._ranks)
+        if self._checkpoints is not None and (steps := self._checkpoints.steps()):
+            click.echo(f"checkpoint of step {steps[0]} in {self._checkpoints.folder}")
+
+    def _found(self) -> "tuple[Checkpoints | None, Checkpoint | None]":
+        from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
+
+        folder = self._settings["checkpoint"]
+        if folder is None:
+            return None, None
+        with bad_input():
+            checkpoints = Checkpoints(folder)
+        refuse_unwritable(folder)
+        if self._settings["resume"]:
+            return checkpoints, checkpoints.load(self._words)
+        if checkpoints.steps():
+            raise BadInputError(
+                f"{folder} holds checkpoints already; go on from them with --resume, "
+                "or name another folder"
+            )
+        return checkpoints, None
+
+    def _made(self, shown: "TrainingWords") -> "Trainer":
+        from mucudnn.runtime.training.checkpoints.resumption import plans_of
+        from mucudnn.runtime.training.trainer import Trainer
+
+        settings, work = self._settings, self._work
+        tuner = make_tuner({**settings, "exhaustive": False}, progress=shown.measured)
+        known = {} if self._resume is None else plans_of(self._resume, tuner.backend)
+        total = total_steps(work, settings)
+        with bad_input(), tuner.cache:
+            rate = parse_learning_rate(
+                settings["lr_schedule"],
+                self._optimizer.learning_rate,
+                warmup_steps=settings["warmup"],
+                milestone_unit=len(work.batches),
+            )
+            return Trainer(
+                work.training,
+                work.evaluation,
+                tuner=tuner,
+                optimizer=self._optimizer,
+                learning_rate=lambda step: rate.at(step, total),
+                order=settings["order"],
+                update_when=settings["update_when"],
+                gradient_accumulation=settings["accumulate"],
+                seed=settings["seed"],
+                plans=known,
+                precision=settings["precision"],
+                loss_scale=settings["loss_scale"],
+                budget=budget_of(settings, tuner.backend.device),
+                progress=shown.prepared,
+                fuse=not settings["no_fuse"],
+                split=settings["split"],
+                replay=settings["replay"],
+                together=None if self._group is None else self._group.together,
+                batch_norm=settings["batch_norm"],
+                placement=settings["placement"],
+                layout=settings["layout"],
+            )
+
+
+def _silent(_: object) -> None:
+    """Another process says it."""
+
+
+def _work(
+    model: str, settings: Mapping[str, Any], group: Group | None, show: "Show"
+) -> "Work":
+    """What this process does: everything, or its part."""
+    from mucudnn.cli.training.data import work_of
+
+    if group is None:
+        return work_of(model, settings)
+    tuner = make_tuner({**settings, "exhaustive": False})
+
+    def measure(images: int) -> "StepPoint":
+        show(f"measuring a step of {images} images", 0, 1)
+        return step_point(work_of(model, settings, images).training, tuner, settings)
+
+    with tuner.cache:
+        batch = settings["batch"] // settings["accumulate"]
+        shares = group.shares(settings["shares"], batch, measure)
+    return _part(model, settings, group, shares)
+
+
+def _part(
+    model: str, settings: Mapping[str, Any], group: Group, shares: tuple[int, ...]
+) -> "Work":
+    """What this process does of a batch that is shared out so."""
+    from mucudnn.cli.training.data import work_of
+
+    whole = work_of(model, settings)
+    return group.part(whole, lambda n: work_of(model, settings, n), shares)

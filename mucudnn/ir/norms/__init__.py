@@ -1,0 +1,1 @@
+"""Normalisations in pieces, so that slices and fused kernels can run them."""

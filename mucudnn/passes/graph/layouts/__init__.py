@@ -1,0 +1,1 @@
+"""Channels first or last, for each node of a network."""

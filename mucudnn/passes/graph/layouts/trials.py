@@ -1,0 +1,162 @@
+"""What there is to be timed before layouts are chosen: each node alone, in either.
+
+A trial is a node with its gradients, or what turns an image and its gradient back. All
+of them side by side are one graph, whose nodes do not know each other: whatever finds
+the time of a graph's nodes finds theirs. Trials that are alike are one.
+"""
+
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from mucudnn.ir.channels_last import is_image, last
+from mucudnn.ir.graph import Graph, Node, Role
+from mucudnn.ir.tensor import TensorSpec
+from mucudnn.passes.graph.gradients import RULES
+from mucudnn.passes.graph.layouts.channels_last import (
+    alone,
+    alone_channels_last,
+    free,
+    turn,
+)
+from mucudnn.passes.graph.layouts.choice import LayoutCosts
+from mucudnn.passes.graph.tape import Tape, fed_by_parameters
+
+__all__ = ["LayoutTrials", "layout_trials"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutTrials:
+    """What to time, and whose it is.
+
+    Attributes:
+        graph: All trials side by side.
+        first: Node that can have channels last -> its trial with channels first.
+        last: The same node -> its trial with channels last.
+        turned: Image -> the trial of turning it; None where that moves nothing.
+    """
+
+    graph: Graph
+    first: Mapping[str, int]
+    last: Mapping[str, int]
+    turned: Mapping[str, int | None]
+
+    def costs(self, node_ms: Mapping[str, float]) -> LayoutCosts:
+        """What layouts cost, by the times of the nodes of `graph`."""
+        total: dict[int | None, float] = {None: 0.0}
+        for node in self.graph.nodes:
+            number = int(node.name.partition(":")[0])
+            total[number] = total.get(number, 0.0) + node_ms[node.name]
+        first, other, turned = (
+            MappingProxyType({name: total[trial] for name, trial in of.items()})
+            for of in (self.first, self.last, self.turned)
+        )
+        return LayoutCosts(first, other, turned)
+
+
+def layout_trials(
+    graph: Graph, nodes: Collection[str], *, trains: bool
+) -> LayoutTrials:
+    """The trials of a forward graph, with gradients where it is one to be trained.
+
+    `nodes` are those that may have channels last.
+    """
+    fed = fed_by_parameters(graph) if trains else set()
+    trials = _Trials()
+    first: dict[str, int] = {}
+    other: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.name in nodes:
+            one = _wanting(alone(graph, node), fed)
+            first[node.name] = trials.add(one)
+            one = _wanting(alone_channels_last(graph, node), fed)
+            other[node.name] = trials.add(one)
+    images = (spec for spec in graph.tensors.values() if is_image(spec))
+    turned = {
+        spec.name: None if free(spec) else trials.add(_turning(spec, fed))
+        for spec in images
+        if spec.layout == "NCHW"
+    }
+    return LayoutTrials(trials.graph(), first, other, turned)
+
+
+class _Trials:
+    """Trials so far; those that are alike are one."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, TensorSpec] = {}
+        self._nodes: list[Node] = []
+        self._known: dict[Hashable, int] = {}
+
+    def add(self, one: Graph) -> int:
+        """The number of the trial of a node, and of its gradients where wanted."""
+        key = _signature(one)
+        if key not in self._known:
+            self._known[key] = len(self._known)
+            self._put(_with_gradients(one), f"{self._known[key]}:")
+        return self._known[key]
+
+    def graph(self) -> Graph:
+        """All of them."""
+        return Graph(MappingProxyType(self._tensors), tuple(self._nodes), ())
+
+    def _put(self, trial: Graph, prefix: str) -> None:
+        for name, spec in trial.tensors.items():
+            alias = None if spec.alias is None else prefix + spec.alias
+            own = replace(spec, name=prefix + name, alias=alias)
+            self._tensors[own.name] = own
+        for node in trial.nodes:
+            reads, writes, mutates = (
+                tuple(prefix + name for name in names)
+                for names in (node.inputs, node.outputs, node.mutates)
+            )
+            self._nodes.append(
+                replace(
+                    node,
+                    name=prefix + node.name,
+                    inputs=reads,
+                    outputs=writes,
+                    mutates=mutates,
+                )
+            )
+
+
+def _wanting(one: Graph, fed: Collection[str]) -> Graph:
+    """A node alone, whose inputs are parameters where their gradients are wanted."""
+
+    def role(spec: TensorSpec) -> Role:
+        if spec.name in one.producers or spec.role is Role.STATE:
+            return spec.role
+        return Role.PARAMETER if spec.name in fed else Role.INPUT
+
+    tensors = {t: replace(spec, role=role(spec)) for t, spec in one.tensors.items()}
+    return replace(one, tensors=MappingProxyType(tensors))
+
+
+def _turning(spec: TensorSpec, fed: Collection[str]) -> Graph:
+    source = replace(spec, alias=None, offset=0)
+    made = last(spec, f"{spec.name}:NHWC")
+    tensors = {source.name: source, made.name: replace(made, role=Role.ACTIVATION)}
+    node = turn(tensors, source.name, made)
+    return _wanting(Graph(MappingProxyType(tensors), (node,), ()), fed)
+
+
+def _with_gradients(one: Graph) -> Graph:
+    (node,) = one.nodes
+    tape = Tape(one)
+    if tape.wants(node.outputs[0]) and node.op in RULES:
+        tape.seed(node.outputs[0], None)
+        RULES[node.op](tape, node)
+    return Graph(MappingProxyType(tape.tensors), tuple(tape.nodes), ())
+
+
+def _signature(one: Graph) -> Hashable:
+    """What decides a trial's time: operation, attributes, tensors and their roles."""
+    (node,) = one.nodes
+    specs = (one.tensors[name] for name in node.tensors)
+    return (
+        node.op,
+        tuple(sorted((k, v) for k, v in node.attrs.items() if k != "seed")),
+        tuple((s.shape, s.dtype, s.role, s.layout) for s in specs),
+        tuple(node.tensors.index(name) for name in node.tensors),
+    )

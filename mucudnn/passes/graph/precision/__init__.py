@@ -1,0 +1,1 @@
+"""Narrow types: who computes in them, what keeps copies, how gradients are scaled."""

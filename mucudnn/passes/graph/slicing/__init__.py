@@ -1,0 +1,1 @@
+"""A step in slices: which axis, how many parts, which rows, in which order."""

@@ -1,0 +1,1 @@
+"""Residencies tried on the simulator, better ones kept."""

@@ -1,0 +1,238 @@
+"""The least predicted time within a budget: our own policy, a search on the simulator.
+
+It starts from what every other policy decides, so it is never worse than the best of
+them, and from the request's own seed. The best of a family with one parameter (see
+`candidates`) is then improved tensor by tensor. What a residency buys with its bytes,
+residency of others or faster convolutions, the scheduler and the dynamic workspaces
+decide, and the simulator weighs it. Parameters and optimizer state leave where that is
+faster, or where nothing else fits.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import replace
+
+from mucudnn.errors import PlanningError
+from mucudnn.passes.planning.bound.lower_bound import lower_bound
+from mucudnn.passes.planning.evaluate import check_residency, plan_residency
+from mucudnn.passes.planning.milp import MOST_SAVED, exact
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.search.collection import rarely_collected
+from mucudnn.passes.planning.search.explore import explore
+from mucudnn.passes.planning.search.trials import Trials, closer
+from mucudnn.passes.planning.vdnn_dyn import vdnn_dyn
+from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, RECOMPUTED, Residency
+from mucudnn.passes.residency.candidates import (
+    Candidate,
+    Change,
+    by_cost,
+    candidates_of,
+    decided,
+    mixed,
+    pairs,
+    seeds,
+    single_changes,
+)
+from mucudnn.passes.residency.published import keep_all
+from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.step_plan import StepPlan
+
+__all__ = ["search", "search_on", "smallest"]
+
+_WORK = 60_000
+"""Nodes, and parameters and state that leave, that all trials of a search may schedule
+together, beyond the first ones."""
+
+_SLOW = 1.5
+"""Times the unbounded step, from which on more is tried."""
+
+_NEAR = 1.005
+"""Times the bound of any plan, below which more is not worth the effort."""
+
+_LEAST_TRIALS = 12
+"""How many trials of the largest graphs may follow the first ones."""
+
+
+@rarely_collected()
+def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
+    """The best plan that is found.
+
+    Args:
+        request: Under a budget.
+        thorough: Whether to explore as well, which takes as long as all the rest and
+            finds little more unless the budget is tight.
+
+    Raises:
+        PlanningError: Not even what needs least fits; it is the error of what came
+            closest.
+    """
+    candidates = by_cost(candidates_of(request))
+    best = Trials(request, _work(request), by_nodes=True)
+    if best.consider(keep_all(request)) and best.step_ms <= _unbounded_ms(request):
+        return replace(best.plan, least_ms=best.step_ms)
+    bound = lower_bound(request)
+    begin = _begin(request, candidates)
+    for residency in begin:
+        best.consider(residency, free=True)
+    fits = best.found
+    if not fits:
+        best.consider(smallest(request, begin), free=True)
+    if request.convolutions == "dynamic":
+        _offer_vdnn_dyn(request, best)
+    if len(candidates) <= MOST_SAVED:
+        solution = exact(request)
+        if solution is not None:
+            best.consider(solution.residency, free=True)
+    if request.hosted is None:
+        for residency in [best.residency] if fits else begin:
+            for choice in (Residency.OFFLOAD, Residency.PAGE):
+                best.consider({**residency, PERSISTENTS: choice}, free=True)
+    for residency in _family(candidates, best):
+        best.consider(residency)
+    _improve(candidates, best)
+    if request.scheduler is None:
+        _offer_other_schedulers(request, candidates, best)
+    if thorough and best.step_ms > _NEAR * bound.step_ms:
+        explore(request, candidates_of(request), bound.residency, best)
+    return replace(best.plan, least_ms=bound.step_ms)
+
+
+def search_on(request: StepRequest, plan: StepPlan) -> StepPlan:
+    """A plan of a search that was not thorough, explored.
+
+    Args:
+        request: What was searched for.
+        plan: What was found, with its bound.
+    """
+    if plan.least_ms is None or plan.prediction.step_ms <= _NEAR * plan.least_ms:
+        return plan
+    best = Trials(request, 0)
+    best.offer(plan)
+    explore(request, candidates_of(request), {}, best)
+    return replace(best.plan, least_ms=plan.least_ms)
+
+
+def smallest(
+    request: StepRequest, begin: Sequence[Mapping[str, Residency]] | None = None
+) -> Mapping[str, Residency]:
+    """Residencies that fit, of those that need least.
+
+    A search finds a plan where there are any, and refuses to look for one otherwise:
+    so it is known without a search which budget works.
+
+    Args:
+        request: Under a budget.
+        begin: Where a search begins, if that is known.
+
+    Raises:
+        PlanningError: None fit; it is the error of what came closest.
+    """
+    if begin is None:
+        begin = _begin(request, by_cost(candidates_of(request)))
+    closest: PlanningError | None = None
+    for paged in ({PERSISTENTS: Residency.PAGE}, {}):
+        for residency in begin:
+            try:
+                check_residency(request, {**residency, **paged})
+            except PlanningError as e:
+                error = copy(e)  # without a traceback, which would hold callers' locals
+                closest = closer(closest or error, error)
+            else:
+                return {**residency, **paged}
+    raise copy(closest or PlanningError("nothing was tried"))
+
+
+def _begin(
+    request: StepRequest, candidates: Sequence[Candidate]
+) -> list[Mapping[str, Residency]]:
+    """Where a search begins."""
+    own = [] if request.seed is None else [request.seed]
+    return own + seeds(request, candidates)
+
+
+def _work(request: StepRequest) -> int:
+    return max(_WORK, _LEAST_TRIALS * len(request.graph.nodes))
+
+
+def _unbounded_ms(request: StepRequest) -> float:
+    """What a step takes with all the memory it wants; a little more for rounding."""
+    unbounded = plan_residency(request.within(math.inf), keep_all(request))
+    return unbounded.prediction.step_ms * (1 + 1e-9)
+
+
+def _offer_vdnn_dyn(request: StepRequest, best: "Trials") -> None:
+    others = ("on_demand",) if request.scheduler is None else ()
+    for scheduler in (request.timing, *others):
+        with suppress(PlanningError):
+            best.offer(vdnn_dyn(request.scheduled(scheduler)))
+
+
+def _offer_other_schedulers(
+    request: StepRequest, candidates: list[Candidate], best: "Trials"
+) -> None:
+    """What is best so far, and what policies decide, timed in other ways.
+
+    Where a step is slow all the same, it is worth a search of its own under the best of
+    these schedulers.
+    """
+    found = best.residency
+    others = []
+    for name in SCHEDULERS.table:
+        if name != request.timing:
+            other = Trials(request.scheduled(name), _work(request) // 2, by_nodes=True)
+            for residency in (found, *decided(request)):
+                other.consider(residency, free=True)
+            others.append(other)
+    other = min(others, key=lambda r: r.step_ms)
+    if min(best.step_ms, other.step_ms) > _SLOW * _unbounded_ms(request):
+        _improve(candidates, other)
+    if other.found:
+        best.offer(other.plan)
+
+
+def _family(
+    candidates: Sequence[Candidate], best: Trials
+) -> Iterator[dict[str, Residency]]:
+    """Members of the one-parameter family: coarse first, then around the best."""
+    total = len(candidates)
+    for mode in RECOMPUTED:
+        stride = max(1, total // 8)
+        counts = sorted({*range(0, total + 1, stride), total})
+        scores: dict[int, float] = {}
+        while True:
+            for count in counts:
+                if count in scores:
+                    continue
+                before = best.step_ms
+                persistents = best.residency.get(PERSISTENTS, Residency.KEEP)
+                yield {**mixed(candidates, count, mode), PERSISTENTS: persistents}
+                scores[count] = best.step_ms if best.step_ms < before else math.inf
+            if stride == 1 or best.exhausted():
+                break
+            stride = max(1, stride // 4)
+            centre = min(scores, key=lambda count: (scores[count], count))
+            counts = [
+                count
+                for count in range(centre - 2 * stride, centre + 2 * stride + 1, stride)
+                if 0 <= count <= total
+            ]
+
+
+def _improve(candidates: Sequence[Candidate], best: Trials) -> None:
+    """Change one tensor's residency at a time, then two, the largest first."""
+    largest = sorted(candidates, key=lambda c: -c.saved.nbytes)
+    names = [*(candidate.saved.name for candidate in largest), EVERYTHING, PERSISTENTS]
+    while _improved(single_changes(names), best) or _improved(pairs(names), best):
+        continue
+
+
+def _improved(changes: Iterable[Change], best: Trials) -> bool:
+    """Try changes one after the other; whether any of them helped."""
+    improved = False
+    for change in changes:
+        if best.exhausted():
+            return False
+        improved |= best.consider({**best.plan.residency, **dict(change)})
+    return improved

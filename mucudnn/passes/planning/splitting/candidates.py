@@ -1,0 +1,156 @@
+"""The ways to run a step, whole or in slices, planned one from the other.
+
+A trial of a step in k slices takes k times as long as one of the whole step. So the
+whole step is planned first, and each cut begins with the best that is known of those
+before it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mucudnn.passes.planning.comparison import unbounded
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.search.search import search, search_on
+from mucudnn.passes.planning.splitting.cutting import Cutting
+from mucudnn.passes.planning.splitting.slice_search import SliceSearch
+from mucudnn.passes.planning.splitting.step import Candidate, SplitStep
+from mucudnn.passes.residency import PLANNED, Residency
+from mucudnn.passes.scheduling.step_plan import StepPlan
+
+__all__ = ["Candidates"]
+
+_CLOSE = 1.03
+"""Times the fastest candidate, within which the whole step is explored."""
+
+_HARDLY_SLOWER = 1.01
+"""Times the fastest candidate, within which slices that begin so are improved: their
+begin has all that is known of the others, and its first improvements are small."""
+
+_ENOUGH = 1.15
+"""Times the least budget of the whole step, in which it is planned for what it tells
+about slices that have less."""
+
+_HARDLY = 1.01
+"""Times the unbounded step, up to which nothing else is tried."""
+
+
+class Candidates:
+    """The ways to run a step, planned one after the other.
+
+    Args:
+        step: Which.
+        alone: Whether there is only one way, which is then planned with all effort.
+    """
+
+    def __init__(self, step: SplitStep, *, alone: bool) -> None:
+        self._step, self._alone = step, alone
+        self._tried: dict[Cutting, Candidate] = {}
+        self._searches: dict[Cutting, SliceSearch] = {}
+        self._explored = alone
+
+    @property
+    def tried(self) -> list[Candidate]:
+        """All of them, in the order in which they were taken in."""
+        return list(self._tried.values())
+
+    def settled(self, cutting: Cutting) -> bool:
+        """Whether a cutting is not likely to be faster than all before.
+
+        None can be much faster than the whole step with all the memory it wants, where
+        that is known; and where more parts are slower than fewer, still more are slower
+        still.
+        """
+        tried = self.tried
+        if not tried:
+            return False
+        alike = [c for w, c in self._tried.items() if cutting.like(w) and w.parts > 1]
+        planned = [w for w in self._searches if cutting.like(w)]
+        slower = len(planned) > 1 and alike[-1].step_ms > self._fastest
+        bound = tried[0].unbounded_ms  # infinite if there was no room to measure it
+        return slower or (math.isfinite(bound) and self._fastest <= _HARDLY * bound)
+
+    @property
+    def _fastest(self) -> float:
+        return min((c.step_ms for c in self._tried.values()), default=math.inf)
+
+    def draft(self, cutting: Cutting) -> None:
+        """Take another candidate in, with a plan unless it is known to be slower."""
+        step = self._step
+        graph = step.in_parts(cutting)
+        profile = step.costs(graph)
+        if profile is None:
+            self._tried[cutting] = Candidate(cutting, None, None)
+            return
+        request = step.asked(graph, profile)
+        free = unbounded(graph, profile)
+        wanted = free.prediction.step_ms
+        segments = cutting.segments(step.graph)
+        least = minimum_budget(request)
+        kept = cutting.kept_whole(step.graph)
+        found = Candidate(cutting, request, None, wanted, least, segments, kept)
+        if least <= request.budget and wanted < self._fastest:
+            roomy = free.peak_bytes <= request.budget
+            found = replace(found, plan=self._planned(cutting, request, roomy=roomy))
+        self._tried[cutting] = found
+
+    def _planned(
+        self, cutting: Cutting, request: StepRequest, *, roomy: bool
+    ) -> StepPlan:
+        """A first plan: of slices, from that of the whole step."""
+        if roomy or request.policy != PLANNED:
+            return plan_step(request)
+        if cutting.parts == 1:
+            return search(request, thorough=self._alone)
+        slices = self._searches[cutting] = SliceSearch(request)
+        known = self._known()
+        if known is not None:
+            slices.begin(known)
+        if slices.plan is None:
+            slices.offer(search(request, thorough=False))
+        if slices.step_ms > self._fastest:
+            self._explore_whole()
+        if (
+            slices.plan is None
+            or slices.plan.prediction.step_ms < _HARDLY_SLOWER * self._fastest
+        ):
+            slices.improve()
+        return slices.plan or plan_step(request)
+
+    def _known(self) -> Mapping[str, Residency] | None:
+        """Residencies of the best plan so far, or of the whole step in more memory."""
+        others = [c for c in self._tried.values() if c.plan is not None]
+        best = min(others, key=lambda c: c.step_ms, default=None)
+        if best is not None and best.plan is not None:
+            return best.plan.residency
+        whole = self._tried.get(Cutting(1))
+        if whole is None or whole.request is None or whole.least_bytes is None:
+            return None
+        enough = whole.request.within(int(_ENOUGH * whole.least_bytes))
+        return search(enough, thorough=False).residency
+
+    def finish(self) -> None:
+        """Search on for the fastest, and for the whole step where it is close."""
+        self._explore_whole()
+        best = min(self.tried, key=lambda c: c.step_ms)
+        if best.cutting in self._searches:
+            self._improve(best.cutting)
+
+    def _explore_whole(self) -> None:
+        """Once, if it is close to the fastest.
+
+        That is soon, where slices begin slower than it: they may then need no search.
+        """
+        whole = self._tried.get(Cutting(1))
+        if self._explored or whole is None or whole.plan is None:
+            return
+        if whole.request is not None and whole.step_ms < _CLOSE * self._fastest:
+            self._explored = True
+            plan = search_on(whole.request, whole.plan)
+            self._tried[whole.cutting] = replace(whole, plan=plan)
+
+    def _improve(self, cutting: Cutting) -> None:
+        slices = self._searches[cutting]
+        if slices.improve():
+            self._tried[cutting] = replace(self._tried[cutting], plan=slices.plan)

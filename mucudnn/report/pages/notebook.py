@@ -1,0 +1,250 @@
+"""Plans and studies as pieces of HTML, for the cell of a notebook.
+
+Notebooks show many of them on one page: every rule of their style holds within its own
+piece only, and nothing in them has a name that another piece could have, too. They
+bring their own background, and are light or dark as the reader's system is.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.schedule import SwapOut
+from mucudnn.passes.planning.described_step import DescribedStep
+from mucudnn.passes.planning.place_step import PlacedStep
+from mucudnn.passes.scheduling.costs import origin
+from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.passes.simulate import Prediction
+from mucudnn.report.algorithm_survey import survey_tables
+from mucudnn.report.charts import plan_bar
+from mucudnn.report.fleet_text import fleet_facts, fleet_heading
+from mucudnn.report.markup import Child, Markup, tag
+from mucudnn.report.memory_stack import KINDS, stack_chart
+from mucudnn.report.memory_text import heading
+from mucudnn.report.pages.comparison import comparison_body
+from mucudnn.report.pages.fleet import SHEETS as FLEET_SHEETS, fleet_body
+from mucudnn.report.pages.memory import SHEETS, memory_body, memory_report
+from mucudnn.report.pages.page import big_card, legend, styles, swatches, table
+from mucudnn.report.svg import marker
+from mucudnn.report.text import Table
+from mucudnn.report.words import (
+    DIRECTIONS,
+    bytes_text,
+    ms_text,
+    plan_text,
+    problem_text,
+    runs,
+    speedup_text,
+)
+from mucudnn.studies.algorithm_survey import AlgorithmSurvey
+from mucudnn.studies.fleet import FleetStudy
+from mucudnn.studies.memory_study import MemoryStudy, study_memory
+from mucudnn.studies.outcome import Comparison
+
+__all__ = [
+    "algorithm_survey",
+    "comparison",
+    "conv_plan",
+    "described_report",
+    "described_study",
+    "fleet_study",
+    "memory_study",
+    "placed_step",
+    "step_plan",
+]
+
+_CLASS = "mucudnn"
+_SHOWN_POLICIES = ("keep_all", "planned")
+_NAMED = 6
+"""Tensors and nodes that are listed; more are counted."""
+_SELECTORS = re.compile(r"(^|[{}])\s*([^@{}\s][^{}]*?)\s*\{")
+
+
+def conv_plan(plan: ConvPlan) -> str:
+    """Micro-batches as a bar, and what each run of equal ones takes."""
+    algorithms = dict.fromkeys(step.algo for step in plan.steps)
+    colours = {algo: i for i, algo in enumerate(algorithms)}
+    times = {(step.algo, step.batch): step for step in plan.steps}
+    rows = tuple(
+        (algo, str(batch), str(count), ms_text(one.time_ms), bytes_text(one.workspace))
+        for algo, batch, count in runs(plan)
+        for one in (times[algo, batch],)
+    )
+    columns = ("algorithm", ">micro-batch", ">times", ">ms each", ">workspace")
+    limit = plan.workspace_limit
+    facts = f"{DIRECTIONS[plan.problem.direction]}, {problem_text(plan.problem)}"
+    if limit is not None:
+        facts += f"; planned within {bytes_text(limit)} of workspace"
+    return _piece(
+        ("style.css",),
+        plan_text(plan),
+        facts,
+        plan_bar(plan, colours),
+        legend(((marker(i, 6, 6), algo) for algo, i in colours.items()), "Algorithms"),
+        table(Table("", columns, rows)),
+    )
+
+
+def step_plan(plan: StepPlan) -> str:
+    """Memory over the step, its peak, and what less of it costs."""
+    return _step(plan, ())
+
+
+def placed_step(placed: PlacedStep) -> str:
+    """As its plan, with the arena."""
+    layout = placed.layout
+    arena = big_card(
+        "With fixed offsets",
+        bytes_text(placed.nbytes),
+        "of device memory",
+        f"an arena of {bytes_text(layout.nbytes)}, {layout.fragmentation:.1%} above "
+        f"what is in use at once, and {bytes_text(placed.state_bytes)} beside it",
+    )
+    return _step(placed.plan, (arena,))
+
+
+def memory_study(study: MemoryStudy) -> str:
+    """The report's cards, pictures and table of techniques."""
+    facts = f"{heading(study)}; budget {bytes_text(study.budget)}"
+    return _piece(SHEETS, "Memory of a training step", facts, memory_body(study))
+
+
+def fleet_study(study: FleetStudy) -> str:
+    """The report's cards, who waits for whom, and the table."""
+    return _piece(
+        FLEET_SHEETS, fleet_heading(study), fleet_facts(study), fleet_body(study)
+    )
+
+
+def described_study(asked: tuple[DescribedStep, int]) -> str:
+    """Another framework's step within a budget, beside keeping everything."""
+    return memory_study(_studied(*asked))
+
+
+def described_report(asked: tuple[DescribedStep, int]) -> str:
+    """The same as a file of its own."""
+    return memory_report(_studied(*asked))
+
+
+def _studied(step: DescribedStep, budget: int) -> MemoryStudy:
+    return study_memory(step, policies=_SHOWN_POLICIES, budget=budget, curve=True)
+
+
+def comparison(found: Comparison) -> str:
+    """The report's cards, table of speed-ups and layers."""
+    facts = f"{found.backend} backend, {found.fingerprint}; numerics: {found.numerics}"
+    body = comparison_body(found, linked=False)
+    return _piece(("style.css",), "Planned against undivided", facts, body)
+
+
+def algorithm_survey(survey: AlgorithmSurvey) -> str:
+    """How far each layer's first choice reaches, limit by limit."""
+    _, reach = survey_tables(survey)
+    return _piece(
+        SHEETS,
+        "Algorithms within a limit",
+        reach.title,
+        table(reach),
+        tag("ul", (tag("li", note) for note in reach.notes), class_="notes"),
+    )
+
+
+def _least(plan: StepPlan) -> str:
+    """What no plan within the budget beats, as the end of a sentence."""
+    if not plan.least_ms:
+        return ""
+    return f"; no plan takes less than {ms_text(plan.least_ms)} ms"
+
+
+def _step(plan: StepPlan, cards: Sequence[Markup]) -> str:
+    prediction = plan.prediction
+    stalls_ms = sum(prediction.stalls_ms.values())
+    offloaded = [i.tensor for i in plan.schedule.instructions if isinstance(i, SwapOut)]
+    again = [node.name for node in plan.schedule.graph.nodes if "~" in node.name]
+    unbounded_ms = _unbounded_ms(prediction)
+    facts = f"policy {plan.policy}, scheduler {plan.scheduler}"
+    if plan.budget < float("inf"):
+        facts += f", budget {bytes_text(int(plan.budget))}"
+    return _piece(
+        SHEETS,
+        "A training step",
+        facts,
+        tag(
+            "div",
+            big_card(
+                "At most in use",
+                bytes_text(plan.peak_bytes),
+                "of device memory",
+                "parameters, workspaces and rounding included",
+            ),
+            *cards,
+            big_card(
+                "Predicted slowdown",
+                speedup_text(
+                    prediction.step_ms / unbounded_ms if unbounded_ms else None
+                ),
+                "the time of a step without a budget",
+                f"{ms_text(prediction.step_ms)} ms a step, of which compute waits "
+                f"{ms_text(stalls_ms)} ms{_least(plan)}",
+            ),
+            big_card(
+                "Offloaded",
+                bytes_text(prediction.out_bytes),
+                "in a step",
+                _names(offloaded, "nothing leaves"),
+            ),
+            big_card(
+                "Computed again",
+                str(len(again)),
+                "nodes",
+                _names([origin(name) for name in again], "nothing runs twice"),
+            ),
+            class_="cards",
+        ),
+        tag("div", stack_chart(plan), class_="wide"),
+        swatches(KINDS),
+    )
+
+
+def _unbounded_ms(prediction: Prediction) -> float:
+    """Every node once, as fast as it can be, with nothing to wait for."""
+    fronts, node_ms = prediction.profile.fronts, prediction.profile.node_ms
+    return sum(
+        min((plan.time_ms for plan in fronts.get(name, ())), default=ms)
+        for name, ms in node_ms.items()
+        if origin(name) == name
+    )
+
+
+def _names(names: Iterable[str], none: str) -> str:
+    """Names, each once, as many as fit in a card."""
+    distinct = list(dict.fromkeys(names))
+    more = len(distinct) - _NAMED
+    shown = ", ".join(distinct[:_NAMED]) or none
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _piece(sheets: Sequence[str], title: str, facts: str, *content: Child) -> str:
+    style = scoped(styles(*sheets)) + styles("notebook.css")
+    return tag(
+        "div",
+        tag("style", Markup(style)),
+        tag("h2", title),
+        tag("p", facts, class_="facts"),
+        content,
+        class_=_CLASS,
+    )
+
+
+def scoped(sheet: str) -> str:
+    """A style sheet whose rules hold within a piece only."""
+    return _SELECTORS.sub(_within, sheet)
+
+
+def _within(rule: re.Match[str]) -> str:
+    before, selectors = rule.groups()
+    inner = (
+        f".{_CLASS}" if one in (":root", "body") else f".{_CLASS} {one}"
+        for one in map(str.strip, selectors.split(","))
+    )
+    return f"{before}\n{', '.join(inner)} {{"

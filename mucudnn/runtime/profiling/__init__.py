@@ -1,0 +1,1 @@
+"""What nodes, links and mappings take on a device, measured."""

@@ -1,0 +1,241 @@
+"""Time every node of a graph on a backend, each distinct one once.
+
+Convolutions come first: the tuner takes and returns its own memory. Then a pool is
+opened, in which everything else is timed; so the two never hold memory at once.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from mucudnn.errors import OutOfMemoryError, PlanningError
+from mucudnn.ir.conv import ConvPlan, ConvProblem
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.profile import Profile
+from mucudnn.ir.sizes import exact_bytes
+from mucudnn.passes.convolution.explain import counted
+from mucudnn.passes.microbatch import pareto_plans
+from mucudnn.runtime.profiling.cold_timing import ColdBench, cold_bench
+from mucudnn.runtime.training.step.sizes import (
+    WorkingSet,
+    kernel_workspaces,
+    working_sets,
+)
+from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.tuner import Tuner
+
+__all__ = ["OnNode", "profile", "refine"]
+
+_RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
+_NO_LIMIT = 1 << 62
+
+OnNode = Callable[[str, int, int], None]
+"""Told of every node that was measured: its name, how many are done, of how many."""
+
+
+def profile(
+    tuner: Tuner,
+    graph: Graph,
+    *,
+    rule: StoppingRule | None = None,
+    memory: int | None = None,
+    progress: OnNode | None = None,
+) -> Profile:
+    """Measure a graph: kernels by running them, convolutions by their Pareto fronts.
+
+    Where `memory` holds the largest node and 64 MiB more, it changes nothing. Below
+    that the buffer that evicts the caches before a kernel runs is what the node leaves,
+    so that operands may be found in a cache and the kernel timed as faster than it is
+    in a step; but a step in so little memory finds more in the caches, too. The link is
+    measured in copies that are at most as large as `memory`: where that is little, the
+    device's side of them may be in a cache, and starting them takes more of the time.
+    A plan of a convolution that does not fit keeps the tuner's time.
+
+    Of all that it takes on the device no more than `memory` bytes are in use, and of
+    convolutions no more than the tuner's own limit.
+
+    Raises:
+        OutOfMemoryError: A node does not fit `memory`; it and its tensors are named.
+        PlanningError: A convolution has no algorithm, or none within the limits.
+    """
+    backend = tuner.backend
+    workspaces = kernel_workspaces(backend, graph)
+    sets = working_sets(graph, workspaces)
+    _check_room(sets, memory)
+    tell = _Teller(progress, len(graph.nodes))
+    limit = min(tuner.memory_limit, math.inf if memory is None else memory)
+    fronts = _fronts(tuner, graph, limit, tell)
+    plans = _within(limit, (_fastest(front) for front in fronts.values()))
+    sizes = [max((s.pool_bytes for n, s in sets if n.op != "conv"), default=0)]
+    sizes += [WorkingSet.of_plan(plan).pool_bytes for plan in plans]
+    with cold_bench(backend, sizes, memory, rule or _RULE) as bench:
+        cold_ms = {plan.problem: bench.plan_ms(plan) for plan in plans}
+        fronts = {p: _in_step(front, cold_ms.get(p)) for p, front in fronts.items()}
+        kernels_ms, again_ms = _kernel_times(graph, workspaces, bench, tell)
+        out_rate, in_rate = bench.link()
+    fronts_of = {n.name: fronts[n.attrs["problem"]] for n in _convolutions(graph)}
+    node_ms = {name: _fastest(front).time_ms for name, front in fronts_of.items()}
+    return Profile(
+        node_ms=node_ms | kernels_ms,
+        workspaces=workspaces,
+        fronts=fronts_of,
+        out_bytes_per_ms=out_rate,
+        in_bytes_per_ms=in_rate,
+        once_more_ms=again_ms,
+    )
+
+
+def refine(
+    tuner: Tuner,
+    known: Profile,
+    plans: Iterable[ConvPlan],
+    times: dict[ConvPlan, float],
+    *,
+    rule: StoppingRule | None = None,
+    memory: int | None = None,
+) -> Profile:
+    """A profile in which some plans have the time that they take themselves.
+
+    The plans are of its fronts, those that a step was planned with. `times`, which
+    grows, is what was measured so far: a plan in it is not measured again. A plan that
+    memory is too short for keeps the time that it had.
+    """
+    new = _within(tuner.memory_limit, (p for p in plans if p not in times))
+    better: dict[ConvPlan, ConvPlan] = {}
+    if new:
+        sizes = [0, *(WorkingSet.of_plan(plan).pool_bytes for plan in new)]
+        with cold_bench(tuner.backend, sizes, memory, rule or _RULE) as bench:
+            for plan in new:
+                measured = bench.plan_ms(plan)
+                if measured is not None:
+                    better[plan] = _taking(plan, measured)
+                    times[better[plan]] = measured
+    fronts = {
+        name: tuple(better.get(plan, plan) for plan in front)
+        for name, front in known.fronts.items()
+    }
+    node_ms = dict(known.node_ms)
+    node_ms.update((name, _fastest(front).time_ms) for name, front in fronts.items())
+    return replace(known, fronts=fronts, node_ms=node_ms)
+
+
+class _Teller:
+    """Counts the nodes that are measured, and tells of them if anyone wants to know."""
+
+    def __init__(self, on_node: OnNode | None, total: int) -> None:
+        self._on_node = on_node
+        self._total = total
+        self._done = 0
+
+    def done(self, node: Node) -> None:
+        """Another node is done."""
+        self._done += 1
+        if self._on_node is not None:
+            self._on_node(node.name, self._done, self._total)
+
+
+def _convolutions(graph: Graph) -> Iterator[Node]:
+    return (node for node in graph.nodes if node.op == "conv")
+
+
+def _fastest(front: Iterable[ConvPlan]) -> ConvPlan:
+    return min(front, key=lambda plan: plan.time_ms)
+
+
+def _within(limit: float, plans: Iterable[ConvPlan]) -> list[ConvPlan]:
+    """Distinct plans whose operands and workspace are within a limit."""
+    return [
+        plan
+        for plan in dict.fromkeys(plans)
+        if sum(spec.nbytes for spec in WorkingSet.of_plan(plan).tensors) <= limit
+    ]
+
+
+def _check_room(sets: Sequence[tuple[Node, WorkingSet]], memory: int | None) -> None:
+    """Raise `OutOfMemoryError` where a node does not fit, before hours are spent."""
+    if memory is None or not sets:
+        return
+    node, needed = max(sets, key=lambda pair: pair[1].pool_bytes)
+    if needed.pool_bytes > memory:
+        raise OutOfMemoryError(
+            f"node {node.name!r} ({node.op}) cannot be timed within "
+            f"{exact_bytes(memory)}: it uses {needed} at once; "
+            f"{needed.pool_bytes} bytes are the least"
+        )
+
+
+def _fronts(
+    tuner: Tuner, graph: Graph, limit: float, tell: _Teller
+) -> dict[ConvProblem, tuple[ConvPlan, ...]]:
+    """What the tuner measures of every convolution, within so many bytes."""
+    fronts: dict[ConvProblem, tuple[ConvPlan, ...]] = {}
+    for node in _convolutions(graph):
+        problem = node.attrs["problem"]
+        if problem not in fronts:
+            table = tuner.measure(problem, memory_limit=limit)
+            fronts[problem] = pareto_plans(table, _NO_LIMIT)
+            if not fronts[problem]:
+                reasons = counted((p.algo, p.error) for p in table.perfs if p.error)
+                raise PlanningError(
+                    f"node {node.name!r} ({node.op}) has no algorithm: it uses "
+                    f"{WorkingSet.of_node(graph, node)}; {reasons or 'none is known'}"
+                )
+        tell.done(node)
+    return fronts
+
+
+def _in_step(front: Sequence[ConvPlan], measured: float | None) -> tuple[ConvPlan, ...]:
+    """Plans with the times that they take within a step.
+
+    The tuner's own times are of kernels that repeat, with their operands in the caches.
+    The fastest plan was timed cold, and the others are taken to slow down as much.
+    """
+    known = _fastest(front).time_ms
+    if measured is None or not known:
+        return tuple(front)
+    return tuple(_taking(plan, plan.time_ms * measured / known) for plan in front)
+
+
+def _taking(plan: ConvPlan, ms: float) -> ConvPlan:
+    """The plan, its parts taking `ms` together."""
+    ratio = ms / plan.time_ms if plan.time_ms else 1.0
+    steps = (replace(step, time_ms=step.time_ms * ratio) for step in plan.steps)
+    return replace(plan, steps=tuple(steps))
+
+
+def _kernel_times(
+    graph: Graph, workspaces: Mapping[str, int], bench: ColdBench, tell: _Teller
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Node -> ms of all that are no convolution, each distinct one timed once.
+
+    And node -> ms of what makes its first result again, where that is no copy of it.
+    """
+    times: dict[Hashable, float] = {}
+
+    def timed(node: Node, workspace: int) -> float:
+        key = _signature(graph, node)
+        if key not in times:
+            view = node.traits.view
+            times[key] = 0.0 if view else bench.node_ms(graph, node, workspace)
+        return times[key]
+
+    found, again = {}, {}
+    for node in graph.nodes:
+        if node.op == "conv":
+            continue
+        found[node.name] = timed(node, workspaces.get(node.name, 0))
+        if node.once_more is not None:
+            again[node.name] = timed(node.once_more, 0)
+        tell.done(node)
+    return found, again
+
+
+def _signature(graph: Graph, node: Node) -> Hashable:
+    """What decides a kernel's time: operation, shapes, attributes, shared memory."""
+    storages = [graph.storages[name] for name in node.tensors]
+    return (
+        node.op,
+        tuple((graph.tensors[n].shape, graph.tensors[n].dtype) for n in node.tensors),
+        tuple(sorted((k, v) for k, v in node.attrs.items() if k != "seed")),
+        tuple(storages.index(s) for s in storages),
+    )

@@ -1,0 +1,1 @@
+"""Training that outlives its process: files, and what stands in them."""

@@ -1,0 +1,256 @@
+"""Training that can be killed at any moment and goes on from its last checkpoint.
+
+A checkpoint is one file, `step-N.safetensors`: the arrays, and beside them where the
+training stood. It appears whole or not at all, and the one before is kept until it is
+there, so a crash or a full disk costs at most the steps since then.
+
+What another version wrote, by its schema number, is not understood, and so it is never
+replaced or deleted. Schema 1 (two files, `step-N.json` and `step-N.npz`) is still read.
+"""
+
+import contextlib
+import json
+import reprlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mucudnn.arguments import a_path, an_integer
+from mucudnn.errors import CheckpointError
+from mucudnn.files import flush_folder
+from mucudnn.runtime.training.checkpoints.tensor_file import (
+    read_arrays,
+    read_first_arrays,
+    read_first_header,
+    read_header,
+    write_arrays,
+)
+
+__all__ = ["Checkpoint", "Checkpoints"]
+
+_SCHEMA, _FIRST_SCHEMA = 2, 1
+_SUFFIX = ".safetensors"
+_HEADER = {"schema": int, "step": int, "words": dict, "progress": dict}
+
+
+class _OtherVersionError(ValueError):
+    """A checkpoint has a schema that this version does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What training goes on from.
+
+    Attributes:
+        step: Steps that were taken.
+        arrays: Weights, running statistics and optimizer state by name.
+        words: What says that a checkpoint belongs to a training: model, data,
+            optimizer, seed. Two trainings with equal words can share it.
+        progress: Where it stands, and what has been found so far; plain JSON.
+    """
+
+    step: int
+    arrays: Mapping[str, Any]
+    words: Mapping[str, Any]
+    progress: Mapping[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one training, in a folder of their own.
+
+    Args:
+        folder: Made on first use.
+        keep: How many of the newest stay.
+
+    Raises:
+        ValueError: `keep` is less than one.
+    """
+
+    def __init__(self, folder: Path | str, *, keep: int = 2) -> None:
+        if an_integer("keep", keep) < 1:
+            raise ValueError(f"at least one checkpoint must be kept, got keep={keep}")
+        self.folder = a_path("folder", folder)
+        self._keep = keep
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps there are checkpoints of, newest first; not yet verified."""
+        return tuple(sorted({*self._steps(_SUFFIX), *self._steps(".json")})[::-1])
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint; then forget those that are too old.
+
+        Raises:
+            CheckpointError: It cannot be written, or another version's is in its
+                place; those before it are unharmed.
+        """
+        path = self._path(checkpoint.step)
+        if _of_other_version(path):
+            raise CheckpointError(
+                f"cannot write the checkpoint of step {checkpoint.step} to "
+                f"{self.folder}: there is one of another version of mucudnn, which "
+                "stays; name another folder"
+            )
+        header = {
+            "schema": _SCHEMA,
+            "step": checkpoint.step,
+            "words": dict(checkpoint.words),
+            "progress": dict(checkpoint.progress),
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_arrays(path, checkpoint.arrays, header)
+            flush_folder(self.folder)
+        except OSError as e:
+            raise CheckpointError(
+                f"cannot write the checkpoint of step {checkpoint.step} to "
+                f"{self.folder}: {e.strerror or e}; those before it are unharmed"
+            ) from e
+        self._forget_old(checkpoint.step)
+
+    def load(self, words: Mapping[str, Any] | None = None) -> Checkpoint | None:
+        """The newest valid checkpoint, or None where there is none yet.
+
+        One that is damaged is passed over with a warning. One of another version is
+        not: to go on from before it would be to lose it.
+
+        Args:
+            words: Of the training that wants to go on.
+
+        Raises:
+            CheckpointError: Every checkpoint is damaged, or they belong to another
+                training or version; the message says what differs.
+        """
+        complaints = []
+        for step in self.steps():
+            try:
+                checkpoint = self._read(step)
+            except _OtherVersionError as e:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} in {self.folder} is of another "
+                    f"version of mucudnn: {e}; go on with that version, or name "
+                    "another folder"
+                ) from e
+            except (OSError, ValueError) as e:
+                complaints.append(f"step {step}: {e}")
+                continue
+            if words is not None:
+                self._check_words(checkpoint, words)
+            if complaints:
+                warnings.warn(
+                    f"a checkpoint in {self.folder} is damaged ({complaints[0]}); "
+                    f"going on from step {step}",
+                    stacklevel=2,
+                )
+            return checkpoint
+        if complaints:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} can be read: {'; '.join(complaints)}"
+            )
+        return None
+
+    def _read(self, step: int) -> Checkpoint:
+        path = self._path(step)
+        if path.exists():
+            header = _header(path)
+            _check_schema(path, header, _SCHEMA)
+            arrays = read_arrays(path, header)
+        else:
+            path = path.with_suffix(".json")
+            header = read_first_header(path)
+            _check_schema(path, header, _FIRST_SCHEMA)
+            arrays = read_first_arrays(path, header)
+        for name, kind in _HEADER.items():
+            if name not in header:
+                raise ValueError(f"{path.name} lacks {name!r}")
+            if type(header[name]) is not kind:
+                raise ValueError(
+                    f"{name!r} of {path.name} is {reprlib.repr(header[name])}, not of "
+                    f"type {kind.__name__}"
+                )
+        if header["step"] != step:
+            raise ValueError(f"{path.name} says it is of step {header['step']}")
+        return Checkpoint(step, arrays, header["words"], header["progress"])
+
+    def _check_words(self, found: Checkpoint, words: Mapping[str, Any]) -> None:
+        asked = json.loads(json.dumps(dict(words)))
+        for name in dict.fromkeys([*asked, *found.words]):
+            mine, theirs = asked.get(name), found.words.get(name)
+            if mine != theirs:
+                raise CheckpointError(
+                    f"the checkpoint in {self.folder} is of another training: its "
+                    f"{name} is {_word(theirs)}, this one's is {_word(mine)}; go on "
+                    "with the same settings or name another folder"
+                )
+
+    def _forget_old(self, newest: int) -> None:
+        """Drop what is older than those kept, and what a crash left unfinished.
+
+        What is of a later step was damaged, or training would not have gone on from
+        before it; or it is of another version.
+        """
+        steps = self._steps(_SUFFIX)
+        others = [step for step in steps if _of_other_version(self._path(step))]
+        ours = sorted(s for s in steps if s <= newest and s not in others)
+        kept = [*ours[-self._keep :], *others]
+        with contextlib.suppress(OSError):
+            for step in steps:
+                if step not in kept:
+                    self._path(step).unlink(missing_ok=True)
+            for path in self.folder.glob(".step-*.partial"):
+                path.unlink(missing_ok=True)
+
+    def _steps(self, suffix: str) -> list[int]:
+        """The steps that files of one kind are named after."""
+        if not self.folder.is_dir():
+            return []
+        numbers = (
+            (path, path.stem.removeprefix("step-"))
+            for path in self.folder.glob(f"step-*{suffix}")
+        )
+        return [
+            int(number)
+            for path, number in numbers
+            if number.isdecimal() and path == self._path(int(number), suffix)
+        ]
+
+    def _path(self, step: int, suffix: str = _SUFFIX) -> Path:
+        return self.folder / f"step-{step:08}{suffix}"
+
+
+def _header(path: Path) -> dict[str, Any]:
+    header = read_header(path)
+    if header is None:
+        raise ValueError(f"{path.name} holds arrays, but is no checkpoint")
+    return header
+
+
+def _of_other_version(path: Path) -> bool:
+    """Whether there is a checkpoint that this version must not touch."""
+    try:
+        _check_schema(path, _header(path), _SCHEMA)
+    except _OtherVersionError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
+
+
+def _check_schema(path: Path, header: Mapping[str, Any], known: int) -> None:
+    """Raise an `_OtherVersionError` where a file states a schema that is not ours.
+
+    Whatever its checksum: another version may make it in another way.
+    """
+    schema = header.get("schema", known)
+    if type(schema) is int and schema == known:
+        return
+    newer = isinstance(schema, int | float) and schema > known
+    raise _OtherVersionError(
+        f"{path.name} has schema {reprlib.repr(schema)}, this version reads {known}"
+        + (", a newer one wrote it" if newer else "")
+    )
+
+
+def _word(value: Any) -> str:
+    return "not stated" if value is None else repr(value)
