@@ -228,7 +228,6 @@ def test_the_checkpoint_of_another_training(run, tmp_path):
     assert "its model is 'digits', this one's is 'lenet'" in other.stderr
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_loss_that_is_no_number(run):
     done = run(*QUICK, "--lr", 1e30, "--epochs", 9)
     assert done.exit_code == 2

@@ -21,7 +21,6 @@ from tests.training_cases import Epochs, examples, network, trainer, weights
 
 BATCH = 8
 HUGE = 2.0**127
-overflowing = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def take(made, steps, first=0):
@@ -126,7 +125,6 @@ def test_without_an_overflow_the_step_is_the_same_and_the_scale_grows(parts):
     assert weights(made)[COUNTS].tolist() == [0, 1, 0]
 
 
-@overflowing
 @pytest.mark.parametrize("optimizer", [Sgd(0.05), Momentum(0.02), Adam(0.01)])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_an_overflow_skips_the_step_as_if_it_had_not_been(optimizer, parts):
@@ -164,7 +162,6 @@ def test_the_scale_follows_its_rule(overflows, interval):
     assert counts[2] == sum(overflows)
 
 
-@overflowing
 @pytest.mark.parametrize("split", ["none", 2])
 def test_within_a_budget_the_bits_are_the_same(split):
     scaling = DynamicLossScale(HUGE, backoff=2.0**-8, interval=2)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 from threadpoolctl import threadpool_info
 
-from mucudnn.backends.cpu.threads import Workers, short_buffers
+from mucudnn.backends.cpu.threads import Workers, as_kernels
 from tests.examples import examples
 
 
@@ -152,9 +152,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
 
 
-def test_short_buffers_are_restored():
+def test_as_kernels_are_restored():
     before = np.getbufsize()
-    with short_buffers():
+    with as_kernels():
         assert np.getbufsize() < before
     assert np.getbufsize() == before
 

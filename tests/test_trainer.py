@@ -373,7 +373,6 @@ def test_ctrl_c_in_an_evaluation_leaves_after_it(tmp_path):
     assert [report["epoch"] for report in found.progress["epochs"]] == [0]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_loss_that_is_no_number_is_an_error_and_keeps_the_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     made = trainer(

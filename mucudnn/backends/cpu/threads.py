@@ -16,7 +16,7 @@ from threadpoolctl import ThreadpoolController
 
 from mucudnn.forks import Own, attend
 
-__all__ = ["Workers", "short_buffers"]
+__all__ = ["Workers", "as_kernels"]
 
 T = TypeVar("T")
 
@@ -25,14 +25,17 @@ _FORK_S = 5.0
 
 
 @contextmanager
-def short_buffers() -> Iterator[None]:
-    """Within it, and on this thread only, NumPy's operations buffer little.
+def as_kernels() -> Iterator[None]:
+    """Within it, and on this thread only, NumPy computes as a library's kernels do.
 
-    NumPy copies operands that are not contiguous through buffers of 8192 elements each:
-    memory unaccounted for. With short ones it also copies less, because runs longer
-    than a buffer are used as they are.
+    It buffers little: operands that are not contiguous are copied through buffers of
+    8192 elements each, memory unaccounted for. With short ones it also copies less,
+    because runs longer than a buffer are used as they are.
+
+    It warns of nothing: infinities and NaNs in a result are an answer, which loss
+    scaling asks for, and some algorithms meet them on the way where others do not.
     """
-    with np.errstate():  # restores the size as well
+    with np.errstate(all="ignore"):  # restores the size as well
         np.setbufsize(_UFUNC_BUFFER)
         yield
 
@@ -138,7 +141,7 @@ class Workers:
         queue = _Queue(items)
 
         def drain(worker: int) -> None:
-            with short_buffers():
+            with as_kernels():
                 for item in queue:
                     fn(worker, item)
 

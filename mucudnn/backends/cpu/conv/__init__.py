@@ -15,7 +15,7 @@ from mucudnn.backends.cpu.conv import (
     winograd_nonfused,
 )
 from mucudnn.backends.cpu.conv.algorithm import Algorithm, Kernel
-from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cpu.threads import Workers, as_kernels
 from mucudnn.backends.runner import Call, Library, PlanRunner, per_slice
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
@@ -110,7 +110,8 @@ class CpuConv:
                     f"{algo} needs {needed} bytes of workspace for {problem}, got "
                     f"{scratch.nbytes}"
                 )
-            run(a, b, out, scratch, workers, accumulate)
+            with as_kernels():
+                run(a, b, out, scratch, workers, accumulate)
 
         return call
 

@@ -26,7 +26,7 @@ from mucudnn.backends.cpu.conv.fourier.dft import (
 )
 from mucudnn.backends.cpu.conv.fourier.products import Products
 from mucudnn.backends.cpu.conv.fourier.separable import Chunk, Separable
-from mucudnn.backends.cpu.threads import Workers, short_buffers
+from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
 
 __all__ = ["Spectral"]
@@ -68,8 +68,7 @@ class Spectral:
         basis, xs, ys, scratch, *arrays = arrays
         *tables, kernel = arrays
         self._fill_tables(tables)
-        with short_buffers():
-            self._fill_basis(basis, tables[2::3], scratch.reshape(-1))
+        self._fill_basis(basis, tables[2::3], scratch.reshape(-1))
         x = (self._x, tables[0::3], xs)
         y = (self._y, tables[1::3], ys)
         flat_x, flat_y = (s.reshape(*s.shape[:2], -1, s.shape[-1]) for s in (xs, ys))
