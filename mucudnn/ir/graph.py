@@ -233,7 +233,11 @@ class Graph:
         borrowed = (spec.name for spec in self.with_role(Role.BORROWED))
         return frozenset(self.storages[name] for name in (*results, *borrowed))
 
-    def with_aliases(self, tensors: Mapping[str, TensorSpec]) -> "Graph":
+    def with_aliases(
+        self,
+        tensors: Mapping[str, TensorSpec],
+        storages: Mapping[str, str] | None = None,
+    ) -> "Graph":
         """The same nodes over the same tensors, of which others share bytes.
 
         Nothing is checked again, and what is known of the nodes stays known.
@@ -241,11 +245,36 @@ class Graph:
         Args:
             tensors: Every tensor; they differ from those here in nothing but `alias`,
                 and no view is among those that differ.
+            storages: Of these tensors, if they are known.
         """
         found = copy(self)
         for name in ("storages", "overwritten", "immovable"):
             found.__dict__.pop(name, None)
         object.__setattr__(found, "tensors", tensors)
+        if storages is not None:
+            found.__dict__["storages"] = storages
+        return found
+
+    def with_more_nodes(
+        self,
+        tensors: Mapping[str, TensorSpec],
+        nodes: tuple[Node, ...],
+        storages: Mapping[str, str] | None = None,
+    ) -> "Graph":
+        """The same step with nodes between its own, which nothing is checked of again.
+
+        Args:
+            tensors: Every tensor; the others are results of the other nodes.
+            nodes: In execution order.
+            storages: Of these tensors, if they are known.
+        """
+        found = copy(self)
+        fields = ("tensors", "nodes", "outputs", "gradients", "initializers", "inputs")
+        for name in found.__dict__.keys() - set(fields):
+            del found.__dict__[name]
+        found.__dict__.update(tensors=tensors, nodes=nodes)
+        if storages is not None:
+            found.__dict__["storages"] = storages
         return found
 
     def with_role(self, *roles: Role) -> Iterator[TensorSpec]:

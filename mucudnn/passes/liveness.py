@@ -72,17 +72,17 @@ class Use(NamedTuple):
         """Whether it outlives the step: a parameter, or state."""
         return self.period > 0
 
-    def gaps(self) -> Iterable[tuple[int, int]]:
+    def gaps(self) -> list[tuple[int, int]]:
         """Pairs of uses with nodes in between.
 
         Of what outlives the step also the last use and the first of the next step, with
         the latter's position counted on.
         """
-        for i, j in itertools.pairwise(self.positions):
-            if j - i > 1:
-                yield i, j
-        if self.persistent and self.positions:
-            yield self.positions[-1], self.positions[0] + self.period
+        positions, period = self.positions, self.period
+        found = [(i, j) for i, j in itertools.pairwise(positions) if j - i > 1]
+        if period and positions:
+            found.append((positions[-1], positions[0] + period))
+        return found
 
 
 def kept(graph: Graph) -> frozenset[str]:
@@ -100,7 +100,19 @@ def kept(graph: Graph) -> frozenset[str]:
 
 def last_uses(graph: Graph) -> dict[str, int]:
     """Storage -> the last node of its live range."""
-    return _ranges(graph)[1]
+    storages, end = graph.storages, len(graph.nodes)
+    last: dict[str, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for name in node.inputs:
+            last[storages[name]] = position
+        for name in node.outputs:
+            last[storages[name]] = position
+    for name in graph.inputs:
+        storage = storages[name]
+        if storage not in last and graph.tensors[storage].role is Role.INPUT:
+            last[storage] = end
+    last.update(dict.fromkeys(kept(graph), end))
+    return last
 
 
 def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
@@ -108,7 +120,7 @@ def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
 
     An input that nobody reads is there for the whole step: it is fed all the same.
     """
-    first, last = _ranges(graph)
+    first, last = _first_uses(graph), last_uses(graph)
     return {
         name: LiveRange(name, first[name], last[name])
         for name in graph.tensors
@@ -116,49 +128,32 @@ def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
     }
 
 
-def _ranges(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
-    """First and last uses of storages."""
-    storages, end = graph.storages, len(graph.nodes)
+def _first_uses(graph: Graph) -> dict[str, int]:
+    """Storage -> the first node of its live range."""
+    storages = graph.storages
     first: dict[str, int] = {}
-    last: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
-        for name in node.inputs + node.outputs:
-            storage = storages[name]
-            if storage not in last:
-                first[storage] = position
-            last[storage] = position
+        for name in node.tensors:
+            first.setdefault(storages[name], position)
     for name in graph.inputs:
         storage = storages[name]
-        if storage in last:
+        if storage in first or graph.tensors[storage].role is Role.INPUT:
             first[storage] = 0
-        elif graph.tensors[storage].role is Role.INPUT:
-            first[storage], last[storage] = 0, end
     for storage in kept(graph):
-        last[storage] = end
         if graph.tensors[storage].role in PERSISTENT:
             first[storage] = 0
-    return first, last
+    return first
 
 
 def uses_of(graph: Graph) -> Mapping[str, Use]:
     """The uses of every storage, in order of first use; those of none come last."""
-    count = len(graph.nodes)
+    count, storages = len(graph.nodes), graph.storages
     positions: dict[str, list[int]] = {}
     writes: dict[str, list[int]] = {}
-
-    def touch(storage: str, at: int) -> None:
-        known = positions.get(storage)
-        if known is None:
-            positions[storage] = [at]
-        elif known[-1] != at:
-            known.append(at)
-
-    storages = graph.storages
     for spec in graph.with_role(Role.INPUT):
-        touch(spec.name, 0)
-        writes.setdefault(spec.name, []).append(0)
+        positions[spec.name], writes[spec.name] = [0], [0]
     for i, node in enumerate(graph.nodes):
-        for name in node.inputs + node.outputs:
+        for name in node.tensors:
             storage = storages[name]
             known = positions.get(storage)
             if known is None:
@@ -166,21 +161,26 @@ def uses_of(graph: Graph) -> Mapping[str, Use]:
             elif known[-1] != i:
                 known.append(i)
         for storage in written(graph, node):
-            writes.setdefault(storage, []).append(i)
+            if storage in writes:
+                writes[storage].append(i)
+            else:
+                writes[storage] = [i]
     for storage in kept(graph):
         if graph.tensors[storage].role in PERSISTENT:
             positions.setdefault(storage, [])
-        else:
-            touch(storage, count)
+        elif positions.setdefault(storage, [count])[-1] != count:
+            positions[storage].append(count)
+    period = max(1, count)
     return {
         storage: Use(
             storage,
-            rounded(graph.tensors[storage].nbytes),
+            rounded(spec.nbytes),
             tuple(found),
             tuple(writes.get(storage, ())),
-            max(1, count) if graph.tensors[storage].role in PERSISTENT else 0,
+            period if spec.role in PERSISTENT else 0,
         )
         for storage, found in positions.items()
+        for spec in [graph.tensors[storage]]
     }
 
 

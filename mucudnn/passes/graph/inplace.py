@@ -8,10 +8,9 @@ large as the result, and where the kernel can (the node's trait `overwrites`) an
 them through that one input alone.
 """
 
-from dataclasses import replace
 from types import MappingProxyType
 
-from mucudnn.ir.graph import Graph, Node, TensorSpec
+from mucudnn.ir.graph import Graph, TensorSpec
 from mucudnn.passes.liveness import last_uses
 
 __all__ = ["in_place"]
@@ -19,27 +18,20 @@ __all__ = ["in_place"]
 
 def in_place(graph: Graph) -> Graph:
     """The same graph with as many results in place as can be without changing any."""
-    tensors = dict(graph.tensors)
-    storage = dict(graph.storages)
+    tensors, storages = dict(graph.tensors), graph.storages
     last = last_uses(graph)
-    fixed = {storage[name] for name in graph.inputs}
+    fixed = {storages[name] for name in graph.inputs}
+    merged: dict[str, str] = {}  # storage -> the one that it is in now
 
     def root(name: str) -> str:
-        found = storage[name]
-        while storage[found] != found:
-            found = storage[found]
-        storage[name] = found
-        return found
+        storage = storages[name]
+        return merged.get(storage, storage)
 
-    def usable(node: Node, index: int, position: int, result: TensorSpec) -> bool:
-        taken = root(node.inputs[index])
-        spec = tensors[node.inputs[index]]
+    def usable(taken: str, spec: TensorSpec, result: TensorSpec) -> bool:
         return (
-            taken not in fixed
-            and last[taken] == position
-            and (spec.shape, spec.dtype) == (result.shape, result.dtype)
+            (spec.shape, spec.dtype) == (result.shape, result.dtype)
+            and taken not in fixed
             and tensors[taken].nbytes == result.nbytes
-            and [root(name) for name in node.tensors].count(taken) == 1
         )
 
     for position, node in enumerate(graph.nodes):
@@ -48,10 +40,16 @@ def in_place(graph: Graph) -> Graph:
             continue
         result = tensors[node.outputs[0]]
         for index in candidates:
-            if usable(node, index, position, result):
-                taken = root(node.inputs[index])
-                tensors[result.name] = replace(result, alias=node.inputs[index])
-                storage[result.name] = taken
+            name = node.inputs[index]
+            taken = root(name)
+            if (
+                last[taken] == position
+                and usable(taken, tensors[name], result)
+                and [root(t) for t in node.tensors].count(taken) == 1
+            ):
+                tensors[result.name] = result.sharing(name)
+                merged[result.name] = taken
                 last[taken] = last[result.name]
                 break
-    return graph.with_aliases(MappingProxyType(tensors))
+    now = {name: merged.get(storage, storage) for name, storage in storages.items()}
+    return graph.with_aliases(MappingProxyType(tensors), now)

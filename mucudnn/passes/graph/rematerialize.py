@@ -8,13 +8,14 @@ same. What cannot run again, or reads what has been overwritten since, is kept.
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
 
-from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+from mucudnn.ir.graph import Graph, Node, Phase, TensorSpec
 from mucudnn.ir.residency import RECOMPUTED, Residency
 from mucudnn.passes.graph.saved_tensors import saved_tensors
 
-__all__ = ["rematerialize"]
+__all__ = ["Rematerializer", "rematerialize"]
 
 
 def rematerialize(
@@ -32,70 +33,139 @@ def rematerialize(
         residency: Of saved tensors.
         saved: Names of the graph's saved tensors, if they are known.
     """
-    if not any(choice in RECOMPUTED for choice in residency.values()):
-        return graph
-    if saved is None:
-        saved = {tensor.name for tensor in saved_tensors(graph)}
-    rewriter = _Rewriter(graph, residency, saved)
-    for position, node in enumerate(graph.nodes):
-        rewriter.visit(node, position)
-    return Graph(
-        MappingProxyType(rewriter.tensors),
-        tuple(rewriter.nodes),
-        graph.outputs,
-        graph.gradients,
-        graph.initializers,
-    )
+    return Rematerializer(graph, saved)(residency)
 
 
-def _dropped(
-    graph: Graph, residency: Mapping[str, Residency], saved: Collection[str]
-) -> frozenset[str]:
-    """Tensors that may not be there, or be there anew, when they are read again.
+class Rematerializer:
+    """Rewrites one graph time and again; what it is like is found out once.
 
-    Of a node that runs again all results are new.
+    Args:
+        graph: A training graph that nothing has made in-place yet.
+        saved: Names of its saved tensors, if they are known.
     """
-    recomputed = {name for name, choice in residency.items() if choice in RECOMPUTED}
-    storages = graph.storages
-    found: set[str] = set()
-    for node in graph.nodes:
-        forward = node.phase is Phase.FORWARD
-        for storage in (storages[name] for name in node.outputs):
-            if storage in recomputed or (forward and storage not in saved):
-                found.update(node.outputs)
-    return frozenset(found)
+
+    def __init__(self, graph: Graph, saved: Collection[str] | None = None) -> None:
+        self.graph = graph
+        self._saved = saved
+
+    def __call__(self, residency: Mapping[str, Residency]) -> Graph:
+        """The graph with what residencies compute again: see `rematerialize`."""
+        if not any(choice in RECOMPUTED for choice in residency.values()):
+            return self.graph
+        rewriter = _Rewriter(self, residency)
+        for position, node in enumerate(self.graph.nodes):
+            rewriter.visit(node, position)
+        return rewriter.found()
+
+    def dropped(self, residency: Mapping[str, Residency]) -> set[str]:
+        """Tensors that may not be there, or be there anew, when they are read again.
+
+        Of a node that runs again all results are new.
+        """
+        found, together = set(self.gone), self._together
+        for storage, choice in residency.items():
+            if choice in RECOMPUTED:
+                found.update(together.get(storage, ()))
+        return found
+
+    @cached_property
+    def gone(self) -> frozenset[str]:
+        """Results of forward nodes, of those with one that no backward node reads."""
+        storages, saved = self.graph.storages, self.saved
+        return frozenset(
+            name
+            for node in self.graph.nodes
+            if node.phase is Phase.FORWARD
+            and any(storages[output] not in saved for output in node.outputs)
+            for name in node.outputs
+        )
+
+    @cached_property
+    def saved(self) -> frozenset[str]:
+        """Names of the graph's saved tensors."""
+        if self._saved is None:
+            return frozenset(tensor.name for tensor in saved_tensors(self.graph))
+        return frozenset(self._saved)
+
+    @cached_property
+    def makers(self) -> Mapping[str, Node]:
+        """Tensor -> what makes it again, of tensors that something may make again."""
+        found = {}
+        for node in self.graph.nodes:
+            if node.recomputable:
+                again = node.once_more or node
+                names = (name for name in node.outputs if node.remakes(name))
+                found.update(dict.fromkeys(names, again))
+        return found
+
+    @cached_property
+    def changing(self) -> Mapping[str, tuple[int, tuple[str, ...]]]:
+        """Tensor -> its producer's position, and what that reads that is overwritten.
+
+        Only of producers that read storages that some node of the graph overwrites.
+        """
+        storages, found = self.graph.storages, {}
+        changed = {s for names in self.graph.overwritten.values() for s in names}
+        for position, node in enumerate(self.graph.nodes):
+            read = (storages[t] for t in node.inputs if t not in node.mutates)
+            if names := tuple(storage for storage in read if storage in changed):
+                found.update(dict.fromkeys(node.outputs, (position, names)))
+        return found
+
+    @cached_property
+    def _together(self) -> Mapping[str, tuple[str, ...]]:
+        """Storage -> all results of the nodes that have results in it."""
+        storages = self.graph.storages
+        found: dict[str, tuple[str, ...]] = {}
+        for node in self.graph.nodes:
+            for storage in dict.fromkeys(storages[name] for name in node.outputs):
+                found[storage] = found.get(storage, ()) + node.outputs
+        return found
 
 
 class _Rewriter:
+    """One rewritten graph in the making."""
+
     def __init__(
-        self,
-        graph: Graph,
-        residency: Mapping[str, Residency],
-        saved: Collection[str],
+        self, known: Rematerializer, residency: Mapping[str, Residency]
     ) -> None:
-        self.tensors: dict[str, TensorSpec] = dict(graph.tensors)
-        self.nodes: list[Node] = []
+        graph = known.graph
+        self._tensors: dict[str, TensorSpec] = dict(graph.tensors)
+        self._storages: dict[str, str] = dict(graph.storages)
+        self._same_views = True
+        self._nodes: list[Node] = []
         self._graph = graph
         self._residency = residency
-        self._saved = saved
+        self._facts = known
         self._changed: dict[str, int] = {}
         self._copies: dict[str, str] = {}
         self._count = 0
-        self._dropped = _dropped(graph, residency, saved)
+        self._dropped = known.dropped(residency)
+
+    def found(self) -> Graph:
+        """The graph, when all its nodes were visited."""
+        storages = self._storages if self._same_views else None
+        tensors = MappingProxyType(self._tensors)
+        return self._graph.with_more_nodes(tensors, tuple(self._nodes), storages)
 
     def visit(self, node: Node, now: int) -> None:
         """Append a node; before it, what it needs again."""
         again = node.phase is Phase.BACKWARD
         if again and not self._dropped.isdisjoint(node.inputs):
             mine: dict[str, str] = {}
-            inputs = tuple(self._again(name, mine) for name in node.inputs)
-            for spec in (self.tensors[output] for output in node.outputs):
+            dropped = self._dropped
+            inputs = tuple(
+                self._again(name, mine) if name in dropped else name
+                for name in node.inputs
+            )
+            for spec in (self._tensors[output] for output in node.outputs):
                 alias = self._alias(node, spec, inputs)
                 if alias != spec.alias:
-                    self.tensors[spec.name] = replace(spec, alias=alias)
+                    self._tensors[spec.name] = spec.sharing(alias)
+                    self._same_views = False
             if inputs != node.inputs:
                 node = replace(node, inputs=inputs)
-        self.nodes.append(node)
+        self._nodes.append(node)
         for storage in self._graph.overwritten.get(now, ()):
             self._changed[storage] = now
 
@@ -104,15 +174,18 @@ class _Rewriter:
         known = self._known(name, self._copies, mine)
         if known is None:
             return name
+        dropped = self._dropped
         pending = [(name, known)]
         while pending:
             top, known = pending[-1]
             if top in known:
                 pending.pop()
                 continue
-            first = self._graph.producers[top]
-            node = first.once_more or first
-            inputs = [(t, self._known(t, known, mine)) for t in node.inputs]
+            node = self._facts.makers[top]
+            inputs = [
+                (t, self._known(t, known, mine) if t in dropped else None)
+                for t in node.inputs
+            ]
             missing = [(t, k) for t, k in inputs if k is not None and t not in k]
             if missing:
                 pending += reversed(missing)
@@ -128,52 +201,52 @@ class _Rewriter:
 
         What no backward node of the graph reads is gone when the forward pass is over:
         it is made again for what is `asking`.
+
+        Args:
+            name: Of one that is dropped.
+            asking: Where copies of what is made from it are noted.
+            mine: Where those that no other node reads are.
         """
-        node = self._graph.producers.get(name)
-        storages = self._graph.storages
         if name in self._copies:
             return self._copies
-        if node is None or not (node.remakes(name) and self._runs_again(node)):
+        if name not in self._facts.makers or self._too_late(name):
             return None
-        match self._residency.get(storages[name]):
-            case Residency.RECOMPUTE:
-                return self._copies
-            case Residency.RECOMPUTE_EACH:
-                return mine
-        gone = node.phase is Phase.FORWARD and storages[name] not in self._saved
-        return asking if gone else None
+        storage = self._graph.storages[name]
+        choice = self._residency.get(storage)
+        if choice is Residency.RECOMPUTE:
+            return self._copies
+        if choice is Residency.RECOMPUTE_EACH:
+            return mine
+        forward = self._graph.producers[name].phase is Phase.FORWARD
+        return asking if forward and storage not in self._facts.saved else None
 
-    def _runs_again(self, node: Node) -> bool:
-        """Whether a node may run now and finds what it has read the first time.
+    def _too_late(self, name: str) -> bool:
+        """Whether what makes a tensor again would not find what it read before.
 
         What follows from a weight that has been updated meanwhile does not.
         """
-        if not node.recomputable:
+        if name not in self._facts.changing:
             return False
-        read = (self._graph.storages[t] for t in node.inputs if t not in node.mutates)
-        changed = [
-            self._changed[storage] for storage in read if storage in self._changed
-        ]
-        return not changed or max(changed) < self._graph.positions[node.name]
+        position, storages = self._facts.changing[name]
+        return any(self._changed.get(storage, -1) >= position for storage in storages)
 
     def _copy(self, node: Node, inputs: tuple[str, ...], known: dict[str, str]) -> None:
         self._count += 1
-        outputs = tuple(f"{output}~{self._count}" for output in node.outputs)
+        suffix = f"~{self._count}"
+        outputs = tuple(output + suffix for output in node.outputs)
+        tensors, storages = self._tensors, self._storages
         for output, name in zip(node.outputs, outputs, strict=True):
             spec = self._graph.tensors[output]
-            self.tensors[name] = replace(
-                spec,
-                name=name,
-                role=Role.ACTIVATION,
-                alias=self._alias(node, spec, inputs),
-            )
+            alias = self._alias(node, spec, inputs)
+            tensors[name] = spec.again(name, alias)
+            storages[name] = name if alias is None else storages[alias]
+            known[output] = name
         attrs = node.attrs
         if node.traits.replay:
             attrs = MappingProxyType({**attrs, **dict(node.traits.replay)})
-        known.update(zip(node.outputs, outputs, strict=True))
-        self.nodes.append(
+        self._nodes.append(
             Node(
-                f"{node.name}~{self._count}",
+                node.name + suffix,
                 node.op,
                 inputs,
                 outputs,

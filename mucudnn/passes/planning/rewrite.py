@@ -14,14 +14,13 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.rematerialize import rematerialize
+from mucudnn.passes.graph.rematerialize import Rematerializer
 from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
     RECOMPUTED,
     SMALL,
     Residency,
-    saved_tensors,
 )
 from mucudnn.passes.scheduling.costs import (
     first_plans,
@@ -37,6 +36,8 @@ __all__ = ["Rewriter", "Rewritten"]
 
 _REMEMBERED = 16
 
+_LEAVING = (Residency.OFFLOAD, Residency.PAGE)
+
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
@@ -46,7 +47,7 @@ class Rewritten:
         graph: Rematerialized and in-place.
         profile: Of that graph.
         uses: Of its storages.
-        idle: Those of them with nodes between two uses.
+        idle: Those of them with nodes between two uses, and those gaps.
         swaps: Gaps over which storages may leave.
         away: Parameters and state that must leave in every step.
     """
@@ -54,7 +55,7 @@ class Rewritten:
     graph: Graph
     profile: Profile
     uses: Mapping[str, Use]
-    idle: Sequence[Use]
+    idle: Sequence[tuple[Use, Sequence[tuple[int, int]]]]
     swaps: Swaps
     away: frozenset[str] = frozenset()
 
@@ -102,17 +103,13 @@ class Rewriter:
     """
 
     def __init__(self, graph: Graph, profile: Profile) -> None:
-        self._graph = graph
+        self._rematerialize = Rematerializer(graph)
         self._profile = profile
         self._last: tuple[object, Rewritten] | None = None
         self._needs: dict[object, tuple[int, str]] = {}
         self._known: OrderedDict[frozenset[tuple[str, Residency]], _Again] = (
             OrderedDict()
         )
-
-    @cached_property
-    def _saved(self) -> frozenset[str]:
-        return frozenset(saved.name for saved in saved_tensors(self._graph))
 
     def __call__(
         self, residency: Mapping[str, Residency], hosted: frozenset[str] | None = None
@@ -170,10 +167,7 @@ class Rewriter:
             (name, choice) for name, choice in residency.items() if choice in RECOMPUTED
         )
         if again not in self._known:
-            graph = self._graph
-            if again:
-                graph = rematerialize(graph, dict(again), self._saved)
-            self._known[again] = _Again(graph, self._profile)
+            self._known[again] = _Again(self._rematerialize(dict(again)), self._profile)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(again)
@@ -201,7 +195,7 @@ class _Again:
             graph=final,
             profile=profile_of(final, self._profile),
             uses=uses,
-            idle=[use for use in uses.values() if any(use.gaps())],
+            idle=[(u, gaps) for u in uses.values() if (gaps := u.gaps())],
             swaps={},
         )
 
@@ -224,44 +218,39 @@ def _swaps(
     everything = sum(spec.nbytes for spec in graph.with_role(*PERSISTENT))
     small = min(SMALL, everything / 1024)
     found, immovable = {}, graph.immovable
-    for use in ready.idle:
-        if use.storage in immovable:
-            continue
-        if not use.persistent:
+    for use, gaps in ready.idle:
+        if not use.period:
             choice = chosen.get(use.storage, others)
         elif hosted is None:
             default = Residency.KEEP if use.nbytes < small else persistents
             choice = chosen.get(use.storage, default)
         else:
             choice = Residency.PAGE if use.storage in hosted else Residency.KEEP
-        if gaps := _gaps(use, choice, forward):
-            found[use.storage] = gaps
+        if choice not in _LEAVING or use.storage in immovable:
+            continue
+        if over := _leaves_over(use, gaps, choice, forward):
+            found[use.storage] = over
     return found
 
 
-def _gaps(
-    use: Use, choice: Residency, forward: Sequence[bool]
-) -> list[tuple[int, int]]:
+def _leaves_over(
+    use: Use,
+    gaps: Sequence[tuple[int, int]],
+    choice: Residency,
+    forward: Sequence[bool],
+) -> Sequence[tuple[int, int]]:
     """Gaps of one storage over which it leaves, ascending.
 
     Args:
         use: Of the storage.
-        choice: What was decided about it.
+        gaps: All of its gaps.
+        choice: What was decided about it, of what leaves.
         forward: Of every node, whether it is of the forward pass. Where a step runs
             in parts, that of one part may come behind the backward pass of another.
     """
     count = len(forward)
-    match choice:
-        case Residency.PAGE if use.persistent:
-            return list(use.gaps())
-        case Residency.PAGE:
-            return [(i, j) for i, j in use.gaps() if j < count]
-        case Residency.OFFLOAD if use.persistent:
-            return sorted(use.gaps(), key=lambda gap: gap[1] - gap[0])[-1:]
-        case Residency.OFFLOAD:
-            return [
-                (i, j)
-                for i, j in use.gaps()
-                if j < count and forward[i] and not forward[j]
-            ]
-    return []
+    if choice is Residency.PAGE:
+        return gaps if use.persistent else [(i, j) for i, j in gaps if j < count]
+    if use.persistent:
+        return sorted(gaps, key=lambda gap: gap[1] - gap[0])[-1:]
+    return [(i, j) for i, j in gaps if j < count and forward[i] and not forward[j]]

@@ -40,9 +40,13 @@ def origin(node: str) -> str:
 def profile_of(graph: Graph, profile: Profile) -> Profile:
     """A profile with entries for the copies in a rematerialized graph."""
     origins = {node.name: origin(node.name) for node in graph.nodes}
+    known, again_ms = profile.node_ms, profile.again_ms
     return replace(
         profile,
-        node_ms={name: least_ms(profile, name) for name in origins},
+        node_ms={
+            name: known[name] if name == node else again_ms(node)
+            for name, node in origins.items()
+        },
         workspaces=_of_copies(profile.workspaces, origins),
         fronts=_of_copies(profile.fronts, origins),
     )

@@ -133,8 +133,11 @@ def _swapped(use: Use, gaps: Sequence[tuple[int, int]]) -> Iterator[ResidencyInt
 
 def _written(use: Use, start: int, stop: int) -> bool:
     """Whether any use from one position to another writes."""
-    shifts = (0, use.period) if use.period else (0,)
-    return any(start <= w + shift <= stop for shift in shifts for w in use.writes)
+    period = use.period
+    for write in use.writes:
+        if start <= write <= stop or (period and start <= write + period <= stop):
+            return True
+    return False
 
 
 def shifted(interval: ResidencyInterval, nodes: int) -> ResidencyInterval:
@@ -167,13 +170,15 @@ def least_occupancy(
     n = len(workspaces)
     change = [0] * (n + 1)
     change[0] = resident
-    for interval in intervals:
-        change[min(interval.start, n)] += interval.nbytes
-        if interval.host_resident and interval.stop >= n:
-            change[0] += interval.nbytes
-            change[interval.stop - n + 1] -= interval.nbytes
+    for _, nbytes, start, stop, *_, host_resident in intervals:
+        change[min(start, n)] += nbytes
+        if stop < n:
+            change[stop + 1] -= nbytes
+        elif host_resident:
+            change[0] += nbytes
+            change[stop - n + 1] -= nbytes
         else:
-            change[min(interval.stop + 1, n)] -= interval.nbytes
+            change[n] -= nbytes
     used = itertools.accumulate(change)
     return Occupancy(
         [nbytes + rest for nbytes, rest in zip(workspaces, used, strict=False)], budget

@@ -38,22 +38,36 @@ class Occupancy:
 
     def add(self, start: int, stop: int, nbytes: int) -> None:
         """Take `nbytes` at every position from `start` up to and including `stop`."""
+        if not nbytes or start > stop:
+            return
+        if start >= 0 and stop < len(self._bytes):
+            self._add(start, stop, nbytes)
+            return
         for first, last in self._in_step(start, stop):
-            low, high = first // _WIDTH, last // _WIDTH
-            if low == high:
-                self._add_within(low, first, last, nbytes)
-                continue
-            self._add_within(low, first, (low + 1) * _WIDTH - 1, nbytes)
+            self._add(first, last, nbytes)
+
+    def _add(self, first: int, last: int, nbytes: int) -> None:
+        low, high = first // _WIDTH, last // _WIDTH
+        if low == high:
+            self._add_within(low, first, last, nbytes)
+            return
+        self._add_within(low, first, (low + 1) * _WIDTH - 1, nbytes)
+        if high - low > 1:
             whole = slice(low + 1, high)
             self._most[whole] = [used + nbytes for used in self._most[whole]]
             self._everywhere[whole] = [n + nbytes for n in self._everywhere[whole]]
-            self._add_within(high, high * _WIDTH, last, nbytes)
+        self._add_within(high, high * _WIDTH, last, nbytes)
 
     def _add_within(self, chunk: int, first: int, last: int, nbytes: int) -> None:
-        within = slice(first, last + 1)
-        self._bytes[within] = [used + nbytes for used in self._bytes[within]]
-        most = max(self._bytes[chunk * _WIDTH : (chunk + 1) * _WIDTH])
-        self._most[chunk] = most + self._everywhere[chunk]
+        now = [used + nbytes for used in self._bytes[first : last + 1]]
+        self._bytes[first : last + 1] = now
+        if nbytes < 0:  # what has less now may have been the most
+            now = self._bytes[chunk * _WIDTH : (chunk + 1) * _WIDTH]
+            self._most[chunk] = max(now) + self._everywhere[chunk]
+            return
+        most = max(now) + self._everywhere[chunk]
+        if most > self._most[chunk]:
+            self._most[chunk] = most
 
     def fits(self, position: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit at one position."""

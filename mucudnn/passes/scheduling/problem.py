@@ -53,11 +53,9 @@ class Problem:
             PlanningError: Not even they fit; says how many bytes short, and where.
         """
         n = len(self.graph.nodes)
-        intervals = [
-            interval
-            for use in self.moving()
-            for interval in split(use, self.swaps.get(use.storage, ()), n)
-        ]
+        intervals: list[ResidencyInterval] = []
+        for use in self.moving():
+            intervals += split(use, self.swaps.get(use.storage, ()), n)
         occupancy = self.ledger(intervals)
         refuse_more(*self._most(occupancy), self.budget)
         return intervals, occupancy

@@ -74,7 +74,8 @@ def _pairs(
     """
     of_storage: dict[str, list[int]] = {}
     for i, interval in enumerate(intervals):
-        of_storage.setdefault(interval.storage, []).append(i)
+        if interval.copied_in or interval.kept_on_host:
+            of_storage.setdefault(interval.storage, []).append(i)
     for indices in of_storage.values():
         for i, j in itertools.pairwise(indices):
             yield i, j, 0
@@ -146,6 +147,9 @@ def _joined(
             known.append(interval)
     for storage, known in of_storage.items():
         first, last = known[0], known[-1]
+        if len(known) == 1 and not first.host_resident:
+            yield first
+            continue
         if first.host_resident and last.stop + 1 >= first.start + count:
             if len(known) > 1:
                 known = [*known[1:-1], join(last, shifted(first, count))]

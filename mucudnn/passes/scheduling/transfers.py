@@ -34,6 +34,8 @@ class Clock:
 
     def start(self, position: int) -> float:
         """When a node starts; the one behind the last with the step's end."""
+        if 0 <= position < self.count:
+            return self._starts[position]
         step, at = divmod(position, max(1, self.count))
         return step * self._starts[-1] + self._starts[at]
 

@@ -234,5 +234,5 @@ def _improved(changes: Iterable[Change], best: Trials) -> bool:
     for change in changes:
         if best.exhausted():
             return False
-        improved |= best.consider({**best.plan.residency, **dict(change)})
+        improved |= best.consider({**best.residency, **dict(change)})
     return improved

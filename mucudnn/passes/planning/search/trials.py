@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from copy import copy
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.evaluate import draft
+from mucudnn.passes.planning.evaluate import Draft, draft
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.scheduling.costs import least_ms
@@ -37,7 +37,8 @@ class Trials:
         self._request = request
         self._left = left
         self._by_nodes = by_nodes
-        self._plan: StepPlan | None = None
+        self._best: Draft | StepPlan | None = None
+        self._step_ms = math.inf
         self._error: PlanningError | None = None
         self._tried: set[frozenset[tuple[str, Residency]]] = set()
 
@@ -52,28 +53,30 @@ class Trials:
     @property
     def step_ms(self) -> float:
         """The best plan's; infinity without one."""
-        return math.inf if self._plan is None else self._plan.prediction.step_ms
+        return self._step_ms
 
     @property
     def found(self) -> bool:
         """Whether anything fits."""
-        return self._plan is not None
+        return self._best is not None
 
     @property
     def residency(self) -> Mapping[str, Residency]:
         """The best plan's; empty without one."""
-        return {} if self._plan is None else self._plan.residency
+        return {} if self._best is None else self._best.residency
 
     @property
     def plan(self) -> StepPlan:
-        """The best one.
+        """The best one, of which the program is written when it is asked for.
 
         Raises:
             PlanningError: None fits; it is the error of what came closest.
         """
-        if self._plan is None:
+        if self._best is None:
             raise copy(self._error or PlanningError("nothing was tried"))
-        return self._plan
+        if isinstance(self._best, Draft):
+            self._best = self._best.plan()
+        return self._best
 
     def consider(
         self, residency: Mapping[str, Residency], *, free: bool = False
@@ -98,9 +101,11 @@ class Trials:
             error = copy(e)  # without a traceback, which would hold callers' locals
             self._error = closer(self._error or error, error)
             return False
-        if found.step_ms(self.step_ms) >= self.step_ms:
+        step_ms = found.step_ms(self.step_ms)
+        if step_ms >= self.step_ms:
             return False
-        return self.offer(found.plan())
+        self._best, self._step_ms = found, step_ms
+        return True
 
     def _cost(self, residency: Mapping[str, Residency], too_much: bool) -> int:
         if not self._by_nodes:
@@ -113,7 +118,7 @@ class Trials:
 
     def _too_much_compute(self, residency: Mapping[str, Residency]) -> bool:
         """Whether the nodes alone, as fast as they can be, take as long as the best."""
-        if self._plan is None or self._request.convolutions != "dynamic":
+        if self._best is None or self._request.convolutions != "dynamic":
             return False
         profile = self._request.profile
         names = (node.name for node in self._request.nodes(residency))
@@ -123,5 +128,5 @@ class Trials:
         """Take a plan; whether it is better than all before."""
         if plan.prediction.step_ms >= self.step_ms:
             return False
-        self._plan = plan
+        self._best, self._step_ms = plan, plan.prediction.step_ms
         return True
