@@ -6,11 +6,11 @@ from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import PERSISTENT, Phase
+from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fused
 from mucudnn.passes.graph.inplace import in_place
-from mucudnn.passes.graph.rematerialize import rematerialize
+from mucudnn.passes.graph.rematerialize import Rematerializer, rematerialize
 from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
 from mucudnn.passes.scheduling.costs import origin
 from tests.examples import examples
@@ -42,6 +42,34 @@ def test_values_are_identical(backend, data):
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@examples(60)
+@given(data=st.data())
+def test_what_is_known_of_a_rewritten_graph_is_what_it_would_find_out(data):
+    graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
+    again = rematerialize(graph, data.draw(residencies(graph)))
+    for found in (again, in_place(again)):
+        checked = Graph(
+            found.tensors,
+            found.nodes,
+            found.outputs,
+            found.gradients,
+            found.initializers,
+        )
+        assert found.storages == checked.storages
+        assert found.inputs == checked.inputs
+
+
+@examples(40)
+@given(data=st.data())
+def test_a_graph_rewritten_time_and_again_is_rewritten_anew(data):
+    graph = data.draw(training_graphs())
+    rewrite = Rematerializer(graph)
+    for _ in range(3):
+        residency = data.draw(residencies(graph))
+        one, other = rewrite(residency), rematerialize(graph, residency)
+        assert (one.nodes, dict(one.tensors)) == (other.nodes, dict(other.tensors))
 
 
 def block(*, fuse=False):

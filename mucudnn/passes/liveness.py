@@ -8,7 +8,7 @@ gradients that no update of the same graph has used up.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
