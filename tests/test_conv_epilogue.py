@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.one_algorithm import one_algorithm
 from mucudnn.backends import get_backend
 from mucudnn.backends.cuda._enums import Status
 from mucudnn.backends.cuda.conv.engines import engines
@@ -26,15 +27,13 @@ from mucudnn.passes.graph.precision.mixed_precision import lowered
 from mucudnn.passes.graph.split import split_batch
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.training.training_graphs import step_graphs
-from mucudnn.runtime.tuning.tuner import Tuner
 from tests.cuda_emulator import COMPILER
 from tests.cuda_fake import FakeArray, fake_backend
 from tests.cuda_work import TOLERANCE, layer, layouts
 from tests.cudnn_fake import FakeCudnn
-from tests.doubles import QUICK
 from tests.reference import operands, reference, relative_error
 from tests.test_cuda_training import stand_in
-from tests.training_cases import SHAPE, examples
+from tests.training_cases import SHAPE, examples, tuner_of
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
 
@@ -105,9 +104,7 @@ def test_a_result_that_others_read_stays():
 
 def losses(backend, numerics="tf32", **more):
     images, labels = examples(24)
-    tuner = Tuner(
-        backend=backend, rule=QUICK, batch_policy="undivided", numerics=numerics
-    )
+    tuner = tuner_of(backend, numerics=numerics)
     made = Trainer(
         network(8),
         network(8, training=False),
@@ -134,7 +131,7 @@ def test_without_an_engine_every_bit_is_as_before(more):
     if "budget" in more:
         more = {**more, "budget": int(free.peak_bytes * more["budget"])}
     nothing = Nothing()
-    backend = replace(get_backend("cpu"), epilogues=nothing)
+    backend = replace(one_algorithm(), epilogues=nothing)
     found, made = losses(backend, plans=free.plans, **more)
     assert any(n.op == "conv" and len(n.inputs) == 3 for n in made.graph.nodes)
     assert nothing.asked
@@ -143,7 +140,7 @@ def test_without_an_engine_every_bit_is_as_before(more):
 
 def test_nothing_is_fused_where_that_is_not_wanted():
     nothing = Nothing()
-    backend = replace(get_backend("cpu"), epilogues=nothing)
+    backend = replace(one_algorithm(), epilogues=nothing)
     _, made = losses(backend, fuse=False)
     assert not nothing.asked
     assert "bias_relu" not in {node.op for node in made.graph.nodes}

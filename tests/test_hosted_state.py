@@ -12,11 +12,9 @@ from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.trainer import Trainer
-from mucudnn.runtime.tuning.tuner import Tuner
-from tests.doubles import QUICK
+from tests.training_cases import tuner_of
 
 BATCH, SIDE, WIDTH, CLASSES = 4, 8, 256, 3
-PLANS = {}
 
 
 def network(*, training=True):
@@ -31,18 +29,15 @@ def network(*, training=True):
 
 
 def trainer(budget=None, **options):
-    made = Trainer(
+    return Trainer(
         network(),
         network(training=False),
-        tuner=Tuner(backend="cpu", rule=QUICK, batch_policy="undivided"),
+        tuner=tuner_of(),
         optimizer=Adam(learning_rate=0.01),
-        plans=PLANS,
         budget=budget,
         seed=3,
         **options,
     )
-    PLANS.update(made.plans)
-    return made
 
 
 class Images:
@@ -97,13 +92,11 @@ def test_accumulated_gradients_are_at_home_there_too():
     def accumulated(budget=None):
         made = Trainer(
             network(),
-            tuner=Tuner(backend="cpu", rule=QUICK, batch_policy="undivided"),
+            tuner=tuner_of(),
             optimizer=Adam(learning_rate=0.01),
-            plans=PLANS,
             budget=budget,
             gradient_accumulation=2,
         )
-        PLANS.update(made.plans)
         rng = np.random.default_rng(0)
         images = rng.standard_normal((2 * BATCH, 2, SIDE, SIDE), dtype="f4")
         found = [made.step(images, np.arange(2 * BATCH) % CLASSES) for _ in range(3)]

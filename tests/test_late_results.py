@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mucudnn.backends import get_backend
+from bench.one_algorithm import one_algorithm
 from mucudnn.errors import TrainingError
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.results import Present
@@ -142,7 +142,7 @@ class Direct:
 
 
 def test_the_host_waits_for_copies_when_state_is_asked_for(monkeypatch):
-    cpu, finished, finish = get_backend("cpu"), [], Copies.finish
+    cpu, finished, finish = one_algorithm(), [], Copies.finish
     backend = replace(cpu, transit=lambda staged: Direct(cpu.device))
     nbytes = trainer(BATCH, evaluate=False).peak_bytes
     within = MemoryBudget(nbytes=nbytes, policy="vdnn_all", convolutions="fixed")

@@ -18,6 +18,7 @@ from mucudnn.passes.graph.precision.mixed_precision import (
 )
 from mucudnn.runtime.training.trainer import Trainer
 from tests.model_cases import random_feeds
+from tests.training_cases import tuner_of
 
 NARROW = ("float16", "bfloat16")
 WIDE = ["float32"]
@@ -81,7 +82,7 @@ def test_the_loss_scale_changes_no_step():
     for scale in (1.0, 1024.0):
         trainer = Trainer(
             network(dtype="float64"),
-            tuner=Tuner(batch_policy="undivided", validate=False),
+            tuner=tuner_of(),
             optimizer=Momentum(learning_rate=0.1),
             loss_scale=scale,
         )

@@ -5,15 +5,9 @@ import pytest
 
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.trainer import Trainer
-from mucudnn.runtime.tuning.tuner import Tuner
-from tests.doubles import QUICK
-from tests.training_cases import examples, network
+from tests.training_cases import examples, network, tuner_of
 
 BATCH = 12
-
-
-def tuner():
-    return Tuner(backend="cpu", workspace_limit=1 << 20, rule=QUICK)
 
 
 def losses(trainer, steps=3):
@@ -26,7 +20,7 @@ def losses(trainer, steps=3):
 
 def trained(split, *, norm=True, **options):
     with (
-        tuner() as mine,
+        tuner_of() as mine,
         Trainer(
             network(BATCH, dropout=0.25, norm=norm),
             network(5, training=False, norm=norm),

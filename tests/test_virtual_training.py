@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.one_algorithm import one_algorithm
 from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.mapped_memory import CpuMapper
 from mucudnn.errors import OutOfMemoryError, UnsupportedError
@@ -12,16 +13,13 @@ from mucudnn.models import get_model
 from mucudnn.runtime.profiling.mapping_costs import mapping_costs
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.trainer import Trainer
-from mucudnn.runtime.tuning.tuner import Tuner
-from tests.training_cases import QUICK, trainer
+from tests.training_cases import trainer, tuner_of
 
 STEPS = 3
-PLANS = {}
-"""Of the first training: another might choose other algorithms."""
 
 
 def backend(chunk_bytes=4096):
-    cpu = get_backend("cpu")
+    cpu = one_algorithm()
     return replace(cpu, mapper=CpuMapper(cpu.device.available_bytes, chunk_bytes))
 
 
@@ -31,14 +29,11 @@ def trained(**more):
         get_model("resnet20")(8, image=16, classes=3, training=training)
         for training in (True, False)
     ]
-    tuner = Tuner(backend=backend(), rule=QUICK, batch_policy="undivided")
+    tuner = tuner_of(backend())
     rng = np.random.default_rng(0)
     images = rng.standard_normal((8 * STEPS, 3, 16, 16), dtype="f4")
     labels = rng.integers(0, 3, len(images))
-    with Trainer(
-        *graphs, tuner=tuner, optimizer="momentum", plans=PLANS, **more
-    ) as made:
-        PLANS.update(made.plans)
+    with Trainer(*graphs, tuner=tuner, optimizer="momentum", **more) as made:
         rows = [slice(8 * i, 8 * i + 8) for i in range(STEPS)]
         found = [made.step(images[r], labels[r]).loss for r in rows]
         answers = made.predict(images)

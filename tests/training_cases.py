@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from bench.one_algorithm import one_algorithm
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.runtime.training.trainer import Trainer
@@ -50,8 +51,15 @@ class Epochs:
             yield self.images[rows], self.labels[rows]
 
 
-PLANS = {}
-"""Of all trainers made here: measuring anew might choose another algorithm."""
+def tuner_of(backend="cpu", **options):
+    """One that measures little, and leaves a clock no algorithm to choose on the CPU.
+
+    So every convolution sums in one order and takes the same workspace, whenever it is
+    planned; and each is undivided, unless `options` say otherwise.
+    """
+    options = {"rule": QUICK, "batch_policy": "undivided", "cache": None} | options
+    chosen = one_algorithm() if backend == "cpu" else backend
+    return Tuner(backend=chosen, **options)
 
 
 def trainer(batch=8, *, backend="cpu", parts=1, options=None, evaluate=True, **more):
@@ -59,18 +67,9 @@ def trainer(batch=8, *, backend="cpu", parts=1, options=None, evaluate=True, **m
     graphs = [network(batch // parts, **options)]
     if evaluate:
         graphs.append(network(batch // parts, training=False, **options))
-    tuner = Tuner(backend=backend, rule=QUICK, batch_policy="undivided")
     more.setdefault("optimizer", Momentum(learning_rate=0.05))
-    made = Trainer(
-        *graphs,
-        tuner=tuner,
-        gradient_accumulation=parts,
-        plans=PLANS if backend == "cpu" else None,
-        **more,
-    )
-    if backend == "cpu":
-        PLANS.update(made.plans)
-    return made
+    tuner = tuner_of(backend)
+    return Trainer(*graphs, tuner=tuner, gradient_accumulation=parts, **more)
 
 
 def weights(made):
