@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-SECONDS = 150
+SECONDS = 500
 EPOCHS, BATCH, SAMPLES = 2, 12, 30
 RATES = {"mean": 0.1, "sum": 0.01}
 

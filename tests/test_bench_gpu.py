@@ -63,7 +63,7 @@ def script(out, *arguments):
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
 
@@ -135,7 +135,7 @@ def test_a_rehearsal_is_small_and_needs_no_gpu(more, batch, tmp_path):
             env=ENVIRONMENT,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -241,7 +241,7 @@ def layers_in(out, name=STAGES[0].file):
 
 
 def wait_for_archive(process, out, count):
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 300
     while len(layers_in(out)) < count:
         assert time.monotonic() < ends
         assert process.poll() is None
@@ -368,7 +368,7 @@ def test_unusual_surroundings_cost_nothing(unusual, tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -384,7 +384,7 @@ def test_without_cupy_the_probe_still_says_what_is_there(tmp_path):
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 1

@@ -61,7 +61,7 @@ def spawn(code, *arguments):
 
 
 def finish(child):
-    out, err = child.communicate(timeout=60)
+    out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err
     return out
 

@@ -185,7 +185,7 @@ def test_files_that_cannot_grow_lose_nothing(tmp_path, most):
     checkpoints.save(at(1))
     before = names(tmp_path)
     with child(tmp_path, most) as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "CheckpointError: cannot write the checkpoint of step 2" in errors
     assert names(tmp_path) == before

@@ -246,7 +246,7 @@ def test_a_failing_disk_is_one_line(tmp_path, monkeypatch):
 def test_a_pipe_gets_plain_text_and_progress_on_request():
     args = ("tune", "--problem", PROBLEM, *NULL, "--verbose")
     with process(*args) as child:
-        out, err = child.communicate(timeout=60)
+        out, err = child.communicate(timeout=300)
     assert child.returncode == 0
     assert "\x1b" not in out + err
     assert [line[:5] for line in err.splitlines()] == ["[1/3]", "[2/3]", "[3/3]"]
@@ -262,7 +262,7 @@ def test_a_closed_pipe_is_no_traceback():
         text=True,
     ) as child:
         os.close(writer)
-        _, err = child.communicate(timeout=60)
+        _, err = child.communicate(timeout=300)
     assert err == ""
     assert child.returncode == 1
 
@@ -281,7 +281,7 @@ def test_ctrl_c_shows_what_is_done_and_ends_with_130(tmp_path):
         first = child.stderr.readline()
         time.sleep(0.2)
         child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=120)
+        out, err = child.communicate(timeout=300)
     assert first.startswith("[1/2]")
     assert child.returncode == 130
     assert "Traceback" not in err

@@ -170,7 +170,7 @@ def test_ctrl_c_shows_what_is_listed_and_ends_with_130(tmp_path):
     ) as child:
         first = child.stderr.readline()
         child.send_signal(signal.SIGINT)
-        shown, err = child.communicate(timeout=120)
+        shown, err = child.communicate(timeout=300)
     assert first.startswith("[1/183]")
     assert child.returncode == 130
     assert "Traceback" not in err
@@ -358,7 +358,7 @@ def test_ctrl_c_still_writes_the_recording(tmp_path):
         child.stderr.readline()
         time.sleep(0.2)
         child.send_signal(signal.SIGINT)
-        shown, err = child.communicate(timeout=120)
+        shown, err = child.communicate(timeout=300)
     assert child.returncode == 130
     assert "Traceback" not in err
     assert "interrupted: 1 of 2" in shown

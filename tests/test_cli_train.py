@@ -253,7 +253,7 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path, cache):
     with process:
         assert process.stdout.readline().startswith("epoch 1/10000")
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
+        rest, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert errors == ""
     last = Checkpoints(tmp_path).load().step

@@ -26,7 +26,7 @@ def copying_threads():
 @pytest.fixture(autouse=True)
 def no_threads_left():
     yield
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while copying_threads() and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.001)

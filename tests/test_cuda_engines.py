@@ -309,7 +309,7 @@ def test_plans_survive_as_text(dtype, direction, h200):
 def child(code):
     """Run code that may crash; its output, line by line."""
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout.splitlines()

@@ -51,7 +51,7 @@ def complaint(path, kind=""):
         [sys.executable, "-c", CHILD, str(path), kind],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
     )

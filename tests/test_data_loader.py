@@ -158,7 +158,7 @@ def test_batches_are_read_before_they_are_asked_for():
     batches = loader.epoch(0)
     next(batches)
     for _ in range(4):  # the one taken and three ahead
-        assert read.acquire(timeout=30)
+        assert read.acquire(timeout=300)
     assert not read.acquire(timeout=0.2)  # and no more
     batches.close()
 
@@ -169,7 +169,7 @@ def test_slow_early_batches_do_not_change_the_order():
 
     def make(job):
         if job == 0:
-            assert later.wait(timeout=30)
+            assert later.wait(timeout=300)
         elif job == 2:
             later.set()
         return job
@@ -209,7 +209,7 @@ def test_no_work_is_begun_after_a_failure():
     assert next(results) == -1
     for worker in threading.enumerate():
         if worker.name == "mucudnn-data-0":
-            worker.join(timeout=30)
+            worker.join(timeout=300)
     assert begun == [0, 1, 2]
     assert next(results) == -1
     with pytest.raises(ZeroDivisionError):
@@ -271,7 +271,7 @@ def test_collection_on_a_worker_does_not_wait_for_itself():
 
     def make(job):
         if job == 1:
-            dropped.wait(timeout=30)
+            dropped.wait(timeout=300)
             gc.collect()
         return job
 
@@ -284,7 +284,7 @@ def test_collection_on_a_worker_does_not_wait_for_itself():
         del holder
         dropped.set()
         for worker in workers:
-            worker.join(timeout=30)
+            worker.join(timeout=300)
             assert not worker.is_alive()
     finally:
         gc.enable()
@@ -356,11 +356,11 @@ def test_ctrl_c_ends_a_consumer_that_waits(run_script):
     process = run_script(1, rest)
     assert process.stdout.readline() == b"waiting\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (out, err, process.returncode) == (b"interrupted\n", b"", 0)
 
 
 def test_a_script_may_end_with_an_open_epoch(run_script):
     process = run_script(0, "next(batches)")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert (err, process.returncode) == (b"", 0)

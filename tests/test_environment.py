@@ -135,7 +135,7 @@ def test_another_process_need_not_measure_again(tmp_path):
                 check=True,
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=300,
             ).stdout
         )
         for _ in range(2)

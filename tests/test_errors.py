@@ -161,5 +161,5 @@ def test_a_pool_of_processes_survives_them():
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         for kind in (StepFailedError, TrainingError, BackendUnavailableError):
             with pytest.raises(kind) as caught:
-                pool.submit(fail, kind).result(timeout=60)
+                pool.submit(fail, kind).result(timeout=300)
             assert seen(caught.value) == seen(made(kind))

@@ -63,7 +63,7 @@ def test_example(example, tmp_path):
         [sys.executable, "-W", "error", str(example), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={
             **os.environ,

@@ -195,7 +195,7 @@ def child(code, *arguments, **options):
         [sys.executable, "-c", CHILD + code, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         **options,
@@ -386,7 +386,7 @@ def test_a_name_of_standard_output_is_standard_output(tmp_path, name):
             [sys.executable, "-m", "mucudnn", *args, path],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
             cwd=ROOT,
         )

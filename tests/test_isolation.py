@@ -47,7 +47,7 @@ def running(pid):
     return state != "Z" or int(parent) == os.getpid()
 
 
-def gone(pids, within_s=60.0):
+def gone(pids, within_s=300.0):
     """Whether processes that somebody else reaps end in time."""
     until = time.monotonic() + within_s
     while any(map(running, pids)) and time.monotonic() < until:
@@ -372,7 +372,7 @@ def children_of(installed, parent):
 )
 def test_a_child_does_not_outlive_its_parent(installed, end, status):
     parent = script(installed, "misbehaving:GOOD", end)
-    _, errors = parent.communicate(timeout=60)
+    _, errors = parent.communicate(timeout=300)
     assert parent.returncode == status
     assert errors == ""
     children = children_of(installed, parent)
@@ -383,13 +383,13 @@ def test_a_child_does_not_outlive_its_parent(installed, end, status):
 def test_ctrl_c_ends_the_child_and_then_the_program(installed):
     parent = script(installed, "misbehaving:HANG", "")
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while not (installed.folder / "hanging").exists():
             assert time.monotonic() < until
             assert parent.poll() is None
             time.sleep(0.02)
         os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
-        _, errors = parent.communicate(timeout=60)
+        _, errors = parent.communicate(timeout=300)
     finally:
         parent.kill()
     assert parent.returncode == -signal.SIGINT

@@ -109,7 +109,7 @@ def in_child(code):
         [sys.executable, "-c", begin + code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -57,7 +57,7 @@ def test_the_resident_set_is_what_was_promised(tmp_path):
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert child.returncode == 0, child.stderr

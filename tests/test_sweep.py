@@ -324,7 +324,7 @@ def test_two_processes_agree_on_one_set_of_rows(tmp_path, name):
     for child in both:
         child.stdin.write("go\n")
         child.stdin.flush()
-    outputs = [child.communicate(timeout=60) for child in both]
+    outputs = [child.communicate(timeout=300) for child in both]
     assert [child.returncode for child in both] == [0, 0], outputs
     assert outputs[0] == outputs[1]
     with BenchmarkCache(file) as cache:

@@ -8,7 +8,7 @@ from mucudnn.models import Model
 
 __all__ = ["BATCH", "Threads", "network", "trained", "trainer_of", "tuner_of"]
 
-SECONDS = 40
+SECONDS = 300
 
 
 def residual(g, x, classes):
@@ -56,7 +56,7 @@ def trained(name, *shares_and_ranks, **options):
 
 
 class Threads:
-    """Ranks that are threads of this process; what they do ends within a minute."""
+    """Ranks that are threads of this process; none waits for another for ever."""
 
     def __init__(self, size):
         self.size = size
