@@ -86,3 +86,63 @@ def test_a_mean_of_all_batches_goes_on_from_step_to_step(accumulate):
             assert torch.equal(value, planned.state_dict()[key]), key
     assert int(planned[1].num_batches_tracked) == 5 * accumulate
     assert planned[1].momentum is None
+
+
+@pytest.mark.parametrize(
+    ("var", "options"),
+    [
+        (torch.rand(4, 4) + 0.1, {}),
+        (torch.rand(4) + 0.1, {"full": True, "reduction": "sum"}),
+        (torch.zeros(4, 1), {"eps": 0.5}),
+        (0.5, {"full": True}),
+    ],
+)
+def test_variances_are_checked_in_the_step(var, options):
+    def trained(ours):
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 4), torch.rand(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def loss_fn(out, y):
+            return functional.gaussian_nll_loss(out, y, var, **options)
+
+        step = mt.train_step(model, loss_fn, optimizer, cache=None)
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = step(x, x) if ours else loss_fn(model(x), x)
+            if not ours:
+                loss.backward()
+                optimizer.step()
+            losses.append(loss.detach())
+        return [*losses, *model.parameters()]
+
+    assert all(map(torch.equal, trained(ours=True), trained(ours=False)))
+
+
+def test_a_negative_variance_raises_and_changes_nothing():
+    model, x = nn.Linear(4, 4), torch.rand(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss_fn = nn.GaussianNLLLoss()
+    step = mt.train_step(model, lambda out, y, v: loss_fn(out, y, v), optimizer)
+    step(x, x, torch.ones(4, 4))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="negative"):
+        step(x, x, -torch.ones(4, 4))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    with pytest.raises(ValueError, match="incorrect size"):
+        step(x, x, torch.ones(3, 4))
+
+
+def test_a_check_of_ones_own():
+    class Checked(nn.Linear):
+        def forward(self, x):
+            torch._assert_async(torch.isfinite(x).all(), "not finite")
+            return super().forward(x)
+
+    model = Checked(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, lambda out: out.sum(), optimizer, cache=None)
+    step(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="not finite"):
+        step(torch.full((2, 4), float("inf")))

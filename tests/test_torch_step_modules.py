@@ -10,6 +10,8 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
+from mucudnn.passes.planning.evaluate import plan_residency  # noqa: E402
+from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
 from mucudnn.torch.capture.batches import Batch  # noqa: E402
 from mucudnn.torch.capture.kernel_results import KernelResults  # noqa: E402
 from mucudnn.torch.capture.parts import LiveParts, StepParts  # noqa: E402
@@ -19,7 +21,7 @@ from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.measure import measured  # noqa: E402
 from mucudnn.torch.step_planning import planner_of  # noqa: E402
-from tests.torch_step_cases import CASES, QUICK  # noqa: E402
+from tests.torch_step_cases import CASES, QUICK, Whole  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 
 pytestmark = [
@@ -117,3 +119,41 @@ def test_batch_normalisation_in_a_narrow_type_throughout():
         optimizer.step()
         assert torch.equal(step(*batch), loss)
     assert torch.equal(model[1].running_var, eager[1].running_var)
+
+
+def conjugated(s, x):
+    z = torch.complex(s.m[0](x), s.m[1](x))
+    return (z * z.conj()).real - z.conj().imag * x
+
+
+def test_views_of_conjugates_are_such_when_they_are_back():
+    """A lazily conjugated view of what has left and come back, or is its gradient's."""
+
+    def of_ones_own():
+        torch.manual_seed(0)
+        model = Whole(conjugated, nn.Linear(8, 8), nn.Linear(8, 8))
+        batch = torch.randn(4, 8), torch.randn(4, 8)
+        return model, torch.optim.SGD(model.parameters(), 0.05), batch
+
+    model, optimizer, (x, y) = of_ones_own()
+    wanted = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    model, optimizer, batch = of_ones_own()
+    captured = capture_step(model, functional.mse_loss, optimizer, batch)
+    parts = StepParts.of(model, optimizer)
+    planner = planner_of(captured, parts, measured)
+    layouts = planner.lowered.layouts.values()
+    assert any(layout.conjugate or layout.negative for layout in layouts)
+    saved = saved_tensors(planner.lowered.graph)
+    leaving = {tensor.name: Residency.OFFLOAD for tensor in saved}
+    plan = plan_residency(planner.request(), leaving)
+    segment = bind(planner.lowered, plan.schedule, ThreadCopies(reuse=True))
+    with torch.no_grad():
+        given = [*parts.tensors(), *batch]
+        losses = [segment.run(list(given))[0].item() for _ in range(STEPS)]
+    assert losses == wanted

@@ -194,6 +194,19 @@ def frozen(module):
     return module.requires_grad_(False)
 
 
+KEPT = torch.arange(8.0)
+
+
+def a_constant_copied(s, x):
+    mask = KEPT.clone()
+    mask[::2] = 0
+    return s.m[0](x) * mask.add_(1)
+
+
+def views_of_a_constant(s, x):
+    return s.m[0](x) * KEPT[None] + KEPT.view(2, 4)[:, :2].flatten().repeat(2)
+
+
 def normed_twice(s, x):
     return s.m[1](s.m[1](s.m[0](x)).tanh())
 
@@ -338,6 +351,8 @@ CASES = MappingProxyType(
         "ctc_in_a_row": lambda: transcribed(
             torch.randint(1, 5, (5,)), torch.tensor([6, 6]), torch.tensor([3, 2])
         ),
+        "a_constant_copied": lambda: vectors(a_constant_copied, linear()),
+        "views_of_a_constant": lambda: vectors(views_of_a_constant, linear()),
         "input_changed": lambda: vectors(lambda s, x: s.m[0](x.mul_(0.5)), linear()),
     }
 )

@@ -34,12 +34,14 @@ __all__ = [
 _VIEW_MS = 0.001
 _FROM_ONE = frozenset(
     {
+        torch.ops.aten._assert_async.default,
+        torch.ops.aten._assert_async.msg,
         torch.ops.aten.linalg_ldl_solve.default,
         torch.ops.aten.linalg_lu_solve.default,
         torch.ops.aten.lu_unpack.default,
     }
 )
-"""Operations that count rows as LAPACK does: from one."""
+"""Operations that count rows as LAPACK does, from one, or want something true."""
 
 _HEAVIEST = 4
 """Distinct nodes that stand for a step while copies beside it are measured."""
@@ -179,7 +181,8 @@ def operands_of(lowered: Lowered, node: Node) -> list[torch.Tensor]:
             flat.fill_(0.5) if flat.numel() == 1 else flat.uniform_(0.1, 0.9)
         elif first:
             flat.fill_(first)
-        found.append(flat.as_strided(layout.shape, layout.stride, layout.offset))
+        lying = flat.as_strided(layout.shape, layout.stride, layout.offset)
+        found.append(layout.read(lying))
     return found
 
 

@@ -10,7 +10,7 @@ batch, which is the caller's. Gradients live inside of the step: `grad` stays as
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,13 +23,17 @@ from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.batches import Batch
 from mucudnn.torch.capture.decisions import all_hold
 from mucudnn.torch.capture.kernel_results import KernelResults
+from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.parts import LiveParts
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
 from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.execution.bound_step import BoundStep
 from mucudnn.torch.execution.lanes import DEVICES
+from mucudnn.torch.execution.own_update import own_update
 from mucudnn.torch.fusion.switch import fusing_of
+from mucudnn.torch.measurement.own_updates import state_bytes
+from mucudnn.torch.own_update_planning import OwnUpdate
 from mucudnn.torch.plan_cache.store import PlanCacheChoice, open_plans
 from mucudnn.torch.planning import as_budget
 from mucudnn.torch.step_plan import TorchPlan
@@ -168,6 +172,7 @@ class TrainStep:
         self._planned: dict[Any, list[_Planned]] = {}
         self._live: LiveParts | None = None
         self._last: _Planned | None = None
+        self._reason = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train on one batch; its loss, or a pair of it and what came back with it.
@@ -177,12 +182,13 @@ class TrainStep:
             UnsupportedError: It cannot be captured; says why.
         """
         batch = Batch.of(args, kwargs)
-        live = self._parts()
-        given = [*live.tensors(), *batch.tensors]
-        planned = self._last = self._for(live, batch, given)
-        loss, *flat = planned.bound.run(given)
-        self._optimizer._opt_called = True  # what schedulers look for
+        planned, given = self._ready(batch)
         captured = planned.captured
+        if captured.gradients is not None:
+            loss, *flat = self._with_own_update(planned, batch, given)
+        else:
+            loss, *flat = planned.bound.run(given)
+            self._optimizer._opt_called = True  # what schedulers look for
         for i, j, key in reversed(captured.made):
             parameter = self._optimizer.param_groups[i]["params"][j]
             self._optimizer.state[parameter][key] = flat.pop()
@@ -202,9 +208,47 @@ class TrainStep:
 
     def prepare(self, *args: Any, **kwargs: Any) -> TorchPlan:
         """Plan for batches like this one, without a step."""
-        batch, live = Batch.of(args, kwargs), self._parts()
-        self._last = self._for(live, batch, [*live.tensors(), *batch.tensors])
-        return self._last.plan
+        return self._ready(Batch.of(args, kwargs))[0].plan
+
+    def _ready(self, batch: Batch) -> tuple[_Planned, list[torch.Tensor]]:
+        """A plan for a batch, and what it is given.
+
+        An update that cannot be recorded is the optimizer's own from then on.
+        """
+        while True:
+            live = self._parts()
+            given = [*live.tensors(), *batch.tensors]
+            try:
+                self._last = self._for(live, batch, given)
+            except UpdateNotRecordedError as e:
+                self._settings = replace(self._settings, recorded=False)
+                self._reason, self._live = str(e), None
+            else:
+                return self._last, given
+
+    def _with_own_update(
+        self, planned: _Planned, batch: Batch, given: list[torch.Tensor]
+    ) -> list[Any]:
+        """Forward and backward as planned, then the optimizer's own step."""
+        live, names = self._parts(), planned.captured.gradients or ()
+        of_name = live.parts.parameters
+        inputs = [given]
+
+        def passes() -> list[Any]:
+            now = inputs.pop() if inputs else [*live.tensors(), *batch.tensors]
+            return planned.bound.run(now)
+
+        own = planned.plan.own_update
+        returned = own_update(
+            self._optimizer,
+            passes,
+            [of_name[name] for name in names if name],
+            closure=own is not None and own.closure,
+            scaled="" in names,
+        )
+        if own is not None and state_bytes(self._optimizer) > own.state:
+            self._live = None  # more than was measured: measure and plan again
+        return returned
 
     def _parts(self) -> LiveParts:
         """What the step is made of; plans for other tensors than those are dropped."""
@@ -256,7 +300,8 @@ class TrainStep:
             )
 
         def planned(step: CapturedStep) -> _Planned:
-            plan, bound = self._planning.plan(step, live.parts)
+            own = OwnUpdate.of(self._optimizer, step, live.parts, self._reason)
+            plan, bound = self._planning.plan(step, live.parts, own)
             return _Planned(plan, bound, step)
 
         return self._results.settled(captured, planned)
@@ -269,7 +314,7 @@ class TrainStep:
             (key, repr(value))
             for group in self._optimizer.param_groups
             for key, value in group.items()
-            if key not in ("params", "lr")
+            if key not in ("params", "lr") and self._settings.recorded
         )
         cast = tuple(
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

@@ -10,6 +10,7 @@ from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.planning.splitting.choice import Splitting
 from mucudnn.passes.scheduling.costs import fastest_of, origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.torch.measurement.own_updates import UpdateBytes
 
 __all__ = ["TorchPlan"]
 
@@ -31,6 +32,10 @@ class TorchPlan:
         name: Which graph it is of, where a model has several; else empty.
         splitting: How it was decided whether the step runs in parts; None if it was
             not asked for.
+        own_update: What the optimizer has in use, where it makes its update itself
+            behind what is planned; None where the update is planned.
+        update_peak_bytes: The most that is in use during such an update.
+        update_reason: Why it is not planned.
     """
 
     plan: StepPlan = field(repr=False)
@@ -41,11 +46,16 @@ class TorchPlan:
     name: str = ""
     kernels: int = 0
     splitting: Splitting | None = field(repr=False, default=None)
+    own_update: UpdateBytes | None = None
+    update_peak_bytes: int = 0
+    update_reason: str = field(repr=False, default="")
 
     @property
     def peak_bytes(self) -> int:
         """The most that the step has in use, of what the budget counts."""
-        return self.plan.peak_bytes - self.given_bytes
+        held = 0 if self.own_update is None else self.own_update.held
+        passes = self.plan.peak_bytes - self.given_bytes + held
+        return max(passes, self.update_peak_bytes)
 
     @property
     def slowdown(self) -> float:
@@ -108,6 +118,11 @@ class TorchPlan:
             kinds = sorted(Counter(map(_kind, plans.values())).items())
             found = ", ".join(f"{count} {kind}" for kind, count in kinds)
             lines.append(f"{len(plans)} convolutions: {found}")
+        if self.own_update is not None:
+            lines.append(
+                f"the optimizer makes its update itself, with at most "
+                f"{format_bytes(self.update_peak_bytes)} in use: {self.update_reason}"
+            )
         if self.splitting is not None:
             lines += self.splitting.lines
         return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mucudnn.ir.graph import Phase
@@ -15,6 +16,7 @@ from mucudnn.torch.execution.bound_step import BoundStep, bind_step
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
+from mucudnn.torch.own_update_planning import OwnUpdate
 from mucudnn.torch.plan_cache.store import PlanStore
 from mucudnn.torch.planning import Planner
 from mucudnn.torch.splitting.decide import plan_in_parts
@@ -98,15 +100,31 @@ class StepPlanning:
             )
 
     def plan(
-        self, captured: CapturedStep, parts: StepParts
+        self,
+        captured: CapturedStep,
+        parts: StepParts,
+        update: OwnUpdate | None = None,
     ) -> tuple[TorchPlan, BoundStep]:
         """A captured step within the budget, and what runs it.
+
+        Args:
+            captured: The step.
+            parts: What it is made of.
+            update: What the optimizer does behind it, if it is not part of it.
 
         Raises:
             PlanningError: It does not fit; says the least budget that works.
             UnsupportedError: It cannot be measured; says why.
         """
+        if update is None:
+            return self._planned(captured, parts, self.budget)
+        return update.planned(
+            captured, parts, self.budget, partial(self._planned, captured, parts)
+        )
 
+    def _planned(
+        self, captured: CapturedStep, parts: StepParts, budget: float
+    ) -> tuple[TorchPlan, BoundStep]:
         def make(lowered: Lowered) -> Planner:
             planner = planner_of(captured, parts, self._profile, lowered)
             return replace(planner, offload=self.offload_state)
@@ -114,13 +132,13 @@ class StepPlanning:
         lowered = lowered_step(captured)
         if self.split != WHOLE:
             names = captured.names
-            planner, plan = plan_in_parts(lowered, names, make, self.budget, self.split)
+            planner, plan = plan_in_parts(lowered, names, make, budget, self.split)
         elif self.fusing is None:
             planner = make(lowered)
-            plan = planner.plan(self.budget, self.plans)
+            plan = planner.plan(budget, self.plans)
         else:
             whole = make(lowered)
-            planner, plan = self.fusing.plan(whole, self.budget, self.plans)
+            planner, plan = self.fusing.plan(whole, budget, self.plans)
         chosen = self.choice.bound(planner.lowered, plan.plan)
         bound = bind_step(chosen, plan.plan.schedule)
         return replace(plan, source=bound.source), bound

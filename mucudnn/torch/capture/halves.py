@@ -12,7 +12,7 @@ from mucudnn.passes.scheduling.costs import origin
 from mucudnn.torch.execution.lanes import copies_for, device_of
 from mucudnn.torch.execution.program import Kept, Program, Segment
 from mucudnn.torch.internals import graph_is_kept
-from mucudnn.torch.lowering.lowered import NOTHING, Lowered
+from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
 
 __all__ = ["Count", "Half", "Halves", "bind_halves"]
 
@@ -150,5 +150,6 @@ def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             storages[storage._cdata] = storage.clone()
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         lies = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        found.append(empty.set_(storages[storage._cdata], *lies))
+        lying = empty.set_(storages[storage._cdata], *lies)
+        found.append(Layout.of(tensor).read(lying))
     return found

@@ -1,9 +1,11 @@
 """PyTorch's optimizers on other tensors than their own, and their state before a step.
 
 What an optimizer does is recorded by having it do it: for that it is lent the tensors
-that stand for its parameters, gradients and state.
+that stand for its parameters, gradients and state. One that decides by values, or that
+counts in Python, cannot be recorded: its steps run as they are, behind planned passes.
 """
 
+import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,27 +13,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from mucudnn.errors import UnsupportedError
+from mucudnn.torch.capture.watch import put_back, same
 
-__all__ = ["make_state", "swapped"]
+__all__ = ["UpdateNotRecordedError", "make_state", "swapped"]
 
 StateKey = tuple[int, int, str]
 """A group, a parameter of it, and a name in its state."""
 
 _MOMENTUM = "momentum_buffer"
 
-_REFUSED: Mapping[type, str] = {
-    torch.optim.LBFGS: "its step runs the model as often as values say; keep your loop "
-    "with its closure and compile the model, torch.compile(model, backend="
-    "mt.backend(budget=...)), which keeps a budget of forward and backward; any other "
-    "of torch.optim but SparseAdam and Adafactor can be",
-    torch.optim.SparseAdam: "it takes sparse gradients; use Adam, and embeddings "
-    "without sparse=True",
-    torch.optim.Adafactor: "it decides by values of parameters (max of a norm that "
-    "item() gives); use Adam or AdamW",
-}
-"""Optimizers of PyTorch's whose steps cannot be recorded, and why."""
+_RATE = "lr"
+
+_OWN = frozenset({"param_groups", "state", "_opt_called"})
+"""Attributes that every optimizer has and that a step may change."""
+
+
+class UpdateNotRecordedError(UnsupportedError):
+    """What an optimizer does depends on what only a run knows, or on Python."""
 
 
 @contextmanager
@@ -48,6 +49,9 @@ def swapped(
     Yields:
         A mapping that has, when the context is left, the tensors that the optimizer
         has added to its state.
+
+    Raises:
+        UpdateNotRecordedError: It has changed something that is no tensor.
     """
     made: dict[StateKey, torch.Tensor] = {}
     groups, old_state = optimizer.param_groups, optimizer.state
@@ -63,21 +67,29 @@ def swapped(
             tensor = parameters[names[id(parameter)]]
             tensor.grad = gradients.get(names[id(parameter)])
             for key, value in old_state.get(parameter, {}).items():
-                of_parameter[tensor][key] = state.get((i, j, key), value)
+                of_parameter[tensor][key] = state.get((i, j, key), _lent(key, value))
             mine.append(tensor)
-        others.append({**group, "params": mine, "lr": rates[i]} | _one_by_one(group))
+        plain = {k: v for k, v in group.items() if k != "params"} | _one_by_one(group)
+        lent = {key: _lent(key, value) for key, value in plain.items()}
+        rate = {_RATE: rates[i]} if _RATE in group else {}
+        others.append({**lent, **rate, "params": mine})
     before = {tensor: dict(found) for tensor, found in of_parameter.items()}
+    own = _attributes(optimizer)
     optimizer.param_groups, optimizer.state = others, of_parameter
     try:
         yield made
+        _check_unchanged(optimizer, own, groups, others)
         for i, group in enumerate(others):
             for j, tensor in enumerate(group["params"]):
+                old_values = old_state.get(groups[i]["params"][j], {})
                 for key, value in of_parameter.get(tensor, {}).items():
                     old = before.get(tensor, {}).get(key)
-                    if new := _new(key, old, value):
+                    if new := _new(key, old, value, old_values.get(key)):
                         made[i, j, key] = new[0]
     finally:
         optimizer.param_groups, optimizer.state = groups, old_state
+        kept = {key: vars(optimizer)[key] for key in _OWN & vars(optimizer).keys()}
+        put_back(optimizer, {**own, **kept})
         for tensor in parameters.values():
             tensor.grad = None
 
@@ -87,22 +99,73 @@ def _one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: False for key in ("foreach", "fused") if key in group}
 
 
-def _new(key: str, old: Any, value: Any) -> tuple[torch.Tensor] | None:
+def _lent(key: str, value: Any) -> Any:
+    """A value that a step may change without another seeing it.
+
+    Raises:
+        UpdateNotRecordedError: It has tensors.
+    """
+    if not isinstance(value, list | dict | set):
+        return value
+    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
+        raise UpdateNotRecordedError(
+            f"the optimizer keeps tensors in lists, in {key!r}"
+        )
+    return copy.deepcopy(value)
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its own attributes, containers copied."""
+    return {
+        key: value.copy() if type(value) in (dict, list, set) else value
+        for key, value in vars(optimizer).items()
+        if key not in _OWN
+    }
+
+
+def _check_unchanged(
+    optimizer: torch.optim.Optimizer,
+    own: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    others: Sequence[Mapping[str, Any]],
+) -> None:
+    """Refuse steps that count, or decide for the next one, outside of tensors.
+
+    Raises:
+        UpdateNotRecordedError: Says what has changed.
+    """
+    now = _attributes(optimizer)
+    for key in now.keys() | own.keys():
+        if key not in own or key not in now or not same(own[key], now[key]):
+            raise UpdateNotRecordedError(
+                f"the optimizer changes its attribute {key!r} in a step"
+            )
+    for group, other in zip(groups, others, strict=True):
+        fixed = {"params", _RATE, *_one_by_one(group)}
+        for key in other.keys() - fixed:
+            if key not in group or not same(group[key], other[key]):
+                raise UpdateNotRecordedError(
+                    f"the optimizer changes {key!r} of a group of parameters in a step"
+                )
+
+
+def _new(key: str, old: Any, value: Any, outside: Any) -> tuple[torch.Tensor] | None:
     """A tensor of an optimizer's state that was not there; others are put in place.
 
     Raises:
-        UnsupportedError: What has changed is no tensor, or has another shape.
+        UpdateNotRecordedError: What has changed is no tensor, or has another shape.
     """
-    if value is old or (not isinstance(value, torch.Tensor) and value == old):
+    if not isinstance(value, torch.Tensor) and same(outside, value):
+        return None
+    if value is old and isinstance(value, torch.Tensor):
         return None
     if isinstance(value, torch.Tensor) and old is None:
         return (value,)
     alike = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
     if not alike or (value.shape, value.dtype) != (old.shape, old.dtype):
-        raise UnsupportedError(
+        raise UpdateNotRecordedError(
             f"the optimizer changes {key!r} of its state in a step, which is no tensor "
-            "or not of one shape; only tensors are changed in the steps that follow: "
-            "keep a count as torch.tensor(0.0)"
+            "or not of one shape; a count as torch.tensor(0.0) could be recorded"
         )
     old.copy_(value)
     return None
@@ -114,13 +177,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     A momentum that starts as the first gradient is one that started as zero, but with
     dampening. What is not made here is made by the first step, which then has a plan of
     its own.
-
-    Raises:
-        UnsupportedError: The optimizer's step cannot be recorded.
     """
-    for kind, reason in _REFUSED.items():
-        if isinstance(optimizer, kind):
-            raise UnsupportedError(f"{kind.__name__} cannot be planned: {reason}")
     missing = [
         (group, p)
         for group in optimizer.param_groups
@@ -130,8 +187,8 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     if not missing:
         return
     init = getattr(optimizer, "_init_group", None)
-    if init is None:
-        return
+    if init is None or not init.__module__.startswith(torch.optim.__name__):
+        return  # another's may be about something else
     count = len(inspect.signature(init).parameters) - 1
     with _any_gradients([p for _, p in missing]), torch.no_grad():
         for group in optimizer.param_groups:

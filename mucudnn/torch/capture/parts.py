@@ -79,9 +79,11 @@ class StepParts:
     Attributes:
         parameters: By name, shared ones once.
         buffers: By name, shared ones once.
-        state: The optimizer's tensors, by group, parameter and key.
+        state: The optimizer's tensors, by group, parameter and key; none where the
+            optimizer makes its update itself.
         scale: The scaler's factor and its count of steps since that has changed.
-        rates: The learning rate of each group, a number or a tensor.
+        rates: The learning rate of each group, a number or a tensor; zero where an
+            optimizer has none.
     """
 
     parameters: Mapping[str, torch.Tensor]
@@ -101,23 +103,24 @@ class StepParts:
         """The parts as they are now; the optimizer's state is made if it is not there.
 
         Raises:
-            UnsupportedError: The optimizer's state cannot be made before a step.
+            UnsupportedError: The model is wrapped.
         """
         root = root_of(model, loss_fn)
-        make_state(optimizer)
+        if settings.recorded:
+            make_state(optimizer)
         state = {
             (i, j, key): value
             for i, group in enumerate(optimizer.param_groups)
             for j, parameter in enumerate(group["params"])
             for key, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor)
+            if settings.recorded and isinstance(value, torch.Tensor)
         }
         return cls(
             dict(root.named_parameters()),
             dict(root.named_buffers()),
             state,
             _scale(settings),
-            tuple(group["lr"] for group in optimizer.param_groups),
+            tuple(group.get("lr", 0.0) for group in optimizer.param_groups),
         )
 
     def tensors(self) -> list[torch.Tensor]:
@@ -194,6 +197,7 @@ class LiveParts:
         self._numbers: dict[int, float] = {}
         self._held: dict[int, torch.Tensor] = {}
         self._given = [list(group["params"]) for group in optimizer.param_groups]
+        self._trained = self._trained_now()
 
     def current(self) -> bool:
         """Whether these are still the parts: nothing was added, removed or replaced."""
@@ -217,11 +221,18 @@ class LiveParts:
                 found.get(name) is parameter
                 for (found, name), parameter in zip(self._parameters, held, strict=True)
             )
+            and self._trained == self._trained_now()
             and self._has_state()
         )
 
+    def _trained_now(self) -> list[bool]:
+        """Which parameters are trained; what begins to be has its state made."""
+        return [p.requires_grad for params in self._given for p in params]
+
     def _has_state(self) -> bool:
         """Whether the optimizer has all its state, and no other."""
+        if not self._settings.recorded:
+            return True
         state = self._optimizer.state
         count = sum(
             isinstance(value, torch.Tensor)
@@ -244,7 +255,7 @@ class LiveParts:
 
     def _rate(self, number: int, group: Mapping[str, Any]) -> torch.Tensor:
         """A group's learning rate, a number in a tensor that stays."""
-        rate = group["lr"]
+        rate = group.get("lr", 0.0)
         if isinstance(rate, torch.Tensor):
             return rate
         if self._numbers.get(number) != rate:

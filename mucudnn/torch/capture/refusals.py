@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._functorch._aot_autograd.functional_utils import from_fun
+from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.counted_averages import CountedAverages
+from mucudnn.torch.capture.gaussian_nll import gaussian_nll
 from mucudnn.torch.lowering.lower import CHECKS
 from mucudnn.torch.places import line_now, line_of_traceback
 
@@ -83,6 +84,9 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         if func is torch.ops.aten.bernoulli.p:
             plain = torch.empty_like(args[0], memory_format=torch.contiguous_format)
             return plain.bernoulli_(args[1])
+        if _of_constants(func, args, kwargs):
+            # What comes of them is the step's own, which it may change.
+            args, kwargs = pytree.tree_map_only(torch.Tensor, to_fun, (args, kwargs))
         found = func(*args, **kwargs)
         for result in found if isinstance(found, tuple | list) else (found,):
             if isinstance(result, torch.Tensor) and (reason := _laid_out(result)):
@@ -144,6 +148,21 @@ def _writes_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     )
 
 
+def _of_constants(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation makes something new of tensors from elsewhere alone."""
+    given = [v for v in pytree.tree_leaves((args, kwargs)) if _is_tensor(v)]
+    aliases = any(a.alias_info is not None for a in func._schema.arguments)
+    return (
+        bool(given)
+        and not aliases
+        and not any(isinstance(tensor, FunctionalTensor) for tensor in given)
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
 def _laid_out(result: torch.Tensor) -> str | None:
     """Why a result cannot be planned for; None if it can."""
     if result.layout is not torch.strided:
@@ -174,6 +193,8 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             return torch.scalar_tensor(args[0], **kwargs)
         if func is functional.batch_norm:
             return func(*args, **self._averages.called(kwargs))
+        if func is functional.gaussian_nll_loss:
+            return gaussian_nll(*args, **kwargs)
         if func in (functional.ctc_loss, torch.ctc_loss):
             # Of numbers PyTorch makes tensors by writing into them.
             lengths = map(torch.as_tensor, args[2:4])
@@ -199,7 +220,8 @@ def saying_where() -> Iterator[None]:
         raise UnsupportedError(
             "the step decides something by a value that only a run has"
             f"{line_of_traceback(e.__traceback__)}; keep such decisions in tensors "
-            "(torch.where), or outside of the step"
+            "(torch.where), a check as torch._assert_async, or decide outside of the "
+            "step"
         ) from e
     except (DynamicOutputShapeException, UnsupportedOperatorException) as e:
         reason = (

@@ -18,12 +18,15 @@ class StepSettings:
         clip_norm: The norm that all gradients together have at most.
         clip_value: The magnitude that no entry of a gradient exceeds.
         scaler: Scales the loss and skips steps whose gradients are not finite.
+        recorded: Whether the optimizer's update is part of a captured step; else the
+            optimizer makes it itself, behind one.
     """
 
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
     scaler: torch.amp.GradScaler | None = None
+    recorded: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int):

@@ -16,7 +16,7 @@ import torch
 
 from mucudnn.errors import UnsupportedError
 
-__all__ = ["AttributesChangedError", "watched"]
+__all__ = ["AttributesChangedError", "put_back", "same", "watched"]
 
 _TENSORS = ("_buffers", "_parameters")
 
@@ -90,7 +90,7 @@ def watched(
         raise written from None
     finally:
         for _, module, attributes in before:
-            _put_back(module, attributes)
+            put_back(module, attributes)
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:
@@ -102,14 +102,15 @@ def _copied(value: Any) -> Any:
     return value.copy() if type(value) in (dict, list, set) else value
 
 
-def _put_back(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
-    now = vars(module)
+def put_back(holder: object, attributes: Mapping[str, Any]) -> None:
+    """Give an object the attributes that it had, containers in place."""
+    now: dict[str, Any] = vars(holder)
     for key in [key for key in now if key not in attributes]:
         del now[key]
     for key, value in attributes.items():
-        held = now.get(key)
+        held: Any = now.get(key)
         if type(held) in (dict, set) and type(held) is type(value):
-            if not _same(held, value):
+            if not same(held, value):
                 held.clear()
                 held.update(value)
         elif type(held) is list and type(value) is list:
@@ -129,7 +130,7 @@ def _check(
         key
         for key, value in _attributes(module).items()
         if key not in free
-        and not (key in before and (_same(before[key], value) or _lists(before[key])))
+        and not (key in before and (same(before[key], value) or _lists(before[key])))
     ]
     for key in changed:
         value = vars(module)[key]
@@ -162,17 +163,18 @@ def _lists(value: Any) -> bool:
     )
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are one object, or equal plain values nested alike."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(
-            _same(v, other[k]) for k, v in one.items()
+            same(v, other[k]) for k, v in one.items()
         )
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, weakref.ref):
         return one() is other()
     if isinstance(one, int | float | complex | str | bytes | set | frozenset):

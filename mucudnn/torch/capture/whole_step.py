@@ -29,14 +29,11 @@ from mucudnn.torch.capture.fakes import StepFakes
 from mucudnn.torch.capture.gradients import (
     Gradients,
     added,
-    clipped,
     leaf_of,
     loss_of,
-    rescaled,
-    unscaled,
 )
 from mucudnn.torch.capture.kernel_results import KernelResults
-from mucudnn.torch.capture.optimizers import StateKey, swapped
+from mucudnn.torch.capture.optimizers import StateKey
 from mucudnn.torch.capture.parts import StepParts, places_of, root_of
 from mucudnn.torch.capture.refusals import (
     RefusedOperations,
@@ -44,6 +41,7 @@ from mucudnn.torch.capture.refusals import (
     saying_where,
 )
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
+from mucudnn.torch.capture.step_update import StepUpdate, Tensors
 from mucudnn.torch.capture.watch import AttributesChangedError, watched
 
 __all__ = ["CapturedStep", "capture_step"]
@@ -64,6 +62,9 @@ class CapturedStep:
         decisions: What holds only as long as some inputs are as they were.
         made: What the optimizer adds to its state: group, parameter and name of each
             of the last results before the placeholders'.
+        gradients: Where the update is no part of the graph, the parameters whose
+            gradients are the last results before the placeholders', and an empty name
+            for whether some entry is not finite, with a scaler. None where it is.
     """
 
     module: torch.fx.GraphModule
@@ -73,6 +74,7 @@ class CapturedStep:
     extras: Any = None
     decisions: Sequence[Decision] = ()
     made: Sequence[StateKey] = ()
+    gradients: Sequence[str] | None = None
 
 
 def capture_step(
@@ -162,6 +164,7 @@ def _recorded(
         tracer.extras,
         tuple(shapes.decisions),
         tuple(tracer.made),
+        None if tracer.recorded else tuple(tracer.left),
     )
 
 
@@ -181,9 +184,10 @@ class _Tracer:
         self.parts = parts
         self.batch = batch
         self._loss_fn = loss_fn
-        self._optimizer = optimizer
+        self._update = StepUpdate(optimizer, parts, settings)
         self._settings = settings
         self.averages = CountedAverages(root)
+        self.recorded = settings.recorded
         self._casts_once = torch.is_autocast_cache_enabled()
         self.begin()
 
@@ -192,7 +196,8 @@ class _Tracer:
         self.forward: set[str] = set()
         self.backward: set[str] = set()
         self.extras: Any = None
-        self.made: dict[StateKey, torch.Tensor] = {}
+        self.made: Mapping[StateKey, torch.Tensor] = {}
+        self.left: Mapping[str, torch.Tensor] = {}
         self._found: Any = None
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
@@ -224,18 +229,17 @@ class _Tracer:
         with _reparametrize_module(self.root, places_of(self.root, leaves | buffers)):
             loss, gradients = self._passes(leaves, list(given), scale)
             self._keep(buffers)
+        tensors = Tensors(parameters, state, rates, scale)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            if not scale:
-                self._update(parameters, gradients, state, rates)
+            if self._settings.recorded:
+                self.made = self._update.recorded(tensors, gradients)
             else:
-                gradients, found = unscaled(gradients, scale[0])
-                self._update_unless(found, parameters, gradients, state, rates)
-                rescaled(scale[0], scale[1], found, self._settings)
-        made = [tensor.detach() for tensor in self.made.values()]
+                self.left = self._update.left(tensors, gradients)
+        last = [tensor.detach() for tensor in (self.made or self.left).values()]
         if self._found is None:
-            return [loss, *made]
+            return [loss, *last]
         flat, self.extras = pytree.tree_flatten(self._found)
-        return [loss, *flat, *made]
+        return [loss, *flat, *last]
 
     def _passes(
         self,
@@ -290,35 +294,6 @@ class _Tracer:
                     f"{(tuple(buffer.shape), buffer.dtype)}, and shapes must stay"
                 )
             buffer.copy_(now.detach())
-
-    def _update(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        gradients: Gradients,
-        state: Mapping[StateKey, torch.Tensor],
-        rates: Sequence[Any],
-    ) -> None:
-        by_id = {id(tensor): name for name, tensor in self.parts.parameters.items()}
-        given = clipped(gradients, self._settings)
-        with swapped(self._optimizer, by_id, parameters, given, state, rates) as made:
-            self._optimizer.step()
-        self.made = made
-
-    def _update_unless(
-        self,
-        found: torch.Tensor,
-        parameters: Mapping[str, torch.Tensor],
-        gradients: Gradients,
-        state: Mapping[StateKey, torch.Tensor],
-        rates: Sequence[Any],
-    ) -> None:
-        """Update, and take it back where gradients were not finite."""
-        changed = [*parameters.values(), *state.values()]
-        before = [from_fun(tensor) for tensor in changed]
-        self._update(parameters, gradients, state, rates)
-        for tensor, old in zip(changed, before, strict=True):
-            if from_fun(tensor) is not old:
-                tensor.copy_(torch.where(found, to_fun(old), tensor))
 
 
 def _names_now() -> frozenset[str]:

@@ -319,6 +319,7 @@ def _direct(function: Any) -> Any:
 
 def _lie(whole: torch.Tensor, layout: Any) -> torch.Tensor:
     """A tensor in given bytes."""
-    return torch.empty(0, dtype=layout.dtype, device=whole.device).set_(
+    tensor = torch.empty(0, dtype=layout.dtype, device=whole.device).set_(
         whole.untyped_storage(), layout.offset, layout.shape, layout.stride
     )
+    return layout.read(tensor)

@@ -33,7 +33,13 @@ from mucudnn.torch.lowering.statistics import (
 
 __all__ = ["CHECKS", "lower"]
 
-CHECKS = frozenset({torch.ops.aten._linalg_check_errors.default})
+CHECKS = frozenset(
+    {
+        torch.ops.aten._assert_async.default,
+        torch.ops.aten._assert_async.msg,
+        torch.ops.aten._linalg_check_errors.default,
+    }
+)
 """Operations without results that raise by values: they stay where they are."""
 
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
@@ -207,6 +213,9 @@ class _Lowering:
         args, kwargs = pytree.tree_map(
             functools.partial(bound, inputs), (args, dict(kwargs)), is_leaf=is_leaf
         )
+        if (constant := self._viewed(node)) is not None:
+            for _, _, value in outputs:
+                self._owners.setdefault(_storage(value), constant)
         names: tuple[str, ...] = tuple(
             self._declare(name, value, Role.ACTIVATION, inputs)
             for _, name, value in outputs
@@ -242,6 +251,18 @@ class _Lowering:
                 traits=traits,
             )
         )
+
+    def _viewed(self, node: torch.fx.Node) -> str | None:
+        """The constant that a node's result is a view of, if it is of one.
+
+        Without data it has bytes of its own, which no other tensor of the graph has.
+        """
+        first, arguments = node.args[:1], node.target._schema.arguments
+        found = self._resolved(first)
+        if not found or not isinstance(found[0], Value):
+            return None
+        viewing = arguments[0].alias_info is not None
+        return found[0].name if viewing and found[0].name in self._constants else None
 
     def _overwriting(
         self, call: Call, inputs: Sequence[str], names: Sequence[str]

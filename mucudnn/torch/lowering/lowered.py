@@ -29,13 +29,19 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies in its storage; strides and offset count elements."""
+    """How a tensor lies in its storage; strides and offset count elements.
+
+    A view may be of the conjugates, or the negatives, of what is stored: PyTorch notes
+    it and computes neither before it must.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     offset: int
     device: torch.device
+    conjugate: bool = False
+    negative: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Layout":
@@ -46,7 +52,15 @@ class Layout:
             tensor.dtype,
             int(tensor.storage_offset()),
             tensor.device,
+            tensor.is_conj(),
+            tensor.is_neg(),
         )
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that lies so, read as this says."""
+        if self.conjugate:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if self.negative else tensor
 
 
 @dataclass(frozen=True, slots=True)

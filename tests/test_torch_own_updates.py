@@ -1,0 +1,290 @@
+"""Optimizers whose updates cannot be recorded make them themselves, within a budget."""
+
+import pytest
+
+from mucudnn.errors import PlanningError, UnsupportedError
+
+torch = pytest.importorskip("torch")
+
+from torch import nn, optim  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import mucudnn.torch as mt  # noqa: E402
+from mucudnn.torch.measurement.own_updates import state_bytes  # noqa: E402
+from tests.torch_steps import real_peak  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+]
+
+STEPS = 4
+
+
+class OfValues(optim.Optimizer):
+    """Decides by a norm, which only a run knows."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"] = torch.zeros_like(p)
+                state["mean"].mul_(0.9).add_(p.grad)
+                if state["mean"].norm() > 0.05:
+                    p.sub_(state["mean"] * group["lr"])
+                else:
+                    p.mul_(0.99)
+
+
+class CountingInState(optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
+            p.sub_(p.grad * (0.1 / count))
+
+
+class CountingInGroup(optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "step": 0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in group["params"]:
+                p.sub_(p.grad * (group["lr"] / group["step"]))
+
+
+class CountingInAttribute(optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.count += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad * (0.1 / self.count))
+
+
+class Sharpened(optim.Optimizer):
+    """Runs the model twice, the second time where the loss is highest nearby."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is None:
+            raise RuntimeError("a closure is wanted")
+        with torch.enable_grad():
+            loss = closure()
+        before = {}
+        for p in self.param_groups[0]["params"]:
+            before[p] = p.clone()
+            p.add_(p.grad * 0.05)
+        with torch.enable_grad():
+            closure()
+        for p in self.param_groups[0]["params"]:
+            p.copy_(before[p]).sub_(p.grad * 0.1)
+        return loss
+
+
+class Remembering(optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("all", []).append(p.grad.clone())
+            p.sub_(sum(self.state[p]["all"]) * 0.1)
+
+
+def lbfgs(parameters):
+    return optim.LBFGS(
+        parameters, max_iter=3, history_size=3, line_search_fn="strong_wolfe"
+    )
+
+
+OPTIMIZERS = {
+    "adafactor": lambda p: optim.Adafactor(p, 0.1, weight_decay=0.1),
+    "by_values": OfValues,
+    "counting_in_state": CountingInState,
+    "counting_in_group": CountingInGroup,
+    "counting_in_attribute": CountingInAttribute,
+    "sharpened": Sharpened,
+    "lbfgs": lbfgs,
+}
+CLOSURES = ("sharpened", "lbfgs")
+
+
+def built(optimizer_of):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 3))
+    batch = torch.randn(128, 16), torch.randn(128, 3)
+    return model, optimizer_of(model.parameters()), batch
+
+
+def eager(optimizer_of, closure):
+    model, optimizer, (x, y) = built(optimizer_of)
+
+    def passes():
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(STEPS):
+        loss = optimizer.step(passes) if closure else passes()
+        if not closure:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def step_within(optimizer_of, budget):
+    model, optimizer, batch = built(optimizer_of)
+    step = mt.train_step(
+        model, functional.mse_loss, optimizer, budget=budget, cache=None
+    )
+    return step, model, optimizer, batch
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_eager_ones_within_the_least_budget(name):
+    optimizer_of = OPTIMIZERS[name]
+    wanted, model = eager(optimizer_of, name in CLOSURES)
+    step, *_, batch = step_within(optimizer_of, 1)
+    with pytest.raises(PlanningError, match="makes its update itself") as caught:
+        step.prepare(*batch)
+    least = caught.value.least_bytes
+    step, mine, optimizer, batch = step_within(optimizer_of, least)
+    plan = step.prepare(*batch)
+    assert plan.peak_bytes <= least
+    assert "the optimizer makes its update itself" in str(plan)
+    losses, found = [], []
+    for _ in range(STEPS):
+        state = state_bytes(optimizer)
+        parameters = sum(p.nbytes for p in mine.parameters())
+        added = real_peak(lambda: found.append(step(*batch)))
+        assert state + parameters + added <= step.plan.peak_bytes
+        losses.append(found.pop().item())
+    assert losses == wanted
+    assert all(map(torch.equal, model.parameters(), mine.parameters()))
+    assert all(parameter.grad is None for parameter in mine.parameters())
+    assert len(set(wanted)) == STEPS
+    step, *_, batch = step_within(optimizer_of, least - 1)
+    with pytest.raises(PlanningError):
+        step.prepare(*batch)
+
+
+def test_preparing_a_step_leaves_the_optimizer_as_it_was():
+    step, model, optimizer, batch = step_within(CountingInAttribute, None)
+    before = [p.clone() for p in model.parameters()]
+    step.prepare(*batch)
+    assert optimizer.count == 0
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_state_that_grows_with_every_step_is_refused():
+    step, *_, batch = step_within(Remembering, None)
+    with pytest.raises(UnsupportedError, match=r"grows with every step.*mt\.backend"):
+        step(*batch)
+
+
+def test_a_step_that_fails_says_with_what():
+    class Failing(optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self, closure=None):
+            raise KeyError("beta")
+
+    step, model, _, batch = step_within(Failing, None)
+    with pytest.raises(UnsupportedError, match=r"Failing\.step\(\) fails.*'beta'"):
+        step(*batch)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_schedules_clipping_and_what_comes_back_beside():
+    def trained(ours):
+        model, optimizer, (x, y) = built(lambda p: optim.Adafactor(p, 0.1))
+        schedule = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+        def loss_fn(out, y):
+            return functional.mse_loss(out, y), out
+
+        step = mt.train_step(model, loss_fn, optimizer, clip_norm=0.1, cache=None)
+        for _ in range(3):
+            if ours:
+                _, out = step(x, y)
+            else:
+                optimizer.zero_grad()
+                loss, out = loss_fn(model(x), y)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+            schedule.step()
+        return [out, *model.parameters()]
+
+    assert all(map(torch.equal, trained(ours=True), trained(ours=False)))
+
+
+def test_a_scaler_skips_an_own_update():
+    model, optimizer, (x, y) = built(CountingInState)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    step = mt.train_step(
+        model, functional.mse_loss, optimizer, scaler=scaler, cache=None
+    )
+    before = [p.clone() for p in model.parameters()]
+    step(x, y * float("inf"))
+    assert all(map(torch.equal, before, model.parameters()))
+    assert scaler.get_scale() == 2.0
+    step(x, y)
+    assert not any(map(torch.equal, before, model.parameters()))
+    assert [state["count"] for state in optimizer.state.values()] == [1] * 4
+
+
+def test_gradients_that_share_memory_are_apart():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+        def forward(self, x):
+            return x + (self.a + self.b)
+
+    class Changing(CountingInState):
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                p.grad.mul_(0.5)
+            super().step()
+
+    def trained(ours):
+        model, (x, y) = Twice(), (torch.ones(4, 3), torch.zeros(4, 3))
+        optimizer = Changing(model.parameters())
+        step = mt.train_step(model, functional.mse_loss, optimizer, cache=None)
+        for _ in range(2):
+            if ours:
+                step(x, y)
+            else:
+                optimizer.zero_grad()
+                functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+        return list(model.parameters())
+
+    assert all(map(torch.equal, trained(ours=True), trained(ours=False)))
