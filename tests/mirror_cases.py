@@ -105,7 +105,7 @@ def _activations(dtype):
     yield Case("add_relu", [x, dy], same)
     yield Case("multiply", [x, dy], same)
     yield Case("scale", [x], same, {"factor": -1.5})
-    for shape in ((5, 3), (2, 5, 7, 3), (9, 70, 2), (3000, 40)):
+    for shape in ((5, 3), (2, 5, 7, 3), (9, 70, 2), (3000, 40), (5000, 16)):
         x = normal(*shape, dtype=dtype)
         yield Case("bias", [x, normal(shape[1], dtype=dtype)], [(shape, dtype)])
         yield Case("bias_grad", [x], [(shape[1:2], dtype)])
@@ -166,6 +166,8 @@ def _copies(dtype):
         ((4, 3), (2, 3)),
         ((1, 6), (4, 1)),
         ((2, 3, 2), (2, 2, 3)),
+        ((3, 16), (2, 2)),
+        ((2, 8), (3, 1)),
     ):
         x = normal(2, 3, *spatial, dtype=dtype)
         large = (2, 3, *(n * s for n, s in zip(spatial, scale, strict=True)))
@@ -184,6 +186,7 @@ def _norms(dtype):
         (3, 19, 5, 4),
         (2, 4, 3, 2, 5),
         (9, 2, 40, 30),
+        (5000, 16),
     ):
         x, dy = normal(*shape, dtype=dtype) * 3 + 2, normal(*shape, seed=1, dtype=dtype)
         C = shape[1:2]
@@ -206,9 +209,9 @@ def _norms(dtype):
         yield Case("batch_norm_add_relu_grad", inputs, [*outputs, *both])
         yield from _norm_pieces(x, dy, (gamma, beta, mean, var), dtype)
     yield from _group_norms(dtype)
-    for shape in ((3, 6, 5, 4), (2, 9), (2, 3, 7)):
+    for shape in ((3, 6, 5, 4), (2, 9), (2, 3, 7), (2, 17, 9)):
         x, y, dy = (normal(*shape, seed=i, dtype=dtype) for i in range(3))
-        for size, beta in ((5, 0.75), (4, 0.5), (3, 0.6), (1, 1.0), (9, 0.75)):
+        for size, beta in ((5, 0.75), (4, 0.5), (3, 0.6), (1, 1.0), (11, 0.75)):
             attrs = {"size": size, "alpha": 0.2, "beta": beta, "k": 1.5}
             yield Case("lrn", [x], [(shape, dtype)], attrs)
             yield Case("lrn_grad", [x, y, dy], [(shape, dtype)], attrs)
@@ -243,6 +246,8 @@ def _group_norms(dtype):
         ((2, 3, 20, 11), 1, True),
         ((130, 2, 6, 6), 1, False),
         ((200, 3, 2), 1, True),
+        ((2, 4, 9, 8), 2, False),
+        ((4000, 16), 1, True),
     ):
         x, dy = normal(*shape, dtype=dtype) + 3, normal(*shape, seed=1, dtype=dtype)
         wide = shape[1:] if per_element else shape[1:2]

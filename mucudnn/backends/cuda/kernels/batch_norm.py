@@ -3,42 +3,72 @@
 A sum, a ReLU or both may follow, in the same launches. A block reads its part of a
 channel twice: for its first two moments, and to normalise; the parts of a sum are added
 up by whoever needs it. Where a channel fits into a block's shared memory, one launch
-does both and reads it once.
+does both and reads it once. Where channels are last, a launch between merges the parts
+and writes the statistics.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 from mucudnn.backends.cuda.kernels.normed import NORMED, fits, workspace
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program
-from mucudnn.backends.cuda.kernels.sums import CHANNELS, Channels
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, MERGE, Channels
 
-__all__ = ["OPERATIONS", "PROGRAM", "forward"]
+__all__ = ["OPERATIONS", "PROGRAM", "apply_last", "forward"]
 
 PROGRAM = Program(
     CHANNELS
+    + MERGE
     + NORMED
     + r"""
 // Deviations are from a channel's first element, so that little cancels.
-template <bool KEEP>
-__device__ Sums moments_of(const Channel& channel, const T* x, A origin, T* room) {
-    Sums sums = {0, 0};
-    EACH_PACK(channel, aligned(x), {
-        Pack<T, W> v = load<W>(x + at.i);
-        if (KEEP) store(room + at.k, v);
-        A sum = 0, square = 0;
-        for (int j = 0; j < W; ++j) {
-            A deviation = (A)v.at[j] - origin;
-            sum += deviation;
-            square += deviation * deviation;
-        }
-        sums.one += (double)sum;
-        sums.other += (double)square;
-    })
-    return sums;
+template <bool KEEP, int CH> struct MomentSums {
+    A origin[CH];
+    Tally<CH> sums, squares;
+    __device__ MomentSums(const ChannelsOf<CH>& channel, const T* x, T* room) {
+        for (int j = 0; j < CH; ++j) origin[j] = (A)x[(channel.own() + j) * channel.S];
+        EACH_PACK(channel, aligned(x), {
+            Pack<T, W> v = load<W>(x + at.i);
+            if (KEEP) store(room + at.k, v);
+            for (int j = 0; j < W; ++j) {
+                A deviation = (A)v.at[j] - origin[OF(j)];
+                sums.add(j, deviation);
+                squares.add(j, deviation * deviation);
+            }
+            sums.added();
+            squares.added();
+        })
+    }
+};
+
+template <int CH>
+__device__ void leave_moments(const T* x, double* sums, double* squares, I N, I C, I S,
+                              I width) {
+    ChannelsOf<CH> channel(N, C, S, width);
+    MomentSums<false, CH> found(channel, x, 0);
+    leave_sums(channel, found.sums, sums, width);
+    leave_sums(channel, found.squares, squares, width);
 }
 
 #define FORWARD                                                                   \
     const T *x, const P *gamma, const P *beta, P *running_mean, P *running_var,   \
         const T *term, T *y, P *mean, P *inv_std
 #define RULES double eps, double momentum, I update, I relu
+
+template <bool KEPT, int CH>
+__device__ void apply(const ChannelsOf<CH>& channel, const Normed* normed,
+                      const T* room, const T* x, const T* term, T* y, bool relu) {
+    EACH_PACK(channel, aligned(x) && aligned(y) && aligned(term), {
+        Pack<T, W> v = KEPT ? load<W>(room + at.k) : load<W>(x + at.i), more;
+        if (term) more = load<W>(term + at.i);
+        for (int j = 0; j < W; ++j) {
+            A value = normed[OF(j)](v.at[j]);
+            if (term) value += (A)more.at[j];
+            v.at[j] = (T)(relu ? positive(value) : value);
+        }
+        store(y + at.i, v);
+    })
+}
 
 template <bool KEPT>
 __device__ void normalise(const Channel& channel, const Moments& moments,
@@ -47,16 +77,7 @@ __device__ void normalise(const Channel& channel, const Moments& moments,
     if (c >= channel.C) return;
     P centre = (P)moments.average, inverse = moments.inverse(eps);
     Normed normed(centre, inverse, gamma[c], beta[c]);
-    EACH_PACK(channel, aligned(x) && aligned(y) && aligned(term), {
-        Pack<T, W> v = KEPT ? load<W>(room + at.k) : load<W>(x + at.i), more;
-        if (term) more = load<W>(term + at.i);
-        for (int j = 0; j < W; ++j) {
-            A value = normed(v.at[j]);
-            if (term) value += (A)more.at[j];
-            v.at[j] = (T)(relu ? positive(value) : value);
-        }
-        store(y + at.i, v);
-    })
+    apply<KEPT>(channel, &normed, room, x, term, y, relu);
     if (!channel.first() || blockIdx.y != 0) return;
     mean[c] = centre;
     inv_std[c] = inverse;
@@ -65,17 +86,39 @@ __device__ void normalise(const Channel& channel, const Moments& moments,
 
 KERNEL channel_moments(const T* x, double* sums, double* squares, I N, I C, I S,
                        I width) {
-    Channel channel(N, C, S, width);
-    A origin = channel.c < C ? (A)x[channel.c * S] : (A)0;
-    Sums found = moments_of<false>(channel, x, origin, 0);
-    channel.leave(sums, lane_sum(found.one, width));
-    channel.leave(squares, lane_sum(found.other, width));
+    leave_moments<1>(x, sums, squares, N, C, S, width);
+}
+
+KERNEL channel_moments_last(const T* x, double* sums, double* squares, I N, I C, I S,
+                            I width) {
+    leave_moments<PACKED>(x, sums, squares, N, C, S, width);
+}
+
+KERNEL batch_norm_finish(const T* x, const double* sums, const double* squares, I parts,
+                         P* running_mean, P* running_var, P* mean, P* inv_std, I N,
+                         I C, double eps, double momentum, I update) {
+    I c = blockIdx.x * 32 + threadIdx.x % 32;
+    double sum = shared_total(sums, parts, C, c);
+    double square = shared_total(squares, parts, C, c);
+    if (threadIdx.x >= 32 || c >= C) return;
+    Moments moments((A)x[c], sum, square, (double)N);
+    mean[c] = (P)moments.average;
+    inv_std[c] = moments.inverse(eps);
+    if (update) moments.move(running_mean + c, running_var + c, momentum);
+}
+
+KERNEL batch_norm_last(const T* x, const P* gamma, const P* beta, const P* mean,
+                       const P* inv_std, const T* term, T* y, I N, I C, I S, I width,
+                       I relu) {
+    ChannelsOf<PACKED> channel(N, C, S, width);
+    NormedOf<PACKED> normed(channel.own(), gamma, beta, mean, inv_std);
+    apply<false>(channel, normed.of, 0, x, term, y, relu);
 }
 
 KERNEL batch_norm(FORWARD, const double* sums, const double* squares, I N, I C, I S,
                   I width, RULES) {
     Channel channel(N, C, S, width);
-    I c = channel.c < C ? channel.c : 0;
+    I c = channel.own();
     Moments moments((A)x[c * S], total(sums, gridDim.y, C, c),
                     total(squares, gridDim.y, C, c), (double)N * S);
     normalise<false>(channel, moments, 0, x, gamma, beta, running_mean, running_var,
@@ -85,29 +128,41 @@ KERNEL batch_norm(FORWARD, const double* sums, const double* squares, I N, I C, 
 KERNEL batch_norm_whole(FORWARD, I N, I C, I S, RULES) {
     alignas(16) __shared__ T room[ROOM];
     Channel channel(N, C, S, 1);
-    A origin = (A)x[channel.c * S];
-    Sums found = moments_of<true>(channel, x, origin, room);
-    Moments moments(origin, lane_sum(found.one, 1), lane_sum(found.other, 1),
-                    (double)N * S);
+    MomentSums<true, 1> found(channel, x, room);
+    found.sums.settle();
+    found.squares.settle();
+    Moments moments(found.origin[0], lane_sum(found.sums.far[0], 1),
+                    lane_sum(found.squares.far[0], 1), (double)N * S);
     normalise<true>(channel, moments, room, x, gamma, beta, running_mean, running_var,
                     term, y, mean, inv_std, eps, momentum, update, relu);
 }
 
-KERNEL batch_norm_eval(const T* x, const P* gamma, const P* beta, const P* mean,
-                       const P* var, T* y, I N, I C, I S, I width, double eps) {
-    Channel channel(N, C, S, width);
-    I c = channel.c;
-    if (c >= C) return;
-    A factor = (A)((double)gamma[c] / sqrt((double)var[c] + eps));
-    A centre = (A)mean[c], shift = (A)beta[c];
+#define EVAL                                                                      \
+    const T *x, const P *gamma, const P *beta, const P *mean, const P *var, T *y,     \
+        I N, I C, I S, I width, double eps
+template <int CH> __device__ void evaluate(EVAL) {
+    ChannelsOf<CH> channel(N, C, S, width);
+    I c = channel.own();
+    A factor[CH], centre[CH], shift[CH];
+    for (int j = 0; j < CH; ++j) {
+        factor[j] = (A)((double)gamma[c + j] / sqrt((double)var[c + j] + eps));
+        centre[j] = (A)mean[c + j], shift[j] = (A)beta[c + j];
+    }
     EACH_PACK(channel, aligned(x) && aligned(y), {
         Pack<T, W> v = load<W>(x + at.i);
         for (int j = 0; j < W; ++j)
-            v.at[j] = (T)(((A)v.at[j] - centre) * factor + shift);
+            v.at[j] = (T)(((A)v.at[j] - centre[OF(j)]) * factor[OF(j)] + shift[OF(j)]);
         store(y + at.i, v);
     })
 }
 
+KERNEL batch_norm_eval(EVAL) {
+    evaluate<1>(x, gamma, beta, mean, var, y, N, C, S, width, eps);
+}
+
+KERNEL batch_norm_eval_last(EVAL) {
+    evaluate<PACKED>(x, gamma, beta, mean, var, y, N, C, S, width, eps);
+}
 """
 )
 
@@ -121,8 +176,12 @@ def forward(call: KernelCall, *, relu: bool) -> None:
     """The same with a term added, if there is a sixth input, and a ReLU."""
     x, gamma, *_ = call.inputs
     operands = *(*call.inputs, None)[:6], *call.outputs
-    numbers = *call.numbers("eps", "momentum"), int(call.attrs["update"]), int(relu)
-    channels = Channels.of(x.shape)
+    rules = *call.numbers("eps", "momentum"), int(call.attrs["update"])
+    numbers = *rules, int(relu)
+    channels = Channels.here(call, x, operands[5], call.outputs[0])
+    if channels.apiece > 1:
+        _forward_last(call, channels, operands, rules, relu=relu)
+        return
     if fits(channels, x.dtype.itemsize):
         arguments = *operands, *channels.shape, *numbers
         blocks = channels.shape[1], 1
@@ -135,13 +194,46 @@ def forward(call: KernelCall, *, relu: bool) -> None:
     call.launch(PROGRAM, "batch_norm", blocks, *arguments, beside=gamma)
 
 
+def _forward_last(
+    call: KernelCall,
+    channels: Channels,
+    operands: Sequence[Any],
+    rules: tuple[float, ...],
+    *,
+    relu: bool,
+) -> None:
+    x, gamma, beta, *running, term, y, mean, inv_std = operands
+    parts, shape = channels.buffers(call.workspace, 2), channels.arguments
+    call.launch(PROGRAM, "channel_moments_last", channels.blocks, x, *parts, *shape)
+    arguments = x, *parts, channels.parts, *running, mean, inv_std, *shape[:2], *rules
+    blocks = (-(-x.shape[1] // 32),)
+    call.launch(PROGRAM, "batch_norm_finish", blocks, *arguments, beside=gamma)
+    apply_last(call, channels, (x, gamma, beta, mean, inv_std, term, y), relu=relu)
+
+
+def apply_last(
+    call: KernelCall, channels: Channels, operands: Sequence[Any], *, relu: bool
+) -> None:
+    """Normalise, where channels are last.
+
+    Args:
+        call: What has a launcher.
+        channels: How they are divided.
+        operands: X, gamma, beta, mean, 1 / standard deviation, a term or None, and y.
+        relu: Whether a ReLU follows.
+    """
+    arguments = *operands, *channels.arguments, int(relu)
+    blocks, gamma = channels.blocks, operands[1]
+    call.launch(PROGRAM, "batch_norm_last", blocks, *arguments, beside=gamma)
+
+
 def batch_norm_eval(call: KernelCall) -> None:
     """Normalise by the running statistics."""
     x, gamma, *_ = call.inputs
-    channels = Channels.of(x.shape)
+    channels = Channels.here(call, x, *call.outputs)
     arguments = *call.inputs, *call.outputs, *channels.arguments, *call.numbers("eps")
-    blocks = channels.blocks
-    call.launch(PROGRAM, "batch_norm_eval", blocks, *arguments, beside=gamma)
+    blocks, name = channels.blocks, channels.kernel("batch_norm_eval")
+    call.launch(PROGRAM, name, blocks, *arguments, beside=gamma)
 
 
 OPERATIONS: dict[str, Operation] = {

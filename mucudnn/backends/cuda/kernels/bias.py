@@ -9,47 +9,62 @@ PROGRAM = Program(
     CHANNELS
     + FINISH
     + r"""
-KERNEL bias(const T* x, const P* b, T* y, I N, I C, I S, I width, I relu) {
-    Channel channel(N, C, S, width);
-    if (channel.c >= C) return;
-    A more = (A)b[channel.c];
+#define SHAPE I N, I C, I S, I width
+template <int CH>
+__device__ void added(const T* x, const P* b, T* y, I relu, SHAPE) {
+    ChannelsOf<CH> channel(N, C, S, width);
+    A more[CH];
+    for (int j = 0; j < CH; ++j) more[j] = (A)b[channel.own() + j];
     EACH_PACK(channel, aligned(x) && aligned(y), {
         Pack<T, W> v = load<W>(x + at.i);
         for (int j = 0; j < W; ++j) {
-            A sum = (A)v.at[j] + more;
+            A sum = (A)v.at[j] + more[OF(j)];
             v.at[j] = (T)(!relu || sum > 0 || sum != sum ? sum : (A)0);
         }
         store(y + at.i, v);
     })
 }
 
-KERNEL bias_relu_grad(const T* y, const T* dy, T* dx, double* parts, I N, I C, I S,
-                      I width) {
-    Channel channel(N, C, S, width);
-    double sum = 0;
-    EACH_PACK(channel, aligned(y) && aligned(dy) && aligned(dx), {
-        Pack<T, W> result = load<W>(y + at.i), d = load<W>(dy + at.i);
-        A part = 0;
-        for (int j = 0; j < W; ++j) {
-            if ((A)result.at[j] == 0) d.at[j] = (T)(A)0;
-            part += (A)d.at[j];
-        }
-        store(dx + at.i, d);
-        sum += (double)part;
-    })
-    channel.leave(parts, lane_sum(sum, width));
+KERNEL bias(const T* x, const P* b, T* y, I relu, SHAPE) {
+    added<1>(x, b, y, relu, N, C, S, width);
 }
 
-KERNEL bias_grad(const T* dy, double* parts, I N, I C, I S, I width) {
-    Channel channel(N, C, S, width);
-    double sum = 0;
-    EACH_PACK(channel, aligned(dy), {
-        Pack<T, W> d = load<W>(dy + at.i);
-        A part = 0;
-        for (int j = 0; j < W; ++j) part += (A)d.at[j];
-        sum += (double)part;
+KERNEL bias_last(const T* x, const P* b, T* y, I relu, SHAPE) {
+    added<PACKED>(x, b, y, relu, N, C, S, width);
+}
+
+// With y where that is not 0, which is kept.
+template <int CH>
+__device__ void summed(const T* y, const T* dy, T* dx, double* parts, SHAPE) {
+    ChannelsOf<CH> channel(N, C, S, width);
+    Tally<CH> sums;
+    EACH_PACK(channel, aligned(y) && aligned(dy) && aligned(dx), {
+        Pack<T, W> d = load<W>(dy + at.i), result;
+        if (y) result = load<W>(y + at.i);
+        for (int j = 0; j < W; ++j) {
+            if (y && (A)result.at[j] == 0) d.at[j] = (T)(A)0;
+            sums.add(j, (A)d.at[j]);
+        }
+        if (y) store(dx + at.i, d);
+        sums.added();
     })
-    channel.leave(parts, lane_sum(sum, width));
+    leave_sums(channel, sums, parts, width);
+}
+
+KERNEL bias_relu_grad(const T* y, const T* dy, T* dx, double* parts, SHAPE) {
+    summed<1>(y, dy, dx, parts, N, C, S, width);
+}
+
+KERNEL bias_relu_grad_last(const T* y, const T* dy, T* dx, double* parts, SHAPE) {
+    summed<PACKED>(y, dy, dx, parts, N, C, S, width);
+}
+
+KERNEL bias_grad(const T* dy, double* parts, SHAPE) {
+    summed<1>(0, dy, 0, parts, N, C, S, width);
+}
+
+KERNEL bias_grad_last(const T* dy, double* parts, SHAPE) {
+    summed<PACKED>(0, dy, 0, parts, N, C, S, width);
 }
 """
 )
@@ -68,31 +83,35 @@ def bias_relu(call: KernelCall) -> None:
 def bias_relu_grad(call: KernelCall) -> None:
     """Dy where y is not 0, and its sum over samples and pixels."""
     (y, dy), (dx, db) = call.inputs, call.outputs
-    channels = Channels.of(dy.shape)
+    channels = Channels.here(call, dy, y, dx)
     (parts,) = channels.buffers(call.workspace, 1)
     arguments = y, dy, dx, parts, *channels.arguments
-    call.launch(PROGRAM, "bias_relu_grad", channels.blocks, *arguments)
+    name = channels.kernel("bias_relu_grad")
+    call.launch(PROGRAM, name, channels.blocks, *arguments)
     channels.finish(call, PROGRAM, parts, db)
 
 
 def bias_grad(call: KernelCall) -> None:
     """The sum of dy over samples and pixels."""
     dy, db = call.inputs[0], call.outputs[0]
-    channels = Channels.of(dy.shape)
+    channels = Channels.here(call, dy)
     (parts,) = channels.buffers(call.workspace, 1)
-    call.launch(PROGRAM, "bias_grad", channels.blocks, dy, parts, *channels.arguments)
+    name = channels.kernel("bias_grad")
+    call.launch(PROGRAM, name, channels.blocks, dy, parts, *channels.arguments)
     channels.finish(call, PROGRAM, parts, db)
 
 
 def _added(call: KernelCall, *, relu: bool) -> None:
     x, b = call.inputs
-    channels = Channels.of(x.shape)
-    arguments = x, b, call.outputs[0], *channels.arguments, int(relu)
-    call.launch(PROGRAM, "bias", channels.blocks, *arguments, beside=b)
+    y = call.outputs[0]
+    channels = Channels.here(call, x, y)
+    arguments = x, b, y, int(relu), *channels.arguments
+    name = channels.kernel("bias")
+    call.launch(PROGRAM, name, channels.blocks, *arguments, beside=b)
 
 
 def _one_sum(inputs: Specs, *_: object) -> int:
-    return Channels.of(inputs[0].shape).nbytes
+    return Channels.most_bytes(inputs[0])
 
 
 OPERATIONS: dict[str, Operation] = {

@@ -1,13 +1,14 @@
 """Group and layer normalisation (Wu and He, 2018; Ba et al., 2016), sample by sample.
 
-A group of a sample is a row of `length` neighbouring elements, and a block takes one.
-Gamma has one value for `inner` neighbouring elements of a sample: S if it is a
+A group of a sample is a row of `length` neighbouring elements, and a block takes one;
+a thread divides to find its first elements in it, and adds to find the next. Gamma has one value for `inner` neighbouring elements of a sample: S if it is a
 channel's, 1 if it is an element's. So seen, its gradient is a sum over samples and
 pixels of (N, values of gamma, inner), as a batch normalisation's.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mucudnn.backends.cuda.kernels.program import (
@@ -20,75 +21,181 @@ from mucudnn.backends.cuda.kernels.program import (
 )
 from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH, Channels
 
-__all__ = ["OPERATIONS", "PROGRAM", "affine_grads", "affine_workspace", "rows"]
+__all__ = [
+    "OPERATIONS",
+    "PROGRAM",
+    "ROWS",
+    "affine_grads",
+    "affine_workspace",
+    "rows",
+]
+
+ROWS = r"""
+// A row of the group `row`, and a thread's elements of it, with the values of gamma that
+// they have: one for `inner` neighbours.
+struct Row {
+    I begin, first, length, inner, thread, threads;
+    __device__ Row(I row, I groups, I length, I inner, I part, I parts)
+        : begin(row * length), first(row % groups * length), length(length),
+          inner(inner), thread(part * THREADS + threadIdx.x), threads(parts * THREADS) {}
+    __device__ bool packs() const {
+        return length % PACKED == 0 && (inner == 1 || inner >= PACKED);
+    }
+    struct Steps {
+        I i, k, rest, inner;
+        // The value of gamma for the j-th of some neighbours.
+        __device__ I of(int j) const {
+            return inner == 1 ? k + j : k + (rest + j >= inner);
+        }
+    };
+    // Calls `body` for each W neighbours of the thread.
+    template <int W, class F> __device__ void each(const F& body) const {
+        I j = thread * W, step = threads * W;
+        I values = step / inner, over = step % inner;
+        Steps at = {begin + j, (first + j) / inner, (first + j) % inner, inner};
+        for (; j < length; j += step) {
+            body(at);
+            at.i += step, at.k += values, at.rest += over;
+            if (at.rest >= inner) at.rest -= inner, ++at.k;
+        }
+    }
+};
+// Elements `at` of a row: W at once, where the tensors that are named allow it.
+#define EACH_OF_ROW(row, packed, ...)                                             \
+    if (row.packs() && (packed)) {                                                \
+        constexpr int W = PACKED;                                                 \
+        row.template each<W>([&](const Row::Steps& at) { __VA_ARGS__ });          \
+    } else {                                                                      \
+        constexpr int W = 1;                                                      \
+        row.template each<W>([&](const Row::Steps& at) { __VA_ARGS__ });          \
+    }
+
+// y = (x - centre) inverse gamma + beta.
+__device__ void normalise(const Row& row, const T* x, const P* gamma, const P* beta,
+                          A centre, A inverse, T* y) {
+    EACH_OF_ROW(row, aligned(x) && aligned(y), {
+        Pack<T, W> v = load<W>(x + at.i);
+        for (int j = 0; j < W; ++j) {
+            I k = at.of(j);
+            v.at[j] =
+                (T)(((A)v.at[j] - centre) * inverse * (A)gamma[k] + (A)beta[k]);
+        }
+        store(y + at.i, v);
+    })
+}
+
+// The sums of dy gamma, and of it times deviations, over a block's part of a row.
+struct RowSums {
+    double sum, dots;
+    __device__ RowSums(const Row& row, const T* x, const T* dy, const P* gamma,
+                       A centre)
+        : sum(0), dots(0) {
+        EACH_OF_ROW(row, aligned(x) && aligned(dy), {
+            Pack<T, W> v = load<W>(x + at.i), d = load<W>(dy + at.i);
+            A part = 0, dot = 0;
+            for (int j = 0; j < W; ++j) {
+                A weighted = (A)d.at[j] * (A)gamma[at.of(j)];
+                part += weighted;
+                dot += ((A)v.at[j] - centre) * weighted;
+            }
+            sum += (double)part;
+            dots += (double)dot;
+        })
+        sum = lane_sum(sum, 1);
+        dots = lane_sum(dots, 1);
+    }
+};
+
+// dx = dy gamma inverse + deviation along + offset.
+__device__ void input_grad(const Row& row, const T* x, const T* dy, const P* gamma,
+                           A centre, A inverse, double sum, double dots, double count,
+                           T* dx) {
+    double wide = inverse;
+    A offset = (A)(-wide * sum / count);
+    A along = (A)(-wide * wide * wide * dots / count);
+    EACH_OF_ROW(row, aligned(x) && aligned(dy) && aligned(dx), {
+        Pack<T, W> v = load<W>(x + at.i), d = load<W>(dy + at.i);
+        for (int j = 0; j < W; ++j) {
+            A weighted = (A)d.at[j] * (A)gamma[at.of(j)];
+            v.at[j] =
+                (T)(weighted * inverse + ((A)v.at[j] - centre) * along + offset);
+        }
+        store(dx + at.i, v);
+    })
+}
+"""
+"""What kernels over rows are made of; `REDUCE` comes before it."""
 
 PROGRAM = Program(
     CHANNELS
     + FINISH
+    + ROWS
     + r"""
-#define EACH_OF_ROW(j) for (I j = threadIdx.x; j < length; j += THREADS)
-
 KERNEL group_norm(const T* x, const P* gamma, const P* beta, T* y, P* mean, P* inv_std,
                   I groups, I length, I inner, double eps) {
-    I row = blockIdx.x, first = row % groups * length;
-    x += row * length;
-    y += row * length;
+    Row row(blockIdx.x, groups, length, inner, 0, 1);
     double sum = 0, squares = 0;
-    EACH_OF_ROW(j) sum += (double)x[j];
+    EACH_OF_ROW(row, aligned(x), {
+        Pack<T, W> v = load<W>(x + at.i);
+        A part = 0;
+        for (int j = 0; j < W; ++j) part += (A)v.at[j];
+        sum += (double)part;
+    })
     double average = lane_sum(sum, 1) / length;
     A centre = (A)(P)average;
-    EACH_OF_ROW(j) {
-        A deviation = (A)x[j] - centre;
-        squares += (double)deviation * deviation;
-    }
+    EACH_OF_ROW(row, aligned(x), {
+        Pack<T, W> v = load<W>(x + at.i);
+        A part = 0;
+        for (int j = 0; j < W; ++j) {
+            A deviation = (A)v.at[j] - centre;
+            part += deviation * deviation;
+        }
+        squares += (double)part;
+    })
     A inverse = (A)(1 / sqrt(lane_sum(squares, 1) / length + eps));
-    EACH_OF_ROW(j) {
-        I k = (first + j) / inner;
-        y[j] = (T)(((A)x[j] - centre) * inverse * (A)gamma[k] + (A)beta[k]);
-    }
+    normalise(row, x, gamma, beta, centre, inverse, y);
     if (threadIdx.x != 0) return;
-    mean[row] = (P)average;
-    inv_std[row] = (P)inverse;
+    mean[blockIdx.x] = (P)average;
+    inv_std[blockIdx.x] = (P)inverse;
 }
 
 KERNEL group_norm_grad(const T* x, const T* dy, const P* gamma, const P* mean,
                        const P* inv_std, T* dx, I groups, I length, I inner) {
-    I row = blockIdx.x, first = row % groups * length;
-    x += row * length;
-    dy += row * length;
-    dx += row * length;
-    A centre = (A)mean[row], inverse = (A)inv_std[row];
-    double sum = 0, dots = 0;
-    EACH_OF_ROW(j) {
-        A weighted = (A)dy[j] * (A)gamma[(first + j) / inner];
-        sum += (double)weighted;
-        dots += (double)((A)x[j] - centre) * weighted;
-    }
-    double wide = inverse;
-    A offset = (A)(-wide * lane_sum(sum, 1) / length);
-    A along = (A)(-wide * wide * wide * lane_sum(dots, 1) / length);
-    EACH_OF_ROW(j) {
-        A weighted = (A)dy[j] * (A)gamma[(first + j) / inner];
-        dx[j] = (T)(weighted * inverse + ((A)x[j] - centre) * along + offset);
-    }
+    Row row(blockIdx.x, groups, length, inner, 0, 1);
+    A centre = (A)mean[blockIdx.x], inverse = (A)inv_std[blockIdx.x];
+    RowSums sums(row, x, dy, gamma, centre);
+    input_grad(row, x, dy, gamma, centre, inverse, sums.sum, sums.dots, length, dx);
 }
 
-KERNEL gamma_grad(const T* x, const T* dy, const P* mean, const P* inv_std,
-                  double* gammas, double* betas, I N, I C, I S, I width, I groups) {
-    Channel channel(N, C, S, width);
-    I g = channel.c / (C / groups);
-    double dot = 0, sum = 0;
+#define GAMMA_GRAD                                                                \
+    const T *x, const T *dy, const P *mean, const P *inv_std, double *gammas,         \
+        double *betas, I N, I C, I S, I width, I groups
+template <int CH> __device__ void gamma_of(GAMMA_GRAD) {
+    ChannelsOf<CH> channel(N, C, S, width);
+    I group[CH];
+    for (int j = 0; j < CH; ++j) group[j] = (channel.own() + j) / (C / groups);
+    Tally<CH> dots, sums;
     EACH_PACK(channel, aligned(x) && aligned(dy), {
         Pack<T, W> v = load<W>(x + at.i), d = load<W>(dy + at.i);
-        I row = at.n * groups + g;
         for (int j = 0; j < W; ++j) {
+            I row = at.n * groups + group[OF(j)];
             A normed = ((A)v.at[j] - (A)mean[row]) * (A)inv_std[row];
-            dot += (double)normed * (double)(A)d.at[j];
-            sum += (double)(A)d.at[j];
+            dots.add(j, normed * (A)d.at[j]);
+            sums.add(j, (A)d.at[j]);
         }
+        dots.added();
+        sums.added();
     })
-    channel.leave(gammas, lane_sum(dot, width));
-    channel.leave(betas, lane_sum(sum, width));
+    leave_sums(channel, dots, gammas, width);
+    leave_sums(channel, sums, betas, width);
+}
+
+KERNEL gamma_grad(GAMMA_GRAD) {
+    gamma_of<1>(x, dy, mean, inv_std, gammas, betas, N, C, S, width, groups);
+}
+
+KERNEL gamma_grad_last(GAMMA_GRAD) {
+    gamma_of<PACKED>(x, dy, mean, inv_std, gammas, betas, N, C, S, width, groups);
 }
 """
 )
@@ -114,10 +221,12 @@ def group_norm_grad(call: KernelCall) -> None:
 def affine_grads(call: KernelCall, gradients: Sequence[Any]) -> None:
     """Dgamma and dbeta of (x, dy, gamma, mean, inv_std)."""
     x, dy, _, mean, inv_std = call.inputs
-    channels = _channels(x.shape, call.attrs)
+    seen = (v.reshape(_seen(x.shape, call.attrs)) for v in (x, dy))
+    channels = Channels.here(call, *seen)
     sums = channels.buffers(call.workspace, 2)
     arguments = x, dy, mean, inv_std, *sums, *channels.arguments, call.attrs["groups"]
-    call.launch(PROGRAM, "gamma_grad", channels.blocks, *arguments, beside=mean)
+    blocks, name = channels.blocks, channels.kernel("gamma_grad")
+    call.launch(PROGRAM, name, blocks, *arguments, beside=mean)
     for gradient, parts in zip(gradients, sums, strict=True):
         channels.finish(call, PROGRAM, parts, gradient)
 
@@ -129,15 +238,16 @@ def rows(shape: Sequence[int], attrs: Attrs) -> tuple[int, int, int, int]:
     return N * groups, groups, C // groups * S, 1 if attrs["per_element"] else S
 
 
-def _channels(shape: Sequence[int], attrs: Attrs) -> Channels:
+def _seen(shape: Sequence[int], attrs: Attrs) -> tuple[int, ...]:
     """With the values of gamma as channels."""
     N, *rest = shape
-    return Channels.of((N, math.prod(rest)) if attrs["per_element"] else shape)
+    return (N, math.prod(rest)) if attrs["per_element"] else tuple(shape)
 
 
 def affine_workspace(inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
     """Bytes that `affine_grads` needs."""
-    return 2 * _channels(inputs[0].shape, attrs).nbytes
+    spec = inputs[0]
+    return 2 * Channels.most_bytes(replace(spec, shape=_seen(spec.shape, attrs)))
 
 
 OPERATIONS: dict[str, Operation] = {

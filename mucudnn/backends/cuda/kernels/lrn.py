@@ -1,13 +1,17 @@
 """Local response normalisation across channels (Krizhevsky et al., 2012).
 
-y = x / d^beta, d = k + alpha / size * (sum of x² over neighbouring channels). The
-gradient goes through the channels of a pixel in order and may overwrite dy on its way,
-so it keeps what the next channels need in the workspace, in a ring of `size` rows.
+y = x / d^beta, d = k + alpha / size * (sum of x² over neighbouring channels). A thread
+goes through channels of a pixel, or of neighbours that fill an access, in order: what
+it read for one is at hand for the next. The gradient may overwrite dy on its way, so it
+keeps what the next channels need, the last `size` of dy y / d: in shared memory, or in
+the workspace where that is too small. Where a pixel's channels are neighbours and
+nothing else is, neighbouring threads have them.
 """
 
 from typing import Any
 
 from mucudnn.backends.cuda.kernels.program import (
+    THREADS,
     Attrs,
     KernelCall,
     Operation,
@@ -15,59 +19,135 @@ from mucudnn.backends.cuda.kernels.program import (
     Specs,
     as_ncs,
     flat,
+    walking,
 )
-from mucudnn.ir.tensor import itemsize
+from mucudnn.backends.cuda.kernels.windows import WALK
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
+_BLOCKS = 1024
+_FEWEST = 8  # channels of a thread, or finding its pixel is not worth it
+_SHARED = 10
+"""Rows of the ring that shared memory has room for; a thread has 16 bytes of each."""
+
 PROGRAM = Program(
-    r"""
+    WALK
+    + f"#define SHARED_ROWS {_SHARED}\n"
+    + r"""
+#define V_PACKED ((int)(16 / sizeof(A)))  // an access, but of what is computed
+
 __device__ A power(A base, A beta) {
     if (beta == (A)0.75) return sqrt(base) * sqrt(sqrt(base));
     if (beta == (A)0.5) return sqrt(base);
     return beta == 1 ? base : pow(base, beta);
 }
 
-// d of channel c; x points at channel 0 of the pixel.
-__device__ A base_of(const T* x, I c, I C, I S, I size, double alpha, double k) {
-    I first = c - size / 2 > 0 ? c - size / 2 : 0;
-    I last = c + (size - 1) / 2 < C - 1 ? c + (size - 1) / 2 : C - 1;
-    A sum = 0;
-    for (I j = first; j <= last; ++j) sum += (A)x[j * S] * (A)x[j * S];
-    return (A)k + sum * (A)(alpha / size);
-}
-
-KERNEL lrn(const T* x, T* y, I count, I C, I S, I size, double alpha, double beta,
-           double k) {
-    EACH(i, count) {
-        I c = i / S % C;
-        A base = base_of(x + (i - c * S), c, C, S, size, alpha, k);
-        y[i] = (T)((A)x[i] / power(base, (A)beta));
+struct Rules {
+    I C, S, size;
+    A scale, beta, k;
+    // d of channel c; x points at channel 0 of V neighbouring pixels.
+    template <int V> __device__ Pack<A, V> base(const T* x, I c) const {
+        I first = c - size / 2 > 0 ? c - size / 2 : 0;
+        I last = c + (size - 1) / 2 < C - 1 ? c + (size - 1) / 2 : C - 1;
+        Pack<A, V> sum = {};
+        for (I j = first; j <= last; ++j) {
+            Pack<T, V> v = load<V>(x + j * S);
+            for (int e = 0; e < V; ++e) sum.at[e] += (A)v.at[e] * (A)v.at[e];
+        }
+        for (int e = 0; e < V; ++e) sum.at[e] = k + sum.at[e] * scale;
+        return sum;
     }
-}
+};
+#define RULES I C, I S, I size, double alpha, double beta, double k
+#define MAKE_RULES                                                                \
+    const Rules rules = {C, S, size, (A)(alpha / size), (A)beta, (A)k};
 
-KERNEL lrn_grad(const T* x, const T* y, const T* dy, T* dx, A* ring, I pixels, I C, I S,
-                I size, double alpha, double beta, double k) {
-    I before = (size - 1) / 2, after = size / 2;
-    A factor = (A)(-2 * alpha * beta / size);
-    EACH(pixel, pixels) {
-        I start = pixel / S * C * S + pixel % S;
-        for (I next = 0; next < C + after; ++next) {
-            I slot = next % size * pixels + pixel, i = start + next * S;
-            ring[slot] = 0;
-            if (next < C)
-                ring[slot] = (A)dy[i] * (A)y[i] /
-                             base_of(x + start, next, C, S, size, alpha, k);
-            I c = next - after;
-            if (c < 0) continue;
-            A sum = 0;
-            for (I j = c - before > 0 ? c - before : 0; j <= next; ++j)
-                sum += ring[j % size * pixels + pixel];
-            i = start + c * S;
-            A own = base_of(x + start, c, C, S, size, alpha, k);
-            dx[i] = (T)((A)dy[i] / power(own, (A)beta) + sum * (A)x[i] * factor);
+template <int V>
+__device__ void normalise(const T* x, T* y, I pixels, I run, const Rules& rules) {
+    I first = blockIdx.y * run, end = first + run < rules.C ? first + run : rules.C;
+    EACH(p, pixels / V) {
+        I pixel = p * V;
+        I start = pixel / rules.S * rules.C * rules.S + pixel % rules.S;
+        for (I c = first; c < end; ++c) {
+            Pack<A, V> base = rules.base<V>(x + start, c);
+            Pack<T, V> v = load<V>(x + start + c * rules.S);
+            for (int e = 0; e < V; ++e)
+                v.at[e] = (T)((A)v.at[e] / power(base.at[e], rules.beta));
+            store(y + start + c * rules.S, v);
         }
     }
+}
+
+KERNEL lrn(const T* x, T* y, I pixels, I run, RULES) {
+    MAKE_RULES
+    if (S % V_PACKED == 0 && aligned(x) && aligned(y))
+        normalise<V_PACKED>(x, y, pixels, run, rules);
+    else
+        normalise<1>(x, y, pixels, run, rules);
+}
+
+KERNEL lrn_last(const T* x, T* y, I count, RULES) {
+    MAKE_RULES
+    EACH_AT(at, count, S, C, 1) {
+        Pack<A, 1> base = rules.base<1>(x + (at.i - at.h * S), at.h);
+        y[at.i] = (T)((A)x[at.i] / power(base.at[0], rules.beta));
+    }
+}
+
+template <int V>
+__device__ void gradient(const T* x, const T* y, const T* dy, T* dx, Pack<A, V>* ring,
+                         I apart, I pixels, A factor, const Rules& rules) {
+    I C = rules.C, S = rules.S, size = rules.size, after = size / 2;
+    EACH(p, pixels / V) {
+        I pixel = p * V, start = pixel / S * C * S + pixel % S, slot = 0;
+        for (I row = 0; row < size; ++row) ring[row * apart] = Pack<A, V>{};
+        for (I next = 0; next < C + after; ++next) {
+            Pack<A, V> ratio = {};
+            if (next < C) {
+                Pack<A, V> base = rules.base<V>(x + start, next);
+                Pack<T, V> d = load<V>(dy + start + next * S);
+                Pack<T, V> v = load<V>(y + start + next * S);
+                for (int e = 0; e < V; ++e)
+                    ratio.at[e] = (A)d.at[e] * (A)v.at[e] / base.at[e];
+            }
+            ring[slot * apart] = ratio;
+            if (++slot == size) slot = 0;
+            I c = next - after;
+            if (c < 0) continue;
+            Pack<A, V> sum = {}, own = rules.base<V>(x + start, c);
+            for (I row = 0; row < size; ++row)
+                for (int e = 0; e < V; ++e) sum.at[e] += ring[row * apart].at[e];
+            I i = start + c * S;
+            Pack<T, V> v = load<V>(x + i), d = load<V>(dy + i);
+            for (int e = 0; e < V; ++e)
+                d.at[e] = (T)((A)d.at[e] / power(own.at[e], rules.beta) +
+                              sum.at[e] * (A)v.at[e] * factor);
+            store(dx + i, d);
+        }
+    }
+}
+
+template <int V>
+__device__ void gradient(const T* x, const T* y, const T* dy, T* dx, A* shared,
+                         A* workspace, I pixels, A factor, const Rules& rules) {
+    if (rules.size <= SHARED_ROWS) {
+        Pack<A, V>* ring = (Pack<A, V>*)shared + threadIdx.x;
+        gradient<V>(x, y, dy, dx, ring, THREADS, pixels, factor, rules);
+    } else {
+        Pack<A, V>* ring = (Pack<A, V>*)workspace + (I)blockIdx.x * THREADS + threadIdx.x;
+        gradient<V>(x, y, dy, dx, ring, (I)gridDim.x * THREADS, pixels, factor, rules);
+    }
+}
+
+KERNEL lrn_grad(const T* x, const T* y, const T* dy, T* dx, A* workspace, I pixels,
+                RULES) {
+    alignas(16) __shared__ A shared[SHARED_ROWS * THREADS * V_PACKED];
+    MAKE_RULES
+    A factor = (A)(-2 * alpha * beta / size);
+    if (S % V_PACKED == 0 && aligned(x) && aligned(y) && aligned(dy) && aligned(dx))
+        gradient<V_PACKED>(x, y, dy, dx, shared, workspace, pixels, factor, rules);
+    else
+        gradient<1>(x, y, dy, dx, shared, workspace, pixels, factor, rules);
 }
 """
 )
@@ -75,10 +155,17 @@ KERNEL lrn_grad(const T* x, const T* y, const T* dy, T* dx, A* ring, I pixels, I
 
 def lrn(call: KernelCall) -> None:
     """Divide each element by a power of its neighbourhood's mean square."""
-    x = call.inputs[0]
-    _, C, S = as_ncs(x.shape)
-    arguments = x, call.outputs[0], x.size, C, S, *_numbers(call)
-    call.launch(PROGRAM, "lrn", flat(x.size), *arguments)
+    x, y = call.inputs[0], call.outputs[0]
+    N, C, S = as_ncs(x.shape)
+    if S < _FEWEST:
+        arguments = x, y, x.size, C, S, *_numbers(call)
+        call.launch(PROGRAM, "lrn_last", walking(x.size), *arguments)
+        return
+    (across,) = flat(N * S)
+    parts = max(1, min(C // _FEWEST, _BLOCKS // max(1, across)))
+    run = -(-C // parts)
+    arguments = x, y, N * S, run, C, S, *_numbers(call)
+    call.launch(PROGRAM, "lrn", (across, -(-C // run) if run else 0), *arguments)
 
 
 def lrn_grad(call: KernelCall) -> None:
@@ -86,7 +173,7 @@ def lrn_grad(call: KernelCall) -> None:
     N, C, S = as_ncs(call.inputs[0].shape)
     operands = *call.inputs, call.outputs[0], call.workspace
     arguments = *operands, N * S, C, S, *_numbers(call)
-    call.launch(PROGRAM, "lrn_grad", flat(N * S), *arguments)
+    call.launch(PROGRAM, "lrn_grad", walking(N * S), *arguments)
 
 
 def _numbers(call: KernelCall) -> tuple[Any, ...]:
@@ -94,9 +181,10 @@ def _numbers(call: KernelCall) -> tuple[Any, ...]:
 
 
 def _ring(inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
+    """Bytes of the ring that shared memory has no room for."""
     N, _, S = as_ncs(inputs[0].shape)
     size: int = attrs["size"]
-    return max(4, itemsize(inputs[0].dtype)) * size * N * S
+    return 0 if size <= _SHARED else 16 * size * walking(N * S)[0] * THREADS
 
 
 OPERATIONS: dict[str, Operation] = {

@@ -27,13 +27,12 @@ NORMED = (
                                           PACKED * PACKED)
 """
     + r"""
-struct Sums { double one, other; };
-
 __device__ A positive(A v) { return v > 0 || v != v ? v : (A)0; }
 
 // Normalised elements of a channel, from numbers as they are saved.
 struct Normed {
     A centre, factor, shift;
+    Normed() = default;
     __device__ Normed(P mean, P inverse, P gamma, P beta)
         : centre((A)mean), factor((A)((double)gamma * (double)inverse)),
           shift((A)beta) {}
@@ -44,6 +43,17 @@ struct Normed {
     __device__ A masked(T x, T dy) const {
         A y = (A)(T)(*this)(x);
         return y > 0 || y != y ? (A)dy : (A)0;
+    }
+};
+
+// Those of CH neighbouring channels; without gamma and beta only their means.
+template <int CH> struct NormedOf {
+    Normed of[CH];
+    __device__ NormedOf(I c, const P* gamma, const P* beta, const P* mean,
+                        const P* inv_std) {
+        for (int j = 0; j < CH; ++j)
+            of[j] = beta ? Normed(mean[c + j], inv_std[c + j], gamma[c + j], beta[c + j])
+                         : Normed(mean[c + j]);
     }
 };
 
@@ -69,6 +79,7 @@ struct Moments {
 // The input's gradient: of the masked gradient, the input, and a constant.
 struct InputGrad {
     A centre, scale, along, offset;
+    InputGrad() = default;
     __device__ InputGrad(P mean, P inv_std, P gamma, double sum, double dot,
                          double count)
         : centre((A)mean) {
@@ -98,4 +109,4 @@ def workspace(inputs: Specs, *_: object) -> int:
     channels = Channels.of(inputs[0].shape)
     if fits(channels, itemsize(inputs[0].dtype)):
         return 0
-    return 2 * channels.nbytes
+    return 2 * Channels.most_bytes(inputs[0])

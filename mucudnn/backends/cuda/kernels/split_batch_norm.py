@@ -7,7 +7,7 @@ double precision. Sums over a slice are those of a whole batch, by the same kern
 from collections.abc import Sequence
 from typing import Any
 
-from mucudnn.backends.cuda.kernels.batch_norm import PROGRAM as WHOLE
+from mucudnn.backends.cuda.kernels.batch_norm import PROGRAM as WHOLE, apply_last
 from mucudnn.backends.cuda.kernels.batch_norm_grad import partial_sums
 from mucudnn.backends.cuda.kernels.normed import NORMED
 from mucudnn.backends.cuda.kernels.program import (
@@ -70,6 +70,7 @@ KERNEL batch_norm_apply(const T* x, const P* gamma, const P* beta, const P* mean
     I c = channel.c;
     if (c >= C) return;
     Normed normed(mean[c], inv_std[c], gamma[c], beta[c]);
+    constexpr int CH = 1;
     EACH_PACK(channel, aligned(x) && aligned(y), {
         Pack<T, W> v = load<W>(x + at.i);
         for (int j = 0; j < W; ++j) v.at[j] = (T)normed(v.at[j]);
@@ -85,19 +86,33 @@ KERNEL batch_norm_grad_sums(const T* inv_std, T* dgamma, T* dbeta, const double*
     }
 }
 
-KERNEL batch_norm_grad_apply(const T* x, const T* dy, const P* gamma, const P* mean,
-                             const P* inv_std, const P* dgamma, const P* dbeta, T* dx,
-                             I N, I C, I S, I width, double count) {
-    Channel channel(N, C, S, width);
-    I c = channel.c;
-    if (c >= C) return;
-    double dot = (double)dgamma[c] / (double)inv_std[c];
-    InputGrad grad(mean[c], inv_std[c], gamma[c], (double)dbeta[c], dot, count);
+#define GRADIENT                                                                  \
+    const T *x, const T *dy, const P *gamma, const P *mean, const P *inv_std,         \
+        const P *dgamma, const P *dbeta, T *dx, I N, I C, I S, I width, double count
+template <int CH> __device__ void gradient_of(GRADIENT) {
+    ChannelsOf<CH> channel(N, C, S, width);
+    I c = channel.own();
+    InputGrad grad[CH];
+    for (int j = 0; j < CH; ++j) {
+        double dot = (double)dgamma[c + j] / (double)inv_std[c + j];
+        grad[j] = InputGrad(mean[c + j], inv_std[c + j], gamma[c + j],
+                            (double)dbeta[c + j], dot, count);
+    }
     EACH_PACK(channel, aligned(x) && aligned(dy) && aligned(dx), {
         Pack<T, W> v = load<W>(x + at.i), d = load<W>(dy + at.i);
-        for (int j = 0; j < W; ++j) v.at[j] = (T)grad(v.at[j], (A)d.at[j]);
+        for (int j = 0; j < W; ++j) v.at[j] = (T)grad[OF(j)](v.at[j], (A)d.at[j]);
         store(dx + at.i, v);
     })
+}
+
+KERNEL batch_norm_grad_apply(GRADIENT) {
+    gradient_of<1>(x, dy, gamma, mean, inv_std, dgamma, dbeta, dx, N, C, S, width,
+                   count);
+}
+
+KERNEL batch_norm_grad_apply_last(GRADIENT) {
+    gradient_of<PACKED>(x, dy, gamma, mean, inv_std, dgamma, dbeta, dx, N, C, S, width,
+                        count);
 }
 """
 )
@@ -105,7 +120,7 @@ KERNEL batch_norm_grad_apply(const T* x, const T* dy, const P* gamma, const P* m
 
 def batch_norm_sums(call: KernelCall) -> None:
     """(count, mean, sum of squares about it) of each channel, (3, C)."""
-    moments(call, Channels.of(call.inputs[0].shape))
+    moments(call, Channels.here(call, call.inputs[0]))
 
 
 def moments(call: KernelCall, channels: Channels) -> None:
@@ -113,9 +128,10 @@ def moments(call: KernelCall, channels: Channels) -> None:
     (x,), (stats,) = call.inputs, call.outputs
     sums, squares = channels.buffers(call.workspace, 2)
     partial = x, sums, squares
-    blocks, shape = channels.blocks, channels.arguments
-    call.launch(WHOLE, "channel_moments", blocks, *partial, *shape)
-    finished = *partial, stats, channels.parts, *channels.shape
+    blocks, name = channels.blocks, channels.kernel("channel_moments")
+    call.launch(WHOLE, name, blocks, *partial, *channels.arguments)
+    left = channels.merge(call, WHOLE, (sums, squares), x)
+    finished = *partial, stats, left, *channels.shape
     call.launch(PROGRAM, "finish_moments", flat(channels.shape[1]), *finished)
 
 
@@ -149,7 +165,11 @@ def all_moments(
 def batch_norm_apply(call: KernelCall) -> None:
     """Normalise a slice by the statistics of its batch."""
     x, gamma, *_ = call.inputs
-    channels = Channels.of(x.shape)
+    channels = Channels.here(call, x, *call.outputs)
+    if channels.apiece > 1:
+        operands = *call.inputs, None, *call.outputs
+        apply_last(call, channels, operands, relu=False)
+        return
     arguments = *call.inputs, *call.outputs, *channels.arguments
     blocks = channels.blocks
     call.launch(PROGRAM, "batch_norm_apply", blocks, *arguments, beside=gamma)
@@ -158,27 +178,27 @@ def batch_norm_apply(call: KernelCall) -> None:
 def batch_norm_grad_sums(call: KernelCall) -> None:
     """A slice's share of dgamma and of dbeta."""
     x, dy, mean, inv_std = call.inputs
-    channels = Channels.of(x.shape)
+    channels = Channels.here(call, x, dy)
     parts = channels.buffers(call.workspace, 2)
     operands = x, dy, None, None, None, mean, inv_std, None
     partial_sums(call, channels, operands, parts)
-    C = channels.shape[1]
-    finished = inv_std, *call.outputs, *parts, channels.parts, C
+    C, left = channels.shape[1], channels.merge(call, WHOLE, parts, x)
+    finished = inv_std, *call.outputs, *parts, left, C
     call.launch(PROGRAM, "batch_norm_grad_sums", flat(C), *finished)
 
 
 def batch_norm_grad_apply(call: KernelCall) -> None:
     """Dx of a slice = gamma inv_std (dy - dbeta / count - x̂ dgamma / count)."""
-    x, _, gamma, *_ = call.inputs
-    channels = Channels.of(x.shape)
+    x, dy, gamma, *_ = call.inputs
+    channels = Channels.here(call, x, dy, *call.outputs)
     operands = *call.inputs, *call.outputs, *channels.arguments
     arguments = *operands, float(call.attrs["count"])
-    blocks = channels.blocks
-    call.launch(PROGRAM, "batch_norm_grad_apply", blocks, *arguments, beside=gamma)
+    blocks, name = channels.blocks, channels.kernel("batch_norm_grad_apply")
+    call.launch(PROGRAM, name, blocks, *arguments, beside=gamma)
 
 
 def _two_sums(inputs: Specs, *_: object) -> int:
-    return 2 * Channels.of(inputs[0].shape).nbytes
+    return 2 * Channels.most_bytes(inputs[0])
 
 
 def statistics(inputs: Specs, *_: object) -> int:

@@ -7,6 +7,7 @@ the groups of all samples as channels of one.
 import math
 
 from mucudnn.backends.cuda.kernels.group_norm import (
+    ROWS,
     affine_grads,
     affine_workspace,
     rows,
@@ -33,52 +34,31 @@ _MOST_PARTS = 64
 
 PROGRAM = Program(
     REDUCE
+    + ROWS
     + r"""
-// Some elements of a group of a sample; all that a thread needs of it is read once.
-#define EACH_OF_PART(j)                                                           \
-    for (I j = blockIdx.y * THREADS + threadIdx.x; j < length; j += gridDim.y * THREADS)
-
 KERNEL group_norm_apply(const T* x, const P* gamma, const P* beta, const P* mean,
                         const P* inv_std, T* y, I groups, I length, I inner) {
-    I row = blockIdx.x, first = row % groups * length, start = row * length;
-    A centre = (A)mean[row], inverse = (A)inv_std[row];
-    EACH_OF_PART(j) {
-        I k = (first + j) / inner;
-        A deviation = (A)x[start + j] - centre;
-        y[start + j] = (T)(deviation * inverse * (A)gamma[k] + (A)beta[k]);
-    }
+    Row row(blockIdx.x, groups, length, inner, blockIdx.y, gridDim.y);
+    A centre = (A)mean[blockIdx.x], inverse = (A)inv_std[blockIdx.x];
+    normalise(row, x, gamma, beta, centre, inverse, y);
 }
 
 KERNEL group_norm_totals(const T* x, const T* dy, const P* gamma, const P* mean,
                          P* totals, I groups, I length, I inner) {
-    I row = blockIdx.x, first = row % groups * length, start = row * length;
-    A centre = (A)mean[row];
-    double sum = 0, dots = 0;
-    EACH_OF_PART(j) {
-        A weighted = (A)dy[start + j] * (A)gamma[(first + j) / inner];
-        sum += (double)weighted;
-        dots += (double)((A)x[start + j] - centre) * weighted;
-    }
-    sum = lane_sum(sum, 1);
-    dots = lane_sum(dots, 1);
+    Row row(blockIdx.x, groups, length, inner, 0, 1);
+    RowSums sums(row, x, dy, gamma, (A)mean[blockIdx.x]);
     if (threadIdx.x != 0) return;
-    totals[row] = (P)sum;
-    totals[gridDim.x + row] = (P)dots;
+    totals[blockIdx.x] = (P)sums.sum;
+    totals[gridDim.x + blockIdx.x] = (P)sums.dots;
 }
 
 KERNEL group_norm_grad_apply(const T* x, const T* dy, const P* gamma, const P* mean,
                              const P* inv_std, const P* totals, T* dx, I groups,
                              I length, I inner, double count) {
-    I row = blockIdx.x, first = row % groups * length, start = row * length;
-    A centre = (A)mean[row], inverse = (A)inv_std[row];
-    double wide = inverse;
-    A offset = (A)(-wide * (double)totals[row] / count);
-    A along = (A)(-wide * wide * wide * (double)totals[gridDim.x + row] / count);
-    EACH_OF_PART(j) {
-        A weighted = (A)dy[start + j] * (A)gamma[(first + j) / inner];
-        A deviation = (A)x[start + j] - centre;
-        dx[start + j] = (T)(weighted * inverse + deviation * along + offset);
-    }
+    Row row(blockIdx.x, groups, length, inner, blockIdx.y, gridDim.y);
+    A centre = (A)mean[blockIdx.x], inverse = (A)inv_std[blockIdx.x];
+    input_grad(row, x, dy, gamma, centre, inverse, (double)totals[blockIdx.x],
+               (double)totals[gridDim.x + blockIdx.x], count, dx);
 }
 """
 )

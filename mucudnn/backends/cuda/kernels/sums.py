@@ -3,6 +3,10 @@
 A block takes one channel or, where images are small, 32 neighbouring ones; and a part
 of its samples and pixels, so that there are blocks enough. Each leaves a sum in double
 precision in the workspace, as (parts, C); whoever needs the total adds the parts up.
+Where channels are last in memory a thread has the neighbours that one access of 16
+bytes holds, and a block some rows of them: a warp reads whole rows. There are many
+short parts then, which are merged by a launch of their own.
+
 Parts depend on shapes alone and nothing is added atomically: results are reproducible.
 """
 
@@ -16,16 +20,25 @@ from mucudnn.backends.cuda.kernels.program import (
     KernelCall,
     Program,
     as_ncs,
-    flat,
 )
+from mucudnn.ir.tensor import TensorSpec, itemsize
 
-__all__ = ["CHANNELS", "FINISH", "PARTIALS", "REDUCE", "Channels", "partials"]
+__all__ = [
+    "CHANNELS",
+    "FINISH",
+    "MERGE",
+    "PARTIALS",
+    "REDUCE",
+    "Channels",
+    "partials",
+]
 
 _BLOCKS = 1024
 _MOST_PARTS = 64
 _FEWEST = 8  # elements of a thread, or the parts are not worth their addition
 _LANES = 32
 _SMALL_IMAGE = 8  # elements: below, a row of an image is no full access to memory
+_ACCESS = 16  # bytes of a thread's access to memory
 
 PARTIALS = 512
 """Most blocks of a sum over everything."""
@@ -56,16 +69,17 @@ CHANNELS = (
 // Where a thread is: an element, its sample, and its place in the part of a channel.
 struct Element { I i, n, k; };
 
-// The part of a channel that a block has, and a thread's elements in it.
-struct Channel {
+// The part of a channel that a block has, and a thread's elements in it; or of CH
+// neighbouring channels that are last in memory.
+template <int CH> struct ChannelsOf {
     I C, S, c, start, stop, row, rows;
     bool packs;
-    __device__ Channel(I N, I C, I S, I width)
+    __device__ ChannelsOf(I N, I C, I S, I width)
         : C(C), S(S), row(threadIdx.x / width), rows(THREADS / width),
           packs(width == 1 && S % PACKED == 0) {
-        c = (I)blockIdx.x * width + threadIdx.x % width;
+        c = ((I)blockIdx.x * width + threadIdx.x % width) * CH;
         I length = (N * S + gridDim.y - 1) / gridDim.y;
-        length = (length + PACKED - 1) / PACKED * PACKED;
+        if (CH == 1) length = (length + PACKED - 1) / PACKED * PACKED;
         start = blockIdx.y * length;
         stop = c >= C ? start : start + length < N * S ? start + length : N * S;
     }
@@ -83,24 +97,28 @@ struct Channel {
             at.next(*this);
         }
     }
+    // The first of its channels, or of any where it has none.
+    __device__ I own() const { return c < C ? c : 0; }
     __device__ bool first() const { return row == 0 && c < C; }
-    __device__ void leave(double* parts, double sum) const {
-        if (first()) parts[(I)blockIdx.y * C + c] = sum;
+    __device__ void leave(double* parts, int j, double sum) const {
+        if (first()) parts[(I)blockIdx.y * C + c + j] = sum;
     }
     struct Steps {
         I k, s, n, i, step, samples, pixels, jump;
-        __device__ Steps(const Channel& of, I W)
-            : k(of.start + of.row * W), s(k % of.S), n(k / of.S),
-              i((n * of.C + of.c) * of.S + s), step(of.rows * W),
-              samples(step / of.S), pixels(step % of.S),
+        __device__ Steps(const ChannelsOf& of, I W)
+            : k(of.start + of.row * (W / CH)), s(CH == 1 ? k % of.S : 0),
+              n(CH == 1 ? k / of.S : k), i((n * of.C + of.c) * of.S + s),
+              step(of.rows * (W / CH)), samples(CH == 1 ? step / of.S : step),
+              pixels(CH == 1 ? step % of.S : 0),
               jump(samples * of.C * of.S + pixels) {}
-        __device__ Element place(const Channel& of) const {
+        __device__ Element place(const ChannelsOf& of) const {
             return Element{i, n, k - of.start};
         }
-        __device__ void next(const Channel& of) {
+        __device__ void next(const ChannelsOf& of) {
             k += step;
             i += jump;
             n += samples;
+            if (CH > 1) return;
             s += pixels;
             if (s < of.S) return;
             s -= of.S;
@@ -109,12 +127,41 @@ struct Channel {
         }
     };
 };
-// Elements `at` of a channel: W at once, where the tensors that are named allow it.
+typedef ChannelsOf<1> Channel;
+
+// Sums of a thread's channels; of a few numbers in A, then in double precision.
+template <int CH> struct Tally {
+    A near[CH];
+    double far[CH];
+    int count;
+    __device__ Tally() : count(0) {
+        for (int j = 0; j < CH; ++j) near[j] = 0, far[j] = 0;
+    }
+    __device__ void add(int j, A value) { near[CH == 1 ? 0 : j] += value; }
+    // After each W neighbours.
+    __device__ void added() {
+        if (CH == 1 || ++count % 16 == 0) settle();
+    }
+    __device__ void settle() {
+        for (int j = 0; j < CH; ++j) far[j] += (double)near[j], near[j] = 0;
+    }
+};
+// What all threads of a block have found of a channel is left by one of them.
+template <int CH>
+__device__ void leave_sums(const ChannelsOf<CH>& channel, Tally<CH>& tally,
+                           double* parts, I width) {
+    tally.settle();
+    for (int j = 0; j < CH; ++j)
+        channel.leave(parts, j, lane_sum(tally.far[j], width));
+}
+// Elements `at` of CH channels: W at once, where the tensors that are named allow it,
+// of which element j is of channel OF(j).
+#define OF(j) (CH == 1 ? 0 : (j))
 #define EACH_PACK(channel, packed, ...)                                           \
-    if (channel.packs && (packed)) {                                              \
+    if (CH > 1 || (channel.packs && (packed))) {                                  \
         constexpr int W = PACKED;                                                 \
         channel.template each<W>([&](const Element& at) { __VA_ARGS__ });         \
-    } else {                                                                      \
+    } else if constexpr (CH == 1) {                                               \
         constexpr int W = 1;                                                      \
         channel.template each<W>([&](const Element& at) { __VA_ARGS__ });         \
     }
@@ -128,27 +175,60 @@ __device__ double total(const double* parts, I count, I C, I c) {
 """
 )
 
-FINISH = r"""
-KERNEL finish_channels(T* out, const double* parts, I count, I C) {
-    EACH(c, C) out[c] = (T)total(parts, count, C, c);
+_SHARED_TOTAL = """
+// The same by threads that share it; a block has 32 channels.
+__device__ double shared_total(const double* parts, I count, I C, I c) {
+    double sum = 0;
+    if (c < C)
+        for (I part = threadIdx.x / 32; part < count; part += THREADS / 32)
+            sum += parts[part * C + c];
+    return lane_sum(sum, 32);
 }
 """
+
+FINISH = (
+    _SHARED_TOTAL
+    + """
+KERNEL finish_channels(T* out, const double* parts, I count, I C) {
+    I c = blockIdx.x * 32 + threadIdx.x % 32;
+    double sum = shared_total(parts, count, C, c);
+    if (threadIdx.x < 32 && c < C) out[c] = (T)sum;
+}
+"""
+)
+"""What adds parts up into a tensor."""
+
+MERGE = (
+    _SHARED_TOTAL
+    + """
+// Each of several sums, by blocks along the other axis: all parts become the first.
+KERNEL merge_parts(double* sums, I count, I C) {
+    I c = blockIdx.x * 32 + threadIdx.x % 32;
+    double* parts = sums + (I)blockIdx.y * count * C;
+    double sum = shared_total(parts, count, C, c);
+    if (threadIdx.x < 32 && c < C) parts[c] = sum;
+}
+"""
+)
+"""What adds parts up where they are."""
 
 
 @dataclass(frozen=True)
 class Channels:
     """How the sums over an array (N, C, S) are divided.
 
-    A block has `width` channels; `parts` blocks have the same ones.
+    A block has `width` times `apiece` channels, each of its threads `apiece`
+    neighbouring ones; `parts` blocks have the same ones.
     """
 
     shape: tuple[int, int, int]
     width: int
     parts: int
+    apiece: int = 1
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> "Channels":
-        """How to divide a tensor (N, C, *spatial)."""
+        """How to divide a tensor (N, C, *spatial) that may begin anywhere."""
         N, C, S = as_ncs(shape)
         width = 1 if S >= _SMALL_IMAGE else _LANES
         across = -(-C // width)
@@ -156,14 +236,42 @@ class Channels:
         parts = min(_MOST_PARTS, -(-_BLOCKS // max(1, across)), worth)
         return cls((N, C, S), width, max(1, parts))
 
+    @classmethod
+    def last(cls, shape: Sequence[int], nbytes: int) -> "Channels | None":
+        """How, where channels of so many bytes are last and fill whole accesses."""
+        N, C, S = as_ncs(shape)
+        apiece = _ACCESS // nbytes
+        if S != 1 or C == 0 or C % apiece:
+            return None
+        width = min(_LANES, 1 << (C // apiece - 1).bit_length())
+        across = -(-C // (width * apiece))
+        worth = N // (THREADS // width * _FEWEST)
+        return cls((N, C, S), width, max(1, min(-(-_BLOCKS // across), worth)), apiece)
+
+    @classmethod
+    def here(cls, call: KernelCall, *images: Any) -> "Channels":
+        """How to divide the first of these, all of one shape; None is a missing one."""
+        shape, nbytes = images[0].shape, images[0].dtype.itemsize
+        found = cls.last(shape, nbytes)
+        starts = (call.gpu.address(image) for image in images if image is not None)
+        if found is None or any(start % _ACCESS for start in starts):
+            return cls.of(shape)
+        return found
+
+    @classmethod
+    def most_bytes(cls, spec: TensorSpec) -> int:
+        """Bytes of the partial sums of a tensor, wherever it begins."""
+        other = cls.last(spec.shape, itemsize(spec.dtype))
+        return max(cls.of(spec.shape).nbytes, other.nbytes if other else 0)
+
     @property
     def blocks(self) -> tuple[int, int]:
-        """The grid of a kernel that makes a `Channel`."""
-        return -(-self.shape[1] // self.width), self.parts
+        """The grid of a kernel that makes a `ChannelsOf`."""
+        return -(-self.shape[1] // (self.width * self.apiece)), self.parts
 
     @property
     def arguments(self) -> tuple[int, int, int, int]:
-        """N, C, S, width: what a `Channel` is made of."""
+        """N, C, S, width: what a `ChannelsOf` is made of."""
         return (*self.shape, self.width)
 
     @property
@@ -171,10 +279,36 @@ class Channels:
         """Bytes of the partial sums."""
         return 8 * self.parts * self.shape[1]
 
+    def kernel(self, name: str) -> str:
+        """The kernel of this name for channels that are divided so."""
+        return name if self.apiece == 1 else f"{name}_last"
+
     def finish(self, call: KernelCall, program: Program, parts: Any, out: Any) -> None:
         """Add the parts up; the program has `FINISH`."""
         arguments = out, parts, self.parts, out.size
-        call.launch(program, "finish_channels", flat(out.size), *arguments)
+        blocks = (-(-out.size // _LANES),)
+        call.launch(program, "finish_channels", blocks, *arguments)
+
+    def merge(
+        self, call: KernelCall, program: Program, parts: Sequence[Any], like: Any
+    ) -> int:
+        """Add up what is shared by many; the program has `MERGE`.
+
+        Args:
+            call: What has a launcher.
+            program: Where the kernel is.
+            parts: Of sums that are behind each other in the workspace.
+            like: An array of the type that the program is compiled for.
+
+        Returns:
+            How many parts are left.
+        """
+        if self.apiece == 1 or self.parts == 1:
+            return self.parts
+        blocks = -(-self.shape[1] // _LANES), len(parts)
+        arguments = parts[0], self.parts, self.shape[1]
+        call.launch(program, "merge_parts", blocks, *arguments, like=like)
+        return 1
 
     def buffers(self, workspace: Any, count: int) -> list[Any]:
         """The first parts of a workspace, one for each of `count` sums."""

@@ -2,112 +2,234 @@
 
 Linear: pixel i s + k of the result lies f = (k + 1/2) / s - 1/2 from pixel i of the
 image, so it is (1 - |f|) of it and |f| of its neighbour on that side, at the border of
-itself. A thread has one result; gradients gather from the pixels that theirs has gone
-into.
+itself. A thread has a pixel of the small image, or neighbours that fill an access of 16
+bytes, and all of the large one that come of them: nothing is divided to find them.
 """
 
-from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
+from mucudnn.backends.cuda.kernels.program import (
+    KernelCall,
+    Operation,
+    Program,
+    walking,
+)
+from mucudnn.backends.cuda.kernels.windows import WALK
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
 PROGRAM = Program(
-    r"""
+    WALK
+    + r"""
 // One axis: pixels of the small image, and the factor.
 struct Axis {
     I size, scale;
     __device__ I large() const { return size * scale; }
-    __device__ A offset(I o) const {
-        return ((A)(o % scale) + (A)0.5) / scale - (A)0.5;
-    }
-    // The pixel that o takes |offset| of.
-    __device__ I neighbour(I o) const {
-        I i = o / scale;
-        A f = offset(o);
+    __device__ A offset(I k) const { return ((A)k + (A)0.5) / scale - (A)0.5; }
+    // The pixel that a result at offset f from pixel i takes |f| of.
+    __device__ I neighbour(I i, A f) const {
         if (f < 0) return i > 0 ? i - 1 : 0;
         return f > 0 && i < size - 1 ? i + 1 : i;
     }
-    // How much of pixel i there is in o.
-    __device__ A weight(I o, I i) const {
-        A f = offset(o) < 0 ? -offset(o) : offset(o);
-        return (o / scale == i ? 1 - f : (A)0) + (neighbour(o) == i ? f : (A)0);
+};
+// Results that pixel i has gone into, one after another: the k-th of pixel i + t.
+struct Taps {
+    Axis axis;
+    I i, o, end, t, k;
+    __device__ Taps(const Axis& axis, I i)
+        : axis(axis), i(i), o(i > 0 ? i * axis.scale - axis.scale / 2 : 0),
+          end(i < axis.size - 1 ? (i + 1) * axis.scale + axis.scale / 2 : axis.large()),
+          t(axis.scale > 1 && i > 0 ? -1 : 0),
+          k(t < 0 ? axis.scale - axis.scale / 2 : 0) {}
+    __device__ void next() {
+        ++o;
+        if (++k == axis.scale) k = 0, ++t;
     }
-    // Results that pixel i has gone into: from `first` to before `end`.
-    __device__ I first(I i) const { return i > 0 ? i * scale - scale / 2 : 0; }
-    __device__ I end(I i) const {
-        return i < size - 1 ? (i + 1) * scale + scale / 2 : large();
+    __device__ A weight() const {
+        A f = axis.offset(k), much = f < 0 ? -f : f;
+        if (t != 0) return much;
+        return axis.neighbour(i, f) == i ? (A)1 : 1 - much;
     }
 };
 #define AXES I d_size, I d_scale, I h_size, I h_scale, I w_size, I w_scale
 #define MAKE_AXES                                                                 \
     const Axis D = {d_size, d_scale}, H = {h_size, h_scale}, W = {w_size, w_scale};
-// The place of element i of large images, and where its small image begins.
-#define LARGE_PLACE                                                               \
-    I w = i % W.large(), h = i / W.large() % H.large();                           \
-    I d = i / W.large() / H.large() % D.large();                                  \
-    I image = i / W.large() / H.large() / D.large() * D.size * H.size * W.size;
-#define SMALL_PLACE                                                               \
-    I w = i % W.size, h = i / W.size % H.size, d = i / W.size / H.size % D.size;  \
-    I image = i / W.size / H.size / D.size * D.large() * H.large() * W.large();
+
+// Where a thread's V neighbours are, and the row of large images that begins there.
+#define EACH_SMALL                                                                \
+    for (Walk at(W.size / V, H.size, D.size); at.i < count / V; at.next())
+#define SMALL (((at.image * D.size + at.d) * H.size + at.h) * W.size + at.w * V)
+#define LARGE(od, oh)                                                             \
+    (((at.image * D.large() + (od)) * H.large() + (oh)) * W.large() + at.w * V * W.scale)
+
+// By 16 bytes at once where rows are full of them and the factor is a small one.
+#define DISPATCH(function, small, large)                                          \
+    bool packed = W.size % PACKED == 0 && aligned(small) && aligned(large);       \
+    if (packed && W.scale == 1) function<PACKED, 1>(small, large, count, D, H, W);    \
+    else if (packed && W.scale == 2) function<PACKED, 2>(small, large, count, D, H, W); \
+    else function<1, 0>(small, large, count, D, H, W);
+
+#define IMAGES(X, Y) X* small, Y* large, I count, Axis D, Axis H, Axis W
+
+// SCALE packs of results, element by element: f(pixel of the pack, k).
+template <int V, int SCALE, class F>
+__device__ void put(T* large, I scale, const F& f) {
+    if constexpr (V == 1) {
+        for (I k = 0; k < scale; ++k) large[k] = f(0, k);
+    } else {
+#pragma unroll
+        for (int q = 0; q < SCALE; ++q) {
+            Pack<T, V> made;
+#pragma unroll
+            for (int j = 0; j < V; ++j)
+                made.at[j] = f((q * V + j) / SCALE, (q * V + j) % SCALE);
+            store(large + q * V, made);
+        }
+    }
+}
+
+template <int V, int SCALE> __device__ void repeat(IMAGES(const T, T)) {
+    EACH_SMALL {
+        Pack<T, V> v = load<V>(small + SMALL);
+        for (I kd = 0; kd < D.scale; ++kd)
+            for (I kh = 0; kh < H.scale; ++kh)
+                put<V, SCALE>(large + LARGE(at.d * D.scale + kd, at.h * H.scale + kh),
+                              W.scale, [&](int j, I) { return v.at[j]; });
+    }
+}
+
+template <int V, int SCALE> __device__ void gather(IMAGES(T, const T)) {
+    EACH_SMALL {
+        A sums[V] = {};
+        for (I kd = 0; kd < D.scale; ++kd)
+            for (I kh = 0; kh < H.scale; ++kh) {
+                const T* from =
+                    large + LARGE(at.d * D.scale + kd, at.h * H.scale + kh);
+                if constexpr (V == 1) {
+                    for (I k = 0; k < W.scale; ++k) sums[0] += (A)from[k];
+                } else {
+#pragma unroll
+                    for (int q = 0; q < SCALE; ++q) {
+                        Pack<T, V> v = load<V>(from + q * V);
+#pragma unroll
+                        for (int j = 0; j < V; ++j)
+                            sums[(q * V + j) / SCALE] += (A)v.at[j];
+                    }
+                }
+            }
+        Pack<T, V> made;
+        for (int j = 0; j < V; ++j) made.at[j] = (T)sums[j];
+        store(small + SMALL, made);
+    }
+}
+
+// Of two neighbours; of the first alone what the second has no part in.
+__device__ A between(A one, A other, A part) {
+    return part == 0 ? one : (1 - part) * one + part * other;
+}
+
+// Columns of the rows that one row of results is made of.
+struct Column {
+    const T *near, *high, *deep, *both;
+    A part_h, part_d;
+    __device__ A operator()(I w) const {
+        A here = between((A)near[w], part_h == 0 ? (A)0 : (A)high[w], part_h);
+        if (part_d == 0) return here;
+        A there = between((A)deep[w], part_h == 0 ? (A)0 : (A)both[w], part_h);
+        return between(here, there, part_d);
+    }
+};
+
+template <int V, int SCALE> __device__ void blend(IMAGES(const T, T)) {
+    EACH_SMALL {
+        I w = at.w * V, left = w > 0 ? w - 1 : 0;
+        I right = w + V < W.size ? w + V : W.size - 1;
+        const T* image = small + at.image * D.size * H.size * W.size;
+        for (I kd = 0; kd < D.scale; ++kd)
+            for (I kh = 0; kh < H.scale; ++kh) {
+                A fd = D.offset(kd), fh = H.offset(kh);
+                I near = at.d * H.size, deep = D.neighbour(at.d, fd) * H.size;
+                I high = H.neighbour(at.h, fh);
+                Column column = {image + (near + at.h) * W.size,
+                                 image + (near + high) * W.size,
+                                 image + (deep + at.h) * W.size,
+                                 image + (deep + high) * W.size,
+                                 fh < 0 ? -fh : fh,
+                                 fd < 0 ? -fd : fd};
+                A columns[V + 2];
+                columns[0] = column(left), columns[V + 1] = column(right);
+                for (int j = 0; j < V; ++j) columns[j + 1] = column(w + j);
+                put<V, SCALE>(large + LARGE(at.d * D.scale + kd, at.h * H.scale + kh),
+                              W.scale, [&](int j, I k) {
+                                  A f = W.offset(k);
+                                  return f < 0 ? (T)between(columns[j + 1], columns[j], -f)
+                                               : (T)between(columns[j + 1],
+                                                            columns[j + 2], f);
+                              });
+            }
+    }
+}
+
+// What V pixels from w on get of a row of large images, which begins at theirs.
+template <int V, int SCALE>
+__device__ void row_grad(const T* row, const Axis& W, I w, A* made) {
+    if constexpr (SCALE == 0) {
+        A sum = 0;
+        for (Taps tap(W, w); tap.o < tap.end; tap.next())
+            sum += tap.weight() * (A)row[tap.o - w * W.scale];
+        made[0] = sum;
+    } else if constexpr (SCALE == 1) {
+        Pack<T, V> v = load<V>(row);
+        for (int j = 0; j < V; ++j) made[j] = (A)v.at[j];
+    } else {
+        A d[2 * V + 2];
+        d[0] = w > 0 ? (A)row[-1] : (A)0;
+        d[2 * V + 1] = w + V < W.size ? (A)row[2 * V] : (A)0;
+        Pack<T, V> one = load<V>(row), other = load<V>(row + V);
+#pragma unroll
+        for (int j = 0; j < V; ++j)
+            d[j + 1] = (A)one.at[j], d[V + j + 1] = (A)other.at[j];
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+            A first = w + j == 0 ? (A)1 : (A)0.75;
+            A second = w + j == W.size - 1 ? (A)1 : (A)0.75;
+            made[j] = (A)0.25 * d[2 * j] + first * d[2 * j + 1] +
+                      second * d[2 * j + 2] + (A)0.25 * d[2 * j + 3];
+        }
+    }
+}
+
+template <int V, int SCALE> __device__ void blend_grad(IMAGES(T, const T)) {
+    EACH_SMALL {
+        A sums[V] = {}, row[V];
+        for (Taps d(D, at.d); d.o < d.end; d.next())
+            for (Taps h(H, at.h); h.o < h.end; h.next()) {
+                A weight = d.weight() * h.weight();
+                row_grad<V, SCALE>(large + LARGE(d.o, h.o), W, at.w * V, row);
+                for (int j = 0; j < V; ++j) sums[j] += weight * row[j];
+            }
+        Pack<T, V> made;
+        for (int j = 0; j < V; ++j) made.at[j] = (T)sums[j];
+        store(small + SMALL, made);
+    }
+}
 
 KERNEL upsample_nearest(const T* x, T* y, I count, AXES) {
     MAKE_AXES
-    EACH(i, count) {
-        LARGE_PLACE
-        y[i] = x[image + (d / D.scale * H.size + h / H.scale) * W.size + w / W.scale];
-    }
+    DISPATCH(repeat, x, y)
 }
 
 KERNEL upsample_nearest_grad(const T* dy, T* dx, I count, AXES) {
     MAKE_AXES
-    EACH(i, count) {
-        SMALL_PLACE
-        A sum = 0;
-        for (I od = d * D.scale; od < (d + 1) * D.scale; ++od)
-            for (I oh = h * H.scale; oh < (h + 1) * H.scale; ++oh)
-                for (I ow = w * W.scale; ow < (w + 1) * W.scale; ++ow)
-                    sum += (A)dy[image + (od * H.large() + oh) * W.large() + ow];
-        dx[i] = (T)sum;
-    }
+    DISPATCH(gather, dx, dy)
 }
 
 KERNEL upsample_bilinear(const T* x, T* y, I count, AXES) {
     MAKE_AXES
-    EACH(i, count) {
-        LARGE_PLACE
-        const T* from = x + image;
-        I d0 = d / D.scale, h0 = h / H.scale, w0 = w / W.scale;
-        I d1 = D.neighbour(d), h1 = H.neighbour(h), w1 = W.neighbour(w);
-        A fd = D.offset(d), fh = H.offset(h), fw = W.offset(w);
-        fd = fd < 0 ? -fd : fd;
-        fh = fh < 0 ? -fh : fh;
-        fw = fw < 0 ? -fw : fw;
-        A sum = 0;
-        for (int corner = 0; corner < 8; ++corner) {
-            I id = corner & 4 ? d1 : d0, ih = corner & 2 ? h1 : h0;
-            I iw = corner & 1 ? w1 : w0;
-            A part = (corner & 4 ? fd : 1 - fd) * (corner & 2 ? fh : 1 - fh) *
-                     (corner & 1 ? fw : 1 - fw);
-            if (part != 0) sum += part * (A)from[(id * H.size + ih) * W.size + iw];
-        }
-        y[i] = (T)sum;
-    }
+    DISPATCH(blend, x, y)
 }
 
 KERNEL upsample_bilinear_grad(const T* dy, T* dx, I count, AXES) {
     MAKE_AXES
-    EACH(i, count) {
-        SMALL_PLACE
-        A sum = 0;
-        for (I od = D.first(d); od < D.end(d); ++od)
-            for (I oh = H.first(h); oh < H.end(h); ++oh) {
-                A row = 0;
-                for (I ow = W.first(w); ow < W.end(w); ++ow)
-                    row += W.weight(ow, w) *
-                           (A)dy[image + (od * H.large() + oh) * W.large() + ow];
-                sum += D.weight(od, d) * H.weight(oh, h) * row;
-            }
-        dx[i] = (T)sum;
-    }
+    DISPATCH(blend_grad, dx, dy)
 }
 """
 )
@@ -122,8 +244,8 @@ def _resampling(kernel: str, *, gradient: bool) -> Operation:
         axes = list(zip(small.shape[2:], call.attrs["scale"], strict=True))
         axes = [(1, 1)] * (3 - len(axes)) + axes
         numbers = (number for axis in axes for number in axis)
-        blocks = flat(made.size)
-        call.launch(PROGRAM, kernel, blocks, given, made, made.size, *numbers)
+        blocks = walking(small.size)
+        call.launch(PROGRAM, kernel, blocks, given, made, small.size, *numbers)
 
     return Operation(run)
 
