@@ -205,7 +205,8 @@ def _forward_last(
     x, gamma, beta, *running, term, y, mean, inv_std = operands
     parts, shape = channels.buffers(call.workspace, 2), channels.arguments
     call.launch(PROGRAM, "channel_moments_last", channels.blocks, x, *parts, *shape)
-    arguments = x, *parts, channels.parts, *running, mean, inv_std, *shape[:2], *rules
+    origin = x[:1], *parts, channels.parts
+    arguments = *origin, *running, mean, inv_std, *shape[:2], *rules
     blocks = (-(-x.shape[1] // 32),)
     call.launch(PROGRAM, "batch_norm_finish", blocks, *arguments, beside=gamma)
     apply_last(call, channels, (x, gamma, beta, mean, inv_std, term, y), relu=relu)

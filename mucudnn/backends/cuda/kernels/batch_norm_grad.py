@@ -180,10 +180,10 @@ def backward(
         return
     parts = channels.buffers(call.workspace, 2)
     partial_sums(call, channels, operands, parts)
-    left = channels.merge(call, PROGRAM, parts, x)
+    left, totals = channels.merge(call, PROGRAM, parts, x)
     if y is not None:  # what it let through is kept
         operands = x, dterm, None, gamma, None, mean, inv_std, None
-    arguments = *operands, *results, *parts, left, *channels.arguments
+    arguments = *operands, *results, *totals, left, *channels.arguments
     blocks, name = channels.blocks, channels.kernel("batch_norm_grad")
     call.launch(PROGRAM, name, blocks, *arguments, beside=mean)
 

@@ -130,8 +130,8 @@ def moments(call: KernelCall, channels: Channels) -> None:
     partial = x, sums, squares
     blocks, name = channels.blocks, channels.kernel("channel_moments")
     call.launch(WHOLE, name, blocks, *partial, *channels.arguments)
-    left = channels.merge(call, WHOLE, (sums, squares), x)
-    finished = *partial, stats, left, *channels.shape
+    left, totals = channels.merge(call, WHOLE, (sums, squares), x)
+    finished = x, *totals, stats, left, *channels.shape
     call.launch(PROGRAM, "finish_moments", flat(channels.shape[1]), *finished)
 
 
@@ -182,8 +182,9 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
     parts = channels.buffers(call.workspace, 2)
     operands = x, dy, None, None, None, mean, inv_std, None
     partial_sums(call, channels, operands, parts)
-    C, left = channels.shape[1], channels.merge(call, WHOLE, parts, x)
-    finished = inv_std, *call.outputs, *parts, left, C
+    left, totals = channels.merge(call, WHOLE, parts, x)
+    C = channels.shape[1]
+    finished = inv_std, *call.outputs, *totals, left, C
     call.launch(PROGRAM, "batch_norm_grad_sums", flat(C), *finished)
 
 

@@ -39,6 +39,7 @@ _FEWEST = 8  # elements of a thread, or the parts are not worth their addition
 _LANES = 32
 _SMALL_IMAGE = 8  # elements: below, a row of an image is no full access to memory
 _ACCESS = 16  # bytes of a thread's access to memory
+_SUMMED = 512  # bytes of a channel at least, of which a part is a sum of 8 bytes
 
 PARTIALS = 512
 """Most blocks of a sum over everything."""
@@ -245,7 +246,7 @@ class Channels:
             return None
         width = min(_LANES, 1 << (C // apiece - 1).bit_length())
         across = -(-C // (width * apiece))
-        worth = N // (THREADS // width * _FEWEST)
+        worth = N * nbytes // _SUMMED
         return cls((N, C, S), width, max(1, min(-(-_BLOCKS // across), worth)), apiece)
 
     @classmethod
@@ -291,7 +292,7 @@ class Channels:
 
     def merge(
         self, call: KernelCall, program: Program, parts: Sequence[Any], like: Any
-    ) -> int:
+    ) -> tuple[int, Sequence[Any]]:
         """Add up what is shared by many; the program has `MERGE`.
 
         Args:
@@ -301,14 +302,14 @@ class Channels:
             like: An array of the type that the program is compiled for.
 
         Returns:
-            How many parts are left.
+            How many parts are left, and where.
         """
         if self.apiece == 1 or self.parts == 1:
-            return self.parts
+            return self.parts, parts
         blocks = -(-self.shape[1] // _LANES), len(parts)
         arguments = parts[0], self.parts, self.shape[1]
         call.launch(program, "merge_parts", blocks, *arguments, like=like)
-        return 1
+        return 1, [part[: 8 * self.shape[1]] for part in parts]
 
     def buffers(self, workspace: Any, count: int) -> list[Any]:
         """The first parts of a workspace, one for each of `count` sums."""
