@@ -178,14 +178,9 @@ def table(result: Mapping[str, Any]) -> str:
     return render(header, rows)
 
 
-class _Listed:
-    """Convolutions that do a bias and a ReLU: those that cuDNN 9.19 has engines for."""
-
-    def offers(self, problem: ConvProblem, bias: str) -> bool:
-        return bias == problem.dtype or problem.layout == "NHWC"
-
-    def bind(self, *operands: Any) -> None:
-        """Nothing is run."""
+def _listed(problem: ConvProblem, bias: str) -> bool:
+    """Whether cuDNN 9.19 has engines for a convolution with a bias and a ReLU."""
+    return bias == problem.dtype or problem.layout == "NHWC"
 
 
 def turned_inside(graph: Graph) -> int:
@@ -210,7 +205,7 @@ def _step(
         precision=precision,
         loss_scale=None,
         fuse=fuse,
-        epilogues=_Listed(),
+        offers=_listed,
         layout=lambda graph, trains: stored(graph, layout),
     ).steps[0]
     found = traffic_of(graph)

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mucudnn.backends.cuda.conv.epilogue import bias_relu_graph
 from mucudnn.backends.cuda.conv.fused import CudaEpilogues
 from mucudnn.backends.cuda.conv.graph import GraphLibrary, PlanKey
 from mucudnn.backends.cuda.conv.operation import operation_graph
+from mucudnn.backends.kernel import Kernel
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
@@ -25,6 +27,7 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fused
 from mucudnn.passes.graph.precision.mixed_precision import lowered
 from mucudnn.passes.graph.split import split_batch
+from mucudnn.runtime.training.step.epilogue_race import EpilogueRace
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.training.training_graphs import step_graphs
 from tests.cuda_emulator import COMPILER
@@ -239,6 +242,106 @@ def test_engines_that_cannot_be_had_are_passed_over(library):
     assert not work.epilogues.offers(layer(5), "float32")
 
 
+# The race.
+
+
+class Timer:
+    """A device whose clock shows what its work says that it took."""
+
+    def __init__(self, device):
+        self._device, self.now = device, 0.0
+
+    def __getattr__(self, name):
+        return getattr(self._device, name)
+
+    def begin(self):
+        return self.now
+
+    record = begin
+
+    def elapsed_ms(self, start, stop):
+        return stop - start
+
+
+class InOne:
+    """A library that does bias and ReLU within a convolution, in so many ms."""
+
+    def __init__(self, timer, ms):
+        self.timer, self.ms, self.shapes = timer, ms, []
+
+    def offers(self, problem, bias):
+        return bias == "float32"
+
+    def bind(self, plan, x, w, bias, y, scratch):
+        self.shapes.append((x.shape, w.shape, bias.shape, y.shape))
+
+        def call():
+            self.timer.now += self.ms
+
+        return call
+
+
+def race(ms, problem):
+    """One whose convolutions, biases with ReLUs behind and both take 1, 1 and `ms`."""
+    cpu = get_backend("cpu")
+    timer, kernel = Timer(cpu.device), cpu.kernels["bias_relu"]
+
+    def slow(*arguments):
+        timer.now += 1
+        kernel.run(*arguments)
+
+    def bound(plan, replay):
+        def run(*operands):
+            timer.now += 1
+
+        return SimpleNamespace(run=run)
+
+    backend = replace(
+        cpu,
+        device=timer,
+        binder=bound,
+        epilogues=InOne(timer, ms),
+        kernels={**cpu.kernels, "bias_relu": Kernel(slow, kernel.workspace)},
+    )
+    row = AlgoPerf(algo="", batch=problem.batch, time_ms=1.0, workspace=64)
+    plans = {problem: ConvPlan(problem, (row,))}
+    return backend, EpilogueRace(Tuner(backend=backend, rule=QUICK), None, plans)
+
+
+@layouts
+@pytest.mark.parametrize(("ms", "wins"), [(0.5, True), (2.0, True), (2.5, False)])
+def test_the_faster_of_one_call_and_two_is_taken(ms, wins, layout):
+    problem = layer(3, dtype="float32", layout=layout)
+    backend, found = race(ms, problem)
+    assert found.times(problem, "float32") == (ms, 2)
+    assert found.offers(problem, "float32") is wins
+    asked = len(backend.epilogues.shapes)
+    assert found.offers(problem, "float32") is wins
+    assert not found.offers(problem, "float16")
+    x, w, y = (spec.shape for spec in problem.operands())
+    assert backend.epilogues.shapes == [(x, w, problem.w_shape[:1], y)] * asked
+    assert asked == 2
+
+
+def test_what_is_not_timed_is_what_would_run_anyway():
+    problem = layer(3)
+    for epilogues, offered in ((None, False), (Nothing(), True)):
+        tuner = Tuner(backend=replace(get_backend("cpu"), epilogues=epilogues))
+        found = EpilogueRace(tuner, None, race(9, problem)[1]._plans)
+        assert found.offers(problem, "float32") is offered
+
+
+@pytest.mark.parametrize("times", [(1.0, 2.0), (2.0, 1.0), None])
+def test_a_trainer_plans_what_has_won(times, monkeypatch):
+    monkeypatch.setattr(EpilogueRace, "times", lambda *_: times)
+    backend = replace(get_backend("cpu"), epilogues=Nothing())
+    expected, _ = losses("cpu")
+    found, made = losses(backend)
+    taken = any(n.op == "conv" and len(n.inputs) == 3 for n in made.graph.nodes)
+    assert taken is (times != (2.0, 1.0))
+    assert np.allclose(found, expected, rtol=1e-5)
+
+
 @emulated
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -253,6 +356,7 @@ def test_engines_that_cannot_be_had_are_passed_over(library):
     ],
 )
 def test_training_on_the_device_agrees(more, apart, inside, tmp_path, monkeypatch):
+    monkeypatch.setattr(EpilogueRace, "times", lambda *_: None)  # by no clock
     expected, _ = losses("cpu")
     _, gpu = stand_in(monkeypatch, tmp_path)
     gpu = replace(gpu, epilogues=CudaEpilogues(gpu.conv))

@@ -83,6 +83,26 @@ class ColdBench:
             runner = self._backend.bind(plan)
             return self._median(lambda: runner.run(a, b, out, scratch, False))
 
+    def calls_ms(
+        self,
+        needed: WorkingSet,
+        made: Callable[[Sequence[Array], Buffer | None], Sequence[Callable[[], None]]],
+    ) -> tuple[float, ...]:
+        """Median times of calls on tensors of random numbers.
+
+        Args:
+            needed: The tensors, and the workspace.
+            made: (the tensors, the workspace) -> the calls.
+
+        Raises:
+            OutOfMemoryError: The pool does not hold the tensors.
+        """
+        with self._held(needed) as scratch:
+            for spec in needed.operands:
+                self._fill(spec)
+            views = [self._pool.view(spec.name, spec) for spec in needed.operands]
+            return tuple(self._median(call) for call in made(views, scratch))
+
     def link(self, nbytes: int = LINK_BYTES) -> tuple[float, float]:
         """Bytes a millisecond to the host and from it.
 

@@ -30,6 +30,7 @@ from mucudnn.runtime.training.parameters import StateStore, load_weights, save_w
 from mucudnn.runtime.training.ranks import PER_RANK, Ranks, check_together
 from mucudnn.runtime.training.step.beside_budget import keeps_copies
 from mucudnn.runtime.training.step.convolution_plans import Plans, fixed_plans
+from mucudnn.runtime.training.step.epilogue_race import EpilogueRace
 from mucudnn.runtime.training.step.layouts import Layouts
 from mucudnn.runtime.training.step.memory import taken
 from mucudnn.runtime.training.step.placed_steps import place_steps
@@ -167,7 +168,7 @@ class Trainer:
             loss_scale=self._scale,
             divided=self._ranks.part(divider),
             fuse=fuse,
-            epilogues=tuner.backend.epilogues,
+            offers=EpilogueRace(tuner, budget, plans).offers,
             layout=Layouts(layout, tuner, budget, progress),
             keep_copies=partial(keeps_copies, tuner, budget, order, plans),
         )

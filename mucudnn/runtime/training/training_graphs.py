@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mucudnn.arguments import an_integer, of_type, one_of
-from mucudnn.backends.base import Epilogues
 from mucudnn.ir.graph import PERSISTENT, Graph, Role
 from mucudnn.ir.loss_scaling import DynamicLossScale, loss_scale_of
 from mucudnn.ir.optimizers import Optimizer
 from mucudnn.models import IMAGE, LABEL
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.fusion import fused
+from mucudnn.passes.graph.fusion import Offers, fused
 from mucudnn.passes.graph.gradient_accumulation import accumulating
 from mucudnn.passes.graph.optimizer_updates import STEP, When, with_updates
 from mucudnn.passes.graph.precision.loss_scaling import with_scale_as_state
@@ -78,14 +77,14 @@ def training_graphs(
     loss_scale: DynamicLossScale | float | str | None,
     divided: Divided | None = None,
     fuse: bool = True,
-    epilogues: Epilogues | None = None,
+    offers: Offers | None = None,
     layout: Layout | None = None,
     keep_copies: Callable[[Graph], bool] = lambda step: True,
 ) -> TrainingGraphs:
     """All graphs of a trainer; its arguments are explained there.
 
     What `divided` makes of a training graph without updates is trained, and `layout`
-    says how images are stored; `epilogues` may be fused into convolutions, too.
+    says how images are stored, `offers` which convolutions take in what is behind them.
     `keep_copies` is asked of a step whose updates keep narrow copies of parameters,
     which then no step casts.
 
@@ -103,7 +102,6 @@ def training_graphs(
     if layout is not None:
         forward = [layout(graph, graph is forward[0]) for graph in forward]
     if fuse:
-        offers = None if epilogues is None else epilogues.offers
         forward = [fused(graph, offers) for graph in forward]
     usual = 1.0 if precision is None else LOSS_SCALES[precision]
     steps = step_graphs(

@@ -1,9 +1,10 @@
 """Group and layer normalisation (Wu and He, 2018; Ba et al., 2016), sample by sample.
 
 A group of a sample is a row of `length` neighbouring elements, and a block takes one;
-a thread divides to find its first elements in it, and adds to find the next. Gamma has one value for `inner` neighbouring elements of a sample: S if it is a
-channel's, 1 if it is an element's. So seen, its gradient is a sum over samples and
-pixels of (N, values of gamma, inner), as a batch normalisation's.
+a thread divides to find its first elements in it, and adds to find the next. Gamma has
+one value for `inner` neighbouring elements of a sample: S if it is a channel's, 1 if it
+is an element's. So seen, its gradient is a sum over samples and pixels of (N, values of
+gamma, inner), as a batch normalisation's.
 """
 
 import math
@@ -31,13 +32,14 @@ __all__ = [
 ]
 
 ROWS = r"""
-// A row of the group `row`, and a thread's elements of it, with the values of gamma that
-// they have: one for `inner` neighbours.
+// A row, and a thread's elements of it with the values of gamma that they have: one for
+// `inner` neighbours.
 struct Row {
     I begin, first, length, inner, thread, threads;
     __device__ Row(I row, I groups, I length, I inner, I part, I parts)
         : begin(row * length), first(row % groups * length), length(length),
-          inner(inner), thread(part * THREADS + threadIdx.x), threads(parts * THREADS) {}
+          inner(inner), thread(part * THREADS + threadIdx.x),
+          threads(parts * THREADS) {}
     __device__ bool packs() const {
         return length % PACKED == 0 && (inner == 1 || inner >= PACKED);
     }

@@ -134,7 +134,8 @@ __device__ void gradient(const T* x, const T* y, const T* dy, T* dx, A* shared,
         Pack<A, V>* ring = (Pack<A, V>*)shared + threadIdx.x;
         gradient<V>(x, y, dy, dx, ring, THREADS, pixels, factor, rules);
     } else {
-        Pack<A, V>* ring = (Pack<A, V>*)workspace + (I)blockIdx.x * THREADS + threadIdx.x;
+        I thread = (I)blockIdx.x * THREADS + threadIdx.x;
+        Pack<A, V>* ring = (Pack<A, V>*)workspace + thread;
         gradient<V>(x, y, dy, dx, ring, (I)gridDim.x * THREADS, pixels, factor, rules);
     }
 }

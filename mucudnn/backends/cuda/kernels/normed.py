@@ -52,7 +52,8 @@ template <int CH> struct NormedOf {
     __device__ NormedOf(I c, const P* gamma, const P* beta, const P* mean,
                         const P* inv_std) {
         for (int j = 0; j < CH; ++j)
-            of[j] = beta ? Normed(mean[c + j], inv_std[c + j], gamma[c + j], beta[c + j])
+            of[j] = beta ? Normed(mean[c + j], inv_std[c + j], gamma[c + j],
+                                  beta[c + j])
                          : Normed(mean[c + j]);
     }
 };

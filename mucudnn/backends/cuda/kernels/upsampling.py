@@ -58,14 +58,18 @@ struct Taps {
     for (Walk at(W.size / V, H.size, D.size); at.i < count / V; at.next())
 #define SMALL (((at.image * D.size + at.d) * H.size + at.h) * W.size + at.w * V)
 #define LARGE(od, oh)                                                             \
-    (((at.image * D.large() + (od)) * H.large() + (oh)) * W.large() + at.w * V * W.scale)
+    (((at.image * D.large() + (od)) * H.large() + (oh)) * W.large() +             \
+     at.w * V * W.scale)
 
 // By 16 bytes at once where rows are full of them and the factor is a small one.
 #define DISPATCH(function, small, large)                                          \
     bool packed = W.size % PACKED == 0 && aligned(small) && aligned(large);       \
-    if (packed && W.scale == 1) function<PACKED, 1>(small, large, count, D, H, W);    \
-    else if (packed && W.scale == 2) function<PACKED, 2>(small, large, count, D, H, W); \
-    else function<1, 0>(small, large, count, D, H, W);
+    if (packed && W.scale == 1)                                                   \
+        function<PACKED, 1>(small, large, count, D, H, W);                        \
+    else if (packed && W.scale == 2)                                              \
+        function<PACKED, 2>(small, large, count, D, H, W);                        \
+    else                                                                          \
+        function<1, 0>(small, large, count, D, H, W);
 
 #define IMAGES(X, Y) X* small, Y* large, I count, Axis D, Axis H, Axis W
 
@@ -159,10 +163,9 @@ template <int V, int SCALE> __device__ void blend(IMAGES(const T, T)) {
                 for (int j = 0; j < V; ++j) columns[j + 1] = column(w + j);
                 put<V, SCALE>(large + LARGE(at.d * D.scale + kd, at.h * H.scale + kh),
                               W.scale, [&](int j, I k) {
-                                  A f = W.offset(k);
-                                  return f < 0 ? (T)between(columns[j + 1], columns[j], -f)
-                                               : (T)between(columns[j + 1],
-                                                            columns[j + 2], f);
+                                  A f = W.offset(k), own = columns[j + 1];
+                                  return (T)(f < 0 ? between(own, columns[j], -f)
+                                                   : between(own, columns[j + 2], f));
                               });
             }
     }

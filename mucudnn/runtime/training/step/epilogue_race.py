@@ -1,0 +1,107 @@
+"""Whether a bias and a ReLU within a convolution are faster than behind it: measured.
+
+The engines that do all three are others than those a convolution was tuned with, and
+may be slower by more than a pass over its result takes. So both are timed, once for
+each convolution, by the plan that it would have: one call, and its plan's with a kernel
+behind. The faster is what is planned.
+"""
+
+import logging
+from dataclasses import replace
+
+from mucudnn.errors import OutOfMemoryError, PlanningError
+from mucudnn.ir.conv import ConvPlan, ConvProblem
+from mucudnn.ir.graph import Graph, Role
+from mucudnn.ir.operations import EPILOGUE, make_node
+from mucudnn.ir.tensor import TensorSpec
+from mucudnn.runtime.executor.epilogue import ways_to_run
+from mucudnn.runtime.profiling.cold_timing import cold_bench
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.step.convolution_plans import Plans
+from mucudnn.runtime.training.step.sizes import WorkingSet
+from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.tuner import Tuner
+
+__all__ = ["EpilogueRace"]
+
+logger = logging.getLogger(__name__)
+
+_RULE = StoppingRule(min_samples=3, max_samples=9, budget_ms=60.0)
+
+Times = tuple[float, float]
+"""Milliseconds in one call, and in two."""
+
+
+class EpilogueRace:
+    """Times both ways of every convolution that it is asked about, once.
+
+    Args:
+        tuner: Plans them; its backend computes.
+        budget: Within which they are measured.
+        plans: Made before: what they run by.
+    """
+
+    def __init__(
+        self,
+        tuner: Tuner,
+        budget: MemoryBudget | None = None,
+        plans: Plans | None = None,
+    ) -> None:
+        self._tuner, self._budget, self._plans = tuner, budget, plans or {}
+        self._wins: dict[tuple[ConvProblem, str], bool] = {}
+
+    def offers(self, problem: ConvProblem, bias: str) -> bool:
+        """Whether there is a kernel for all of it, and it is not the slower way.
+
+        Where there is none for the plan that was timed, nothing speaks against one for
+        another plan: what runs until then is what would run anyway.
+        """
+        epilogues = self._tuner.backend.epilogues
+        if epilogues is None or not epilogues.offers(problem, bias):
+            return False
+        key = problem, bias
+        if key not in self._wins:
+            times = self.times(problem, bias)
+            self._wins[key] = times is None or times[0] <= times[1]
+            if times is not None:
+                logger.info(
+                    "bias and ReLU of %s: %.3g ms within, %.3g ms behind it",
+                    problem,
+                    *times,
+                )
+        return self._wins[key]
+
+    def times(self, problem: ConvProblem, bias: str) -> Times | None:
+        """What both ways take; None where only one can be run or be measured."""
+        try:
+            plan = self._plans.get(problem) or self._tuner.plan([problem])[0]
+        except PlanningError:  # the graph's own planning says more
+            return None
+        memory = None if self._budget is None else self._budget.nbytes
+        needed, graph = _operands(plan, bias)
+        if memory is not None and needed.pool_bytes > memory:
+            return None
+        backend = self._tuner.backend
+        sizes = [needed.pool_bytes]
+        try:
+            with cold_bench(backend, sizes, memory, _RULE) as bench:
+                times = bench.calls_ms(
+                    needed,
+                    lambda a, scratch: ways_to_run(backend, plan, graph, a, scratch),
+                )
+        except OutOfMemoryError as e:
+            logger.warning("bias and ReLU of %s are not timed: %s", problem, e)
+            return None
+        return (times[0], times[1]) if times else None
+
+
+def _operands(plan: ConvPlan, bias: str) -> tuple[WorkingSet, Graph]:
+    """x, w, y and a bias; and the node that adds it to y and applies a ReLU."""
+    alone, problem = WorkingSet.of_plan(plan), plan.problem
+    x, w, y = alone.operands
+    y = replace(y, layout=problem.layout, role=Role.INPUT)
+    b = TensorSpec("bias", (problem.w_shape[0],), bias, Role.INPUT)
+    made = replace(y, name="made", role=Role.ACTIVATION)
+    tensors = {spec.name: spec for spec in (y, b, made)}
+    node = make_node(tensors, EPILOGUE[1], EPILOGUE[1], (y.name, b.name), (made.name,))
+    return WorkingSet((x, w, y, b), alone.workspace), Graph(tensors, (node,), ())
