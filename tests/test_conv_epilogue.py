@@ -30,6 +30,7 @@ from mucudnn.passes.graph.split import split_batch
 from mucudnn.runtime.training.step.epilogue_race import EpilogueRace
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.training.training_graphs import step_graphs
+from mucudnn.runtime.tuning.tuner import Tuner
 from tests.cuda_emulator import COMPILER
 from tests.cuda_fake import FakeArray, fake_backend
 from tests.cuda_work import TOLERANCE, layer, layouts
@@ -305,7 +306,7 @@ def race(ms, problem):
     )
     row = AlgoPerf(algo="", batch=problem.batch, time_ms=1.0, workspace=64)
     plans = {problem: ConvPlan(problem, (row,))}
-    return backend, EpilogueRace(Tuner(backend=backend, rule=QUICK), None, plans)
+    return backend, EpilogueRace(Tuner(backend=backend), None, plans)
 
 
 @layouts
