@@ -23,7 +23,12 @@ from mucudnn.backends.cpu.conv import (
     implicit_precomp_gemm,
 )
 from mucudnn.backends.cpu.conv.fourier import products, separable
-from mucudnn.backends.cpu.conv.lowering import correlation, filter_gradient, scattering
+from mucudnn.backends.cpu.conv.lowering import (
+    blockwise,
+    correlation,
+    filter_gradient,
+    scattering,
+)
 from mucudnn.backends.cpu.conv.winograd import plan
 from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.backends.cpu.threads import Workers
@@ -82,7 +87,14 @@ DEPTHWISE_PIXELS = [
 
 
 SMALL_CUTS = {
-    implicit_gemm: {"_ROOM": 800, "_PIXELS": 5, "_TAPS": 4, "_SAMPLES": 1},
+    implicit_gemm: {"_SMALL": 800, "_LARGE": 1600, "_PART": 2},
+    blockwise: {
+        "_PIXELS": 5,
+        "_PER_PIXEL": 50,
+        "_TAPS": 4,
+        "_PER_TAP": 40,
+        "_SAMPLES": 1,
+    },
     implicit_precomp_gemm: {"_TILE_BYTES": 500},
     correlation: {"_LEAST_PIXELS": 5},
     scattering: {"_LEAST_PIXELS": 5},

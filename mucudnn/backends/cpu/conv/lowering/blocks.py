@@ -43,7 +43,7 @@ class Block:
     @property
     def kernel(self) -> tuple[int, ...]:
         """Taps along each axis."""
-        return tuple(map(_length, self.taps))
+        return (*map(_length, self.taps),)
 
 
 class Blocks:
@@ -280,7 +280,8 @@ def tap_block(
     shape = (groups, *terms, *outs)
     patches, matrix = matrix_buffer(buffer, shape, 1 + rank, by_column=last)
     if last:
-        patches = np.moveaxis(patches, 1 + rank, 1)
+        order = (*range(1, 1 + rank), *range(2 + rank, patches.ndim))
+        patches = patches.transpose(0, 1 + rank, *order)
     return patches, matrix
 
 

@@ -1,0 +1,309 @@
+"""A convolution as matrix products of blocks, in as little room as there is.
+
+A block of patches is gathered, all rows of the filter are multiplied by it at once, and
+the product is added where the result lies: BLAS takes leading dimensions and a factor
+for what is there, which `mucudnn.backends.cpu.blas` offers and `np.matmul` does not, so
+no product is kept. Where groups are so narrow that a block spans several, or where
+there is no such BLAS, part of the room is the product's, and the filter's rows are
+taken a few at a time.
+
+Backward data goes the other way: a block of the patches of dx is multiplied in full,
+then each tap's plane of it is added where the patch was read.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mucudnn.backends.cpu.blas import available, product
+from mucudnn.backends.cpu.conv.lowering.blocks import (
+    Block,
+    Blocks,
+    PatchBlock,
+    cuts,
+    pointwise,
+    reach,
+    tap_block,
+)
+from mucudnn.backends.cpu.conv.lowering.gather import (
+    Tiling,
+    as_matrix,
+    forward_gather,
+    grouped,
+)
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.ir.conv import ConvProblem, Direction
+
+__all__ = ["Blockwise"]
+
+_PIXELS = 64  # of a block of patches, about
+_PER_PIXEL = 256  # elements of a larger room, for each further pixel
+_TAPS = 12  # of a block that is scattered: each is an addition of its own
+_PER_TAP = 1024  # elements of a larger room, for each further tap
+_SAMPLES = 8  # that one plan of a block serves, while the result stays in cache
+
+_Step = Callable[[int], None]
+
+
+class Blockwise:
+    """The products of one problem, or of some of its samples.
+
+    Args:
+        problem: In any direction.
+        room: Elements of a worker's buffer.
+    """
+
+    def __init__(self, problem: ConvProblem, room: int) -> None:
+        self._problem, self.room = problem, room
+        self._gather = forward_gather(problem)
+        self._rank = len(problem.stride)
+        self._last = problem.layout == "NHWC"
+        self._pixelwise = pointwise(self._gather, problem.x_shape[2:])
+        outs, groups = self._gather.out_shape, problem.groups
+        self._pixels = math.prod(outs)
+        pixels = min(max(_PIXELS, room // _PER_PIXEL), self._pixels)
+        self._tile = Tiling(1, outs, pixels).pixels
+        data = problem.direction is Direction.BACKWARD_DATA
+        channels = (problem.w_shape[0] if data else problem.x_shape[1]) // groups
+        self._terms = channels * self._gather.num_taps
+        narrow = groups > 1 and 4 * self._terms * self._tile <= room
+        self._direct = available(problem.dtype) and not narrow
+
+        # for patches, for what padding surrounds and for a product
+        shares = (4, 2, 0) if self._direct else (2, 2, 2)
+        sixth = 0 if self.needs_no_room else room // 6
+        self._sizes = [share * sixth for share in shares]
+
+    @property
+    def needs_no_room(self) -> bool:
+        """Whether what is read is its own patches' matrix, and BLAS adds to results."""
+        return self._direct and self._pixelwise
+
+    def run(
+        self,
+        a: Any,
+        b: Any,
+        out: Any,
+        buffers: Sequence[Any],
+        workers: Workers,
+        accumulate: bool,
+    ) -> None:
+        """Write (or add) the result; see `Kernel`.
+
+        `buffers` are flat arrays of `room` elements, overwritten: one for each of the
+        workers that shall take part.
+        """
+        groups = self._problem.groups
+        one = grouped(a, groups, 1)
+        match self._problem.direction:
+            case Direction.FORWARD:
+                dest, filters = grouped(out, groups, 1), self._filters(b)
+                self._correlate(one, filters, dest, buffers, workers, accumulate)
+            case Direction.BACKWARD_FILTER:
+                if not accumulate:
+                    out[...] = 0
+                dy, dw = grouped(b, groups, 1), self._filters(out)
+                self._sum_filters(one, dy, dw, buffers, workers)
+            case Direction.BACKWARD_DATA if self._pixelwise:
+                dest = grouped(out, groups, 1)
+                filters = self._filters(b).transpose(0, 2, 1)
+                self._correlate(one, filters, dest, buffers, workers, accumulate)
+            case Direction.BACKWARD_DATA:
+                if not accumulate:
+                    out[...] = 0
+                dest = grouped(out, groups, 1)
+                self._scatter(one, self._filters(b), dest, buffers, workers)
+
+    def _filters(self, w: Any) -> Any:
+        """Filters, or their gradients, as a view (groups, outputs, terms)."""
+        w = grouped(w, self._problem.groups, 0)
+        taps = tuple(range(3, 3 + self._rank))
+        ordered = w.transpose(0, 1, *((*taps, 2) if self._last else (2, *taps)))
+        return as_matrix(ordered, 1, 1 + self._rank)
+
+    def _correlate(
+        self,
+        source: Any,
+        w: Any,
+        dest: Any,
+        buffers: Sequence[Any],
+        workers: Workers,
+        accumulate: bool,
+    ) -> None:
+        """Write (or add) w (G, D, terms) @ patches of (N, G, C, …) to (N, G, D, …)."""
+        blocks, tiling = self._cut(source)
+        samples, rows = self._shares(
+            source.shape[0], len(tiling), w.shape[1], len(buffers)
+        )
+
+        def work(worker: int, item: tuple[slice, int, slice]) -> None:
+            n, index, d = item
+            _, tile = tiling[index]
+            own = self._parts(buffers[worker])
+            for groups in blocks.groups():
+                out = as_matrix(dest[(n, groups, d, *tile)], 1, self._rank)
+                add = accumulate
+                for block in blocks.of_groups(groups):
+                    patches = self._patches(source[n], block, tile, own)
+                    filters = w[None, groups, d, block.columns]
+                    step = _adding(filters, patches.matrix, out, own[2], add)
+                    for i in range(out.shape[0]):
+                        patches.fill(i)
+                        step(i)
+                    add = True
+
+        items = itertools.product(samples, range(len(tiling)), rows)
+        workers.each(items, work, at_most=len(buffers))
+
+    def _sum_filters(
+        self, x: Any, dy: Any, dw: Any, buffers: Sequence[Any], workers: Workers
+    ) -> None:
+        """Add dy (N, G, K, …) @ patchesᵀ, over all tiles, to dw (G, K, terms)."""
+        blocks, tiling = self._cut(x)
+        every = [b for groups in blocks.groups() for b in blocks.of_groups(groups)]
+        rows = list(cuts(dw.shape[1], -(-dw.shape[1] // len(buffers))))
+        if len(every) >= len(buffers):
+            rows = [slice(0, dw.shape[1])]
+
+        def work(worker: int, item: tuple[Block, slice]) -> None:
+            block, k = item
+            own = self._parts(buffers[worker])
+            target = dw[None, block.groups, k, block.columns]
+            for _, tile in tiling:
+                errors = as_matrix(
+                    dy[(slice(None), block.groups, k, *tile)], 1, self._rank
+                )
+                patches = self._patches(x, block, tile, own)
+                across = patches.matrix.transpose(0, 1, 3, 2)
+                step = _adding(errors, across, target, own[2], True)
+                for i in range(x.shape[0]):
+                    patches.fill(i)
+                    step(i)
+
+        items = itertools.product(every, rows)
+        workers.each(items, work, at_most=len(buffers))
+
+    def _scatter(
+        self, dy: Any, w: Any, dx: Any, buffers: Sequence[Any], workers: Workers
+    ) -> None:
+        """Add wᵀ @ dy, as patches (G, terms, …) of dx, where they were read."""
+        blocks = Blocks(
+            self._gather,
+            dx.shape[1],
+            dx.shape[2],
+            max(1, self.room // self._tile),
+            taps_limit=max(_TAPS, self.room // _PER_TAP),
+            last=self._last,
+            spanning=True,
+        )
+        pixels = min(self._pixels, self.room // blocks.terms)
+        tiling = Tiling(1, self._gather.out_shape, pixels)
+        samples = cuts(dx.shape[0], _SAMPLES)
+
+        def work(worker: int, item: tuple[slice, tuple[slice, slice]]) -> None:
+            n, part = item
+            for block in blocks.of_part(*part):
+                filters = w[block.groups, :, block.columns].transpose(0, 2, 1)
+                for _, tile in tiling:
+                    errors = as_matrix(
+                        dy[(n, block.groups, slice(None), *tile)], 1, self._rank
+                    )
+                    planes, matrix = tap_block(
+                        buffers[worker], block, tile, last=self._last
+                    )
+                    adds = self._additions(dx[n], block, tile, planes)
+                    for i in range(errors.shape[0]):
+                        np.matmul(filters, errors[i], out=matrix)
+                        for target, plane in adds:
+                            np.add(target[i], plane, out=target[i])
+
+        items = itertools.product(samples, blocks.parts())
+        workers.each(items, work, at_most=len(buffers))
+
+    def _cut(self, source: Any) -> tuple[Blocks, Tiling]:
+        """Blocks of filter columns, and tiles of the result."""
+        size, pixels = self._sizes[0], self._pixels
+        limit = max(1, size // self._tile) if size else self._terms
+        blocks = Blocks(
+            self._gather,
+            source.shape[1],
+            source.shape[2],
+            limit,
+            taps_limit=limit,
+            last=self._last,
+            spanning=not self._direct,
+        )
+        if size:
+            pixels = max(1, min(pixels, size // blocks.terms))
+        return blocks, Tiling(1, self._gather.out_shape, pixels)
+
+    def _parts(self, buffer: Any) -> list[Any]:
+        """A worker's buffer, cut accordingly."""
+        starts = itertools.accumulate(self._sizes, initial=0)
+        return [buffer[start:stop] for start, stop in itertools.pairwise(starts)]
+
+    def _shares(
+        self, batch: int, tiles: int, rows: int, crew: int
+    ) -> tuple[list[slice], list[slice]]:
+        """Samples, and rows of the result, that are one item of work."""
+        samples = list(cuts(batch, min(_SAMPLES, -(-batch // crew))))
+        enough = len(samples) * tiles >= crew
+        return samples, list(cuts(rows, rows if enough else -(-rows // crew)))
+
+    def _patches(
+        self, source: Any, block: Block, tile: Sequence[slice], buffers: Sequence[Any]
+    ) -> PatchBlock:
+        return PatchBlock(source, self._gather, block, tile, buffers, last=self._last)
+
+    def _additions(
+        self, dx: Any, block: Block, tile: Sequence[slice], planes: Any
+    ) -> list[tuple[Any, Any]]:
+        """What is added to dx (N, G, C, …), and where: planes (G, C, *taps, *outs)."""
+        axes, part = self._gather.axes, dx[:, block.groups, block.channels]
+        adds = []
+        for own in itertools.product(*map(range, block.kernel)):
+            tap = [t.start + j for t, j in zip(block.taps, own, strict=True)]
+            if (hit := reach(axes, tap, tile, part.shape[3:])) is not None:
+                written, read = hit
+                adds.append((part[(..., *read)], planes[(..., *own, *written)]))
+        return adds
+
+
+def _adding(a: Any, b: Any, out: Any, buffer: Any, add: bool) -> _Step:
+    """What writes (or adds) one sample's product.
+
+    Args:
+        a: (N, G, m, k), or one for all samples; so are the others.
+        b: (N, G, k, n).
+        out: (N, G, m, n).
+        buffer: Where a product is kept that BLAS cannot add.
+        add: Instead of writing.
+    """
+    multiply = product(a[0, 0], b[0, 0], out[0, 0]) if out.shape[1] == 1 else None
+    if multiply is not None:
+        (one, step), (two, hop), (three, leap) = map(_addresses, (a, b, out))
+        beta = float(add)
+        return lambda i: multiply(one + i * step, two + i * hop, three + i * leap, beta)
+
+    def work(i: int) -> None:
+        left, right, target = (x[i if len(x) > 1 else 0] for x in (a, b, out))
+        if not add:
+            np.matmul(left, right, out=target)
+            return
+        groups, rows, columns = target.shape
+        for some in cuts(rows, max(1, buffer.size // (groups * columns))):
+            shape = (groups, some.stop - some.start, columns)
+            result = buffer[: math.prod(shape)].reshape(shape)
+            np.matmul(left[:, some], right, out=result)
+            np.add(target[:, some], result, out=target[:, some])
+
+    return work
+
+
+def _addresses(array: Any) -> tuple[int, int]:
+    """Where its first sample lies, and bytes from one to the next."""
+    start: int = array.__array_interface__["data"][0]
+    return start, array.strides[0] if len(array) > 1 else 0
