@@ -164,6 +164,8 @@ def pareto_divisions(
         launch_overhead_ms: Cost of each part after the first.
     """
     sweep = _Sweep(batch, rows, launch_overhead_ms)
+    if (whole := sweep.undivided()) is not None:
+        return whole
     falling: list[tuple[int, tuple[AlgoPerf, ...]]] = []
     while sweep.feasible:
         steps, cost = sweep.steps(), sweep.cost
@@ -272,6 +274,12 @@ class _Sweep:
     def cost(self) -> int:
         """Cost of the cheapest division, on this sweep's integer scale."""
         return self.total >> self._part_bits
+
+    def undivided(self) -> list[tuple[AlgoPerf, ...]] | None:
+        """The front where all rows are of the whole batch, so that none is divided."""
+        if self._batch > 1:
+            return None
+        return [(stair.perf,) for stair in self._stairs.get(1, [])]
 
     def lower(self, limit: int) -> None:
         """Forget algorithms that need more than `limit` bytes."""
