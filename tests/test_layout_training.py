@@ -138,6 +138,49 @@ def test_a_study_chooses_layouts_by_estimates():
     assert found.unbounded_ms == studied("NCHW").unbounded_ms
 
 
+def on_tensor_cores(layout, precision=None, model="resnet18", **more):
+    more = {"batch": 32, "device": "h200_half"} | more
+    return StepSpec(model=model, layout=layout, precision=precision, **more)
+
+
+def kept(spec):
+    return study_memory(spec, policies=["keep_all"], budget="64GiB")
+
+
+@pytest.mark.parametrize("precision", [None, "float16", "bfloat16"])
+def test_channels_last_pay_on_tensor_cores(precision):
+    first, last, auto = (
+        kept(on_tensor_cores(layout, precision)) for layout in ("NCHW", "NHWC", "auto")
+    )
+    assert auto.unbounded_ms <= last.unbounded_ms < first.unbounded_ms
+    assert auto.unbounded_ms < 0.95 * first.unbounded_ms
+    assert "channels last in 0 of" not in auto.figures["layout"]
+
+
+def test_half_precision_takes_less_memory_and_time():
+    wide, half = (
+        kept(on_tensor_cores("NHWC", kind, batch=512)) for kind in (None, "float16")
+    )
+    assert half.parameters == wide.parameters
+    assert 0.5 < half.unbounded_ms / wide.unbounded_ms < 0.7  # no faster products
+    assert 0.5 < half.unbounded.peak_bytes / wide.unbounded.peak_bytes < 0.55
+    assert half.figures["precision"].startswith("float16 ")
+    assert "precision" not in wide.figures
+    answering = on_tensor_cores("NCHW", "float16", inference=True).graph()
+    kinds = {n.attrs["problem"].dtype for n in answering.nodes if n.op == "conv"}
+    assert kinds == {"float16"}
+
+
+def test_a_study_in_half_precision_needs_figures_of_it():
+    spec = on_tensor_cores("NCHW", "float16", "lenet", device="h200")
+    with pytest.raises(
+        ValueError, match=r"float16; the figures of .*: a100_half, h100"
+    ):
+        study_memory(spec)
+    with pytest.raises(ValueError, match="unknown narrow type 'int8'"):
+        on_tensor_cores("NCHW", "int8", "lenet").graph()
+
+
 def test_a_study_in_strips_needs_channels_first():
     with pytest.raises(ValueError, match="give it the layout NCHW"):
         studied("NHWC", split="height:2")

@@ -23,6 +23,7 @@ from mucudnn.cli.options import (
     layout_option,
     option,
     placement_option,
+    precision_option,
     report_option,
     section,
     split_of,
@@ -156,6 +157,7 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         "is estimated: published); several are filled the fastest first."
     ),
     layout_option(),
+    precision_option(),
     cache_option,
 )
 @section(
@@ -233,6 +235,8 @@ def _step(
             raise BadInputError("PyTorch's allocator places tensors: no --placement")
         if settings["layout"] != "NCHW":
             raise BadInputError("PyTorch stores tensors as the model does: no --layout")
+        if settings["precision"] is not None:
+            raise BadInputError("PyTorch computes as the model does: no --precision")
         return step
     return StepSpec(
         model=made if isinstance(made, FunctionModel) else model,
@@ -244,6 +248,7 @@ def _step(
         inference=inference,
         placement=settings["placement"],
         layout=settings["layout"],
+        precision=settings["precision"],
     )
 
 

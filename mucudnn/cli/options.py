@@ -181,6 +181,15 @@ def layout_option() -> Option:
     )
 
 
+def precision_option() -> Option:
+    """`--precision`."""
+    return option(
+        "--precision",
+        "Of convolutions and products, where the backend has it.",
+        click.Choice(["float16", "bfloat16"]),
+    )
+
+
 def placement_option(text: str) -> Option:
     """`--placement`.
 

@@ -6,10 +6,10 @@ compares policies with each other; it does not predict a device's time.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from mucudnn.ir.devices_by_arithmetic import ARITHMETIC, BY_ARITHMETIC
+from mucudnn.ir.devices_by_arithmetic import ARITHMETIC, BY_ARITHMETIC, TENSORS
 from mucudnn.ir.profile import ChunkCosts
 
 __all__ = [
@@ -71,6 +71,9 @@ class DeviceFigures:
         memory: Bytes of its memory.
         out: Bytes a second to the host, in large copies.
         back: Bytes a second from the host.
+        dtypes: Types of tensors that are multiplied so.
+        turns: Whether products are those of tensor cores, whose kernels want channels
+            last: images that have them first are turned on their way in and out.
     """
 
     title: str
@@ -79,6 +82,8 @@ class DeviceFigures:
     memory: Figure
     out: Figure
     back: Figure
+    dtypes: tuple[str, ...] = ("float32",)
+    turns: bool = False
 
     def sources(self) -> Mapping[str, str]:
         """What each figure is and where it is from, in words."""
@@ -127,13 +132,17 @@ def _nominal(gb_per_s: float, what: str) -> Figure:
 
 def _by_arithmetic() -> dict[str, DeviceFigures]:
     return {
-        word + suffix: _device(
-            f"{peaks.title}, {ARITHMETIC[suffix]}" if suffix else peaks.title,
-            f"{peaks.source}, {ARITHMETIC[suffix]}",
-            tflops=tflops,
-            gb_per_s=peaks.gb_per_s,
-            memory=peaks.gb * 1e9,
-            link=_nominal(peaks.link_gb_per_s, peaks.link),
+        word + suffix: replace(
+            _device(
+                f"{peaks.title}, {ARITHMETIC[suffix]}" if suffix else peaks.title,
+                f"{peaks.source}, {ARITHMETIC[suffix]}",
+                tflops=tflops,
+                gb_per_s=peaks.gb_per_s,
+                memory=peaks.gb * 1e9,
+                link=_nominal(peaks.link_gb_per_s, peaks.link),
+            ),
+            dtypes=TENSORS[suffix],
+            turns=bool(suffix),
         )
         for word, peaks in BY_ARITHMETIC.items()
         for suffix, tflops in peaks.tflops.items()

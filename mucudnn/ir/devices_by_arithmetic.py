@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["ARITHMETIC", "BY_ARITHMETIC", "Peaks"]
+__all__ = ["ARITHMETIC", "BY_ARITHMETIC", "TENSORS", "Peaks"]
 
 ARITHMETIC: Mapping[str, str] = MappingProxyType(
     {
@@ -19,6 +19,15 @@ ARITHMETIC: Mapping[str, str] = MappingProxyType(
     }
 )
 """What follows a device's word -> what it computes in, in words."""
+
+TENSORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "": ("float32",),
+        "_tf32": ("float32",),
+        "_half": ("float32", "float16", "bfloat16"),
+    }
+)
+"""What follows a device's word -> types of tensors that are multiplied so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

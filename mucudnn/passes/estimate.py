@@ -4,14 +4,16 @@ A node takes as long as its arithmetic or its memory traffic, whichever is longe
 roofline of Williams et al. 2009), and a launch. Convolutions have up to three
 algorithms: without workspace, with patches laid out for a matrix product, and
 Winograd's with 2 x 2 outputs a tile. The more they need the faster they are, so that
-the trade between workspace and time is there, at the price of real shapes and sizes.
+the trade between workspace and time is there, at the price of real shapes and sizes. On
+tensor cores those whose channels come first also take the time that turning their
+images does, to channels last and back.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
-from mucudnn.ir.devices import ASSUMED, Assumed, DeviceFigures, get_device
+from mucudnn.ir.devices import ASSUMED, DEVICES, Assumed, DeviceFigures, get_device
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches, pareto_plans
@@ -19,7 +21,6 @@ from mucudnn.passes.microbatch import BatchPolicy, candidate_batches, pareto_pla
 __all__ = ["conv_table", "estimate"]
 
 _NO_LIMIT = 1 << 62
-_DTYPE = "float32"
 _TILE = 2
 """Outputs a side of a Winograd tile; its input is two wider for 3 x 3 filters."""
 
@@ -36,7 +37,7 @@ def estimate(
     """Estimate what a graph costs on a device.
 
     Args:
-        graph: Of a step, in single precision.
+        graph: Of a step, in types that the device's figures are for.
         device: A name in `DEVICES`, or figures.
         fronts: Convolution -> plans from measurements; they replace the estimates.
         workspaces: Node -> bytes of scratch memory, of nodes that are no convolutions.
@@ -44,7 +45,8 @@ def estimate(
         assumed: Shares of peaks.
 
     Raises:
-        ValueError: The device is not known, or a convolution is in another precision.
+        ValueError: The device is not known, or its figures are not for a
+            convolution's type.
     """
     figures = get_device(device) if isinstance(device, str) else device
     known = dict(fronts or {})
@@ -91,12 +93,14 @@ def conv_table(
     """Estimates of every algorithm at every micro-batch size.
 
     Raises:
-        ValueError: The problem is in another precision than the figures.
+        ValueError: The figures are not for the problem's type.
     """
-    if problem.dtype != _DTYPE:
+    if problem.dtype not in figures.dtypes:
+        known = ", ".join(n for n, d in DEVICES.items() if problem.dtype in d.dtypes)
         raise ValueError(
             f"{problem} is in {problem.dtype}; the figures of {figures.title} are for "
-            f"{_DTYPE}"
+            f"{', '.join(figures.dtypes)}; for {problem.dtype} there are those of: "
+            f"{known or 'no device'}"
         )
     rows = tuple(
         row
@@ -110,11 +114,12 @@ def _algorithms(
     problem: ConvProblem, figures: DeviceFigures, assumed: Assumed
 ) -> Iterator[AlgoPerf]:
     traffic = sum(operand.nbytes for operand in problem.operands())
+    turned_ms = _turned_ms(problem, figures, assumed)
 
     def row(algo: str, flops: float, share: float, workspace: int) -> AlgoPerf:
         # What is laid out in the workspace is written once and read once.
         nbytes = traffic + 2 * workspace
-        ms = _roofline(flops, share, nbytes, figures, assumed)
+        ms = _roofline(flops, share, nbytes, figures, assumed) + turned_ms
         return AlgoPerf(algo=algo, batch=problem.batch, time_ms=ms, workspace=workspace)
 
     if math.prod(problem.w_shape[2:]) == 1:
@@ -126,6 +131,15 @@ def _algorithms(
         gain = (3 * _TILE) ** 2 / (_TILE + 2) ** 2
         workspace = _tile_bytes(problem)
         yield row("WINOGRAD", problem.flops / gain, assumed.matmul, workspace)
+
+
+def _turned_ms(problem: ConvProblem, figures: DeviceFigures, assumed: Assumed) -> float:
+    """What turning its images takes, by copies before and behind the products."""
+    if not figures.turns or problem.layout == "NHWC":
+        return 0.0
+    elements = math.prod(problem.x_shape) + math.prod(problem.y_shape)
+    nbytes = 2 * elements * problem.itemsize
+    return 1e3 * nbytes / (figures.bandwidth.value * assumed.memory)
 
 
 def _patch_bytes(problem: ConvProblem) -> int:

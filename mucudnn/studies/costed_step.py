@@ -84,7 +84,7 @@ def costed_step(
         in_parts,
         tuple(graph.tensors[IMAGE].shape[1:]),
         graph.parameter_count,
-        {**_layouts(spec, graph), **costs.figures},
+        {**_precision(spec), **_layouts(spec, graph), **costs.figures},
         costs.coverage,
     )
 
@@ -101,6 +101,14 @@ def with_layouts(spec: StepSpec, recordings: Sequence[str] = ()) -> StepSpec:
     trains = not spec.inference
     nodes = fastest_layouts(spec.network(), spec.device, recordings, trains=trains)
     return replace(spec, channels_last=nodes)
+
+
+def _precision(spec: StepSpec) -> Mapping[str, str]:
+    """Which types there are, in words; nothing where nobody asked."""
+    if spec.precision is None:
+        return {}
+    words = "in convolutions, products and what follows them; parameters and updates "
+    return {"precision": f"{spec.precision} {words}in the network's own type"}
 
 
 def _layouts(spec: StepSpec, graph: Graph) -> Mapping[str, str]:

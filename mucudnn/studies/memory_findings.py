@@ -17,6 +17,11 @@ from mucudnn.passes.graph.answering import up_to
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.layouts.choice import stored
 from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.precision.mixed_precision import (
+    LOSS_SCALES,
+    lowered,
+    with_narrow_gradients,
+)
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.comparison import Technique, best_technique
 from mucudnn.passes.planning.described_step import DescribedStep
@@ -47,6 +52,8 @@ class StepSpec:
             labels are compared with. A graph is taken as it is.
         placement: Of `PLACEMENTS`.
         layout: How images are stored, of `LAYOUT_CHOICES`.
+        precision: Of convolutions, products and what follows them: `float16` or
+            `bfloat16`; the network's own if not given.
         channels_last: Nodes whose images have channels last, where `auto` is decided.
     """
 
@@ -59,6 +66,7 @@ class StepSpec:
     inference: bool = False
     placement: str = STATIC
     layout: str = "NCHW"
+    precision: str | None = None
     channels_last: frozenset[str] | None = None
 
     @property
@@ -81,10 +89,12 @@ class StepSpec:
             ValueError: A name is not known, or a size out of range.
         """
         forward = stored(self.network(batch), self.layout, self.channels_last)
-        return forward if self.inference else training_graph(forward)
+        if self.inference:
+            return forward
+        return training_graph(forward, loss_scale=self._loss_scale)
 
     def network(self, batch: int | None = None) -> Graph:
-        """The network as it is given, up to its answers where it is to answer.
+        """The network in its precision, up to its answers where it is to answer.
 
         Raises:
             ValueError: A name is not known, or a size out of range.
@@ -95,14 +105,24 @@ class StepSpec:
             forward = get_model(self.model)(
                 batch or self.batch, image=self.image, training=not self.inference
             )
-        return _answering(forward) if self.inference else forward
+        if self.inference:
+            forward = _answering(forward)
+        return forward if self.precision is None else lowered(forward, self.precision)
 
     def finished(self, gradients: Graph) -> Graph:
         """A step of it: with updates, in its order."""
         if self.inference:
             return ordered(self.order, gradients)
-        step = with_updates(gradients, optimizer_of(self.optimizer))
+        step = with_updates(
+            with_narrow_gradients(gradients),
+            optimizer_of(self.optimizer),
+            gradient_scale=1 / self._loss_scale,
+        )
         return ordered(self.order, step)
+
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self.precision is None else LOSS_SCALES[self.precision]
 
 
 def _answering(forward: Graph) -> Graph:

@@ -19,6 +19,7 @@ from mucudnn.cli.options import (
     option,
     parsed,
     placement_option,
+    precision_option,
     real,
     section,
     split_of,
@@ -228,11 +229,7 @@ run_options = section(
         complete=completing(backends),
     ),
     batch_policy_option,
-    option(
-        "--precision",
-        "Of convolutions and products, where the backend has it.",
-        click.Choice(["float16", "bfloat16"]),
-    ),
+    precision_option(),
     option(
         "--loss-scale FACTOR",
         "Of the loss while its gradients are computed, or `dynamic`: as large as can "
