@@ -34,8 +34,29 @@ OPTIMIZERS = {
     "radam": lambda p: optim.RAdam(p, 1e-2, weight_decay=0.1),
     "asgd": lambda p: optim.ASGD(p, 1e-2, t0=3),
     "rprop": lambda p: optim.Rprop(p, 1e-2),
+    "clipping": lambda p: Clipping(p),
     "of_ones_own": lambda p: Lion(p, {"lr": 1e-2}),
 }
+
+
+class Clipping(optim.Optimizer):
+    """Clips by a number that its first steps have none of, as ADOPT does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+            if state["step"].item() > 0:
+                limit = (state["step"].item() - 0.5) ** 0.25
+                p.sub_(p.grad.clamp(-limit, limit), alpha=self.param_groups[0]["lr"])
+            else:
+                p.mul_(0.9)
+            state["step"] += 1
 
 
 class Lion(optim.Optimizer):

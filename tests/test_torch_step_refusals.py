@@ -206,6 +206,9 @@ def test_wrapped_models_are_refused_by_name():
     model = torch.compile(nn.Linear(4, 1), backend="eager")
     with pytest.raises(UnsupportedError, match=r"compiled by torch\.compile"):
         step_of(model)(torch.randn(2, 4))
+    model = nn.Sequential(torch.jit.trace(nn.Linear(4, 1), torch.randn(2, 4)))
+    with pytest.raises(UnsupportedError, match=r"scripted module \(Linear\)"):
+        step_of(model)(torch.randn(2, 4))
 
 
 def test_errors_of_the_users_own_come_through():

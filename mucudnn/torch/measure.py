@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Node
@@ -42,6 +43,9 @@ _FROM_ONE = frozenset(
     }
 )
 """Operations that count rows as LAPACK does, from one, or want something true."""
+
+_ONES = (0.5, 2.0, 7.0)
+"""Values of tensors of one element, such as a share or a count of steps."""
 
 _HEAVIEST = 4
 """Distinct nodes that stand for a step while copies beside it are measured."""
@@ -164,7 +168,33 @@ def _heaviest(
 
 
 def operands_of(lowered: Lowered, node: Node) -> list[torch.Tensor]:
-    """Tensors like a node's inputs: shared where theirs are, small integers zero."""
+    """Tensors like a node's inputs: shared where theirs are, small integers zero.
+
+    A single value is one of those that the numbers of the call can be computed of.
+    """
+    call = lowered.calls[node.name]
+    found = _filled(lowered, node, _ONES[0])
+    for one in _ONES[1:]:
+        if _has_numbers(call, found):
+            break
+        found = _filled(lowered, node, one)
+    return found
+
+
+def _has_numbers(call: Call, operands: Sequence[torch.Tensor]) -> bool:
+    """Whether all numbers of a call are some, such as no root of what is negative."""
+    leaves = pytree.tree_leaves(
+        (call.args, dict(call.kwargs)), is_leaf=lambda v: isinstance(v, Number)
+    )
+    try:
+        values = [_value(v, operands) for v in leaves if isinstance(v, Number)]
+    except (ArithmeticError, ValueError):
+        return False
+    return not any(isinstance(v, complex) or v != v for v in values)
+
+
+def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
+    """Tensors like a node's inputs; `one` is what those of one element have."""
     graph = lowered.graph
     first = int(lowered.calls[node.name].function in _FROM_ONE)
     made: dict[str, torch.Tensor] = {}
@@ -178,7 +208,7 @@ def operands_of(lowered: Lowered, node: Node) -> list[torch.Tensor]:
         size = layout.dtype.itemsize
         flat = made[storage][: made[storage].numel() // size * size].view(layout.dtype)
         if layout.dtype.is_floating_point:
-            flat.fill_(0.5) if flat.numel() == 1 else flat.uniform_(0.1, 0.9)
+            flat.fill_(one) if flat.numel() == 1 else flat.uniform_(0.1, 0.9)
         elif first:
             flat.fill_(first)
         lying = flat.as_strided(layout.shape, layout.stride, layout.offset)

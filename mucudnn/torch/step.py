@@ -83,8 +83,10 @@ def train_step(
         loss_fn: Called with the model's result and the rest of a batch. Returns the
             scalar to minimise, or a pair of it and tensors, nested as you like, that
             come back with it; the budget counts them.
-        optimizer: Of the model's parameters, and of the loss's if that is a module;
-            any that only changes tensors in place.
+        optimizer: Of the model's parameters, and of the loss's if that is a module. One
+            that decides by values, counts in Python or takes a closure makes its update
+            itself, behind the planned passes: the budget holds all gradients then, and
+            what a copy of it was measured to need, hooks left out.
         budget: Bytes, or a size such as "8GiB"; None plans without a limit.
         tuner: Measures other ways to run the convolutions, our algorithms and
             micro-batches, of which the plan takes what is fastest in the bytes that it

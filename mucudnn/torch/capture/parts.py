@@ -43,6 +43,11 @@ def root_of(
                 "the model is compiled by torch.compile; take the one that was given "
                 "to it, or compile with backend='mucudnn' in place of this step"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"the model has a scripted module ({module.original_name}), whose "
+                "operations cannot be seen; take the one that torch.jit was given"
+            )
     root = torch.nn.Module()
     root.model = model
     if isinstance(loss_fn, torch.nn.Module):
