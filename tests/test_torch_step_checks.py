@@ -146,3 +146,32 @@ def test_a_check_of_ones_own():
     step(torch.ones(2, 4))
     with pytest.raises(RuntimeError, match="not finite"):
         step(torch.full((2, 4), float("inf")))
+
+
+def test_distributions_check_their_arguments_in_the_step():
+    class Mixed(nn.Linear):
+        """Draws how much of a batch is mixed, and noise of a scale that is given."""
+
+        def forward(self, x, scale):
+            share = torch.distributions.Beta(0.5, 0.5).sample()
+            mixed = share * x + (1 - share) * x.flip(0)
+            return torch.distributions.Normal(super().forward(mixed), scale).rsample()
+
+    def trained(ours):
+        torch.manual_seed(0)
+        model, x = Mixed(4, 4), torch.rand(2, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step = mt.train_step(model, functional.mse_loss, optimizer, cache=None)
+        for _ in range(2):
+            if ours:
+                step((x, torch.ones(4)), x)
+                continue
+            optimizer.zero_grad()
+            functional.mse_loss(model(x, torch.ones(4)), x).backward()
+            optimizer.step()
+        if ours:
+            with pytest.raises(RuntimeError, match="distribution"):
+                step((x, -torch.ones(4)), x)
+        return list(model.parameters())
+
+    assert all(map(torch.equal, trained(ours=True), trained(ours=False)))

@@ -74,9 +74,10 @@ def train_step(
     modules and the optimizer run when a step is planned; what they do to tensors then
     is part of every step.
 
-    Results are those of eager mode, bit for bit, with one exception: what is computed
+    Results are those of eager mode, bit for bit, with two exceptions: what is computed
     in place into a part of a tensor, as PyTorch's recurrent cells do, is computed into
-    memory of its own, and kernels round strided memory otherwise than dense one.
+    memory of its own, and kernels round strided memory otherwise than dense one; and
+    the gradient of a product (`prod`) is always computed as if there were zeros in it.
 
     Args:
         model: What is trained.

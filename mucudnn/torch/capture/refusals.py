@@ -64,6 +64,9 @@ _DATA_DEPENDENT = (
 )
 
 
+_OUTSIDE = "a distribution was given a value outside of what it takes"
+
+
 class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types here
     """Looks at every operation before it is recorded."""
 
@@ -193,6 +196,9 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             return torch.scalar_tensor(args[0], **kwargs)
         if func is functional.batch_norm:
             return func(*args, **self._averages.called(kwargs))
+        if func is torch._is_all_true:  # by which distributions check their arguments
+            torch._assert_async(args[0].all(), _OUTSIDE)
+            return True
         if func is functional.gaussian_nll_loss:
             return gaussian_nll(*args, **kwargs)
         if func in (functional.ctc_loss, torch.ctc_loss):
