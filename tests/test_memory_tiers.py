@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from mucudnn.cli.app import main
 from mucudnn.passes.estimate import estimate
 from mucudnn.runtime.executor.tier_choice import TierChoice
+from mucudnn.runtime.profiling.tier_rates import forecast_tiers
 from mucudnn.studies.memory_study import StepSpec, study_memory
-from mucudnn.studies.memory_tiers import forecast_tiers
 
 STEP = StepSpec(model="resnet20", batch=16)
 

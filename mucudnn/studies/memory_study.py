@@ -23,9 +23,10 @@ from mucudnn.passes.residency import (
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
+from mucudnn.runtime.profiling.tier_rates import forecast_tiers
 from mucudnn.studies.costed_step import costed_step, with_layouts
 from mucudnn.studies.memory_findings import MemoryStudy, StepSpec
-from mucudnn.studies.memory_tiers import forecast_tiers, over_links
+from mucudnn.studies.memory_tiers import over_links
 from mucudnn.studies.memory_trials import MemoryTrials
 from mucudnn.studies.step_costs import CPU
 

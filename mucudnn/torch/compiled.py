@@ -27,12 +27,15 @@ from mucudnn.errors import MucudnnError
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.runtime.environment import USERS
+from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.torch.capture.halves import Half, Halves, bind_halves
+from mucudnn.torch.capture.halves import Halves, bind_halves, runner_of
 from mucudnn.torch.capture.joint import Joint
 from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.sizes import BySize, has_symbols
 from mucudnn.torch.conv.fronts import ConvolutionChoice
+from mucudnn.torch.execution.lanes import device_of
+from mucudnn.torch.execution.tiers import StepTiers, tiers_within
 from mucudnn.torch.fusion.switch import fusing_of
 from mucudnn.torch.internals import (
     aot_compiled,
@@ -64,6 +67,7 @@ def backend(
     tuner: Tuner | None = None,
     cache: PlanCacheChoice = USERS,
     inductor: bool = False,
+    tiers: str | TierChoice | Sequence[str | TierChoice] = (),
 ) -> "CompileBackend":
     """A backend for `torch.compile` that keeps a budget in training.
 
@@ -100,13 +104,20 @@ def backend(
         cache: A folder to remember measurements and plans in, by default one in the
             user's cache directory; None remembers nothing.
         inductor: As `train_step` takes it.
+        tiers: As `train_step` takes it; sizes hold for every graph that is under way.
 
     Raises:
-        ValueError: The budget is no size, or the tuner has another backend.
+        ValueError: The budget is no size, the tuner has another backend, or a tier is
+            none.
         TypeError: It is no budget, or no tuner, or `inductor` is no bool.
     """
+    limit = as_budget(budget)
     return CompileBackend(
-        as_budget(budget), plans=open_plans(cache), tuner=tuner, inductor=inductor
+        limit,
+        plans=open_plans(cache),
+        tuner=tuner,
+        inductor=inductor,
+        tiers=tiers_within(limit, tiers, shared=False),
     )
 
 
@@ -126,25 +137,34 @@ def compile_graph(
     """
     given = dict(options or {})
     budget, tuner = given.pop("budget", None), given.pop("tuner", None)
-    inductor = given.pop("inductor", False)
+    inductor, tiers = given.pop("inductor", False), given.pop("tiers", ())
     if given:
         unknown = ", ".join(map(repr, given))
         wrong = ValueError(
-            f"unknown option {unknown}; there are 'budget', 'tuner' and 'inductor'"
+            f"unknown option {unknown}; there are 'budget', 'tuner', 'inductor' and "
+            "'tiers'"
         )
         return _refusal(wrong)
     try:
-        named = _named(as_budget(budget), tuner, a_flag("inductor", inductor))
+        limit = as_budget(budget)
+        named = _named(limit, tuner, a_flag("inductor", inductor), parse_tiers(tiers))
     except (TypeError, ValueError) as e:
         return _refusal(e)
     return named(module, inputs)
 
 
 @functools.cache
-def _named(budget: float, tuner: Tuner | None, inductor: bool) -> "CompileBackend":
+def _named(
+    budget: float,
+    tuner: Tuner | None,
+    inductor: bool,
+    tiers: tuple[TierChoice, ...],
+) -> "CompileBackend":
     """One backend a budget, so that graphs of one model know of each other."""
+    away = tiers_within(budget, tiers, shared=False)
+    plans = open_plans(USERS)
     return CompileBackend(
-        budget, plans=open_plans(USERS), tuner=tuner, inductor=inductor
+        budget, plans=plans, tuner=tuner, inductor=inductor, tiers=away
     )
 
 
@@ -157,6 +177,7 @@ class CompileBackend:
         plans: What was measured and planned before; None remembers nothing.
         tuner: Measures other ways to run the convolutions, if they are wanted.
         inductor: Whether operations are fused.
+        tiers: Where to what leaves goes; None means the host's memory.
 
     Attributes:
         plans: What was decided, in the order in which graphs were first seen; each
@@ -171,6 +192,7 @@ class CompileBackend:
         plans: PlanStore | None = None,
         tuner: Tuner | None = None,
         inductor: bool = False,
+        tiers: StepTiers | None = None,
     ) -> None:
         self._budget = SharedBudget(budget)
         self._costs = costs
@@ -178,6 +200,7 @@ class CompileBackend:
         self._choice = ConvolutionChoice(tuner)
         self._store = plans or PlanStore()
         self._fusing = fusing_of(inductor, self._store)
+        self._tiers = tiers
         self._results = KernelResults()
         self._planned: dict[Any, Halves] = {}
         self._warned = False
@@ -190,6 +213,7 @@ class CompileBackend:
             plans=self._store,
             tuner=self._tuner,
             inductor=self._fusing is not None,
+            tiers=self._tiers,
         )
         return build, (self._budget.budget, self._costs)
 
@@ -232,7 +256,7 @@ class CompileBackend:
         while True:
             known = len(results)
             with kernels_corrected(inputs, results.corrected):
-                run = aot_compiled(module, inputs, partition, _compiled, static=static)
+                run = aot_compiled(module, inputs, partition, runner_of, static=static)
             if len(results) == known:
                 return run
 
@@ -253,7 +277,7 @@ class CompileBackend:
         parts = Joint.of(joint, num_fwd_outputs)
         try:
             halves = self._halves(source, parts, own)
-        except MucudnnError as e:
+        except (MucudnnError, ValueError) as e:  # the latter of a tier's folder
             if isinstance(e, WrongResultsError):
                 self._results.learn(joint, e)
             return parts.refused(_refusal(e))
@@ -270,7 +294,10 @@ class CompileBackend:
                 given = {t for t in lowered.inputs if t is not None} - mine
                 store = self._store
                 profile = self._choice.profile(lowered, self._costs, store)
-                whole = Planner(lowered, profile, given)
+                away = self._tiers
+                device = device_of(lowered.layouts)
+                tiers = away.measured(device) if away else ()
+                whole = Planner(lowered, profile, given, tiers=tiers)
                 fusing = self._fusing
 
                 def planned(budget: float) -> tuple[Planner, TorchPlan]:
@@ -280,7 +307,8 @@ class CompileBackend:
 
                 planner, plan = self._budget.plan(source, planned)
                 bound = self._choice.bound(planner.lowered, plan.plan)
-                halves = bind_halves(bound, plan.plan.schedule, parts.count)
+                copies = away.copies(plan.plan) if away else None
+                halves = bind_halves(bound, plan.plan.schedule, parts.count, copies)
             self._note(source, plan, halves)
             self._planned[key] = halves
         return self._planned[key]
@@ -300,26 +328,6 @@ class CompileBackend:
                 f"itself: together up to {format_bytes(shared.peak_bytes)} so far",
                 stacklevel=2,
             )
-
-
-def _compiled(
-    module: torch.fx.GraphModule, example: Sequence[Any]
-) -> Callable[..., Any]:
-    """One half, or a graph that no gradient is asked of."""
-    del example
-    targets = (node.target for node in module.graph.nodes)
-    half = next((t for t in targets if isinstance(t, Half)), None)
-
-    def run(args: list[Any]) -> Any:
-        if half is not None:
-            with torch.no_grad():
-                return half.run(args)
-        mine = list(args)
-        args.clear()
-        return module(*mine)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
 
 
 def _refusal(error: Exception) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mucudnn.arguments import a_flag
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES, get_device
 from mucudnn.ir.graph import Graph
@@ -27,6 +28,8 @@ from mucudnn.notebook import drawn
 from mucudnn.passes.planning.comparison import largest_batch_within
 from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
+from mucudnn.runtime.profiling.tier_rates import forecast_tiers
 from mucudnn.torch.capture.dataless import DatalessStep
 from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.parts import StepParts
@@ -52,6 +55,8 @@ def memory(
     *,
     device: str = "h200",
     accumulate: int = 1,
+    offload_state: bool = False,
+    tiers: str | TierChoice | Sequence[str | TierChoice] = (),
 ) -> "MemoryStudy":
     """Study a training step on a device that need not be there.
 
@@ -68,17 +73,38 @@ def memory(
         device: Whose published figures times are estimated with: a name in
             `mucudnn.ir.devices.DEVICES`. `cpu` measures every operation, here.
         accumulate: Parts that every batch is cut into, as `train_step` does.
+        offload_state: Whether parameters and state may leave, as `train_step` has it.
+        tiers: Where to what leaves goes, as `train_step` takes it, each with `@RATE`
+            behind it in bytes a second where its link is not to be measured or taken
+            from published figures.
 
     Raises:
-        ValueError: The device is not known, or `accumulate` less than one.
+        ValueError: The device is not known, `accumulate` less than one, or a tier none.
         TypeError: Something is of another type.
         UnsupportedError: The step cannot be captured; says why.
     """
     if device != _CPU and device not in DEVICES:
         get_device(device)  # says which there are
     settings = StepSettings(accumulate)
+    away = _Away(parse_tiers(tiers), a_flag("offload_state", offload_state))
     step = DatalessStep.of(model, loss_fn, example, optimizer)
-    return MemoryStudy(step, type(model).__name__, device, settings)
+    return MemoryStudy(step, type(model).__name__, device, settings, away)
+
+
+@dataclass(frozen=True)
+class _Away:
+    """What may leave a device, and where to; no tiers mean the host's memory."""
+
+    tiers: tuple[TierChoice, ...] = ()
+    state: bool = False
+
+    def planner(self, planner: Planner, *, measured: bool) -> Planner:
+        """A planner that lets it leave, over measured or published links."""
+        tiers = forecast_tiers(self.tiers, planner.profile, measured=measured)
+        return replace(planner, offload=self.state, tiers=tiers)
+
+
+_HOST = _Away()
 
 
 @dataclass(frozen=True)
@@ -108,6 +134,7 @@ class MemoryStudy:
         title: What the model is called.
         device: Where it would run.
         settings: What is done with gradients.
+        away: What may leave, and where to.
     """
 
     def __init__(
@@ -116,11 +143,13 @@ class MemoryStudy:
         title: str,
         device: str,
         settings: StepSettings = PLAIN,
+        away: _Away = _HOST,
     ) -> None:
         self._step = step
         self._title = title
         self._device = device
         self._settings = settings
+        self._away = away
         self._results = KernelResults()
         self._planners: dict[int | None, Planner] = {}
 
@@ -266,7 +295,10 @@ class MemoryStudy:
             parts = StepParts.of(step.model, step.optimizer, step.loss_fn, settings)
             self._planners[size] = self._results.settled(
                 lambda: self._captured(size),
-                lambda captured: planner_of(captured, parts, self._profile),
+                lambda captured: self._away.planner(
+                    planner_of(captured, parts, self._profile),
+                    measured=self._device == _CPU,
+                ),
             )
         return self._planners[size]
 

@@ -5,17 +5,20 @@ the one is the other and those bytes, and errors say the user's.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph, Role
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, parse_bytes
+from mucudnn.ir.tiers import MemoryTier
 from mucudnn.passes.liveness import rounded
-from mucudnn.passes.planning.plan_step import minimum_budget
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.tiered_step import over_fastest, plan_tiered_step
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.plan_cache.store import PlanStore
@@ -48,12 +51,14 @@ class Planner:
         profile: What it costs.
         given: Inputs that the caller holds: no budget counts them.
         offload: Whether other inputs, parameters and state, may be host-resident.
+        tiers: Where to what leaves goes; none means the host's memory, without end.
     """
 
     lowered: Lowered
     profile: Profile
     given: Collection[str]
     offload: bool = False
+    tiers: tuple[MemoryTier, ...] = ()
 
     @property
     def given_bytes(self) -> int:
@@ -83,7 +88,8 @@ class Planner:
             PlanningError: It cannot fit; says the least budget that works.
         """
         try:
-            plan = (plans or PlanStore()).plan(self.lowered, self.request(budget))
+            store = plans or PlanStore()
+            plan = self.decided(self.request(budget), partial(store.plan, self.lowered))
         except PlanningError as e:
             if e.least_bytes is None:
                 raise
@@ -97,6 +103,20 @@ class Planner:
                 least_bytes=least,
             ) from None
         return self.described(plan, budget)
+
+    def decided(
+        self,
+        request: StepRequest,
+        planned: Callable[[StepRequest], StepPlan] = plan_step,
+    ) -> StepPlan:
+        """A plan of what is asked about the step, with a place for all that leaves.
+
+        Raises:
+            PlanningError: It cannot fit, or there is no room for what leaves.
+        """
+        if not self.tiers:
+            return planned(request)
+        return plan_tiered_step(request, self.tiers, planned=planned)
 
     def described(self, plan: StepPlan, budget: float) -> TorchPlan:
         """A plan of the step, in the bytes that its user counts."""
@@ -112,12 +132,13 @@ class Planner:
     def request(self, budget: float = math.inf) -> StepRequest:
         """What the planner is asked for a budget."""
         graph = self.lowered.graph
-        return StepRequest(
+        request = StepRequest(
             self._lent() if self.offload else graph,
             self.profile,
             budget=budget + self.given_bytes,
             hosted=None if self.offload else frozenset(),
         )
+        return over_fastest(request, self.tiers) if self.tiers else request
 
     def _lent(self) -> Graph:
         """The graph with it said which inputs stay: the caller's and small ones."""

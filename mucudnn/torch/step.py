@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from mucudnn.errors import UnsupportedError
 from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
+from mucudnn.runtime.executor.tier_choice import TierChoice
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.batches import Batch
 from mucudnn.torch.capture.decisions import all_hold
@@ -31,6 +32,7 @@ from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.execution.bound_step import BoundStep
 from mucudnn.torch.execution.lanes import DEVICES
 from mucudnn.torch.execution.own_update import own_update
+from mucudnn.torch.execution.tiers import tiers_within
 from mucudnn.torch.fusion.switch import fusing_of
 from mucudnn.torch.measurement.own_updates import state_bytes
 from mucudnn.torch.own_update_planning import OwnUpdate
@@ -58,6 +60,7 @@ def train_step(
     split: Split = WHOLE,
     max_plans: int = 32,
     inductor: bool = False,
+    tiers: str | TierChoice | Sequence[str | TierChoice] = (),
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
 
@@ -116,20 +119,28 @@ def train_step(
             compiles, where these are faster and the budget allows. They compute what
             the operations do, up to rounding.
 
+        tiers: Where to what leaves for the budget goes, on the CPU: `host`,
+            `disk:FOLDER`, `peer:1` (memory that another process owns), each with
+            `=SIZE` behind it where that is not to be all there is; several are filled
+            the fastest first. Host memory if none are given.
+
     Raises:
         ValueError: The budget is no size, the tuner has another backend, the split is
-            none of these, or it is wanted with `inductor`, which takes whole steps.
+            none of these, or it is wanted with `inductor`, which takes whole steps; or
+            a tier is none, or there is no budget for it.
         TypeError: It is no budget, or no tuner, or `inductor` is no bool.
     """
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
     plans = open_plans(cache)
+    limit = as_budget(budget)
     planning = StepPlanning(
-        as_budget(budget),
+        limit,
         plans=plans,
         offload_state=offload_state,
         choice=ConvolutionChoice(tuner),
         split=split,
         fusing=fusing_of(inductor, plans),
+        tiers=tiers_within(limit, tiers, shared=True),
     )
     return TrainStep(
         model, loss_fn, optimizer, planning, settings=settings, max_plans=max_plans

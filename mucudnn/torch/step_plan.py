@@ -112,6 +112,8 @@ class TorchPlan:
             f"and {format_bytes(prediction.in_bytes)} back: {_some(leaving)}",
             f"{len(again)} operations run again: {_some(again)}",
         ]
+        if prediction.placement is not None:
+            lines.insert(-1, str(prediction.placement))
         if self.kernels:
             lines.append(f"{self.kernels} kernels stand for several operations each")
         if plans := self.convolutions:

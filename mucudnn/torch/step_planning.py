@@ -13,6 +13,8 @@ from mucudnn.torch.capture.updates import with_updates
 from mucudnn.torch.capture.whole_step import CapturedStep
 from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.execution.bound_step import BoundStep, bind_step
+from mucudnn.torch.execution.lanes import device_of
+from mucudnn.torch.execution.tiers import StepTiers
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
@@ -73,6 +75,7 @@ class StepPlanning:
         choice: Whether convolutions may be run in other ways than PyTorch's.
         split: Whether the step runs in slices of its batch.
         fusing: Makes kernels of several operations, if they are wanted.
+        tiers: Where to what leaves goes; None means the host's memory.
 
     Raises:
         ValueError: The split is none, or is wanted with kernels of several operations.
@@ -85,6 +88,7 @@ class StepPlanning:
     choice: ConvolutionChoice = field(default_factory=ConvolutionChoice)
     split: Split = WHOLE
     fusing: "Fusing | None" = None
+    tiers: StepTiers | None = None
 
     def __post_init__(self) -> None:
         check_split(self.split)
@@ -115,6 +119,7 @@ class StepPlanning:
         Raises:
             PlanningError: It does not fit; says the least budget that works.
             UnsupportedError: It cannot be measured; says why.
+            OutOfMemoryError: There is no room for what leaves.
         """
         if update is None:
             return self._planned(captured, parts, self.budget)
@@ -127,7 +132,9 @@ class StepPlanning:
     ) -> tuple[TorchPlan, BoundStep]:
         def make(lowered: Lowered) -> Planner:
             planner = planner_of(captured, parts, self._profile, lowered)
-            return replace(planner, offload=self.offload_state)
+            device = device_of(planner.lowered.layouts)
+            tiers = self.tiers.measured(device) if self.tiers else ()
+            return replace(planner, offload=self.offload_state, tiers=tiers)
 
         lowered = lowered_step(captured)
         if self.split != WHOLE:
@@ -140,7 +147,8 @@ class StepPlanning:
             whole = make(lowered)
             planner, plan = self.fusing.plan(whole, budget, self.plans)
         chosen = self.choice.bound(planner.lowered, plan.plan)
-        bound = bind_step(chosen, plan.plan.schedule)
+        copies = self.tiers.copies(plan.plan) if self.tiers else None
+        bound = bind_step(chosen, plan.plan.schedule, copies)
         return replace(plan, source=bound.source), bound
 
     def _profile(self, lowered: Lowered) -> Profile:

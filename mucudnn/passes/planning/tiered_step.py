@@ -6,18 +6,23 @@ to tiers, and what simulates as the fastest counts. Where there is no room for w
 leaves, it is planned as if links were slower still: then more is computed again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.tiers import MemoryTier, TierPlacement
-from mucudnn.passes.placement.layout import PlacedStep
+from mucudnn.passes.placement.layout import Layout, PlacedStep
 from mucudnn.passes.placement.tiers import fill_tiers, place_state
 from mucudnn.passes.planning.place_step import place_step
+from mucudnn.passes.planning.plan_step import plan_step
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.passes.simulate import simulate
 
-__all__ = ["place_tiered_step"]
+__all__ = ["over_fastest", "place_tiered_step", "plan_tiered_step"]
+
+Where = TypeVar("Where")
 
 _SLOWER = (4.0, 16.0, 64.0)
 """How much slower links are imagined where there is no room for what leaves."""
@@ -38,25 +43,76 @@ def place_tiered_step(
     Raises:
         PlanningError: It cannot fit the budget, or what leaves has no room.
     """
-    ordered = sorted(tiers, key=lambda tier: tier.round_trip_ms)
+
+    def decided(request: StepRequest) -> tuple[StepPlan, Layout]:
+        placed = place_step(request)
+        return placed.plan, placed.layout
+
+    plan, layout = _fastest(request, tiers, state, decided)
+    return PlacedStep(plan, layout)
+
+
+def plan_tiered_step(
+    request: StepRequest,
+    tiers: Sequence[MemoryTier],
+    state: TierPlacement | None = None,
+    *,
+    planned: Callable[[StepRequest], StepPlan] = plan_step,
+) -> StepPlan:
+    """Plan a step that an allocator gives its memory, and say what goes to which tier.
+
+    Args:
+        request: What is asked; the links of its profile are not looked at.
+        tiers: What there is beside the device, in any order.
+        state: Where what is host-resident is, if another step that shares it decided.
+        planned: What plans it at given links.
+
+    Raises:
+        PlanningError: It cannot fit the budget, or what leaves has no room.
+    """
+    return _fastest(request, tiers, state, lambda asked: (planned(asked), None))[0]
+
+
+def over_fastest(request: StepRequest, tiers: Sequence[MemoryTier]) -> StepRequest:
+    """A step over the links of its fastest tier, as if that had room for all."""
+    return _with_links(request, min(tiers, key=_round_trip_ms))
+
+
+def _fastest(
+    request: StepRequest,
+    tiers: Sequence[MemoryTier],
+    state: TierPlacement | None,
+    decided: Callable[[StepRequest], tuple[StepPlan, Where]],
+) -> tuple[StepPlan, Where]:
+    """Of the plans at the rates of each tier, the one that is simulated as fastest.
+
+    Raises:
+        PlanningError: There is none.
+    """
+    ordered = sorted(tiers, key=_round_trip_ms)
     slowest = ordered[-1]
-    found: list[PlacedStep] = []
+    found: list[tuple[StepPlan, Where]] = []
     error: PlanningError | None = None
     for tier in _links(ordered):
         if found and tier not in ordered:
             break
-        placed = place_step(_with_links(request, tier))
+        plan, where = decided(_with_links(request, tier))
         try:
-            found.append(_in_tiers(placed, ordered, state))
+            plan = _in_tiers(plan, ordered, state)
         except PlanningError as e:
             error = error or e
             continue
-        used = found[-1].plan.prediction.placement
+        found.append((plan, where))
+        used = plan.prediction.placement
         if used is not None and not any(used.used[1:]) and tier is not slowest:
             break  # the fastest has room for all
     if not found and error is not None:
         raise error
-    return min(found, key=lambda placed: placed.plan.prediction.step_ms)
+    return min(found, key=lambda one: one[0].prediction.step_ms)
+
+
+def _round_trip_ms(tier: MemoryTier) -> float:
+    return tier.round_trip_ms
 
 
 def _links(ordered: Sequence[MemoryTier]) -> Iterator[MemoryTier]:
@@ -84,14 +140,14 @@ def _with_links(request: StepRequest, tier: MemoryTier) -> StepRequest:
 
 
 def _in_tiers(
-    placed: PlacedStep, tiers: Sequence[MemoryTier], state: TierPlacement | None
-) -> PlacedStep:
+    plan: StepPlan, tiers: Sequence[MemoryTier], state: TierPlacement | None
+) -> StepPlan:
     """The same step with a place for all that leaves.
 
     Raises:
         PlanningError: There is no room.
     """
-    prediction = placed.plan.prediction
-    placement = fill_tiers(prediction, state or place_state(placed.schedule, tiers))
+    prediction = plan.prediction
+    placement = fill_tiers(prediction, state or place_state(plan.schedule, tiers))
     told = simulate(prediction.schedule, prediction.profile, placement)
-    return replace(placed, plan=replace(placed.plan, prediction=told))
+    return replace(plan, prediction=told)

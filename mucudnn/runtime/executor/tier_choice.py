@@ -113,7 +113,9 @@ def parse_tiers(
         ValueError: One is none, or is there twice.
         TypeError: One is something else.
     """
-    given = [tiers] if isinstance(tiers, str | TierChoice) else list(tiers)
+    given: object = [tiers] if isinstance(tiers, str | TierChoice) else tiers
+    if not isinstance(given, Sequence):
+        raise TypeError(f"tiers must be texts such as 'host=4GiB', got {tiers!r}")
     found: dict[str, TierChoice] = {}
     for one in given:
         if not isinstance(one, str | TierChoice):

@@ -1,17 +1,29 @@
-"""Measure how fast the links to tiers are, each way, where that is not given."""
+"""How fast the links to tiers are, each way, where that is not given.
+
+On the CPU links are measured, as training does. For a device that is not here, host
+memory is reached at the rates of its costs, which are published figures of its link;
+another device is taken to be as far away, as copies between two go over the same bus at
+the worst; a folder is measured here, and no faster than that link. A rate that is given
+counts before all of these.
+"""
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 
+from mucudnn.backends import get_backend
 from mucudnn.backends.base import Device
+from mucudnn.ir.profile import Profile
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.tiers import MemoryTier
 from mucudnn.runtime.executor.tier_choice import TierChoice
 from mucudnn.runtime.profiling.cold_timing import LINK_BYTES, link_rates
 
-__all__ = ["measured_tiers", "tier_at"]
+__all__ = ["forecast_tiers", "measured_tiers", "tier_at"]
+
+_HERE = "cpu"
 
 
 def tier_at(choice: TierChoice, out_rate: float, in_rate: float) -> MemoryTier:
@@ -52,3 +64,44 @@ def _measured(device: Device, choice: TierChoice, memory: int) -> MemoryTier:
         buffer = device.view(device.allocate(size), 0, spec)
         device.upload(np.zeros(spec.shape, np.uint8), buffer)
         return tier_at(choice, *link_rates(device, buffer, tier))
+
+
+def forecast_tiers(
+    choices: Sequence[TierChoice], profile: Profile, *, measured: bool
+) -> tuple[MemoryTier, ...]:
+    """Tiers as planners see them.
+
+    Args:
+        choices: Where tensors may go.
+        profile: Of the step; its links are those to host memory.
+        measured: Whether the step runs on this machine's CPU.
+
+    Raises:
+        ValueError: There is no such folder or device.
+        OutOfMemoryError: There is no room to measure in.
+    """
+    here = get_backend(_HERE).device
+    if measured:
+        return measured_tiers(here, choices, LINK_BYTES)
+    link = profile.out_bytes_per_ms, profile.in_bytes_per_ms
+    return tuple(
+        _slowed(measured_tiers(here, [choice], LINK_BYTES)[0], link)
+        if choice.kind == "disk" and choice.bytes_per_ms is None
+        else _at(choice, link)
+        for choice in choices
+    )
+
+
+def _at(choice: TierChoice, link: tuple[float, float]) -> MemoryTier:
+    """A tier at the rate that is given, or over a link."""
+    given = choice.bytes_per_ms
+    return tier_at(choice, *(link if given is None else (given, given)))
+
+
+def _slowed(tier: MemoryTier, link: tuple[float, float]) -> MemoryTier:
+    """A tier that is reached over a link."""
+    return replace(
+        tier,
+        out_bytes_per_ms=min(tier.out_bytes_per_ms, link[0]),
+        in_bytes_per_ms=min(tier.in_bytes_per_ms, link[1]),
+    )

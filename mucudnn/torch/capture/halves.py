@@ -1,6 +1,6 @@
 """A program in two halves: what runs before the loss, and what after it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +9,12 @@ import torch
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.schedule import Compute, Schedule, SwapOut
 from mucudnn.passes.scheduling.costs import origin
-from mucudnn.torch.execution.lanes import copies_for, device_of
+from mucudnn.torch.execution.lanes import Copies, copies_for, device_of
 from mucudnn.torch.execution.program import Kept, Program, Segment
 from mucudnn.torch.internals import graph_is_kept
 from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
 
-__all__ = ["Count", "Half", "Halves", "bind_halves"]
+__all__ = ["Count", "Half", "Halves", "bind_halves", "runner_of"]
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,22 @@ class Halves:
     inputs: frozenset[str | None]
 
 
-def bind_halves(lowered: Lowered, schedule: Schedule, count: Count) -> Halves:
-    """A schedule in two halves, cut where the last forward node has run."""
+def bind_halves(
+    lowered: Lowered,
+    schedule: Schedule,
+    count: Count,
+    tiers: Copies | None = None,
+) -> Halves:
+    """A schedule in two halves, cut where the last forward node has run.
+
+    Args:
+        lowered: The graph.
+        schedule: What is run.
+        count: What the forward half takes and gives.
+        tiers: What copies to the tiers that are planned for, if any are.
+    """
     cut = _cut(schedule)
-    copies = copies_for(device_of(lowered.layouts), reuse=False)
+    copies = tiers or copies_for(device_of(lowered.layouts), reuse=False)
     program = Program(lowered, schedule, copies)
     names = program.given(name for name in lowered.inputs if name is not None)
     program.begin(names[: count.tensors])
@@ -138,6 +150,26 @@ class Half:
         for i in self.filled:
             results.insert(i, None)
         return results
+
+
+def runner_of(
+    module: torch.fx.GraphModule, example: Sequence[Any]
+) -> Callable[..., Any]:
+    """One half, or a graph that no gradient is asked of."""
+    del example
+    targets = (node.target for node in module.graph.nodes)
+    half = next((t for t in targets if isinstance(t, Half)), None)
+
+    def run(args: list[Any]) -> Any:
+        if half is not None:
+            with torch.no_grad():
+                return half.run(args)
+        mine = list(args)
+        args.clear()
+        return module(*mine)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ import mmap
 import queue
 import threading
 import weakref
+from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
 import torch
@@ -61,13 +62,17 @@ class ThreadCopies:
     """
 
     def __init__(self, *, reuse: bool) -> None:
-        self._hosts: dict[int, torch.Tensor] | None = {} if reuse else None
+        self._hosts: dict[Hashable, torch.Tensor] | None = {} if reuse else None
         self._memory = _HostMemory()
         self._out = _Lane()
         self._back = _Lane()
         weakref.finalize(self, _stop, self._out, self._back)
 
-    def out(self, tensor: torch.Tensor, slot: int) -> Leaving:
+    def begin(self) -> Callable[[torch.Tensor, str], Leaving]:
+        """What begins copies out in one run."""
+        return self.out
+
+    def out(self, tensor: torch.Tensor, slot: Hashable) -> Leaving:
         """Begin to copy the storage of a tensor to the host."""
         storage = tensor.untyped_storage()
         host = None if self._hosts is None else self._hosts.get(slot)
@@ -90,7 +95,7 @@ class ThreadCopies:
         host = leaving.host
         leaving.done = self._out.copy(storage, host, host.numel(), leaving.done)
 
-    def left(self, host: torch.Tensor) -> Leaving:
+    def left(self, host: torch.Tensor, storage: str) -> Leaving:
         """What is on the host, and has no copy under way."""
         return Leaving(host)
 

@@ -28,7 +28,7 @@ The processor never waits. Pinned memory is of PyTorch's allocator of host memor
 keeps what was freed until the copies that used it are done.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -84,11 +84,15 @@ class StreamCopies:
         self._device = device
         self._cuda = cuda
         self._host_bytes = host_bytes or _pinned
-        self._slots: dict[int, StreamLeaving] | None = {} if reuse else None
+        self._slots: dict[Hashable, StreamLeaving] | None = {} if reuse else None
         self._streams: tuple[Any, Any] | None = None
         self._pending: set[Any] = set()
 
-    def out(self, tensor: torch.Tensor, slot: int) -> StreamLeaving:
+    def begin(self) -> Callable[[torch.Tensor, str], StreamLeaving]:
+        """What begins copies out in one run."""
+        return self.out
+
+    def out(self, tensor: torch.Tensor, slot: Hashable) -> StreamLeaving:
         """Begin to copy the storage of a tensor to the host."""
         whole = bytes_of(tensor)
         leaving = self._leaving(whole.numel(), slot)
@@ -108,7 +112,7 @@ class StreamCopies:
         whole = bytes_of(tensor)
         leaving.done = self._copy(self._lanes()[0], leaving.host, whole, leaving.done)
 
-    def left(self, host: torch.Tensor) -> StreamLeaving:
+    def left(self, host: torch.Tensor, storage: str) -> StreamLeaving:
         """What is on the host, and has no copy under way."""
         return StreamLeaving(host, self)
 
@@ -122,7 +126,7 @@ class StreamCopies:
         self._cuda.current_stream(self._device).wait_event(done)
         self._pending.discard(done)
 
-    def _leaving(self, nbytes: int, slot: int) -> StreamLeaving:
+    def _leaving(self, nbytes: int, slot: Hashable) -> StreamLeaving:
         if self._slots is None:
             return StreamLeaving(self._host_bytes(nbytes), self)
         found = self._slots.get(slot)

@@ -1,7 +1,7 @@
 """What runs the copies of a program, by the device that its tensors are on."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -37,8 +37,8 @@ class Copies(Protocol):
     was copied out, and before it begins the copy back.
     """
 
-    def out(self, tensor: torch.Tensor, slot: int) -> Away:
-        """Begin to copy the storage of a tensor to the host."""
+    def begin(self) -> Callable[[torch.Tensor, str], Away]:
+        """What begins copies out in one run, of a tensor and its storage's name."""
 
     def back(self, leaving: Any) -> torch.Tensor:
         """Begin to copy it back; the bytes that it will have."""
@@ -46,7 +46,7 @@ class Copies(Protocol):
     def home(self, tensor: torch.Tensor, leaving: Any) -> None:
         """Begin to copy the storage of a tensor to where it came from."""
 
-    def left(self, host: torch.Tensor) -> Away:
+    def left(self, host: torch.Tensor, storage: str) -> Away:
         """What is on the host, and has no copy under way."""
 
     def settle(self) -> None:

@@ -64,12 +64,13 @@ class Program:
         self._graph = schedule.graph
         self._lines: list[str] = []
         self._given: list[str] = []
+        self._leaves = False
         self._handles: dict[str, str] = {}
         self._states: dict[str, str] = {}
         self._names = Names(
             schedule.graph,
             {
-                "copy_out": copies.out,
+                "begin": copies.begin,
                 "copy_back": copies.back,
                 "copy_home": copies.home,
                 "bytes_of": bytes_of,
@@ -119,6 +120,7 @@ class Program:
         """A new segment, given values of these variables."""
         self._lines = []
         self._given = list(given)
+        self._leaves = False
 
     def constant(self, tensor: str, value: torch.Tensor) -> None:
         """A tensor that is part of the graph."""
@@ -140,7 +142,7 @@ class Program:
         for storage in self._hosted:
             handle = self._handles[storage] = f"h{len(self._handles)}"
             tensor = self._names.any_of(storage)
-            self._lines.append(f"{handle} = left(bytes_of({tensor}))")
+            self._lines.append(f"{handle} = left(bytes_of({tensor}), {storage!r})")
             self._free(storage)
         for storage in self._across:
             self._swap_in(storage)
@@ -188,7 +190,9 @@ class Program:
         """Begin with what was kept: what is on the host has left."""
         handles = set(self._handles.values())
         self._lines += [
-            f"{k.variable} = left({k.variable})" for k in kept if k.variable in handles
+            f"{k.variable} = left({k.variable}, {k.tensor!r})"
+            for k in kept
+            if k.variable in handles
         ]
         mine = {k.variable for k in kept}
         self._handles = {s: h for s, h in self._handles.items() if h in mine}
@@ -200,7 +204,9 @@ class Program:
     def end(self, results: Sequence[str]) -> Segment:
         """The segment, compiled."""
         settle = "settle()" if self._handles else None
-        return compiled(self._given, self._lines, results, self._names.space, settle)
+        first = ["copy_out = begin()"] if self._leaves else []
+        lines = [*first, *self._lines]
+        return compiled(self._given, lines, results, self._names.space, settle)
 
     def write(self, instructions: Iterable[Instruction]) -> None:
         """Append instructions."""
@@ -295,7 +301,8 @@ class Program:
             self._lines.append(f"copy_home({tensor}, {handle})")
             self._changed.discard(storage)
         else:
-            self._lines.append(f"{handle} = copy_out({tensor}, {handle[1:]})")
+            self._lines.append(f"{handle} = copy_out({tensor}, {storage!r})")
+            self._leaves = True
 
     def _swap_in(self, storage: str) -> None:
         known = self._names.known(storage)

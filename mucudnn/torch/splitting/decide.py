@@ -124,8 +124,9 @@ class _Candidates:
         if chosen.request is None or chosen.plan is None:
             raise PlanningError("the step has no plan")
         planner = self._planner(chosen.request.graph)
-        plan = planner.described(chosen.plan, budget)
-        return planner, replace(plan, splitting=found)
+        plan = chosen.plan if not planner.tiers else planner.decided(chosen.request)
+        told = planner.described(plan, budget)
+        return planner, replace(told, splitting=found)
 
     def step(self, budget: float) -> SplitStep:
         """What is planned, and how it is asked for."""

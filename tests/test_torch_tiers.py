@@ -1,0 +1,238 @@
+"""Steps of PyTorch's that leave to several memories: same bits, clear errors."""
+
+import copy
+import errno
+import gc
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
+from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError  # noqa: E402
+from mucudnn.torch.compiled import CompileBackend  # noqa: E402
+from mucudnn.torch.execution.homes import at_home  # noqa: E402
+from mucudnn.torch.execution.tiers import TierCopies, tiers_within  # noqa: E402
+from mucudnn.torch.measure import measured  # noqa: E402
+from mucudnn.torch.plan_cache.store import PlanStore, open_plans  # noqa: E402
+from mucudnn.torch.step import TrainStep  # noqa: E402
+from mucudnn.torch.step_planning import StepPlanning  # noqa: E402
+from tests.torch_steps import build, real_peak  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+needs_segments = pytest.mark.skipif(
+    not Path("/dev/shm").is_dir(), reason="needs shared memory in /dev/shm"
+)
+PEER = "peer:1@1GiB"
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    """Every kind of step is measured once."""
+    return open_plans(tmp_path_factory.mktemp("plans"))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, plans):
+    """Searches that end soon."""
+    monkeypatch.setattr("mucudnn.passes.planning.search.search._WORK", 2000)
+    monkeypatch.setattr(Step, "plans", plans)
+
+
+def costs(lowered):
+    """Every node takes so long that nothing is computed again: all has to leave."""
+    found = measured(lowered)
+    times = {name: 1000.0 if ms > 0.001 else ms for name, ms in found.node_ms.items()}
+    return replace(found, node_ms=times)
+
+
+class Step:
+    """A model with its step, and what eager training makes of it."""
+
+    plans = PlanStore()
+
+    def __init__(self, budget, tiers, name="mlp", **options):
+        self.model, self.loss_fn, self.batch = build(name)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
+        away = tiers_within(budget, tiers, shared=True)
+        planning = StepPlanning(budget, costs, self.plans, tiers=away, **options)
+        self.run = TrainStep(self.model, self.loss_fn, self.optimizer, planning)
+        self.rooms = away and away._rooms
+
+    def losses(self, count=3):
+        return [self.run(*self.batch).item() for _ in range(count)]
+
+    def eager(self, count=3):
+        """Of as many steps that begin where this one does."""
+        model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        found = []
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = self.loss_fn(model(self.batch[0]), *self.batch[1:])
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    def tensors(self):
+        state = (t for s in self.optimizer.state.values() for t in s.values())
+        return [*self.model.parameters(), *self.model.buffers(), *state]
+
+
+def least(name="mlp", **options):
+    step = Step(0, (), name, **options)
+    with pytest.raises(PlanningError) as caught:
+        step.run.prepare(*step.batch)
+    return caught.value.least_bytes
+
+
+def used(plan):
+    return plan.plan.prediction.placement.used
+
+
+@needs_segments
+@pytest.mark.parametrize("offload_state", [False, True])
+def test_a_step_leaves_to_three_memories(tmp_path, offload_state):
+    budget = least(offload_state=offload_state)
+    tiers = ["host=132KiB@4GiB", "peer:1=132KiB@2GiB", f"disk:{tmp_path}@1GiB"]
+    step = Step(budget, tiers, offload_state=offload_state)
+    plan = step.run.prepare(*step.batch)
+    assert min(used(plan)) > 0
+    assert used(plan)[0] <= 132 << 10
+    assert "peer:1 (128.0 KiB)" in str(plan)
+    wanted = step.eager()
+    assert step.losses() == wanted
+    away = plan.plan.schedule.hosted
+    assert bool(away) == offload_state
+    assert sum(map(at_home, step.tensors())) >= len(away)
+    here = sum(t.untyped_storage().nbytes() for t in step.tensors() if not at_home(t))
+    beyond = real_peak(lambda: step.run(*step.batch))
+    assert here + beyond <= plan.peak_bytes <= budget
+    assert not list(tmp_path.iterdir())
+
+
+@needs_segments
+def test_what_a_dead_owner_had_is_lost_for_one_step_only():
+    step = Step(least(), PEER)
+    wanted = step.eager(4)
+    assert step.losses(2) == wanted[:2]
+    owner = step.rooms._open[0]._tiers[0].owner
+    before = copy.deepcopy(step.model.state_dict())
+    os.kill(owner, signal.SIGKILL)
+    os.waitid(os.P_PID, owner, os.WEXITED | os.WNOWAIT)
+    told = rf"process {owner}, which owned .*peer:1, ended .*lost; nothing that is tra"
+    with pytest.raises(BackendError, match=told):
+        step.run(*step.batch)
+    after = step.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert step.losses(2) == wanted[2:]
+    gc.collect()
+    assert len(step.rooms._open) == 1
+
+
+def test_a_step_that_fails_while_it_updates_says_so(tmp_path, monkeypatch):
+    home, failing = TierCopies.home, []
+
+    def fails(*args):
+        home(*args)
+        if failing:
+            raise BackendError("a copy to the host failed")
+
+    monkeypatch.setattr(TierCopies, "home", fails)
+    step = Step(least(offload_state=True), f"disk:{tmp_path}@1GiB", offload_state=True)
+    step.losses(1)
+    failing.append(True)
+    with pytest.raises(BackendError, match=r"had begun to change .* from a checkpoint"):
+        step.losses(1)
+
+
+def test_a_full_disk_is_one_error_before_anything_runs(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    budget = least()
+    step = Step(budget, f"disk:{tmp_path}@1GiB")
+    wanted = step.eager()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutOfMemoryError, match=r"no room for .* on the disk of"):
+        step.run(*step.batch)
+    monkeypatch.undo()
+    assert step.losses() == wanted
+    with pytest.raises(PlanningError, match=r"no room for .* are 1.0 KiB of host"):
+        Step(budget, "host=1KiB@1GiB").losses()
+
+
+def test_batches_of_two_sizes_share_a_room(tmp_path):
+    step = Step(least(), f"disk:{tmp_path}@1GiB")
+    x, y = step.batch
+    for size in (4, 8, 4, 8):
+        step.run(x[:size], y[:size])
+    assert len(step.rooms._open) == len(step.rooms._free) == 1
+
+
+def test_a_step_in_parts_leaves_to_a_file(tmp_path):
+    disk = f"disk:{tmp_path}@1GiB"
+    lowest, whole = least(split=2), Step(least(), ())
+    step = Step(lowest, disk, split=2)
+    plan = step.run.prepare(*step.batch)
+    assert used(plan)[0] > 0
+    assert step.losses() == pytest.approx(whole.losses(), rel=1e-5)
+    assert real_peak(lambda: step.run(*step.batch)) <= lowest
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@needs_segments
+def test_a_compiled_model_leaves_to_tiers_with_two_passes_under_way(tmp_path, plans):
+    model, loss_fn, (x, y) = build("conv")
+    eager = copy.deepcopy(model)
+    with pytest.raises(PlanningError) as caught:
+        torch.compile(model, backend=CompileBackend(0, costs, plans=plans))(x)
+    torch.compiler.reset()
+    budget = caught.value.least_bytes
+    tiers = ["peer:1=132KiB@2GiB", f"disk:{tmp_path}@1GiB"]
+    away = tiers_within(budget, tiers, shared=False)
+    backend = CompileBackend(budget, costs, plans=plans, tiers=away)
+    compiled = torch.compile(model, backend=backend)
+    for run in (compiled, eager):
+        losses = [loss_fn(run(part), y) for part in (x, x.flip(0), x * 2)]
+        for loss in reversed(losses):
+            loss.backward()
+    (plan,) = backend.plans
+    assert min(used(plan)) > 0
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_the_faces_take_the_same_words(tmp_path):
+    model, loss_fn, batch = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    disk = f"disk:{tmp_path}@1GiB"
+    study = mt.memory(model, loss_fn, batch, optimizer, tiers=("host=8KiB", disk))
+    assert len(used(study.plan(study.least_budget))) == 2
+    step = mt.train_step(
+        model, loss_fn, optimizer, budget="8MiB", tiers=("host=8KiB", disk), cache=None
+    )
+    assert "0 to host (0 B)" in str(step.prepare(*batch))
+    for options in ({"tiers": "moon"}, {"tiers": 3}, {"tiers": ("host", "host")}):
+        for face in (
+            lambda **o: mt.train_step(model, loss_fn, optimizer, budget="8MiB", **o),
+            lambda **o: mt.backend(budget="8MiB", **o),
+            lambda **o: mt.memory(model, loss_fn, batch, optimizer, **o),
+        ):
+            with pytest.raises((ValueError, TypeError), match=r"tier|tiers"):
+                face(**options)
+    with pytest.raises(ValueError, match=r"nothing leaves without a budget"):
+        mt.train_step(model, loss_fn, optimizer, tiers="host")
+    nowhere = mt.backend(budget="8MiB", tiers="disk:/nowhere", cache=None)
+    with pytest.raises(ValueError, match=r"no file can be made in /nowhere"):
+        torch.compile(model, backend=nowhere)(batch[0])
