@@ -12,6 +12,7 @@ from typing import Any
 
 from bench import fleet_ranks
 from bench.table import render
+from bench.torch import ranks
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepPoint, StepTable
 from mucudnn.passes.fleet import equal_shares, split_batch
 from mucudnn.studies.fleet import study_fleet
@@ -48,6 +49,8 @@ def run() -> dict[str, Any]:
     trained = []
     if fleet_ranks.mpiexec() is not None:
         trained = [fleet_ranks.run(name, slow) for name, slow in TRAINED]
+    if ranks.available():
+        trained += [ranks.run(name, slow) for name, slow in TRAINED]
     return {
         "batch": BATCH,
         "published_over_one_gpu": PUBLISHED,
@@ -57,8 +60,9 @@ def run() -> dict[str, Any]:
         "trained": trained,
         "failures": [
             *(
-                f"{found['model']} over MPI: losses are {found['losses_apart']:.1e} "
-                f"apart, idle time falls by {found['idle_fall']:.1%}"
+                f"{found['model']} over {found['over']}: losses are "
+                f"{found['losses_apart']:.1e} apart, idle time falls by "
+                f"{found['idle_fall']:.1%}"
                 for found in trained
                 if found["losses_apart"] > CLOSE or found["idle_fall"] < LEAST_FALL
             ),
@@ -104,7 +108,8 @@ def table(result: dict[str, Any]) -> str:
 
 def _trained_line(found: dict[str, Any]) -> str:
     return (
-        f"{found['model']} trained over MPI, one rank {found['slow']:g} times as slow: "
+        f"{found['model']} trained over {found['over']}, one rank "
+        f"{found['slow']:g} times as slow: "
         f"{'+'.join(map(str, found['samples']))} samples, losses "
         f"{found['losses_apart']:.1e} from one process's; the fast rank waits "
         f"{found['idle_planned_ms']:.3g} instead of {found['idle_equal_ms']:.3g} ms"
@@ -141,12 +146,12 @@ def _forecast(model: str, devices: tuple[str, ...]) -> dict[str, Any]:
 def _planning(number: int) -> dict[str, Any]:
     rng = random.Random(0)
     kinds = [(rng.uniform(0.3, 3), rng.uniform(0.1, 2)) for _ in range(number)]
-    ranks = []
+    members = []
     for i in range(RANKS):
         fixed, each = kinds[i % number]
         points = tuple(StepPoint(n, fixed + each * n) for n in (1, 64, 512))
-        ranks.append(Rank(f"rank {i}", StepTable(f"kind {i % number}", points)))
-    fleet = Fleet(tuple(ranks), AllReduce(measured_ms=3.0))
+        members.append(Rank(f"rank {i}", StepTable(f"kind {i % number}", points)))
+    fleet = Fleet(tuple(members), AllReduce(measured_ms=3.0))
     began = time.process_time()
     plan = split_batch(fleet, LARGE_BATCH)
     return {

@@ -215,6 +215,7 @@ def run(name: str, slow: float, ranks: int = 2) -> dict[str, Any]:
     return {
         "model": name,
         "slow": slow,
+        "over": "MPI",
         **found,
         "losses_alone": [step.loss for step in steps],
         "losses_apart": max(abs(a - b) / abs(b) for a, b in apart),

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from bench.torch.rank_networks import NETWORKS
+
 SECONDS = 500
 EPOCHS, BATCH, SAMPLES = 2, 12, 30
 RATES = {"mean": 0.1, "sum": 0.01}
@@ -53,101 +55,6 @@ def ranks(scenario, size, folder):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def block_of(nn):
-    """Two convolutions and a shortcut, batch norm after each convolution."""
-
-    class Block(nn.Module):
-        def __init__(self, inputs, outputs, stride):
-            super().__init__()
-            self.a = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-            self.an = nn.BatchNorm2d(outputs)
-            self.b = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-            self.bn = nn.BatchNorm2d(outputs)
-            self.down = nn.Sequential()
-            if stride > 1:
-                self.down = nn.Sequential(
-                    nn.Conv2d(inputs, outputs, 1, stride, bias=False),
-                    nn.BatchNorm2d(outputs),
-                )
-
-        def forward(self, x):
-            y = self.bn(self.b(self.an(self.a(x)).relu()))
-            return (y + self.down(x)).relu()
-
-    return Block
-
-
-def residual_net():
-    """As ResNet-18 is built."""
-    from torch import nn
-
-    Block = block_of(nn)
-    return nn.Sequential(
-        *(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
-        *(Block(4, 4, 1), Block(4, 8, 2), Block(8, 8, 1)),
-        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
-    )
-
-
-def resnet18():
-    """The network itself, for 5 classes."""
-    from torch import nn
-
-    Block = block_of(nn)
-    inputs, blocks = 64, []
-    for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-        blocks += [Block(inputs, outputs, stride), Block(outputs, outputs, 1)]
-        inputs = outputs
-    return nn.Sequential(
-        *(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
-        *(nn.MaxPool2d(3, 2, 1), *blocks),
-        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 5)),
-    )
-
-
-def u_net():
-    """Down, up again, and what was there before beside it."""
-    import torch
-    from torch import nn
-
-    def twice(inputs, outputs):
-        return nn.Sequential(
-            *(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs)),
-            nn.ReLU(inplace=True),
-        )
-
-    class UNet(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.low = twice(3, 4), twice(4, 8)
-            self.up = nn.ConvTranspose2d(8, 4, 2, 2)
-            self.last, self.out = twice(8, 4), nn.Conv2d(4, 5, 1)
-
-        def forward(self, x):
-            high = self.first(x)
-            low = self.low(nn.functional.max_pool2d(high, 2))
-            return self.out(self.last(torch.cat([high, self.up(low)], 1)))
-
-    return UNet()
-
-
-def plain_net():
-    """Without batch norm: it may run in passes."""
-    from torch import nn
-
-    return nn.Sequential(
-        *(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 5))
-    )
-
-
-NETWORKS = {
-    "plain": plain_net,
-    "residual": residual_net,
-    "resnet18": resnet18,
-    "unet": u_net,
-}
-
-
 def problem(network):
     """A model in double precision, data, and the batches of one device."""
     import torch
@@ -163,22 +70,26 @@ def problem(network):
     return model, data, BatchSampler(order, BATCH, drop_last=False)
 
 
-def alone(network, epochs=EPOCHS, reduction="mean"):
+def alone(network, epochs=EPOCHS, reduction="mean", accumulate=1, around=None):
     """Losses and the state of one device that does everything."""
     import torch
     from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader
 
     model, data, batches = problem(network)
+    model = around(model) if around else model
     optimizer = torch.optim.SGD(model.parameters(), RATES[reduction], momentum=0.9)
     losses = []
     for _ in range(epochs):
-        for x, y in DataLoader(data, batch_sampler=batches):
-            optimizer.zero_grad()
+        for number, (x, y) in enumerate(DataLoader(data, batch_sampler=batches), 1):
+            if accumulate > 1 and len(x) < BATCH:
+                continue
             loss = cross_entropy(model(x), y, reduction=reduction)
             loss.backward()
-            optimizer.step()
             losses.append(loss.item())
+            if number % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
     return losses, model.state_dict()
 
 
@@ -216,8 +127,21 @@ def slowed(network, rank):
     return trained(network, rank, table=None, before=work)
 
 
-def trained(network, rank, *, passes=False, before=None, **settings):
+def trained(
+    network,
+    rank,
+    *,
+    passes=False,
+    before=None,
+    around=None,
+    accumulate=1,
+    evaluate=False,
+    num_workers=0,
+    **settings,
+):
     """Two epochs as a user would write them; how far that is from one device."""
+    import contextlib
+
     import torch
     from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader
@@ -227,6 +151,7 @@ def trained(network, rank, *, passes=False, before=None, **settings):
 
     reduction = settings.get("reduction", "mean")
     model, data, batches = problem(network)
+    model = around(model) if around else model
     asked = {"table": a_table(rank), "batch": BATCH, **settings}
     measures = ()
     if before is not None:
@@ -237,19 +162,32 @@ def trained(network, rank, *, passes=False, before=None, **settings):
             work.model.parameters(), RATES[reduction], momentum=0.9
         )
         losses, seen = [], []
-        loader = DataLoader(data, batch_sampler=work.batches(batches, keep_up=False))
+        mine = work.batches(batches, keep_up=False)
+        loader = DataLoader(data, batch_sampler=mine, num_workers=num_workers)
         for _ in range(EPOCHS):
-            for x, y in loader:
-                optimizer.zero_grad()
-                if passes:
-                    loss = work.backward(cross_entropy, x, y)
-                else:
-                    loss = cross_entropy(work.model(x), y, reduction=reduction)
-                    loss.backward()
-                optimizer.step()
+            for number, (x, y) in enumerate(loader, 1):
+                if accumulate > 1 and number == len(loader):
+                    continue
+                apart = number % accumulate
+                with work.model.no_sync() if apart else contextlib.nullcontext():
+                    if passes:
+                        loss = work.backward(cross_entropy, x, y)
+                    else:
+                        loss = cross_entropy(work.model(x), y, reduction=reduction)
+                        loss.backward()
+                if not apart:
+                    optimizer.step()
+                    optimizer.zero_grad()
                 losses.append(work.mean(loss).item())
                 seen.append(len(x))
-    expected, state = alone(network, reduction=reduction)
+            if evaluate:
+                work.model.eval()
+                with torch.no_grad():
+                    work.model(data[:5][0])
+                work.model.train()
+    expected, state = alone(
+        network, reduction=reduction, accumulate=accumulate, around=around
+    )
     return {
         "losses": max(map(relative, losses, expected)),
         "state": furthest(work.model.module.state_dict(), state),
@@ -296,10 +234,13 @@ def measured(rank):
 
 def refused(rank):
     """What ranks that disagree, or models that cannot be, are told."""
+    from torch.utils.data import BatchSampler
+
     import mucudnn.torch as mt
 
     model, _, _ = problem("plain")
     told = []
+    few = BatchSampler(range(13), 12, drop_last=False)
     wrong = (
         {"batch": BATCH + rank},
         {"batch": 1},
@@ -311,6 +252,11 @@ def refused(rank):
             mt.distribute(model, **{"table": a_table(rank), **asked})
         except (ValueError, TypeError) as e:
             told.append(str(e))
+    work = mt.distribute(model, table=a_table(rank), batch=BATCH)
+    try:
+        work.batches(few)
+    except ValueError as e:
+        told.append(str(e))
     return told
 
 
@@ -346,7 +292,7 @@ def drifting(rank):
     return plans
 
 
-def dying(rank, folder, *, die_at=None):
+def dying(rank, folder, *, die_at=None, inside=False):
     """A training that is written down after every step, and goes on from there."""
     import signal
 
@@ -372,7 +318,11 @@ def dying(rank, folder, *, die_at=None):
         for _ in range(epoch, EPOCHS):
             for x, y in loader:
                 if rank == 1 and len(losses) == die_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    if not inside:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    model[-1].weight.register_hook(
+                        lambda _: os.kill(os.getpid(), signal.SIGKILL)
+                    )
                 optimizer.zero_grad()
                 loss = cross_entropy(work.model(x), y)
                 loss.backward()
@@ -394,6 +344,43 @@ def dying(rank, folder, *, die_at=None):
     }
 
 
+def conventions(rank):
+    """What users of DistributedDataParallel do beside the plain loop, each trained."""
+    import functools
+
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Unused(torch.nn.Module):
+        """Every second step leaves a layer out; one is never used."""
+
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.steps = model, 0
+            self.never = torch.nn.Linear(2, 2).double()
+            self.some = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x):
+            self.steps += self.training
+            y = self.model(x)
+            return y * self.some if self.steps % 2 else y
+
+    def wrapped(**settings):
+        return {"wrap": functools.partial(DistributedDataParallel, **settings)}
+
+    return {
+        "views": trained("residual", rank, **wrapped(gradient_as_bucket_view=True)),
+        "static": trained("residual", rank, **wrapped(static_graph=True)),
+        "buckets": trained("residual", rank, **wrapped(bucket_cap_mb=0.001)),
+        "unused": trained(
+            "residual", rank, around=Unused, **wrapped(find_unused_parameters=True)
+        ),
+        "accumulated": trained("residual", rank, accumulate=2),
+        "evaluated": trained("residual", rank, evaluate=True),
+        "workers": trained("plain", rank, num_workers=1),
+    }
+
+
 def everything(rank):
     """Several trainings in one group: starting one takes longer than they do."""
     return {
@@ -408,6 +395,8 @@ def everything(rank):
 
 SCENARIOS = {
     "everything": lambda rank, folder: everything(rank),
+    "conventions": lambda rank, folder: conventions(rank),
+    "killed-inside": lambda rank, folder: dying(rank, folder, die_at=4, inside=True),
     "residual": lambda rank, folder: trained("residual", rank),
     "drifting": lambda rank, folder: drifting(rank),
     "killed": lambda rank, folder: dying(rank, folder, die_at=4),

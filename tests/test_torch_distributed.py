@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.torch import ranks as bench_ranks
 from mucudnn.ir.fleet import Rank
 from mucudnn.passes.fleet import share_times
 from tests.fleet_ranks import BATCH, SAMPLES, a_table, ranks, start
@@ -97,13 +98,30 @@ def test_each_rank_measures_itself_and_leaves_the_model_as_it_was(two):
 
 def test_what_cannot_be_is_refused_on_every_rank(two):
     for result in two:
-        differ, few, word, nothing = result["refused"]
+        differ, few, word, nothing, last = result["refused"]
         assert (
             "rank 1 asks for (batch, at_least, batch_norm, reduction) = (13" in differ
         )
         assert "fewer than 1 samples for each of 2 ranks" in few
         assert "choose one of: synchronised, per_rank" in word
         assert "a loss function and an example batch" in nothing
+        assert "the last batch of an epoch has 1 samples" in last
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_users_of_ddp_do_besides_changes_nothing(size, tmp_path):
+    for result in ranks("conventions", size, tmp_path):
+        for name, found in result.items():
+            assert sum(found["plan"]) == BATCH
+            assert found["losses"] < CLOSE, name
+            assert found["state"] < CLOSE, name
+
+
+@pytest.mark.slow
+def test_the_bench_trains_ranks_that_measure_themselves():
+    found = bench_ranks.run("unet", 3.0)
+    assert sum(found["samples"]) == bench_ranks.BATCH
+    assert found["losses_apart"] < CLOSE
 
 
 @pytest.mark.slow
@@ -139,8 +157,15 @@ def test_shares_follow_a_rank_that_gets_slower_and_recovers(tmp_path):
     assert recovered > slowed
 
 
-def test_a_dead_rank_ends_the_others_and_the_run_goes_on_with_another_number(tmp_path):
-    processes = start("killed", 2, tmp_path)
+@pytest.mark.parametrize(
+    ("where", "others"),
+    [("killed", 1), pytest.param("killed-inside", 3, marks=pytest.mark.slow)],
+)
+def test_a_dead_rank_ends_the_others_and_the_run_goes_on_with_another_number(
+    where, others, tmp_path
+):
+    """It dies between two steps, or in the middle of a backward pass."""
+    processes = start(where, 2, tmp_path)
     try:
         assert processes[1].wait(300) == -signal.SIGKILL
         assert processes[0].wait(300) == 1  # PyTorch's own patience is half an hour
@@ -151,7 +176,7 @@ def test_a_dead_rank_ends_the_others_and_the_run_goes_on_with_another_number(tmp
                 process.wait()
     *_, line = (tmp_path / "0.err").read_text().strip().splitlines()
     assert "mucudnn.errors.RankLostError: another rank of the training is gone" in line
-    (found,) = ranks("resumed", 1, tmp_path)
-    assert found["steps"] == 6
-    assert found["losses"] < CLOSE
-    assert found["state"] < CLOSE
+    for found in ranks("resumed", others, tmp_path):
+        assert found["steps"] == 6
+        assert found["losses"] < CLOSE
+        assert found["state"] < CLOSE

@@ -68,7 +68,8 @@ def distribute(
 
     All ranks call it, with the same arguments but for `table` and `memory`. Losses are
     those of one device up to the order of sums, if batch norm is synchronised and
-    nothing is drawn at random.
+    nothing is drawn at random. Gradients may be accumulated over whole batches of one
+    size, within `model.no_sync()`.
 
     Args:
         model: On this rank's device. Its batch norms are replaced where they are

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler
 
 from mucudnn.ir.fleet import Fleet
 from mucudnn.passes.fleet import (
@@ -22,6 +23,23 @@ from mucudnn.torch.distributed.sampler import ShareSampler
 from mucudnn.torch.distributed.weights import SampleWeights
 
 __all__ = ["Distribution"]
+
+
+def _check_last(batches: Iterable[Sequence[int]], least: int) -> None:
+    """Refuse what is known to fail at the end of an epoch.
+
+    Raises:
+        ValueError: It would.
+    """
+    if not isinstance(batches, BatchSampler) or batches.drop_last:
+        return
+    last = len(batches.sampler) % batches.batch_size
+    if 0 < last < least:
+        raise ValueError(
+            f"the last batch of an epoch has {last} samples, of which the ranks take "
+            f"{least} at the least: drop_last=True leaves it out, or choose another "
+            "batch size"
+        )
 
 
 class Distribution:
@@ -86,7 +104,12 @@ class Distribution:
             skip: Batches to leave out in the first epoch, of one that is resumed.
             keep_up: Whether the ranks see before each epoch if their times are still
                 as planned, and share out anew where that pays.
+
+        Raises:
+            ValueError: The last batch of an epoch has fewer samples than the ranks
+                together take at the least.
         """
+        _check_last(of_one_device, len(self.fleet.ranks) * self._at_least)
         before = (self.replan,) if keep_up else ()
         return ShareSampler(
             of_one_device, self.shares, self.rank, skip=skip, before=before
@@ -128,7 +151,7 @@ class Distribution:
 
     def mean(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean over all samples of a batch, from each rank's mean over its own."""
-        own = torch.tensor(self._weights.stepped, device=loss.device)
+        own = torch.tensor(self._weights.counted, device=loss.device)
         both = torch.stack([loss.detach().double() * own, own.double()])
         self._together.all_reduce(both).wait()
         if self._weights.reduction == "sum":

@@ -86,6 +86,11 @@ class SampleWeights:
         self._own = 0.0
         self.share = torch.ones((), dtype=torch.float64, device=device)
 
+    @property
+    def counted(self) -> float:
+        """What the passes of this step count so far, or those of the last one."""
+        return self._own or self.stepped
+
     def before_forward(
         self, model: DistributedDataParallel, args: Any, kwargs: Any
     ) -> None:
