@@ -10,6 +10,7 @@ import argparse
 import json
 import resource
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from bench.machine import describe
-from bench.split_real import (
+from bench.split_distance import distances, exact_step
+from bench.split_running import (
     OPTIMIZER,
     Told,
-    gradient_distance,
     measured_by,
     steps_of,
     taken,
@@ -66,12 +67,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--disk", help="folder for what leaves; host memory if none")
     parser.add_argument("--alone", action="store_true", help="no unsplit step beside")
+    parser.add_argument("--float64", action="store_true", help="gradients beside it")
     parser.add_argument("--forecast", action="store_true", help="do not run it")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: stdout")
     options = parser.parse_args(arguments)
     try:
         image = tuple(int(size) for size in options.image.split("x"))
-        network = _network(options.model, options.channels)(1, image=image)
+        model = partial(_network(options.model, options.channels), 1, image=image)
+        network = model()
     except ValueError as error:
         parser.error(str(error))
     found = forecast(network, options.strips, options.share)
@@ -84,6 +87,7 @@ def main(arguments: Sequence[str]) -> int:
             options.steps,
             options.disk,
             beside=not options.alone,
+            exact=model(dtype="float64") if options.float64 else None,
         )
     asked = ("model", "channels", "image", "strips", "share")
     about = {name: getattr(options, name) for name in asked}
@@ -132,10 +136,20 @@ def really(
     disk: str | None = None,
     *,
     beside: bool = True,
+    exact: Graph | None = None,
 ) -> dict[str, Any]:
     """Train a few steps on noise within a budget, and then without any.
 
     The memory of the strips is given back before the unsplit step is measured.
+
+    Args:
+        network: A network with a loss.
+        strips: In how many its largest layers run.
+        budget: Bytes for everything.
+        steps: Of each.
+        disk: A folder for what leaves; host memory if None.
+        beside: Whether the unsplit step is taken as well.
+        exact: The same network in float64, whose gradients both are held against.
     """
     tell, begun = Told(), perf_counter()
     with measured_by(tell, min(_WORKSPACE, budget // 8)) as tuner:
@@ -157,12 +171,12 @@ def really(
             return found
         with Trainer(network, tuner=tuner, optimizer=OPTIMIZER) as trainer:
             tell(f"unsplit: {format_bytes(trainer.peak_bytes)}")
+            start = trainer.state.save()
             whole = list(steps_of(trainer, network, steps, tell))
-            return found | {
-                "unsplit_bytes": trainer.peak_bytes,
-                "unsplit": without_gradients(whole),
-                "gradient_distance": gradient_distance(whole[0], rows[0]),
-            }
+            found |= {"unsplit_bytes": trainer.peak_bytes}
+        precise = exact_step(exact, start, tuner, tell)
+        found |= {"unsplit": without_gradients(whole)}
+        return found | distances(whole[0], rows[0], precise)
 
 
 def _most_resident() -> int:

@@ -10,45 +10,31 @@ import argparse
 import json
 import os
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-import numpy as np
-
 from bench.machine import describe
+from bench.split_distance import distances, exact_step
+from bench.split_running import (
+    OPTIMIZER,
+    Told,
+    measured_by,
+    steps_of,
+    taken,
+    without_gradients,
+)
 from bench.table import render
 from mucudnn.ir.graph import PERSISTENT, Graph
-from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.models import class_count, get_model
+from mucudnn.models import get_model
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.trainer import Trainer
-from mucudnn.runtime.tuning.table_filler import Measured
-from mucudnn.runtime.tuning.timing import StoppingRule
-from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = [
-    "OPTIMIZER",
-    "Told",
-    "compared",
-    "gradient_distance",
-    "main",
-    "measured_by",
-    "steps_of",
-    "taken",
-    "without_gradients",
-]
-
-OPTIMIZER = Momentum(learning_rate=1e-3)
-_RULE = StoppingRule(min_samples=1, max_samples=5, budget_ms=60.0)
-_TIME_LIMIT_S = 4.0
-"""For one convolution: those of large images take long."""
-
-_EVERY_S = 10.0
+__all__ = ["compared", "main"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,11 +46,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--share", type=Fraction, default=Fraction(1, 15))
     parser.add_argument("--split", default="4", help="slices, height:16, or auto")
     parser.add_argument("--steps", type=int, default=4, help="of each; one warms up")
+    parser.add_argument("--float64", action="store_true", help="gradients beside it")
     parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args(arguments)
-    network = get_model(options.model)(options.batch, image=options.image)
+    model = partial(get_model(options.model), options.batch, image=options.image)
+    exact = model(dtype="float64") if options.float64 else None
     split = int(options.split) if options.split.isdecimal() else options.split
-    found = compared(network, float(options.share), split, options.steps)
+    found = compared(model(), float(options.share), split, options.steps, exact)
     about = {key: getattr(options, key) for key in ("model", "batch", "image", "split")}
     result = about | {"share": str(options.share)} | found
     print(_table(result), flush=True)
@@ -75,9 +63,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def compared(
-    network: Graph, share: float, split: str | int, steps: int
+    network: Graph,
+    share: float,
+    split: str | int,
+    steps: int,
+    exact: Graph | None = None,
 ) -> dict[str, Any]:
     """Steps within a share of the unbounded step's activations, beside that one's.
+
+    Args:
+        network: A network with a loss.
+        share: Of the activations, the budget.
+        split: How the bounded step is split.
+        steps: Of each.
+        exact: The same network in float64, whose gradients both are held against.
 
     Returns:
         Bytes, predicted and measured times, losses, and how far gradients of the first
@@ -92,6 +91,7 @@ def compared(
         state = sum(spec.nbytes for spec in whole.graph.with_role(*PERSISTENT))
         activations = whole.peak_bytes - state
         budget = int(share * activations)
+        precise = exact_step(exact, whole.state.save(), tuner, tell)
         begun = perf_counter(), process_time()
         with Trainer(
             network,
@@ -116,108 +116,13 @@ def compared(
                 "planning_s": seconds[0],
                 "planning_cpu_s": seconds[1],
                 **taken(bounded),
-                "gradient_distance": gradient_distance(one[0], other[0]),
+                **distances(one[0], other[0], precise),
                 "speed": _ratio(one, other, "wall_ms"),
                 "cpu_speed": _ratio(one, other, "cpu_ms"),
                 "unbounded": without_gradients(one),
                 "bounded": without_gradients(other),
                 "load": os.getloadavg()[0],
             }
-
-
-def taken(bounded: Trainer) -> dict[str, Any]:
-    """What a trainer takes, and what was predicted."""
-    if bounded.placed is None:
-        raise TypeError("the step has no budget")
-    plan = bounded.placed.plan
-    return {
-        "peak_bytes": bounded.peak_bytes,
-        "predicted_ms": plan.prediction.step_ms,
-        "recomputed_nodes": plan.recomputed,
-        "offloaded_bytes": plan.prediction.out_bytes,
-        "segments": [str(segment) for segment in bounded.segments],
-    }
-
-
-class Told:
-    """Lines of progress on standard error, with the seconds since the beginning."""
-
-    def __init__(self) -> None:
-        self._begun = self._last = perf_counter()
-
-    def __call__(self, words: str) -> None:
-        """Tell."""
-        self._last = perf_counter()
-        print(f"  {self._last - self._begun:.0f} s: {words}", file=sys.stderr)
-
-    def node(self, name: str, done: int, of: int) -> None:
-        """Tell of a node that was measured, now and then."""
-        self.seldom(f"{name}, {done} of {of}")
-
-    def seldom(self, words: str) -> None:
-        """Tell if nothing was told for some time."""
-        if perf_counter() - self._last > _EVERY_S:
-            self(words)
-
-
-def measured_by(tell: Told, workspace: int = 64 << 20) -> Tuner:
-    """A tuner that measures convolutions as they are, quickly, and remembers them."""
-
-    def measured(done: Measured) -> None:
-        shapes = done.problem.x_shape, done.problem.w_shape
-        tell.seldom(f"{done.problem.direction.value} {shapes}: {done.algo}")
-
-    return Tuner(
-        backend="cpu",
-        workspace_limit=workspace,
-        batch_policy="undivided",
-        validate=False,
-        rule=_RULE,
-        time_limit_s=_TIME_LIMIT_S,
-        progress=measured,
-    )
-
-
-def steps_of(
-    trainer: Trainer, network: Graph, steps: int, tell: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
-    """Steps on noise, the same for every trainer: loss, times, and first gradients."""
-    image, label = (network.tensors[name] for name in ("image", "label"))
-    classes = class_count(network) or 2
-    for number in range(steps):
-        rng = np.random.default_rng(number)
-        images = rng.standard_normal(image.shape, dtype="f4")
-        labels = rng.integers(0, classes, label.shape)
-        wall, cpu = perf_counter(), process_time()
-        row: dict[str, Any] = {"loss": float(trainer.step(images, labels).loss)}
-        row |= {"wall_ms": 1e3 * (perf_counter() - wall)}
-        row |= {"cpu_ms": 1e3 * (process_time() - cpu)}
-        tell(f"{trainer!r}: loss {row['loss']:.7f}, {row['wall_ms']:.0f} ms")
-        if number == 0:  # momentum is then the gradient
-            names = [name for name in trainer.state if name.endswith(":momentum")]
-            row["gradients"] = trainer.state.save(names)
-        yield row
-
-
-def gradient_distance(
-    wanted: Mapping[str, Any], found: Mapping[str, Any]
-) -> dict[str, float]:
-    """How far gradients of two first steps are apart, relative to the first ones.
-
-    Returns:
-        Of all parameters together, and the median and the largest of single ones.
-    """
-    pairs = [
-        (gradient.astype("f8"), found["gradients"][name].astype("f8"))
-        for name, gradient in wanted["gradients"].items()
-    ]
-    apart = np.array([np.linalg.norm(other - one) for one, other in pairs])
-    lengths = np.array([np.linalg.norm(one) for one, _ in pairs])
-    return {
-        "all": float(np.linalg.norm(apart) / np.linalg.norm(lengths)),
-        "median": float(np.median(apart / lengths)),
-        "largest": float(np.max(apart / lengths)),
-    }
 
 
 def _ratio(
@@ -229,13 +134,6 @@ def _ratio(
         for rows in (whole, bounded)
     )
     return one / other
-
-
-def without_gradients(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Steps, ready for JSON."""
-    return [
-        {key: value for key, value in row.items() if key != "gradients"} for row in rows
-    ]
 
 
 def _table(result: Mapping[str, Any]) -> str:

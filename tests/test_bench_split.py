@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from bench.papers import tsplit
-from bench.split_real import Told, gradient_distance, measured_by, steps_of
+from bench.split_distance import gradient_distance
+from bench.split_running import Told, measured_by, steps_of
 from mucudnn.models.unet import narrow_unet2d, narrow_unet3d, unet2d, unet3d
 from mucudnn.runtime.training.trainer import Trainer
 
