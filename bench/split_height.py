@@ -9,7 +9,7 @@ unsplit step is taken on the same image, unbounded, where that fits the machine.
 import argparse
 import json
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -57,7 +57,42 @@ _NARROW = {"unet2d": narrow_unet2d, "unet3d": narrow_unet3d}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Say what a step would take, run it unless only that is wanted, print JSON."""
+    """Say what a step would take, run it unless only that is wanted, print JSON.
+
+    A file has what is known so far: a step of a large image takes long.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        image = tuple(int(size) for size in options.image.split("x"))
+        model = partial(_network(options.model, options.channels), 1, image=image)
+        network = model()
+    except ValueError as error:
+        parser.error(str(error))
+    found = forecast(network, options.strips, options.share)
+    print(_words(found), flush=True)
+    text = _text(options, found)
+    if not options.forecast:
+        for results in really(
+            network,
+            options.strips,
+            found["budget"],
+            options.steps,
+            options.disk,
+            beside=not options.alone,
+            exact=model(dtype="float64") if options.float64 else None,
+        ):
+            text = _text(options, found | results)
+            if options.json is not None:
+                options.json.write_text(text)
+    if options.json is None:
+        print(text, end="")
+    else:
+        options.json.write_text(text)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench split height")
     parser.add_argument("--model", default="unet2d", help="a network with a loss")
     parser.add_argument("--channels", type=int, help="of the first level of a U-Net")
@@ -70,33 +105,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--float64", action="store_true", help="gradients beside it")
     parser.add_argument("--forecast", action="store_true", help="do not run it")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: stdout")
-    options = parser.parse_args(arguments)
-    try:
-        image = tuple(int(size) for size in options.image.split("x"))
-        model = partial(_network(options.model, options.channels), 1, image=image)
-        network = model()
-    except ValueError as error:
-        parser.error(str(error))
-    found = forecast(network, options.strips, options.share)
-    print(_words(found), flush=True)
-    if not options.forecast:
-        found |= really(
-            network,
-            options.strips,
-            found["budget"],
-            options.steps,
-            options.disk,
-            beside=not options.alone,
-            exact=model(dtype="float64") if options.float64 else None,
-        )
+    return parser
+
+
+def _text(options: argparse.Namespace, found: dict[str, Any]) -> str:
     asked = ("model", "channels", "image", "strips", "share")
     about = {name: getattr(options, name) for name in asked}
-    text = json.dumps({"machine": describe(), **about, **found}, indent=1)
-    if options.json is None:
-        print(text)
-    else:
-        options.json.write_text(text + "\n")
-    return 0
+    return json.dumps({"machine": describe(), **about, **found}, indent=1) + "\n"
 
 
 def _network(name: str, channels: int | None) -> Callable[..., Graph]:
@@ -137,10 +152,11 @@ def really(
     *,
     beside: bool = True,
     exact: Graph | None = None,
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """Train a few steps on noise within a budget, and then without any.
 
-    The memory of the strips is given back before the unsplit step is measured.
+    The memory of the strips is given back before the unsplit step is measured. What is
+    known by then is told first: that of a large image takes long.
 
     Args:
         network: A network with a loss.
@@ -150,6 +166,9 @@ def really(
         disk: A folder for what leaves; host memory if None.
         beside: Whether the unsplit step is taken as well.
         exact: The same network in float64, whose gradients both are held against.
+
+    Yields:
+        What the strips came to; then the same and what it is beside the unsplit step.
     """
     tell, begun = Told(), perf_counter()
     with measured_by(tell, min(_WORKSPACE, budget // 8)) as tuner:
@@ -167,8 +186,9 @@ def really(
             found = taken(trainer) | {"planned_s": planned_s}
         found |= {"steps": without_gradients(rows), "resident_bytes": _most_resident()}
         tell(f"resident: {format_bytes(found['resident_bytes'])}")
+        yield found
         if not beside:
-            return found
+            return
         with Trainer(network, tuner=tuner, optimizer=OPTIMIZER) as trainer:
             tell(f"unsplit: {format_bytes(trainer.peak_bytes)}")
             start = trainer.state.save()
@@ -176,7 +196,7 @@ def really(
             found |= {"unsplit_bytes": trainer.peak_bytes}
         precise = exact_step(exact, start, tuner, tell)
         found |= {"unsplit": without_gradients(whole)}
-        return found | distances(whole[0], rows[0], precise)
+        yield found | distances(whole[0], rows[0], precise)
 
 
 def _most_resident() -> int:
