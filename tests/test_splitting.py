@@ -177,6 +177,22 @@ def test_the_memory_study_has_steps_in_parts_as_one_more_technique():
     assert study.to_json()["splitting"]["parts"] > 1
 
 
+def test_the_least_budget_counts_parts_that_need_no_plan():
+    """Within plenty of memory the whole step is as fast as can be, and alone tried."""
+    spec = StepSpec(model="unet2d", batch=1, image=256, inference=True)
+    asked = {"policies": ["planned"], "budget": "1GiB", "min_budget": True}
+    study = study_memory(spec, split="height", **asked)
+    assert len(study.splitting.tried) == 1
+    whole, parts = (study.min_budget[name] for name in ("planned", IN_PARTS))
+    assert parts == study.minimum < 0.6 * whole
+
+
+def test_times_of_the_one_way_that_was_asked_for_are_held_against_itself():
+    spec = StepSpec(model="lenet", batch=1, inference=True)
+    study = study_memory(spec, policies=["planned"], budget="1GiB", split="height:4")
+    assert "1.00x of 4 strips unbounded" in study.splitting.reason
+
+
 def test_the_cpu_is_measured():
     with pytest.raises(ValueError, match="measured"):
         study_memory(StepSpec(model="lenet", batch=4, device="cpu"), split="auto")

@@ -270,6 +270,11 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
     split = settings["split"]
     if split is None:
         split = "auto" if settings["inference"] and device != _CPU else "none"
+    if split != "none" and device == _CPU:
+        raise BadInputError(
+            f"--split {split} is planned for a device that is estimated, and --device "
+            f"{_CPU} is measured; train in parts by `mucudnn train --split {split}`"
+        )
     # The search takes longest: what Ctrl-C keeps comes before it.
     names = _chosen(settings["policies"], policies)
     if _ALL in settings["policies"]:

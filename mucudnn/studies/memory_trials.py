@@ -24,8 +24,12 @@ from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.planning.splitting.choice import Splitting, plan_splitting
-from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
+from mucudnn.passes.planning.splitting.choice import (
+    SplitStep,
+    Splitting,
+    plan_splitting,
+)
+from mucudnn.passes.planning.splitting.cutting import WHOLE, Split, cuttings
 from mucudnn.passes.planning.tiered_step import place_tiered_step
 from mucudnn.passes.registry import by_name, name_of
 from mucudnn.passes.residency import PLANNED, ResidencyPolicy
@@ -163,13 +167,25 @@ class MemoryTrials:
         try:
             found = plan_splitting(step(budget), self._split)
         except PlanningError as e:
-            self._least_in_parts = e.least_bytes
+            self._least_in_parts = e.least_bytes or self._least_in_parts
             return Technique(IN_PARTS, "any", budget, None, e.least_bytes), None
-        sizes = [c.least_bytes for c in found.tried if c.least_bytes is not None]
-        self._least_in_parts = min(sizes)
+        if self._least_in_parts is None:
+            self._least_in_parts = self._least_of_parts(step(budget), found)
         plan = found.chosen.plan
         name = "any" if plan is None else plan.scheduler
         return Technique(IN_PARTS, name, budget, plan), found
+
+    def _least_of_parts(self, step: SplitStep, found: Splitting) -> int:
+        """The least budget of all ways, those that needed no plan included."""
+        least = {c.cutting: c.least_bytes for c in found.tried}
+        for cutting in cuttings(step.graph, self._split):
+            if cutting not in least:
+                self._say(f"the least budget of {cutting}", 0, 1)
+                graph = step.in_parts(cutting)
+                costs = step.costs(graph)
+                asked = None if costs is None else step.asked(graph, costs)
+                least[cutting] = None if asked is None else minimum_budget(asked)
+        return min(nbytes for nbytes in least.values() if nbytes is not None)
 
     def _place_best(self) -> None:
         best = best_technique(self._techniques)
@@ -218,6 +234,8 @@ class MemoryTrials:
         for i, policy in enumerate(self._policies):
             self._say(f"least budget of {policy}", i, len(self._policies))
             self._min_budget[policy] = self._least(self._step, policy)
+        if self._least_in_parts is not None:
+            self._min_budget[IN_PARTS] = self._least_in_parts
 
     def _find_max_batches(self) -> None:
         step = functools.cache(self._costed.at)

@@ -91,7 +91,10 @@ def along_height(graph: Graph) -> Along:
             graph.tensors[t].shape[axis] for t, axis in axes if axis is not None
         }
     if not heights:
-        raise ValueError("the graph has no images, (N, C, *spatial), that can be cut")
+        raise ValueError(
+            "the graph has no images, (N, C, *spatial), that can be cut into strips; "
+            "ask for a number of parts of its batch"
+        )
     return Along(HEIGHT, max(heights), math.gcd(*heights))
 
 

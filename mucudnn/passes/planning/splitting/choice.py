@@ -41,7 +41,8 @@ class Splitting:
     Attributes:
         chosen: The fastest candidate.
         tried: All of them, the whole step first.
-        unbounded_ms: The whole step's time with all the memory it wants.
+        unbounded_ms: With all the memory it wants, the time of the whole step, or of
+            the one way that was asked for.
         fused: Whether slices run forward and backward one at a time.
     """
 
@@ -118,7 +119,9 @@ class Splitting:
         return self.fused and candidate.cutting.along == BATCH
 
     def _times(self, candidate: Candidate) -> str:
-        return f"{candidate.step_ms / self.unbounded_ms:.2f}x of the unbounded step"
+        first = self.tried[0].cutting
+        step = "the unbounded step" if first.parts == 1 else f"{first} unbounded"
+        return f"{candidate.step_ms / self.unbounded_ms:.2f}x of {step}"
 
 
 @rarely_collected()
