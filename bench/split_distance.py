@@ -20,11 +20,17 @@ from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["distances", "exact_step", "gradient_distance"]
 
+_VANISHING = 1e-3
+"""Of the longest gradient: what is shorter should be zero."""
+
 
 def gradient_distance(
     wanted: Mapping[str, Any], found: Mapping[str, Any]
 ) -> dict[str, Any]:
     """How far gradients of two first steps are apart, relative to the first ones.
+
+    One that is all but zero, such as that of a bias ahead of batch norm, is nothing but
+    rounding: it is held against a thousandth of the longest.
 
     Returns:
         Of all parameters together, the median and the largest of single ones, and whose
@@ -36,11 +42,12 @@ def gradient_distance(
     }
     apart = np.array([np.linalg.norm(other - one) for one, other in pairs.values()])
     lengths = np.array([np.linalg.norm(one) for one, _ in pairs.values()])
-    worst = int(np.argmax(apart / lengths))
+    each = apart / np.maximum(lengths, _VANISHING * lengths.max())
+    worst = int(np.argmax(each))
     return {
         "all": float(np.linalg.norm(apart) / np.linalg.norm(lengths)),
-        "median": float(np.median(apart / lengths)),
-        "largest": float(apart[worst] / lengths[worst]),
+        "median": float(np.median(each)),
+        "largest": float(each[worst]),
         "largest_of": list(pairs)[worst].removesuffix(":momentum"),
     }
 

@@ -30,6 +30,16 @@ def test_distances_of_gradients_are_relative_to_the_first():
     assert found["largest"] == pytest.approx(0.1)
     assert found["median"] == pytest.approx(0.05)
     assert found["all"] == pytest.approx(0.5 / 26**0.5)
+    assert found["largest_of"] == "a"
+
+
+def test_a_gradient_that_is_all_but_zero_has_no_distance_of_its_own():
+    """Such as that of a bias ahead of batch norm: rounding, relative to rounding."""
+    one = {"gradients": {"w": np.array([3.0, 4.0]), "bias": np.array([1e-17])}}
+    other = {"gradients": {"w": np.array([3.0, 4.005]), "bias": np.array([1e-8])}}
+    found = gradient_distance(one, other)
+    assert found["largest_of"] == "w"
+    assert found["largest"] == pytest.approx(1e-3)
 
 
 def test_momentum_after_one_step_is_the_gradient(tmp_path):
