@@ -8,7 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
-from mucudnn.torch.measurement import cuda as cuda_meter  # noqa: E402
+from mucudnn.torch.measurement import (  # noqa: E402
+    cpu,
+    cuda as cuda_meter,
+)
 from mucudnn.torch.measurement.cpu import CpuMeter  # noqa: E402
 from mucudnn.torch.measurement.cuda import CudaMeter  # noqa: E402
 from mucudnn.torch.measurement.meters import meter_of  # noqa: E402
@@ -71,28 +74,25 @@ def test_waiting_for_the_core_is_no_part_of_a_time():
 
 
 @pytest.fixture
-def two_threads():
-    """Times by the clock, which goes on while a call sleeps."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def by_the_clock(one_thread, monkeypatch):
+    """Which goes on while a call sleeps."""
+    monkeypatch.setattr(cpu, "_clock", lambda: time.perf_counter)
 
 
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("by_the_clock")
 def test_what_a_copy_takes_from_a_call_beside_it_is_the_copys():
     before = threading.active_count()
 
     def call():
         copying = threading.active_count() > before
-        time.sleep(0.006 if copying else 0.002)
+        time.sleep(0.06 if copying else 0.02)
 
     found = CpuMeter().links(lambda: call)
     assert found.out_bytes_per_ms > 0
     assert found.in_bytes_per_ms > 0
-    assert 0.1 < found.copy_share <= 1  # of copies all the time: 4 ms of 6
+    assert 0.1 < found.copy_share <= 1  # of copies all the time: 40 ms of 60
     assert threading.active_count() == before
-    apart = CpuMeter().links(lambda: lambda: time.sleep(0.004))
+    apart = CpuMeter().links(lambda: lambda: time.sleep(0.04))
     assert apart.copy_share <= found.copy_share
 
 
