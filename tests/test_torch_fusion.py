@@ -1,6 +1,5 @@
 """Fused nodes are the nodes that they are made of, whoever compiles them."""
 
-import time
 import warnings
 from dataclasses import replace
 
@@ -206,8 +205,7 @@ def test_kernels_that_are_not_faster_are_not_taken():
         run = recipe.function()
 
         def late(*given):
-            time.sleep(0.01)
-            return run(*given)
+            return [run(*given) for _ in range(50)][-1]
 
         return late
 
