@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from mucudnn.errors import PlanningError
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.trainer import Trainer
 from tests.training_cases import examples, network, tuner_of
@@ -84,3 +85,16 @@ def test_what_was_measured_of_the_step_is_not_taken_for_evaluation():
 def test_other_splits_are_refused(split):
     with pytest.raises(ValueError, match="split"):
         trained(split)
+
+
+@pytest.mark.parametrize("split", ["auto", "height"])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"budget": 1000}, "bytes are the least"),
+        ({"budget": "1MiB", "precision": "bfloat16"}, "CPU has float32 and float64"),
+    ],
+)
+def test_why_no_way_can_be_measured_is_said(split, options, reason):
+    with pytest.raises(PlanningError, match=f"whole or in parts.*{reason}"):
+        trained(split, **options)

@@ -73,6 +73,7 @@ class Divider:
         self._split, self._tuner, self._budget = split, tuner, budget
         self._optimizer, self._when, self._order = optimizer, when, order
         self._scaling, self._progress = scaling, progress
+        self._unmeasured: OutOfMemoryError | PlanningError | None = None
 
     def __call__(self, graph: Graph) -> Graph:
         """The graph in parts, or as it is.
@@ -85,12 +86,26 @@ class Divider:
             if self._budget is None:
                 return graph
             step = SplitStep(graph, self._finished, self._costs, self._asked)
-            self.decision = plan_splitting(step, self._split)
+            self.decision = self._decided(step)
             chosen = self.decision.chosen
             cutting, request, self.plan = chosen.cutting, chosen.request, chosen.plan
             self.profile = None if request is None else request.profile
         self.segments = cutting.segments(graph)
         return cutting.cut(graph)
+
+    def _decided(self, step: SplitStep) -> Splitting:
+        """The fastest way; where none could be measured it is said why.
+
+        Raises:
+            PlanningError: Neither whole nor in parts does it fit the budget.
+        """
+        try:
+            return plan_splitting(step, self._split)
+        except PlanningError as e:
+            if e.least_bytes is not None or self._unmeasured is None:
+                raise
+            words = f"{e}, whole or in parts; in the last way that was tried"
+            raise PlanningError(f"{words}, {self._unmeasured}") from self._unmeasured
 
     def _finished(self, graph: Graph) -> Graph:
         step = with_updates(
@@ -102,7 +117,8 @@ class Divider:
         memory = None if self._budget is None else self._budget.nbytes
         try:
             return profile(self._tuner, graph, memory=memory, progress=self._progress)
-        except (OutOfMemoryError, PlanningError):
+        except (OutOfMemoryError, PlanningError) as e:
+            self._unmeasured = e
             return None
 
     def _asked(self, graph: Graph, costs: Profile) -> StepRequest:
