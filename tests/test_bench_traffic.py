@@ -16,6 +16,19 @@ def test_half_precision_moves_half_the_bytes(precision):
     assert half["flops"] == wide["flops"]
 
 
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("model", ["vgg16", "unet2d"])
+def test_half_precision_moves_half_the_bytes_but_of_updates(model, layout):
+    """Those of many parameters move most of what is left: masters stay wide."""
+    wide, half = (
+        _step(model, BATCHES[model], p, True, layout) for p in (None, "float16")
+    )
+    assert half["update_bytes"] == wide["update_bytes"] > wide["bytes"] / 250
+    wide_rest, half_rest = (s["bytes"] - s["update_bytes"] for s in (wide, half))
+    assert half_rest <= 0.506 * wide_rest  # an index of a maximum has a byte in both
+    assert half["bytes"] <= 0.53 * wide["bytes"]
+
+
 def test_what_is_fused_moves_less_in_fewer_launches():
     apart, fused = (_step("resnet50", 32, None, fuse) for fuse in (False, True))
     assert fused["launches"] < apart["launches"]
