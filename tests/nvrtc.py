@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["ARCHITECTURES", "compiled"]
+__all__ = ["ARCHITECTURES", "assembly", "compiled"]
 
 ARCHITECTURES = (70, 75, 80, 90, 100)
 """Volta, Turing, Ampere, Hopper, Blackwell; an NVRTC knows some of them."""
@@ -41,7 +41,15 @@ def compiled(source, name, options=()):
     return [_compile(source, name, arch, options) for arch in architectures()]
 
 
-def _compile(source, name, arch, options):
+def assembly(source, name, options=()):
+    """Kernel -> its text in PTX, as it is before it is made for one architecture."""
+    architectures()
+    text = _compile(source, name, 90, options, "compute", "PTX").decode()
+    entries = text.split(".entry ")[1:]
+    return {entry.partition("(")[0]: entry for entry in entries}
+
+
+def _compile(source, name, arch, options, kind="sm", what="CUBIN"):
     nvrtc = library()
     program = ctypes.c_void_p()
     text = source.encode()
@@ -50,11 +58,11 @@ def _compile(source, name, arch, options):
     )
     assert made == 0
     try:
-        given = [f"--gpu-architecture=sm_{arch}", *options]
+        given = [f"--gpu-architecture={kind}_{arch}", *options]
         values = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
         if nvrtc.nvrtcCompileProgram(program, len(given), values):
             pytest.fail(f"sm_{arch}: {_text(nvrtc, program, 'ProgramLog').decode()}")
-        return _text(nvrtc, program, "CUBIN")
+        return _text(nvrtc, program, what)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -1,5 +1,6 @@
 """The GPU's kernels of a training step against the CPU's: emulated, and on a GPU."""
 
+import re
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from mucudnn.errors import BackendError, UnsupportedError
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.kernel_cases import ADAM, normal
 from tests.mirror_cases import Case, cases, compute
-from tests.nvrtc import compiled
+from tests.nvrtc import assembly, compiled
 
 CPU = bind_cpu(Workers(1))
 TYPES = ("float32", "float64", "float16", "bfloat16")
@@ -305,6 +306,24 @@ def test_sources_compile_for_every_gpu(name, dtype, wide):
     for code in compiled(program.source, name, compiler_options(dtype, wide=wide)):
         for kernel in program.kernels:
             assert f".text.{kernel}\0".encode() in code
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "name", ["batch_norm", "batch_norm_grad", "bias", "group_norm"]
+)
+def test_channels_that_are_last_are_read_by_16_bytes(name, dtype):
+    """And of whole numbers divided only to find where a thread begins."""
+    options = compiler_options(dtype, wide=False, parameters="float32")
+    kind = {"float16": "u32", "float32": "f32"}[dtype]
+    found = assembly(PROGRAMS[name].source, name, options)
+    assert set(found) == set(PROGRAMS[name].kernels)
+    last = {kernel: text for kernel, text in found.items() if kernel.endswith("_last")}
+    assert last
+    for kernel, text in last.items():
+        assert f"ld.global.v4.{kind}" in text, kernel
+        assert len(re.findall(r"\b(?:div|rem)\.[su](?:32|64)", text)) <= 12, kernel
 
 
 @pytest.mark.gpu
