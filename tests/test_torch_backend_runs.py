@@ -149,6 +149,7 @@ def resident_pages():
     return int(Path("/proc/self/statm").read_text().split()[1])
 
 
+@pytest.mark.usefixtures("free_copies")
 def test_a_thousand_forward_passes_leave_nothing(monkeypatch):
     budget = least_budget("mlp")
     hosts = weakref.WeakSet()

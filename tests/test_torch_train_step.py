@@ -136,6 +136,7 @@ def test_random_numbers_are_drawn_again_as_they_were(replayed, monkeypatch):
     assert beyond <= plan.peak_bytes - planner.resident_bytes - planner.given_bytes
 
 
+@pytest.mark.usefixtures("free_copies")
 @pytest.mark.parametrize("waited", [True, False])
 def test_copies_are_waited_for(waited, monkeypatch):
     wanted = eager("mlp", sgd)
@@ -295,6 +296,7 @@ def test_other_optimizers_and_frozen_parameters(optimizer_of):
     assert all(map(torch.equal, *outcomes))
 
 
+@pytest.mark.usefixtures("free_copies")
 def test_the_plan_says_what_it_does():
     model, loss_fn, batch = build("mlp")
     optimizer = sgd(model)
