@@ -14,6 +14,7 @@ from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
+from mucudnn.passes.graph.split import split_batch
 from mucudnn.passes.planning.bound import lower_bound as programme
 from mucudnn.passes.planning.bound.lower_bound import lower_bound
 from mucudnn.passes.planning.comparison import unbounded
@@ -39,6 +40,8 @@ def test_no_plan_of_any_residencies_beats_it(data, scheduler):
     graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
     if data.draw(st.booleans()):
         graph = data.draw(foreign(graph))
+    elif data.draw(st.booleans()):
+        graph = split_batch(graph, data.draw(st.integers(2, 3)))
     profile = data.draw(profiles(graph))
     residency = data.draw(residencies(graph))
     least = StepRequest(graph, profile).rewritten(residency).least_peak()

@@ -13,14 +13,17 @@ from mucudnn.ir.graph import PERSISTENT, Phase, Role
 from mucudnn.ir.traits import OPAQUE
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.rematerialize import rematerialize
 from mucudnn.passes.graph.slicing.axis import along_batch, cuttable
+from mucudnn.passes.graph.slicing.rows import of_whole
 from mucudnn.passes.graph.split import split_batch
-from mucudnn.passes.residency import saved_tensors
+from mucudnn.passes.liveness import live_ranges
+from mucudnn.passes.residency import Residency, saved_tensors
 from tests.examples import examples
 from tests.model_cases import furthest, random_feeds
 from tests.numpy_runner import execute
 from tests.race_detector import RaceDetector
-from tests.random_graphs import feeds, training_graphs
+from tests.random_graphs import feeds, residencies, training_graphs
 from tests.swapping import Bench, same
 
 MODELS = {
@@ -108,6 +111,54 @@ def test_every_plan_keeps_the_bits_of_the_split_step(name):
             recomputed += sum("~" in n.name for n in plan.schedule.graph.nodes)
             same(bench.run(plan.schedule, watcher=RaceDetector()), kept)
         assert recomputed or name == "lenet"
+
+
+def test_slices_computed_again_within_the_forward_pass_have_the_same_bits():
+    bench = Bench.of(split_batch(step("resnet20", 4), 2))
+    kept = bench.run(bench.kept())
+    saved = bench.saved()
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        always = dict.fromkeys(saved, Residency.RECOMPUTE_ALWAYS)
+        others = {
+            n: c for n, c in bench.random_residency(2).items() if rng.random() < 0.3
+        }
+        plan = bench.plan(always | others, part=seed / 2)
+        again = [n for n in plan.schedule.graph.nodes if "~" in n.name]
+        assert {n.phase for n in again} == {Phase.FORWARD, Phase.BACKWARD}
+        same(bench.run(plan.schedule, watcher=RaceDetector()), kept)
+
+
+@examples(30)
+@given(data=st.data())
+def test_any_slices_may_be_computed_again_within_the_forward_pass(data):
+    graph = split_batch(
+        data.draw(training_graphs(most=6)), data.draw(st.integers(2, 4))
+    )
+    again = rematerialize(graph, data.draw(residencies(graph)))
+    given = feeds(graph)
+    found, expected = computed(again, given), computed(graph, given)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_a_slice_that_waits_for_the_whole_batch_takes_no_memory_until_then():
+    graph = split_batch(step("resnet20", 8), 4)
+    waiting = next(s for s in saved_tensors(graph) if s.producer.op == "conv")
+    slices = [
+        s.name
+        for s in saved_tensors(graph)
+        if of_whole(s.name) == of_whole(waiting.name)
+    ]
+
+    def life(mode):
+        again = rematerialize(graph, dict.fromkeys(slices, mode))
+        found = live_ranges(again)
+        return max(found[name].last - found[name].first for name in slices)
+
+    assert len(slices) == 4
+    assert life(Residency.RECOMPUTE_ALWAYS) == 1
+    assert life(Residency.RECOMPUTE_EACH) > 4
 
 
 def layers(batch):

@@ -2,7 +2,7 @@
 
 import enum
 
-__all__ = ["RECOMPUTED", "Residency"]
+__all__ = ["RECOMPUTED", "RECOMPUTED_BACKWARD", "Residency"]
 
 
 class Residency(enum.Enum):
@@ -18,7 +18,13 @@ class Residency(enum.Enum):
     """Computed again for every use (memory-centric)."""
     PAGE = "page"
     """Away whenever the node that runs does not use it."""
+    RECOMPUTE_ALWAYS = "recompute_always"
+    """Computed again for every use; slices also within the forward pass, but for the
+    first use there."""
 
 
-RECOMPUTED = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
+RECOMPUTED_BACKWARD = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH)
+"""What has the producers of a tensor run again for the backward pass alone."""
+
+RECOMPUTED = (*RECOMPUTED_BACKWARD, Residency.RECOMPUTE_ALWAYS)
 """What has the producers of a tensor run again."""

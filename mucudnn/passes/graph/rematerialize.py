@@ -1,5 +1,9 @@
 """Rewrite a graph so that dropped activations are computed again when needed.
 
+Mostly the backward pass needs them. Where a step runs in parts, all slices of a tensor
+wait for what needs the whole batch, such as a normalisation's statistics: then the
+forward pass may compute them again as well.
+
 This runs before liveness and before anything is made in-place: recomputing a tensor
 lengthens the lives of its inputs. A copy mutates nothing (a batch norm's leaves the
 running statistics alone, by its `replay`), and one that draws random numbers draws the
@@ -14,6 +18,7 @@ from types import MappingProxyType
 from mucudnn.ir.graph import Graph, Node, Phase, TensorSpec
 from mucudnn.ir.residency import RECOMPUTED, Residency
 from mucudnn.passes.graph.saved_tensors import saved_tensors
+from mucudnn.passes.graph.slicing.rows import of_whole
 
 __all__ = ["Rematerializer", "rematerialize"]
 
@@ -26,7 +31,9 @@ def rematerialize(
     """Copy the producers of recomputed tensors to just before their backward uses.
 
     With `RECOMPUTE` the copy serves all later uses; with `RECOMPUTE_EACH` every
-    backward node that needs it has a copy of its own, and of what that needs.
+    backward node that needs it has a copy of its own, and of what that needs. With
+    `RECOMPUTE_ALWAYS` so has every forward node but the first that reads a slice of a
+    tensor, unless results of that share bytes with what it reads.
 
     Args:
         graph: A training graph that nothing has made in-place yet.
@@ -62,10 +69,16 @@ class Rematerializer:
 
         Of a node that runs again all results are new.
         """
-        found, together = set(self.gone), self._together
+        return {*self.gone, *self.results(residency, RECOMPUTED)}
+
+    def results(
+        self, residency: Mapping[str, Residency], choices: Collection[Residency]
+    ) -> set[str]:
+        """All results of the nodes that write tensors with one of some residencies."""
+        found: set[str] = set()
         for storage, choice in residency.items():
-            if choice in RECOMPUTED:
-                found.update(together.get(storage, ()))
+            if choice in choices:
+                found.update(self._together.get(storage, ()))
         return found
 
     @cached_property
@@ -141,6 +154,10 @@ class _Rewriter:
         self._copies: dict[str, str] = {}
         self._count = 0
         self._dropped = known.dropped(residency)
+        always = known.results(residency, (Residency.RECOMPUTE_ALWAYS,))
+        self._always = {name for name in always if of_whole(name) != name}
+        self._read: set[str] = set()  # of those and what is gone, by the forward pass
+        self._phase = Phase.FORWARD
 
     def found(self) -> Graph:
         """The graph, when all its nodes were visited."""
@@ -150,24 +167,36 @@ class _Rewriter:
 
     def visit(self, node: Node, now: int) -> None:
         """Append a node; before it, what it needs again."""
-        again = node.phase is Phase.BACKWARD
-        if again and not self._dropped.isdisjoint(node.inputs):
-            mine: dict[str, str] = {}
-            dropped = self._dropped
-            inputs = tuple(
-                self._again(name, mine) if name in dropped else name
-                for name in node.inputs
-            )
-            for spec in (self._tensors[output] for output in node.outputs):
-                alias = self._alias(node, spec, inputs)
-                if alias != spec.alias:
-                    self._tensors[spec.name] = spec.sharing(alias)
-                    self._same_views = False
-            if inputs != node.inputs:
-                node = replace(node, inputs=inputs)
+        self._phase, read = node.phase, node.inputs
+        if node.phase is Phase.FORWARD and self._always:
+            if not self._always.isdisjoint(read) and self._own_bytes(node):
+                node = self._reading(node, self._always)
+            self._read.update(self._dropped.intersection(read))
+        elif node.phase is Phase.BACKWARD and not self._dropped.isdisjoint(read):
+            node = self._reading(node, self._dropped)
         self._nodes.append(node)
         for storage in self._graph.overwritten.get(now, ()):
             self._changed[storage] = now
+
+    def _own_bytes(self, node: Node) -> bool:
+        """Whether a node changes nothing, and its results share no bytes."""
+        aliases = (self._tensors[output].alias for output in node.outputs)
+        return not node.mutates and not any(aliases)
+
+    def _reading(self, node: Node, dropped: Collection[str]) -> Node:
+        """A node that reads copies of what is dropped, made before it."""
+        mine: dict[str, str] = {}
+        inputs = tuple(
+            self._again(name, mine) if name in dropped else name for name in node.inputs
+        )
+        if inputs == node.inputs:
+            return node
+        for spec in (self._tensors[output] for output in node.outputs):
+            alias = self._alias(node, spec, inputs)
+            if alias != spec.alias:
+                self._tensors[spec.name] = spec.sharing(alias)
+                self._same_views = False
+        return replace(node, inputs=inputs)
 
     def _again(self, name: str, mine: dict[str, str]) -> str:
         """The tensor itself, or a copy of it made now; `mine` are this node's own."""
@@ -200,7 +229,8 @@ class _Rewriter:
         """Where a copy of a tensor is noted; None if the original is still there.
 
         What no backward node of the graph reads is gone when the forward pass is over:
-        it is made again for what is `asking`.
+        it is made again for what is `asking`. Within the forward pass, the original is
+        there until it has been read once.
 
         Args:
             name: Of one that is dropped.
@@ -211,12 +241,15 @@ class _Rewriter:
             return self._copies
         if name not in self._facts.makers or self._too_late(name):
             return None
+        within = self._phase is Phase.FORWARD
+        if within and name not in self._read:
+            return None
         storage = self._graph.storages[name]
         choice = self._residency.get(storage)
         if choice is Residency.RECOMPUTE:
-            return self._copies
-        if choice is Residency.RECOMPUTE_EACH:
-            return mine
+            return None if within else self._copies
+        if choice in RECOMPUTED:
+            return mine if name in self._always or not within else None
         forward = self._graph.producers[name].phase is Phase.FORWARD
         return asking if forward and storage not in self._facts.saved else None
 
@@ -251,7 +284,7 @@ class _Rewriter:
                 inputs,
                 outputs,
                 attrs,
-                Phase.BACKWARD,
+                self._phase,
                 traits=node.traits,
             )
         )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mucudnn.ir.graph import Graph
-from mucudnn.ir.residency import RECOMPUTED, Residency
+from mucudnn.ir.residency import RECOMPUTED, RECOMPUTED_BACKWARD, Residency
 from mucudnn.passes.graph.saved_tensors import Saved, saved_tensors
 from mucudnn.passes.registry import ALL, Strategies, name_of
 from mucudnn.passes.residency.policy import (
@@ -32,6 +32,7 @@ __all__ = [
     "PLANNED",
     "POLICIES",
     "RECOMPUTED",
+    "RECOMPUTED_BACKWARD",
     "SMALL",
     "VDNN_DYN",
     "PolicyInput",

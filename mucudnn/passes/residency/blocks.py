@@ -6,6 +6,8 @@ ends where branches join; without joints, at every checkpoint.
 """
 
 import itertools
+import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from mucudnn.ir.graph import Graph
@@ -13,7 +15,13 @@ from mucudnn.passes.graph.slicing.rows import of_whole
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.residency.candidates import Candidate, Change
 
-__all__ = ["blockwise", "group_changes", "slices_of", "total_bytes"]
+__all__ = [
+    "alike_changes",
+    "blockwise",
+    "group_changes",
+    "slices_of",
+    "total_bytes",
+]
 
 _FAR = (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE)
 _NEAR = (Residency.RECOMPUTE, Residency.RECOMPUTE_EACH, Residency.OFFLOAD)
@@ -28,6 +36,14 @@ _CHOICES = (
     Residency.KEEP,
     Residency.PAGE,
 )
+
+
+_AGAIN = (
+    Residency.RECOMPUTE_ALWAYS,
+    Residency.RECOMPUTE,
+    Residency.RECOMPUTE_EACH,
+)
+_NUMBER = re.compile(r"\d+")
 
 
 def blockwise(
@@ -83,6 +99,25 @@ def group_changes(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Cha
     )
     for names, choice in itertools.product(members, _CHOICES):
         yield [(name, choice) for name in names]
+
+
+def alike_changes(candidates: Iterable[Candidate], most: int) -> Iterator[Change]:
+    """Every way to compute again what is alike in all blocks, most bytes first.
+
+    Alike are tensors of one size whose names differ in nothing but numbers.
+
+    Args:
+        candidates: In any order.
+        most: How many groups.
+    """
+    found: dict[tuple[str, int], list[Candidate]] = {}
+    for candidate in candidates:
+        if math.isfinite(candidate.again_ms):
+            role = _NUMBER.sub("", of_whole(candidate.saved.name))
+            found.setdefault((role, candidate.saved.nbytes), []).append(candidate)
+    groups = sorted(found.values(), key=total_bytes, reverse=True)[:most]
+    for choice, group in itertools.product(_AGAIN, groups):
+        yield [(c.saved.name, choice) for c in group]
 
 
 def slices_of(candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:

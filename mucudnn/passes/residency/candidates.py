@@ -19,7 +19,7 @@ from mucudnn.passes.residency import (
     EVERYTHING,
     PERSISTENTS,
     POLICIES,
-    RECOMPUTED,
+    RECOMPUTED_BACKWARD,
     PolicyInput,
     Residency,
     Saved,
@@ -107,7 +107,7 @@ def seeds(
 ) -> list[Mapping[str, Residency]]:
     """What every policy decides, and what is least of all: where a search begins."""
     found = list(decided(step))
-    for mode in RECOMPUTED:
+    for mode in RECOMPUTED_BACKWARD:
         for count in (len(candidates) // 2, len(candidates)):
             found.append(mixed(candidates, count, mode))
         found.append(mixed(candidates, len(candidates), mode, Residency.PAGE))

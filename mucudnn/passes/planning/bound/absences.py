@@ -17,6 +17,7 @@ from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.recompute_chains import recompute_chain
 from mucudnn.passes.graph.saved_tensors import saved_tensors
+from mucudnn.passes.graph.slicing.rows import of_whole
 from mucudnn.passes.liveness import Use, rounded, uses_of
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Windows",
     "absences_of",
     "bytes_of_operands",
+    "phases_again",
     "windows_of",
 ]
 
@@ -140,10 +142,9 @@ def _of_activation(graph: Graph, use: Use, windows: Windows) -> Iterator[Absence
         crossed = windows.between(after, before)
         again: frozenset[int] = frozenset()
         if producer is not None and producer.remakes(use.storage):
-            behind = graph.nodes[before].phase is Phase.BACKWARD
-            again = frozenset(
-                w for w in crossed if behind and _any_backward(graph, windows, w)
-            )
+            phases = phases_again(use.storage)
+            if graph.nodes[before].phase in phases:
+                again = frozenset(w for w in crossed if _any(graph, windows, w, phases))
         if again or not stuck:
             yield Absence(
                 use.storage,
@@ -156,10 +157,18 @@ def _of_activation(graph: Graph, use: Use, windows: Windows) -> Iterator[Absence
             )
 
 
-def _any_backward(graph: Graph, windows: Windows, window: int) -> bool:
+def phases_again(storage: str) -> tuple[Phase, ...]:
+    """Before nodes of which phases something may be computed again: see `Residency`."""
+    sliced = of_whole(storage) != storage
+    return (Phase.FORWARD, Phase.BACKWARD) if sliced else (Phase.BACKWARD,)
+
+
+def _any(
+    graph: Graph, windows: Windows, window: int, phases: tuple[Phase, ...]
+) -> bool:
     stop = [*windows.starts, windows.count][window + 1]
     nodes = graph.nodes[windows.starts[window] : stop]
-    return any(node.phase is Phase.BACKWARD for node in nodes)
+    return any(node.phase in phases for node in nodes)
 
 
 def _of_persistent(use: Use, windows: Windows) -> Iterator[Absence]:

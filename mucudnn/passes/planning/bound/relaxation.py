@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.graph import Phase
 from mucudnn.passes.cbc import cbc, import_pulp
 from mucudnn.passes.graph.saved_tensors import saved_tensors
 from mucudnn.passes.liveness import rounded
@@ -17,6 +18,7 @@ from mucudnn.passes.planning.bound.absences import (
     Chains,
     absences_of,
     bytes_of_operands,
+    phases_again,
     windows_of,
 )
 from mucudnn.passes.planning.request import StepRequest
@@ -109,7 +111,8 @@ class Relaxation:
         self._gaps: dict[str, list[_Gap]] = {}
         self._runs: dict[str, dict[int, Any]] = {}
         self._chains = Chains(graph)
-        self._backward = self._windows.of(borders[0]) if borders else 0
+        sliced = any(Phase.FORWARD in phases_again(a.storage) for a in self.absences)
+        self._first = self._windows.of(borders[0]) if borders and not sliced else 0
 
     def solve(self) -> tuple[float, dict[str, Residency]] | None:
         """The optimum in ms and its nearest residencies; None if none is found.
@@ -216,7 +219,7 @@ class Relaxation:
     def _ran(self, node: str, window: int) -> list[Any]:
         """Which fraction of a node has run a second time by the end of a window."""
         runs = self._runs.setdefault(node, {})
-        for w in range(self._backward, window + 1):
+        for w in range(self._first, window + 1):
             if w not in runs:
                 runs[w] = self._variable(None)
                 self._compute[w].append((runs[w], self._again_ms(node)))

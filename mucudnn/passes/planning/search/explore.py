@@ -13,8 +13,14 @@ from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.search.polish import polish
 from mucudnn.passes.planning.search.suggested import suggested
 from mucudnn.passes.planning.search.trials import Trials
-from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, RECOMPUTED, Residency
+from mucudnn.passes.residency import (
+    EVERYTHING,
+    PERSISTENTS,
+    RECOMPUTED_BACKWARD,
+    Residency,
+)
 from mucudnn.passes.residency.blocks import (
+    alike_changes,
     blockwise,
     group_changes,
     slices_of,
@@ -27,6 +33,7 @@ from mucudnn.passes.residency.candidates import (
     single_changes,
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
+from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["explore", "improve", "schedulers"]
 
@@ -48,6 +55,12 @@ _CLOSE = 1.05
 
 _FEW = 16
 """Of the largest tensors, which are tried one by one before groups are."""
+
+_ALIKE = 24
+"""Groups of slices that are alike in all blocks, of which all are computed again."""
+
+_MUCH = 0.15
+"""Of a step in slices, that compute waits for copies: then less is copied first."""
 
 _BLIND = "on_demand"
 """The scheduler that no other loses to, given what it decides."""
@@ -150,12 +163,21 @@ def _changes(
     groups = sorted(tensors.values(), key=total_bytes, reverse=True)
     largest = [[c.saved.name for c in group] for group in groups]
     sliced = [names for names in largest if len(names) > 1]
-    yield from same_changes(largest[:_FEW], RECOMPUTED if sliced else tuple(Residency))
+    if sliced and _waits(tried.plan) > _MUCH:
+        yield from alike_changes(candidates, _ALIKE)
+    yield from same_changes(
+        largest[:_FEW], RECOMPUTED_BACKWARD if sliced else tuple(Residency)
+    )
     yield from suggested(tried.plan, candidates)
     yield from group_changes(request.graph, candidates)
     others = largest if sliced else largest[_FEW:]
     yield from same_changes([*others, [EVERYTHING], [PERSISTENTS]])
     yield from single_changes([*itertools.chain(*sliced)])
+
+
+def _waits(plan: StepPlan) -> float:
+    """Of the step, the share in which compute waits."""
+    return sum(plan.prediction.stalls_ms.values()) / plan.prediction.step_ms
 
 
 def improved(changes: Iterable[Change], tried: Trials) -> bool:

@@ -23,7 +23,12 @@ from mucudnn.passes.planning.search.collection import rarely_collected
 from mucudnn.passes.planning.search.explore import explore
 from mucudnn.passes.planning.search.trials import Trials, closer
 from mucudnn.passes.planning.vdnn_dyn import vdnn_dyn
-from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, RECOMPUTED, Residency
+from mucudnn.passes.residency import (
+    EVERYTHING,
+    PERSISTENTS,
+    RECOMPUTED_BACKWARD,
+    Residency,
+)
 from mucudnn.passes.residency.candidates import (
     Candidate,
     Change,
@@ -197,7 +202,7 @@ def _family(
 ) -> Iterator[dict[str, Residency]]:
     """Members of the one-parameter family: coarse first, then around the best."""
     total = len(candidates)
-    for mode in RECOMPUTED:
+    for mode in RECOMPUTED_BACKWARD:
         stride = max(1, total // 8)
         counts = sorted({*range(0, total + 1, stride), total})
         scores: dict[int, float] = {}

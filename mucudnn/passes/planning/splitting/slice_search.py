@@ -15,7 +15,12 @@ from mucudnn.passes.graph.slicing.rows import of_whole
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.search.explore import improve, schedulers
 from mucudnn.passes.planning.search.trials import Trials
-from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, RECOMPUTED, Residency
+from mucudnn.passes.residency import (
+    EVERYTHING,
+    PERSISTENTS,
+    RECOMPUTED_BACKWARD,
+    Residency,
+)
 from mucudnn.passes.residency.candidates import Candidate, candidates_of
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
@@ -43,7 +48,7 @@ _TIGHTEST = tuple(
         Residency.RECOMPUTE: again,
     }
     for kept in (Residency.OFFLOAD, Residency.PAGE)
-    for again in RECOMPUTED
+    for again in RECOMPUTED_BACKWARD
 )
 """What residencies become where they do not fit as they are."""
 
