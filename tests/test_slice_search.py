@@ -14,7 +14,7 @@ from mucudnn.passes.planning.search.suggested import suggested
 from mucudnn.passes.planning.splitting import slice_search as module
 from mucudnn.passes.planning.splitting.slice_search import SliceSearch, carried_over
 from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
-from mucudnn.passes.residency.blocks import slices_of
+from mucudnn.passes.residency.blocks import alike_changes, slices_of
 from mucudnn.passes.residency.candidates import candidates_of, same_changes
 from tests.schedule_oracle import verify
 
@@ -105,3 +105,31 @@ def test_a_better_plan_of_others_is_taken_and_a_worse_one_is_not():
     assert slices.plan.prediction.step_ms < slower.prediction.step_ms
     slices.offer(slower)
     assert slices.plan.prediction.step_ms < slower.prediction.step_ms
+
+
+def test_what_is_alike_in_all_blocks_changes_together_most_bytes_first():
+    candidates = candidates_of(request(2))
+    sizes = {c.saved.name: c.saved.nbytes for c in candidates}
+    groups = [tuple(n for n, _ in change) for change in alike_changes(candidates, 99)]
+    assert sorted(n for group in dict.fromkeys(groups) for n in group) == sorted(sizes)
+    totals = [sum(map(sizes.get, group)) for group in groups]
+    assert totals == sorted(totals, reverse=True)
+    assert any(
+        {n.split("/")[1] for n in group} >= {"block1", "block2", "block3"}
+        for group in groups
+        if all(n.count("/") > 1 for n in group)
+    )
+    assert len({*map(tuple, alike_changes(candidates, 3))}) == 3 * 4
+
+
+def test_last_changes_of_a_step_that_waits_never_make_it_slower(monkeypatch):
+    monkeypatch.setattr(module, "_ALIKE", 4)
+    monkeypatch.setattr(module, "_MUCH", -1.0)
+    asked = request(4)
+    asked = asked.within(2 * minimum_budget(asked))
+    search = SliceSearch(asked)
+    search.begin({EVERYTHING: Residency.OFFLOAD})
+    before = search.step_ms
+    assert search.finish() is (search.step_ms < before)
+    assert search.plan.prediction.step_ms == search.step_ms
+    assert verify(search.plan.schedule, asked.budget, granularity=ALIGNMENT)

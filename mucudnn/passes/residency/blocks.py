@@ -6,7 +6,6 @@ ends where branches join; without joints, at every checkpoint.
 """
 
 import itertools
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -38,12 +37,14 @@ _CHOICES = (
 )
 
 
-_AGAIN = (
-    Residency.RECOMPUTE_ALWAYS,
-    Residency.RECOMPUTE,
+_LESS = (
     Residency.RECOMPUTE_EACH,
+    Residency.RECOMPUTE,
+    Residency.RECOMPUTE_ALWAYS,
+    Residency.PAGE,
 )
-_NUMBER = re.compile(r"\d+")
+_BLOCK = re.compile(r"^(.*[A-Za-z_])\d+/")
+"""A name up to the number of its block, which numbers of layers follow a dot in."""
 
 
 def blockwise(
@@ -102,21 +103,20 @@ def group_changes(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Cha
 
 
 def alike_changes(candidates: Iterable[Candidate], most: int) -> Iterator[Change]:
-    """Every way to compute again what is alike in all blocks, most bytes first.
+    """Every way to keep less of what is alike in all blocks, most bytes first.
 
-    Alike are tensors of one size whose names differ in nothing but numbers.
+    Alike are tensors whose names differ in nothing but the number of their block.
 
     Args:
         candidates: In any order.
         most: How many groups.
     """
-    found: dict[tuple[str, int], list[Candidate]] = {}
+    found: dict[str, list[Candidate]] = {}
     for candidate in candidates:
-        if math.isfinite(candidate.again_ms):
-            role = _NUMBER.sub("", of_whole(candidate.saved.name))
-            found.setdefault((role, candidate.saved.nbytes), []).append(candidate)
+        role = _BLOCK.sub(r"\1/", of_whole(candidate.saved.name))
+        found.setdefault(role, []).append(candidate)
     groups = sorted(found.values(), key=total_bytes, reverse=True)[:most]
-    for choice, group in itertools.product(_AGAIN, groups):
+    for group, choice in itertools.product(groups, _LESS):
         yield [(c.saved.name, choice) for c in group]
 
 

@@ -20,7 +20,6 @@ from mucudnn.passes.residency import (
     Residency,
 )
 from mucudnn.passes.residency.blocks import (
-    alike_changes,
     blockwise,
     group_changes,
     slices_of,
@@ -33,9 +32,8 @@ from mucudnn.passes.residency.candidates import (
     single_changes,
 )
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
-from mucudnn.passes.scheduling.step_plan import StepPlan
 
-__all__ = ["explore", "improve", "schedulers"]
+__all__ = ["explore", "improve", "improved", "schedulers"]
 
 _WORK = 120_000
 """Nodes of the graph, times the trials of each of both parts."""
@@ -55,12 +53,6 @@ _CLOSE = 1.05
 
 _FEW = 16
 """Of the largest tensors, which are tried one by one before groups are."""
-
-_ALIKE = 24
-"""Groups of slices that are alike in all blocks, of which all are computed again."""
-
-_MUCH = 0.15
-"""Of a step in slices, that compute waits for copies: then less is copied first."""
 
 _BLIND = "on_demand"
 """The scheduler that no other loses to, given what it decides."""
@@ -163,8 +155,6 @@ def _changes(
     groups = sorted(tensors.values(), key=total_bytes, reverse=True)
     largest = [[c.saved.name for c in group] for group in groups]
     sliced = [names for names in largest if len(names) > 1]
-    if sliced and _waits(tried.plan) > _MUCH:
-        yield from alike_changes(candidates, _ALIKE)
     yield from same_changes(
         largest[:_FEW], RECOMPUTED_BACKWARD if sliced else tuple(Residency)
     )
@@ -173,11 +163,6 @@ def _changes(
     others = largest if sliced else largest[_FEW:]
     yield from same_changes([*others, [EVERYTHING], [PERSISTENTS]])
     yield from single_changes([*itertools.chain(*sliced)])
-
-
-def _waits(plan: StepPlan) -> float:
-    """Of the step, the share in which compute waits."""
-    return sum(plan.prediction.stalls_ms.values()) / plan.prediction.step_ms
 
 
 def improved(changes: Iterable[Change], tried: Trials) -> bool:

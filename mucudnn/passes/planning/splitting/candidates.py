@@ -152,5 +152,5 @@ class Candidates:
 
     def _improve(self, cutting: Cutting) -> None:
         slices = self._searches[cutting]
-        if slices.improve():
+        if slices.finish():
             self._tried[cutting] = replace(self._tried[cutting], plan=slices.plan)
