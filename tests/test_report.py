@@ -15,7 +15,7 @@ from mucudnn.report.charts import curve, timeline
 from mucudnn.report.deepbench import check_deepbench, deepbench_tables
 from mucudnn.report.markup import tag
 from mucudnn.report.pages.comparison import html_report
-from mucudnn.report.text import comparison_tables, write_tables
+from mucudnn.report.text import Table, comparison_tables, write_tables
 from mucudnn.report.words import ms_text, plan_text, problem_text, runs
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.studies.conv_comparison import compare, in_directions
@@ -308,3 +308,27 @@ def test_a_whole_comparison_says_nothing_of_what_is_missing(comparison):
     assert entry.missing == ()
     assert comparison_tables(whole)[1].notes == ()
     assert cards(whole)[0][-1].endswith("15 of 15 layers compared")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"), [(100, []), (46, ["bound ms"]), (40, ["bound ms", "peak"])]
+)
+def test_a_narrow_terminal_leaves_out_columns_and_cuts_no_cell(
+    monkeypatch, width, left_out
+):
+    monkeypatch.setenv("COLUMNS", str(width))
+    cells = ("superneurons_memory", "556.7 MiB", "1234.5", "1.2 GiB short")
+    columns = ("policy", ">peak", ">bound ms", "remark")
+    terminal = Terminal()
+    write_tables([Table("", columns, (cells,), spare=("bound ms", "peak"))], terminal)
+    gone = {"peak": "556.7 MiB", "bound ms": "1234.5"}
+    for cell in cells:
+        kept = cell not in {gone[name] for name in left_out}
+        assert (cell in terminal.getvalue()) == kept
+    words = f"left out: {', '.join(left_out)};"
+    assert (words in terminal.getvalue()) == bool(left_out)

@@ -35,7 +35,8 @@ def _sizes(survey: AlgorithmSurvey) -> Table:
         *("layer", "direction", ">batch", ">least", ">greatest", "first choice"),
         *(">needs", ">limit", ">fit", "best that fits", ">workspace"),
     )
-    return Table("", columns, rows, notes=tuple(_notes(survey)))
+    spare = ("greatest", "least", "fit")
+    return Table("", columns, rows, notes=tuple(_notes(survey)), spare=spare)
 
 
 def _size_row(

@@ -16,6 +16,8 @@ _COLUMNS = (
 """Of the table of techniques; `extra nodes` run a second time or more often, and a step
 is slower by the gap at most than the best plan there is."""
 
+_SPARE = ("bound ms", "extra nodes", "scheduler", "gap", "offloaded")
+
 
 def heading(study: MemoryStudy) -> str:
     """The step and the device in a line."""
@@ -110,7 +112,7 @@ def technique_table(study: MemoryStudy) -> Table:
     if study.interrupted:
         notes.append("interrupted: this is what was done by then")
     title = f"{heading(study)}; budget {bytes_text(study.budget)}"
-    return Table(title, _COLUMNS, rows, frozenset(strong), tuple(notes))
+    return Table(title, _COLUMNS, rows, frozenset(strong), tuple(notes), _SPARE)
 
 
 def _curve(study: MemoryStudy) -> Table:

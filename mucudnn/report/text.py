@@ -1,11 +1,12 @@
 """Tables for a terminal, and the same tables for a pipe.
 
-In a terminal rich draws them. In a pipe they are columns of plain text, two spaces
-apart, nothing cut short, no colour: for `grep`, `awk` and people's logs.
+In a terminal rich draws them; where it is narrow, columns that can be spared are left
+out rather than all of them cut short. In a pipe they are columns of plain text, two
+spaces apart, nothing cut short, no colour: for `grep`, `awk` and people's logs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 from mucudnn.report.words import (
@@ -30,8 +31,8 @@ _WRAPPED = {
     "limit": 7,
     "plan": 12,
     "device": 20,
-    "first choice": 12,
-    "best that fits": 12,
+    "first choice": 13,
+    "best that fits": 13,
     "best at the mini-batch": 12,
 }
 """Columns that may take several lines, and what a line of them needs."""
@@ -47,6 +48,7 @@ class Table:
         rows: One cell a column.
         strong: Indices of rows to draw attention to.
         notes: Lines below.
+        spare: Columns that a narrow terminal does without, the first to go first.
     """
 
     title: str
@@ -54,6 +56,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     strong: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
 
 
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
@@ -87,7 +90,13 @@ def write_tables(tables: Sequence[Table], stream: TextIO) -> None:
 
     console = Console(file=stream, highlight=False)
     for table in tables:
-        console.print(_rich(table, narrow=console.width < _NARROW), "\n", sep="")
+        shown, left_out = _fitting(table, console.width)
+        console.print(_rich(shown, narrow=console.width < _NARROW), "\n", sep="")
+        if left_out:
+            console.print(
+                f"[dim]left out: {escape(', '.join(left_out))}; a wider terminal and a "
+                "pipe show them[/dim]"
+            )
         for note in table.notes:
             console.print(f"[dim]{escape(note)}[/dim]")
 
@@ -168,6 +177,34 @@ def _plain(table: Table) -> str:
     text += [aligned(line) for line in lines]
     text += table.notes
     return "\n".join(text) + "\n"
+
+
+def _fitting(table: Table, width: int) -> tuple[Table, list[str]]:
+    """As much of a table as fits, and the names of the columns left out."""
+    left_out: list[str] = []
+    for name in table.spare:
+        if _needed(table) <= width:
+            break
+        titles = [column.removeprefix(">") for column in table.columns]
+        at = titles.index(name)
+        table = replace(
+            table,
+            columns=table.columns[:at] + table.columns[at + 1 :],
+            rows=tuple(row[:at] + row[at + 1 :] for row in table.rows),
+        )
+        left_out.append(name)
+    return table, left_out
+
+
+def _needed(table: Table) -> int:
+    """Characters a line, in a narrow terminal."""
+    total = len(table.columns) - 1
+    for i, column in enumerate(table.columns):
+        name = column.removeprefix(">")
+        words = max(map(len, name.split()))
+        cells = max((len(row[i]) for row in table.rows), default=0)
+        total += max(words, min(cells, _WRAPPED.get(name, cells)))
+    return total
 
 
 def _rich(table: Table, *, narrow: bool) -> object:
