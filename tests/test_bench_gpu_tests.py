@@ -173,7 +173,7 @@ def test_each_test_ends_once_whatever_it_does(tmp_path):
         test_unmarked="raise RuntimeError('not collected')",
     )
     out = tmp_path / "out"
-    report = run(job(out, folder, hang_s=4.0))
+    report = run(job(out, folder, hang_s=30.0))
     assert report.complete
     found = result(out)
     assert (found["passed"], found["skipped"]) == (5, 1)  # a, e, f, z, after; h
@@ -194,7 +194,7 @@ def test_each_test_ends_once_whatever_it_does(tmp_path):
     ran = (folder / "ran").read_text().split()
     assert sorted(ran) == list("abcdefz")
     (folder / "there").touch()  # what a skipped test lacked; it alone is run again
-    again = run(job(out, folder, hang_s=4.0))
+    again = run(job(out, folder, hang_s=30.0))
     assert again.complete
     assert (folder / "ran").read_text().split() == [*ran, "h"]
     assert (result(out)["passed"], result(out)["skipped"]) == (6, 0)
