@@ -1,11 +1,14 @@
 """What each process of `mpiexec mucudnn train` takes, without any MPI."""
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from mucudnn.cli.app import BadInputError
 from mucudnn.cli.training.ranks import Group
 from mucudnn.errors import OutOfMemoryError, PlanningError
-from mucudnn.ir.fleet import StepPoint, StepTable
+from mucudnn.ir.fleet import Fleet, Rank, StepPoint, StepTable
+from mucudnn.passes.fleet import plan_of, split_batch
+from mucudnn.passes.fleet.asked_table import AskedTable, Told
 from mucudnn.passes.fleet.sizes import measured_table
 
 
@@ -15,7 +18,7 @@ class Pair:
     rank, size = 0, 2
 
     def __init__(self, other):
-        self.other = other
+        self.other = other and Told(other, frozenset(range(1, other.most + 1)))
 
     def all_gather(self, value):
         return [value, self.other]
@@ -76,3 +79,74 @@ def test_a_table_ends_where_steps_no_longer_fit(most):
     assert table.most >= min(most, 64) * 15 // 16
     assert len(asked) == len(set(asked)) <= 9
     assert table.times(table.most) == pytest.approx(range(table.most + 1))
+
+
+class Ranks:
+    """All processes in one: each with a table that is asked, in turns."""
+
+    def __init__(self, times, mosts, batch):
+        self.asked = [[] for _ in times]
+        self.tables = [
+            AskedTable(
+                "d", 1, batch, self.measuring(i, time, most), unfitting=(PlanningError,)
+            )
+            for i, (time, most) in enumerate(zip(times, mosts, strict=True))
+        ]
+        self.batch = batch
+
+    def measuring(self, rank, time, most):
+        def measure(samples):
+            self.asked[rank].append(samples)
+            if samples > most:
+                raise PlanningError(f"{samples} do not fit")
+            return StepPoint(samples, time(samples))
+
+        return measure
+
+    def shares(self):
+        for table in self.tables:
+            table.ask(self.batch // len(self.tables))
+        while True:
+            told = [table.told() for table in self.tables]
+            fleet = Fleet(tuple(Rank("", t.table, accumulates=False) for t in told))
+            found = split_batch(fleet, self.batch, at_least=1).samples
+            known = [t.knows(n) for t, n in zip(told, found, strict=True)]
+            if all(known):
+                return found
+            for table, share, knows in zip(self.tables, found, known, strict=True):
+                if not knows:
+                    table.ask(share)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ranks=st.lists(
+        st.tuples(st.floats(0.0, 20.0), st.floats(0.1, 5.0), st.floats(0.7, 1.0)),
+        min_size=2,
+        max_size=4,
+    ),
+    batch=st.integers(8, 300),
+    tight=st.booleans(),
+)
+def test_few_sizes_are_asked_for_and_shares_are_hardly_worse(ranks, batch, tight):
+    """Of concave times; beside those of tables that know every size."""
+    times = [lambda n, r=r: r[0] + r[1] * n ** r[2] for r in ranks]
+    mosts = [
+        batch // len(ranks) + 2 * i + 1 if tight else batch for i in range(len(ranks))
+    ]
+    asked = Ranks(times, mosts, batch)
+    shares = asked.shares()
+    assert sum(shares) == batch
+    assert all(1 <= n <= most for n, most in zip(shares, mosts, strict=True))
+    whole = [
+        StepTable("d", tuple(StepPoint(n, time(n)) for n in range(1, most + 1)))
+        for time, most in zip(times, mosts, strict=True)
+    ]
+    fleet = Fleet(tuple(Rank("", table, accumulates=False) for table in whole))
+    best = split_batch(fleet, batch, at_least=1)
+    assert plan_of(fleet, shares).compute_ms <= 1.2 * best.compute_ms + 1e-9
+    fitting = [
+        sum(n <= most for n in sizes)
+        for sizes, most in zip(asked.asked, mosts, strict=True)
+    ]
+    assert max(fitting) <= 12

@@ -2,7 +2,7 @@
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from mucudnn.ir.fleet import Fleet, Rank, StepPoint
 from mucudnn.ir.graph import Graph
 from mucudnn.models import IMAGE, LABEL
 from mucudnn.passes.fleet import replanned, share_times, split_batch
-from mucudnn.passes.fleet.sizes import measured_table
+from mucudnn.passes.fleet.asked_table import AskedTable, Told
 
 if TYPE_CHECKING:
     from mucudnn.cli.training.data import Work
@@ -133,9 +133,25 @@ class Group:
             return tuple(asked)
         most = batch - size + 1
         unfitting = PlanningError, OutOfMemoryError
-        table = measured_table("cpu", 1, most, measure, unfitting=unfitting)
-        found = self.together.all_gather(table)
-        ranks = (Rank(f"rank {i}", t, accumulates=False) for i, t in enumerate(found))
+        table = AskedTable("cpu", 1, most, measure, unfitting=unfitting)
+        table.ask(batch // size)
+        while True:
+            found = self.together.all_gather(table.told())
+            shares = self._as_told(found, batch)
+            if all(t.knows(n) for t, n in zip(found, shares, strict=True)):
+                return shares
+            if not found[self.together.rank].knows(own := shares[self.together.rank]):
+                table.ask(own)
+
+    def _as_told(self, found: Sequence[Told], batch: int) -> tuple[int, ...]:
+        """Shares by what all processes know.
+
+        Raises:
+            BadInputError: The processes cannot take as many.
+        """
+        ranks = (
+            Rank(f"rank {i}", t.table, accumulates=False) for i, t in enumerate(found)
+        )
         self._fleet = Fleet(tuple(ranks))
         try:
             return split_batch(self._fleet, batch, at_least=1).samples
