@@ -90,6 +90,11 @@ def elsewhere(s, x):
     return (s.m[0](x) * HELD).sum()
 
 
+def branched(s, x):
+    y = s.m[0](x)
+    return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)).sum()  # LINE
+
+
 def elsewhere_by_a_view(s, x):
     HELD[2:].add_(1.0)  # LINE
     return (s.m[0](x) * HELD).sum()
@@ -108,6 +113,7 @@ AT_LINES = {
     quantized: r"quantize_per_tensor.*fake quantization",
     own_generator: r"generator of its own",
     seeded: r"state of PyTorch's generator was set",
+    branched: r"calls cond.*torch\.where",
     elsewhere_by_a_view: r"changes a tensor that is no parameter or buffer",
     elsewhere: r"changes a tensor that is no parameter or buffer",
 }

@@ -70,6 +70,8 @@ _OUTSIDE = "a distribution was given a value outside of what it takes"
 class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types here
     """Looks at every operation before it is recorded."""
 
+    supports_higher_order_operators = True  # so that they are refused here
+
     def __init__(self) -> None:
         super().__init__()
         self._state = torch.get_rng_state()
@@ -79,6 +81,12 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
     ) -> Any:
         """Let an operation through, or refuse it."""
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise UnsupportedError(
+                f"the step calls {func.name()}{line_now()}, which runs functions of "
+                "its own; compute what every branch gives, to choose with torch.where, "
+                "or write loops and attention in plain operations"
+            )
         reason = self._reason(func, args, kwargs)
         if reason is not None:
             raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")
