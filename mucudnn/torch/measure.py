@@ -4,6 +4,7 @@ Every distinct node is run once or a few times on operands of its own; never the
 step. So what a step would need need not be there to plan it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -190,7 +191,10 @@ def _has_numbers(call: Call, operands: Sequence[torch.Tensor]) -> bool:
         values = [_value(v, operands) for v in leaves if isinstance(v, Number)]
     except (ArithmeticError, ValueError):
         return False
-    return not any(isinstance(v, complex) or v != v for v in values)
+    return not any(
+        isinstance(v, complex) or (isinstance(v, float) and math.isnan(v))
+        for v in values
+    )
 
 
 def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
