@@ -12,6 +12,7 @@ import cloup
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
 from mucudnn.cli.cache import cache_option, open_cache, refuse_foreign_file
 from mucudnn.cli.completion import completing_files
+from mucudnn.cli.memory_files import write_files
 from mucudnn.cli.names import Table, names_of_all, strategy
 from mucudnn.cli.options import (
     MOST_IMAGES,
@@ -29,7 +30,7 @@ from mucudnn.cli.options import (
     split_of,
     tier_option,
 )
-from mucudnn.cli.output import emit, refuse_same, save, write_file
+from mucudnn.cli.output import emit, refuse_same, save
 from mucudnn.cli.own_code import import_option, network
 from mucudnn.cli.torch_model import torch_step
 from mucudnn.cli.training.options import (
@@ -197,7 +198,7 @@ def memory(
 
     save(
         lambda: emit(json_file, found.to_json(), show),
-        lambda: _write_files(found, settings),
+        lambda: write_files(found, settings),
     )
     if found.interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
@@ -323,29 +324,3 @@ def _measured(
             return costs
         with bad_input():
             return replace(costs, chunks=mapping_costs(tuner.backend))
-
-
-def _write_files(found: "MemoryStudy", settings: dict[str, Any]) -> None:
-    """The report, the trace and the snapshot, where asked for.
-
-    Raises:
-        BadInputError: There are no places for the step to show.
-    """
-    if settings["report_file"] is not None:
-        from mucudnn.report.pages.memory import memory_report
-
-        write_file(settings["report_file"], memory_report(found))
-    if found.best is None or found.best.plan is None:
-        return
-    if settings["trace_file"] is not None:
-        from mucudnn.report.trace import trace_json
-
-        write_file(settings["trace_file"], trace_json(found.best.plan))
-    path = settings["snapshot_file"]
-    if path is not None:
-        from mucudnn.report.snapshot import snapshot_bytes
-
-        if found.placed is None:
-            why = found.unplaced or "interrupted before places were looked for"
-            raise BadInputError(f"--snapshot {path}: {why}")
-        write_file(path, snapshot_bytes(found.placed))

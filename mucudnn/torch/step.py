@@ -30,7 +30,7 @@ from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
 from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.execution.bound_step import BoundStep
-from mucudnn.torch.execution.lanes import DEVICES
+from mucudnn.torch.execution.lanes import DEVICES, check_devices
 from mucudnn.torch.execution.own_update import own_update
 from mucudnn.torch.execution.tiers import tiers_within
 from mucudnn.torch.fusion.switch import fusing_of
@@ -276,7 +276,7 @@ class TrainStep:
     def _for(
         self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]
     ) -> _Planned:
-        _check_devices(given)
+        check_devices(given)
         key = self._key(live, batch, given)
         for planned in self._planned.get(key, ()):
             if all_hold(planned.captured.decisions, given):
@@ -335,17 +335,3 @@ class TrainStep:
             for kind in DEVICES
         )
         return batch.key, kinds, modes, fixed, cast, self._settings.key
-
-
-def _check_devices(given: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors that are where nothing is run yet.
-
-    Raises:
-        UnsupportedError: Says where.
-    """
-    for value in given:
-        if value.device.type not in DEVICES:
-            raise UnsupportedError(
-                f"a tensor is on {value.device}; steps run on the CPU and on CUDA "
-                "devices"
-            )

@@ -1,7 +1,7 @@
 """What runs the copies of a program, by the device that its tensors are on."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ from mucudnn.torch.execution.copies import ThreadCopies
 from mucudnn.torch.execution.cuda_copies import StreamCopies
 from mucudnn.torch.lowering.lowered import Layout
 
-__all__ = ["DEVICES", "Away", "Copies", "copies_for", "device_of"]
+__all__ = ["DEVICES", "Away", "Copies", "check_devices", "copies_for", "device_of"]
 
 DEVICES = ("cpu", "cuda")
 """Types of devices that programs run on; CUDA's no test has run on a GPU yet."""
@@ -86,3 +86,17 @@ def device_of(layouts: Mapping[str, Layout]) -> torch.device:
             "move the model and the batch to the same"
         )
     return next(iter(found), torch.device("cpu"))
+
+
+def check_devices(given: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors that are where nothing is run yet.
+
+    Raises:
+        UnsupportedError: Says where.
+    """
+    for value in given:
+        if value.device.type not in DEVICES:
+            raise UnsupportedError(
+                f"a tensor is on {value.device}; steps run on the CPU and on CUDA "
+                "devices"
+            )
