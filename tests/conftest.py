@@ -104,8 +104,12 @@ def one_thread():
 
 
 @pytest.fixture
-def free_copies(monkeypatch):
-    """Every call takes as long as any other, and copies no time: tensors leave."""
+def free_copies(monkeypatch, tmp_path):
+    """Every call takes as long as any other, and copies no time: tensors leave.
+
+    What other tests have measured is not remembered within.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     from mucudnn.torch.measurement.cpu import CpuMeter
     from mucudnn.torch.measurement.links import Links
 

@@ -420,6 +420,7 @@ def main(scenario, rank, size, folder):
     result = SCENARIOS[scenario](rank, folder)
     (folder / f"{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may outlive the group, and abort an interpreter's end
 
 
 if __name__ == "__main__":

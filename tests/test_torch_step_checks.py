@@ -155,7 +155,10 @@ def test_distributions_check_their_arguments_in_the_step():
         def forward(self, x, scale):
             share = torch.distributions.Beta(0.5, 0.5).sample()
             mixed = share * x + (1 - share) * x.flip(0)
-            return torch.distributions.Normal(super().forward(mixed), scale).rsample()
+            noisy = torch.distributions.Normal(
+                super().forward(mixed), scale, validate_args=True
+            )  # Dynamo may have turned off that they do so by themselves
+            return noisy.rsample()
 
     def trained(ours):
         torch.manual_seed(0)

@@ -193,6 +193,7 @@ def main(arguments: Sequence[str]) -> None:
     if int(rank) == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may outlive the group, and abort an interpreter's end
 
 
 if __name__ == "__main__":
