@@ -24,14 +24,10 @@ from mucudnn.torch.measure import evaluate, measured  # noqa: E402
 from mucudnn.torch.measurement.cpu import CpuMeter  # noqa: E402
 from mucudnn.torch.step_planning import planner_of  # noqa: E402
 from tests.torch_calls import tuner  # noqa: E402
+from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.torch,
-    # PyTorch's allocator says so when a profiler begins, once a process.
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
-]
+pytestmark = STEPS_RUN
 
 CASES = [
     (torch.float32, torch.channels_last),

@@ -30,13 +30,10 @@ from mucudnn.torch.measure import measured  # noqa: E402
 from mucudnn.torch.plan_cache.store import PlanStore  # noqa: E402
 from mucudnn.torch.plan_cache.structure import Places, structure_of  # noqa: E402
 from mucudnn.torch.step_planning import StepPlanning, planner_of  # noqa: E402
+from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
-]
+pytestmark = STEPS_RUN
 
 STEPS = 3
 

@@ -12,6 +12,7 @@ from bench.torch.rivals import WithLoss  # noqa: E402
 from bench.torch.zoo import ZOO  # noqa: E402
 from mucudnn.errors import PlanningError  # noqa: E402
 from mucudnn.torch.compiled import CompileBackend  # noqa: E402
+from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 from tests.torch_zoo import (  # noqa: E402
     SMALL,
@@ -24,10 +25,7 @@ from tests.torch_zoo import (  # noqa: E402
 )
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.torch,
-    # PyTorch's allocator says so when a profiler begins, once a process.
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+    *STEPS_RUN,
     # Of PyTorch's own modules and timm's, as they are imported and traced.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -11,13 +11,10 @@ from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.torch.measurement.own_updates import state_bytes  # noqa: E402
+from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
-]
+pytestmark = STEPS_RUN
 
 STEPS = 4
 

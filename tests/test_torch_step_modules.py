@@ -21,13 +21,12 @@ from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.measure import measured  # noqa: E402
 from mucudnn.torch.step_planning import planner_of  # noqa: E402
+from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_step_cases import CASES, QUICK, Whole  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+    *STEPS_RUN,
     # Of PyTorch's own modules: a dropout within a layer that has one too, and so on.
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
 ]

@@ -10,12 +10,9 @@ from torch import nn, optim  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
+from tests.torch_marks import STEPS_RUN  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
-]
+pytestmark = STEPS_RUN
 
 STEPS = 8
 """RAdam and ASGD decide something else after a few."""

@@ -21,12 +21,11 @@ from mucudnn.torch.measure import measured  # noqa: E402
 from mucudnn.torch.plan_cache.store import PlanStore, open_plans  # noqa: E402
 from mucudnn.torch.step import TrainStep  # noqa: E402
 from mucudnn.torch.step_planning import StepPlanning  # noqa: E402
+from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
 pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
+    *STEPS_RUN,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 needs_segments = pytest.mark.skipif(

@@ -20,14 +20,10 @@ from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.measure import measured  # noqa: E402
 from mucudnn.torch.step_planning import planner_of  # noqa: E402
+from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import build, real_peak  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.torch,
-    # PyTorch's allocator says so when a profiler begins, once a process.
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
-]
+pytestmark = STEPS_RUN
 
 STEPS = 10
 

@@ -16,14 +16,11 @@ from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
 from mucudnn.torch.execution.program import bind  # noqa: E402
 from mucudnn.torch.measure import measured  # noqa: E402
 from mucudnn.torch.step_planning import planner_of  # noqa: E402
+from tests.torch_marks import STEPS_RUN  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 from tests.torch_zoo import sgd  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:.*profiling.*"),
-]
+pytestmark = STEPS_RUN
 
 
 def overwriting(schedule, result, operand):

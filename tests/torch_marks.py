@@ -2,7 +2,7 @@
 
 import pytest
 
-__all__ = ["COMPILED", "CONVOLUTIONS"]
+__all__ = ["COMPILED", "CONVOLUTIONS", "STEPS_RUN"]
 
 COMPILED = [
     pytest.mark.torch,
@@ -15,4 +15,11 @@ COMPILED = [
 CONVOLUTIONS = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:Using padding='same'"),  # what it costs PyTorch
+]
+
+STEPS_RUN = [
+    pytest.mark.torch,
+    pytest.mark.usefixtures("one_thread"),
+    # PyTorch's allocator says so when a profiler begins, once a process.
+    pytest.mark.filterwarnings("ignore:.*profiling.*"),
 ]

@@ -1,5 +1,6 @@
 """A kernel: one operation of a training step, but for convolutions."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,3 +58,15 @@ class Kernel:
     ) = None
     together: Callable[[Sequence[KernelArguments]], Callable[[], None]] | None = None
     flags: tuple[int, ...] = ()
+
+    def call(
+        self,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        attrs: Mapping[str, Any],
+        workspace: Buffer | None,
+    ) -> Callable[[], None]:
+        """What runs it on these arrays, which stay where they are; see `ready`."""
+        if self.ready is not None:
+            return self.ready(inputs, outputs, attrs, workspace)
+        return functools.partial(self.run, inputs, outputs, attrs, workspace)

@@ -25,7 +25,6 @@ from mucudnn.passes.planning.place_step import PlacedStep, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.splitting.choice import (
-    SplitStep,
     Splitting,
     plan_splitting,
 )
@@ -169,14 +168,14 @@ class MemoryTrials:
         except PlanningError as e:
             self._least_in_parts = e.least_bytes or self._least_in_parts
             return Technique(IN_PARTS, "any", budget, None, e.least_bytes), None
-        if self._least_in_parts is None:
-            self._least_in_parts = self._least_of_parts(step(budget), found)
         plan = found.chosen.plan
         name = "any" if plan is None else plan.scheduler
         return Technique(IN_PARTS, name, budget, plan), found
 
-    def _least_of_parts(self, step: SplitStep, found: Splitting) -> int:
+    def _least_of_parts(self, found: Splitting) -> int:
         """The least budget of all ways, those that needed no plan included."""
+        assert self._costed.in_parts is not None
+        step = self._costed.in_parts(self._budget)
         least = {c.cutting: c.least_bytes for c in found.tried}
         for cutting in cuttings(step.graph, self._split):
             if cutting not in least:
@@ -228,6 +227,8 @@ class MemoryTrials:
         """The least budget of any technique; none needs less than our own search."""
         ours = (PLANNED,) if PLANNED in self._policies else self._policies
         whole = min(self._least(self._step, policy) for policy in ours)
+        if self._splitting is not None:
+            self._least_in_parts = self._least_of_parts(self._splitting)
         return min(whole, self._least_in_parts or whole)
 
     def _find_min_budgets(self) -> None:

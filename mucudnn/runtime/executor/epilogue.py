@@ -1,7 +1,6 @@
 """A convolution with bias and ReLU: one kernel, or its plan's and another behind."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from mucudnn.backends.base import Array, Backend, Buffer
@@ -73,11 +72,7 @@ def ways_to_run(
     (node,) = graph.nodes
     (image, _), _, attrs = operands_of(graph, node)
     seen = y.reshape(image.shape)
-    kernel = backend.kernels[node.op]
-    given = [seen, bias], [seen], attrs, None
-    behind = (
-        partial(kernel.run, *given) if kernel.ready is None else kernel.ready(*given)
-    )
+    behind = backend.kernels[node.op].call([seen, bias], [seen], attrs, None)
     apart = _apart(backend, plan, (x, w, bias, y, workspace), behind)
     return whole, apart
 

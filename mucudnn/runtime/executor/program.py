@@ -276,9 +276,7 @@ class _Binder:
         inputs, outputs = map(self._seen, reads), map(self._seen, writes)
         arguments = list(inputs), list(outputs), attrs, workspace
         joins = joinable(self._graph, node, kernel, arguments)
-        if kernel.ready is not None:
-            return kernel.ready(*arguments), joins
-        return partial(kernel.run, *arguments), joins
+        return kernel.call(*arguments), joins
 
     def _copy(self, way: str, storage: str) -> None:
         """Start a copy once those of other lanes that it collides with are done."""

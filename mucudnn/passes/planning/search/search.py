@@ -9,7 +9,7 @@ faster, or where nothing else fits.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -20,7 +20,7 @@ from mucudnn.passes.planning.evaluate import check_residency, plan_residency
 from mucudnn.passes.planning.milp import MOST_SAVED, exact
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.search.collection import rarely_collected
-from mucudnn.passes.planning.search.explore import explore
+from mucudnn.passes.planning.search.explore import explore, improved
 from mucudnn.passes.planning.search.trials import Trials, closer
 from mucudnn.passes.planning.vdnn_dyn import vdnn_dyn
 from mucudnn.passes.residency import (
@@ -31,7 +31,6 @@ from mucudnn.passes.residency import (
 )
 from mucudnn.passes.residency.candidates import (
     Candidate,
-    Change,
     by_cost,
     candidates_of,
     decided,
@@ -229,15 +228,5 @@ def _improve(candidates: Sequence[Candidate], best: Trials) -> None:
     """Change one tensor's residency at a time, then two, the largest first."""
     largest = sorted(candidates, key=lambda c: -c.saved.nbytes)
     names = [*(candidate.saved.name for candidate in largest), EVERYTHING, PERSISTENTS]
-    while _improved(single_changes(names), best) or _improved(pairs(names), best):
+    while improved(single_changes(names), best) or improved(pairs(names), best):
         continue
-
-
-def _improved(changes: Iterable[Change], best: Trials) -> bool:
-    """Try changes one after the other; whether any of them helped."""
-    improved = False
-    for change in changes:
-        if best.exhausted():
-            return False
-        improved |= best.consider({**best.residency, **dict(change)})
-    return improved
