@@ -223,7 +223,7 @@ def in_threads(*functions):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     return found
 
 
@@ -260,6 +260,33 @@ def test_two_threads_at_once(dynamic):
     both.zero_grad()
     both(x, y).backward()
     assert all(map(torch.equal, found, [p.grad for p in both.parameters()]))
+
+
+def test_a_size_is_planned_while_another_thread_runs():
+    """What is traced for a new size does not keep others from their compiled calls."""
+    found = []
+
+    @torch.library.custom_op("mucudnn_tests::tripled", mutates_args=())
+    def tripled(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    @tripled.register_fake
+    def _(x):
+        if len(x) == 7:  # more than once: the last time it is traced
+            found.extend(in_threads(lambda: call(torch.ones(4, 3)).sum().item()))
+        return torch.empty_like(x)
+
+    tripled.register_autograd(lambda ctx, g: g * 3)
+    weight = torch.ones(3, requires_grad=True)
+
+    def plain(x):
+        return tripled(x * weight)
+
+    call = torch.compile(plain, backend=mt.backend(budget="1MiB"), dynamic=True)
+    call(torch.ones(4, 3)).sum().backward()
+    call(torch.ones(7, 3)).sum().backward()
+    assert len(found) > 1
+    assert set(found) == {36.0}
 
 
 class Failing(torch.utils._python_dispatch.TorchDispatchMode):

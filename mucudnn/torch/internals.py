@@ -5,7 +5,7 @@ Public are `torch.compile` itself, `torch.fx` and `torch.compiler.disable`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -111,9 +111,17 @@ def while_compiling() -> Iterator[None]:
     """As Dynamo compiles: one thread at a time, in no dispatch mode of the user's.
 
     Random numbers that are drawn meanwhile are drawn again. Dynamo has a lock, and no
-    public way to compile what it has captured once more.
+    public way to compile what it has captured once more. Nor is there one to say that
+    what is traced is compiled: compiled functions that other threads call meanwhile
+    would refuse to be traced.
     """
-    with compile_lock, _disable_current_modes(), torch.random.fork_rng(devices=[]):
+    session = getattr(torch.compiler, "_compile_session_context", nullcontext)
+    with (
+        compile_lock,
+        session(),
+        _disable_current_modes(),
+        torch.random.fork_rng(devices=[]),
+    ):
         yield
 
 
