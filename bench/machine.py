@@ -14,6 +14,7 @@ __all__ = ["describe"]
 def describe() -> dict[str, Any]:
     """Processor, cores, libraries, and the settings that change BLAS's speed."""
     from mucudnn.backends import get_backend
+    from mucudnn.version import installed_version
 
     return {
         "measured_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -21,7 +22,7 @@ def describe() -> dict[str, Any]:
         "fingerprint": get_backend("cpu").device.fingerprint,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "mucudnn": version("mucudnn"),
+        "mucudnn": installed_version(),
         "numpy": version("numpy"),
         "pulp": version("pulp"),
         "torch": _version("torch"),
