@@ -19,7 +19,7 @@ class Trigger:
         if name == {module!r} and not self.__dict__.setdefault("done", False):
             self.done = True
             for number in {numbers!r}:
-                os.kill(os.getpid(), number)
+                {action}
 
 sys.meta_path.insert(0, Trigger())
 """
@@ -39,9 +39,13 @@ def site(folder: Path, code: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def at_import(folder: Path, module: str, *numbers: int) -> dict[str, str]:
-    """An environment in which importing `module` sends signals."""
-    return site(folder, SITE.format(module=module, numbers=[*map(int, numbers)]))
+def at_import(
+    folder: Path, module: str, *numbers: int, within: str = "{}"
+) -> dict[str, str]:
+    """An environment in which importing `module` sends signals, `within` other code."""
+    action = within.format("os.kill(os.getpid(), number)")
+    numbers = [*map(int, numbers)]
+    return site(folder, SITE.format(module=module, numbers=numbers, action=action))
 
 
 @contextmanager

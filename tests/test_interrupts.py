@@ -82,6 +82,15 @@ def test_ctrl_c_while_it_is_imported_is_no_traceback(tmp_path, module):
     assert err.strip() == ""
 
 
+@pytest.mark.parametrize("module", ["mucudnn.cli", "mucudnn.report.text"])
+def test_ctrl_c_while_a_dataclass_is_made_ends_with_130(tmp_path, module):
+    environment = at_import(tmp_path, module, signal.SIGINT, within="exec({!r})")
+    with start(*TUNE, env=environment) as child:
+        _, err = child.communicate(timeout=300)
+    assert child.returncode == 130
+    assert err.strip() == ""
+
+
 @pytest.mark.parametrize(("number", "code"), ENDINGS)
 def test_the_script_is_guarded_as_well(tmp_path, number, code):
     script = "import sys; from mucudnn.__main__ import main; sys.exit(main())"
