@@ -12,151 +12,20 @@ from torch.nn import functional  # noqa: E402
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.torch.measurement.own_updates import state_bytes  # noqa: E402
 from tests.torch_marks import STEPS_RUN  # noqa: E402
+from tests.torch_own_updates import (  # noqa: E402
+    CLOSURES,
+    OPTIMIZERS,
+    STEPS,
+    CountingInAttribute,
+    CountingInState,
+    Remembering,
+    built,
+    eager,
+    step_within,
+)
 from tests.torch_steps import real_peak  # noqa: E402
 
 pytestmark = STEPS_RUN
-
-STEPS = 4
-
-
-class OfValues(optim.Optimizer):
-    """Decides by a norm, which only a run knows."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["mean"] = torch.zeros_like(p)
-                state["mean"].mul_(0.9).add_(p.grad)
-                if state["mean"].norm() > 0.05:
-                    p.sub_(state["mean"] * group["lr"])
-                else:
-                    p.mul_(0.99)
-
-
-class CountingInState(optim.Optimizer):
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
-            p.sub_(p.grad * (0.1 / count))
-
-
-class CountingInGroup(optim.Optimizer):
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1, "step": 0})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            group["step"] += 1
-            for p in group["params"]:
-                p.sub_(p.grad * (group["lr"] / group["step"]))
-
-
-class CountingInAttribute(optim.Optimizer):
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-        self.count = 0
-
-    @torch.no_grad()
-    def step(self):
-        self.count += 1
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad * (0.1 / self.count))
-
-
-class Sharpened(optim.Optimizer):
-    """Runs the model twice, the second time where the loss is highest nearby."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        if closure is None:
-            raise RuntimeError("a closure is wanted")
-        with torch.enable_grad():
-            loss = closure()
-        before = {}
-        for p in self.param_groups[0]["params"]:
-            before[p] = p.clone()
-            p.add_(p.grad * 0.05)
-        with torch.enable_grad():
-            closure()
-        for p in self.param_groups[0]["params"]:
-            p.copy_(before[p]).sub_(p.grad * 0.1)
-        return loss
-
-
-class Remembering(optim.Optimizer):
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            self.state[p].setdefault("all", []).append(p.grad.clone())
-            p.sub_(sum(self.state[p]["all"]) * 0.1)
-
-
-def lbfgs(parameters):
-    return optim.LBFGS(
-        parameters, max_iter=3, history_size=3, line_search_fn="strong_wolfe"
-    )
-
-
-OPTIMIZERS = {
-    "adafactor": lambda p: optim.Adafactor(p, 0.1, weight_decay=0.1),
-    "by_values": OfValues,
-    "counting_in_state": CountingInState,
-    "counting_in_group": CountingInGroup,
-    "counting_in_attribute": CountingInAttribute,
-    "sharpened": Sharpened,
-    "lbfgs": lbfgs,
-}
-CLOSURES = ("sharpened", "lbfgs")
-
-
-def built(optimizer_of):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 3))
-    batch = torch.randn(128, 16), torch.randn(128, 3)
-    return model, optimizer_of(model.parameters()), batch
-
-
-def eager(optimizer_of, closure):
-    model, optimizer, (x, y) = built(optimizer_of)
-
-    def passes():
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        return loss
-
-    losses = []
-    for _ in range(STEPS):
-        loss = optimizer.step(passes) if closure else passes()
-        if not closure:
-            optimizer.step()
-        losses.append(loss.item())
-    return losses, model
-
-
-def step_within(optimizer_of, budget):
-    model, optimizer, batch = built(optimizer_of)
-    step = mt.train_step(
-        model, functional.mse_loss, optimizer, budget=budget, cache=None
-    )
-    return step, model, optimizer, batch
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -252,7 +121,7 @@ def test_a_scaler_skips_an_own_update():
     assert scaler.get_scale() == 2.0
     step(x, y)
     assert not any(map(torch.equal, before, model.parameters()))
-    assert [state["count"] for state in optimizer.state.values()] == [1] * 4
+    assert [state["count"] for state in optimizer.state.values()] == [1] * 8
 
 
 def test_gradients_that_share_memory_are_apart():

@@ -8,6 +8,10 @@ The step is captured as `train_step` captures it, on copies of model and optimiz
 have no data; a model built under `torch.device("meta")` will do. Every node is given
 the time of its roofline on the device. Bytes are exact but for the scratch memory of
 kernels, which only a measurement knows: `device="cpu"` runs every node here, alone.
+
+An optimizer whose update cannot be recorded is the one thing that does run: what it
+needs is measured on copies of its parameters, as `train_step` measures it, on the
+device that they are on; parameters without data have made-up ones, on the CPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,25 +25,26 @@ import torch
 from mucudnn.arguments import a_flag
 from mucudnn.errors import PlanningError
 from mucudnn.ir.devices import DEVICES, get_device
-from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.notebook import drawn
 from mucudnn.passes.planning.comparison import largest_batch_within
 from mucudnn.passes.planning.described_step import DescribedStep
-from mucudnn.passes.planning.request import StepRequest
 from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
-from mucudnn.runtime.profiling.tier_rates import forecast_tiers
 from mucudnn.torch.capture.dataless import DatalessStep
 from mucudnn.torch.capture.kernel_results import KernelResults
+from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.parts import StepParts
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import estimated, measured
+from mucudnn.torch.measurement.own_updates import check_room
+from mucudnn.torch.own_update_planning import OwnUpdate
 from mucudnn.torch.planning import Planner, as_budget
 from mucudnn.torch.step_plan import TorchPlan
 from mucudnn.torch.step_planning import planner_of
+from mucudnn.torch.studied_step import HOST, Away, StudiedStep
 
 __all__ = ["Hint", "MemoryStudy", "memory"]
 
@@ -61,15 +66,19 @@ def memory(
     """Study a training step on a device that need not be there.
 
     Model and optimizer stay as they are; nothing is run and nothing of their size is
-    allocated. Operations are those that PyTorch would run on the CPU: where a device
-    has a kernel of its own, such as another attention, its bytes may be others.
+    allocated, but for an optimizer whose update cannot be recorded: a copy of it makes
+    a few. Operations are those that PyTorch would run on the CPU: where a device has a
+    kernel of its own, such as another attention, its bytes may be others.
 
     Args:
         model: Called with the first of a batch; with or without data.
         loss_fn: Called with the model's result and the rest of the batch.
         example: What a step is called with, `step(*example)`, or of a dict
             `step(**example)`; only shapes and types of tensors are looked at.
-        optimizer: Of the model's parameters.
+        optimizer: Of the model's parameters. What one that makes its update itself
+            needs is measured when it is first asked for, with copies of parameters,
+            gradients and state; on other devices than `cpu` with `foreach=True` where
+            it leaves that open, as PyTorch does on them.
         device: Whose published figures times are estimated with: a name in
             `mucudnn.ir.devices.DEVICES`. `cpu` measures every operation, here.
         accumulate: Parts that every batch is cut into, as `train_step` does.
@@ -81,30 +90,15 @@ def memory(
     Raises:
         ValueError: The device is not known, `accumulate` less than one, or a tier none.
         TypeError: Something is of another type.
-        UnsupportedError: The step cannot be captured; says why.
+        UnsupportedError: The step cannot be captured; says why. Or there is no room
+            here to measure the optimizer's update.
     """
     if device != _CPU and device not in DEVICES:
         get_device(device)  # says which there are
     settings = StepSettings(accumulate)
-    away = _Away(parse_tiers(tiers), a_flag("offload_state", offload_state))
+    away = Away(parse_tiers(tiers), a_flag("offload_state", offload_state))
     step = DatalessStep.of(model, loss_fn, example, optimizer)
     return MemoryStudy(step, type(model).__name__, device, settings, away)
-
-
-@dataclass(frozen=True)
-class _Away:
-    """What may leave a device, and where to; no tiers mean the host's memory."""
-
-    tiers: tuple[TierChoice, ...] = ()
-    state: bool = False
-
-    def planner(self, planner: Planner, *, measured: bool) -> Planner:
-        """A planner that lets it leave, over measured or published links."""
-        tiers = forecast_tiers(self.tiers, planner.profile, measured=measured)
-        return replace(planner, offload=self.state, tiers=tiers)
-
-
-_HOST = _Away()
 
 
 @dataclass(frozen=True)
@@ -143,7 +137,7 @@ class MemoryStudy:
         title: str,
         device: str,
         settings: StepSettings = PLAIN,
-        away: _Away = _HOST,
+        away: Away = HOST,
     ) -> None:
         self._step = step
         self._title = title
@@ -151,12 +145,14 @@ class MemoryStudy:
         self._settings = settings
         self._away = away
         self._results = KernelResults()
-        self._planners: dict[int | None, Planner] = {}
+        self._steps: dict[int | None, StudiedStep] = {}
+        self._update: OwnUpdate | None = None
+        self._reason = ""
 
     @cached_property
     def least_budget(self) -> int:
         """The least bytes that the example's step is planned in."""
-        return self._planner(None).least_budget()
+        return self._at(None).least_budget()
 
     @cached_property
     def unlimited_bytes(self) -> int:
@@ -169,7 +165,7 @@ class MemoryStudy:
         Raises:
             PlanningError: It does not fit; says the least budget that works.
         """
-        return self._planner(None).plan(as_budget(budget))
+        return self._at(None).plan(as_budget(budget))
 
     @cached_property
     def curve(self) -> Mapping[int, float]:
@@ -219,7 +215,7 @@ class MemoryStudy:
             optimizer=type(self._step.optimizer).__name__,
             device=self._device,
             figures=figures,
-            request=self._request,
+            request=lambda size: self._at(size).request(),
         )
 
     def hinted(
@@ -230,10 +226,9 @@ class MemoryStudy:
         Raises:
             PlanningError: It does not fit; says the least budget that works.
         """
-        planner, captured = self._planner(None), self._capture(None)
-        planner = replace(planner, profile=costs(planner.profile))
-        plan = planner.plan(as_budget(budget))
-        return Hint(planner, plan, captured.module, captured.forward)
+        step = self._at(None).at_costs(costs)
+        captured, plan = self._capture(None), step.plan(as_budget(budget))
+        return Hint(step.planner, plan, captured.module, captured.forward)
 
     def report(self, budget: float | str | None = None) -> str:
         """One HTML file: memory over the step, techniques, and a curve of budgets.
@@ -272,35 +267,38 @@ class MemoryStudy:
         return int(as_budget(budget))
 
     def _least(self, size: int) -> int:
-        return self._planner(size).least_budget()
+        return self._at(size).least_budget()
 
-    def _request(self, size: int) -> StepRequest:
-        """What the planner is asked, the caller's tensors without bytes."""
-        planner = self._planner(size)
-        graph = planner.lowered.graph
-        given = {graph.storages[name] for name in planner.given}
-        tensors = {
-            name: replace(spec, shape=(0,)) if graph.storages[name] in given else spec
-            for name, spec in graph.tensors.items()
-        }
-        bare = Graph(MappingProxyType(tensors), graph.nodes, graph.outputs)
-        return replace(planner.request(), graph=bare, budget=float("inf"))
-
-    def _planner(self, size: int | None) -> Planner:
+    def _at(self, size: int | None) -> StudiedStep:
+        """The step at a size; an update that cannot be recorded is measured once."""
         if size == self._step.size_or_none:
             size = None
-        if size not in self._planners:
-            step = self._step
-            settings = self._settings
-            parts = StepParts.of(step.model, step.optimizer, step.loss_fn, settings)
-            self._planners[size] = self._results.settled(
-                lambda: self._captured(size),
-                lambda captured: self._away.planner(
-                    planner_of(captured, parts, self._profile),
-                    measured=self._device == _CPU,
-                ),
-            )
-        return self._planners[size]
+        while size not in self._steps:
+            try:
+                self._steps[size] = self._results.settled(
+                    lambda: self._captured(size), self._studied
+                )
+            except UpdateNotRecordedError as e:
+                self._settings = replace(self._settings, recorded=False)
+                self._reason = str(e)
+                self._steps.clear()
+        return self._steps[size]
+
+    def _studied(self, captured: CapturedStep) -> StudiedStep:
+        step, here = self._step, self._device == _CPU
+        parts = StepParts.of(step.model, step.optimizer, step.loss_fn, self._settings)
+        planner = self._away.planner(
+            planner_of(captured, parts, self._profile), measured=here
+        )
+        if captured.gradients is not None and self._update is None:
+            check_room(step.whole)
+            of_name = step.wholes(parts.parameters)
+            foreach = None if here else True
+            with torch.random.fork_rng(devices=_gpus(of_name)):
+                self._update = OwnUpdate.of(
+                    step.whole, captured, of_name, self._reason, foreach=foreach
+                )
+        return StudiedStep(planner, captured, parts, self._update)
 
     def _captured(self, size: int | None) -> CapturedStep:
         """The step; another device's without kernels that the CPU alone has."""
@@ -329,3 +327,8 @@ class MemoryStudy:
         if self._device == _CPU:
             return measured(lowered)
         return estimated(lowered, get_device(self._device))
+
+
+def _gpus(parameters: Mapping[str, torch.Tensor]) -> list[int]:
+    """Those that parameters are on."""
+    return sorted({p.device.index for p in parameters.values() if p.is_cuda})

@@ -6,24 +6,29 @@ what was measured: the budget has to hold both.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 
 from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.ir.graph import Graph, Node, Phase, Role, TensorSpec
+from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.liveness import rounded
 from mucudnn.torch.capture.parts import StepParts
 from mucudnn.torch.capture.whole_step import CapturedStep
-from mucudnn.torch.execution.bound_step import BoundStep
 from mucudnn.torch.execution.own_update import copies_needed
 from mucudnn.torch.measurement.own_updates import UpdateBytes, measured_update
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["OwnUpdate"]
 
-_Planned = tuple[TorchPlan, BoundStep]
+_BoundT = TypeVar("_BoundT")
+
+_UPDATE = "the optimizer's update"
 
 
 @dataclass(frozen=True)
@@ -43,19 +48,28 @@ class OwnUpdate:
         cls,
         optimizer: torch.optim.Optimizer,
         captured: CapturedStep,
-        parts: StepParts,
+        parameters: Mapping[str, torch.Tensor],
         reason: str,
+        *,
+        foreach: bool | None = None,
     ) -> "OwnUpdate | None":
         """What an optimizer does by itself; None if its update is captured.
+
+        Args:
+            optimizer: Stays as it is.
+            captured: The step.
+            parameters: The optimizer's, by name.
+            reason: Why its update is not captured.
+            foreach: As `measured_update` takes it.
 
         Raises:
             UnsupportedError: It cannot be told what that needs; says why.
         """
         if captured.gradients is None:
             return None
-        trained = [id(parts.parameters[name]) for name in captured.gradients if name]
+        trained = [id(parameters[name]) for name in captured.gradients if name]
         try:
-            return cls(measured_update(optimizer, trained), reason)
+            return cls(measured_update(optimizer, trained, foreach=foreach), reason)
         except UnsupportedError as e:
             raise UnsupportedError(
                 f"the optimizer's update cannot be planned: {reason}. Nor can it be "
@@ -69,20 +83,20 @@ class OwnUpdate:
         captured: CapturedStep,
         parts: StepParts,
         budget: float,
-        plan: Callable[[float], _Planned],
-    ) -> _Planned:
+        plan: Callable[[float], tuple[TorchPlan, _BoundT]],
+    ) -> tuple[TorchPlan, _BoundT]:
         """The passes in what is left for them.
 
         Args:
             captured: The passes.
             parts: What the step is made of.
             budget: For both.
-            plan: Plans the passes within so many bytes.
+            plan: Plans the passes within so many bytes; and what runs them.
 
         Raises:
             PlanningError: They, or the update, do not fit; says what would do.
         """
-        peak = _resident(parts) + _left(captured, parts) + self.bytes.most
+        peak = self.peak_bytes(captured, parts)
         try:
             found, bound = plan(max(0.0, budget - self.bytes.held))
         except PlanningError as e:
@@ -102,6 +116,30 @@ class OwnUpdate:
         )
         return told, bound
 
+    def peak_bytes(self, captured: CapturedStep, parts: StepParts) -> int:
+        """The most that is in use during the update."""
+        left = _returned(captured) + _apart(captured, parts)
+        return _resident(parts) + left + self.bytes.most
+
+    def behind(
+        self, graph: Graph, profile: Profile, captured: CapturedStep, parts: StepParts
+    ) -> tuple[Graph, Profile]:
+        """The passes' graph and costs with the update as a last node.
+
+        Its time is not known, and none.
+        """
+        state = TensorSpec(
+            f"{_UPDATE}: state", (self.bytes.held,), "uint8", Role.BORROWED
+        )
+        node = Node(_UPDATE, "own_update", (state.name,), (), phase=Phase.UPDATE)
+        scratch = self.bytes.most - self.bytes.held + _apart(captured, parts)
+        tensors = MappingProxyType({**graph.tensors, state.name: state})
+        return Graph(tensors, (*graph.nodes, node), graph.outputs), replace(
+            profile,
+            node_ms={**profile.node_ms, node.name: 0.0},
+            workspaces={**profile.workspaces, node.name: scratch},
+        )
+
     def _refusal(self, budget: float, least: int, node: str | None) -> PlanningError:
         return PlanningError(
             f"the step does not fit into {exact_bytes(int(budget))}: its optimizer "
@@ -119,22 +157,31 @@ def _resident(parts: StepParts) -> int:
     return _nbytes(parts.tensors())
 
 
-def _left(captured: CapturedStep, parts: StepParts) -> int:
-    """Bytes of what the passes return, and of the copies that gradients need."""
+def _results(captured: CapturedStep) -> list[torch.Tensor]:
+    """What the passes return, but for what their inputs have become."""
     (output,) = captured.module.graph.find_nodes(op="output")
     values = [node.meta.get("val") for node in output.args[0]]
-    values = values[: len(values) - len(captured.names)]
+    return values[: len(values) - len(captured.names)]
+
+
+def _returned(captured: CapturedStep) -> int:
+    """Bytes of what the passes return."""
+    return _nbytes([v for v in _results(captured) if isinstance(v, torch.Tensor)])
+
+
+def _apart(captured: CapturedStep, parts: StepParts) -> int:
+    """Bytes of the copies that gradients need."""
+    values = _results(captured)
     names = [name for name in captured.gradients or () if name]
     scaled = len(captured.gradients or ()) - len(names)
     gradients = values[len(values) - len(names) - scaled : len(values) - scaled]
     parameters = [parts.parameters[name] for name in names]
     copied = copies_needed(gradients, parameters)
-    apart = sum(
+    return sum(
         rounded(gradient.numel() * gradient.element_size())
         for gradient, needed in zip(gradients, copied, strict=True)
         if needed
     )
-    return _nbytes([v for v in values if isinstance(v, torch.Tensor)]) + apart
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:

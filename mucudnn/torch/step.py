@@ -314,7 +314,8 @@ class TrainStep:
             )
 
         def planned(step: CapturedStep) -> _Planned:
-            own = OwnUpdate.of(self._optimizer, step, live.parts, self._reason)
+            of_name = live.parts.parameters
+            own = OwnUpdate.of(self._optimizer, step, of_name, self._reason)
             plan, bound = self._planning.plan(step, live.parts, own)
             return _Planned(plan, bound, step)
 

@@ -31,12 +31,14 @@ class DatalessStep:
         loss_fn: A copy if it is a module.
         example: As a step is called with.
         optimizer: A copy, with its state.
+        whole: The optimizer that it is a copy of, which may have data.
     """
 
     model: torch.nn.Module
     loss_fn: Callable[..., Any]
     example: Batch
     optimizer: torch.optim.Optimizer
+    whole: torch.optim.Optimizer
 
     @classmethod
     def of(
@@ -71,7 +73,23 @@ class DatalessStep:
         with mode:
             make_state(lent)
         batch = replace(given, tensors=tuple(_dataless(mode, t) for t in given.tensors))
-        return cls(copies[0], copies[1] if len(copies) > 1 else loss_fn, batch, lent)
+        loss_fn = copies[1] if len(copies) > 1 else loss_fn
+        return cls(copies[0], loss_fn, batch, lent, optimizer)
+
+    def wholes(self, copies: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of parameters that the optimizer has, those that they are copies of."""
+        of_copy = {
+            id(lent): parameter
+            for mine, group in zip(
+                self.optimizer.param_groups, self.whole.param_groups, strict=True
+            )
+            for lent, parameter in zip(mine["params"], group["params"], strict=True)
+        }
+        return {
+            name: of_copy[id(copy)]
+            for name, copy in copies.items()
+            if id(copy) in of_copy
+        }
 
     @property
     def size_or_none(self) -> int | None:

@@ -3,7 +3,8 @@
 The copy has parameters, gradients and state of its own, on the CPU in memory that is
 not of PyTorch's allocator: what is counted is what an update adds. It makes a few
 updates, as the first one mostly makes the state. That an update which decides by values
-never needs more than those it made here is taken for granted.
+never needs more than those it made here is taken for granted. Gradients are made up,
+the same ones every time; so are parameters without data.
 """
 
 import copy
@@ -15,13 +16,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.liveness import rounded
+from mucudnn.torch.capture.optimizers import make_state
 from mucudnn.torch.execution.copies import host_bytes
 from mucudnn.torch.measurement.meters import meter_of
 
-__all__ = ["UpdateBytes", "measured_update", "state_bytes"]
+__all__ = ["UpdateBytes", "check_room", "measured_update", "state_bytes"]
 
 _UPDATES = 3
 _SMALL = 1e-2
@@ -51,25 +54,30 @@ class UpdateBytes:
 
 
 def measured_update(
-    optimizer: torch.optim.Optimizer, trained: Collection[int]
+    optimizer: torch.optim.Optimizer,
+    trained: Collection[int],
+    *,
+    foreach: bool | None = None,
 ) -> UpdateBytes:
     """Have a copy of an optimizer make a few updates.
 
     Args:
         optimizer: Stays as it is.
         trained: The parameters that have gradients, by `id`.
+        foreach: What the copy's `foreach` is where the optimizer leaves that open;
+            PyTorch takes kernels over many tensors on a GPU, which need more.
 
     Raises:
         UnsupportedError: It cannot be copied, its update fails, or it needs more with
             every one.
     """
     try:
-        return _Measured(optimizer, trained, closure=False).bytes()
+        return _Measured(optimizer, trained, foreach, closure=False).bytes()
     except UnsupportedError:
         raise
     except Exception as first:  # of what kind is the optimizer's own affair
         try:
-            return _Measured(optimizer, trained, closure=True).bytes()
+            return _Measured(optimizer, trained, foreach, closure=True).bytes()
         except UnsupportedError:
             raise
         except Exception:
@@ -78,6 +86,27 @@ def measured_update(
                 f"{kind}.step() fails on a copy of it, with "
                 f"{type(first).__name__}: {first}"
             ) from first
+
+
+def check_room(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to measure an optimizer whose copy would not fit into this machine.
+
+    The copy has parameters and gradients, and what it makes of them may be as large.
+
+    Raises:
+        UnsupportedError: Says how much there is.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    needed = 3 * sum(_nbytes(p) for p in parameters if p.is_cpu or p.is_meta)
+    there = CpuDevice().available_bytes()
+    if needed > there:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}'s update cannot be recorded, and what it "
+            f"needs can only be measured by running it: about {exact_bytes(needed)} "
+            f"for copies of its parameters and gradients, and this machine has "
+            f"{exact_bytes(there)}; take a machine that has them, a smaller model, or "
+            "an optimizer whose update can be recorded, such as AdamW"
+        )
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -98,6 +127,7 @@ class _Measured:
     Args:
         optimizer: What it is a copy of.
         trained: The parameters that have gradients, by `id`.
+        foreach: What the copy's is where it is left open.
         closure: Whether its steps are given one.
     """
 
@@ -105,14 +135,20 @@ class _Measured:
         self,
         optimizer: torch.optim.Optimizer,
         trained: Collection[int],
+        foreach: bool | None,
         *,
         closure: bool,
     ) -> None:
         self._twin, copies = _copied(optimizer)
+        for group in self._twin.param_groups:
+            if "foreach" in group and group["foreach"] is None:
+                group["foreach"] = foreach
+        make_state(self._twin)
         self._trained = [copies[at] for at in trained if at in copies]
         self._closure = closure
+        self._random = torch.Generator(self._trained[0].device).manual_seed(0)
         self._meter = meter_of(self._trained[0].device)
-        self._before = state_bytes(optimizer)
+        self._before = state_bytes(self._twin)
 
     def bytes(self) -> UpdateBytes:
         """What was seen over a few updates."""
@@ -135,9 +171,9 @@ class _Measured:
             )
         gradients = sum(map(_nbytes, self._trained)) if self._closure else 0
         return UpdateBytes(
-            states[-1] + more,
-            held + more,
-            max(most + more - gradients, held + more),
+            rounded(states[-1] + more),
+            rounded(held + more),
+            rounded(max(most + more - gradients, held + more)),
             self._closure,
         )
 
@@ -152,7 +188,7 @@ class _Measured:
     def _prepared(self, block: int) -> Callable[[], object]:
         if not self._closure:
             for parameter in self._trained:
-                parameter.grad = _apart(parameter.detach()).normal_(0, _SMALL)
+                parameter.grad = self._drawn(_apart(parameter.detach()))
             return lambda: self._twin.step()
 
         def closure() -> torch.Tensor:
@@ -162,13 +198,15 @@ class _Measured:
             taken = torch.empty(block, dtype=torch.uint8)
             del taken
             for parameter in self._trained:
-                made = torch.empty_like(parameter.detach())
-                parameter.grad = made.normal_(0, _SMALL)
-            return torch.rand(())
+                parameter.grad = self._drawn(torch.empty_like(parameter.detach()))
+            return torch.rand((), generator=self._random, device=self._random.device)
 
         for parameter in self._trained:
             parameter.grad = None
         return lambda: self._twin.step(closure)
+
+    def _drawn(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.normal_(0, _SMALL, generator=self._random)
 
 
 def _still_to_come(optimizer: torch.optim.Optimizer) -> int:
@@ -225,7 +263,7 @@ def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """A copy whose memory is, on the CPU, not of PyTorch's allocator."""
     value = tensor.detach()
-    if value.is_cpu:
+    if value.is_cpu or value.is_meta:
         count = 1 + sum(
             (size - 1) * step
             for size, step in zip(value.shape, value.stride(), strict=True)
@@ -237,7 +275,10 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
         )
     else:
         made = torch.empty_like(value)
-    made.copy_(value)
+    if not value.is_meta:
+        made.copy_(value)
+    elif made.is_floating_point():
+        made.normal_(0, _SMALL, generator=torch.Generator().manual_seed(0))
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
