@@ -12,9 +12,9 @@ from mucudnn.ir.graph import Role
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.computed_gradients import with_computed_gradients
 from mucudnn.passes.graph.precision.mixed_precision import (
     lowered,
-    with_narrow_gradients,
 )
 from mucudnn.runtime.training.trainer import Trainer
 from tests.model_cases import random_feeds
@@ -136,7 +136,7 @@ def test_narrow_gradients_are_near_the_wide_ones():
 def test_updates_read_gradients_as_they_were_computed():
     """Weights of products get narrow ones, uncast; what is returned or shared stays."""
     before = training_graph(lowered(network(), "float16"))
-    graph = with_narrow_gradients(before)
+    graph = with_computed_gradients(before)
     changed = {w for w, g in graph.gradients.items() if g != before.gradients[w]}
     products = {s.name for s in graph.with_role(Role.PARAMETER) if len(s.shape) > 1}
     assert changed == products
@@ -144,9 +144,9 @@ def test_updates_read_gradients_as_they_were_computed():
         assert graph.tensors[gradient].dtype == ("float16" if w in changed else WIDE[0])
         assert graph.tensors[gradient].shape == graph.tensors[w].shape
     assert len(before.nodes) - len(graph.nodes) == len(changed)
-    kept = with_narrow_gradients(
+    kept = with_computed_gradients(
         replace(before, outputs=(*before.outputs, *before.gradients.values()))
     )
     assert kept.gradients == before.gradients
     plain = training_graph(network())
-    assert with_narrow_gradients(plain).nodes == plain.nodes
+    assert with_computed_gradients(plain).nodes == plain.nodes

@@ -84,7 +84,7 @@ class LecunUniform:
 
 @dataclass(frozen=True, slots=True)
 class CopyOf:
-    """Always the values of a parameter, in another type; saved nowhere.
+    """Always the values of a parameter, in another type or layout; saved nowhere.
 
     Who changes the parameter changes its copy.
     """

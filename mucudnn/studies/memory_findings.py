@@ -15,13 +15,10 @@ from mucudnn.models import get_model, network_name
 from mucudnn.notebook import drawn
 from mucudnn.passes.graph.answering import up_to
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.computed_gradients import with_computed_gradients
 from mucudnn.passes.graph.layouts.choice import stored
 from mucudnn.passes.graph.optimizer_updates import with_updates
-from mucudnn.passes.graph.precision.mixed_precision import (
-    LOSS_SCALES,
-    lowered,
-    with_narrow_gradients,
-)
+from mucudnn.passes.graph.precision.mixed_precision import LOSS_SCALES, lowered
 from mucudnn.passes.ordering import Order, ordered
 from mucudnn.passes.planning.comparison import Technique, best_technique
 from mucudnn.passes.planning.described_step import DescribedStep
@@ -114,7 +111,7 @@ class StepSpec:
         if self.inference:
             return ordered(self.order, gradients)
         step = with_updates(
-            with_narrow_gradients(gradients),
+            with_computed_gradients(gradients),
             optimizer_of(self.optimizer),
             gradient_scale=1 / self._loss_scale,
         )

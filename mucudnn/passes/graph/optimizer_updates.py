@@ -132,6 +132,8 @@ class _Draft:
         decay = optimizer.weight_decay if len(spec.shape) > 1 else 0.0
         attrs |= {"weight_decay": decay, "gradient_scale": gradient_scale}
         copies: tuple[str, ...] = ()
+        if self._graph.tensors[gradient].layout != spec.layout:
+            attrs["turned"] = True
         if w in self._copies:
             attrs["copied"], copies = True, (self._copies[w],)
         scales: tuple[str, ...] = ()

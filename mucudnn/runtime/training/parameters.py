@@ -135,7 +135,9 @@ class StateStore(Mapping[str, Array]):
         else:
             self._device.upload(value, self._arrays[name])
         if (copy := self._copies.get(name)) is not None:
-            self._write(copy, value.astype(self._arrays[copy].dtype))
+            turned = self._specs[copy].layout != self._specs[name].layout
+            value = np.moveaxis(value, 1, -1) if turned else value
+            self._write(copy, value.astype(self._arrays[copy].dtype, order="C"))
 
     def _own(self) -> list[str]:
         """Those that are no copies of others."""

@@ -171,6 +171,7 @@ class Trainer:
             offers=EpilogueRace(tuner, budget, plans).offers,
             layout=Layouts(layout, tuner, budget, progress),
             keep_copies=partial(keeps_copies, tuner, budget, order, plans),
+            shared=together is not None,
         )
         self.splitting, self.segments = divider.decision, divider.segments
         if budget is not None and divider.profile is not None:

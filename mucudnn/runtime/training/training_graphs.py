@@ -14,16 +14,13 @@ from mucudnn.ir.loss_scaling import DynamicLossScale, loss_scale_of
 from mucudnn.ir.optimizers import Optimizer
 from mucudnn.models import IMAGE, LABEL
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.computed_gradients import with_computed_gradients
 from mucudnn.passes.graph.fusion import Offers, fused
 from mucudnn.passes.graph.gradient_accumulation import accumulating
 from mucudnn.passes.graph.optimizer_updates import STEP, When, with_updates
 from mucudnn.passes.graph.precision.loss_scaling import with_scale_as_state
-from mucudnn.passes.graph.precision.mixed_precision import (
-    LOSS_SCALES,
-    lowered,
-    with_narrow_gradients,
-)
-from mucudnn.passes.graph.precision.narrow_copies import with_narrow_copies
+from mucudnn.passes.graph.precision.mixed_precision import LOSS_SCALES, lowered
+from mucudnn.passes.graph.precision.narrow_copies import with_copies_of_parameters
 
 __all__ = [
     "Divided",
@@ -80,13 +77,15 @@ def training_graphs(
     offers: Offers | None = None,
     layout: Layout | None = None,
     keep_copies: Callable[[Graph], bool] = lambda step: True,
+    shared: bool = False,
 ) -> TrainingGraphs:
     """All graphs of a trainer; its arguments are explained there.
 
     What `divided` makes of a training graph without updates is trained, and `layout`
     says how images are stored, `offers` which convolutions take in what is behind them.
-    `keep_copies` is asked of a step whose updates keep narrow copies of parameters,
-    which then no step casts.
+    `keep_copies` is asked of a step whose updates keep copies of parameters as products
+    read them, which then no step casts or turns. Gradients that are `shared` with other
+    ranks, whose layouts may be others, have those of parameters.
 
     Raises:
         ValueError: The graphs do not belong together, or a setting is out of range.
@@ -112,6 +111,7 @@ def training_graphs(
         loss_scale=loss_scale_of(loss_scale, usual),
         divided=divided,
         keep_copies=keep_copies,
+        shared=shared,
     )
     weights = tuple(spec.name for spec in forward[0].with_role(*PERSISTENT))
     if evaluation is not None:
@@ -129,6 +129,7 @@ def step_graphs(
     loss_scale: DynamicLossScale | float = 1.0,
     divided: Divided | None = None,
     keep_copies: Callable[[Graph], bool] = lambda step: False,
+    shared: bool = False,
 ) -> tuple[Graph, ...]:
     """The graph of a training step, with nothing in place yet.
 
@@ -141,8 +142,9 @@ def step_graphs(
         loss_scale: Factor of the loss's gradient, taken out again by the updates. A
             dynamic one makes them come late.
         divided: What becomes of the graph before it gets updates: cut along the batch.
-        keep_copies: Whether a step is taken whose updates keep the narrow copies of
-            parameters; not asked where it has several parts, whose totals are wide.
+        keep_copies: Whether a step is taken whose updates keep copies of parameters;
+            not asked where it has several parts, whose totals are wide.
+        shared: Whether gradients are added up with those of other ranks.
 
     Raises:
         ValueError: A name is unknown, there is not one part, or the scale is not
@@ -160,7 +162,7 @@ def step_graphs(
         graph = training_graph(forward, loss_scale=found)
     if divided is not None:
         graph = divided(graph)
-    graph = with_narrow_gradients(graph)
+    graph = with_computed_gradients(graph, turned=parts == 1 and not shared)
     if parts == 1:
         updated = partial(
             with_updates,
@@ -169,7 +171,7 @@ def step_graphs(
             gradient_scale=back,
             scaling=scaling,
         )
-        copied = with_narrow_copies(graph)
+        copied = with_copies_of_parameters(graph)
         if copied.nodes != graph.nodes and keep_copies(step := updated(copied)):
             return (step,)
         return (updated(graph),)

@@ -3,7 +3,8 @@
 Where the loss has a scale that is state, an update's last two inputs are that scale and
 its counts (`passes.graph.loss_scaling`): gradients are divided by the scale, and after
 an overflow nothing is changed. Such a step does not count for Adam. Before these comes
-the weight's copy in a narrow type, where one is kept.
+the weight's copy as products read it, where one is kept: in the type and the layout of
+the gradient. Both may be `turned`: (K, *taps, C) of a filter (K, C, *taps).
 """
 
 import math
@@ -85,7 +86,7 @@ def adam(call: KernelCall) -> None:
         for copy in copies:
             copy[...] = w
 
-    call.flat_blocks([w, dw, m, v, *copies], block)
+    _in_blocks(call, (w, dw, m, v), copies, block)
 
 
 def _unscaled(call: KernelCall) -> tuple[Sequence[Any], Attrs | None, int]:
@@ -106,20 +107,36 @@ def _update(formula: Callable[..., None]) -> Run:
     """The kernel of a formula of (attributes, learning rate, parts of w, dw, state)."""
 
     def run(call: KernelCall) -> None:
-        (w, dw, lr, *state), attrs, _ = _unscaled(call)
+        (w, dw, lr, *others), attrs, _ = _unscaled(call)
         if attrs is None:
             return
-        copied = bool(attrs.get("copied"))
+        kept = len(others) - bool(attrs.get("copied"))
+        state, copies = others[:kept], others[kept:]
 
         def block(w: Any, dw: Any, *others: Any) -> None:
-            *state, copy = others if copied else (*others, None)
-            formula(attrs, float(lr), w, dw, *state)
-            if copy is not None:
+            formula(attrs, float(lr), w, dw, *others[:kept])
+            for copy in others[kept:]:
                 copy[...] = w
 
-        call.flat_blocks([w, dw, *state], block)
+        _in_blocks(call, (w, dw, *state), copies, block)
 
     return run
+
+
+def _in_blocks(
+    call: KernelCall,
+    arrays: Sequence[Any],
+    copies: Sequence[Any],
+    block: Callable[..., None],
+) -> None:
+    """Update (w, dw, *state) block by block, and copies with them or, turned, after."""
+    if not call.attrs.get("turned"):
+        call.flat_blocks([*arrays, *copies], block)
+        return
+    w, dw, *state = arrays
+    call.flat_blocks([w, np.moveaxis(dw, -1, 1), *state], block)
+    for copy in copies:
+        copy[...] = np.moveaxis(w, 1, -1)
 
 
 def _gradient(w: Any, dw: Any, attrs: Attrs, decay: bool = True) -> Any:

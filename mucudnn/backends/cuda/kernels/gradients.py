@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
-from mucudnn.backends.cuda.kernels.tables import TABLE, table_of
+from mucudnn.backends.cuda.kernels.tables import TABLE, Row, table_of
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
@@ -74,7 +74,7 @@ def accumulate_all(calls: Sequence[KernelCall]) -> None:
         groups[total.dtype, part.dtype, call.attrs["factor"]].append(call)
     for group in groups.values():
         call, (total, part) = group[0], group[0].inputs
-        table, count, blocks = table_of(call.gpu, [(c.inputs, False) for c in group])
+        table, count, blocks = table_of(call.gpu, [Row(c.inputs) for c in group])
         arguments = table, count, float(call.attrs["factor"])
         name = "accumulate_all"
         call.launch(PROGRAM, name, (blocks,), *arguments, like=total, beside=part)
@@ -95,7 +95,7 @@ def find_overflow_all(calls: Sequence[KernelCall]) -> None:
         groups[gradient.dtype, call.gpu.address(counts)].append(call)
     for group in groups.values():
         first, (gradient, counts) = group[0], group[0].inputs
-        rows = [(call.inputs[:1], False) for call in group]
+        rows = [Row(call.inputs[:1]) for call in group]
         table, count, blocks = table_of(first.gpu, rows)
         arguments, name = (table, counts, count), "find_overflow_all"
         first.launch(PROGRAM, name, (blocks,), *arguments, like=gradient)

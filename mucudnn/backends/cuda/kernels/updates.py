@@ -4,8 +4,9 @@ Half-precision weights are computed with in float32 and rounded once; their lear
 rate has the type of the weights. Gradients may be narrower than weights. Where the loss
 has a scale that is state, an update's last two inputs are that scale and its counts
 (`passes.graph.loss_scaling`): gradients are divided by the scale, and after an overflow
-nothing is changed. Before these comes the weight's copy in the gradient's type, where
-one is kept.
+nothing is changed. Before these comes the weight's copy in the gradient's type and
+layout, where one is kept: both may be `turned`, (K, *taps, C) of a filter
+(K, C, *taps).
 
 Updates that follow one another are one launch: a table says where each has its tensors.
 """
@@ -15,8 +16,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
-from mucudnn.backends.cuda.kernels.tables import TABLE, table_of
+from mucudnn.backends.cuda.kernels.program import (
+    KernelCall,
+    Operation,
+    Program,
+    as_ncs,
+    flat,
+)
+from mucudnn.backends.cuda.kernels.tables import TABLE, Row, table_of
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
@@ -85,6 +92,31 @@ struct RmsProp {
 """
 
 _LOOPS = r"""
+// Where an element of a weight is in its gradient and its copy: in the same place.
+struct Same {
+    __device__ I at(I i) const { return i; }
+    __device__ void next() {}
+};
+// Or (K, C, taps) are (K, taps, C) there. Only a thread's first element is divided for.
+struct Turned {
+    I channels, taps, c, s, step_c, step_s;
+    long long row, step_row, size;
+    __device__ Turned(long long first, I step, I channels, I taps)
+        : channels(channels), taps(taps), c((I)(first / taps % channels)),
+          s((I)(first % taps)), step_c(step / taps % channels), step_s(step % taps),
+          size((long long)channels * taps) {
+        row = first / size * size;
+        step_row = step / size * size;
+    }
+    __device__ long long at(I) const { return row + (long long)s * channels + c; }
+    __device__ void next() {
+        s += step_s;
+        c += step_c;
+        row += step_row;
+        if (s >= taps) s -= taps, ++c;
+        if (c >= channels) c -= channels, row += size;
+    }
+};
 // A weight, its gradient, its state, and its copy if there is one.
 struct Tensors {
     T* w;
@@ -96,13 +128,13 @@ struct Tensors {
                aligned(copy);
     }
 };
-template <int W, class Rule>
-__device__ void span(const Tensors& t, I first, I stop, I step, A factor, A decay,
-                     const Rule& rule) {
+template <int W, class Place, class Rule>
+__device__ void span(const Tensors& t, I first, I stop, I step, Place place, A factor,
+                     A decay, const Rule& rule) {
     const int STATES = Rule::STATES;
-    for (I i = first; i < stop; i += step) {
+    for (I i = first; i < stop; i += step, place.next()) {
         Pack<T, W> w = load<W>(t.w + i), kept[STATES + 1];
-        Pack<P, W> dw = load<W>(t.dw + i);
+        Pack<P, W> dw = load<W>(t.dw + place.at(i));
         for (int k = 0; k < STATES; ++k) kept[k] = load<W>(t.state[k] + i);
         for (int j = 0; j < W; ++j) {
             A states[STATES + 1];
@@ -114,15 +146,20 @@ __device__ void span(const Tensors& t, I first, I stop, I step, A factor, A deca
         for (int k = 0; k < STATES; ++k) store(t.state[k] + i, kept[k]);
         if (!t.copy) continue;
         for (int j = 0; j < W; ++j) dw.at[j] = (P)(A)w.at[j];
-        store(t.copy + i, dw);
+        store(t.copy + place.at(i), dw);
     }
 }
 template <class Rule>
-__device__ void update(const Tensors& t, I count, I thread, I threads, A factor,
-                       A decay, const Rule& rule) {
-    I whole = t.packed() ? count / PACKED * PACKED : 0;
-    span<PACKED>(t, thread * PACKED, whole, threads * PACKED, factor, decay, rule);
-    span<1>(t, whole + thread, count, threads, factor, decay, rule);
+__device__ void update(const Tensors& t, I count, I thread, I threads, long long start,
+                       I channels, I taps, A factor, A decay, const Rule& rule) {
+    if (taps > 0) {
+        Turned place(start + thread, threads, channels, taps);
+        span<1>(t, thread, count, threads, place, factor, decay, rule);
+        return;
+    }
+    I whole = t.packed() ? count / PACKED * PACKED : 0, step = threads * PACKED;
+    span<PACKED>(t, thread * PACKED, whole, step, Same(), factor, decay, rule);
+    span<1>(t, whole + thread, count, threads, Same(), factor, decay, rule);
 }
 """
 
@@ -145,21 +182,23 @@ def _pair(name: str, parameters: str, rule: str, before: str = "") -> str:
     )
     begin = f"Common common(lr, scale, counts, factor);{before}"
     return f"""
-KERNEL {name}(T* w, const P* dw, T* first, T* second, P* copy, {told}) {{
+KERNEL {name}(T* w, const P* dw, T* first, T* second, P* copy, I channels, I taps,
+               {told}) {{
     {begin}
     if (common.skipped) return;
     I thread = (I)blockIdx.x * THREADS + threadIdx.x;
     update(Tensors{{w, dw, {{first, second}}, copy}}, count, thread,
-           (I)gridDim.x * THREADS, common.factor, (A)decay, {rule});
+           (I)gridDim.x * THREADS, 0, channels, taps, common.factor, (A)decay, {rule});
 }}
 KERNEL {name}_all(const long long* table, {told}) {{
     {begin}
     if (common.skipped) return;
     Part part(table, count);
-    Tensors t{{part.array<T>(0), part.array<P>(1),
-              {{part.array<T>(2), part.array<T>(3)}}, part.array<P>(4)}};
-    update(t, part.count, (I)threadIdx.x, (I)THREADS, common.factor,
-           part.flag() ? (A)decay : (A)0, {rule});
+    bool turned = part.taps() > 0;
+    Tensors t{{part.array<T>(0), part.array<P>(1, turned),
+              {{part.array<T>(2), part.array<T>(3)}}, part.array<P>(4, turned)}};
+    update(t, part.count, (I)threadIdx.x, (I)THREADS, part.start, part.channels(),
+           part.taps(), common.factor, part.flag() ? (A)decay : (A)0, {rule});
 }}
 """
 
@@ -208,7 +247,7 @@ class _Update:
         (w, dw, *others), told = self._operands(call)
         numbers = *call.numbers(*_COMMON), *self._numbers(call)
         blocks = flat(-(-w.size // _PER_THREAD))
-        arguments = w, dw, *others, *told, w.size, *numbers
+        arguments = w, dw, *others, *_turned(call), *told, w.size, *numbers
         call.launch(PROGRAM, self.kernel, blocks, *arguments, beside=dw)
 
     def together(self, calls: Sequence[KernelCall]) -> None:
@@ -237,7 +276,10 @@ class _Update:
     def _launch(self, calls: Sequence[KernelCall], decay: float) -> None:
         """All calls, whose decay is this one or none."""
         first = calls[0]
-        rows = [(self._operands(c)[0], c.attrs["weight_decay"] != 0) for c in calls]
+        rows = [
+            Row(self._operands(c)[0], c.attrs["weight_decay"] != 0, _turned(c))
+            for c in calls
+        ]
         table, count, blocks = table_of(first.gpu, rows)
         (w, dw, *_), told = self._operands(first)
         numbers = decay, *first.numbers("gradient_scale"), *self._numbers(first)
@@ -262,6 +304,14 @@ class _Update:
     def _numbers(self, call: KernelCall) -> tuple[float | int, ...]:
         flags = (int(call.attrs[name]) for name in self.flags)
         return (*call.numbers(*self.names), *flags)
+
+
+def _turned(call: KernelCall) -> tuple[int, int]:
+    """(channels, taps) of a filter whose gradient is turned; else (0, 0)."""
+    if not call.attrs.get("turned"):
+        return 0, 0
+    _, channels, taps = as_ncs(call.inputs[0].shape)
+    return channels, taps
 
 
 def _operation(update: _Update) -> Operation:

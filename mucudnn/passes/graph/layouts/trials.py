@@ -1,6 +1,7 @@
 """What there is to be timed before layouts are chosen: each node alone, in either.
 
-A trial is a node with its gradients, or what turns an image and its gradient back. All
+A trial is a node with its gradients, or what turns an image and its gradient back; that
+of a filter is not turned back, as updates read it as it is (`computed_gradients`). All
 of them side by side are one graph, whose nodes do not know each other: whatever finds
 the time of a graph's nodes finds theirs. Trials that are alike are one.
 """
@@ -72,12 +73,22 @@ def layout_trials(
             one = _wanting(alone_channels_last(graph, node), fed)
             other[node.name] = trials.add(one)
     images = (spec for spec in graph.tensors.values() if is_image(spec))
+    fed = fed - _weights(graph)
     turned = {
         spec.name: None if free(spec) else trials.add(_turning(spec, fed))
         for spec in images
         if spec.layout == "NCHW"
     }
     return LayoutTrials(trials.graph(), first, other, turned)
+
+
+def _weights(graph: Graph) -> set[str]:
+    """Parameters, and what they are cast to."""
+    found = {spec.name for spec in graph.with_role(Role.PARAMETER)}
+    for node in graph.nodes:
+        if node.op == "cast" and found.issuperset(node.inputs):
+            found.update(node.outputs)
+    return found
 
 
 class _Trials:

@@ -8,7 +8,6 @@ product reads is cast before it (Micikevicius et al. 2018). The backward pass fo
 from the forward one, so gradients have the types of what they are gradients of.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from mucudnn.ir.graph import PERSISTENT, Graph, Node
 from mucudnn.ir.operations import make_node
 from mucudnn.ir.tensor import INTEGERS, TensorSpec
 
-__all__ = ["LOSS_SCALES", "lowered", "with_narrow_gradients"]
+__all__ = ["LOSS_SCALES", "lowered"]
 
 LOSS_SCALES: Mapping[str, float] = MappingProxyType(
     {"float16": 1024.0, "bfloat16": 1.0}
@@ -42,32 +41,6 @@ def lowered(graph: Graph, dtype: str) -> Graph:
     for node in graph.nodes:
         narrowing.add(node)
     return narrowing.graph()
-
-
-def with_narrow_gradients(graph: Graph) -> Graph:
-    """A training graph whose updates read narrow gradients as they were computed.
-
-    A parameter is cast before a product reads it, so its gradient is cast back. Where
-    only an update would read that, the update reads what was cast: it computes in the
-    parameter's type all the same.
-    """
-    readers = Counter(name for node in graph.nodes for name in node.inputs)
-    narrow: dict[str, str] = {}
-    for w, gradient in graph.gradients.items():
-        node = graph.producers.get(gradient)
-        alone = not readers[gradient] and gradient not in graph.outputs
-        if node is not None and node.op == "cast" and alone:
-            source = node.inputs[0]
-            if graph.tensors[source].dtype in LOSS_SCALES:
-                narrow[w] = source
-    gone = {graph.gradients[w] for w in narrow}
-    tensors = {n: spec for n, spec in graph.tensors.items() if n not in gone}
-    return replace(
-        graph,
-        tensors=MappingProxyType(tensors),
-        nodes=tuple(n for n in graph.nodes if gone.isdisjoint(n.outputs)),
-        gradients=MappingProxyType({**graph.gradients, **narrow}),
-    )
 
 
 class _Narrowing:

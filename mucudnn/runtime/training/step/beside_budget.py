@@ -24,10 +24,10 @@ def keeps_copies(
     plans: Plans | None,
     step: Graph,
 ) -> bool:
-    """Whether a step that keeps narrow copies of parameters fits with all it has.
+    """Whether a step that keeps copies of parameters fits with all it has.
 
     Where tensors have to leave, copies are not worth the room: a parameter that is
-    there is cast sooner than its copy is fetched.
+    there is cast or turned sooner than its copy is fetched.
 
     Raises:
         PlanningError: A convolution has no plan within the tuner's limit.
