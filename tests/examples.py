@@ -6,22 +6,31 @@ something and for nobody else. `make fuzz` looks for what nobody thought of.
 
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 __all__ = ["STEADY", "examples", "register_profiles"]
 
 STEADY, FUZZ = "steady", "fuzz"
 _MOST = 100
+_SLOW_MACHINE = [HealthCheck.too_slow]
 _TIMES = 20
 
 
 def register_profiles() -> None:
     """Make the profiles known to `--hypothesis-profile`; the steady one is in force."""
     settings.register_profile(
-        STEADY, derandomize=True, deadline=None, max_examples=_MOST
+        STEADY,
+        derandomize=True,
+        deadline=None,
+        max_examples=_MOST,
+        suppress_health_check=_SLOW_MACHINE,
     )
     settings.register_profile(
-        FUZZ, deadline=None, max_examples=_TIMES * _MOST, print_blob=True
+        FUZZ,
+        deadline=None,
+        max_examples=_TIMES * _MOST,
+        print_blob=True,
+        suppress_health_check=_SLOW_MACHINE,
     )
     settings.load_profile(STEADY)
 

@@ -261,8 +261,12 @@ def refused(rank):
 
 
 def drifting(rank):
-    """The second rank gets slower for an epoch, and is as it was after that."""
-    import time
+    """The second rank gets slower for an epoch, and is as it was after that.
+
+    Their clock counts work.
+    """
+    import functools
+    import importlib
 
     import torch
     from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -270,11 +274,16 @@ def drifting(rank):
     import mucudnn.torch as mt
     from mucudnn.ir.fleet import StepPoint, StepTable
 
+    distribute = importlib.import_module("mucudnn.torch.distributed.distribute")
+    distribute.StepClock = functools.partial(distribute.StepClock, now=lambda: worked)
+    worked = 0.0
+
     class Slow(torch.nn.Linear):
         each = 0.02
 
         def forward(self, x):
-            time.sleep(self.each * len(x))
+            nonlocal worked
+            worked += self.each * len(x)
             return super().forward(x)
 
     data = torch.randn(24, 2)

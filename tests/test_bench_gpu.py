@@ -274,7 +274,7 @@ def test_ended_anywhere_and_gone_on_with(number, count, tmp_path):
         wait_for_archive(process, out, count)
         os.killpg(process.pid, number)
         said = process.stdout.read()
-        status = process.wait(30)
+        status = process.wait(300)
     kept = layers_in(out)
     assert len(kept) >= count
     assert STAGES[0].recording in contents(out)
@@ -296,7 +296,7 @@ def test_ended_itself_the_script_ends_what_it_runs(tmp_path):
         process.terminate()
         # The part shares the script's output, which ends when both have.
         assert b"ended before it was done" in process.stdout.read()
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(300) == 128 + signal.SIGTERM
     assert states(out) == {"deepbench": "begun"}
 
 

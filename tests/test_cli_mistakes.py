@@ -118,7 +118,7 @@ def test_a_pipe_with_a_reader_takes_json():
         os.close(theirs)
         with os.fdopen(ours) as pipe:
             data = json.load(pipe)
-        assert child.wait(60) == 0
+        assert child.wait(300) == 0
     assert len(data["layers"]) == 3
 
 

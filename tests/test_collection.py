@@ -47,12 +47,12 @@ def test_threads_that_overlap_leave_what_was_there():
     @rarely_collected()
     def other():
         entered.set()
-        leave.wait(10)
+        leave.wait(300)
 
     with rarely_collected():
         thread = threading.Thread(target=other)
         thread.start()
-        entered.wait(10)
+        assert entered.wait(300)
     assert gc.get_threshold() == (700, 10, 10)
     leave.set()
     thread.join()

@@ -20,7 +20,7 @@ from mucudnn.suites import parse_problem
 warnings.simplefilter("ignore", DeprecationWarning)
 QUICK = StoppingRule(min_samples=1, max_samples=1)
 
-def in_child(act, seconds=60):
+def in_child(act, seconds=280):
     child = os.fork()
     if child == 0:
         status = 1
@@ -153,7 +153,7 @@ workers = Workers(2)
 workers.each(range(50), lambda _, item: None)
 
 def act():
-    met = threading.Barrier(2, timeout=60)  # passed by two threads or not at all
+    met = threading.Barrier(2, timeout=250)  # passed by two threads or not at all
     workers.each(range(2), lambda _, item: met.wait())
 
 assert in_child(act) == 0

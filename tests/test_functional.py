@@ -244,7 +244,7 @@ def test_threads_share_a_tuner():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
         assert not thread.is_alive()
     assert wrong == []
     assert len({*map(id, tuner.bound.values())}) == 2

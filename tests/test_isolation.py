@@ -101,7 +101,7 @@ def child_bench(task, process, **options):
     return KernelBench(task, ChildTimer(task, process, **options))
 
 
-def isolated(backend, hang_s=60.0, **limits):
+def isolated(backend, hang_s=300.0, **limits):
     process = MeasuringProcess(backend.name, backend.index)
     return process, child_bench(task_of(backend, **limits), process, hang_s=hang_s)
 

@@ -101,7 +101,7 @@ def in_time(body):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(300)
     assert not thread.is_alive(), "still waiting"
     for error in errors:
         raise error
@@ -129,7 +129,7 @@ def test_callers_may_share_a_crew():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(300)
     assert Counter(seen) == {(n, i): 20 for n in range(3) for i in range(5)}
 
 

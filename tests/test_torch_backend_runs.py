@@ -162,6 +162,8 @@ def test_a_thousand_forward_passes_leave_nothing(monkeypatch):
     both, call, backend, batch = made("mlp", budget)
     one_backward(call, *batch)
     assert backend.plans[0].leaving
+    for _ in range(20):  # allocators keep some pages
+        call(*batch)
     before, pages = tensors(), resident_pages()
     for _ in range(1000):
         call(*batch)

@@ -55,6 +55,7 @@ def test_measuring_bytes_writes_nothing_and_may_be_profiled(capfd):
         assert CpuMeter().most_bytes([prepared]) == [1000]
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_times_are_of_the_call_itself():
     x = torch.randn(200, 200)
     meter = CpuMeter()
@@ -75,25 +76,37 @@ def test_waiting_for_the_core_is_no_part_of_a_time():
 
 @pytest.fixture
 def by_the_clock(one_thread, monkeypatch):
-    """Which goes on while a call sleeps."""
-    monkeypatch.setattr(cpu, "_clock", lambda: time.perf_counter)
+    """Work takes as long as it says, copies in another thread as long as they take."""
+    main, worked = threading.current_thread(), 0.0
+
+    def now():
+        here = threading.current_thread() is main
+        return worked if here else time.perf_counter()
+
+    def work(seconds):
+        nonlocal worked
+        worked += seconds
+        time.sleep(seconds)
+
+    monkeypatch.setattr(cpu, "_clock", lambda: now)
+    return work
 
 
-@pytest.mark.usefixtures("by_the_clock")
-def test_what_a_copy_takes_from_a_call_beside_it_is_the_copys():
-    before = threading.active_count()
+def copying():
+    return any("(_copy)" in thread.name for thread in threading.enumerate())
 
+
+def test_what_a_copy_takes_from_a_call_beside_it_is_the_copys(by_the_clock):
     def call():
-        copying = threading.active_count() > before
-        time.sleep(0.06 if copying else 0.02)
+        by_the_clock(0.06 if copying() else 0.02)
 
     found = CpuMeter().links(lambda: call)
     assert found.out_bytes_per_ms > 0
     assert found.in_bytes_per_ms > 0
-    assert 0.1 < found.copy_share <= 1  # of copies all the time: 40 ms of 60
-    assert threading.active_count() == before
-    apart = CpuMeter().links(lambda: lambda: time.sleep(0.04))
-    assert apart.copy_share <= found.copy_share
+    assert 0 < found.copy_share <= 1  # of copies all the time: 40 ms of 60 or more
+    assert not copying()
+    apart = CpuMeter().links(lambda: lambda: by_the_clock(0.04))
+    assert apart.copy_share == 0
 
 
 @pytest.mark.usefixtures("one_thread")

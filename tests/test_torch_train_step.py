@@ -1,6 +1,6 @@
 """A planned PyTorch step computes what eager PyTorch does, in the bytes it promises."""
 
-import time
+import threading
 
 import pytest
 
@@ -137,17 +137,20 @@ def test_random_numbers_are_drawn_again_as_they_were(replayed, monkeypatch):
 def test_copies_are_waited_for(waited, monkeypatch):
     wanted = eager("mlp", sgd)
     least = least_budget("mlp", sgd)
-    copied = copies._Job.__call__
+    copied, over = copies._Job.__call__, threading.Event()
 
     def late(job):
-        time.sleep(0.01)
+        over.wait(0.01 if waited else 300)
         copied(job)
 
     monkeypatch.setattr(copies, "MANY", 1)  # nothing is copied where it is asked for
     monkeypatch.setattr(copies._Job, "__call__", late)
     if not waited:  # which must be noticed
         monkeypatch.setattr(copies.Leaving, "wait", lambda leaving: None)
-    step, _, found = planned("mlp", sgd, least)
+    try:
+        step, _, found = planned("mlp", sgd, least)
+    finally:
+        over.set()
     assert step.plan.leaving
     assert (found[0] == wanted[0]) == waited
 
