@@ -27,6 +27,7 @@ from mucudnn.backends.cuda.conv.epilogue import BIAS_UID
 from mucudnn.backends.cuda.conv.operation import _NODES, UIDS
 from mucudnn.ir.conv import Direction
 from tests.cudnn_fake_legacy import ARCH_MISMATCH, FirstApi, StatusError
+from tests.cudnn_fake_maps import Maps
 from tests.cudnn_kernel import Convolution, Tensor
 
 __all__ = ["ENGINES", "Execution", "FakeCudnn"]
@@ -117,7 +118,10 @@ class Trouble:
 
 
 class FakeCudnn:
-    """See the module; `log` names every call, `executions` has what ran."""
+    """See the module; `log` names every call, `executions` has what ran.
+
+    `ran` names functions other than convolutions, each of which takes `map_ms`.
+    """
 
     def __init__(self, version=1):
         self.version = version
@@ -130,6 +134,8 @@ class FakeCudnn:
         self.lists = dict(LISTS)
         self._troubles = {}
         self._first = FirstApi(self)
+        self._maps = Maps(self)
+        self.ran, self.map_ms = [], 0.5
         self._numbers = itertools.count(0x1000, 8)
 
     # --- what stands for `Calls` -----------------------------------------------------
@@ -179,8 +185,9 @@ class FakeCudnn:
                 method = getattr(self._first, part[match[2]])
                 direction = Direction[_snake(match[1]).upper()]
                 return method(name, direction, *arguments) or 0
-            words = _snake(name.removeprefix("cudnn"))
-            method = getattr(self._first, words, None) or getattr(self, f"_{words}")
+            words = _snake(name.removeprefix("cudnn").replace("LRN", "Lrn"))
+            own = (getattr(api, words, None) for api in (self._first, self._maps))
+            method = next(filter(None, own), None) or getattr(self, f"_{words}")
             return method(*arguments) or 0
         except StatusError as e:
             return e.status
@@ -396,6 +403,10 @@ class FakeCudnn:
             self.clock_ms += 0.01 + cost_ms * kernel.batch
             kernel.compute(pointers, workspace, beta)
 
+        self.put(work)
+
+    def put(self, work):
+        """Run it, or put it into the graph that is being captured."""
         if self.capturing is None:
             work()
         else:

@@ -11,6 +11,7 @@ from mucudnn.backends import Backend
 from mucudnn.backends.cuda.conv import CudaConv, float32_sum
 from mucudnn.backends.cuda.conv.operation import ALIGNMENT
 from mucudnn.backends.cuda.conv.plan import CudaPlan
+from mucudnn.backends.cuda.cudnn_kernels import CudnnKernels
 from mucudnn.backends.cuda.device import CudaDevice
 from mucudnn.backends.cuda.kernels import bind
 from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
@@ -59,7 +60,8 @@ def stand_in(monkeypatch, folder, *, lazy=False):
     monkeypatch.setitem(cudnn_kernel._NAMES, 9, "bfloat16" if known else "float16")
     float32_sum._kernel.cache_clear()
     device = CudaDevice(0, 91900)
-    conv = CudaConv(LiveSession(Captured(), device.stream))
+    session = LiveSession(Captured(), device.stream)
+    conv, own = CudaConv(session), CudnnKernels(session)
     return cupy, Backend(
         "cuda",
         device,
@@ -67,7 +69,8 @@ def stand_in(monkeypatch, folder, *, lazy=False):
         binder=lambda plan, replay: CudaPlan(conv, plan, None),
         split_alignment=ALIGNMENT,
         plan_texts=conv,
-        kernels=bind(CupyLauncher(device.stream)),
+        kernels=own.beside(bind(CupyLauncher(device.stream))),
+        library_kernels=own,
         capture=device.capture,
         transit=device.transit,
     )

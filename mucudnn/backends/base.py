@@ -14,7 +14,7 @@ from mucudnn.backends.device import (
     Ticket,
     Tier,
 )
-from mucudnn.backends.kernel import Kernel, KernelArguments
+from mucudnn.backends.kernel import Kernel, KernelArguments, LibraryKernels
 from mucudnn.backends.mapped_memory import Mapper
 from mucudnn.backends.runner import Call, PlanRunner, per_slice
 from mucudnn.backends.transit import Transit
@@ -32,6 +32,7 @@ __all__ = [
     "Event",
     "Kernel",
     "KernelArguments",
+    "LibraryKernels",
     "PlanTexts",
     "Runner",
     "Ticket",
@@ -62,6 +63,7 @@ class Backend:
         plan_texts: Writes and reads execution plans, where the library has them.
         mapper: Maps memory under any address, where the device can (`Mapper`).
         kernels: Operation -> kernel, for those that are no convolution.
+        library_kernels: Which of them a library computes as well, where there is one.
         capture: Captures launches as a graph, where the device has such.
         transit: Makes what copies inputs and results while the device computes, where
             it does that beside the host; told whether inputs may take memory of the
@@ -79,6 +81,7 @@ class Backend:
     plan_texts: PlanTexts | None = None
     mapper: Mapper | None = None
     kernels: Mapping[str, Kernel] = field(default_factory=dict, compare=False)
+    library_kernels: LibraryKernels | None = field(default=None, compare=False)
     capture: Capture | None = field(default=None, compare=False)
     transit: Callable[[bool], Transit] | None = field(default=None, compare=False)
 

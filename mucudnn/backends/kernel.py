@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mucudnn.backends.device import Array, Buffer
+from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.tensor import TensorSpec
 
-__all__ = ["Kernel", "KernelArguments", "no_workspace"]
+__all__ = ["Kernel", "KernelArguments", "LibraryKernels", "no_workspace"]
 
 KernelArguments = tuple[
     Sequence[Array], Sequence[Array], Mapping[str, Any], Buffer | None
@@ -70,3 +71,20 @@ class Kernel:
         if self.ready is not None:
             return self.ready(inputs, outputs, attrs, workspace)
         return functools.partial(self.run, inputs, outputs, attrs, workspace)
+
+
+class LibraryKernels(Protocol):
+    """Kernels of a library for operations that a backend has kernels of its own for.
+
+    A node whose attribute `LIBRARY` is its name is computed by it, through the
+    backend's own kernel table, and by the backend's own kernel where it refuses.
+    """
+
+    @property
+    def name(self) -> str:
+        """What nodes call it."""
+        ...
+
+    def offers(self, graph: Graph, node: Node) -> bool:
+        """Whether it computes the same function, and has not refused this one yet."""
+        ...

@@ -24,7 +24,15 @@ from mucudnn.ir.strips import strips_of
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import PLAIN, Again, Batch, NodeTraits, Operands as Whole
 
-__all__ = ["EPILOGUE", "FUSIONS", "OPERATIONS", "make_node", "traits_of"]
+__all__ = [
+    "EPILOGUE",
+    "FUSIONS",
+    "LIBRARY",
+    "OPERATIONS",
+    "make_node",
+    "traits_of",
+    "with_library",
+]
 
 Attributes = Mapping[str, Any]
 Operands = Sequence[TensorSpec]
@@ -196,6 +204,9 @@ does it all. It has the attributes of the first, and what they read, in order.""
 EPILOGUE = ("conv", "bias_relu")
 """A forward convolution and what it does as well where it reads a bias."""
 
+LIBRARY = "library"
+"""Attribute of a node: the library whose kernel computes it, instead of our own."""
+
 
 def traits_of(
     op: str, inputs: Operands, outputs: Operands, attrs: Attributes = _NONE
@@ -206,6 +217,8 @@ def traits_of(
     strips = strips_of(op, Whole("", tuple(inputs), tuple(outputs), attrs))
     if strips is not None:
         traits = replace(traits, strips=strips)
+    if LIBRARY in attrs:  # none promises to work in place
+        traits = replace(traits, overwrites=())
     if traits.batch is None:
         return traits
     axes = (*traits.batch.inputs, *traits.batch.outputs)
@@ -231,3 +244,10 @@ def make_node(
     return Node(
         name, op, inputs, outputs, attrs, phase, mutates, traits_of(op, *specs, attrs)
     )
+
+
+def with_library(tensors: Mapping[str, TensorSpec], node: Node, library: str) -> Node:
+    """The node, computed by a library's kernel."""
+    attrs = MappingProxyType({**node.attrs, LIBRARY: library})
+    specs = [tensors[t] for t in node.inputs], [tensors[t] for t in node.outputs]
+    return replace(node, attrs=attrs, traits=traits_of(node.op, *specs, attrs))

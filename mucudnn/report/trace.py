@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from mucudnn.ir.operations import LIBRARY
 from mucudnn.passes.memory_timeline import memory_intervals, memory_points
 from mucudnn.passes.scheduling.costs import origin
 from mucudnn.passes.scheduling.step_plan import StepPlan
@@ -58,6 +59,8 @@ def _lanes(plan: StepPlan) -> Iterator[dict[str, Any]]:
             scratch = plan.schedule.workspaces.get(lane.name, 0)
             if scratch:
                 args["workspace_bytes"] = scratch
+            if LIBRARY in node.attrs:
+                args["library"] = node.attrs[LIBRARY]
             if lane.name in plan.plans:
                 steps = plan.plans[lane.name].steps
                 args["plan"] = " + ".join(f"{s.algo}({s.batch})" for s in steps)

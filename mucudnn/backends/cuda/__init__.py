@@ -65,6 +65,7 @@ def _present(index: int) -> Backend:
     from mucudnn.backends.cuda.conv.fused import CudaEpilogues
     from mucudnn.backends.cuda.conv.operation import ALIGNMENT
     from mucudnn.backends.cuda.conv.plan import CudaPlan
+    from mucudnn.backends.cuda.cudnn_kernels import CudnnKernels
     from mucudnn.backends.cuda.device import CudaDevice
     from mucudnn.backends.cuda.kernels import bind
     from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
@@ -82,7 +83,7 @@ def _present(index: int) -> Backend:
         raise BackendUnavailableError(
             f"cuDNN from {library.path} cannot use GPU {index}: {e}"
         ) from e
-    conv = CudaConv(session)
+    conv, own = CudaConv(session), CudnnKernels(session)
     return Backend(
         "cuda",
         device,
@@ -96,7 +97,8 @@ def _present(index: int) -> Backend:
         epilogues=CudaEpilogues(conv),
         plan_texts=conv,
         mapper=CudaMapper(index, device.stream),
-        kernels=bind(CupyLauncher(device.stream)),
+        kernels=own.beside(bind(CupyLauncher(device.stream))),
+        library_kernels=own,
         capture=device.capture,
         transit=device.transit,
     )

@@ -41,6 +41,10 @@ _WORKSPACE = (_PTR, _PTR, _PTR, _PTR, _PTR, _INT, ctypes.POINTER(_SIZE))
 _BEST = (_PTR, _PTR, _PTR, _PTR, _PTR, _INT, _INTS, _PERFS)
 # handle, alpha, a + data, b + data, convolution, algorithm, workspace + size, beta, out
 _RUN = (_PTR, _PTR, *[_PTR] * 4, _PTR, _INT, _PTR, _SIZE, _PTR, _PTR, _PTR)
+# alpha, x + data, beta, y + data
+_MAP = (_PTR,) * 6
+# alpha, y + data, dy + data, x + data, beta, dx + data
+_MAP_BACK = (_PTR,) * 10
 
 PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
     {
@@ -90,6 +94,14 @@ PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
         "cudnnConvolutionForward": (_INT, _RUN),
         "cudnnConvolutionBackwardData": (_INT, _RUN),
         "cudnnConvolutionBackwardFilter": (_INT, _RUN),
+        "cudnnCreatePoolingDescriptor": (_INT, (_OUT_PTR,)),
+        "cudnnSetPoolingNdDescriptor": (
+            _INT,
+            (_PTR, _INT, _INT, _INT, _INTS, _INTS, _INTS),
+        ),
+        "cudnnDestroyPoolingDescriptor": (_INT, (_PTR,)),
+        "cudnnPoolingForward": (_INT, (_PTR, _PTR, *_MAP)),
+        "cudnnPoolingBackward": (_INT, (_PTR, _PTR, *_MAP_BACK)),
     }
 )
 """Function -> (result, arguments)."""

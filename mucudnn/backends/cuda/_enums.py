@@ -25,6 +25,7 @@ __all__ = [
     "NanPropagation",
     "NumericalNote",
     "PointwiseMode",
+    "PoolingMode",
     "Status",
     "TensorFormat",
     "c_name",
@@ -255,6 +256,14 @@ class NanPropagation(IntEnum):
     PROPAGATE_NAN = 1
 
 
+class PoolingMode(IntEnum):
+    """What is left of a window."""
+
+    MAX = 0
+    AVERAGE_COUNT_INCLUDE_PADDING = 1
+    AVERAGE_COUNT_EXCLUDE_PADDING = 2
+
+
 class NumericalNote(IntEnum):
     """What an engine does to numbers."""
 
@@ -297,6 +306,7 @@ C_NAMES: Mapping[type[IntEnum], str] = MappingProxyType(
         HeurMode: "CUDNN_HEUR_MODE_{}",
         NanPropagation: "CUDNN_{}",
         PointwiseMode: "CUDNN_POINTWISE_{}",
+        PoolingMode: "CUDNN_POOLING_{}",
         NumericalNote: "CUDNN_NUMERICAL_NOTE_{}",
         BehaviorNote: "CUDNN_BEHAVIOR_NOTE_{}",
     }

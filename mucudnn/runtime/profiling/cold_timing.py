@@ -59,7 +59,7 @@ class ColdBench:
             OutOfMemoryError: The pool does not hold its tensors.
         """
         needed = WorkingSet.of_node(graph, node, workspace)
-        run, pool = self._backend.kernels[node.op].run, self._pool
+        kernel, pool = self._backend.kernels[node.op], self._pool
         with self._held(needed) as scratch:
             for spec in needed.operands:
                 self._fill(spec)
@@ -69,7 +69,7 @@ class ColdBench:
 
             reads, writes, attrs = operands_of(graph, node)
             inputs, outputs = views(reads), views(writes)
-            return self._median(lambda: run(inputs, outputs, attrs, scratch))
+            return self._median(kernel.call(inputs, outputs, attrs, scratch))
 
     def plan_ms(self, plan: ConvPlan) -> float | None:
         """Median time of a convolution; None where the pool does not hold it."""

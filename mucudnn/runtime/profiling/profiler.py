@@ -24,7 +24,7 @@ from mucudnn.runtime.training.step.sizes import (
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["OnNode", "profile", "refine"]
+__all__ = ["OnNode", "profile", "refine", "signature"]
 
 _RULE = StoppingRule(min_samples=3, max_samples=7, budget_ms=60.0)
 _NO_LIMIT = 1 << 62
@@ -213,7 +213,7 @@ def _kernel_times(
     times: dict[Hashable, float] = {}
 
     def timed(node: Node, workspace: int) -> float:
-        key = _signature(graph, node)
+        key = signature(graph, node)
         if key not in times:
             view = node.traits.view
             times[key] = 0.0 if view else bench.node_ms(graph, node, workspace)
@@ -230,7 +230,7 @@ def _kernel_times(
     return found, again
 
 
-def _signature(graph: Graph, node: Node) -> Hashable:
+def signature(graph: Graph, node: Node) -> Hashable:
     """What decides a kernel's time: operation, shapes, attributes, shared memory."""
     storages = [graph.storages[name] for name in node.tensors]
     return (

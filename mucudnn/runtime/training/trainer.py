@@ -32,6 +32,7 @@ from mucudnn.runtime.training.step.beside_budget import keeps_copies
 from mucudnn.runtime.training.step.convolution_plans import Plans, fixed_plans
 from mucudnn.runtime.training.step.epilogue_race import EpilogueRace
 from mucudnn.runtime.training.step.layouts import Layouts
+from mucudnn.runtime.training.step.library_race import LibraryRace
 from mucudnn.runtime.training.step.memory import taken
 from mucudnn.runtime.training.step.placed_steps import place_steps
 from mucudnn.runtime.training.step.result import StepResult
@@ -170,6 +171,7 @@ class Trainer:
             fuse=fuse,
             offers=EpilogueRace(tuner, budget, plans).offers,
             layout=Layouts(layout, tuner, budget, progress),
+            libraries=LibraryRace(tuner, budget),
             keep_copies=partial(keeps_copies, tuner, budget, order, plans),
             shared=together is not None,
         )

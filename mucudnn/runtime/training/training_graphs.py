@@ -25,6 +25,7 @@ from mucudnn.passes.graph.precision.narrow_copies import with_copies_of_paramete
 __all__ = [
     "Divided",
     "Layout",
+    "Libraries",
     "TrainingGraphs",
     "answers_of",
     "input_bytes",
@@ -37,6 +38,9 @@ Divided = Callable[[Graph], Graph]
 
 Layout = Callable[[Graph, bool], Graph]
 """(a forward graph, whether it is to be trained) -> the same, its images stored so."""
+
+Libraries = Callable[[Graph], Graph]
+"""A graph -> the same, some of its nodes computed by a library's kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +80,15 @@ def training_graphs(
     fuse: bool = True,
     offers: Offers | None = None,
     layout: Layout | None = None,
+    libraries: Libraries | None = None,
     keep_copies: Callable[[Graph], bool] = lambda step: True,
     shared: bool = False,
 ) -> TrainingGraphs:
     """All graphs of a trainer; its arguments are explained there.
 
     What `divided` makes of a training graph without updates is trained, and `layout`
-    says how images are stored, `offers` which convolutions take in what is behind them.
+    says how images are stored, `offers` which convolutions take in what is behind them,
+    `libraries` which nodes a library computes.
     `keep_copies` is asked of a step whose updates keep copies of parameters as products
     read them, which then no step casts or turns. Gradients that are `shared` with other
     ranks, whose layouts may be others, have those of parameters.
@@ -110,6 +116,7 @@ def training_graphs(
         parts=parts,
         loss_scale=loss_scale_of(loss_scale, usual),
         divided=divided,
+        libraries=libraries,
         keep_copies=keep_copies,
         shared=shared,
     )
@@ -117,6 +124,8 @@ def training_graphs(
     if evaluation is not None:
         _check_same_network(forward[1], steps[0])
         evaluation = _answering(forward[1])
+        if libraries is not None:
+            evaluation = libraries(evaluation)
     return TrainingGraphs(steps, parts, evaluation, weights)
 
 
@@ -128,6 +137,7 @@ def step_graphs(
     parts: int = 1,
     loss_scale: DynamicLossScale | float = 1.0,
     divided: Divided | None = None,
+    libraries: Libraries | None = None,
     keep_copies: Callable[[Graph], bool] = lambda step: False,
     shared: bool = False,
 ) -> tuple[Graph, ...]:
@@ -142,6 +152,7 @@ def step_graphs(
         loss_scale: Factor of the loss's gradient, taken out again by the updates. A
             dynamic one makes them come late.
         divided: What becomes of the graph before it gets updates: cut along the batch.
+        libraries: Which nodes a library computes, told before anything is cut.
         keep_copies: Whether a step is taken whose updates keep copies of parameters;
             not asked where it has several parts, whose totals are wide.
         shared: Whether gradients are added up with those of other ranks.
@@ -160,6 +171,8 @@ def step_graphs(
     else:
         scaling, back = None, 1 / found
         graph = training_graph(forward, loss_scale=found)
+    if libraries is not None:
+        graph = libraries(graph)
     if divided is not None:
         graph = divided(graph)
     graph = with_computed_gradients(graph, turned=parts == 1 and not shared)

@@ -4,7 +4,6 @@ Deprecated since 9.0 but there in all of 9.x. It makes "every algorithm" literal
 old GPUs keep FFT and Winograd.
 """
 
-import contextlib
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from mucudnn.backends.cuda._enums import (
 )
 from mucudnn.backends.cuda.conv.geometry import Geometry, operand_order
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
+from mucudnn.backends.cuda.first_api import Descriptors, ints
 from mucudnn.backends.cuda.recent import Recent
 from mucudnn.backends.cuda.session import Session
 from mucudnn.errors import BackendError, MucudnnError, UnsupportedError
@@ -63,7 +63,6 @@ _SUFFIXES: Mapping[MathType, str] = MappingProxyType(
         MathType.FMA_MATH: "[fma]",
     }
 )
-_LARGEST_INT = 2**31 - 1
 _LISTINGS = 4096
 
 
@@ -205,20 +204,22 @@ class _Bound:
     """
 
     def __init__(self, calls: Calls, problem: ConvProblem, math: MathType) -> None:
-        self._calls = calls
-        self._made: list[tuple[str, int]] = []
+        self._made = descriptors = Descriptors(calls)
         self.direction = problem.direction
         of = Geometry.of(problem)
         layout = TensorFormat.NHWC if of.channels_last else TensorFormat.NCHW
         made = {
-            "x": self._tensor(of, of.x),
-            "w": self._create("Filter", of.data_type, layout, len(of.w), _ints(of.w)),
-            "y": self._tensor(of, of.y),
+            "x": descriptors.tensor(of.data_type, of.x, of.strides(of.x)),
+            "w": descriptors.create(
+                "Filter", "FilterNd", of.data_type, layout, len(of.w), ints(of.w)
+            ),
+            "y": descriptors.tensor(of.data_type, of.y, of.strides(of.y)),
         }
-        self.convolution = self._create(
+        self.convolution = descriptors.create(
             "Convolution",
+            "ConvolutionNd",
             len(of.stride),
-            *(_ints(of.padding), _ints(of.stride), _ints(of.dilation)),
+            *(ints(of.padding), ints(of.stride), ints(of.dilation)),
             ConvolutionMode.CROSS_CORRELATION,
             of.compute_type,
         )
@@ -227,30 +228,6 @@ class _Bound:
         a, b, out = (made[name] for name in operand_order(problem.direction))
         backward_data = problem.direction is Direction.BACKWARD_DATA
         self.tensors = (b, a, out) if backward_data else (a, b, out)
-
-    def __del__(self) -> None:
-        for kind, pointer in self._made:
-            with contextlib.suppress(MucudnnError):
-                self._calls.call(f"cudnnDestroy{kind}Descriptor", pointer)
-
-    def _tensor(self, of: Geometry, shape: tuple[int, ...]) -> int:
-        sizes, strides = _ints(shape), _ints(of.strides(shape))
-        return self._create("Tensor", of.data_type, len(shape), sizes, strides)
-
-    def _create(self, kind: str, *values: Any) -> int:
-        """Make a descriptor and set it."""
-        pointer = ctypes.c_void_p()
-        self._calls.call(f"cudnnCreate{kind}Descriptor", ctypes.byref(pointer))
-        address = pointer.value or 0
-        self._made.append((kind, address))
-        self._calls.call(f"cudnnSet{kind}NdDescriptor", address, *values)
-        return address
-
-
-def _ints(values: tuple[int, ...]) -> Any:
-    if any(value > _LARGEST_INT for value in values):
-        raise UnsupportedError(f"{values} does not fit the 32 bits of the first API")
-    return (ctypes.c_int * len(values))(*values)
 
 
 def _traits(

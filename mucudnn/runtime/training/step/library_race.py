@@ -1,0 +1,94 @@
+"""Which nodes a library's kernels compute: those that it is measured to be faster at.
+
+Beside a backend's own kernels there may be a library's for the same functions. Both are
+timed, once for each distinct node, as a step finds them; the node names the library
+where that wins, and what is planned and profiled afterwards is the faster one.
+"""
+
+import logging
+from collections.abc import Hashable
+from dataclasses import replace
+
+from mucudnn.errors import OutOfMemoryError
+from mucudnn.ir.channels_last import operands_of
+from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.operations import with_library
+from mucudnn.runtime.profiling.cold_timing import cold_bench
+from mucudnn.runtime.profiling.profiler import signature
+from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.step.sizes import WorkingSet
+from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.tuner import Tuner
+
+__all__ = ["LibraryRace"]
+
+logger = logging.getLogger(__name__)
+
+_RULE = StoppingRule(min_samples=3, max_samples=9, budget_ms=60.0)
+
+
+class LibraryRace:
+    """Times both kernels of every node that has two, once.
+
+    Args:
+        tuner: Its backend computes.
+        budget: Within which they are measured.
+    """
+
+    def __init__(self, tuner: Tuner, budget: MemoryBudget | None = None) -> None:
+        self._backend = tuner.backend
+        self._memory = None if budget is None else budget.nbytes
+        self._wins: dict[Hashable, bool] = {}
+
+    def __call__(self, graph: Graph) -> Graph:
+        """The graph, its nodes naming the library where its kernel is the faster."""
+        library = self._backend.library_kernels
+        if library is None:
+            return graph
+        nodes = tuple(
+            with_library(graph.tensors, node, library.name)
+            if self.wins(graph, node)
+            else node
+            for node in graph.nodes
+        )
+        return replace(graph, nodes=nodes)
+
+    def wins(self, graph: Graph, node: Node) -> bool:
+        """Whether the library computes a node, and faster.
+
+        It needs memory of its own for a result that our kernel may write over what it
+        reads. So within a budget such a node stays ours.
+        """
+        library = self._backend.library_kernels
+        in_place = self._memory is not None and bool(node.traits.overwrites)
+        if library is None or in_place or not library.offers(graph, node):
+            return False
+        key = signature(graph, node)
+        if key not in self._wins:
+            times = self.times(graph, node)
+            still = library.offers(graph, node)  # it may have refused to run
+            self._wins[key] = times is not None and still and times[1] < times[0]
+            if times is not None and still:
+                logger.info(
+                    "%s (%s): %.3g ms by our kernel, %.3g ms by %s",
+                    *(node.name, node.op, *times, library.name),
+                )
+        return self._wins[key]
+
+    def times(self, graph: Graph, node: Node) -> tuple[float, float] | None:
+        """Milliseconds by our kernel and by the library's; None without room."""
+        backend, library = self._backend, self._backend.library_kernels
+        if library is None:
+            return None
+        scratch = backend.kernels[node.op].workspace(*operands_of(graph, node))
+        size = WorkingSet.of_node(graph, node, scratch).pool_bytes
+        if self._memory is not None and size > self._memory:
+            return None
+        theirs = with_library(graph.tensors, node, library.name)
+        try:
+            with cold_bench(backend, [size], self._memory, _RULE) as bench:
+                ours_ms = bench.node_ms(graph, node, scratch)
+                return ours_ms, bench.node_ms(graph, theirs, scratch)
+        except OutOfMemoryError as e:
+            logger.warning("%s is not timed by %s: %s", node.name, library.name, e)
+            return None

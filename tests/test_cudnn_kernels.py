@@ -1,0 +1,298 @@
+"""The library's kernels beside ours: the same functions, refused calls, the race."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from mucudnn.backends.cpu.kernels import bind as bind_cpu
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cuda._enums import NanPropagation, PoolingMode, Status
+from mucudnn.backends.cuda.cudnn_kernels import OPERATIONS, CudnnKernels
+from mucudnn.backends.cuda.cudnn_kernels.case import Arguments, Case
+from mucudnn.backends.cuda.first_api import Descriptors
+from mucudnn.backends.cuda.session import LiveSession
+from mucudnn.backends.kernel import Kernel
+from mucudnn.errors import BackendError
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.ir.operations import LIBRARY
+from mucudnn.passes.graph.autodiff import training_graph
+from tests.cuda_fake import FakeArray
+from tests.cudnn_fake import FakeCudnn
+from tests.kernel_cases import normal, stale
+
+CPU = bind_cpu(Workers(1))
+TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-11}
+BY_CUDNN = {LIBRARY: "cudnn"}
+
+
+def window(kernel, stride=None, padding=None, extra=None, include=True):
+    zeros = (0,) * len(kernel)
+    return {
+        "kernel": kernel,
+        "stride": stride or kernel,
+        "padding": padding or zeros,
+        "extra": extra or zeros,
+        "count_include_pad": include,
+    }
+
+
+POOLS = [  # image, what windows leave, windows
+    ((2, 3, 8, 6), (2, 3, 4, 3), window((2, 2))),
+    ((2, 3, 7, 9), (2, 3, 4, 5), window((3, 3), (2, 2), (1, 1))),
+    ((2, 3, 7, 9), (2, 3, 4, 5), window((3, 3), (2, 2), (1, 1), include=False)),
+    ((2, 3, 7, 9), (2, 3, 7, 4), window((3, 2), (1, 2), (1, 0), include=False)),
+    ((2, 3, 11), (2, 3, 6), window((3,), (2,), (1,), include=False)),
+    ((2, 2, 5, 4, 6), (2, 2, 5, 2, 3), window((3, 2, 2), (1, 2, 2), (1, 0, 0))),
+    # Channels last, as kernels see them.
+    ((2, 1, 7, 9, 4), (2, 1, 4, 5, 4), window((3, 3, 1), (2, 2, 1), (1, 1, 0))),
+    ((2, 1, 9, 3), (2, 1, 5, 3), window((3, 1), (2, 1), (1, 0), include=False)),
+    ((3, 5, 4, 4), (3, 5, 1, 1), window((4, 4))),
+]
+
+
+def pool_cases(dtype):
+    """(operation, inputs, results that it writes, attributes)."""
+    for image, made, attrs in POOLS:
+        x, dy = normal(*image, dtype=dtype), normal(*made, seed=1, dtype=dtype)
+        for op in ("avg_pool", "max_pool"):
+            results = [(made, dtype), (made, "u1")]
+            yield op, [x], results[: 1 + (op == "max_pool")], attrs
+        yield "avg_pool_grad", [dy], [(image, dtype)], attrs
+
+
+def cases(dtype):
+    yield from pool_cases(dtype)
+
+
+def refuse(*_):
+    raise AssertionError("our kernel was called")
+
+
+def kernels_over(library, own=None):
+    """The library's kernels, and what is beside them: by default what fails."""
+    made = CudnnKernels(LiveSession(library, lambda: 7))
+    own = own or {op: Kernel(refuse) for op in OPERATIONS}
+    return made, made.beside(own)
+
+
+def on_host(kernel):
+    """A kernel of the CPU on fake arrays."""
+
+    def run(inputs, outputs, attrs, workspace):
+        kernel.run([a.host for a in inputs], [a.host for a in outputs], attrs, None)
+
+    return Kernel(run, kernel.workspace)
+
+
+def in_float64(op, inputs, results, attrs):
+    """What should come out, in float64, and what becomes of the inputs."""
+    wide = [a.astype("f8") if a.dtype.kind == "f" else a.copy() for a in inputs]
+    made = [stale(s, "f8" if np.dtype(d).kind == "f" else d) for s, d in results]
+    CPU[op].run(wide, made, attrs, None)
+    return made, wide
+
+
+def agree(op, arrays, expected, dtype):
+    for place, (array, right) in enumerate(zip(arrays, expected, strict=True)):
+        scale = max(1.0, np.abs(right).max(initial=0))
+        np.testing.assert_allclose(
+            array.host.astype("f8"),
+            right,
+            rtol=TOLERANCE[dtype],
+            atol=TOLERANCE[dtype] * scale,
+            err_msg=f"{op} {place}",
+        )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_every_function_is_ours_in_float64(dtype):
+    library, seen = FakeCudnn(), set()
+    _, kernels = kernels_over(library)
+    for op, inputs, results, attrs in cases(dtype):
+        expected, after = in_float64(op, inputs, results, attrs)
+        reads = [FakeArray.of(a) for a in inputs]
+        writes = [FakeArray.of(stale(*result)) for result in results]
+        arguments = reads, writes, {**attrs, **BY_CUDNN}, None
+        call, before = kernels[op].call(*arguments), len(library.ran)
+        call()
+        kept = [i for i in range(len(writes)) if i not in OPERATIONS[op].unwritten]
+        agree(op, [writes[i] for i in kept], [expected[i] for i in kept], dtype)
+        agree(op, reads, after, dtype)
+        assert library.ran[before:] == [OPERATIONS[op].function]
+        seen.add(op)
+    assert seen == set(OPERATIONS)
+    handles = {library.streams[o] for o in library.streams}
+    assert handles == {7}
+
+
+def test_what_is_not_asked_of_the_library_is_ours():
+    ran = []
+    own = {op: Kernel(lambda *_: ran.append(1)) for op in OPERATIONS}
+    library = FakeCudnn()
+    _, kernels = kernels_over(library, own)
+    for op, inputs, results, attrs in cases("float32"):
+        arrays = [FakeArray.of(a) for a in inputs]
+        writes = [FakeArray.of(stale(*result)) for result in results]
+        kernels[op].run(arrays, writes, attrs, None)
+        kernels[op].call(arrays, writes, attrs, None)()
+    assert len(ran) == 2 * len(list(cases("float32")))
+    assert not library.ran
+
+
+def test_nan_is_above_all_numbers():
+    _, kernels = kernels_over(FakeCudnn())
+    x = normal(1, 1, 4, 4)
+    x[0, 0, 1, 1] = np.nan
+    y, index = FakeArray.of(np.zeros((1, 1, 2, 2))), FakeArray.of(np.zeros(4, "u1"))
+    attrs = {**window((2, 2)), **BY_CUDNN}
+    kernels["max_pool"].run([FakeArray.of(x)], [y, index], attrs, None)
+    assert np.isnan(y.host).ravel().tolist() == [True, False, False, False]
+
+
+# What the library does not take.
+
+
+def takes(op, inputs, results, attrs):
+    made = [stale(*result) for result in results]
+    return OPERATIONS[op].takes(Case.of(op, inputs, made, attrs))
+
+
+def test_windows_that_only_we_count_right_stay_ours():
+    """Partial ones at the end, and those of a strip, which has no padding below."""
+    x = np.zeros((2, 3, 7, 7), "f4")
+    last = window((2, 2), extra=(1, 1))
+    assert not takes("avg_pool", [x], [((2, 3, 4, 4), "f4")], last)
+    assert takes("avg_pool", [x], [((2, 3, 3, 3), "f4")], window((2, 2)))
+    strip = window((3, 3), (1, 1), (1, 1))
+    assert not takes("avg_pool", [x], [((2, 3, 6, 7), "f4")], strip)
+    assert not takes("avg_pool_grad", [x[:, :, :6]], [(x.shape, "f4")], strip)
+    four = np.zeros((1, 2, 3, 3, 3, 3), "f4")
+    cube = window((3, 3, 3, 3))
+    assert not takes("avg_pool", [four], [((1, 2, 1, 1, 1, 1), "f4")], cube)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (1 << 20, 64, 16, 16)])
+def test_what_has_no_elements_or_too_many_stays_ours(shape):
+    x = np.broadcast_to(np.float32(0), shape)
+    y = np.broadcast_to(np.float32(0), (*shape[:2], 2, 2))
+    attrs = window((shape[2] // 2,) * 2)
+    assert not OPERATIONS["avg_pool"].takes(Case.of("avg_pool", [x], [y], attrs))
+
+
+def pooled(training=True):
+    g = GraphBuilder(training=training)
+    x = g.conv(g.input("image", (4, 3, 8, 8)), 4, 3, padding=1)
+    x = g.avg_pool(g.max_pool(g.relu(x), 2), 2)
+    logits = g.linear(g.flatten(x), 3)
+    return g.build(
+        g.softmax_cross_entropy(logits, g.input("label", (4,), "int64")),
+    )
+
+
+def offered(graph, library):
+    return {node.op for node in graph.nodes if library.offers(graph, node)}
+
+
+def test_maxima_are_the_librarys_where_nobody_asks_where_they_were():
+    made, _ = kernels_over(FakeCudnn())
+    assert offered(pooled(training=False), made) == {"avg_pool", "max_pool"}
+    step = training_graph(pooled())
+    assert offered(step, made) == {"avg_pool", "avg_pool_grad"}
+
+
+# Calls that fail.
+
+
+@pytest.mark.parametrize(
+    "function", ["cudnnSetPoolingNdDescriptor", "cudnnPoolingForward"]
+)
+@pytest.mark.parametrize("status", [Status.NOT_SUPPORTED, Status.EXECUTION_FAILED])
+def test_whatever_the_library_answers_ours_runs(function, status, caplog):
+    library = FakeCudnn()
+    own = {op: on_host(CPU[op]) for op in OPERATIONS}
+    _, kernels = kernels_over(library, own)
+    library.fail(function, status)
+    x, attrs = normal(2, 3, 4, 4), window((2, 2))
+    expected, _ = in_float64("avg_pool", [x], [((2, 3, 2, 2), "f8")], attrs)
+    with caplog.at_level(logging.WARNING, logger="mucudnn"):
+        for _ in range(2):
+            y = FakeArray.of(stale((2, 3, 2, 2)))
+            arguments = [FakeArray.of(x)], [y], {**attrs, **BY_CUDNN}, None
+            call = kernels["avg_pool"].call(*arguments)
+            for _ in range(2):
+                y.host[...] = np.nan
+                call()
+                agree("avg_pool", [y], expected, "float64")
+    assert not library.ran
+    (said,) = caplog.records
+    assert "our kernel computes avg_pool of float64" in said.getMessage()
+    assert function in said.getMessage()
+
+
+def test_what_was_refused_is_not_offered_again():
+    library, graph = FakeCudnn(), pooled(training=False)
+    node = next(n for n in graph.nodes if n.op == "avg_pool")
+    made, kernels = kernels_over(library, {op: on_host(CPU[op]) for op in OPERATIONS})
+    assert made.offers(graph, node)
+    library.fail("cudnnPoolingForward", Status.NOT_SUPPORTED)
+    x, y = (
+        FakeArray.of(np.zeros(graph.tensors[name].shape, "f4"))
+        for name in (*node.inputs, *node.outputs)
+    )
+    kernels["avg_pool"].run([x], [y], {**node.attrs, **BY_CUDNN}, None)
+    assert not made.offers(graph, node)
+
+
+def test_a_result_in_the_place_of_what_is_read_is_ours():
+    ran = []
+    own = {op: Kernel(lambda *_: ran.append(1)) for op in OPERATIONS}
+    _, kernels = kernels_over(library := FakeCudnn(), own)
+    x = FakeArray.of(normal(1, 1, 1, 1))
+    attrs = {**window((1, 1)), **BY_CUDNN}
+    kernels["avg_pool"].run([x], [x], attrs, None)
+    assert ran
+    assert not library.ran
+
+
+def test_descriptors_go_with_the_call_that_has_them():
+    library = FakeCudnn()
+    _, kernels = kernels_over(library)
+    arrays = [FakeArray.of(normal(1, 1, 4, 4))], [FakeArray.of(normal(1, 1, 2, 2))]
+    attrs = {**window((2, 2)), **BY_CUDNN}
+    call = kernels["avg_pool"].call(*arrays, attrs, None)
+    assert len(library.alive("Tensor")) == 2
+    assert len(library.alive("Pooling")) == 1
+    del call
+    assert not library.alive("Tensor")
+    assert not library.alive("Pooling")
+
+
+# The real library, without a device.
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_real_library_takes_every_description(dtype, cudnn_library):
+    from mucudnn.backends.cuda._cudnn import Cudnn
+
+    calls = Cudnn(cudnn_library.cdll)
+    for op, inputs, results, attrs in cases(dtype):
+        made = [stale(*result) for result in results]
+        case, found = Case.of(op, inputs, made, attrs), OPERATIONS[op]
+        assert found.takes(case)
+        kept = Arguments(calls, dtype)
+        addresses = range(512, 512 * 16, 512)
+        reads = [next(iter(addresses)) for _ in inputs]
+        arguments = found.arguments(case, kept, reads, [1024] * len(made))
+        # All is in order but the handle.
+        status = calls.function(found.function)(None, *arguments)
+        assert status // 1000 * 1000 == Status.BAD_PARAM
+        with pytest.raises(BackendError, match=found.function):
+            calls.raise_for(found.function, status)
+    descriptors = Descriptors(calls)
+    with pytest.raises(BackendError, match="cudnnSetPoolingNdDescriptor"):
+        descriptors.create(
+            "Pooling", "PoolingNd", PoolingMode.MAX, NanPropagation.PROPAGATE_NAN, -1,
+            None, None, None,
+        )  # fmt: skip
