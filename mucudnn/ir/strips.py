@@ -19,6 +19,7 @@ from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.slices import counted
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import Batch, Interval, Operands, Rows, Strip
+from mucudnn.ir.windows import Window
 
 __all__ = ["HEIGHT", "STRIPS", "strips_of"]
 
@@ -46,42 +47,26 @@ def _conv(node: Operands, rows: Rows) -> Strip:
     if problem.direction is Direction.BACKWARD_DATA:
         return _conv_transpose(node, rows)
     y = rows.of(problem.y_shape[HEIGHT])
-    start = y.start * problem.stride[0] - problem.padding[0]
-    span = (y.count - 1) * problem.stride[0] + _reach(problem) + 1
-    x = start, start + span
-    attrs = {**node.attrs, "problem": _problem(problem, span, 0)}
+    x = _window(problem).under(y)
+    attrs = {**node.attrs, "problem": _problem(problem, x[1] - x[0], 0)}
     if problem.direction is Direction.BACKWARD_FILTER:
-        return Strip((x, (y.start, y.stop)), None, attrs)
+        return Strip((x, y.interval), None, attrs)
     others = (None,) * (len(node.inputs) - 1)  # a filter, and perhaps a bias
-    return Strip((x, *others), (y.start, y.stop), attrs)
+    return Strip((x, *others), y.interval, attrs)
 
 
 def _conv_transpose(node: Operands, rows: Rows) -> Strip:
-    """Rows of x, and the rows of y whose windows hold them.
-
-    Padding of the strip is how many rows its first window begins above it: the least
-    with which no window that holds one of its rows is left out, at either end.
-    """
+    """Rows of x, and the rows of y whose windows hold them."""
     problem: ConvProblem = node.attrs["problem"]
-    step, reach = problem.stride[0], _reach(problem)
     x = rows.of(problem.x_shape[HEIGHT])
-    place = x.start + problem.padding[0]
-    padding = max(0, reach - step + 1)
-    padding += (place - padding) % step
-    last = (x.stop - 1 + problem.padding[0]) // step
-    while True:
-        first = (place - padding) // step
-        count = (x.count + 2 * padding - reach - 1) // step + 1
-        if count > 0 and first + count > last:
-            break
-        padding += step
+    y, padding = _window(problem).padded_for(x)
     attrs = {**node.attrs, "problem": _problem(problem, x.count, padding)}
-    return Strip(((first, first + count), None), (x.start, x.stop), attrs)
+    return Strip((y, None), x.interval, attrs)
 
 
-def _reach(problem: ConvProblem) -> int:
-    """Rows from a window's first to its last."""
-    return problem.dilation[0] * (problem.w_shape[HEIGHT] - 1)
+def _window(problem: ConvProblem) -> Window:
+    kernel, dilation = problem.w_shape[HEIGHT], problem.dilation[0]
+    return Window(kernel, problem.stride[0], problem.padding[0], dilation)
 
 
 def _pool(node: Operands, rows: Rows) -> Strip:
@@ -102,10 +87,7 @@ def _pool_grad(node: Operands, rows: Rows) -> Strip:
     x = rows.of(node.outputs[0].shape[HEIGHT])
     windows = node.inputs[0].shape[HEIGHT]
     margin = _margin(node, padding)
-    holding = -(-(x.start + padding - kernel + 1) // step)
-    first = min(holding, (x.start + padding) // step)
-    first = min(max(first, 0), windows - 1)
-    past = max(first + 1, min(windows, (x.stop - 1 + padding) // step + 1))
+    first, past = Window(kernel, step, padding).holding(x, windows)
     corner = first * step - padding
     start = max(corner, -margin)
     stop = min((past - 1) * step - padding + kernel, x.total + margin)

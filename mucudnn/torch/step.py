@@ -112,8 +112,10 @@ def train_step(
         scaler: As a loop with `scale`, `unscale_`, `step` and `update` uses it.
         split: Whether the step runs in slices of its batch, one behind the other, which
             need less at once: "none", "auto" for what is predicted to be fastest within
-            the budget, or into how many parts its largest layers are cut. Gradients
-            are those of the whole batch up to the order of sums.
+            the budget, or into how many parts its largest layers are cut; "height" for
+            strips of its images, or the depth of its volumes, "height:4" for so many:
+            where there are few and large ones. Gradients are those of the whole batch
+            up to the order of sums.
         max_plans: Kinds of batches, modes and hyperparameters that are planned for.
         inductor: Whether neighbouring operations become kernels that PyTorch's Inductor
             compiles, where these are faster and the budget allows. They compute what

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.planning.splitting.cutting import HEIGHT, WHOLE, Split, check_split
+from mucudnn.passes.planning.splitting.cutting import WHOLE, Split, check_split
 from mucudnn.torch.capture.parts import StepParts
 from mucudnn.torch.capture.updates import with_updates
 from mucudnn.torch.capture.whole_step import CapturedStep
@@ -73,7 +73,7 @@ class StepPlanning:
         plans: What was measured and planned before.
         offload_state: Whether parameters and state may be host-resident.
         choice: Whether convolutions may be run in other ways than PyTorch's.
-        split: Whether the step runs in slices of its batch.
+        split: Whether the step runs in slices of its batch, or strips of its images.
         fusing: Makes kernels of several operations, if they are wanted.
         tiers: Where to what leaves goes; None means the host's memory.
 
@@ -92,11 +92,6 @@ class StepPlanning:
 
     def __post_init__(self) -> None:
         check_split(self.split)
-        if isinstance(self.split, str) and self.split.startswith(HEIGHT):
-            raise ValueError(
-                "a step of PyTorch's is cut along its batch, not its images: split is "
-                f"'auto', 'none' or a number of parts, not {self.split!r}"
-            )
         if self.fusing is not None and self.split != WHOLE:
             raise ValueError(
                 f"split={self.split!r} and inductor=True: kernels of several "

@@ -1,21 +1,31 @@
-"""Where the batch is in a tensor, and whether its samples are bytes in a row."""
+"""Where the batch, or the height, is in a tensor, and how its rows lie in a storage."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mucudnn.torch.lowering.lowered import Layout, Operand
+from mucudnn.ir.traits import Interval, Rows
+from mucudnn.torch.lowering.lowered import Call, Layout, Operand
 
-__all__ = ["Axis", "Cut", "Rule", "Site", "in_rows", "of_rows"]
+__all__ = [
+    "Axis",
+    "Cut",
+    "Rule",
+    "Site",
+    "StripCall",
+    "Stripped",
+    "of_rows",
+    "rows_in",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The axis of a tensor along which samples follow each other.
+    """The axis of a tensor along which samples, or rows of images, follow each other.
 
     Attributes:
         index: Which axis.
-        each: Entries along it that belong to one sample.
+        each: Entries along it that belong to one of them.
     """
 
     index: int
@@ -25,6 +35,25 @@ class Axis:
         """Whether a tensor has so many samples along it."""
         rank = len(layout.shape)
         return self.index < rank and layout.shape[self.index] == self.each * batch
+
+
+@dataclass(frozen=True, slots=True)
+class StripCall:
+    """What computes some rows of a call's results.
+
+    Attributes:
+        reads: Operand -> the rows of it that are read; those outside of it are zeros.
+        made: The rows of the results that are computed; None where they are sums.
+        call: What is called.
+    """
+
+    reads: Mapping[int, Interval]
+    made: Interval | None
+    call: Call
+
+
+Stripped = Callable[[Rows], StripCall]
+"""What computes a strip, which is a part of rows of another number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +69,8 @@ class Cut:
         counted: Arguments that are the number of samples.
         averaged: Whether the whole call divides by the number of samples: what a slice
             of n of N computes has to be multiplied by n / N.
+        stripped: What computes a strip, where it reads other rows than it computes; it
+            stands in for the three.
     """
 
     inputs: Mapping[int, Axis]
@@ -47,6 +78,7 @@ class Cut:
     shaped: tuple[int, ...] = ()
     counted: tuple[int, ...] = ()
     averaged: bool = False
+    stripped: Stripped | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +93,8 @@ class Site:
         inputs: How its operands lie.
         outputs: How its results lie.
         axes: Where the batch is in each operand; None if it is not known to have one.
-        batch: Samples.
+        batch: Samples; or rows of images, of the first operand that is known to have
+            some.
     """
 
     op: str
@@ -105,26 +138,46 @@ Rule = Callable[[Site], Cut | None]
 """How a call is cut; None if it is not known to be the same slice by slice."""
 
 
-def in_rows(layout: Layout, axis: Axis, nbytes: int, batch: int) -> bool:
-    """Whether every sample is its own stretch of a storage of so many bytes."""
-    if nbytes % batch or not nbytes or not axis.fits(layout, batch):
-        return False
-    item = layout.dtype.itemsize
-    row = nbytes // batch
-    if layout.stride[axis.index] * axis.each * item != row:
-        return False
+def rows_in(layout: Layout, axis: Axis, nbytes: int) -> tuple[int, int, int] | None:
+    """How the rows along an axis lie in a storage of so many bytes.
+
+    Returns:
+        How many stretches there are of rows behind each other, rows in each, and bytes
+        of one in each; None if they are not such stretches.
+    """
+    if axis.index >= len(layout.shape) or 0 in layout.shape:
+        return None
+    rows, rest = divmod(layout.shape[axis.index], axis.each)
+    row = layout.stride[axis.index] * axis.each
+    stretch, item = rows * row, layout.dtype.itemsize
+    if rest or not stretch or not nbytes or nbytes % (stretch * item):
+        return None
     sizes = list(layout.shape)
     sizes[axis.index] = axis.each
-    if 0 in sizes:
-        return False
-    strides = zip(sizes, layout.stride, strict=True)
-    last = layout.offset + sum((size - 1) * stride for size, stride in strides)
-    return bool((last + 1) * item <= row)
+    within = (
+        (size - 1) * stride
+        for size, stride in zip(sizes, layout.stride, strict=True)
+        if stride % stretch
+    )
+    if layout.offset % stretch + sum(within) >= row:
+        return None
+    return nbytes // (stretch * item), rows, row * item
 
 
-def of_rows(layout: Layout, axis: Axis, samples: int, before: int = 0) -> Layout:
-    """How some samples of a tensor lie, in a storage with so many others before."""
+def of_rows(layout: Layout, axis: Axis, count: int, before: int = 0) -> Layout:
+    """How some rows of a tensor lie, in a storage with so many others before.
+
+    Where rows are in several stretches, those of the storage are as much shorter.
+    """
+    row = layout.stride[axis.index] * axis.each
+    stretch, mine = layout.shape[axis.index] // axis.each * row, count * row
     sizes = list(layout.shape)
-    sizes[axis.index] = samples * axis.each
-    offset = layout.offset + before * axis.each * layout.stride[axis.index]
-    return replace(layout, shape=tuple(sizes), offset=offset)
+    sizes[axis.index] = count * axis.each
+    strides = [
+        step // stretch * mine if size > 1 and step % stretch == 0 else step
+        for size, step in zip(layout.shape, layout.stride, strict=True)
+    ]
+    strides[axis.index] = layout.stride[axis.index]
+    stretches, within = divmod(layout.offset, stretch)
+    offset = stretches * mine + within + before * row
+    return replace(layout, shape=tuple(sizes), stride=tuple(strides), offset=offset)

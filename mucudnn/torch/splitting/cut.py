@@ -1,4 +1,4 @@
-"""A PyTorch step in slices of its batch: the passes' graph, and calls of its nodes."""
+"""A PyTorch step in slices or strips: the passes' graph, and calls of its nodes."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ def in_slices(batched: Batched, graph: Graph) -> Lowered:
 
     Args:
         batched: The whole step.
-        graph: The same, split along the batch.
+        graph: The same, split along what it says.
     """
     return _Calls(batched, graph).lowered()
 
@@ -57,9 +57,9 @@ class _Calls:
             self._calls[node.name] = self._whole.calls[node.name]
             for name in node.outputs:
                 self._layouts[name] = self._whole.layouts[name]
-            traits = replace(node.traits, batch=None)
+            traits = replace(node.traits, batch=None, strips=None)
             return replace(node, traits=traits)
-        if "rows" in node.attrs:
+        if "rows" in node.attrs or "strip" in node.attrs:
             return self._slice(node)
         if node.op == "slice":
             self._view(node)
@@ -79,15 +79,18 @@ class _Calls:
     def _slice(self, node: Node) -> Node:
         first = node.name.rpartition("@")[0]
         whole = self._whole.graph.by_name[first]
-        cut, rows = self._batched.cuts[first], node.attrs["rows"]
+        cut = self._batched.cuts[first]
         for name, of, axis in zip(
             node.outputs, whole.outputs, cut.outputs, strict=True
         ):
             layout = self._whole.layouts[of]
-            self._layouts[name] = (
-                layout if axis is None else of_rows(layout, axis, rows.count)
-            )
-        call = self._sliced(self._whole.calls[first], whole, node, cut)
+            if axis is not None:
+                layout = of_rows(layout, axis, self._rows(name))
+            self._layouts[name] = layout
+        if "strip" in node.attrs:
+            call: Call = node.attrs["strip"]
+        else:
+            call = self._sliced(self._whole.calls[first], whole, node, cut)
         overwrites = self._overwritten(node) if call.into is not None else ()
         if not overwrites:
             call = replace(call, into=None, first=False)
@@ -120,26 +123,32 @@ class _Calls:
         """Some rows of what is there as one."""
         (held,), (view,) = node.inputs, node.outputs
         axis = self._axis(held)
-        spec, samples = self._graph.tensors[view], self._graph.tensors[view].shape[0]
-        start = spec.offset // (spec.nbytes // samples)
-        self._layouts[view] = of_rows(self._layouts[held], axis, samples, start)
-        place = axis.index, start * axis.each, samples * axis.each
+        spec, count = self._graph.tensors[view], self._rows(view)
+        start = spec.offset // (spec.nbytes // count)
+        self._layouts[view] = of_rows(self._layouts[held], axis, count, start)
+        place = axis.index, start * axis.each, count * axis.each
         self._calls[node.name] = Call(_narrowed, (Operand(0), *place), {}, (None,))
 
     def _join(self, node: Node) -> None:
-        """Rows put together, as the whole tensor lies or would."""
+        """Rows put together, as the whole tensor lies or would; zeros around them."""
         (joined,) = node.outputs
         axis, of = self._axis(joined), _OF.split(joined)[0]
         spec, layout = self._graph.tensors[joined], self._whole.layouts[of]
         if joined != of:
-            layout = of_rows(layout, axis, spec.shape[0])
+            layout = of_rows(layout, axis, self._rows(joined))
         self._layouts[joined] = layout
         parts = [Operand(i) for i in range(len(node.inputs))]
+        rows = [(a * axis.each, b * axis.each) for a, b in node.attrs["parts"]]
+        before = node.attrs["before"] * axis.each
         items = spec.nbytes // layout.dtype.itemsize
         lies = layout.shape, layout.stride, layout.offset, layout.dtype, layout.device
         self._calls[node.name] = Call(
-            _joined, (parts, axis.index, items, *lies), {}, (None,)
+            _joined, (parts, rows, before, axis.index, items, *lies), {}, (None,)
         )
+
+    def _rows(self, name: str) -> int:
+        """Samples of a slice, or rows of a strip."""
+        return self._graph.tensors[name].shape[-2]
 
     def _add(self, node: Node) -> None:
         """What a slice leaves, added to the sum of those before."""
@@ -212,6 +221,8 @@ def _weighed(function: Any, share: float, *args: Any, **kwargs: Any) -> torch.Te
 
 def _joined(
     parts: Sequence[torch.Tensor],
+    rows: Sequence[tuple[int, int]],
+    before: int,
     axis: int,
     items: int,
     shape: Sequence[int],
@@ -220,16 +231,23 @@ def _joined(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Parts behind each other, in memory that is laid out as is said."""
+    """Rows of parts behind each other, in memory that is laid out as is said.
+
+    Some are zeros before them, as many as are said, and all that are behind them.
+    """
     memory = torch.empty(items, dtype=dtype, device=device)
     whole = memory.as_strided(shape, stride, offset)
-    start = 0
-    for part in parts:
-        count = part.shape[axis]
-        mine = whole.narrow(axis, start, count)
+    start = before
+    for part, (first, past) in zip(parts, rows, strict=True):
+        mine = whole.narrow(axis, start, past - first)
+        part = part.narrow(axis, first, past - first)
         for d, step in enumerate(stride):
             if step == 0:  # every entry is the same bytes
                 mine, part = mine.narrow(d, 0, 1), part.narrow(d, 0, 1)
         mine.copy_(part)
-        start += count
+        start += past - first
+    if before:
+        whole.narrow(axis, 0, before).zero_()
+    if start < shape[axis]:
+        whole.narrow(axis, start, shape[axis] - start).zero_()
     return whole

@@ -1,10 +1,10 @@
-"""Whether a PyTorch step runs whole or in slices of its batch: planned each way.
+"""Whether a PyTorch step runs whole, in slices of its batch or in strips: planned each.
 
 Every candidate is a lowered graph of its own with measurements of its own, planned
 under the same budget; what is predicted to be fastest runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mucudnn.errors import PlanningError, UnsupportedError
@@ -13,15 +13,20 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.splitting.choice import SplitStep, plan_splitting
-from mucudnn.passes.planning.splitting.cutting import AUTO, Split
+from mucudnn.passes.planning.splitting.cutting import AUTO, HEIGHT, Split
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.planning import Planner
+from mucudnn.torch.splitting.axes import Axis
 from mucudnn.torch.splitting.cut import in_slices
 from mucudnn.torch.splitting.prepare import prepared
-from mucudnn.torch.splitting.traits import Batched, with_batches
+from mucudnn.torch.splitting.shape_operands import without_shape_operands
+from mucudnn.torch.splitting.traits import Batched, with_batches, with_strips
 from mucudnn.torch.step_plan import TorchPlan
 
-__all__ = ["batched_step", "in_parts", "plan_in_parts"]
+__all__ = ["batched_step", "in_parts", "plan_in_parts", "stripped_step"]
+
+_IMAGES = 3
+"""Axes that images have at least, (N, C, *spatial)."""
 
 
 def batched_step(lowered: Lowered, names: Sequence[str]) -> Batched | None:
@@ -34,9 +39,7 @@ def batched_step(lowered: Lowered, names: Sequence[str]) -> Batched | None:
     Returns:
         None if no tensor of the batch has an axis, or there is one sample only.
     """
-    of_name = zip(names, lowered.inputs, strict=True)
-    batch = [t for n, t in of_name if t is not None and n.startswith("batch.")]
-    shapes = {name: lowered.layouts[name].shape for name in batch}
+    shapes = _batch_shapes(lowered, names)
     samples = next((shape[0] for shape in shapes.values() if shape), 0)
     given = [name for name, shape in shapes.items() if shape[:1] == (samples,)]
     if samples < 2:
@@ -45,11 +48,50 @@ def batched_step(lowered: Lowered, names: Sequence[str]) -> Batched | None:
     return found if found.cuts and set(given) & found.axes.keys() else None
 
 
+def stripped_step(lowered: Lowered, names: Sequence[str]) -> Batched | None:
+    """A step of which is known where the height of its images is, depth of volumes.
+
+    Images are the tensors of the batch with the most axes, (N, C, *spatial); those with
+    one less are labels, (N, *spatial).
+
+    Args:
+        lowered: The step, without updates in place.
+        names: Of its inputs, in order; those of a batch begin with `batch.`.
+
+    Returns:
+        None if there are no images, or nothing is computed by their rows.
+    """
+    shapes = _batch_shapes(lowered, names)
+    most = max(map(len, shapes.values()), default=0)
+    if most < _IMAGES:
+        return None
+    images = {
+        name: Axis(2 if len(shape) == most else 1)
+        for name, shape in shapes.items()
+        if len(shape) >= most - 1
+    }
+    found = with_strips(without_shape_operands(prepared(lowered)), images)
+    return found if found.cuts and images.keys() & found.axes.keys() else None
+
+
+def _batch_shapes(
+    lowered: Lowered, names: Sequence[str]
+) -> Mapping[str, tuple[int, ...]]:
+    """Tensors of the batch, and their sizes."""
+    of_name = zip(names, lowered.inputs, strict=True)
+    batch = [t for n, t in of_name if t is not None and n.startswith("batch.")]
+    return {name: lowered.layouts[name].shape for name in batch}
+
+
 def in_parts(
-    lowered: Lowered, names: Sequence[str], make: Callable[[Lowered], Planner]
+    lowered: Lowered,
+    names: Sequence[str],
+    make: Callable[[Lowered], Planner],
+    *,
+    strips: bool = False,
 ) -> "_Candidates | None":
-    """What plans a step whole and in parts; None if it has no batch to cut."""
-    batched = batched_step(lowered, names)
+    """What plans a step whole and in parts, or strips; None if none can be cut."""
+    batched = stripped_step(lowered, names) if strips else batched_step(lowered, names)
     return None if batched is None else _Candidates(lowered, batched, make)
 
 
@@ -67,13 +109,20 @@ def plan_in_parts(
         names: Of its inputs.
         make: Measures a step, with its updates.
         budget: Bytes.
-        split: `auto`, or a number of parts.
+        split: `auto`, a number of parts, `height` or `height:4`.
 
     Raises:
         PlanningError: Nothing fits; says the least budget that works.
         UnsupportedError: A number of parts was given and nothing can be cut.
     """
-    candidates = in_parts(lowered, names, make)
+    strips = isinstance(split, str) and split.startswith(HEIGHT)
+    candidates = in_parts(lowered, names, make, strips=strips)
+    if candidates is None and strips:
+        raise UnsupportedError(
+            f"the step was to run in strips, split={split!r}, but its batch has no "
+            "images, (N, C, height, width) or with a depth, or no operation on their "
+            "rows can be cut; ask for a number of parts of its batch"
+        )
     if candidates is None:
         if split == AUTO:
             planner = make(lowered)

@@ -58,26 +58,39 @@ def _alike(
     return site.at(dict.fromkeys(given, axis))
 
 
+def _classes(site: Site, scores: int, labels: int) -> tuple[Axis, Axis] | None:
+    """Where the batch, or the height, is in scores of classes and in their labels."""
+    axis, of_labels = site.axis(scores), site.axis(labels)
+    if axis is None and of_labels is not None:
+        behind = of_labels.index > 0
+        axis = Axis(of_labels.index + behind, of_labels.each)
+    if axis is None or axis.index == 1:
+        return None
+    return axis, Axis(max(0, axis.index - 1), axis.each)
+
+
 def _nll(site: Site) -> Cut | None:
     """Of classes; a mean needs the whole batch's count and is taken apart before."""
-    axis = site.axis(0) or site.axis(1)
+    found = _classes(site, 0, 1)
     how = site.arg(3, MEAN)
-    if axis is None or axis.index != 0 or how == MEAN:
+    if found is None or how == MEAN:
         return None
-    output = axis if how == NONE else None
+    scores, labels = found
+    output = labels if how == NONE else None
     paths = [output if path == 0 else None for path in site.results]
-    return Cut(site.at({0: axis, 1: axis}), tuple(paths))
+    return Cut(site.at({0: scores, 1: labels}), tuple(paths))
 
 
 def _nll_backward(site: Site) -> Cut | None:
     """It divides by the count that it is given."""
-    axis = site.axis(1) or site.axis(2)
-    if axis is None or axis.index != 0:
+    found = _classes(site, 1, 2)
+    if found is None:
         return None
-    read = {1: axis, 2: axis}
+    scores, labels = found
+    read = {1: scores, 2: labels}
     if site.arg(4, MEAN) == NONE:
-        read[0] = axis
-    return Cut(site.at(read), (axis,))
+        read[0] = labels
+    return Cut(site.at(read), (scores,))
 
 
 nll_counted = frozenset(
