@@ -1,6 +1,7 @@
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -64,6 +65,15 @@ def cpu() -> Backend:
 @pytest.fixture
 def null() -> Backend:
     return get_backend("null")
+
+
+@pytest.fixture
+def copying_threads() -> Callable[[], list[threading.Thread]]:
+    """Those that copy now and were started since the test began."""
+    before = set(threading.enumerate())
+    return lambda: [
+        t for t in set(threading.enumerate()) - before if "mucudnn copies" in t.name
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,8 @@ from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryErr
 from tests.examples import examples
 
 
-def copying_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("mucudnn copies")]
-
-
 @pytest.fixture(autouse=True)
-def no_threads_left():
+def no_threads_left(copying_threads):
     yield
     deadline = time.monotonic() + 300
     while copying_threads() and time.monotonic() < deadline:
@@ -178,7 +174,7 @@ def test_closing_stops_in_the_middle_of_a_copy():
         copier.out(buffer, buffer)
 
 
-def test_threads_begin_with_the_first_copy_and_end_with_the_copier():
+def test_threads_begin_with_the_first_copy_and_end_with_the_copier(copying_threads):
     copier = CpuCopier()
     assert not copying_threads()
     a = np.zeros(4, np.uint8)

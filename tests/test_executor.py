@@ -1,6 +1,5 @@
 import gc
 import math
-import threading
 import time
 import weakref
 from dataclasses import replace
@@ -85,15 +84,11 @@ def with_copier(bench, make):
     return replace(bench, backend=backend)
 
 
-def threads():
-    return [t for t in threading.enumerate() if t.name.startswith("mucudnn copies")]
-
-
-def assert_no_threads():
+def assert_ends(copying_threads):
     deadline = time.monotonic() + 300
-    while threads() and time.monotonic() < deadline:
+    while copying_threads() and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert not threads()
+    assert not copying_threads()
 
 
 def without_waits(schedule, kinds):
@@ -518,7 +513,7 @@ def failing_after(copies):
     return copy
 
 
-def test_a_failing_copy_ends_the_step_and_the_next_one_runs(lenet):
+def test_a_failing_copy_ends_the_step_and_the_next_one_runs(lenet, copying_threads):
     plan = lenet.plan(lenet.random_residency(4), scheduler="on_demand")
     expected = lenet.run(lenet.kept())
     swaps = 2 * count(plan.schedule, SwapOut)
@@ -529,12 +524,12 @@ def test_a_failing_copy_ends_the_step_and_the_next_one_runs(lenet):
         start = state.save()
         with pytest.raises(BackendError, match=r"copy .* failed.*link is down"):
             executor.run(bench.feeds())
-        assert_no_threads()
+        assert_ends(copying_threads)
         state.load(start)
         found = [executor.run(bench.feeds(step)) for step in range(2)]
         same((found, state.save()), expected)
         executor.close()
-        assert_no_threads()
+        assert_ends(copying_threads)
 
 
 class Interrupted(dict):
@@ -562,7 +557,7 @@ def slow(source, target):
 
 
 @pytest.mark.parametrize("at", [2, 9, 20])
-def test_ctrl_c_in_the_middle_of_a_step(lenet, at):
+def test_ctrl_c_in_the_middle_of_a_step(lenet, at, copying_threads):
     plan = lenet.plan(lenet.random_residency(4), scheduler="timed")
     bench = with_copier(lenet, lambda: CpuCopier(slow))
     kernels = Interrupted(lenet.backend.kernels, at)
@@ -571,15 +566,15 @@ def test_ctrl_c_in_the_middle_of_a_step(lenet, at):
     start = state.save()
     with pytest.raises(KeyboardInterrupt):
         executor.run(bench.feeds())
-    assert not threads()
+    assert not copying_threads()
     state.load(start)
     found = [executor.run(bench.feeds(step)) for step in range(2)]
     same((found, state.save()), lenet.run(lenet.kept()))
     executor.close()
-    assert not threads()
+    assert not copying_threads()
 
 
-def test_memory_is_free_when_the_executor_is_gone(lenet, tmp_path):
+def test_memory_is_free_when_the_executor_is_gone(lenet, tmp_path, copying_threads):
     plan = lenet.plan(lenet.random_residency(4), scheduler="timed")
     device = lenet.backend.device
     arena = device.allocate(lay_out(plan.schedule).nbytes)
@@ -590,7 +585,7 @@ def test_memory_is_free_when_the_executor_is_gone(lenet, tmp_path):
     gc.disable()
     try:
         del arena, disk, executor, state
-        assert_no_threads()
+        assert_ends(copying_threads)
         assert gone() is None
     finally:
         gc.enable()

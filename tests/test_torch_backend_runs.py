@@ -264,6 +264,7 @@ def test_two_threads_at_once(dynamic):
     assert all(map(torch.equal, found, [p.grad for p in both.parameters()]))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_size_is_planned_while_another_thread_runs():
     """What is traced for a new size does not keep others from their compiled calls."""
     found = []

@@ -267,6 +267,6 @@ def test_results_lie_as_pytorchs_where_memory_formats_are_alike(ours):
         wanted = functional.conv2d(x, w)
         with ours:
             found = functional.conv2d(x, w)
-        close(found, wanted, rtol=1e-5, atol=1e-5)
+        close(found, wanted, rtol=1e-4, atol=1e-4)
         assert found.stride() == wanted.stride()
     assert ours.stats.forward.ours == 3
