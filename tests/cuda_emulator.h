@@ -44,6 +44,16 @@ static double __shfl_xor_sync(unsigned, double value, int other) {
     return theirs;
 }
 
+// Blocks run one after another: what one has written the next sees.
+static void __threadfence() {}
+static inline double __ldcg(const double* p) { return *p; }
+static inline unsigned long long atomicAdd(unsigned long long* p,
+                                           unsigned long long more) {
+    unsigned long long before = *p;
+    *p += more;
+    return before;
+}
+
 static inline unsigned long long __umul64hi(unsigned long long a,
                                             unsigned long long b) {
     return (unsigned __int128)a * b >> 64;
@@ -113,8 +123,9 @@ bool run(void (*kernel)(P...), unsigned x, unsigned y, void** arguments, bool fi
     closure = &call;
     gridDim = {x, y};
     bool good = true;
-    for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y)
-        for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x) {
+    for (unsigned j = 0; j < y; ++j)
+        for (unsigned i = 0; i < x; ++i) {
+            blockIdx = {BACKWARDS ? x - 1 - i : i, BACKWARDS ? y - 1 - j : j};
             if (fibers) good = good && in_turns();
             else for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x) call();
         }

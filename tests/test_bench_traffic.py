@@ -58,3 +58,16 @@ def test_a_bias_and_a_relu_within_convolutions_are_not_moved():
         assert step["operations"]["bias_relu"]["launches"] == 2  # of the linear layers
         apart = _step("vgg16", 128, "float16", False)
         assert step["bytes"] < 0.7 * apart["bytes"]
+
+
+@pytest.mark.parametrize("model", BATCHES)
+def test_channels_last_take_hardly_more_launches(model):
+    """Filters are kept as convolutions read them, and sums need no launch to merge."""
+    first, last = (
+        _step(model, BATCHES[model], "float16", True, layout)
+        for layout in ("NCHW", "NHWC")
+    )
+    assert last["launches"] <= 1.1 * first["launches"]
+    turned = [op for op in last["operations"] if "channels" in op]
+    images = 4  # the input, the answers of a network without a linear layer, gradients
+    assert sum(last["operations"][op]["launches"] for op in turned) <= images

@@ -17,6 +17,7 @@ from mucudnn.ir.operations import make_node
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.computed_gradients import with_computed_gradients
 from mucudnn.passes.graph.fusion import fused
 from mucudnn.passes.graph.layouts.channels_last import (
     able,
@@ -282,6 +283,7 @@ def test_what_layouts_cost_is_what_the_steps_take():
 
     def step_ms(chosen):
         step = training_graph(with_channels_last(graph, chosen))
+        step = with_computed_gradients(step)
         return sum(estimate(step, "h200").node_ms.values())
 
     nodes = able(graph)

@@ -1,9 +1,10 @@
 """Kernels of a training step on a GPU: one idea a file, as the CPU's, in CUDA C.
 
 A kernel writes into its outputs; partial sums go to a workspace that it asks for, so
-that nothing is allocated. It launches and never waits, adds nothing atomically, and
-divides its work by shapes alone: results are the same bits every time. Those that may
-run in place read an element before they write it, and no other.
+that nothing is allocated. It launches and never waits, adds no numbers atomically
+(blocks are counted so), and divides its work by shapes alone: results are the same bits
+every time. Those that may run in place read an element before they write it, and no
+other.
 
 This package imports neither CuPy nor NumPy; sources are compiled at their first launch.
 """

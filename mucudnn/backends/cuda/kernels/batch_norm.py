@@ -3,8 +3,8 @@
 A sum, a ReLU or both may follow, in the same launches. A block reads its part of a
 channel twice: for its first two moments, and to normalise; the parts of a sum are added
 up by whoever needs it. Where a channel fits into a block's shared memory, one launch
-does both and reads it once. Where channels are last, a launch between merges the parts
-and writes the statistics.
+does both and reads it once. Where channels are last, the last block of the first launch
+adds up the parts and writes the statistics.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from typing import Any
 
 from mucudnn.backends.cuda.kernels.normed import NORMED, fits, workspace
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program
-from mucudnn.backends.cuda.kernels.sums import CHANNELS, MERGE, Channels
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, LAST_BLOCK, Channels
 
 __all__ = ["OPERATIONS", "PROGRAM", "apply_last", "forward"]
 
 PROGRAM = Program(
     CHANNELS
-    + MERGE
+    + LAST_BLOCK
     + NORMED
     + r"""
 // Deviations are from a channel's first element, so that little cancels.
@@ -89,18 +89,25 @@ KERNEL channel_moments(const T* x, double* sums, double* squares, I N, I C, I S,
     leave_moments<1>(x, sums, squares, N, C, S, width);
 }
 
-KERNEL channel_moments_last(const T* x, double* sums, double* squares, I N, I C, I S,
-                            I width) {
+KERNEL channel_moments_last(const T* x, double* sums, double* squares,
+                            long long* arrived, I N, I C, I S, I width) {
     leave_moments<PACKED>(x, sums, squares, N, C, S, width);
+    if (!is_last(arrived)) return;
+    Gathering<PACKED> all(C, width);
+    all.merge(sums);
+    all.merge(squares);
 }
 
-KERNEL batch_norm_finish(const T* x, const double* sums, const double* squares, I parts,
-                         P* running_mean, P* running_var, P* mean, P* inv_std, I N,
-                         I C, double eps, double momentum, I update) {
-    I c = blockIdx.x * 32 + threadIdx.x % 32;
-    double sum = shared_total(sums, parts, C, c);
-    double square = shared_total(squares, parts, C, c);
-    if (threadIdx.x >= 32 || c >= C) return;
+KERNEL batch_norm_statistics(const T* x, double* sums, double* squares,
+                             long long* arrived, P* running_mean, P* running_var,
+                             P* mean, P* inv_std, I N, I C, I S, I width, double eps,
+                             double momentum, I update) {
+    leave_moments<PACKED>(x, sums, squares, N, C, S, width);
+    if (!is_last(arrived)) return;
+    Gathering<PACKED> all(C, width);
+    double sum = all.sum(sums), square = all.sum(squares);
+    if (!all.leads()) return;
+    I c = all.c;
     Moments moments((A)x[c], sum, square, (double)N);
     mean[c] = (P)moments.average;
     inv_std[c] = moments.inverse(eps);
@@ -204,11 +211,10 @@ def _forward_last(
 ) -> None:
     x, gamma, beta, *running, term, y, mean, inv_std = operands
     parts, shape = channels.buffers(call.workspace, 2), channels.arguments
-    call.launch(PROGRAM, "channel_moments_last", channels.blocks, x, *parts, *shape)
-    origin = x[:1], *parts, channels.parts
-    arguments = *origin, *running, mean, inv_std, *shape[:2], *rules
-    blocks = (-(-x.shape[1] // 32),)
-    call.launch(PROGRAM, "batch_norm_finish", blocks, *arguments, beside=gamma)
+    sums = x, *parts, *channels.arrived(call)
+    arguments = *sums, *running, mean, inv_std, *shape, *rules
+    blocks, name = channels.blocks, "batch_norm_statistics"
+    call.launch(PROGRAM, name, blocks, *arguments, beside=gamma)
     apply_last(call, channels, (x, gamma, beta, mean, inv_std, term, y), relu=relu)
 
 

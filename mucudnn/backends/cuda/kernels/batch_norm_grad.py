@@ -11,13 +11,13 @@ from typing import Any
 
 from mucudnn.backends.cuda.kernels.normed import NORMED, fits, workspace
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program
-from mucudnn.backends.cuda.kernels.sums import CHANNELS, MERGE, Channels
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, LAST_BLOCK, Channels
 
 __all__ = ["OPERATIONS", "PROGRAM", "backward", "partial_sums"]
 
 PROGRAM = Program(
     CHANNELS
-    + MERGE
+    + LAST_BLOCK
     + NORMED
     + r"""
 // Of the gradient what a ReLU lets through: all without one; where its result, if it is
@@ -58,8 +58,8 @@ template <int CH> struct Gradient {
     const T *x, const T *dy, const T *y, const P *gamma, const P *beta,           \
         const P *mean, const P *inv_std, T *dterm
 
-#define SUMS double *sums, double *dots, I N, I C, I S, I width
-template <int CH> __device__ void dots_of(BACKWARD, SUMS) {
+#define SHAPE I N, I C, I S, I width
+template <int CH> __device__ void dots_of(BACKWARD, double* sums, double* dots, SHAPE) {
     ChannelsOf<CH> channel(N, C, S, width);
     Gradient<CH> gradient(channel.own(), dy, y, dterm, gamma, beta, mean, inv_std);
     Tally<CH> ones, products;
@@ -70,13 +70,18 @@ template <int CH> __device__ void dots_of(BACKWARD, SUMS) {
     leave_sums(channel, products, dots, width);
 }
 
-KERNEL channel_dots(BACKWARD, SUMS) {
+KERNEL channel_dots(BACKWARD, double* sums, double* dots, SHAPE) {
     dots_of<1>(x, dy, y, gamma, beta, mean, inv_std, dterm, sums, dots, N, C, S, width);
 }
 
-KERNEL channel_dots_last(BACKWARD, SUMS) {
+KERNEL channel_dots_last(BACKWARD, double* sums, double* dots, long long* arrived,
+                         SHAPE) {
     dots_of<PACKED>(x, dy, y, gamma, beta, mean, inv_std, dterm, sums, dots, N, C, S,
                     width);
+    if (!is_last(arrived)) return;
+    Gathering<PACKED> all(C, width);
+    all.merge(sums);
+    all.merge(dots);
 }
 
 #define RESULTS                                                                   \
@@ -180,10 +185,9 @@ def backward(
         return
     parts = channels.buffers(call.workspace, 2)
     partial_sums(call, channels, operands, parts)
-    left, totals = channels.merge(call, PROGRAM, parts, x)
     if y is not None:  # what it let through is kept
         operands = x, dterm, None, gamma, None, mean, inv_std, None
-    arguments = *operands, *results, *totals, left, *channels.arguments
+    arguments = *operands, *results, *parts, channels.left, *channels.arguments
     blocks, name = channels.blocks, channels.kernel("batch_norm_grad")
     call.launch(PROGRAM, name, blocks, *arguments, beside=mean)
 
@@ -191,8 +195,9 @@ def backward(
 def partial_sums(
     call: KernelCall, channels: Channels, operands: Sequence[Any], parts: Sequence[Any]
 ) -> None:
-    """The sums of gradients, and of gradients times deviations, of every block."""
-    arguments = *operands, *parts, *channels.arguments
+    """The sums of gradients, and of gradients times deviations: `channels.left`."""
+    sums = *parts, *channels.arrived(call)
+    arguments = *operands, *sums, *channels.arguments
     blocks, name = channels.blocks, channels.kernel("channel_dots")
     call.launch(PROGRAM, name, blocks, *arguments, beside=operands[5])
 

@@ -1,13 +1,16 @@
 """One number a channel added, and its gradient: sums over everything but channels."""
 
+from typing import Any
+
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, Specs
-from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH, Channels
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH, LAST_BLOCK, Channels
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
 PROGRAM = Program(
     CHANNELS
     + FINISH
+    + LAST_BLOCK
     + r"""
 #define SHAPE I N, I C, I S, I width
 template <int CH>
@@ -55,16 +58,27 @@ KERNEL bias_relu_grad(const T* y, const T* dy, T* dx, double* parts, SHAPE) {
     summed<1>(y, dy, dx, parts, N, C, S, width);
 }
 
-KERNEL bias_relu_grad_last(const T* y, const T* dy, T* dx, double* parts, SHAPE) {
+// The last block adds up.
+__device__ void summed_last(const T* y, const T* dy, T* dx, P* db, double* parts,
+                            long long* arrived, SHAPE) {
     summed<PACKED>(y, dy, dx, parts, N, C, S, width);
+    if (!is_last(arrived)) return;
+    Gathering<PACKED> all(C, width);
+    double sum = all.sum(parts);
+    if (all.leads()) db[all.c] = (P)sum;
+}
+
+KERNEL bias_relu_grad_last(const T* y, const T* dy, T* dx, P* db, double* parts,
+                           long long* arrived, SHAPE) {
+    summed_last(y, dy, dx, db, parts, arrived, N, C, S, width);
 }
 
 KERNEL bias_grad(const T* dy, double* parts, SHAPE) {
     summed<1>(0, dy, 0, parts, N, C, S, width);
 }
 
-KERNEL bias_grad_last(const T* dy, double* parts, SHAPE) {
-    summed<PACKED>(0, dy, 0, parts, N, C, S, width);
+KERNEL bias_grad_last(const T* dy, P* db, double* parts, long long* arrived, SHAPE) {
+    summed_last(0, dy, 0, db, parts, arrived, N, C, S, width);
 }
 """
 )
@@ -83,22 +97,25 @@ def bias_relu(call: KernelCall) -> None:
 def bias_relu_grad(call: KernelCall) -> None:
     """Dy where y is not 0, and its sum over samples and pixels."""
     (y, dy), (dx, db) = call.inputs, call.outputs
-    channels = Channels.here(call, dy, y, dx)
-    (parts,) = channels.buffers(call.workspace, 1)
-    arguments = y, dy, dx, parts, *channels.arguments
-    name = channels.kernel("bias_relu_grad")
-    call.launch(PROGRAM, name, channels.blocks, *arguments)
-    channels.finish(call, PROGRAM, parts, db)
+    _summed(call, "bias_relu_grad", (y, dy, dx), db)
 
 
 def bias_grad(call: KernelCall) -> None:
     """The sum of dy over samples and pixels."""
     dy, db = call.inputs[0], call.outputs[0]
-    channels = Channels.here(call, dy)
+    _summed(call, "bias_grad", (dy,), db)
+
+
+def _summed(call: KernelCall, name: str, images: tuple[Any, ...], db: Any) -> None:
+    channels = Channels.here(call, *images)
     (parts,) = channels.buffers(call.workspace, 1)
-    name = channels.kernel("bias_grad")
-    call.launch(PROGRAM, name, channels.blocks, dy, parts, *channels.arguments)
-    channels.finish(call, PROGRAM, parts, db)
+    shape, blocks = channels.arguments, channels.blocks
+    if channels.apiece == 1:
+        call.launch(PROGRAM, name, blocks, *images, parts, *shape)
+        channels.finish(call, PROGRAM, parts, db)
+        return
+    arguments = *images, db, parts, *channels.arrived(call), *shape
+    call.launch(PROGRAM, f"{name}_last", blocks, *arguments, beside=db)
 
 
 def _added(call: KernelCall, *, relu: bool) -> None:

@@ -127,11 +127,10 @@ def moments(call: KernelCall, channels: Channels) -> None:
     """Count, mean and squares about it of what a tensor is seen as channels of."""
     (x,), (stats,) = call.inputs, call.outputs
     sums, squares = channels.buffers(call.workspace, 2)
-    partial = x, sums, squares
+    partial = x, sums, squares, *channels.arrived(call)
     blocks, name = channels.blocks, channels.kernel("channel_moments")
     call.launch(WHOLE, name, blocks, *partial, *channels.arguments)
-    left, totals = channels.merge(call, WHOLE, (sums, squares), x)
-    finished = x, *totals, stats, left, *channels.shape
+    finished = x, sums, squares, stats, channels.left, *channels.shape
     call.launch(PROGRAM, "finish_moments", flat(channels.shape[1]), *finished)
 
 
@@ -182,9 +181,8 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
     parts = channels.buffers(call.workspace, 2)
     operands = x, dy, None, None, None, mean, inv_std, None
     partial_sums(call, channels, operands, parts)
-    left, totals = channels.merge(call, WHOLE, parts, x)
     C = channels.shape[1]
-    finished = inv_std, *call.outputs, *totals, left, C
+    finished = inv_std, *call.outputs, *parts, channels.left, C
     call.launch(PROGRAM, "batch_norm_grad_sums", flat(C), *finished)
 
 

@@ -4,10 +4,11 @@ A block takes one channel or, where images are small, 32 neighbouring ones; and 
 of its samples and pixels, so that there are blocks enough. Each leaves a sum in double
 precision in the workspace, as (parts, C); whoever needs the total adds the parts up.
 Where channels are last in memory a thread has the neighbours that one access of 16
-bytes holds, and a block some rows of them: a warp reads whole rows. There are many
-short parts then, which are merged by a launch of their own.
+bytes holds, and a block rows of 128 bytes. There are many short parts then: whichever
+block comes last adds up those of its channels, in the order of the blocks.
 
-Parts depend on shapes alone and nothing is added atomically: results are reproducible.
+Parts depend on shapes alone and no number is added atomically: results are
+reproducible.
 """
 
 import math
@@ -26,7 +27,7 @@ from mucudnn.ir.tensor import TensorSpec, itemsize
 __all__ = [
     "CHANNELS",
     "FINISH",
-    "MERGE",
+    "LAST_BLOCK",
     "PARTIALS",
     "REDUCE",
     "Channels",
@@ -39,6 +40,8 @@ _FEWEST = 8  # elements of a thread, or the parts are not worth their addition
 _LANES = 32
 _SMALL_IMAGE = 8  # elements: below, a row of an image is no full access to memory
 _ACCESS = 16  # bytes of a thread's access to memory
+_ROW = 8  # threads that read neighbours where channels are last: 128 bytes
+_MOST_LAST = 512  # parts where channels are last, which one block adds up
 _SUMMED = 512  # bytes of a channel at least, of which a part is a sum of 8 bytes
 
 PARTIALS = 512
@@ -176,7 +179,7 @@ __device__ double total(const double* parts, I count, I C, I c) {
 """
 )
 
-_SHARED_TOTAL = """
+FINISH = """
 // The same by threads that share it; a block has 32 channels.
 __device__ double shared_total(const double* parts, I count, I C, I c) {
     double sum = 0;
@@ -185,33 +188,56 @@ __device__ double shared_total(const double* parts, I count, I C, I c) {
             sum += parts[part * C + c];
     return lane_sum(sum, 32);
 }
-"""
 
-FINISH = (
-    _SHARED_TOTAL
-    + """
 KERNEL finish_channels(T* out, const double* parts, I count, I C) {
     I c = blockIdx.x * 32 + threadIdx.x % 32;
     double sum = shared_total(parts, count, C, c);
     if (threadIdx.x < 32 && c < C) out[c] = (T)sum;
 }
 """
-)
 """What adds parts up into a tensor."""
 
-MERGE = (
-    _SHARED_TOTAL
-    + """
-// Each of several sums, by blocks along the other axis: all parts become the first.
-KERNEL merge_parts(double* sums, I count, I C) {
-    I c = blockIdx.x * 32 + threadIdx.x % 32;
-    double* parts = sums + (I)blockIdx.y * count * C;
-    double sum = shared_total(parts, count, C, c);
-    if (threadIdx.x < 32 && c < C) parts[c] = sum;
+LAST_BLOCK = """
+// Whether all other blocks with these channels have left their sums; one is told so.
+// Counters, one for each place along x, are 0 before and after.
+__device__ bool is_last(long long* arrived) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        unsigned long long* count = (unsigned long long*)arrived + blockIdx.x;
+        last = atomicAdd(count, 1ull) == gridDim.y - 1;
+        if (last) *count = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return last;
 }
+
+// The channel that a thread of the last block adds up with others, CH a place.
+template <int CH> struct Gathering {
+    I C, place, threads, c;
+    __device__ Gathering(I C, I width)
+        : C(C), place(threadIdx.x & (width * CH - 1)), threads(width * CH),
+          c((I)blockIdx.x * threads + place) {}
+    __device__ bool leads() const { return threadIdx.x < threads && c < C; }
+    // All parts, past caches that do not see what other blocks have written.
+    __device__ double sum(const double* parts) const {
+        double sum = 0;
+        I step = THREADS / threads, last = c < C ? (I)gridDim.y : 0;
+#pragma unroll 8
+        for (I part = threadIdx.x / threads; part < last; part += step)
+            sum += __ldcg(parts + part * C + c);
+        return lane_sum(sum, threads);
+    }
+    // They become the first.
+    __device__ void merge(double* parts) const {
+        double found = sum(parts);
+        if (leads()) parts[c] = found;
+    }
+};
 """
-)
-"""What adds parts up where they are."""
+"""What adds parts up where they are, by the block that comes last."""
 
 
 @dataclass(frozen=True)
@@ -244,10 +270,11 @@ class Channels:
         apiece = _ACCESS // nbytes
         if S != 1 or C == 0 or C % apiece:
             return None
-        width = min(_LANES, 1 << (C // apiece - 1).bit_length())
+        width = min(_ROW, 1 << (C // apiece - 1).bit_length())
         across = -(-C // (width * apiece))
         worth = N * nbytes // _SUMMED
-        return cls((N, C, S), width, max(1, min(-(-_BLOCKS // across), worth)), apiece)
+        parts = min(_MOST_LAST, -(-_BLOCKS // across), worth)
+        return cls((N, C, S), width, max(1, parts), apiece)
 
     @classmethod
     def here(cls, call: KernelCall, *images: Any) -> "Channels":
@@ -290,26 +317,16 @@ class Channels:
         blocks = (-(-out.size // _LANES),)
         call.launch(program, "finish_channels", blocks, *arguments)
 
-    def merge(
-        self, call: KernelCall, program: Program, parts: Sequence[Any], like: Any
-    ) -> tuple[int, Sequence[Any]]:
-        """Add up what is shared by many; the program has `MERGE`.
+    @property
+    def left(self) -> int:
+        """Parts to be added up behind a launch whose last block has merged them."""
+        return self.parts if self.apiece == 1 else 1
 
-        Args:
-            call: What has a launcher.
-            program: Where the kernel is.
-            parts: Of sums that are behind each other in the workspace.
-            like: An array of the type that the program is compiled for.
-
-        Returns:
-            How many parts are left, and where.
-        """
-        if self.apiece == 1 or self.parts == 1:
-            return self.parts, parts
-        blocks = -(-self.shape[1] // _LANES), len(parts)
-        arguments = parts[0], self.parts, self.shape[1]
-        call.launch(program, "merge_parts", blocks, *arguments, like=like)
-        return 1, [part[: 8 * self.shape[1]] for part in parts]
+    def arrived(self, call: KernelCall) -> tuple[Any, ...]:
+        """The counters of a kernel whose last block adds up; nothing if none does."""
+        if self.apiece == 1:
+            return ()
+        return (call.gpu.table([[0] * self.blocks[0]]),)
 
     def buffers(self, workspace: Any, count: int) -> list[Any]:
         """The first parts of a workspace, one for each of `count` sums."""

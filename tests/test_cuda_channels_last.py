@@ -1,0 +1,131 @@
+"""Sums over channels that are last, added up by the block that comes last: emulated.
+
+Held against the CPU in float64; whatever the order of the blocks, all bits are the
+same, and a launch that is repeated finds its counters as the first one did.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+
+from mucudnn.backends.cpu.kernels import bind as bind_cpu
+from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cuda.kernels import bind
+from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
+from mucudnn.backends.cuda.kernels.sums import Channels
+from mucudnn.ir.tensor import TensorSpec
+from tests.cuda_emulator import COMPILER, Emulator
+from tests.cupy_fake import StrictArray, StrictCupy
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
+
+CPU = bind_cpu(Workers(1))
+ATTRS = {"eps": 1e-3, "momentum": 0.2, "update": True}
+SHAPES = ((2500, 8), (1300, 64), (700, 136), (1, 16))
+OPERATIONS = {  # -> launches, inputs (i images, c channels), and results
+    "batch_norm": (2, "icccc", "icc"),
+    "batch_norm_relu": (2, "icccc", "icc"),
+    "batch_norm_add_relu": (2, "icccci", "icc"),
+    "batch_norm_grad": (2, "iiccc", "icc"),
+    "batch_norm_relu_grad": (2, "iicccc", "icc"),
+    "batch_norm_add_relu_grad": (2, "iiiccc", "iicc"),
+    "batch_norm_sums": (2, "i", "m"),
+    "batch_norm_grad_sums": (2, "iicc", "cc"),
+    "bias_grad": (1, "i", "c"),
+    "bias_relu_grad": (1, "ii", "ic"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+def operands(op, shape, dtype, wide):
+    """Images in one type, what belongs to channels in another; results are stale."""
+    rng = np.random.default_rng(3)
+    _, given, made = OPERATIONS[op]
+    sizes = {"i": shape, "c": shape[1:], "m": (3, *shape[1:])}
+    inputs = [
+        rng.normal(1, 2, shape).astype(dtype)
+        if kind == "i"
+        else rng.uniform(0.5, 1.5, shape[1]).astype(wide)
+        for kind in given
+    ]
+    kinds = {"i": dtype, "c": wide, "m": "f8"}
+    outputs = [np.full(sizes[kind], np.nan, kinds[kind]) for kind in made]
+    return inputs, outputs
+
+
+def prepared(kernel, op, shape, dtype, wide, wrap):
+    """What launches it, the arrays that it changes, and its workspace."""
+    inputs, outputs = operands(op, shape, dtype, wide)
+    specs = [
+        [TensorSpec("t", a.shape, a.dtype.name) for a in some]
+        for some in (inputs, outputs)
+    ]
+    scratch = np.full(kernel.workspace(*specs, ATTRS), 0xFF, np.uint8)
+    arrays = [[wrap(a) for a in some] for some in (inputs, outputs)]
+    workspace = wrap(scratch) if scratch.size else None
+    call = kernel.ready(*arrays, ATTRS, workspace)
+    return call, (*outputs, *inputs), scratch
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_the_order_of_blocks_changes_no_bit(op, folder):
+    for shape in SHAPES:
+        channels = Channels.last(shape, 4)
+        assert channels.parts > 1 or shape[0] == 1
+        found = []
+        for backwards in (False, True):
+            emulator = Emulator(folder, backwards=backwards)
+            kernel = bind(emulator)[op]
+            same = kernel, op, shape, "f4", "f4"
+            call, arrays, scratch = prepared(*same, lambda a: a)
+            call()
+            once = [a.copy() for a in arrays]
+            scratch[...] = 0xFF
+            call()
+            found.append((once, arrays))
+            assert len(emulator.launched) == OPERATIONS[op][0]
+        results = len(OPERATIONS[op][2])
+        (first, again), (other, _) = found
+        for one, two in zip(first, other, strict=True):
+            assert one.tobytes() == two.tobytes()
+        for one, two in zip(first[:results], again[:results], strict=True):
+            assert one.tobytes() == two.tobytes()
+        wide, _ = prepared_on_cpu(op, shape)
+        for one, two in zip(first, wide, strict=True):
+            scale = max(1.0, np.abs(two).max())
+            assert np.abs(one - two).max() <= 2e-6 * scale
+
+
+def prepared_on_cpu(op, shape, dtype="f4", wide="f4"):
+    """What float64 makes of the same numbers."""
+    inputs, outputs = operands(op, shape, dtype, wide)
+    inputs, outputs = ([a.astype("f8") for a in some] for some in (inputs, outputs))
+    CPU[op].run(inputs, outputs, ATTRS, None)
+    return (*outputs, *inputs), inputs
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_half_precision_has_sums_in_single(op, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", StrictCupy(folder))
+    kernel = bind(CupyLauncher(lambda: None))[op]
+    for shape in SHAPES[:3]:
+        call, arrays, _ = prepared(kernel, op, shape, "f2", "f4", StrictArray)
+        call()
+        for one, two in zip(arrays, prepared_on_cpu(op, shape, "f2")[0], strict=True):
+            scale = max(1.0, np.abs(two).max())
+            tolerance = 2e-3 if one.dtype == np.float16 else 2e-6
+            assert np.abs(one - two).max() <= tolerance * scale
+
+
+def test_no_block_adds_up_too_many_parts():
+    for shape in ((256 * 112 * 112, 64), (256 * 49, 2048), (1 << 22, 8)):
+        for nbytes in (2, 4, 8):
+            channels = Channels.last(shape, nbytes)
+            assert channels.parts <= 512
+            assert channels.width * channels.apiece * nbytes <= 128
+            assert channels.blocks[0] * channels.width * channels.apiece >= shape[1]
