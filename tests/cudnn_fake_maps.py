@@ -10,11 +10,14 @@ import math
 
 import numpy as np
 
-from mucudnn.backends.cuda._enums import PoolingMode, Status
+from mucudnn.backends.cuda._enums import BatchNormMode, DataType, PoolingMode, Status
 from tests.cudnn_fake_legacy import StatusError
 from tests.cudnn_kernel import Tensor
 
 __all__ = ["Maps"]
+
+_EACH = (0, 2, 3)
+"""The axes that statistics of a channel are taken over."""
 
 
 class Maps:
@@ -102,6 +105,195 @@ class Maps:
             raise StatusError(Status.BAD_PARAM)
         return rules, x, y
 
+    # --- normalisation of neighbouring channels ------------------------------------
+
+    def create_lrn_descriptor(self, out):
+        self._library.new("LRN", out)
+
+    def destroy_lrn_descriptor(self, pointer):
+        del self._library.objects[pointer]
+
+    def set_lrn_descriptor(self, pointer, size, alpha, beta, k):
+        if not (1 <= size <= 16 and beta >= 0.01 and k >= 1e-5):
+            raise StatusError(Status.BAD_PARAM)
+        self._library.object(pointer, "LRN").values = (size, alpha, beta, k)
+
+    def lrn_cross_channel_forward(
+        self, handle, rules, mode, alpha, x, x_data, beta, y, y_data
+    ):
+        self._same(x, y)
+        rules, x = (self._library.object(o).values for o in (rules, x))
+
+        def work():
+            image = x.at(x_data).astype("f8")
+            scale, _ = _neighbours(rules, image)
+            _blend(x, y_data, image * scale ** -rules[2], alpha, beta)
+
+        self._run("cudnnLRNCrossChannelForward", handle, work)
+
+    def lrn_cross_channel_backward(
+        self,
+        handle,
+        rules,
+        mode,
+        alpha,
+        y,
+        y_data,
+        dy,
+        dy_data,
+        x,
+        x_data,
+        beta,
+        dx,
+        dx_data,
+    ):
+        for other in (y, dy, dx):
+            self._same(x, other)
+        rules, x = (self._library.object(o).values for o in (rules, x))
+
+        def work():
+            image, result, back = (
+                x.at(data).astype("f8") for data in (x_data, y_data, dy_data)
+            )
+            size, factor, power, _ = rules
+            scale, near = _neighbours(rules, image)
+            shared = np.einsum("ij,niab->njab", near, back * result / scale)
+            made = back * scale**-power - 2 * factor * power / size * image * shared
+            _blend(x, dx_data, made, alpha, beta)
+
+        self._run("cudnnLRNCrossChannelBackward", handle, work)
+
+    # --- batch normalisation -------------------------------------------------------
+
+    def derive_b_n_tensor_descriptor(self, derived, x, mode):
+        assert mode == BatchNormMode.SPATIAL
+        x = self._library.object(x, "Tensor").values
+        kind = DataType.DOUBLE if x.data_type == DataType.DOUBLE else DataType.FLOAT
+        channels = x.dims[1]
+        made = Tensor((1, channels, 1, 1), (channels, 1, 1, 1), kind, 1)
+        self._library.object(derived, "Tensor").values = made
+
+    def batch_normalization_forward_training(
+        self,
+        handle,
+        mode,
+        alpha,
+        beta,
+        x,
+        x_data,
+        y,
+        y_data,
+        numbers,
+        gamma,
+        bias,
+        factor,
+        running_mean,
+        running_var,
+        epsilon,
+        saved_mean,
+        saved_inv_std,
+    ):
+        x, numbers = self._normed(mode, x, y, numbers, epsilon)
+        if (running_mean is None) != (running_var is None):
+            raise StatusError(Status.BAD_PARAM)
+
+        def work():
+            image = x.at(x_data).astype("f8")
+            mean, var = (f(image, axis=_EACH, keepdims=True) for f in (np.mean, np.var))
+            inv_std = 1 / np.sqrt(var + epsilon)
+            scale, shift = numbers.at(gamma), numbers.at(bias)
+            _blend(x, y_data, (image - mean) * inv_std * scale + shift, alpha, beta)
+            for data, value in ((saved_mean, mean), (saved_inv_std, inv_std)):
+                numbers.at(data)[...] = value
+            if running_mean is not None:
+                count = image.size // image.shape[1]
+                unbiased = var * count / (count - 1)
+                for data, value in ((running_mean, mean), (running_var, unbiased)):
+                    kept = numbers.at(data)
+                    kept[...] = value * factor + kept.astype("f8") * (1 - factor)
+
+        self._run("cudnnBatchNormalizationForwardTraining", handle, work)
+
+    def batch_normalization_forward_inference(
+        self,
+        handle,
+        mode,
+        alpha,
+        beta,
+        x,
+        x_data,
+        y,
+        y_data,
+        numbers,
+        gamma,
+        bias,
+        mean,
+        var,
+        epsilon,
+    ):
+        x, numbers = self._normed(mode, x, y, numbers, epsilon)
+
+        def work():
+            wide = (numbers.at(a).astype("f8") for a in (gamma, bias, mean, var))
+            scale, shift, centre, spread = wide
+            apart = x.at(x_data).astype("f8") - centre
+            made = scale * apart / np.sqrt(epsilon + spread) + shift
+            _blend(x, y_data, made, alpha, beta)
+
+        self._run("cudnnBatchNormalizationForwardInference", handle, work)
+
+    def batch_normalization_backward(
+        self,
+        handle,
+        mode,
+        alpha,
+        beta,
+        alpha_of_parameters,
+        beta_of_parameters,
+        x,
+        x_data,
+        dy,
+        dy_data,
+        dx,
+        dx_data,
+        numbers,
+        gamma,
+        dgamma,
+        dbias,
+        epsilon,
+        saved_mean,
+        saved_inv_std,
+    ):
+        self._same(x, dx)
+        x, numbers = self._normed(mode, x, dy, numbers, epsilon)
+
+        def work():
+            image, back = (x.at(data).astype("f8") for data in (x_data, dy_data))
+            mean, inv_std = (
+                numbers.at(a).astype("f8") for a in (saved_mean, saved_inv_std)
+            )
+            normal = (image - mean) * inv_std
+            shift = back.sum(_EACH, keepdims=True)
+            scale = (back * normal).sum(_EACH, keepdims=True)
+            count = image.size // image.shape[1]
+            rest = back - shift / count - normal * scale / count
+            made = numbers.at(gamma) * inv_std * rest
+            _blend(x, dx_data, made, alpha, beta)
+            for data, value in ((dgamma, scale), (dbias, shift)):
+                factors = alpha_of_parameters, beta_of_parameters
+                _blend(numbers, data, value, *factors)
+
+        self._run("cudnnBatchNormalizationBackward", handle, work)
+
+    def _normed(self, mode, x, y, numbers, epsilon):
+        self._same(x, y)
+        x, numbers = (self._library.object(t, "Tensor").values for t in (x, numbers))
+        if mode != BatchNormMode.SPATIAL or not epsilon >= 0:
+            raise StatusError(Status.BAD_PARAM)
+        if numbers.dims != (1, x.dims[1], 1, 1):
+            raise StatusError(Status.BAD_PARAM)
+        return x, numbers
+
     # --- what all have in common -----------------------------------------------------
 
     def _same(self, one, other):
@@ -134,6 +326,16 @@ def _windows(rules, image, made):
         if mode is PoolingMode.AVERAGE_COUNT_EXCLUDE_PADDING:
             count = math.prod(s.stop - s.start for s in inside)
         yield at, inside, count
+
+
+def _neighbours(rules, image):
+    """k + alpha / n * the sum of squares nearby, and who is near whom."""
+    size, alpha, _, k = rules
+    before, channels = (size - 1) // 2, range(image.shape[1])
+    near = np.array(
+        [[i - before <= j < i - before + size for j in channels] for i in channels]
+    )
+    return k + alpha / size * np.einsum("ij,njab->niab", near, image**2), near
 
 
 def _blend(tensor: Tensor, data, made, alpha, beta):

@@ -1,5 +1,6 @@
 """The library's kernels beside ours: the same functions, refused calls, the race."""
 
+import ctypes
 import logging
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from mucudnn.backends.cpu.kernels import bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
+from mucudnn.backends.cuda._cudnn import PROTOTYPES, Cudnn
 from mucudnn.backends.cuda._enums import NanPropagation, PoolingMode, Status
 from mucudnn.backends.cuda.cudnn_kernels import OPERATIONS, CudnnKernels
 from mucudnn.backends.cuda.cudnn_kernels.case import Arguments, Case
@@ -52,7 +54,6 @@ POOLS = [  # image, what windows leave, windows
 
 
 def pool_cases(dtype):
-    """(operation, inputs, results that it writes, attributes)."""
     for image, made, attrs in POOLS:
         x, dy = normal(*image, dtype=dtype), normal(*made, seed=1, dtype=dtype)
         for op in ("avg_pool", "max_pool"):
@@ -61,8 +62,44 @@ def pool_cases(dtype):
         yield "avg_pool_grad", [dy], [(image, dtype)], attrs
 
 
+IMAGES = [(3, 7, 4, 5), (2, 6, 9), (2, 3, 2, 3, 4), (40, 7)]
+"""The last are images with their channels last, or what has no pixels."""
+
+
+def lrn_cases(dtype):
+    for shape in IMAGES:
+        for size, beta in ((5, 0.75), (3, 1.0)):
+            attrs = {"size": size, "alpha": 0.3, "beta": beta, "k": 1.5}
+            x, dy = (normal(*shape, seed=i, dtype=dtype) for i in range(2))
+            y = stale(shape, dtype)
+            CPU["lrn"].run([x], [y], attrs, None)
+            yield "lrn", [x], [(shape, dtype)], attrs
+            yield "lrn_grad", [x, y, dy], [(shape, dtype)], attrs
+
+
+def norm_cases(dtype):
+    wide = "f8" if dtype == "float64" else "f4"
+    for shape in IMAGES:
+        channels = shape[1:2]
+        x, dy = (normal(*shape, seed=i, dtype=dtype) for i in range(2))
+        gamma, beta, mean, var = (
+            normal(*channels, seed=i, dtype=wide) ** 2 + 0.5 for i in range(4)
+        )
+        numbers = [gamma, beta, mean, var]
+        made, saved = (shape, dtype), (channels, wide)
+        for update in (True, False):
+            attrs = {"eps": 0.01, "momentum": 0.2, "update": update}
+            yield "batch_norm", [x, *numbers], [made, saved, saved], attrs
+        yield "batch_norm_eval", [x, *numbers], [made], {"eps": 0.01}
+        inputs = [x, dy, gamma, mean, 1 / np.sqrt(var)]
+        yield "batch_norm_grad", inputs, [made, saved, saved], {}
+
+
 def cases(dtype):
+    """Of every operation: (operation, inputs, results, attributes)."""
     yield from pool_cases(dtype)
+    yield from lrn_cases(dtype)
+    yield from norm_cases(dtype)
 
 
 def refuse(*_):
@@ -172,6 +209,35 @@ def test_windows_that_only_we_count_right_stay_ours():
     assert not takes("avg_pool", [four], [((1, 2, 1, 1, 1, 1), "f4")], cube)
 
 
+@pytest.mark.parametrize(
+    "other", [{"size": 4}, {"size": 17}, {"k": 0.0}, {"beta": 0.0}]
+)
+@pytest.mark.parametrize("op", ["lrn", "lrn_grad"])
+def test_neighbours_that_are_others_stay_ours(op, other):
+    """Even windows lean to the other side, and what the library limits is refused."""
+    x = np.zeros((2, 20, 3, 3), "f4")
+    usual = {"size": 5, "alpha": 1e-4, "beta": 0.75, "k": 1.0}
+    inputs = [x] * (1 if op == "lrn" else 3)
+    assert takes(op, inputs, [(x.shape, "f4")], usual)
+    assert not takes(op, inputs, [(x.shape, "f4")], usual | other)
+
+
+def test_statistics_of_another_type_or_of_one_sample_stay_ours():
+    def taken(shape, dtype="f2", wide="f4"):
+        numbers = [np.ones(shape[1:2], wide) for _ in range(4)]
+        saved = (shape[1:2], wide)
+        attrs = {"eps": 0.0, "momentum": 0.1, "update": True}
+        inputs = [np.zeros(shape, dtype), *numbers]
+        return takes("batch_norm", inputs, [(shape, dtype), saved, saved], attrs)
+
+    assert taken((2, 3, 4))
+    assert not taken((2, 3, 4), wide="f2")
+    assert not taken((2, 3, 4), dtype="f4", wide="f8")
+    assert not taken((1, 3, 1))
+    assert not taken((1, 3))
+    assert taken((2, 3))
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 4, 4), (1 << 20, 64, 16, 16)])
 def test_what_has_no_elements_or_too_many_stays_ours(shape):
     x = np.broadcast_to(np.float32(0), shape)
@@ -271,28 +337,50 @@ def test_descriptors_go_with_the_call_that_has_them():
 # The real library, without a device.
 
 
+@pytest.fixture(scope="module")
+def real(cudnn_library):
+    return Cudnn(cudnn_library.cdll)
+
+
 @pytest.mark.cudnn
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_the_real_library_takes_every_description(dtype, cudnn_library):
-    from mucudnn.backends.cuda._cudnn import Cudnn
-
-    calls = Cudnn(cudnn_library.cdll)
+def test_the_real_library_takes_every_description(dtype, real):
+    """Calls are made but for the handle, which needs a device."""
     for op, inputs, results, attrs in cases(dtype):
         made = [stale(*result) for result in results]
         case, found = Case.of(op, inputs, made, attrs), OPERATIONS[op]
         assert found.takes(case)
-        kept = Arguments(calls, dtype)
-        addresses = range(512, 512 * 16, 512)
-        reads = [next(iter(addresses)) for _ in inputs]
-        arguments = found.arguments(case, kept, reads, [1024] * len(made))
-        # All is in order but the handle.
-        status = calls.function(found.function)(None, *arguments)
-        assert status // 1000 * 1000 == Status.BAD_PARAM
-        with pytest.raises(BackendError, match=found.function):
-            calls.raise_for(found.function, status)
-    descriptors = Descriptors(calls)
+        kept = Arguments(real, dtype)
+        arguments = found.arguments(case, kept, [512] * len(inputs), [1024] * len(made))
+        _, kinds = PROTOTYPES[found.function]
+        for kind, value in zip(kinds[1:], arguments, strict=True):
+            kind.from_param(value)
+
+
+@pytest.mark.cudnn
+def test_windows_are_counted_as_the_real_library_does(real, cudnn_library):
+    asked = cudnn_library.cdll.cudnnGetPoolingNdForwardOutputDim
+    for op, inputs, results, attrs in pool_cases("float32"):
+        if op != "avg_pool":
+            continue
+        y = stale(*results[0])
+        case, kept = Case.of(op, inputs, [y], attrs), Arguments(real, "float32")
+        windows, _, x, *_ = OPERATIONS[op].arguments(case, kept, [512], [1024])
+        rank = max(4, inputs[0].ndim)
+        dims = (ctypes.c_int * rank)()
+        if asked(ctypes.c_void_p(windows), ctypes.c_void_p(x), rank, dims):
+            rank -= 1  # channels last: an axis less than kernels see
+            dims = (ctypes.c_int * rank)()
+            assert not asked(ctypes.c_void_p(windows), ctypes.c_void_p(x), rank, dims)
+        assert np.prod(dims) == y.size
+
+
+@pytest.mark.cudnn
+def test_what_the_real_library_refuses_is_told(real):
+    descriptors = Descriptors(real)
+    mode, nan = PoolingMode.MAX, NanPropagation.PROPAGATE_NAN
     with pytest.raises(BackendError, match="cudnnSetPoolingNdDescriptor"):
-        descriptors.create(
-            "Pooling", "PoolingNd", PoolingMode.MAX, NanPropagation.PROPAGATE_NAN, -1,
-            None, None, None,
-        )  # fmt: skip
+        descriptors.create("Pooling", "PoolingNd", mode, nan, -1, None, None, None)
+    for wrong in ((17, 1.0, 0.75, 1.0), (5, 1.0, 0.0, 1.0), (5, 1.0, 0.75, 0.0)):
+        with pytest.raises(BackendError, match="cudnnSetLRNDescriptor"):
+            descriptors.create("LRN", "LRN", *wrong)

@@ -16,6 +16,7 @@ __all__ = ["PROTOTYPES", "AlgoPerf", "Calls", "Cudnn", "error_for"]
 
 _INT = ctypes.c_int
 _SIZE = ctypes.c_size_t
+_DOUBLE = ctypes.c_double
 _PTR = ctypes.c_void_p
 _OUT_PTR = ctypes.POINTER(ctypes.c_void_p)
 _INTS = ctypes.POINTER(ctypes.c_int)
@@ -45,6 +46,8 @@ _RUN = (_PTR, _PTR, *[_PTR] * 4, _PTR, _INT, _PTR, _SIZE, _PTR, _PTR, _PTR)
 _MAP = (_PTR,) * 6
 # alpha, y + data, dy + data, x + data, beta, dx + data
 _MAP_BACK = (_PTR,) * 10
+# handle, mode, alpha, beta
+_NORM = (_PTR, _INT, _PTR, _PTR)
 
 PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
     {
@@ -102,6 +105,24 @@ PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
         "cudnnDestroyPoolingDescriptor": (_INT, (_PTR,)),
         "cudnnPoolingForward": (_INT, (_PTR, _PTR, *_MAP)),
         "cudnnPoolingBackward": (_INT, (_PTR, _PTR, *_MAP_BACK)),
+        "cudnnCreateLRNDescriptor": (_INT, (_OUT_PTR,)),
+        "cudnnSetLRNDescriptor": (_INT, (_PTR, ctypes.c_uint, *[_DOUBLE] * 3)),
+        "cudnnDestroyLRNDescriptor": (_INT, (_PTR,)),
+        "cudnnLRNCrossChannelForward": (_INT, (_PTR, _PTR, _INT, *_MAP)),
+        "cudnnLRNCrossChannelBackward": (_INT, (_PTR, _PTR, _INT, *_MAP_BACK)),
+        "cudnnDeriveBNTensorDescriptor": (_INT, (_PTR, _PTR, _INT)),
+        "cudnnBatchNormalizationForwardTraining": (
+            _INT,
+            (*_NORM, *[_PTR] * 7, _DOUBLE, _PTR, _PTR, _DOUBLE, _PTR, _PTR),
+        ),
+        "cudnnBatchNormalizationForwardInference": (
+            _INT,
+            (*_NORM, *[_PTR] * 9, _DOUBLE),
+        ),
+        "cudnnBatchNormalizationBackward": (
+            _INT,
+            (*_NORM, *[_PTR] * 12, _DOUBLE, _PTR, _PTR),
+        ),
     }
 )
 """Function -> (result, arguments)."""

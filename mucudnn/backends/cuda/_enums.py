@@ -14,6 +14,7 @@ __all__ = [
     "AttributeType",
     "BackwardDataAlgo",
     "BackwardFilterAlgo",
+    "BatchNormMode",
     "BehaviorNote",
     "ConvolutionMode",
     "DataType",
@@ -21,6 +22,7 @@ __all__ = [
     "Determinism",
     "ForwardAlgo",
     "HeurMode",
+    "LRNMode",
     "MathType",
     "NanPropagation",
     "NumericalNote",
@@ -264,6 +266,18 @@ class PoolingMode(IntEnum):
     AVERAGE_COUNT_EXCLUDE_PADDING = 2
 
 
+class LRNMode(IntEnum):
+    """Which elements are each other's neighbours."""
+
+    CROSS_CHANNEL_DIM1 = 0
+
+
+class BatchNormMode(IntEnum):
+    """What statistics are taken over; persistent ones may overflow."""
+
+    SPATIAL = 1
+
+
 class NumericalNote(IntEnum):
     """What an engine does to numbers."""
 
@@ -307,6 +321,8 @@ C_NAMES: Mapping[type[IntEnum], str] = MappingProxyType(
         NanPropagation: "CUDNN_{}",
         PointwiseMode: "CUDNN_POINTWISE_{}",
         PoolingMode: "CUDNN_POOLING_{}",
+        LRNMode: "CUDNN_LRN_{}",
+        BatchNormMode: "CUDNN_BATCHNORM_{}",
         NumericalNote: "CUDNN_NUMERICAL_NOTE_{}",
         BehaviorNote: "CUDNN_BEHAVIOR_NOTE_{}",
     }

@@ -4,8 +4,9 @@ All are of its first API: they take no workspace, so what a plan counts for ours
 enough for both. Nothing depends on them. Where the library refuses a call, whatever its
 status, our kernel runs instead, and it is not asked again.
 
-What it has and is not here computes another function: its softmax leaves a probability
-of 0 where the loss still needs its logarithm.
+What it has and is not here computes another function, or more than it is worth: its
+softmax leaves a probability of 0 where a loss still needs the logarithm, and its batch
+normalisation with a ReLU wants memory for a mask.
 """
 
 import logging
@@ -15,7 +16,7 @@ from typing import Any
 
 from mucudnn.backends.base import Kernel
 from mucudnn.backends.cuda.conv.launch import Launch
-from mucudnn.backends.cuda.cudnn_kernels import pooling
+from mucudnn.backends.cuda.cudnn_kernels import batch_norm, lrn, pooling
 from mucudnn.backends.cuda.cudnn_kernels.case import Arguments, Case, LibraryOperation
 from mucudnn.backends.cuda.session import Session
 from mucudnn.errors import MucudnnError
@@ -27,7 +28,7 @@ __all__ = ["OPERATIONS", "CudnnKernels"]
 
 logger = logging.getLogger(__name__)
 
-_FILES = (pooling,)
+_FILES = (batch_norm, lrn, pooling)
 
 OPERATIONS: Mapping[str, LibraryOperation] = MappingProxyType(
     {name: made for file in _FILES for name, made in file.OPERATIONS.items()}
