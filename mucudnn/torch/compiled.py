@@ -25,7 +25,6 @@ import torch
 from mucudnn.arguments import a_flag
 from mucudnn.errors import MucudnnError
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.sizes import format_bytes
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -47,6 +46,7 @@ from mucudnn.torch.internals import (
     refresh_values,
     while_compiling,
 )
+from mucudnn.torch.left_eager import LeftEager
 from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.measure import measured
 from mucudnn.torch.measurement.refusals import WrongResultsError
@@ -80,9 +80,11 @@ def backend(
     ends in a break takes a third of what is left, or what it cannot do without, and
     the last one the rest. Models that are compiled apart with one backend keep it each
     for itself; a warning says so, once, if all together may need more. What Dynamo runs
-    eagerly is in no graph and keeps nothing: after a break in a loop, or beyond
-    `torch._dynamo.config.recompile_limit` versions of one function (8; PyTorch logs
-    it). `fullgraph=True` refuses breaks, and `plans` has what was planned.
+    eagerly is in no graph and keeps nothing: after a break in a loop, beyond
+    `torch._dynamo.config.recompile_limit` versions of one function (8), modules with
+    full backward hooks, recurrent ones, or what `torch.compiler.disable` marks.
+    `fullgraph=True` refuses breaks, and `left_eager` has Dynamo's reasons; reading
+    `plans` or `peak_bytes` warns if nothing was planned for them.
 
     Every size of a batch has a plan of its own, made when it is first seen; sizes do
     not count as versions, unless `dynamic=False` makes them. With `retain_graph=True`
@@ -178,10 +180,6 @@ class CompileBackend:
         tuner: Measures other ways to run the convolutions, if they are wanted.
         inductor: Whether operations are fused.
         tiers: Where to what leaves goes; None means the host's memory.
-
-    Attributes:
-        plans: What was decided, in the order in which graphs were first seen; each
-            names its graph, where that begins in the user's code, and sizes.
     """
 
     def __init__(
@@ -204,7 +202,8 @@ class CompileBackend:
         self._results = KernelResults()
         self._planned: dict[Any, Halves] = {}
         self._warned = False
-        self.plans: list[TorchPlan] = []
+        self._eager = LeftEager()
+        self._plans: list[TorchPlan] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the budget, and plans for itself."""
@@ -218,9 +217,26 @@ class CompileBackend:
         return build, (self._budget.budget, self._costs)
 
     @property
+    def plans(self) -> list[TorchPlan]:
+        """What was decided, in the order in which graphs were first seen.
+
+        Each names its graph, where that begins in the user's code, and sizes.
+        """
+        if not self._plans:
+            self._eager.warn()
+        return self._plans
+
+    @property
     def peak_bytes(self) -> int:
         """The most in use while every graph is under way once, at its largest size."""
+        if not self._plans:
+            self._eager.warn()
         return self._budget.peak_bytes
+
+    @property
+    def left_eager(self) -> tuple[str, ...]:
+        """Why Dynamo left something eager, of all functions since this was made."""
+        return self._eager.reasons
 
     def __call__(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any]
@@ -315,19 +331,13 @@ class CompileBackend:
 
     def _note(self, source: GraphSource, plan: TorchPlan, halves: Halves) -> None:
         program = f"{halves.forward.source}\n{halves.backward.source}"
-        self.plans.append(replace(plan, source=program, name=source.name))
-        _log.info("%s", self.plans[-1])
+        self._plans.append(replace(plan, source=program, name=source.name))
+        _log.info("%s", self._plans[-1])
         shared = self._budget
         shared.note(source, plan.peak_bytes)
-        apart = shared.models > 1 and shared.peak_bytes > shared.budget
-        if apart and not self._warned:
+        if not self._warned and (said := shared.apart(source)):
             self._warned = True
-            warnings.warn(
-                f"there are several models ({self.plans[0].name}; {source.name}), and "
-                f"each keeps the budget of {format_bytes(int(shared.budget))} for "
-                f"itself: together up to {format_bytes(shared.peak_bytes)} so far",
-                stacklevel=2,
-            )
+            warnings.warn(said, stacklevel=2)
 
 
 def _refusal(error: Exception) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._guards import detect_fake_mode
 from torch._library.simple_registry import singleton
@@ -24,6 +25,7 @@ _CHECK = torch.ops.aten._linalg_check_errors.default
 
 __all__ = [
     "aot_compiled",
+    "break_reasons",
     "breaks_of",
     "examples_of",
     "graph_is_kept",
@@ -168,6 +170,20 @@ def examples_of(given: Sequence[Any]) -> list[Any]:
         else value
         for value in given
     ]
+
+
+def break_reasons() -> dict[str, int]:
+    """Why Dynamo has not captured something, a line each, and how often.
+
+    PyTorch's guide to graph breaks names these counters; they are nowhere else, and
+    `torch._dynamo.reset` leaves them.
+    """
+    found: dict[str, int] = {}
+    for kind in ("graph_break", "unimplemented"):
+        for reason, count in counters[kind].items():
+            line = " ".join(str(reason).partition("\n")[0].split()).rstrip(".")
+            found[line] = found.get(line, 0) + count
+    return found
 
 
 def refresh_values(module: torch.fx.GraphModule) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mucudnn.errors import PlanningError
-from mucudnn.ir.sizes import exact_bytes
+from mucudnn.ir.sizes import exact_bytes, format_bytes
 
 __all__ = ["GraphSource", "SharedBudget"]
 
@@ -68,10 +68,21 @@ class SharedBudget:
         """All peaks together, each of its graph's largest version."""
         return sum(part.peak for part in self._parts.values())
 
-    @property
-    def models(self) -> int:
-        """How many there are whose graphs know nothing of each other."""
-        return len({part.model for part in self._parts.values()})
+    def apart(self, source: GraphSource) -> str:
+        """That several models may need more than the budget together; empty if not.
+
+        Args:
+            source: The last graph of theirs.
+        """
+        models = {part.model for part in self._parts.values()}
+        if len(models) == 1 or self.peak_bytes <= self.budget:
+            return ""
+        first = next(iter(self._parts.values())).source.name
+        return (
+            f"there are several models ({first}; {source.name}), and each keeps the "
+            f"budget of {format_bytes(int(self.budget))} for itself: together up to "
+            f"{format_bytes(self.peak_bytes)} so far"
+        )
 
     def plan(self, source: GraphSource, planned: Callable[[float], Planned]) -> Planned:
         """A graph in its share of the budget.
