@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from bench.torch.gloo_rank import environment, run_rank
 from bench.torch.rank_networks import NETWORKS
 
 SECONDS = 500
@@ -19,20 +20,13 @@ RATES = {"mean": 0.1, "sum": 0.01}
 
 def start(scenario, size, folder):
     """The processes, each with its output in a file of its own."""
-    root = Path(__file__).parent.parent
     found = []
     for rank in range(size):
         with (folder / f"{rank}.err").open("wb") as err:
             command = [sys.executable, __file__, scenario, rank, size, folder]
-            environment = {
-                **os.environ,
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(root),
-            }
             found.append(
                 subprocess.Popen(
-                    list(map(str, command)), env=environment, stderr=err, cwd=folder
+                    list(map(str, command)), env=environment(), stderr=err, cwd=folder
                 )
             )
     return found
@@ -419,17 +413,14 @@ SCENARIOS = {
 
 def main(scenario, rank, size, folder):
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = folder / f"store-{scenario}-{size}"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size
-    )
-    result = SCENARIOS[scenario](rank, folder)
-    (folder / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
-    os._exit(0)  # gloo's threads may outlive the group, and abort an interpreter's end
+
+    def work():
+        result = SCENARIOS[scenario](rank, folder)
+        (folder / f"{rank}.json").write_text(json.dumps(result))
+
+    run_rank(folder / f"store-{scenario}-{size}", rank, size, work)
 
 
 if __name__ == "__main__":

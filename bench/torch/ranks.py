@@ -7,7 +7,6 @@ shares out the batches by those. How long a rank waits is counted from the table
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.torch.gloo_rank import environment, run_rank
 from bench.torch.rank_networks import NETWORKS
 from mucudnn.ir.fleet import StepPoint, StepTable
 from mucudnn.passes.fleet import equal_shares
@@ -167,33 +167,23 @@ def _started(
         cwd=root,
         stderr=subprocess.PIPE,
         text=True,
-        env={
-            **os.environ,
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(root),
-        },
+        env=environment(),
     )
 
 
 def main(arguments: Sequence[str]) -> None:
     """One of the ranks."""
-    import torch.distributed as dist
+    name, slow, folder = arguments[0], float(arguments[1]), Path(arguments[4])
+    rank, size = map(int, arguments[2:4])
 
-    name, slow, rank, size, folder = arguments
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=int(rank),
-        world_size=int(size),
-    )
-    factor = float(slow) if int(rank) == int(size) - 1 else 1.0
-    table = own_table(name, factor, BATCH - int(size) + 1)
-    found = trained(name, table, int(rank))
-    if int(rank) == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-    os._exit(0)  # gloo's threads may outlive the group, and abort an interpreter's end
+    def work() -> None:
+        factor = slow if rank == size - 1 else 1.0
+        table = own_table(name, factor, BATCH - size + 1)
+        found = trained(name, table, rank)
+        if rank == 0:
+            (folder / "found.json").write_text(json.dumps(found))
+
+    run_rank(folder / "store", rank, size, work)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from torch.fx.node import _side_effectful_functions
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mucudnn.torch.storages import storage_of
+
 _CHECK = torch.ops.aten._linalg_check_errors.default
 
 __all__ = [
@@ -210,14 +212,12 @@ def _is_stale_view(node: torch.fx.Node) -> bool:
         if said.alias_info is not None and isinstance(argument, torch.fx.Node)
     ]
     storages = {
-        tensor.untyped_storage()._cdata
+        storage_of(tensor)
         for tensor in of
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
     }
     strided = value.layout is torch.strided
-    return (
-        bool(storages) and strided and (value.untyped_storage()._cdata not in storages)
-    )
+    return bool(storages) and strided and storage_of(value) not in storages
 
 
 def graph_is_kept() -> bool:

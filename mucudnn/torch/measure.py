@@ -23,6 +23,7 @@ from mucudnn.torch.measurement.estimate import estimated
 from mucudnn.torch.measurement.meters import Meter, meter_of
 from mucudnn.torch.measurement.node_costs import is_view, workspaces_of
 from mucudnn.torch.measurement.refusals import WrongResultsError
+from mucudnn.torch.storages import storage_of
 
 __all__ = [
     "call_key",
@@ -254,12 +255,12 @@ def _check(
     Raises:
         UnsupportedError: Names the node.
     """
-    given = {tensor.untyped_storage().data_ptr() for tensor in operands}
+    given = set(map(storage_of, operands))
     call = lowered.calls[node.name]
     wrong: dict[int | None, Layout] = {}
     messages = []
     for name, path, tensor in zip(node.outputs, call.results, outputs, strict=True):
-        place = tensor.untyped_storage().data_ptr()
+        place = storage_of(tensor)
         shares = place in given
         given.add(place)  # two results may be one
         if not tensor.numel() or node.mutates:

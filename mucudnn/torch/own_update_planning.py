@@ -23,6 +23,7 @@ from mucudnn.torch.capture.whole_step import CapturedStep
 from mucudnn.torch.execution.own_update import copies_needed
 from mucudnn.torch.measurement.own_updates import UpdateBytes, measured_update
 from mucudnn.torch.step_plan import TorchPlan
+from mucudnn.torch.storages import bytes_in_storages
 
 __all__ = ["OwnUpdate"]
 
@@ -154,7 +155,7 @@ class OwnUpdate:
 
 def _resident(parts: StepParts) -> int:
     """Bytes of parameters, buffers and rates."""
-    return _nbytes(parts.tensors())
+    return bytes_in_storages(parts.tensors())
 
 
 def _results(captured: CapturedStep) -> list[torch.Tensor]:
@@ -166,7 +167,9 @@ def _results(captured: CapturedStep) -> list[torch.Tensor]:
 
 def _returned(captured: CapturedStep) -> int:
     """Bytes of what the passes return."""
-    return _nbytes([v for v in _results(captured) if isinstance(v, torch.Tensor)])
+    return bytes_in_storages(
+        [v for v in _results(captured) if isinstance(v, torch.Tensor)]
+    )
 
 
 def _apart(captured: CapturedStep, parts: StepParts) -> int:
@@ -182,9 +185,3 @@ def _apart(captured: CapturedStep, parts: StepParts) -> int:
         for gradient, needed in zip(gradients, copied, strict=True)
         if needed
     )
-
-
-def _nbytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of what tensors lie in, each storage once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-    return sum(rounded(int(storage.nbytes())) for storage in storages.values())

@@ -13,6 +13,7 @@ from mucudnn.torch.execution.lanes import Copies, copies_for, device_of
 from mucudnn.torch.execution.program import Kept, Program, Segment
 from mucudnn.torch.internals import graph_is_kept
 from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
+from mucudnn.torch.storages import storage_of
 
 __all__ = ["Count", "Half", "Halves", "bind_halves", "runner_of"]
 
@@ -177,11 +178,11 @@ def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     storages: dict[int, torch.UntypedStorage] = {}
     found = []
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = storage.clone()
+        place = storage_of(tensor)
+        if place not in storages:
+            storages[place] = tensor.untyped_storage().clone()
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         lies = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        lying = empty.set_(storages[storage._cdata], *lies)
+        lying = empty.set_(storages[place], *lies)
         found.append(Layout.of(tensor).read(lying))
     return found

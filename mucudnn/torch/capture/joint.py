@@ -21,6 +21,7 @@ from mucudnn.torch.execution.lanes import DEVICES
 from mucudnn.torch.internals import mutated_inputs, written_back
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
+from mucudnn.torch.storages import storage_of
 
 __all__ = ["Joint"]
 
@@ -177,9 +178,8 @@ def _written(
     value = node.meta.get("val")
     lies = repr(value)
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        storage = value.untyped_storage()
-        shared = storages.setdefault(storage._cdata, len(storages))
-        lies = repr((Layout.of(value), storage.nbytes(), shared))
+        shared = storages.setdefault(storage_of(value), len(storages))
+        lies = repr((Layout.of(value), value.untyped_storage().nbytes(), shared))
     constant = operator.attrgetter(node.target)(module) if node.op == "get_attr" else 0
     asked = torch.fx.node.map_arg((node.args, dict(node.kwargs)), places.__getitem__)
     target = node.target if node.op == "call_function" else ""

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from mucudnn.torch.lowering.lowered import Layout
 from mucudnn.torch.lowering.statistics import corrected, statistics_types
 from mucudnn.torch.measurement.refusals import WrongResultsError
+from mucudnn.torch.storages import storage_of
 
 __all__ = ["KernelResults"]
 
@@ -106,7 +107,7 @@ class KernelResults:
 
 def _apart(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The model of an LSTM's gradients has those of both biases as one tensor."""
-    places = [t.untyped_storage()._cdata for t in results]
+    places = list(map(storage_of, results))
     return tuple(
         torch.empty_like(t) if place in places[:i] else t
         for i, (t, place) in enumerate(zip(results, places, strict=True))

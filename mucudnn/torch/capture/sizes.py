@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mucudnn.errors import UnsupportedError
+from mucudnn.torch.storages import storage_of
 
 __all__ = ["BySize", "has_symbols"]
 
@@ -92,7 +93,7 @@ def _layouts(values: Sequence[Any]) -> Any:
             (
                 value.shape,
                 value.stride(),
-                first.setdefault(value.untyped_storage()._cdata, i),
+                first.setdefault(storage_of(value), i),
             )
             if isinstance(value, torch.Tensor)
             else value

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mucudnn.torch.storages import storage_of
+
 __all__ = ["copies_needed", "own_update"]
 
 
@@ -57,14 +59,14 @@ def copies_needed(
     gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> list[bool]:
     """Which gradients have no memory of their own that is as their parameter's."""
-    seen = {_storage(parameter) for parameter in parameters}
+    seen = {storage_of(parameter) for parameter in parameters}
     found = []
     for gradient, parameter in zip(gradients, parameters, strict=True):
         whole = gradient.untyped_storage().nbytes()
         dense = whole == gradient.numel() * gradient.element_size()
         as_it_is = gradient.stride() == parameter.stride() and dense
-        found.append(not as_it_is or _storage(gradient) in seen)
-        seen.add(_storage(gradient))
+        found.append(not as_it_is or storage_of(gradient) in seen)
+        seen.add(storage_of(gradient))
     return found
 
 
@@ -74,10 +76,6 @@ def _taken(results: list[Any], count: int) -> list[Any]:
     last = results[start:]
     del results[start:]
     return last
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _give(parameters: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:

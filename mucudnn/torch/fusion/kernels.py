@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.fusion.recipes import Recipe
 from mucudnn.torch.lowering.lowered import Layout
+from mucudnn.torch.storages import storage_of
 
 __all__ = ["Kernel", "Kernels", "check_compiler", "inductor"]
 
@@ -168,7 +169,7 @@ def _wrong(recipe: Recipe, found: Sequence[torch.Tensor]) -> str | None:
                 f"a result is {tensor.dtype} {tuple(tensor.shape)}, {tensor.stride()}"
             )
         storage = tensor.untyped_storage()
-        storages.add(storage.data_ptr())
+        storages.add(storage_of(tensor))
         if storage.nbytes() != _nbytes(layout) or tensor.storage_offset():
             return f"a result has {storage.nbytes()} bytes"
     return None if len(storages) == len(found) else "results share bytes"

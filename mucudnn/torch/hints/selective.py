@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
 from mucudnn.errors import BackendUnavailableError, UnsupportedError
 from mucudnn.torch.hints.policies import policies_of, without_copies
 from mucudnn.torch.memory_study import MemoryStudy
+from mucudnn.torch.storages import storage_of
 
 __all__ = ["checkpoint_contexts"]
 
@@ -135,9 +136,7 @@ class _Policy:
 
 def _storages(tree: Any) -> set[int]:
     leaves = pytree.tree_leaves(tree)
-    return {
-        int(t.untyped_storage()._cdata) for t in leaves if isinstance(t, torch.Tensor)
-    }
+    return {storage_of(t) for t in leaves if isinstance(t, torch.Tensor)}
 
 
 def _by_call(

@@ -30,6 +30,7 @@ from mucudnn.torch.lowering.statistics import (
     without_masked,
     without_unread,
 )
+from mucudnn.torch.storages import storage_of
 
 __all__ = ["CHECKS", "lower"]
 
@@ -137,7 +138,7 @@ class _Lowering:
             self._inputs.append(None)
             self._values[node] = value
             return
-        owner = self._owners.get(_storage(value))
+        owner = self._owners.get(storage_of(value))
         if owner is not None and self._layouts[owner] == Layout.of(value):
             name = owner  # one tensor under two names
         else:
@@ -215,7 +216,7 @@ class _Lowering:
         )
         if (constant := self._viewed(node)) is not None:
             for _, _, value in outputs:
-                self._owners.setdefault(_storage(value), constant)
+                self._owners.setdefault(storage_of(value), constant)
         names: tuple[str, ...] = tuple(
             self._declare(name, value, Role.ACTIVATION, inputs)
             for _, name, value in outputs
@@ -291,7 +292,7 @@ class _Lowering:
         self, name: str, value: torch.Tensor, role: Role, among: Sequence[str]
     ) -> str:
         """A tensor with bytes of its own, or a view of one among those given."""
-        storage = _storage(value)
+        storage = storage_of(value)
         owner = self._owners.setdefault(storage, name)
         alias = None
         if owner != name:
@@ -316,10 +317,6 @@ def _first(node: torch.fx.Node) -> torch.Tensor | None:
     operand = node.args[0] if node.args else None
     value = operand.meta.get("val") if isinstance(operand, torch.fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _needed(

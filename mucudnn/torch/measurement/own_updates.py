@@ -23,6 +23,7 @@ from mucudnn.passes.liveness import rounded
 from mucudnn.torch.capture.optimizers import make_state
 from mucudnn.torch.execution.copies import host_bytes
 from mucudnn.torch.measurement.meters import meter_of
+from mucudnn.torch.storages import bytes_in_storages, storage_of
 
 __all__ = ["UpdateBytes", "check_room", "measured_update", "state_bytes"]
 
@@ -111,14 +112,9 @@ def check_room(optimizer: torch.optim.Optimizer) -> None:
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all tensors that an optimizer has beside its parameters."""
-    found: dict[int, int] = {}
-    for tensor in _tensors(optimizer):
-        storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = rounded(storage.nbytes())
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            found.pop(parameter.untyped_storage().data_ptr(), None)
-    return sum(found.values())
+    groups = optimizer.param_groups
+    own = {storage_of(p) for group in groups for p in group["params"]}
+    return bytes_in_storages(t for t in _tensors(optimizer) if storage_of(t) not in own)
 
 
 class _Measured:
