@@ -404,8 +404,28 @@ def test_errors_name_the_operation_and_the_users_line():
 def test_a_sparse_gradient_is_refused():
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
     call = torch.compile(model, backend=mt.backend(budget="1MiB"))
-    with pytest.raises(UnsupportedError, match=r"sparse_coo; only dense tensors"):
+    with pytest.raises(UnsupportedError, match=r"sparse_coo; only dense.*behind"):
         call(torch.tensor([1, 2]))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_sparse_gradients_may_stay_outside_of_what_is_compiled():
+    def trained(compiled):
+        torch.manual_seed(0)
+        table, rest = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)
+        run = torch.compile(rest, backend=mt.backend(cache=None)) if compiled else rest
+        optimizers = (
+            torch.optim.SparseAdam(table.parameters(), 0.1),
+            torch.optim.Adam(rest.parameters(), 0.1),
+        )
+        for _ in range(2):
+            run(table(torch.tensor([1, 2, 2]))).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [table.weight, *rest.parameters()]
+
+    assert all(map(torch.equal, trained(compiled=True), trained(compiled=False)))
 
 
 def test_no_setting_hides_a_budget_that_is_too_small():

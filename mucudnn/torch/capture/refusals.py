@@ -29,6 +29,7 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.counted_averages import CountedAverages
 from mucudnn.torch.capture.gaussian_nll import gaussian_nll
 from mucudnn.torch.lowering.lower import CHECKS
+from mucudnn.torch.lowering.refusals import DENSE
 from mucudnn.torch.places import line_now, line_of_traceback
 
 __all__ = ["RefusedOperations", "StepFunctions", "saying_where"]
@@ -51,7 +52,7 @@ _KINDS = (
         "quantized tensors are not captured; use torch.ao's fake quantization",
     ),
     (_NESTING, "nested tensors are not captured; pad them, with a mask"),
-    (_SPARSE, "sparse tensors are not captured; use dense ones (sparse=False)"),
+    (_SPARSE, f"sparse tensors are not captured; {DENSE}"),
 )
 """Beginnings of names, and why they are refused."""
 
@@ -177,7 +178,7 @@ def _is_tensor(value: Any) -> bool:
 def _laid_out(result: torch.Tensor) -> str | None:
     """Why a result cannot be planned for; None if it can."""
     if result.layout is not torch.strided:
-        return f"its result is {result.layout}; use dense tensors (sparse=False)"
+        return f"its result is {result.layout}; {DENSE}"
     if any(not isinstance(size, int) for size in result.shape):
         return _DATA_DEPENDENT
     return None

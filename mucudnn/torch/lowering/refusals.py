@@ -8,7 +8,13 @@ import torch
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.places import line_of_stack
 
-__all__ = ["refuse"]
+__all__ = ["DENSE", "refuse"]
+
+DENSE = (
+    "use dense ones (sparse=False, and Adam in place of SparseAdam), or let mt.backend "
+    "compile what is behind an embedding and leave the embedding as it is"
+)
+"""What works in place of sparse tensors."""
 
 
 def refuse(
@@ -38,7 +44,7 @@ def refuse(
         if value.layout is not torch.strided:
             raise UnsupportedError(
                 f"{name} of {function}{where} is {value.layout}; only dense tensors "
-                "are planned"
+                f"are planned: {DENSE}"
             )
         if any(not isinstance(size, int) for size in value.shape):
             raise UnsupportedError(
