@@ -249,6 +249,25 @@ def test_the_advised_budget_fits_and_a_byte_less_ends_with_its_own_code(asked):
     assert f"fits {exact_bytes(least - 1)}; " in less.stderr
 
 
+def test_a_network_that_does_not_fit_undivided_is_told_of_parts():
+    whole = run("lenet", *NULL, "--budget", "1KiB")
+    assert "--split auto, which runs layers in parts, may; without it" in whole.stderr
+    parts = run("lenet", *NULL, "--budget", "1KiB", "--split", "auto")
+    assert parts.exit_code == ExitCode.NOTHING_FITS
+    assert "--split" not in parts.stderr
+
+
+def test_a_precision_takes_the_figures_that_the_device_has_for_it():
+    asked = ("lenet", "--batch", "4", "--policy", "keep_all", "--budget", "1GiB")
+    named = run(*asked, "--device", "h200_half", "--precision", "bfloat16")
+    found = run(*asked, "--device", "h200", "--precision", "bfloat16")
+    assert found.exit_code == 0
+    assert found.stdout == named.stdout
+    none = run(*asked, "--device", "p100", "--precision", "bfloat16")
+    assert none.exit_code == ExitCode.BAD_INPUT
+    assert "a convolution is in bfloat16" in none.stderr
+
+
 def test_a_largest_batch_is_an_answer_and_none_is_not():
     asked = ("lenet", *NULL, "--policy", "keep_all", "--max-batch")
     some, none = (run(*asked, "--budget", size) for size in ("5400000", "1KiB"))

@@ -172,7 +172,7 @@ def test_half_precision_takes_less_memory_and_time():
 
 
 def test_a_study_in_half_precision_needs_figures_of_it():
-    spec = on_tensor_cores("NCHW", "float16", "lenet", device="h200")
+    spec = on_tensor_cores("NCHW", "float16", "lenet", device="p100")
     with pytest.raises(
         ValueError, match=r"float16; the figures of .*: a100_half, h100"
     ):

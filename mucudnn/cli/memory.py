@@ -212,9 +212,20 @@ def _refusal(found: "MemoryStudy", settings: dict[str, Any]) -> str:
     """That nothing fits, and what would work."""
     words = f"no policy fits {exact_bytes(found.budget)}"
     if found.minimum is not None:
-        words += f"; the least budget that works is {exact_bytes(found.minimum)}"
+        words += f"; {_in_parts(found, settings)}the least budget that works is "
+        words += exact_bytes(found.minimum)
     names = [settings[option] for option in _OF_BEST if settings[option] is not None]
     return f"{words}; nothing is written to {', '.join(names)}" if names else words
+
+
+def _in_parts(found: "MemoryStudy", settings: dict[str, Any]) -> str:
+    """What else may fit, where the network could be divided and was not."""
+    from mucudnn.studies.memory_study import StepSpec
+
+    own = isinstance(found.spec, StepSpec) and found.spec.device != _CPU
+    if not own or settings["split"] not in (None, "none"):
+        return ""
+    return "--split auto, which runs layers in parts, may; without it "
 
 
 def _step(

@@ -19,6 +19,7 @@ __all__ = [
     "DeviceFigures",
     "Figure",
     "get_device",
+    "name_computing",
 ]
 
 _GIB = 1024**3
@@ -239,3 +240,14 @@ def get_device(name: str) -> DeviceFigures:
         valid = ", ".join(DEVICES)
         raise ValueError(f"unknown device {name!r}; choose one of: {valid}")
     return DEVICES[name]
+
+
+def name_computing(name: str, dtype: str) -> str:
+    """The same device by its figures for a type: `h200_half` for `h200` in float16.
+
+    Raises:
+        ValueError: Nothing is known of the device.
+    """
+    half = f"{name}_half"
+    known = half in DEVICES and dtype in DEVICES[half].dtypes
+    return half if dtype not in get_device(name).dtypes and known else name

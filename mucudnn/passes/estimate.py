@@ -98,8 +98,8 @@ def conv_table(
     if problem.dtype not in figures.dtypes:
         known = ", ".join(n for n, d in DEVICES.items() if problem.dtype in d.dtypes)
         raise ValueError(
-            f"{problem} is in {problem.dtype}; the figures of {figures.title} are for "
-            f"{', '.join(figures.dtypes)}; for {problem.dtype} there are those of: "
+            f"a convolution is in {problem.dtype}; the figures of {figures.title} are "
+            f"for {', '.join(figures.dtypes)}; for {problem.dtype} there are those of: "
             f"{known or 'no device'}"
         )
     rows = tuple(

@@ -8,6 +8,7 @@ what is done.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from mucudnn.ir.devices import name_computing
 from mucudnn.ir.graph import Graph, Role
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import parse_bytes
@@ -65,7 +66,8 @@ def study_memory(
         schedulers: Names in `SCHEDULERS`, or functions; if not given, each policy's
             own.
         budget: Bytes, or "1.5GiB"; by default what the device has.
-        device: `cpu`, or a name in `DEVICES`; if not given, the step's own.
+        device: `cpu`, or a name in `DEVICES`; if not given, the step's own. Of a step
+            in half precision the figures are the device's for it.
         curve: Whether to plan for several budgets, too.
         max_batch: Whether to look for the largest mini-batch of every policy.
         min_budget: Whether to look for the least budget of every policy.
@@ -115,7 +117,7 @@ def study_memory(
     say = progress or (lambda what, done, total: None)
     say("building the step", 0, 1)
     if isinstance(spec, StepSpec):
-        spec = with_layouts(spec, recordings)
+        spec = with_layouts(_in_its_arithmetic(spec), recordings)
     costed = costed_step(spec, profile, recordings, say)
     found: tuple[MemoryTier, ...] = ()
     if choices:
@@ -149,3 +151,10 @@ def _spec_of(step: object, device: str | None) -> StepSpec:
         )
     spec = StepSpec(model=step, batch=step.tensors[IMAGE].shape[0])
     return spec if device is None else replace(spec, device=device)
+
+
+def _in_its_arithmetic(spec: StepSpec) -> StepSpec:
+    """On the device as it computes in the step's precision."""
+    if spec.precision is None or spec.device == CPU:
+        return spec
+    return replace(spec, device=name_computing(spec.device, spec.precision))
