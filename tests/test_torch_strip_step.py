@@ -35,10 +35,9 @@ def chain():
 class UNet(nn.Module):
     """Two levels down and up again, skips beside."""
 
-    def __init__(self, dims, normed=False, up="transposed"):
+    def __init__(self, dims, norm=nn.Identity, up="transposed"):
         super().__init__()
         conv = {2: nn.Conv2d, 3: nn.Conv3d}[dims]
-        norm = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims] if normed else nn.Identity
         pool = {2: nn.MaxPool2d, 3: nn.MaxPool3d}[dims]
         turned = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}[dims]
 
@@ -98,6 +97,28 @@ class Larger(nn.Module):
         return self.up(self.pool(y + self.body(y))) + grown
 
 
+def instances():
+    """Norms with and without parameters, running statistics and gradients."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.InstanceNorm2d(4),
+        nn.ELU(),
+        nn.Conv2d(4, 4, 3, padding=1, bias=False),
+        nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        nn.Hardswish(),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.BatchNorm2d(4, affine=False, track_running_stats=False),
+        nn.BatchNorm2d(4, momentum=None),
+        nn.Conv2d(4, 3, 1),
+    )
+    model[4].weight.requires_grad_(False)
+    return model
+
+
+def masked():
+    return (torch.rand(2, 3, 21, 8),)
+
+
 def masks(scores, wanted):
     return functional.binary_cross_entropy_with_logits(scores, wanted)
 
@@ -117,10 +138,12 @@ STEPS = {
         masks,
         (torch.randn(2, 3, 13, 8), torch.rand(2, 3, 26, 16)),
     ),
-    "normed": lambda: (UNet(2, normed=True), both, labelled(24, 16)),
+    "normed": lambda: (UNet(2, nn.BatchNorm2d), both, labelled(24, 16)),
+    "instances": lambda: (instances(), masks, (torch.randn(2, 3, 21, 8), *masked())),
 }
 
-SLOW = "unet", "volumes"
+SLOW = "unet", "normed", "volumes"
+NORMED = "normed", "instances"
 
 
 def made(name, dtype):
@@ -137,11 +160,15 @@ def momentum(model):
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
+def learning(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def eager(name, dtype):
     model, loss_fn, (x, y) = made(name, dtype)
     loss = loss_fn(model(x), y)
     loss.backward()
-    return loss.detach(), [p.grad for p in model.parameters()], model
+    return loss.detach(), [p.grad for p in learning(model)], model
 
 
 def stepped(name, dtype, split, budget=None):
@@ -152,7 +179,7 @@ def stepped(name, dtype, split, budget=None):
     )
     loss = step(*batch)
     state = optimizer.state
-    found = [state[p]["momentum_buffer"] for p in model.parameters()]
+    found = [state[p]["momentum_buffer"] for p in learning(model)]
     return loss, found, step, batch, model
 
 
@@ -171,7 +198,7 @@ def test_gradients_are_those_of_the_whole_image(name, dtype):
     _, expected, _ = eager(name, torch.float64)
     limit = 1e-12
     if dtype is torch.float32:
-        limit = max(1e-4 if name == "normed" else 1e-6, 2 * furthest(own, expected))
+        limit = max(1e-4 if name in NORMED else 1e-6, 2 * furthest(own, expected))
     for parts in (2, 3) if dtype is torch.float64 else (5,):
         mine, found, step, _, model = stepped(name, dtype, f"height:{parts}")
         chosen = step.plan.splitting.chosen

@@ -69,8 +69,10 @@ class Cut:
         counted: Arguments that are the number of samples.
         averaged: Whether the whole call divides by the number of samples: what a slice
             of n of N computes has to be multiplied by n / N.
+        gathered: Whether results are no sums: who reads one is given those of all
+            slices, as the last of its operands.
         stripped: What computes a strip, where it reads other rows than it computes; it
-            stands in for the three.
+            stands in for `shaped`, `counted` and `averaged`.
     """
 
     inputs: Mapping[int, Axis]
@@ -78,6 +80,7 @@ class Cut:
     shaped: tuple[int, ...] = ()
     counted: tuple[int, ...] = ()
     averaged: bool = False
+    gathered: bool = False
     stripped: Stripped | None = None
 
 

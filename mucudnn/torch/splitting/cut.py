@@ -54,7 +54,8 @@ class _Calls:
         """Note how a node is called; the node as it is planned."""
         known = self._whole.graph.by_name.get(node.name)
         if known is not None:
-            self._calls[node.name] = self._whole.calls[node.name]
+            more = len(node.inputs) - len(known.inputs)
+            self._calls[node.name] = _given(self._whole.calls[node.name], known, more)
             for name in node.outputs:
                 self._layouts[name] = self._whole.layouts[name]
             traits = replace(node.traits, batch=None, strips=None)
@@ -159,6 +160,16 @@ class _Calls:
 
     def _axis(self, name: str) -> Axis:
         return self._batched.axes[_OF.split(name)[0]]
+
+
+def _given(call: Call, node: Node, more: int) -> Call:
+    """A call with so many operands more: the last is what slices have left."""
+    if not more:
+        return call
+    last = len(node.inputs) - 1
+    left = [Operand(i) for i in range(last, last + more + 1)]
+    args = tuple(left if value == [Operand(last)] else value for value in call.args)
+    return replace(call, args=args)
 
 
 def in_part(

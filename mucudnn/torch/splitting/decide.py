@@ -18,6 +18,7 @@ from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.planning import Planner
 from mucudnn.torch.splitting.axes import Axis
 from mucudnn.torch.splitting.cut import in_slices
+from mucudnn.torch.splitting.norms import with_norms_in_parts
 from mucudnn.torch.splitting.prepare import prepared
 from mucudnn.torch.splitting.shape_operands import without_shape_operands
 from mucudnn.torch.splitting.traits import Batched, with_batches, with_strips
@@ -70,7 +71,8 @@ def stripped_step(lowered: Lowered, names: Sequence[str]) -> Batched | None:
         for name, shape in shapes.items()
         if len(shape) >= most - 1
     }
-    found = with_strips(without_shape_operands(prepared(lowered)), images)
+    ready = with_norms_in_parts(without_shape_operands(prepared(lowered)))
+    found = with_strips(ready, images)
     return found if found.cuts and images.keys() & found.axes.keys() else None
 
 

@@ -11,6 +11,7 @@ from mucudnn.ir.strips import HEIGHT
 from mucudnn.torch.lowering.lowered import Call
 from mucudnn.torch.splitting.axes import Axis, Cut, Site
 from mucudnn.torch.splitting.conv_strips import convolution, convolution_backward
+from mucudnn.torch.splitting.norm_parts import NORMS
 from mucudnn.torch.splitting.pool_strips import (
     avg_pool,
     avg_pool_backward,
@@ -33,6 +34,8 @@ _HEIGHT = Axis(HEIGHT)
 
 def strip_of(site: Site, call: Call) -> Cut | None:
     """How a call is cut into strips; None if it stays whole."""
+    if site.op in NORMS:
+        return NORMS[site.op](site)
     rule = IMAGE_RULES.get(site.op)
     return cut_of(site, call) if rule is None else rule(site, call)
 

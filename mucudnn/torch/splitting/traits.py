@@ -166,7 +166,9 @@ class _Following:
         index, axis = next(iter(cut.inputs.items()))
         layout = self.lowered.layouts[node.inputs[index]]
         size = layout.shape[axis.index] // axis.each
-        return Batch(*places, sliced=partial(_said_of, size))
+        gathered = tuple(range(len(cut.outputs))) if cut.gathered else ()
+        said = partial(_said_of, size)
+        return Batch(*places, gathered=gathered, sliced=said)
 
     def _places(
         self, node: Node, cut: Cut, place: int
