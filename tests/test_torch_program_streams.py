@@ -39,6 +39,7 @@ def host_bytes(nbytes):
 @pytest.fixture(scope="module")
 def offloading():
     """A step of which every saved tensor leaves, and the losses of three steps."""
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     model, loss_fn, batch = build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
@@ -50,7 +51,8 @@ def offloading():
     plan = plan_residency(planner.request().scheduled("on_demand"), leave)
     segment = bind(planner.lowered, plan.schedule, ThreadCopies(reuse=True))
     assert segment.source.count("copy_back") >= 3
-    return planner.lowered, plan.schedule, steps(segment, StandIn())
+    yield planner.lowered, plan.schedule, steps(segment, StandIn())
+    torch.set_num_threads(before)
 
 
 def steps(segment, cuda):
