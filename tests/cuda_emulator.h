@@ -8,6 +8,7 @@
 #include <utility>
 
 #define __global__
+#define __launch_bounds__(threads)
 #define __device__
 #define __shared__ static
 using std::erf;
@@ -16,6 +17,15 @@ using std::log;
 using std::pow;
 using std::sqrt;
 using std::tanh;
+
+// A GPU stops at an access that is not aligned.
+static bool misaligned;
+template <class Access> static bool accessible(const void* p) {
+    bool good = (unsigned long long)p % alignof(Access) == 0;
+    misaligned |= !good;
+    return good;
+}
+#define ACCESSIBLE(Access, p) accessible<Access>(p)
 
 struct Place {
     unsigned x, y;
@@ -115,13 +125,16 @@ static bool in_turns() {
     }
 }
 
+enum Outcome { DIVERGED, GOOD, MISALIGNED, TOO_LARGE };
 template <class... P, std::size_t... J>
-bool run(void (*kernel)(P...), unsigned x, unsigned y, void** arguments, bool fibers,
-         std::index_sequence<J...>) {
+Outcome run(void (*kernel)(P...), unsigned x, unsigned y, void** arguments, bool fibers,
+            std::index_sequence<J...>) {
     auto call = [&] { kernel(*(std::remove_const_t<P>*)arguments[J]...); };
     body = [](void* self) { (*(decltype(call)*)self)(); };
     closure = &call;
+    if (x > 0x7fffffffu || y > 65535u) return TOO_LARGE;
     gridDim = {x, y};
+    misaligned = false;
     bool good = true;
     for (unsigned j = 0; j < y; ++j)
         for (unsigned i = 0; i < x; ++i) {
@@ -129,11 +142,11 @@ bool run(void (*kernel)(P...), unsigned x, unsigned y, void** arguments, bool fi
             if (fibers) good = good && in_turns();
             else for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x) call();
         }
-    return good;
+    return !good ? DIVERGED : misaligned ? MISALIGNED : GOOD;
 }
 
 template <class... P>
-bool run(void (*kernel)(P...), unsigned x, unsigned y, void** arguments, bool fibers) {
+Outcome run(void (*kernel)(P...), unsigned x, unsigned y, void** arguments, bool fibers) {
     return run(kernel, x, y, arguments, fibers, std::index_sequence_for<P...>());
 }
 } // namespace emulator

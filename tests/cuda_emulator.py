@@ -1,7 +1,7 @@
 """A launcher that runs CUDA kernels on the host: their source, compiled as C++.
 
 Arrays are NumPy's. Arguments are checked against the kernel's parameters, which CUDA
-would take unseen, and barriers against each other.
+would take unseen, barriers against each other, accesses and grids against what GPUs do.
 """
 
 import ctypes
@@ -15,9 +15,15 @@ import numpy as np
 
 from mucudnn.backends.cuda.kernels.source import compiler_options
 
-__all__ = ["COMPILER", "Emulator"]
+__all__ = ["COMPILER", "GOOD", "WRONG", "Emulator"]
 
 COMPILER = shutil.which("g++")
+GOOD = 1
+WRONG = {
+    0: "some threads ended while others waited for them",
+    2: "an access that is not aligned to its bytes",
+    3: "a grid larger than CUDA takes",
+}
 _HEADER = Path(__file__).with_name("cuda_emulator.h")
 _ELEMENTS = {"F": "float32", "D": "float64", "L": "int64", "B": "uint8"}
 _SCALARS = {
@@ -61,8 +67,8 @@ class Emulator:
         addresses = (ctypes.c_void_p * len(passed))(*map(ctypes.addressof, passed))
         fibers = "__syncthreads" in program.source
         x, y = (*launch.blocks, 1)[:2]
-        met = library[f"run_{kernel}"](x, y, addresses, fibers)
-        assert met, f"{kernel}: some threads ended while others waited for them"
+        outcome = library[f"run_{kernel}"](x, y, addresses, fibers)
+        assert outcome == GOOD, f"{kernel}: {WRONG[outcome]}"
         self.launched.add((program, kernel))
 
     def matmul(self, a, b, out):

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tests.cuda_emulator import COMPILER
+from tests.cuda_emulator import COMPILER, GOOD, WRONG
 
 __all__ = ["StrictArray", "StrictCupy"]
 
@@ -311,7 +311,8 @@ class StrictCupy:
         library, fibers = self._library(source, options), "__syncthreads" in source
 
         def work(kept=passed):
-            assert library[f"run_{name}"](x, y, addresses, fibers), name
+            outcome = library[f"run_{name}"](x, y, addresses, fibers)
+            assert outcome == GOOD, f"{name}: {WRONG[outcome]}"
             self.launched.append(name)
 
         put(work)

@@ -30,7 +30,7 @@ TYPES: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Type -> what its elements are in a source, and what is computed with."""
 
 PRELUDE = r"""
-#define KERNEL extern "C" __global__ void
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 #define EACH(i, count)                                                            \
     for (I i = (I)blockIdx.x * THREADS + threadIdx.x; i < (count);                \
          i += (I)gridDim.x * THREADS)
@@ -76,11 +76,16 @@ typedef INDEX I;
 template <class E, int W> struct alignas(W * sizeof(E)) Pack { E at[W]; };
 #define PACKED ((int)(16 / sizeof(T)))
 __device__ bool aligned(const void* p) { return (unsigned long long)p % 16 == 0; }
+#ifndef ACCESSIBLE  // a debugger of sources may look at what is accessed
+#define ACCESSIBLE(Access, p) true
+#endif
 template <int W, class E> __device__ Pack<E, W> load(const E* p) {
-    return *(const Pack<E, W>*)p;
+    typedef Pack<E, W> Access;
+    return ACCESSIBLE(Access, p) ? *(const Access*)p : Access();
 }
 template <int W, class E> __device__ void store(E* p, const Pack<E, W>& pack) {
-    *(Pack<E, W>*)p = pack;
+    typedef Pack<E, W> Access;
+    if (ACCESSIBLE(Access, p)) *(Access*)p = pack;
 }
 """
 
