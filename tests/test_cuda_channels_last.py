@@ -122,6 +122,73 @@ def test_half_precision_has_sums_in_single(op, folder, monkeypatch):
             assert np.abs(one - two).max() <= tolerance * scale
 
 
+GROUPED = (((5, 36, 64), 8), ((2, 3, 300), 3), ((3, 700, 24), 24), ((300, 7, 16), 1))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("name", ["float16", "float32"])
+@pytest.mark.parametrize(("shape", "groups"), GROUPED)
+def test_groups_of_channels_are_normalised_where_they_are(
+    shape, groups, name, offset, folder, monkeypatch
+):
+    """In the type of the images, by statistics in single precision; not turned."""
+    monkeypatch.setitem(sys.modules, "cupy", StrictCupy(folder))
+    kernels = bind(CupyLauncher(lambda: None))
+    attrs = {"groups": groups, "eps": 1e-3, "per_element": False}
+    last = attrs | {"channels_last": True}
+    rng = np.random.default_rng(1)
+    N, S, C = shape
+    x, dy = (rng.normal(1, 2, shape).astype(name) for _ in range(2))
+    gamma, beta = (rng.uniform(0.5, 1.5, C).astype("f4") for _ in range(2))
+    mean = rng.normal(1, 0.1, (N, groups)).astype("f4")
+    inverse = rng.uniform(0.4, 0.6, (N, groups)).astype("f4")
+    image, small = (shape, name), ((N, groups), "f4")
+    for op, given, results in (
+        ("group_norm", (x, gamma, beta), (image, small, small)),
+        (
+            "group_norm_grad",
+            (x, dy, gamma, mean, inverse),
+            (image, ((C,), "f4"), ((C,), "f4")),
+        ),
+    ):
+        first = [
+            (np.moveaxis(a, 2, 1) if a.shape == shape else a).astype("f8")
+            for a in given
+        ]
+        sizes = [(N, C, S) if size == shape else size for size, _ in results]
+        expected = [np.empty(size) for size in sizes]
+        CPU[op].run([np.ascontiguousarray(a) for a in first], expected, attrs, None)
+        found = on_the_gpu(kernels[op], given, results, last, shape, offset)
+        for one, two in zip(found, expected, strict=True):
+            one = np.moveaxis(one, 2, 1) if one.shape == shape else one
+            tolerance = 2e-3 if one.dtype == np.float16 else 4e-6
+            scale = max(1.0, np.abs(two).max())
+            assert np.abs(one.astype("f8") - two).max() <= tolerance * scale
+
+
+def on_the_gpu(kernel, given, results, attrs, image, offset):
+    """Results, where images begin `offset` elements behind 16 bytes."""
+
+    def placed(size, dtype, values=None):
+        room = np.full(int(np.prod(size)) + 16, np.nan, dtype)
+        start = -room.ctypes.data % 16 // room.itemsize + offset * (size == image)
+        array = room[start : start + int(np.prod(size))].reshape(size)
+        if values is not None:
+            array[...] = values
+        return array
+
+    inputs = [placed(a.shape, a.dtype, a) for a in given]
+    outputs = [placed(*result) for result in results]
+    specs = [
+        [TensorSpec("t", a.shape, a.dtype.name) for a in some]
+        for some in (inputs, outputs)
+    ]
+    scratch = np.full(kernel.workspace(*specs, attrs), 0xFF, np.uint8)
+    arrays = [[StrictArray(a) for a in some] for some in (inputs, outputs)]
+    kernel.run(*arrays, attrs, StrictArray(scratch) if scratch.size else None)
+    return outputs
+
+
 def test_no_block_adds_up_too_many_parts():
     for shape in ((256 * 112 * 112, 64), (256 * 49, 2048), (1 << 22, 8)):
         for nbytes in (2, 4, 8):

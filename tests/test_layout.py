@@ -12,7 +12,7 @@ from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import bind
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.channels_last import CHANNELS_LAST, operands_of
-from mucudnn.ir.graph import Graph
+from mucudnn.ir.graph import Graph, Role
 from mucudnn.ir.operations import make_node
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.estimate import estimate
@@ -115,6 +115,30 @@ def test_every_operation_is_the_same_with_channels_last():
 def test_every_operation_is_the_same_with_channels_last_on_a_gpu(tmp_path):
     seen = agree_in_both_layouts(bind(Emulator(tmp_path)))
     assert seen >= CHANNELS_LAST.keys() - {"conv", "max_pool_grad"}
+
+
+def test_groups_of_channels_are_not_turned():
+    g = GraphBuilder()
+    x = g.conv(g.input("image", (2, 4, 6, 6)), 8, 3, padding=1, bias=False)
+    x = g.relu(g.group_norm(x, 4))
+    x = g.conv(x, 8, 3, padding=1, bias=False)
+    label = g.input("label", (2,), "int64")
+    graph = g.build(g.softmax_cross_entropy(g.linear(g.flatten(x), 3), label))
+    turned = training_graph(with_channels_last(graph, convolutions_last(graph)))
+    step = with_computed_gradients(turned)
+    filters = [s.shape for s in graph.with_role(Role.PARAMETER)]
+    images = [
+        node.name
+        for node in step.nodes
+        if "channels" in node.op and step.tensors[node.inputs[0]].shape not in filters
+    ]
+    assert len(images) == 3  # what is fed, what is flattened, and its gradient
+
+
+def test_an_element_s_own_scale_keeps_channels_first():
+    g = GraphBuilder()
+    x = g.layer_norm(g.input("image", (2, 3, 4, 4)))
+    assert able(g.build(x)) == frozenset()
 
 
 # Networks.

@@ -1,13 +1,14 @@
 """Operations on images whose channels are last in memory: shapes (N, *spatial, C).
 
-Such a tensor has the layout `NHWC` and its shape as it is stored. No operation needs a
-kernel of its own for that, as each is one that kernels know already:
+Such a tensor has the layout `NHWC` and its shape as it is stored. Hardly an operation
+needs a kernel of its own for that, as most are ones that kernels know already:
 
 * what has no regard to places, like a ReLU, is the same in any layout;
 * what has a number for each channel works on (M, C), all pixels of all samples being
   samples without pixels;
 * windows slide over (N, 1, *spatial, C): one channel of images that have an axis more,
-  along which a window is one wide.
+  along which a window is one wide;
+* groups of channels are seen as (N, pixels, C), and their kernels are told.
 
 Operations that are not in the table work on images with channels first.
 """
@@ -55,12 +56,14 @@ class ChannelsLast:
         seen: The node's attributes -> what its kernel is given.
         view: The shape of an image -> what its kernel is given.
         axes: Of images at most.
+        able: The node's attributes -> whether there is such a kernel.
     """
 
     attrs: Callable[[Attributes, int], Attributes] = lambda attrs, rank: attrs
     seen: Callable[[Attributes], Attributes] = lambda attrs: attrs
     view: Callable[[Shape], Shape] = lambda shape: shape
     axes: int = 5
+    able: Callable[[Attributes], bool] = lambda attrs: True
 
 
 def is_image(spec: TensorSpec) -> bool:
@@ -74,12 +77,14 @@ def last(spec: TensorSpec, name: str) -> TensorSpec:
     return replace(own, shape=_turned(spec.shape))
 
 
-def channels_last(op: str, images: Sequence[TensorSpec]) -> ChannelsLast | None:
+def channels_last(
+    op: str, images: Sequence[TensorSpec], attrs: Attributes
+) -> ChannelsLast | None:
     """How an operation works on such images, if it can."""
     how = CHANNELS_LAST.get(op)
     if how is None or any(len(spec.shape) > how.axes for spec in images):
         return None
-    return how
+    return how if how.able(attrs) else None
 
 
 def operands_of(graph: Graph, node: Node) -> tuple[Specs, Specs, Attributes]:
@@ -104,6 +109,18 @@ def operands_of(graph: Graph, node: Node) -> tuple[Specs, Specs, Attributes]:
 
 def _by_channel(shape: Shape) -> Shape:
     return math.prod(shape[:-1]), shape[-1]
+
+
+def _by_pixel(shape: Shape) -> Shape:
+    return shape[0], math.prod(shape[1:-1]), shape[-1]
+
+
+def _told(attrs: Attributes) -> Attributes:
+    return {**attrs, "channels_last": True}
+
+
+def _by_group(attrs: Attributes) -> bool:
+    return not attrs["per_element"]
 
 
 def _one_axis_more(shape: Shape) -> Shape:
@@ -143,6 +160,7 @@ _CHANNELS = ChannelsLast(view=_by_channel)
 _POOL = ChannelsLast(seen=_windows, view=_one_axis_more, axes=_MOST_WINDOWED)
 _RESAMPLE = ChannelsLast(seen=_sides, view=_one_axis_more, axes=_MOST_WINDOWED)
 _BOX = ChannelsLast(attrs=_boxed)
+_GROUPS = ChannelsLast(seen=_told, view=_by_pixel, able=_by_group)
 
 CHANNELS_LAST: Mapping[str, ChannelsLast] = MappingProxyType(
     {
@@ -170,6 +188,8 @@ CHANNELS_LAST: Mapping[str, ChannelsLast] = MappingProxyType(
         "conv": ChannelsLast(attrs=_convolution),
         "gelu": _ANY,
         "gelu_grad": _ANY,
+        "group_norm": _GROUPS,
+        "group_norm_grad": _GROUPS,
         "identity": _ANY,
         "leaky_relu": _ANY,
         "leaky_relu_grad": _ANY,

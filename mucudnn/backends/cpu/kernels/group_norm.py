@@ -1,7 +1,8 @@
 """Group and layer normalisation (Wu and He, 2018; Ba et al., 2016), sample by sample.
 
-All arrays are seen as (N, groups, channels of a group, S). Gamma has a value a channel
-or one an element; with the last axis of size 1 or S both broadcast alike.
+All arrays are seen as (N, groups, channels of a group, S), with channels last as with
+channels first. Gamma has a value a channel or one an element; with the last axis of
+size 1 or S both broadcast alike.
 """
 
 from collections.abc import Iterator
@@ -41,19 +42,29 @@ class Grouped:
     Attributes:
         shape: (N, groups, channels of a group, S).
         affine: Shape of gamma and beta, with an axis for the samples.
+        last: Whether arrays are (N, S, C).
     """
 
     shape: tuple[int, int, int, int]
     affine: tuple[int, int, int, int]
+    last: bool = False
 
     @classmethod
     def of(cls, x: Any, attrs: Attrs) -> "Grouped":
         """How an operation's input is divided."""
-        N, C, S = as_ncs(x).shape
+        told = bool(attrs.get("channels_last"))
+        N, C, S = as_ncs(np.moveaxis(x, -1, 1) if told else x).shape
         groups = attrs["groups"]
         shape = (N, groups, C // groups, S)
         last = S if attrs["per_element"] else 1
-        return cls(shape, (1, groups, C // groups, last))
+        return cls(shape, (1, groups, C // groups, last), told)
+
+    def view(self, array: Any) -> Any:
+        """An array seen so: the same memory."""
+        if not self.last:
+            return array.reshape(self.shape)
+        N, groups, channels, S = self.shape
+        return array.reshape(N, S, groups, channels).transpose(0, 2, 3, 1)
 
     @property
     def count(self) -> int:
@@ -79,7 +90,7 @@ class Grouped:
 def group_norm(call: KernelCall) -> None:
     """Normalise each group of channels of each sample by its own statistics."""
     grouped = Grouped.of(call.inputs[0], call.attrs)
-    x, y = (v.reshape(grouped.shape) for v in (call.inputs[0], call.outputs[0]))
+    x, y = (grouped.view(v) for v in (call.inputs[0], call.outputs[0]))
     gamma, beta = (v.reshape(grouped.affine) for v in call.inputs[1:])
     mean, inv_std = call.outputs[1:]
     size = x.itemsize
@@ -107,10 +118,10 @@ def group_norm(call: KernelCall) -> None:
 def group_norm_grad(call: KernelCall) -> None:
     """Dx as batch normalisation's, over groups; after dgamma, dbeta: it may be dy."""
     grouped = Grouped.of(call.inputs[0], call.attrs)
-    x, dy = (v.reshape(grouped.shape) for v in call.inputs[:2])
+    x, dy = (grouped.view(v) for v in call.inputs[:2])
     gamma = call.inputs[2].reshape(grouped.affine)
     mean, inv_std = (v[..., None, None] for v in call.inputs[3:])
-    dx = call.outputs[0].reshape(grouped.shape)
+    dx = grouped.view(call.outputs[0])
     dgamma, dbeta = (v.reshape(grouped.affine) for v in call.outputs[1:])
     affine_grads(call, grouped, (x, dy, mean, inv_std), dgamma, dbeta)
     size = x.itemsize

@@ -5,6 +5,9 @@ a thread divides to find its first elements in it, and adds to find the next. Ga
 one value for `inner` neighbouring elements of a sample: S if it is a channel's, 1 if it
 is an element's. So seen, its gradient is a sum over samples and pixels of (N, values of
 gamma, inner), as a batch normalisation's.
+
+Where channels are last, (N, pixels, C), a group is what some neighbouring channels have
+in all pixels of a sample; a gradient of gamma is a sum over all pixels of all samples.
 """
 
 import math
@@ -62,18 +65,49 @@ struct Row {
         }
     }
 };
-// Elements `at` of a row: W at once, where the tensors that are named allow it.
+// The same of a group of a sample whose channels are last, in all pixels; W at once if
+// all tensors are aligned. Only where a thread begins is divided for.
+struct LastRow {
+    I C, width, first, length, apiece, begin, own, over, jump;
+    __device__ LastRow(I row, I groups, I pixels, I C, bool aligned)
+        : C(C), width(C / groups), length(pixels * width),
+          apiece(aligned && width % PACKED == 0 ? PACKED : 1) {
+        I sample = row / groups, j = threadIdx.x * apiece, step = THREADS * apiece;
+        I pixel = j / width, more = step / width;
+        first = (row - sample * groups) * width;
+        own = first + j - pixel * width;
+        begin = (sample * pixels + pixel) * C + own;
+        over = step - more * width;
+        jump = more * C + over;
+    }
+    __device__ bool packs() const { return apiece > 1; }
+    struct Steps {
+        I i, k;
+        __device__ I of(int j) const { return k + j; }
+    };
+    template <int W, class F> __device__ void each(const F& body) const {
+        I end = first + width;
+        Steps at = {begin, own};
+        for (I j = threadIdx.x * W; j < length; j += THREADS * W) {
+            body(at);
+            at.i += jump, at.k += over;
+            if (at.k >= end) at.k -= width, at.i += C - width;
+        }
+    }
+};
+// Elements `at` of a row, an R: W at once, where the tensors that are named allow it.
 #define EACH_OF_ROW(row, packed, ...)                                             \
     if (row.packs() && (packed)) {                                                \
         constexpr int W = PACKED;                                                 \
-        row.template each<W>([&](const Row::Steps& at) { __VA_ARGS__ });          \
+        row.template each<W>([&](const typename R::Steps& at) { __VA_ARGS__ });   \
     } else {                                                                      \
         constexpr int W = 1;                                                      \
-        row.template each<W>([&](const Row::Steps& at) { __VA_ARGS__ });          \
+        row.template each<W>([&](const typename R::Steps& at) { __VA_ARGS__ });   \
     }
 
 // y = (x - centre) inverse gamma + beta.
-__device__ void normalise(const Row& row, const T* x, const P* gamma, const P* beta,
+template <class R>
+__device__ void normalise(const R& row, const T* x, const P* gamma, const P* beta,
                           A centre, A inverse, T* y) {
     EACH_OF_ROW(row, aligned(x) && aligned(y), {
         Pack<T, W> v = load<W>(x + at.i);
@@ -89,8 +123,8 @@ __device__ void normalise(const Row& row, const T* x, const P* gamma, const P* b
 // The sums of dy gamma, and of it times deviations, over a block's part of a row.
 struct RowSums {
     double sum, dots;
-    __device__ RowSums(const Row& row, const T* x, const T* dy, const P* gamma,
-                       A centre)
+    template <class R>
+    __device__ RowSums(const R& row, const T* x, const T* dy, const P* gamma, A centre)
         : sum(0), dots(0) {
         EACH_OF_ROW(row, aligned(x) && aligned(dy), {
             Pack<T, W> v = load<W>(x + at.i), d = load<W>(dy + at.i);
@@ -109,7 +143,8 @@ struct RowSums {
 };
 
 // dx = dy gamma inverse + deviation along + offset.
-__device__ void input_grad(const Row& row, const T* x, const T* dy, const P* gamma,
+template <class R>
+__device__ void input_grad(const R& row, const T* x, const T* dy, const P* gamma,
                            A centre, A inverse, double sum, double dots, double count,
                            T* dx) {
     double wide = inverse;
@@ -133,9 +168,10 @@ PROGRAM = Program(
     + FINISH
     + ROWS
     + r"""
-KERNEL group_norm(const T* x, const P* gamma, const P* beta, T* y, P* mean, P* inv_std,
-                  I groups, I length, I inner, double eps) {
-    Row row(blockIdx.x, groups, length, inner, 0, 1);
+#define FORWARD                                                                   \
+    const T *x, const P *gamma, const P *beta, T *y, P *mean, P *inv_std
+template <class R> __device__ void forward(const R& row, FORWARD, double eps) {
+    I length = row.length;
     double sum = 0, squares = 0;
     EACH_OF_ROW(row, aligned(x), {
         Pack<T, W> v = load<W>(x + at.i);
@@ -161,26 +197,55 @@ KERNEL group_norm(const T* x, const P* gamma, const P* beta, T* y, P* mean, P* i
     inv_std[blockIdx.x] = (P)inverse;
 }
 
-KERNEL group_norm_grad(const T* x, const T* dy, const P* gamma, const P* mean,
-                       const P* inv_std, T* dx, I groups, I length, I inner) {
+KERNEL group_norm(FORWARD, I groups, I length, I inner, double eps) {
     Row row(blockIdx.x, groups, length, inner, 0, 1);
+    forward(row, x, gamma, beta, y, mean, inv_std, eps);
+}
+
+KERNEL group_norm_last(FORWARD, I groups, I pixels, I C, double eps) {
+    LastRow row(blockIdx.x, groups, pixels, C, aligned(x) && aligned(y));
+    forward(row, x, gamma, beta, y, mean, inv_std, eps);
+}
+
+#define BACKWARD                                                                  \
+    const T *x, const T *dy, const P *gamma, const P *mean, const P *inv_std, T *dx
+template <class R> __device__ void backward(const R& row, BACKWARD) {
     A centre = (A)mean[blockIdx.x], inverse = (A)inv_std[blockIdx.x];
     RowSums sums(row, x, dy, gamma, centre);
-    input_grad(row, x, dy, gamma, centre, inverse, sums.sum, sums.dots, length, dx);
+    input_grad(row, x, dy, gamma, centre, inverse, sums.sum, sums.dots, row.length, dx);
+}
+
+KERNEL group_norm_grad(BACKWARD, I groups, I length, I inner) {
+    Row row(blockIdx.x, groups, length, inner, 0, 1);
+    backward(row, x, dy, gamma, mean, inv_std, dx);
+}
+
+KERNEL group_norm_grad_last(BACKWARD, I groups, I pixels, I C) {
+    LastRow row(blockIdx.x, groups, pixels, C,
+                aligned(x) && aligned(dy) && aligned(dx));
+    backward(row, x, dy, gamma, mean, inv_std, dx);
 }
 
 #define GAMMA_GRAD                                                                \
     const T *x, const T *dy, const P *mean, const P *inv_std, double *gammas,         \
-        double *betas, I N, I C, I S, I width, I groups
+        double *betas, I N, I C, I S, I width, I groups, I pixels
 template <int CH> __device__ void gamma_of(GAMMA_GRAD) {
     ChannelsOf<CH> channel(N, C, S, width);
+    I each = C / groups, own = channel.own() / each, rest = channel.own() - own * each;
     I group[CH];
-    for (int j = 0; j < CH; ++j) group[j] = (channel.own() + j) / (C / groups);
+    for (int j = 0; j < CH; ++j) {
+        group[j] = own;
+        if (++rest == each) rest = 0, ++own;
+    }
     Tally<CH> dots, sums;
+    // Of what is summed over, `pixels` neighbours are one sample.
+    I sample = (CH > 1 ? channel.start : channel.start / S) / pixels;
+    I behind = (sample + 1) * pixels;
     EACH_PACK(channel, aligned(x) && aligned(dy), {
         Pack<T, W> v = load<W>(x + at.i), d = load<W>(dy + at.i);
+        while (pixels > 1 && at.n >= behind) ++sample, behind += pixels;
         for (int j = 0; j < W; ++j) {
-            I row = at.n * groups + group[OF(j)];
+            I row = (pixels == 1 ? at.n : sample) * groups + group[OF(j)];
             A normed = ((A)v.at[j] - (A)mean[row]) * (A)inv_std[row];
             dots.add(j, normed * (A)d.at[j]);
             sums.add(j, (A)d.at[j]);
@@ -193,11 +258,12 @@ template <int CH> __device__ void gamma_of(GAMMA_GRAD) {
 }
 
 KERNEL gamma_grad(GAMMA_GRAD) {
-    gamma_of<1>(x, dy, mean, inv_std, gammas, betas, N, C, S, width, groups);
+    gamma_of<1>(x, dy, mean, inv_std, gammas, betas, N, C, S, width, groups, pixels);
 }
 
 KERNEL gamma_grad_last(GAMMA_GRAD) {
-    gamma_of<PACKED>(x, dy, mean, inv_std, gammas, betas, N, C, S, width, groups);
+    gamma_of<PACKED>(x, dy, mean, inv_std, gammas, betas, N, C, S, width, groups,
+                     pixels);
 }
 """
 )
@@ -205,19 +271,28 @@ KERNEL gamma_grad_last(GAMMA_GRAD) {
 
 def group_norm(call: KernelCall) -> None:
     """Normalise each group of channels of each sample by its own statistics."""
-    count, *sizes = rows(call.inputs[0].shape, call.attrs)
+    name, blocks, sizes = _whole(call, "group_norm")
     arguments = *call.inputs, *call.outputs, *sizes, *call.numbers("eps")
-    call.launch(PROGRAM, "group_norm", (count,), *arguments, beside=call.inputs[1])
+    call.launch(PROGRAM, name, blocks, *arguments, beside=call.inputs[1])
 
 
 def group_norm_grad(call: KernelCall) -> None:
     """Dx as batch normalisation's, over groups; after dgamma, dbeta: it may be dy."""
     dx, *gradients = call.outputs
     affine_grads(call, gradients)
-    x, mean = call.inputs[0], call.inputs[3]
-    count, *sizes = rows(x.shape, call.attrs)
+    name, blocks, sizes = _whole(call, "group_norm_grad")
     arguments = *call.inputs, dx, *sizes
-    call.launch(PROGRAM, "group_norm_grad", (count,), *arguments, beside=mean)
+    call.launch(PROGRAM, name, blocks, *arguments, beside=call.inputs[3])
+
+
+def _whole(call: KernelCall, name: str) -> tuple[str, tuple[int], Sequence[int]]:
+    """The kernel for this layout, its grid, and what it is told of shapes."""
+    shape, attrs = call.inputs[0].shape, call.attrs
+    if _is_last(attrs):
+        N, pixels, C = shape
+        return f"{name}_last", (N * attrs["groups"],), (attrs["groups"], pixels, C)
+    count, *sizes = rows(shape, attrs)
+    return name, (count,), sizes
 
 
 def affine_grads(call: KernelCall, gradients: Sequence[Any]) -> None:
@@ -226,7 +301,8 @@ def affine_grads(call: KernelCall, gradients: Sequence[Any]) -> None:
     seen = (v.reshape(_seen(x.shape, call.attrs)) for v in (x, dy))
     channels = Channels.here(call, *seen)
     sums = channels.buffers(call.workspace, 2)
-    arguments = x, dy, mean, inv_std, *sums, *channels.arguments, call.attrs["groups"]
+    sizes = call.attrs["groups"], x.shape[1] if _is_last(call.attrs) else 1
+    arguments = x, dy, mean, inv_std, *sums, *channels.arguments, *sizes
     blocks, name = channels.blocks, channels.kernel("gamma_grad")
     call.launch(PROGRAM, name, blocks, *arguments, beside=mean)
     for gradient, parts in zip(gradients, sums, strict=True):
@@ -243,7 +319,14 @@ def rows(shape: Sequence[int], attrs: Attrs) -> tuple[int, int, int, int]:
 def _seen(shape: Sequence[int], attrs: Attrs) -> tuple[int, ...]:
     """With the values of gamma as channels."""
     N, *rest = shape
+    if _is_last(attrs):
+        return math.prod(shape[:-1]), shape[-1]
     return (N, math.prod(rest)) if attrs["per_element"] else tuple(shape)
+
+
+def _is_last(attrs: Attrs) -> bool:
+    """Whether arrays are (N, pixels, C)."""
+    return bool(attrs.get("channels_last"))
 
 
 def affine_workspace(inputs: Specs, outputs: Specs, attrs: Attrs) -> int:

@@ -38,7 +38,7 @@ def _can(graph: Graph, node: Node) -> bool:
     made = [graph.tensors[name] for name in node.outputs]
     return (
         bool(images)
-        and channels_last(node.op, images) is not None
+        and channels_last(node.op, images, node.attrs) is not None
         and all(spec.layout == "NCHW" for spec in images)
         and all(spec.alias is None for spec in made)
         and all(spec.dtype not in INTEGERS for spec in read)
@@ -70,7 +70,7 @@ def alone_channels_last(
         own = names.get(name, name)
         specs[own] = last(spec, own) if is_image(spec) else spec
     images = _images(graph, node)
-    how = channels_last(node.op, images)
+    how = channels_last(node.op, images, node.attrs)
     attrs = node.attrs if how is None else how.attrs(node.attrs, len(images[0].shape))
     made = make_node(
         specs,
