@@ -9,8 +9,9 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Graph, Phase
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fused
-from mucudnn.passes.graph.inplace import in_place
+from mucudnn.passes.graph.inplace import in_place, in_place_with_uses
 from mucudnn.passes.graph.rematerialize import Rematerializer, rematerialize
+from mucudnn.passes.liveness import uses_of
 from mucudnn.passes.residency import RECOMPUTED, Residency, saved_tensors
 from mucudnn.passes.scheduling.costs import origin
 from tests.examples import examples
@@ -70,6 +71,16 @@ def test_a_graph_rewritten_time_and_again_is_rewritten_anew(data):
         residency = data.draw(residencies(graph))
         one, other = rewrite(residency), rematerialize(graph, residency)
         assert (one.nodes, dict(one.tensors)) == (other.nodes, dict(other.tensors))
+
+
+@examples(60)
+@given(data=st.data())
+def test_uses_found_beside_what_is_in_place_are_those_of_the_graph(data):
+    graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
+    final, uses = in_place_with_uses(
+        rematerialize(graph, data.draw(residencies(graph)))
+    )
+    assert uses == uses_of(final)
 
 
 def block(*, fuse=False):

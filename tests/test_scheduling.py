@@ -112,8 +112,13 @@ def test_the_need_is_the_peak_of_the_shortest_intervals(data):
     ready = StepRequest(graph, profile).rewritten(residency)
     plans = first_plans(ready.profile, data.draw(st.sampled_from(["least", "fastest"])))
     problem = ready.problem(plans, math.inf)
-    peak, position = problem.least()[1].peak()
+    intervals, ledger = problem.least()
+    peak, position = ledger.peak()
     assert problem.need() == (peak, problem.graph.nodes[position].name)
+    summed = problem.ledger(intervals)
+    assert [ledger[i] for i in range(len(ledger))] == [
+        summed[i] for i in range(len(summed))
+    ]
 
 
 def test_occupancy_counts_by_position():
@@ -128,6 +133,21 @@ def test_occupancy_counts_by_position():
     assert ledger.fits_over(0, 1, 15)
     assert not ledger.fits_over(0, 2, 15)
     assert ledger.fits_over(2, 1, 10**9)
+
+
+@given(st.integers(1, 150), st.data())
+def test_what_fits_over_a_range_fits_at_each_position_of_it(count, data):
+    position = st.integers(-count, 2 * count - 1)
+    ledger = Occupancy(data.draw(st.lists(st.integers(0, 9), min_size=count)), 20)
+    for _ in range(data.draw(st.integers(0, 4))):
+        start = data.draw(position)
+        stop = start + data.draw(st.integers(0, count - 1))
+        ledger.add(start, stop, data.draw(st.integers(0, 4)))
+    start = data.draw(position)
+    stop = start + data.draw(st.integers(-1, count - 1))
+    nbytes = data.draw(st.integers(0, 20))
+    expected = all(ledger.fits(at, nbytes) for at in range(start, stop + 1))
+    assert ledger.fits_over(start, stop, nbytes) == expected
 
 
 def test_occupancy_goes_round_from_step_to_step():

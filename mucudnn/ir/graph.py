@@ -188,6 +188,15 @@ class Graph:
         return {name: tuple(nodes) for name, nodes in found.items()}
 
     @cached_property
+    def reads(self) -> Mapping[str, tuple[int, ...]]:
+        """Storage -> positions of the nodes that read it, ascending."""
+        found: dict[str, dict[int, None]] = {}
+        for position, node in enumerate(self.nodes):
+            for name in node.inputs:
+                found.setdefault(self.storages[name], {})[position] = None
+        return {storage: tuple(positions) for storage, positions in found.items()}
+
+    @cached_property
     def storages(self) -> Mapping[str, str]:
         """Tensor -> the one whose bytes it is: the end of its chain of aliases."""
         found: dict[str, str] = {}
@@ -248,7 +257,7 @@ class Graph:
             storages: Of these tensors, if they are known.
         """
         found = copy(self)
-        for name in ("storages", "overwritten", "immovable"):
+        for name in ("storages", "reads", "overwritten", "immovable"):
             found.__dict__.pop(name, None)
         object.__setattr__(found, "tensors", tensors)
         if storages is not None:

@@ -25,6 +25,8 @@ __all__ = [
     "memory_curve",
     "peak_bytes",
     "rounded",
+    "touches",
+    "uses_by",
     "uses_of",
 ]
 
@@ -147,9 +149,18 @@ def _first_uses(graph: Graph) -> dict[str, int]:
 
 def uses_of(graph: Graph) -> Mapping[str, Use]:
     """The uses of every storage, in order of first use; those of none come last."""
+    return uses_by(graph, *touches(graph))
+
+
+Positions = dict[str, list[int]]
+"""Storage -> positions of nodes, ascending."""
+
+
+def touches(graph: Graph) -> tuple[Positions, Positions]:
+    """Where every storage is used, and where it is written: see `Use`."""
     count, storages = len(graph.nodes), graph.storages
-    positions: dict[str, list[int]] = {}
-    writes: dict[str, list[int]] = {}
+    positions: Positions = {}
+    writes: Positions = {}
     for spec in graph.with_role(Role.INPUT):
         positions[spec.name], writes[spec.name] = [0], [0]
     for i, node in enumerate(graph.nodes):
@@ -170,17 +181,22 @@ def uses_of(graph: Graph) -> Mapping[str, Use]:
             positions.setdefault(storage, [])
         elif positions.setdefault(storage, [count])[-1] != count:
             positions[storage].append(count)
-    period = max(1, count)
+    return positions, writes
+
+
+def uses_by(graph: Graph, positions: Positions, writes: Positions) -> Mapping[str, Use]:
+    """The uses of every storage that is named, by where it is touched."""
+    period, tensors, nothing = max(1, len(graph.nodes)), graph.tensors, ()
     return {
         storage: Use(
             storage,
             rounded(spec.nbytes),
             tuple(found),
-            tuple(writes.get(storage, ())),
+            tuple(writes.get(storage, nothing)),
             period if spec.role in PERSISTENT else 0,
         )
         for storage, found in positions.items()
-        for spec in [graph.tensors[storage]]
+        for spec in [tensors[storage]]
     }
 
 

@@ -8,18 +8,28 @@ large as the result, and where the kernel can (the node's trait `overwrites`) an
 them through that one input alone.
 """
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph, TensorSpec
-from mucudnn.passes.liveness import last_uses
+from mucudnn.passes.liveness import Use, touches, uses_by
 
-__all__ = ["in_place"]
+__all__ = ["in_place", "in_place_with_uses"]
 
 
 def in_place(graph: Graph) -> Graph:
     """The same graph with as many results in place as can be without changing any."""
+    return in_place_with_uses(graph)[0]
+
+
+def in_place_with_uses(graph: Graph) -> tuple[Graph, Mapping[str, Use]]:
+    """The same graph with results in place, and what `uses_of` finds in it.
+
+    Both in one walk: what is in place is used where its own bytes and those that it
+    overwrites would have been.
+    """
     tensors, storages = dict(graph.tensors), graph.storages
-    last = last_uses(graph)
+    positions, writes = touches(graph)
     fixed = {storages[name] for name in graph.inputs}
     merged: dict[str, str] = {}  # storage -> the one that it is in now
 
@@ -43,13 +53,17 @@ def in_place(graph: Graph) -> Graph:
             name = node.inputs[index]
             taken = root(name)
             if (
-                last[taken] == position
+                positions[taken][-1] == position
                 and usable(taken, tensors[name], result)
                 and [root(t) for t in node.tensors].count(taken) == 1
             ):
                 tensors[result.name] = result.sharing(name)
                 merged[result.name] = taken
-                last[taken] = last[result.name]
+                positions[taken] += positions.pop(result.name)[1:]
+                again = writes.pop(result.name, [])
+                before = writes.setdefault(taken, [])
+                before += again[1:] if before[-1:] == again[:1] else again
                 break
     now = {name: merged.get(storage, storage) for name, storage in storages.items()}
-    return graph.with_aliases(MappingProxyType(tensors), now)
+    final = graph.with_aliases(MappingProxyType(tensors), now)
+    return final, uses_by(final, positions, writes)

@@ -10,7 +10,7 @@ running statistics alone, by its `replay`), and one that draws random numbers dr
 same. What cannot run again, or reads what has been overwritten since, is kept.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -59,9 +59,12 @@ class Rematerializer:
         """The graph with what residencies compute again: see `rematerialize`."""
         if not any(choice in RECOMPUTED for choice in residency.values()):
             return self.graph
-        rewriter = _Rewriter(self, residency)
-        for position, node in enumerate(self.graph.nodes):
-            rewriter.visit(node, position)
+        rewriter, done = _Rewriter(self, residency), 0
+        for position in rewriter.reading():
+            rewriter.pass_over(self.graph.nodes[done:position])
+            rewriter.visit(self.graph.nodes[position], position)
+            done = position + 1
+        rewriter.pass_over(self.graph.nodes[done:])
         return rewriter.found()
 
     def dropped(self, residency: Mapping[str, Residency]) -> set[str]:
@@ -112,6 +115,28 @@ class Rematerializer:
         return found
 
     @cached_property
+    def readers(self) -> Mapping[Phase, Mapping[str, tuple[int, ...]]]:
+        """Phase -> tensor -> positions of its nodes that read it."""
+        found: dict[Phase, dict[str, list[int]]] = {phase: {} for phase in Phase}
+        for position, node in enumerate(self.graph.nodes):
+            of_phase = found[node.phase]
+            for name in node.inputs:
+                of_phase.setdefault(name, []).append(position)
+        return {
+            phase: {name: tuple(positions) for name, positions in of_phase.items()}
+            for phase, of_phase in found.items()
+        }
+
+    @cached_property
+    def overwriting(self) -> Mapping[str, tuple[int, ...]]:
+        """Storage -> positions of the nodes that overwrite it, ascending."""
+        found: dict[str, tuple[int, ...]] = {}
+        for position, names in self.graph.overwritten.items():
+            for storage in names:
+                found[storage] = (*found.get(storage, ()), position)
+        return found
+
+    @cached_property
     def changing(self) -> Mapping[str, tuple[int, tuple[str, ...]]]:
         """Tensor -> its producer's position, and what that reads that is overwritten.
 
@@ -150,14 +175,26 @@ class _Rewriter:
         self._graph = graph
         self._residency = residency
         self._facts = known
-        self._changed: dict[str, int] = {}
         self._copies: dict[str, str] = {}
         self._count = 0
         self._dropped = known.dropped(residency)
         always = known.results(residency, (Residency.RECOMPUTE_ALWAYS,))
         self._always = {name for name in always if of_whole(name) != name}
         self._read: set[str] = set()  # of those and what is gone, by the forward pass
-        self._phase = Phase.FORWARD
+        self._phase, self._now = Phase.FORWARD, 0
+
+    def reading(self) -> list[int]:
+        """Positions of the nodes that may need something again, ascending."""
+        phases = [Phase.FORWARD] if self._always else []
+        found: set[int] = set()
+        for phase in (*phases, Phase.BACKWARD):
+            readers = self._facts.readers[phase]
+            found.update(*(readers.get(name, ()) for name in self._dropped))
+        return sorted(found)
+
+    def pass_over(self, nodes: Iterable[Node]) -> None:
+        """Append nodes that need nothing again."""
+        self._nodes += nodes
 
     def found(self) -> Graph:
         """The graph, when all its nodes were visited."""
@@ -166,17 +203,15 @@ class _Rewriter:
         return self._graph.with_more_nodes(tensors, tuple(self._nodes), storages)
 
     def visit(self, node: Node, now: int) -> None:
-        """Append a node; before it, what it needs again."""
-        self._phase, read = node.phase, node.inputs
-        if node.phase is Phase.FORWARD and self._always:
+        """Append a node that reads what is dropped; before it, what it needs again."""
+        self._phase, self._now, read = node.phase, now, node.inputs
+        if node.phase is Phase.BACKWARD:
+            node = self._reading(node, self._dropped)
+        else:
             if not self._always.isdisjoint(read) and self._own_bytes(node):
                 node = self._reading(node, self._always)
             self._read.update(self._dropped.intersection(read))
-        elif node.phase is Phase.BACKWARD and not self._dropped.isdisjoint(read):
-            node = self._reading(node, self._dropped)
         self._nodes.append(node)
-        for storage in self._graph.overwritten.get(now, ()):
-            self._changed[storage] = now
 
     def _own_bytes(self, node: Node) -> bool:
         """Whether a node changes nothing, and its results share no bytes."""
@@ -260,8 +295,12 @@ class _Rewriter:
         """
         if name not in self._facts.changing:
             return False
-        position, storages = self._facts.changing[name]
-        return any(self._changed.get(storage, -1) >= position for storage in storages)
+        first, storages = self._facts.changing[name]
+        return any(
+            first <= position < self._now
+            for storage in storages
+            for position in self._facts.overwriting[storage]
+        )
 
     def _copy(self, node: Node, inputs: tuple[str, ...], known: dict[str, str]) -> None:
         self._count += 1

@@ -34,10 +34,6 @@ def saved_tensors(graph: Graph) -> tuple[Saved, ...]:
     Views count for the tensor whose bytes they are. Inputs, parameters and state are
     not among them.
     """
-    positions: dict[str, list[int]] = {}
-    for i, node in enumerate(graph.nodes):
-        for name in dict.fromkeys(graph.storages[t] for t in node.inputs):
-            positions.setdefault(name, []).append(i)
     found = []
     for i, node in enumerate(graph.nodes):
         if node.phase is not Phase.FORWARD:
@@ -46,7 +42,7 @@ def saved_tensors(graph: Graph) -> tuple[Saved, ...]:
             spec = graph.tensors[name]
             if spec.alias is not None or spec.role is not Role.ACTIVATION:
                 continue
-            uses = positions.get(name, [])
+            uses = graph.reads.get(name, ())
             forward = [p for p in uses if graph.nodes[p].phase is Phase.FORWARD]
             backward = [p for p in uses if graph.nodes[p].phase is not Phase.FORWARD]
             if backward:

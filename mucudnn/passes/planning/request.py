@@ -130,6 +130,10 @@ class StepRequest:
         """What runs with residencies decided; known sooner than `rewritten`."""
         return self._rewriter.nodes(residency)
 
+    def compute_ms(self, residency: Mapping[str, Residency]) -> float:
+        """What all that runs takes with residencies decided, each as fast as it can."""
+        return self._rewriter.compute_ms(residency)
+
     def need(self, residency: Mapping[str, Residency]) -> tuple[int, str]:
         """Bytes that residencies need at the least, and at which node."""
         return self._rewriter.need(

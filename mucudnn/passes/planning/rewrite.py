@@ -13,7 +13,7 @@ from functools import cached_property
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.profile import Profile
-from mucudnn.passes.graph.inplace import in_place
+from mucudnn.passes.graph.inplace import in_place_with_uses
 from mucudnn.passes.graph.rematerialize import Rematerializer
 from mucudnn.passes.residency import (
     EVERYTHING,
@@ -24,13 +24,15 @@ from mucudnn.passes.residency import (
 )
 from mucudnn.passes.scheduling.costs import (
     first_plans,
+    origin,
     profile_of,
     timed_by,
+    without_others,
     workspaces_of,
 )
 from mucudnn.passes.scheduling.intervals import Swaps
-from mucudnn.passes.scheduling.occupancy import Occupancy, Use, uses_of
-from mucudnn.passes.scheduling.problem import Problem
+from mucudnn.passes.scheduling.occupancy import Occupancy, Use
+from mucudnn.passes.scheduling.problem import Problem, changes_of
 
 __all__ = ["Rewriter", "Rewritten"]
 
@@ -47,7 +49,8 @@ class Rewritten:
         graph: Rematerialized and in-place.
         profile: Of that graph.
         uses: Of its storages.
-        idle: Those of them with nodes between two uses, and those gaps.
+        idle: Those of them that may leave between two uses, and those gaps.
+        changes: Of bytes at every node while nothing leaves: see `Problem`.
         swaps: Gaps over which storages may leave.
         away: Parameters and state that must leave in every step.
     """
@@ -56,6 +59,7 @@ class Rewritten:
     profile: Profile
     uses: Mapping[str, Use]
     idle: Sequence[tuple[Use, Sequence[tuple[int, int]]]]
+    changes: Sequence[int]
     swaps: Swaps
     away: frozenset[str] = frozenset()
 
@@ -76,6 +80,7 @@ class Rewritten:
             workspaces_of(self.profile, plans),
             budget,
             self.away,
+            self.changes,
         )
 
     def least(self) -> Occupancy:
@@ -104,7 +109,7 @@ class Rewriter:
 
     def __init__(self, graph: Graph, profile: Profile) -> None:
         self._rematerialize = Rematerializer(graph)
-        self._profile = profile
+        self._profile = without_others(profile, graph)
         self._last: tuple[object, Rewritten] | None = None
         self._needs: dict[object, tuple[int, str]] = {}
         self._known: OrderedDict[frozenset[tuple[str, Residency]], _Again] = (
@@ -162,6 +167,14 @@ class Rewriter:
         """What runs with residencies, copies included; known before all the rest."""
         return self._again(residency).graph.nodes
 
+    def compute_ms(self, residency: Mapping[str, Residency]) -> float:
+        """What those nodes take, each as fast as it can."""
+        return self._own_ms + self._again(residency).copies_ms
+
+    @cached_property
+    def _own_ms(self) -> float:
+        return sum(self._profile.node_ms.values())
+
     def _again(self, residency: Mapping[str, Residency]) -> "_Again":
         again = frozenset(
             (name, choice) for name, choice in residency.items() if choice in RECOMPUTED
@@ -187,15 +200,23 @@ class _Again:
         self._profile = profile
 
     @cached_property
+    def copies_ms(self) -> float:
+        """What runs again takes, as fast as it can."""
+        names = (node.name for node in self.graph.nodes if "~" in node.name)
+        return sum(self._profile.again_ms(origin(name)) for name in names)
+
+    @cached_property
     def rewritten(self) -> Rewritten:
         """The step in place, while nothing leaves."""
-        final = in_place(self.graph)
-        uses = uses_of(final)
+        final, uses = in_place_with_uses(self.graph)
+        fixed = final.immovable
+        idle = [(u, gaps) for u in uses.values() if (gaps := u.gaps())]
         return Rewritten(
             graph=final,
             profile=profile_of(final, self._profile),
             uses=uses,
-            idle=[(u, gaps) for u in uses.values() if (gaps := u.gaps())],
+            idle=[(u, gaps) for u, gaps in idle if u.storage not in fixed],
+            changes=changes_of(uses.values(), len(final.nodes)),
             swaps={},
         )
 
@@ -217,19 +238,18 @@ def _swaps(
     persistents = residency.get(PERSISTENTS, Residency.KEEP)
     everything = sum(spec.nbytes for spec in graph.with_role(*PERSISTENT))
     small = min(SMALL, everything / 1024)
-    found, immovable = {}, graph.immovable
+    found = {}
     for use, gaps in ready.idle:
-        if not use.period:
-            choice = chosen.get(use.storage, others)
+        storage, nbytes, _, _, period = use
+        if not period:
+            choice = chosen.get(storage, others)
         elif hosted is None:
-            default = Residency.KEEP if use.nbytes < small else persistents
-            choice = chosen.get(use.storage, default)
+            default = Residency.KEEP if nbytes < small else persistents
+            choice = chosen.get(storage, default)
         else:
-            choice = Residency.PAGE if use.storage in hosted else Residency.KEEP
-        if choice not in _LEAVING or use.storage in immovable:
-            continue
-        if over := _leaves_over(use, gaps, choice, forward):
-            found[use.storage] = over
+            choice = Residency.PAGE if storage in hosted else Residency.KEEP
+        if choice in _LEAVING and (over := _leaves_over(use, gaps, choice, forward)):
+            found[storage] = over
     return found
 
 
@@ -250,7 +270,8 @@ def _leaves_over(
     """
     count = len(forward)
     if choice is Residency.PAGE:
-        return gaps if use.persistent else [(i, j) for i, j in gaps if j < count]
+        within = use.persistent or gaps[-1][1] < count
+        return gaps if within else [(i, j) for i, j in gaps if j < count]
     if use.persistent:
         return sorted(gaps, key=lambda gap: gap[1] - gap[0])[-1:]
     return [(i, j) for i, j in gaps if j < count and forward[i] and not forward[j]]

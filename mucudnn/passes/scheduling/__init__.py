@@ -40,7 +40,8 @@ def intervals_of(
     found: object = SCHEDULERS.resolve(scheduler)(problem)
     match found:
         case (list() as intervals, Occupancy() as ledger):
-            if all(isinstance(interval, ResidencyInterval) for interval in intervals):
+            kinds = {*map(type, intervals)}
+            if all(issubclass(kind, ResidencyInterval) for kind in kinds):
                 return intervals, ledger
     raise TypeError(
         f"scheduler {name_of(scheduler)!r} returned {type(found).__name__}; a list of "

@@ -18,7 +18,8 @@ that may leave are on the host as it begins and as it ends.
 """
 
 import enum
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mucudnn.passes.scheduling.intervals import ResidencyInterval, Swaps
@@ -94,9 +95,27 @@ class _State(enum.Enum):
 class _Item:
     """A storage and where it is."""
 
+    __slots__ = (
+        "_host_since",
+        "came_back",
+        "count",
+        "final",
+        "held",
+        "host_resident",
+        "last",
+        "leaves_after",
+        "nbytes",
+        "needed",
+        "released_by",
+        "start",
+        "state",
+        "use",
+    )
+
     def __init__(self, use: Use, gaps: Sequence[tuple[int, int]]) -> None:
         self.use = use
         self.nbytes = use.nbytes
+        self.final = use.positions[-1] if use.positions else -1
         self.leaves_after = {i for i, _ in gaps}
         self.host_resident = use.persistent
         self.state = _State.HOST if self.host_resident else _State.UNMET
@@ -263,10 +282,10 @@ class _Planner:
             item.last = node
             if item.count > 1:
                 item.count -= 1
-            elif node == item.use.positions[-1] and not item.host_resident:
+            elif node == item.final and not item.host_resident:
                 self._gone(item)
                 self._intervals.append(item.leave(node, kept=False))
-            elif node in item.leaves_after or node == item.use.positions[-1]:
+            elif node == item.final or node in item.leaves_after:
                 self._gone(item)
                 self._out += item.nbytes
                 item.state = _State.OUT
@@ -284,13 +303,9 @@ def _accesses(
     items: Sequence[_Item], count: int
 ) -> tuple[list[tuple[int, _Item]], list[int]]:
     """Uses in the order of nodes, and where those of each node begin."""
-    of_node: Mapping[int, list[_Item]] = {node: [] for node in range(count)}
+    of_node: list[list[tuple[int, _Item]]] = [[] for _ in range(count + 1)]
     for item in items:
-        for position in item.use.positions:
-            if position < count:
-                of_node[position].append(item)
-    accesses = [(node, item) for node, found in of_node.items() for item in found]
-    bounds = [0]
-    for found in of_node.values():
-        bounds.append(bounds[-1] + len(found))
-    return accesses, bounds
+        for position in item.use.positions:  # the last may be the end
+            of_node[position].append((position, item))
+    bounds = [0, *itertools.accumulate(map(len, of_node[:count]))]
+    return [*itertools.chain(*of_node[:count])], bounds

@@ -17,11 +17,11 @@ __all__ = [
     "CONVOLUTIONS",
     "fastest_of",
     "first_plans",
-    "least_ms",
     "origin",
     "profile_of",
     "state_bytes",
     "timed_by",
+    "without_others",
     "workspaces_of",
 ]
 
@@ -37,29 +37,44 @@ def origin(node: str) -> str:
     return node.partition("~")[0]
 
 
-def profile_of(graph: Graph, profile: Profile) -> Profile:
-    """A profile with entries for the copies in a rematerialized graph."""
-    origins = {node.name: origin(node.name) for node in graph.nodes}
-    known, again_ms = profile.node_ms, profile.again_ms
+def without_others(profile: Profile, graph: Graph) -> Profile:
+    """A profile of a graph's nodes and no others."""
+    names = [node.name for node in graph.nodes]
+    if len(names) == len(profile.node_ms):
+        return profile
+    fronts, workspaces = profile.fronts, profile.workspaces
     return replace(
         profile,
-        node_ms={
-            name: known[name] if name == node else again_ms(node)
-            for name, node in origins.items()
-        },
-        workspaces=_of_copies(profile.workspaces, origins),
-        fronts=_of_copies(profile.fronts, origins),
+        node_ms={name: profile.node_ms[name] for name in names},
+        workspaces={name: workspaces[name] for name in names if name in workspaces},
+        fronts={name: fronts[name] for name in names if name in fronts},
     )
 
 
-def least_ms(profile: Profile, name: str) -> float:
-    """What a node, or the copy of one, takes; of a convolution its fastest plan."""
-    node = origin(name)
-    return profile.node_ms[node] if name == node else profile.again_ms(node)
+def profile_of(graph: Graph, profile: Profile) -> Profile:
+    """A profile with entries for the copies in a rematerialized graph.
+
+    Args:
+        graph: Rematerialized.
+        profile: Of the graph that it is made of, and of no other nodes.
+    """
+    copies = [node.name for node in graph.nodes if "~" in node.name]
+    if not copies:
+        return profile
+    origins = [(name, origin(name)) for name in copies]
+    again = {name: profile.again_ms(node) for name, node in origins}
+    return replace(
+        profile,
+        node_ms={**profile.node_ms, **again},
+        workspaces=_with_copies(profile.workspaces, origins),
+        fronts=_with_copies(profile.fronts, origins),
+    )
 
 
-def _of_copies(known: Mapping[str, T], origins: Mapping[str, str]) -> dict[str, T]:
-    return {name: known[node] for name, node in origins.items() if node in known}
+def _with_copies(
+    known: Mapping[str, T], origins: Iterable[tuple[str, str]]
+) -> dict[str, T]:
+    return {**known, **{name: known[node] for name, node in origins if node in known}}
 
 
 def first_plans(

@@ -37,6 +37,7 @@ __all__ = [
     "shifted",
     "short_of",
     "split",
+    "unsplit",
 ]
 
 Swaps = Mapping[str, Sequence[tuple[int, int]]]
@@ -90,9 +91,9 @@ def split(
     """
     if use.persistent:
         return sorted(_swapped(use, gaps), key=lambda interval: interval.start)
-    first, last = use.positions[0], min(use.positions[-1], end)
     if not gaps:
-        return [ResidencyInterval(use.storage, use.nbytes, first, last, first, last)]
+        return [unsplit(use, end)]
+    first, last = use.positions[0], min(use.positions[-1], end)
     begins = (first, *(j for _, j in gaps))
     ends = (*(i for i, _ in gaps), last)
     return [
@@ -103,13 +104,25 @@ def split(
             stop,
             start,
             stop,
-            copied_in=start != first,
-            copied_out=leaves and _written(use, start, stop),
-            kept_on_host=leaves,
+            start != first,
+            leaves and _written(use, start, stop),
+            leaves,
         )
         for start, stop in zip(begins, ends, strict=True)
         for leaves in [stop != last]
     ]
+
+
+def unsplit(use: Use, end: int) -> ResidencyInterval:
+    """The interval of a storage of the step that never leaves.
+
+    Args:
+        use: Of the storage.
+        end: Number of nodes.
+    """
+    storage, nbytes, positions, _, _ = use
+    first, last = positions[0], min(positions[-1], end)
+    return ResidencyInterval(storage, nbytes, first, last, first, last)
 
 
 def _swapped(use: Use, gaps: Sequence[tuple[int, int]]) -> Iterator[ResidencyInterval]:
@@ -170,11 +183,12 @@ def least_occupancy(
     n = len(workspaces)
     change = [0] * (n + 1)
     change[0] = resident
-    for _, nbytes, start, stop, *_, host_resident in intervals:
-        change[min(start, n)] += nbytes
+    for interval in intervals:
+        nbytes, stop = interval.nbytes, interval.stop
+        change[min(interval.start, n)] += nbytes
         if stop < n:
             change[stop + 1] -= nbytes
-        elif host_resident:
+        elif interval.host_resident:
             change[0] += nbytes
             change[stop - n + 1] -= nbytes
         else:

@@ -75,7 +75,21 @@ class Occupancy:
 
     def fits_over(self, start: int, stop: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit at every position from `start` to `stop`."""
-        return self.room_after(start - 1, stop, nbytes) >= stop
+        if start > stop:
+            return True
+        if start < 0 or stop >= len(self._bytes):
+            return self.room_after(start - 1, stop, nbytes) >= stop
+        room, low, high = self.budget - nbytes, start // _WIDTH, stop // _WIDTH
+        if high - low > 1 and max(self._most[low + 1 : high]) > room:
+            return False
+        return all(
+            self._most[chunk] <= room
+            or max(self._bytes[first : last + 1]) + self._everywhere[chunk] <= room
+            for chunk, first, last in (
+                (low, start, min(stop, low * _WIDTH + _WIDTH - 1)),
+                (high, max(start, high * _WIDTH), stop),
+            )
+        )
 
     def room_before(self, position: int, floor: int, nbytes: int) -> int:
         """From where on `nbytes` more fit, up to before a position; not below a floor.

@@ -6,7 +6,7 @@ wait for copies.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,10 +18,11 @@ from mucudnn.passes.scheduling.intervals import (
     least_occupancy,
     refuse_more,
     split,
+    unsplit,
 )
 from mucudnn.passes.scheduling.occupancy import Occupancy, Use
 
-__all__ = ["Problem", "Scheduler"]
+__all__ = ["Problem", "Scheduler", "changes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Problem:
         workspaces: Node -> bytes of scratch memory.
         budget: Bytes for everything.
         away: Those that outlive the step and must leave the device in every step.
+        changes: What `changes_of` the uses are, if that is known.
     """
 
     graph: Graph
@@ -45,6 +47,7 @@ class Problem:
     workspaces: Mapping[str, int]
     budget: float
     away: frozenset[str] = frozenset()
+    changes: Sequence[int] | None = None
 
     def least(self) -> tuple[list[ResidencyInterval], Occupancy]:
         """The shortest intervals, and their ledger.
@@ -52,12 +55,16 @@ class Problem:
         Raises:
             PlanningError: Not even they fit; says how many bytes short, and where.
         """
+        occupancy = Occupancy(self._needed(), self.budget)
+        refuse_more(*self._most(occupancy), self.budget)
         n = len(self.graph.nodes)
         intervals: list[ResidencyInterval] = []
         for use in self.moving():
-            intervals += split(use, self.swaps.get(use.storage, ()), n)
-        occupancy = self.ledger(intervals)
-        refuse_more(*self._most(occupancy), self.budget)
+            gaps = self.swaps.get(use.storage)
+            if gaps:
+                intervals += split(use, gaps, n)
+            else:
+                intervals.append(unsplit(use, n))
         return intervals, occupancy
 
     def need(self) -> tuple[int, str]:
@@ -65,24 +72,30 @@ class Problem:
 
         No budget changes it. It takes less time than `least`: it makes no intervals.
         """
-        n = len(self.graph.nodes)
-        change = [0] * (n + 1)
-        change[0] = self.resident()
-        for use in self.moving():
-            nbytes, gaps = use.nbytes, self.swaps.get(use.storage, ())
-            if use.persistent:  # there in every step, but for its gaps
-                change[0] += nbytes
-            else:
-                change[min(use.positions[0], n)] += nbytes
-                change[min(use.positions[-1] + 1, n)] -= nbytes
+        needed = self._needed()
+        most = max(needed, default=0)
+        return most, self.graph.nodes[needed.index(most)].name if needed else ""
+
+    def _needed(self) -> list[int]:
+        """Bytes in use at every node with the shortest intervals."""
+        n, uses = len(self.graph.nodes), self.uses
+        known = self.changes
+        change = [*(changes_of(uses.values(), n) if known is None else known)]
+        for name in self.away:
+            if name not in self.swaps and name in uses:
+                change[0] -= uses[name].nbytes
+        for name, gaps in self.swaps.items():
+            nbytes = uses[name].nbytes
             for i, j in gaps:
+                if j <= n:
+                    change[i + 1] -= nbytes
+                    change[j] += nbytes
+                    continue
                 for first, behind in _within_step(i + 1, j, n):
                     change[first] -= nbytes
                     change[behind] += nbytes
         used = itertools.accumulate(change)
-        needed = [a + b for a, b in zip(self.scratch(), used, strict=False)]
-        most = max(needed, default=0)
-        return most, self.graph.nodes[needed.index(most)].name if needed else ""
+        return [a + b for a, b in zip(self.scratch(), used, strict=False)]
 
     def check(self) -> None:
         """Refuse what `least` refuses.
@@ -98,8 +111,9 @@ class Problem:
 
     def moving(self) -> Iterator[Use]:
         """Uses of what is not on the device all the time."""
+        swaps = self.swaps
         for use in self.uses.values():
-            if not use.persistent or use.storage in self.swaps:
+            if not use.period or use.storage in swaps:
                 yield use
 
     def resident(self) -> int:
@@ -114,11 +128,31 @@ class Problem:
 
     def scratch(self) -> list[int]:
         """Bytes of scratch memory at every node."""
-        return [self.workspaces.get(node.name, 0) for node in self.graph.nodes]
+        known = self.workspaces
+        return [known.get(node.name, 0) for node in self.graph.nodes]
 
     def ledger(self, intervals: Sequence[ResidencyInterval]) -> Occupancy:
         """Bytes in use at every node with intervals of all that moves."""
         return least_occupancy(intervals, self.scratch(), self.resident(), self.budget)
+
+
+def changes_of(uses: Iterable[Use], count: int) -> list[int]:
+    """Bytes that come with every node, less those that went before it.
+
+    While nothing leaves: what outlives the step is there all the time.
+
+    Args:
+        uses: Of all storages.
+        count: Of nodes; what remains at the end goes behind them.
+    """
+    change = [0] * (count + 1)
+    for _, nbytes, positions, _, period in uses:
+        if period:
+            change[0] += nbytes
+        else:
+            change[min(positions[0], count)] += nbytes
+            change[min(positions[-1] + 1, count)] -= nbytes
+    return change
 
 
 def _within_step(first: int, behind: int, count: int) -> Iterator[tuple[int, int]]:

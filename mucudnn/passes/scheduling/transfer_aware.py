@@ -7,6 +7,7 @@ not before.
 
 import itertools
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from mucudnn.passes.scheduling.intervals import (
     ResidencyInterval,
@@ -49,15 +50,17 @@ def _not_kept(problem: Problem, occupancy: Occupancy, clock: Clock) -> Swaps:
 
     The shortest gaps first.
     """
-
-    def absence(gap: tuple[str, int, int]) -> float:
-        return clock.start(gap[2]) - clock.start(gap[1] + 1)
-
-    gaps = [(name, i, j) for name, pairs in problem.swaps.items() for i, j in pairs]
+    starts = clock.two_steps()
+    gaps = [
+        (starts[j] - starts[i + 1], name, i, j)
+        for name, pairs in problem.swaps.items()
+        for i, j in pairs
+    ]
+    gaps.sort(key=itemgetter(0))
     left: dict[str, list[tuple[int, int]]] = {}
-    for name, i, j in sorted(gaps, key=absence):
+    for _, name, i, j in gaps:
         nbytes = problem.uses[name].nbytes
-        must = name in problem.away and j >= len(occupancy)
+        must = j >= len(occupancy) and name in problem.away
         if not must and occupancy.fits_over(i + 1, j - 1, nbytes):
             occupancy.add(i + 1, j - 1, nbytes)
         else:

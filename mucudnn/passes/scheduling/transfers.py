@@ -39,6 +39,11 @@ class Clock:
         step, at = divmod(position, max(1, self.count))
         return step * self._starts[-1] + self._starts[at]
 
+    def two_steps(self) -> list[float]:
+        """When the nodes of two steps in a row start."""
+        *within, end = self._starts
+        return [*within, *(end + start for start in within)]
+
     def after(self, ms: float) -> int:
         """The first node that starts at a moment or later."""
         step, rest = self._step(ms)

@@ -8,7 +8,6 @@ from mucudnn.errors import PlanningError
 from mucudnn.passes.planning.evaluate import Draft, draft
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency
-from mucudnn.passes.scheduling.costs import least_ms
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
 __all__ = ["Trials", "closer"]
@@ -120,13 +119,18 @@ class Trials:
         """Whether the nodes alone, as fast as they can be, take as long as the best."""
         if self._best is None or self._request.convolutions != "dynamic":
             return False
-        profile = self._request.profile
-        names = (node.name for node in self._request.nodes(residency))
-        return sum(least_ms(profile, n) for n in names) * _ROUNDED >= self.step_ms
+        return self._request.compute_ms(residency) * _ROUNDED >= self.step_ms
 
     def offer(self, plan: StepPlan) -> bool:
         """Take a plan; whether it is better than all before."""
         if plan.prediction.step_ms >= self.step_ms:
             return False
         self._best, self._step_ms = plan, plan.prediction.step_ms
+        return True
+
+    def take_over(self, other: "Trials") -> bool:
+        """Take the best of others; whether it is better than all before."""
+        if other.step_ms >= self.step_ms:
+            return False
+        self._best, self._step_ms = other._best, other._step_ms
         return True

@@ -128,7 +128,7 @@ class SliceSearch:
     def _try(self, starts: Sequence[Residencies]) -> None:
         for start, tried in itertools.product(starts, self._found):
             if tried.consider(start, free=True):
-                self._best.offer(tried.plan)
+                self._best.take_over(tried)
 
 
 def _waits(plan: StepPlan) -> float:
