@@ -13,6 +13,7 @@ from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.passes.graph.slicing.parts import largest_rows, parts_by_bytes
 from mucudnn.passes.planning.plan_step import minimum_budget
 from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.planning.splitting import candidates
 from mucudnn.passes.planning.splitting.choice import SplitStep, plan_splitting
 from mucudnn.passes.planning.splitting.cutting import (
     Cutting,
@@ -196,3 +197,22 @@ def test_times_of_the_one_way_that_was_asked_for_are_held_against_itself():
 def test_the_cpu_is_measured():
     with pytest.raises(ValueError, match="measured"):
         study_memory(StepSpec(model="lenet", batch=4, device="cpu"), split="auto")
+
+
+def test_a_deep_network_is_planned_in_parts_only_where_whole_it_does_not_fit(
+    monkeypatch,
+):
+    least = minimum_budget(StepRequest(*_whole()))
+    assert len(plan_splitting(step(least)).tried) > 1
+    monkeypatch.setattr(candidates, "_MOST_NODES", 1)
+    found = plan_splitting(step(least))
+    assert len(found.tried) == 1
+    assert "too deep" in found.reason
+    tight = plan_splitting(step(0.6 * least))
+    assert tight.chosen.parts > 1
+
+
+def _whole():
+    whole = step(1 << 40)
+    graph = whole.in_parts(1)
+    return graph, whole.costs(graph)

@@ -6,7 +6,7 @@ before it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mucudnn.passes.planning.comparison import unbounded
@@ -19,7 +19,7 @@ from mucudnn.passes.planning.splitting.step import Candidate, SplitStep
 from mucudnn.passes.residency import PLANNED, Residency
 from mucudnn.passes.scheduling.step_plan import StepPlan
 
-__all__ = ["Candidates"]
+__all__ = ["Candidates", "too_deep"]
 
 _CLOSE = 1.03
 """Times the fastest candidate, within which the whole step is explored."""
@@ -34,6 +34,19 @@ about slices that have less."""
 
 _HARDLY = 1.01
 """Times the unbounded step, up to which nothing else is tried."""
+
+_MOST_NODES = 20_000
+"""Of all candidates together; beyond it none is added to one that fits."""
+
+
+def too_deep(tried: Sequence[Candidate]) -> bool:
+    """Whether still more parts would be more nodes than are worth planning.
+
+    Args:
+        tried: Candidates, those in fewer parts first.
+    """
+    nodes = [len(c.request.graph.nodes) for c in tried if c.request is not None]
+    return bool(nodes) and sum(nodes) + nodes[-1] > _MOST_NODES
 
 
 class Candidates:
@@ -60,11 +73,13 @@ class Candidates:
 
         None can be much faster than the whole step with all the memory it wants, where
         that is known; and where more parts are slower than fewer, still more are slower
-        still.
+        still. For very deep networks the first way that fits has to do.
         """
         tried = self.tried
         if not tried:
             return False
+        if math.isfinite(self._fastest) and too_deep(tried):
+            return True
         alike = [c for w, c in self._tried.items() if cutting.like(w) and w.parts > 1]
         planned = [w for w in self._searches if cutting.like(w)]
         slower = len(planned) > 1 and alike[-1].step_ms > self._fastest

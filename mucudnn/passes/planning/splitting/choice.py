@@ -19,7 +19,7 @@ from typing import Any
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.planning.search.collection import rarely_collected
-from mucudnn.passes.planning.splitting.candidates import Candidates
+from mucudnn.passes.planning.splitting.candidates import Candidates, too_deep
 from mucudnn.passes.planning.splitting.cutting import (
     AUTO,
     BATCH,
@@ -58,6 +58,8 @@ class Splitting:
         if chosen.parts == 1:
             others = [c for c in self.tried[1:] if c.plan is not None]
             if not others:
+                if too_deep(self.tried):
+                    return "whole: it is too deep to be planned in parts as well"
                 return "whole: nothing in parts is faster"
             next_best = min(others, key=lambda c: c.step_ms)
             return f"whole: {next_best.cutting} take {self._times(next_best)}"

@@ -33,6 +33,10 @@ _WORK = 120_000
 """Nodes that the trials of one round may schedule together."""
 
 _LEAST_TRIALS = 40
+"""How many there are where they take more than that."""
+
+_MOST_WORK = 210_000
+"""Nodes that the trials of one round schedule together at the most."""
 
 _MUCH = 0.15
 """Of a step, that compute waits for copies."""
@@ -72,7 +76,8 @@ class SliceSearch:
         self._candidates = candidates_of(request)
         self._found = [Trials(request.scheduled(s), 0) for s in schedulers(request)]
         self._best = Trials(request, 0)
-        self._trials = max(_LEAST_TRIALS, _WORK // len(request.graph.nodes))
+        nodes = len(request.graph.nodes)
+        self._trials = max(min(_LEAST_TRIALS, _MOST_WORK // nodes), _WORK // nodes)
 
     @property
     def plan(self) -> StepPlan | None:
