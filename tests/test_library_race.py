@@ -1,11 +1,14 @@
 """Our kernel of a node against a library's: which is taken, and what becomes of it."""
 
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from bench.gpu import library_kernels
+from bench.gpu.job import Job
 from bench.one_algorithm import one_algorithm
 from mucudnn.backends.cuda.cudnn_kernels import OPERATIONS
 from mucudnn.backends.kernel import Kernel
@@ -125,8 +128,9 @@ def test_what_refuses_as_it_is_timed_is_not_named():
     assert not named(after)
 
 
-def test_a_library_needs_memory_of_its_own_where_we_work_in_place():
-    ops = {"lrn", "lrn_grad", "batch_norm_grad"}
+def test_within_a_budget_what_saves_memory_stays_ours():
+    """In place, or by making a result again from statistics."""
+    ops = {"lrn", "lrn_grad", "batch_norm", "batch_norm_grad"}
     budget = MemoryBudget(nbytes=1 << 30)
     before, free = raced(Library(ops, 0.5))
     _, tight = raced(Library(ops, 0.5), budget)
@@ -134,9 +138,9 @@ def test_a_library_needs_memory_of_its_own_where_we_work_in_place():
     assert {tight.by_name[n].op for n in named(tight)} == {"lrn"}
     for node in free.nodes:
         if node.name in named(free):
-            assert not node.traits.overwrites
-            rest = replace(node.traits, overwrites=())
-            assert rest == replace(before.by_name[node.name].traits, overwrites=())
+            was = before.by_name[node.name].traits
+            assert node.traits == replace(was, overwrites=(), again=None)
+            assert node.recomputable == (node.op != "batch_norm" and was.recomputable)
 
 
 def test_what_there_is_no_room_to_time_stays_ours():
@@ -185,6 +189,19 @@ def test_a_trace_names_the_library():
     events = {e["name"]: e for e in json.loads(trace_json(plan))["traceEvents"]}
     assert events[chosen.name]["args"]["library"] == "cudnn"
     assert sum("library" in e.get("args", {}) for e in events.values()) == 1
+
+
+def test_both_are_timed_on_the_shapes_of_networks(tmp_path, monkeypatch):
+    monkeypatch.setattr(library_kernels, "_NETWORKS", ("alexnet", "lenet"))
+    library = Library({"avg_pool", "avg_pool_grad", "lrn", "lrn_grad"}, 0.5)
+    job = Job(out=tmp_path, backend_name="cpu", ends=time.monotonic() + 600, batch=1)
+    vars(job)["backend"] = backend_of(library)
+    found = library_kernels.library_kernels(job)
+    assert {row["op"] for row in found["rows"]} == set(library.asked)
+    assert {row["times_ms"] for row in found["rows"]} == {(1.0, 0.5)}
+    assert found["text"] == "other / ours: mean 0.500"
+    vars(job)["backend"] = one_algorithm()
+    assert "skipped" in library_kernels.library_kernels(job)
 
 
 # cuDNN's stand-in, within a whole step.

@@ -16,6 +16,7 @@ from bench.gpu.halves import half_sums
 from bench.gpu.job import Job, Report
 from bench.gpu.kernels import accumulating, first_api
 from bench.gpu.launches import launches
+from bench.gpu.library_kernels import library_kernels
 from bench.gpu.listing import compared_listings
 from bench.gpu.packages import lacking
 from bench.gpu.store import read_json, write_text
@@ -132,6 +133,7 @@ _SECTIONS: Mapping[str, Callable[[Job], Mapping[str, Any]]] = {
     "launches": launches,
     "half_sums": half_sums,
     "accumulating": accumulating,
+    "library_kernels": library_kernels,
     "clocks_after": _clocks,
     "first_api": first_api,
 }

@@ -217,8 +217,8 @@ def traits_of(
     strips = strips_of(op, Whole("", tuple(inputs), tuple(outputs), attrs))
     if strips is not None:
         traits = replace(traits, strips=strips)
-    if LIBRARY in attrs:  # none promises to work in place
-        traits = replace(traits, overwrites=())
+    if LIBRARY in attrs:  # none works in place, or gives the bits that ours would
+        traits = replace(traits, overwrites=(), again=None)
     if traits.batch is None:
         return traits
     axes = (*traits.batch.inputs, *traits.batch.outputs)

@@ -57,11 +57,14 @@ class LibraryRace:
         """Whether the library computes a node, and faster.
 
         It needs memory of its own for a result that our kernel may write over what it
-        reads. So within a budget such a node stays ours.
+        reads, and another of our kernels cannot make its result again, bit for bit. So
+        within a budget nodes that either is planned with stay ours.
         """
-        library = self._backend.library_kernels
-        in_place = self._memory is not None and bool(node.traits.overwrites)
-        if library is None or in_place or not library.offers(graph, node):
+        library, traits = self._backend.library_kernels, node.traits
+        saving = bool(traits.overwrites) or traits.again is not None
+        if library is None or (saving and self._memory is not None):
+            return False
+        if not library.offers(graph, node):
             return False
         key = signature(graph, node)
         if key not in self._wins:
