@@ -116,7 +116,8 @@ def padded():
     yield aten.constant_pad_nd.default, (x, [1, 2, 3, 1], 0.0)
     yield aten.constant_pad_nd.default, (x, [1, 2, 9, -2])
     yield aten.constant_pad_nd.default, (x, [0, 1, -3, 5], 0)
-    yield aten.constant_pad_nd.default, (x, [0, 1], 2.5)
+    yield aten.slice_backward.default, (x, [2, 3, 19, 4], 2, 5, 16, 1)
+    yield aten.slice_backward.default, (x, [2, 3, 13, 4], -2, -11, 2**63 - 1, 1)
 
 
 CASES = [*convolutions(), *pools(), *resized(), *padded()]
@@ -146,7 +147,7 @@ def case_of(function, args):
             paths = 0, 1
         call = Call(function, tuple(map(put, args)), {}, paths)
     whole = evaluate(call, tensors)
-    images = 2 if "backward" in str(function) else 1
+    images = 2 if "backward" in str(function) else 1  # those behind are filters
     site = Site(
         str(function),
         call.args,
@@ -214,6 +215,8 @@ WHOLE = [
     (aten.upsample_nearest2d.vec, (X, None, [2.1, 2.0])),
     (aten.upsample_bicubic2d.default, (X, [24, 12], False)),
     (aten.cumsum.default, (X, 2)),
+    (aten.slice.Tensor, (X, 2, 1, 9)),
+    (aten.slice_backward.default, (X, [1, 2, 30, 6], 2, 1, 25, 2)),
 ]
 
 

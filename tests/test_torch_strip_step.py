@@ -119,6 +119,21 @@ def masked():
     return (torch.rand(2, 3, 21, 8),)
 
 
+class Cropped(nn.Module):
+    """Convolutions without padding: what is beside is cut to their size."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.body = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.last = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        y = self.body(x).tanh()
+        x = self.last(torch.cat([x[:, :, 1:-1, 1:-1], y], 1))
+        return functional.pad(x, [2, 2, 2, 2])
+
+
 def masks(scores, wanted):
     return functional.binary_cross_entropy_with_logits(scores, wanted)
 
@@ -139,6 +154,7 @@ STEPS = {
         (torch.randn(2, 3, 13, 8), torch.rand(2, 3, 26, 16)),
     ),
     "normed": lambda: (UNet(2, nn.BatchNorm2d), both, labelled(24, 16)),
+    "cropped": lambda: (Cropped(), masks, (torch.randn(2, 3, 21, 8), *masked())),
     "instances": lambda: (instances(), masks, (torch.randn(2, 3, 21, 8), *masked())),
 }
 
@@ -290,6 +306,11 @@ def test_channels_last_is_cut_or_stays_whole_but_is_right():
         step = mt.train_step(model, loss_fn, momentum(model), split=split, cache=None)
         losses.append([float(step(x, y)) for _ in range(2)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_one_large_image_is_cut_where_whole_does_not_fit():
+    plan = stepped("chain", torch.float32, "auto", 0.8 * least("chain", "none"))[2].plan
+    assert plan.splitting.chosen.cutting.along == "height"
 
 
 def test_what_has_no_images_cannot_be_cut():

@@ -119,6 +119,8 @@ def plan_in_parts(
     """
     strips = isinstance(split, str) and split.startswith(HEIGHT)
     candidates = in_parts(lowered, names, make, strips=strips)
+    if candidates is None and split == AUTO:  # one sample, perhaps a large one
+        candidates = in_parts(lowered, names, make, strips=True)
     if candidates is None and strips:
         raise UnsupportedError(
             f"the step was to run in strips, split={split!r}, but its batch has no "
@@ -131,7 +133,8 @@ def plan_in_parts(
             return planner, planner.plan(budget)
         raise UnsupportedError(
             f"the step was to run in {split} parts, but its batch has one sample, or "
-            "no operation on it can be cut; split='auto' runs it whole then"
+            "no operation on it can be cut; split='height' cuts images, split='auto' "
+            "runs it whole where nothing can be cut"
         )
     return candidates.planned(budget, split)
 

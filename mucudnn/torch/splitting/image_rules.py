@@ -24,6 +24,7 @@ from mucudnn.torch.splitting.resize_strips import (
     nearest,
     nearest_backward,
     pad,
+    slice_backward,
 )
 from mucudnn.torch.splitting.rules import carried, cut_of
 
@@ -36,8 +37,10 @@ def strip_of(site: Site, call: Call) -> Cut | None:
     """How a call is cut into strips; None if it stays whole."""
     if site.op in NORMS:
         return NORMS[site.op](site)
+    if (cut := cut_of(site, call)) is not None:  # each row by itself
+        return cut
     rule = IMAGE_RULES.get(site.op)
-    return cut_of(site, call) if rule is None else rule(site, call)
+    return None if rule is None else rule(site, call)
 
 
 def strip_carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
@@ -46,6 +49,8 @@ def strip_carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
     Images are made of images; a gradient of others' sizes as well.
     """
     found = carried(site, call)
+    if site.op == _CROPPED:
+        return (site.axis(0),)
     if site.op not in IMAGE_RULES and site.op not in _NORMS:
         return found
     imaged = any(axis == _HEIGHT for axis in site.axes)
@@ -55,6 +60,9 @@ def strip_carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
         for layout, axis in zip(site.outputs, found, strict=True)
     )
 
+
+_CROPPED = "aten.slice.Tensor"
+"""What is a view of some rows: strips read theirs of it as one."""
 
 _NORMS = frozenset(
     {
@@ -77,6 +85,7 @@ IMAGE_RULES: Mapping[str, Callable[[Site, Call], Cut | None]] = MappingProxyType
         "aten.max_pool2d_with_indices_backward.default": max_pool_backward,
         "aten.max_pool3d_with_indices.default": max_pool,
         "aten.max_pool3d_with_indices_backward.default": max_pool_backward,
+        "aten.slice_backward.default": slice_backward,
         "aten.upsample_bilinear2d.default": bilinear,
         "aten.upsample_bilinear2d.vec": bilinear,
         "aten.upsample_bilinear2d_backward.default": bilinear_backward,

@@ -9,12 +9,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from mucudnn.ir.strips import HEIGHT
 from mucudnn.ir.traits import Interval, Rows
 from mucudnn.torch.lowering.lowered import Call
 from mucudnn.torch.splitting.axes import Axis, Cut, Site, StripCall
 
-__all__ = ["bilinear", "bilinear_backward", "nearest", "nearest_backward", "pad"]
+__all__ = [
+    "bilinear",
+    "bilinear_backward",
+    "nearest",
+    "nearest_backward",
+    "pad",
+    "slice_backward",
+]
 
 _HEIGHT = Axis(HEIGHT)
 
@@ -107,24 +116,45 @@ def pad(site: Site, call: Call) -> Cut | None:
 
     A strip reads one row of the image at least.
     """
-    x = site.operand(0)
     axis, widths = site.axis(0), list(site.arg(1))
     rank = len(site.shape(0))
-    if x is None or axis is None or axis.each != 1:
+    if axis is None or axis.each != 1:
         return None
     place = 2 * (rank - 1 - axis.index)
     before, after = (*widths[place : place + 2], 0, 0)[:2]
     if (before or after) and site.arg(2, 0):
         return None
-    size, total = site.shape(0)[axis.index], site.outputs[0].shape[axis.index]
     if place < len(widths):
         widths[place : place + 2] = [0, 0]
+    args = (call.args[0], widths, *call.args[2:])
+    return _shifted(site, axis, before, replace(call, args=args, into=None))
+
+
+def slice_backward(site: Site, call: Call) -> Cut | None:
+    """Zeros around what was cut out of images, row by row."""
+    axis = site.axis(0)
+    sizes, dim, start, _, step = call.args[1:]
+    if axis is None or axis.each != 1 or dim % len(sizes) != axis.index or step != 1:
+        return None
+    copied = replace(
+        call, function=torch.ops.aten.clone.default, args=call.args[:1], into=None
+    )
+    size = sizes[axis.index]
+    before = max(0, start + size) if start < 0 else min(start, size)
+    return _shifted(site, axis, before, copied)
+
+
+def _shifted(site: Site, axis: Axis, before: int, call: Call) -> Cut | None:
+    """Rows of images as they are, with so many of zeros above them."""
+    x = site.operand(0)
+    if x is None:
+        return None
+    size, total = site.shape(0)[axis.index], site.outputs[0].shape[axis.index]
 
     def strip(rows: Rows) -> StripCall:
         y = rows.of(total)
         start, stop = min(y.start - before, size - 1), max(y.stop - before, 1)
         made: Interval = start + before, stop + before
-        args = (call.args[0], widths, *call.args[2:])
-        return StripCall({x: (start, stop)}, made, replace(call, args=args, into=None))
+        return StripCall({x: (start, stop)}, made, call)
 
     return Cut({x: axis}, (axis,), stripped=strip)
