@@ -122,7 +122,14 @@ def test_half_precision_has_sums_in_single(op, folder, monkeypatch):
             assert np.abs(one - two).max() <= tolerance * scale
 
 
-GROUPED = (((5, 36, 64), 8), ((2, 3, 300), 3), ((3, 700, 24), 24), ((300, 7, 16), 1))
+GROUPED = (
+    ((5, 36, 64), 8),
+    ((2, 3, 300), 3),
+    ((3, 700, 24), 24),
+    ((300, 7, 16), 1),
+    ((2, 50, 60), 2),  # a thread goes on in the middle of a pixel
+    ((2, 100, 48), 2),
+)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
