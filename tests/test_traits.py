@@ -45,13 +45,14 @@ ROOT = Path(mucudnn.__file__).parent
 
 BY_NAME = {
     "passes/estimate.py": {"conv", "matmul"},  # their arithmetic
-    # The data type in its problem; the casts that it puts in, and takes out again.
-    "passes/graph/precision/mixed_precision.py": {"cast", "conv"},
-    # Those that copies make needless.
-    "passes/graph/precision/narrow_copies.py": {"cast"},
+    "passes/graph/precision/mixed_precision.py": {"conv"},  # its problem's data type
+    # Those that copies make needless, and what turns gradients back for an update.
+    "passes/graph/precision/narrow_copies.py": {"cast", "to_channels_last"},
+    "passes/graph/computed_gradients.py": {"cast", "to_channels_first"},
     "passes/graph/autodiff.py": {"RULES"},  # the derivative of each
     "passes/graph/gradients.py": {"group_norm_grad"},  # its attributes
-    "passes/graph/layouts/trials.py": {"RULES"},  # whose gradients are timed as well
+    # Whose gradients are timed as well; a parameter that is cast is one still.
+    "passes/graph/layouts/trials.py": {"RULES", "cast"},
     "ir/norms/batch_norm.py": {"PIECES"},
     "ir/channels_last.py": {"CHANNELS_LAST"},
     "ir/norms/group_norm.py": {"GROUP_PIECES"},
