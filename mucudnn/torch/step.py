@@ -10,26 +10,24 @@ batch, which is the caller's. Gradients live inside of the step: `grad` stays as
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from mucudnn.errors import UnsupportedError
 from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tier_choice import TierChoice
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.batches import Batch
-from mucudnn.torch.capture.decisions import all_hold
 from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.parts import LiveParts
+from mucudnn.torch.capture.plain_values import PlainValues
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
 from mucudnn.torch.conv.fronts import ConvolutionChoice
-from mucudnn.torch.execution.bound_step import BoundStep
 from mucudnn.torch.execution.lanes import DEVICES, check_devices
 from mucudnn.torch.execution.own_update import own_update
 from mucudnn.torch.execution.tiers import tiers_within
@@ -37,6 +35,7 @@ from mucudnn.torch.fusion.switch import fusing_of
 from mucudnn.torch.measurement.own_updates import state_bytes
 from mucudnn.torch.own_update_planning import OwnUpdate
 from mucudnn.torch.plan_cache.store import PlanCacheChoice, open_plans
+from mucudnn.torch.planned_steps import PlannedStep, PlannedSteps, StepKey
 from mucudnn.torch.planning import as_budget
 from mucudnn.torch.step_plan import TorchPlan
 from mucudnn.torch.step_planning import StepPlanning
@@ -71,11 +70,13 @@ def train_step(
     What Python decides is decided when a kind of batch is first seen: the model's mode,
     hyperparameters and whatever branches there are. A change of the mode, of a
     hyperparameter, of types, or of which tensors there are is seen, and planned anew;
-    learning rates may change freely. What else changes in Python from step to step
-    cannot be seen: attributes of modules and Python's own random numbers are refused
-    when they change in a step, other objects are not looked at. Hooks of parameters,
-    modules and the optimizer run when a step is planned; what they do to tensors then
-    is part of every step.
+    so are other numbers, flags and texts in attributes of modules and in variables that
+    the loss function reads, and other tensors in the latter. Learning rates and what is
+    in tensors may change freely. What else changes in Python from step to step cannot
+    be seen: attributes of modules and Python's own random numbers are refused when they
+    change in a step, containers and other objects are not looked at. Hooks of
+    parameters, modules and the optimizer run when a step is planned; what they do to
+    tensors then is part of every step.
 
     Results are those of eager mode, bit for bit, with two exceptions: what is computed
     in place into a part of a tensor, as PyTorch's recurrent cells do, is computed into
@@ -149,13 +150,6 @@ def train_step(
     )
 
 
-@dataclass(frozen=True)
-class _Planned:
-    plan: TorchPlan
-    bound: BoundStep
-    captured: CapturedStep
-
-
 class TrainStep:
     """A step of one model, loss and optimizer.
 
@@ -183,11 +177,11 @@ class TrainStep:
         self._optimizer = optimizer
         self._planning = planning
         self._settings = settings
-        self._max_plans = max_plans
         self._results = KernelResults()
-        self._planned: dict[Any, list[_Planned]] = {}
+        self._planned = PlannedSteps(max_plans)
         self._live: LiveParts | None = None
-        self._last: _Planned | None = None
+        self._plain = PlainValues((), loss_fn)
+        self._last: PlannedStep | None = None
         self._reason = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +220,7 @@ class TrainStep:
         """Plan for batches like this one, without a step."""
         return self._ready(Batch.of(args, kwargs))[0].plan
 
-    def _ready(self, batch: Batch) -> tuple[_Planned, list[torch.Tensor]]:
+    def _ready(self, batch: Batch) -> tuple[PlannedStep, list[torch.Tensor]]:
         """A plan for a batch, and what it is given.
 
         An update that cannot be recorded is the optimizer's own from then on.
@@ -243,7 +237,7 @@ class TrainStep:
                 return self._last, given
 
     def _with_own_update(
-        self, planned: _Planned, batch: Batch, given: list[torch.Tensor]
+        self, planned: PlannedStep, batch: Batch, given: list[torch.Tensor]
     ) -> list[Any]:
         """Forward and backward as planned, then the optimizer's own step."""
         live, names = self._parts(), planned.captured.gradients or ()
@@ -273,38 +267,26 @@ class TrainStep:
             self._live = LiveParts(
                 self._model, self._optimizer, self._loss_fn, self._settings
             )
+            self._plain = PlainValues(self._live.modules, self._loss_fn)
         return self._live
 
     def _for(
         self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]
-    ) -> _Planned:
+    ) -> PlannedStep:
         check_devices(given)
         key = self._key(live, batch, given)
-        for planned in self._planned.get(key, ()):
-            if all_hold(planned.captured.decisions, given):
-                return planned
-        if sum(map(len, self._planned.values())) >= self._max_plans:
-            raise UnsupportedError(self._too_many())
-        # What is drawn while a step is measured is drawn again by the step.
-        devices = {t.device.index for t in given if t.is_cuda}
-        with torch.random.fork_rng(devices=sorted(devices)):
-            planned = self._plan(live, batch)
-        self._planned.setdefault(key, []).append(planned)
+        planned = self._planned.find(key, given)
+        if planned is None:
+            self._planned.make_room(key, self._plain)
+            # What is drawn while a step is measured is drawn again by the step.
+            devices = {t.device.index for t in given if t.is_cuda}
+            with torch.random.fork_rng(devices=sorted(devices)):
+                planned = self._plan(live, batch)
+            # What the loss counts when it is called is now as it stays.
+            self._planned.add(self._key(live, batch, given), planned)
         return planned
 
-    def _too_many(self) -> str:
-        shapes = {
-            tuple(tuple(shape) for shape, _, _ in layouts)
-            for (layouts, *_), *_ in self._planned
-        }
-        few = ", ".join(str(list(found)) for found in list(shapes)[:3])
-        return (
-            f"there are {self._max_plans} plans, for batches of {len(shapes)} shapes "
-            f"such as {few}; every shape, mode and hyperparameter has a plan of its "
-            "own: pad batches to a few sizes, or give train_step(max_plans=...) more"
-        )
-
-    def _plan(self, live: LiveParts, batch: Batch) -> _Planned:
+    def _plan(self, live: LiveParts, batch: Batch) -> PlannedStep:
         def captured() -> CapturedStep:
             return capture_step(
                 self._model,
@@ -315,15 +297,17 @@ class TrainStep:
                 results=self._results,
             )
 
-        def planned(step: CapturedStep) -> _Planned:
+        def planned(step: CapturedStep) -> PlannedStep:
             of_name = live.parts.parameters
             own = OwnUpdate.of(self._optimizer, step, of_name, self._reason)
             plan, bound = self._planning.plan(step, live.parts, own)
-            return _Planned(plan, bound, step)
+            return PlannedStep(plan, bound, step)
 
         return self._results.settled(captured, planned)
 
-    def _key(self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]) -> Any:
+    def _key(
+        self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]
+    ) -> StepKey:
         """What a plan was made for."""
         kinds = tuple([(t.dtype, t.device, t.requires_grad, t.shape) for t in given])
         modes = tuple([module.training for module in live.modules])
@@ -337,4 +321,5 @@ class TrainStep:
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
             for kind in DEVICES
         )
-        return batch.key, kinds, modes, fixed, cast, self._settings.key
+        others = kinds, modes, fixed, cast, self._settings.key
+        return StepKey(batch.key, others, self._plain.now())
