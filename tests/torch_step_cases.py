@@ -152,7 +152,7 @@ def by_a_number(s, x):
 
 
 def one_recurrence(kind):
-    return words(kind, forward=lambda s, x: s.m[0](x)[0])
+    return words(kind, forward=lambda s, x: s.m[0](x)[0][..., :8])
 
 
 def token_targets():
@@ -255,7 +255,8 @@ QUICK = MappingProxyType(
         "lstm": lambda: one_recurrence(
             nn.LSTM(8, 4, 2, dropout=0.2, bidirectional=True)
         ),
-        "gru": lambda: one_recurrence(nn.GRU(8, 8, 2, dropout=0.2)),
+        "gru": lambda: one_recurrence(nn.GRU(8, 32, 2, dropout=0.2)),
+        "narrow_gru": lambda: one_recurrence(nn.GRU(8, 8, 2, dropout=0.2)),
         "batch_norm": lambda: images(nn.BatchNorm2d(4)),
         "channels_last": in_channels_last,
         "interpolated": lambda: images(

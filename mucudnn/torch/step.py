@@ -79,9 +79,10 @@ def train_step(
     tensors then is part of every step.
 
     Results are those of eager mode, bit for bit, with two exceptions: what is computed
-    in place into a part of a tensor, as PyTorch's recurrent cells do, is computed into
-    memory of its own, and kernels round strided memory otherwise than dense one; and
-    the gradient of a product (`prod`) is always computed as if there were zeros in it.
+    in place into a part of a tensor is computed into memory of its own, and kernels may
+    round strided memory otherwise than dense one, as the sigmoids of `nn.GRU` do where
+    its width is no multiple of their vectors (32 always is); and the gradient of a
+    product (`prod`) is always computed as if there were zeros in it.
 
     Args:
         model: What is trained.

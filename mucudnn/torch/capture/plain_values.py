@@ -45,8 +45,10 @@ class PlainValues:
     def now(self) -> tuple[Any, ...]:
         """The values; of tensors, which ones they are."""
         return (
-            *[held.get(key) for held, key in self._places],
-            *[_which(held.get(key)) for held, key in self._globals],
+            *[
+                value if type(value := held.get(key)) in _PLAIN else _which(value)
+                for held, key in (*self._places, *self._globals)
+            ],
             *[_which(_content(cell)) for _, cell in self._cells],
         )
 
@@ -113,8 +115,7 @@ def _looked_at(value: Any) -> bool:
 
 
 def _which(value: Any) -> Any:
-    return ("tensor", id(value)) if isinstance(value, torch.Tensor) else _plain(value)
-
-
-def _plain(value: Any) -> Any:
+    """What stands for a value: itself, which tensor it is, or of what type."""
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor, id(value)
     return value if isinstance(value, _PLAIN) else type(value)
