@@ -1,7 +1,7 @@
 """A kernel: one operation of a training step, but for convolutions."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,7 +78,13 @@ class LibraryKernels(Protocol):
 
     A node whose attribute `LIBRARY` is its name is computed by it, through the
     backend's own kernel table, and by the backend's own kernel where it refuses.
+
+    Attributes:
+        faster: What was measured so far, by what decides a node's time: whether its
+            kernel was the faster. All steps of a process choose alike by it.
     """
+
+    faster: dict[Hashable, bool]
 
     @property
     def name(self) -> str:

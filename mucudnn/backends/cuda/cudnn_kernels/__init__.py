@@ -10,7 +10,7 @@ normalisation with a ReLU wants memory for a mask.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -49,6 +49,7 @@ class CudnnKernels:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.faster: dict[Hashable, bool] = {}
         self._refused: set[Case] = set()
 
     def offers(self, graph: Graph, node: Node) -> bool:

@@ -6,7 +6,6 @@ where that wins, and what is planned and profiled afterwards is the faster one.
 """
 
 import logging
-from collections.abc import Hashable
 from dataclasses import replace
 
 from mucudnn.errors import OutOfMemoryError
@@ -28,7 +27,7 @@ _RULE = StoppingRule(min_samples=3, max_samples=9, budget_ms=60.0)
 
 
 class LibraryRace:
-    """Times both kernels of every node that has two, once.
+    """Times both kernels of every node that has two, once in a process.
 
     Args:
         tuner: Its backend computes.
@@ -38,7 +37,6 @@ class LibraryRace:
     def __init__(self, tuner: Tuner, budget: MemoryBudget | None = None) -> None:
         self._backend = tuner.backend
         self._memory = None if budget is None else budget.nbytes
-        self._wins: dict[Hashable, bool] = {}
 
     def __call__(self, graph: Graph) -> Graph:
         """The graph, its nodes naming the library where its kernel is the faster."""
@@ -67,16 +65,16 @@ class LibraryRace:
         if not library.offers(graph, node):
             return False
         key = signature(graph, node)
-        if key not in self._wins:
+        if key not in library.faster:
             times = self.times(graph, node)
-            still = library.offers(graph, node)  # it may have refused to run
-            self._wins[key] = times is not None and still and times[1] < times[0]
-            if times is not None and still:
-                logger.info(
-                    "%s (%s): %.3g ms by our kernel, %.3g ms by %s",
-                    *(node.name, node.op, *times, library.name),
-                )
-        return self._wins[key]
+            if times is None or not library.offers(graph, node):  # it has refused
+                return False
+            logger.info(
+                "%s (%s): %.3g ms by our kernel, %.3g ms by %s",
+                *(node.name, node.op, *times, library.name),
+            )
+            library.faster[key] = times[1] < times[0]
+        return library.faster[key]
 
     def times(self, graph: Graph, node: Node) -> tuple[float, float] | None:
         """Milliseconds by our kernel and by the library's; None without room."""
