@@ -134,6 +134,20 @@ class Cropped(nn.Module):
         return functional.pad(x, [2, 2, 2, 2])
 
 
+class Shuffled(nn.Module):
+    """What is not cut between what is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 12, 3, padding=1), nn.Conv2d(3, 3, 3)
+        self.norm, self.around = nn.GroupNorm(3, 12), nn.ReflectionPad2d(1)
+
+    def forward(self, x):
+        y = functional.pixel_shuffle(self.norm(self.first(x)), 2)
+        y = self.last(self.around(functional.hardtanh(y)))
+        return y * y.mean((2, 3), keepdim=True).sigmoid()
+
+
 def masks(scores, wanted):
     return functional.binary_cross_entropy_with_logits(scores, wanted)
 
@@ -152,6 +166,11 @@ STEPS = {
         Larger(),
         masks,
         (torch.randn(2, 3, 13, 8), torch.rand(2, 3, 26, 16)),
+    ),
+    "shuffled": lambda: (
+        Shuffled(),
+        functional.l1_loss,
+        (torch.randn(2, 3, 11, 8), torch.randn(2, 3, 22, 16)),
     ),
     "normed": lambda: (UNet(2, nn.BatchNorm2d), both, labelled(24, 16)),
     "cropped": lambda: (Cropped(), masks, (torch.randn(2, 3, 21, 8), *masked())),

@@ -46,31 +46,21 @@ def strip_of(site: Site, call: Call) -> Cut | None:
 def strip_carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
     """Where the height is in results of a call that stays whole.
 
-    Images are made of images; a gradient of others' sizes as well.
+    Images are taken to be made of images. Where that is wrong it is no harm: a rule
+    holds along any axis.
     """
-    found = carried(site, call)
     if site.op == _CROPPED:
         return (site.axis(0),)
-    if site.op not in IMAGE_RULES and site.op not in _NORMS:
-        return found
     imaged = any(axis == _HEIGHT for axis in site.axes)
     rank = max((len(layout.shape) for layout in site.inputs), default=0)
     return tuple(
         _HEIGHT if imaged and len(layout.shape) == rank > HEIGHT else axis
-        for layout, axis in zip(site.outputs, found, strict=True)
+        for layout, axis in zip(site.outputs, carried(site, call), strict=True)
     )
 
 
 _CROPPED = "aten.slice.Tensor"
 """What is a view of some rows: strips read theirs of it as one."""
-
-_NORMS = frozenset(
-    {
-        "aten.native_group_norm.default",
-        "aten.native_group_norm_backward.default",
-    }
-)
-"""Operations on whole images whose results are images."""
 
 IMAGE_RULES: Mapping[str, Callable[[Site, Call], Cut | None]] = MappingProxyType(
     {
