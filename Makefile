@@ -10,7 +10,7 @@ JOBS ?= auto
 # A test that hangs is ended. RERUNS=2 gives one that fails two more chances, and lists it
 # as RERUN: what that list names depends on a clock or on threads, and has to be mended.
 RERUNS ?= 0
-ONE_BY_ONE := $(BIN)/python -m pytest -raR --timeout 1200 --reruns $(RERUNS)
+ONE_BY_ONE := $(BIN)/python -m pytest -raR --timeout 600 --reruns $(RERUNS)
 PYTEST := $(ONE_BY_ONE) -n $(JOBS) --dist worksteal
 DEMO_TRAIN := --data digits --epochs 15 --lr 0.05 --seed 0
 CUDNN := nvidia-cudnn-cu12==9.19.0.56 nvidia-cuda-nvrtc-cu12 cuda-pathfinder
