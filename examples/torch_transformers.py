@@ -10,8 +10,8 @@ import mucudnn.torch as mt
 BUDGET = 6 << 20
 
 torch.manual_seed(0)
-config = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2)
-config.use_cache, config.bos_token_id, config.eos_token_id = False, 0, 0
+sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
+config = GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
 model = GPT2LMHeadModel(config)
 backend = mt.backend(budget=BUDGET)
 model.loss_type = "ForCausalLM"  # named, or a warning of theirs breaks the graph
