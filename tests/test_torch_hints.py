@@ -203,6 +203,18 @@ def test_selective_checkpoints_save_what_the_plan_saves(name, monkeypatch):
 
 
 @needs_results
+def test_who_asks_again_while_computing_again_is_told_the_same():
+    """As PyTorch 2.12.0 does, without results."""
+    relu, x = torch.ops.aten.relu.default, torch.ones(2)
+    policy = selective._Policy({(str(relu), 1): CheckpointPolicy.MUST_RECOMPUTE})
+    first = SelectiveCheckpointContext(is_recompute=False, op_output=x.relu())
+    second = SelectiveCheckpointContext(is_recompute=True)
+    told = [policy(first, relu, x) for _ in range(3)]
+    assert told.count(CheckpointPolicy.MUST_RECOMPUTE) == 1
+    assert [policy(second, relu, x) for _ in range(3)] == told
+
+
+@needs_results
 def test_what_cannot_be_checkpointed_is_refused():
     """What is read before it is changed, and computed again after."""
 

@@ -18,8 +18,9 @@ __all__ = ["OLDEST", "TESTED", "check_version", "installed_version"]
 
 TESTED: Mapping[str, str] = MappingProxyType(
     {
-        "2.11": "It has no `checkpoint_contexts`, and what it compiles, with any "
-        "backend, may round otherwise than eager code.",
+        "2.11": "It has no `checkpoint_contexts`, what it compiles, with any backend, "
+        "may round otherwise than eager code, and it raises RuntimeError where a step "
+        "computes with tensors that are neither parameters, buffers nor of the batch.",
         "2.12": "It lacks nothing that the tests ask for.",
         "2.13": "It lacks nothing that the tests ask for.",
         "2.14": "It lacks nothing that the tests ask for.",

@@ -12,7 +12,7 @@ no host to send anything to. `train_step` keeps a budget.
 """
 
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -83,6 +83,8 @@ class _Policy:
 
     A tensor that is computed again is changed in place again, too. One that is saved
     is saved as it is in the end, which nothing that is computed again may have read.
+    PyTorch 2.12 asks again as it computes again, and shows no results: it is told what
+    it was told.
 
     Args:
         policies: Of the calls that are known.
@@ -91,6 +93,7 @@ class _Policy:
     def __init__(self, policies: Mapping[Key, CheckpointPolicy]) -> None:
         self._policies = policies
         self._calls: Counter[str] = Counter()
+        self._told: dict[str, deque[CheckpointPolicy]] = defaultdict(deque)
         self._again: set[int] = set()
         self._read: set[int] = set()
 
@@ -106,6 +109,21 @@ class _Policy:
         Raises:
             UnsupportedError: It changes what will not be there as it was.
         """
+        name = str(function)
+        told = self._told[name]
+        if context.is_recompute:
+            return told.popleft() if told else CheckpointPolicy.MUST_SAVE
+        policy = self._decided(context, function, args, kwargs)
+        told.append(policy)
+        return policy
+
+    def _decided(
+        self,
+        context: SelectiveCheckpointContext,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> CheckpointPolicy:
         name = str(function)
         key = name, self._calls[name]
         self._calls[name] += 1
