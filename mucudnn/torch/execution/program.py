@@ -7,6 +7,7 @@ the same lines written by hand, and it can be read.
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Program:
         self._given: list[str] = []
         self._leaves = False
         self._handles: dict[str, str] = {}
+        self._numbers = count()
         self._states: dict[str, str] = {}
         self._names = Names(
             schedule.graph,
@@ -140,7 +142,7 @@ class Program:
         What a step begins with is copied to the device first.
         """
         for storage in self._hosted:
-            handle = self._handles[storage] = f"h{len(self._handles)}"
+            handle = self._handle(storage)
             tensor = self._names.any_of(storage)
             self._lines.append(f"{handle} = left(bytes_of({tensor}), {storage!r})")
             self._free(storage)
@@ -294,8 +296,14 @@ class Program:
         if variables := self._names.released(storage):
             self._lines.append(f"{' = '.join(variables)} = None")
 
+    def _handle(self, storage: str) -> str:
+        """The variable of what has left; none has another's, whatever is back."""
+        if storage not in self._handles:
+            self._handles[storage] = f"h{next(self._numbers)}"
+        return self._handles[storage]
+
     def _swap_out(self, storage: str) -> None:
-        handle = self._handles.setdefault(storage, f"h{len(self._handles)}")
+        handle = self._handle(storage)
         tensor = self._names.any_of(storage)
         if storage in self._hosted:
             self._lines.append(f"copy_home({tensor}, {handle})")
