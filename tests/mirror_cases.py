@@ -327,6 +327,7 @@ def _losses(dtype):
         coarse[0, 0] = np.nan
         for k in (1, 3):
             yield Case("accuracy", [coarse, labels], [((), "i8")], {"k": k})
+            yield Case("accuracy", [coarse, labels], [((), dtype)], {"k": k})
         yield Case("mean_squared_error", [x, p], [scalar])
         inputs = [x, p, np.array(0.5, dtype)]
         yield Case("mean_squared_error_grad", inputs, [like])

@@ -88,7 +88,9 @@ def _boxed(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits
 OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
     {
         "accumulate": PLAIN,
-        "accuracy": NodeTraits(batch=Batch((0, 0), (None,), accumulates=True)),
+        "accuracy": NodeTraits(
+            reads_narrow=True, batch=Batch((0, 0), (None,), accumulates=True)
+        ),
         "adagrad": PLAIN,
         "adam": PLAIN,
         "adjust_loss_scale": PLAIN,
@@ -171,7 +173,7 @@ OPERATIONS: Mapping[str, NodeTraits | Rule] = MappingProxyType(
         "sigmoid_grad": _OF_FUNCTION,
         "slice": _boxed,
         "softmax_cross_entropy": NodeTraits(
-            batch=Batch((0, 0), (None, 0), (0,), sliced=_OF_LABELS)
+            reads_narrow=True, batch=Batch((0, 0), (None, 0), (0,), sliced=_OF_LABELS)
         ),
         "softmax_cross_entropy_grad": NodeTraits(
             overwrites=(0,), batch=Batch((0, 0, None), (0,), (0,), sliced=_OF_LABELS)

@@ -194,6 +194,7 @@ class NodeTraits:
         rereads: Inputs that it reads twice.
         narrow: Its first result, and inputs that are neither parameters nor statistics,
             may be in a narrower type than all else.
+        reads_narrow: Its first input may be, and no result.
         temporaries: Bytes of scratch memory that it takes while it runs.
         batch: How it can be cut along the batch; None if it cannot.
         strips: How it can be cut along the first axis of its images, their height or,
@@ -214,6 +215,7 @@ class NodeTraits:
     movable: bool = True
     rereads: tuple[int, ...] = ()
     narrow: bool = False
+    reads_narrow: bool = False
     temporaries: int = 0
     batch: Batch | None = None
     strips: Batch | None = None

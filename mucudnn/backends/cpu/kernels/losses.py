@@ -39,7 +39,7 @@ def softmax_cross_entropy(call: KernelCall) -> None:
         out = p[n, :, s]
         chosen = _checked(labels[n, s], x.shape[1])
         highest = np.maximum.reduce(x[n, :, s], axis=1, keepdims=True)
-        np.subtract(x[n, :, s], highest, out=out)
+        np.subtract(x[n, :, s], highest, out=out, dtype=out.dtype)
         picked = np.take_along_axis(out, chosen[:, None], axis=1)
         np.exp(out, out=out)
         total = np.add.reduce(out, axis=1, keepdims=True)
@@ -58,11 +58,14 @@ def softmax_cross_entropy_grad(call: KernelCall) -> None:
 
     def tile(part: tuple[slice, slice]) -> None:
         n, s = part
-        out = dx[n, :, s]
+        alike = dx.dtype == p.dtype
+        out = dx[n, :, s] if alike else np.empty_like(p[n, :, s])
         chosen = _checked(labels[n, s], p.shape[1])[:, None]
         np.multiply(p[n, :, s], factor, out=out)
         right = np.take_along_axis(out, chosen, axis=1) - p.dtype.type(factor)
         np.put_along_axis(out, chosen, right, axis=1)
+        if not alike:
+            dx[n, :, s] = out
 
     call.share(_pixel_tiles(p), tile)
 

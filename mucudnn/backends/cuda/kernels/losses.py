@@ -2,7 +2,8 @@
 
 A block takes 32 neighbouring pixels (more of few classes), or one sample that has no
 pixels, and leaves its part of the sum in the workspace; one last block adds the parts
-up in order.
+up in order. Logits may be narrower than probabilities and losses; gradients are as the
+logits.
 
 A kernel cannot stop the host. Where a label is not a class, the loss is NaN and the
 answer is wrong; nothing is read or written out of bounds.
@@ -31,6 +32,8 @@ PROGRAM = Program(
     + WALK
     + r"""
 typedef long long Label;
+// Elements of one access to the wider of two tensors.
+#define BOTH_PACKED ((int)(16 / (sizeof(T) > sizeof(P) ? sizeof(T) : sizeof(P))))
 
 // As `lane_sum`, the highest.
 __device__ A lane_max(A value, I width) {
@@ -52,7 +55,7 @@ __device__ A lane_max(A value, I width) {
 // all of its sample are neighbours, W of which are read at once.
 #define EACH_CLASS(...)                                                           \
     if (packed) {                                                                 \
-        constexpr int W = PACKED;                                                 \
+        constexpr int W = BOTH_PACKED;                                            \
         I c = row * W, i = start + c, next = apart * W;                           \
         for (; c < stop; c += next, i += next) {                                  \
             __VA_ARGS__                                                           \
@@ -70,10 +73,10 @@ __device__ A lane_max(A value, I width) {
     for (I base = blockIdx.x * width, pixel = base + lane; base < pixels;         \
          base += (I)gridDim.x * width, pixel = base + lane)
 
-KERNEL softmax_cross_entropy(const T* x, const Label* labels, T* p, double* parts, I N,
+KERNEL softmax_cross_entropy(const T* x, const Label* labels, P* p, double* parts, I N,
                              I C, I S, I width) {
     double loss = 0;
-    bool packed = S == 1 && C % PACKED == 0 && aligned(x) && aligned(p);
+    bool packed = S == 1 && C % BOTH_PACKED == 0 && aligned(x) && aligned(p);
     EACH_PIXEL(pixel) {
         bool here = pixel < pixels;
         I start = here ? pixel / S * C * S + pixel % S : 0, stop = here ? C : 0;
@@ -92,9 +95,10 @@ KERNEL softmax_cross_entropy(const T* x, const Label* labels, T* p, double* part
         sum = lane_sum(sum, width);
         EACH_CLASS({
             Pack<T, W> v = load<W>(x + i);
+            Pack<P, W> made;
             for (int j = 0; j < W; ++j)
-                v.at[j] = (T)(exp((A)v.at[j] - highest) / (A)sum);
-            store(p + i, v);
+                made.at[j] = (P)(exp((A)v.at[j] - highest) / (A)sum);
+            store(p + i, made);
         })
         if (!here || row != 0) continue;
         Label label = labels[pixel];
@@ -105,7 +109,7 @@ KERNEL softmax_cross_entropy(const T* x, const Label* labels, T* p, double* part
     if (threadIdx.x == 0) parts[blockIdx.x] = loss;
 }
 
-KERNEL softmax_cross_entropy_grad(const T* p, const Label* labels, const T* dloss,
+KERNEL softmax_cross_entropy_grad(const P* p, const Label* labels, const P* dloss,
                                   T* dx, I count, I C, I S, double labelled) {
     A factor = (A)((double)dloss[0] / labelled);
     EACH_AT(at, count, S, C, 1) {
@@ -117,7 +121,7 @@ KERNEL softmax_cross_entropy_grad(const T* p, const Label* labels, const T* dlos
 KERNEL accuracy(const T* x, const Label* labels, double* parts, I N, I C, I S, I width,
                 I most) {
     double right = 0;
-    bool packed = S == 1 && C % PACKED == 0 && aligned(x);
+    bool packed = S == 1 && C % BOTH_PACKED == 0 && aligned(x);
     EACH_PIXEL(pixel) {
         bool here = pixel < pixels;
         Label label = here ? labels[pixel] : -1;
@@ -167,6 +171,11 @@ KERNEL finish_count(const double* parts, long long* out, I count, I more) {
     double sum = sum_of(parts, count);
     if (threadIdx.x == 0) out[0] = (more ? out[0] : 0) + (long long)sum;
 }
+
+KERNEL finish_float(const double* parts, T* out, I count, I more) {
+    double sum = sum_of(parts, count);
+    if (threadIdx.x == 0) out[0] = (T)(A)((more ? (double)out[0] : 0) + sum);
+}
 """
 )
 
@@ -175,9 +184,8 @@ def softmax_cross_entropy(call: KernelCall) -> None:
     """(mean of -log p[label], p)."""
     (x, labels), (_, p) = call.inputs, call.outputs
     blocks, shape = _pixels(x.shape)
-    call.launch(
-        PROGRAM, "softmax_cross_entropy", blocks, x, labels, p, call.workspace, *shape
-    )
+    arguments = x, labels, p, call.workspace, *shape
+    call.launch(PROGRAM, "softmax_cross_entropy", blocks, *arguments, beside=p)
     _finish_mean(call, blocks, call.attrs.get("count", labels.size))
 
 
@@ -188,7 +196,7 @@ def softmax_cross_entropy_grad(call: KernelCall) -> None:
     name = "softmax_cross_entropy_grad"
     labelled = float(call.attrs.get("count", call.inputs[1].size))
     arguments = *call.inputs, dx, p.size, C, S, labelled
-    call.launch(PROGRAM, name, walking(p.size), *arguments)
+    call.launch(PROGRAM, name, walking(p.size), *arguments, like=dx, beside=p)
 
 
 def mean_squared_error(call: KernelCall) -> None:
@@ -217,8 +225,12 @@ def accuracy(call: KernelCall) -> None:
     blocks, shape = _pixels(x.shape)
     arguments = x, labels, call.workspace, *shape, call.attrs["k"]
     call.launch(PROGRAM, "accuracy", blocks, *arguments)
-    parts = call.workspace, call.outputs[0], blocks[0], int(bool(before))
-    call.launch(PROGRAM, "finish_count", (1,), *parts, like=x)
+    out = call.outputs[0]
+    parts = call.workspace, out, blocks[0], int(bool(before))
+    if out.dtype.name == "int64":
+        call.launch(PROGRAM, "finish_count", (1,), *parts, like=x)
+    else:  # a network's own result has the network's type
+        call.launch(PROGRAM, "finish_float", (1,), *parts, like=out)
 
 
 def _pixels(shape: Sequence[int]) -> tuple[tuple[int], tuple[int, int, int, int]]:

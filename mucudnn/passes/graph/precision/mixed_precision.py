@@ -3,8 +3,9 @@
 Convolutions and matrix products compute in the narrow type; what follows them reads and
 writes it where the operation says by its traits that it may: it computes in single
 precision all the same, and moves half the bytes. Parameters, running and saved
-statistics, losses and updates stay in the network's own type; a parameter that a
-product reads is cast before it (Micikevicius et al. 2018). The backward pass follows
+statistics, losses and updates stay in the network's own type, also where a loss reads
+narrow logits; a parameter that a product reads is cast before it (Micikevicius et al.
+2018). The backward pass follows
 from the forward one, so gradients have the types of what they are gradients of.
 """
 
@@ -68,7 +69,13 @@ class _Narrowing:
         ):
             self._add_narrow(node, data)
         else:
-            inputs = tuple(self._widened(name) for name in node.inputs)
+            as_it_is = node.inputs[:1] if node.traits.reads_narrow else ()
+            inputs = tuple(
+                self._narrow[name]
+                if name in as_it_is and name in self._native
+                else self._widened(name)
+                for name in node.inputs
+            )
             self._nodes.append(replace(node, inputs=inputs))
 
     def graph(self) -> Graph:
