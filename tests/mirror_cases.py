@@ -9,7 +9,7 @@ from mucudnn.ir.operations import traits_of
 from mucudnn.ir.tensor import TensorSpec
 from tests.kernel_cases import ADAM, DECAYED, PLAIN, normal, run
 
-__all__ = ["Case", "cases", "compute"]
+__all__ = ["Case", "cases", "channels_last_cases", "compute"]
 
 GUARD = 64  # elements around an array that nobody should touch
 
@@ -375,3 +375,17 @@ def _scaled_updates(dtype):
         for value in (0.25, 3.0, 1024.0):
             inputs = [np.array(value, dtype), np.array(counts)]
             yield Case("adjust_loss_scale", inputs, [], attrs)
+
+
+def channels_last_cases(dtype):
+    """Groups of channels that are last, (N, pixels, C): their kernels are told."""
+    for (n, pixels, c), groups in (((3, 40, 8), 4), ((2, 70, 48), 2), ((2, 5, 9), 3)):
+        x, dy = (normal(n, pixels, c, seed=i, dtype=dtype) + i for i in (0, 1))
+        gamma, beta = (normal(c, seed=i, dtype=dtype) for i in (2, 3))
+        attrs = {"groups": groups, "eps": 1e-4, "per_element": False}
+        attrs["channels_last"] = True
+        image, small, wide = ((a, dtype) for a in (x.shape, (n, groups), (c,)))
+        yield Case("group_norm", [x, gamma, beta], [image, small, small], attrs)
+        mean = normal(n, groups, dtype=dtype)
+        inputs = [x, dy, gamma, mean, mean**2]
+        yield Case("group_norm_grad", inputs, [image, wide, wide], attrs)

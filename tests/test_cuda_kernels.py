@@ -15,7 +15,7 @@ from mucudnn.backends.cuda.kernels.source import compiler_options
 from mucudnn.errors import BackendError, UnsupportedError
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.kernel_cases import ADAM, normal
-from tests.mirror_cases import Case, cases, compute
+from tests.mirror_cases import Case, cases, channels_last_cases, compute
 from tests.nvrtc import assembly, compiled
 
 CPU = bind_cpu(Workers(1))
@@ -39,7 +39,7 @@ def agree(actual, expected, tolerance, case):
 def mirror(kernels, dtype, **moves):
     """Every case, in every place that a result may have; returns the operations."""
     seen = set()
-    for case in cases(dtype):
+    for case in (*cases(dtype), *channels_last_cases(dtype)):
         for place in (None, *case.traits.overwrites):
             expected = compute(CPU[case.op], case)
             actual = compute(kernels[case.op], case, place=place, **moves)
