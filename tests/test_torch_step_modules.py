@@ -29,6 +29,8 @@ pytestmark = [
     *STEPS_RUN,
     # Of PyTorch's own modules: a dropout within a layer that has one too, and so on.
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+    # Forward derivatives: PyTorch scripts them where it imports them.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning"),
 ]
 
 STEPS = 3

@@ -11,7 +11,7 @@ import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
 from tests.torch_steps import real_peak  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 
 def chain():

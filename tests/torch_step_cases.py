@@ -46,6 +46,15 @@ def linear():
     return nn.Linear(8, 8)
 
 
+def second_derivatives(s, x):
+    """By a forward derivative of a gradient: PyTorch traces shapes of its own aside."""
+
+    def energy(row):
+        return s.m[0](row).tanh().sum()
+
+    return torch.vmap(torch.func.hessian(energy))(x).sum(1)
+
+
 def vectors(forward, *modules, y=(4, 8), loss=functional.mse_loss, **tensors):
     model = Whole(forward, *modules, **tensors)
     target = torch.randn(*y) if isinstance(y, tuple) else y
@@ -331,6 +340,7 @@ CASES = MappingProxyType(
         "vmap": lambda: vectors(
             lambda s, x: torch.vmap(lambda row: s.m[0](row).tanh())(x), linear()
         ),
+        "hessian": lambda: vectors(second_derivatives, linear()),
         "sorted": lambda: vectors(
             lambda s, x: s.m[0](x).cumsum(1).sort(1)[0].flip(0), linear()
         ),

@@ -126,7 +126,7 @@ class _Lowering:
         return Lowered(
             graph,
             self._calls,
-            self._layouts,
+            {name: at for name, at in self._layouts.items() if name not in gone},
             tuple(self._inputs),
             tuple(v.name if isinstance(v, Value) else v for v in self._results),
             self._constants,

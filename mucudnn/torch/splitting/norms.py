@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from mucudnn.ir.graph import Graph, Node, TensorSpec
+from mucudnn.ir.graph import Node, TensorSpec
 from mucudnn.ir.traits import PLAIN, NodeTraits
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Operand
 from mucudnn.torch.splitting import norm_parts as parts
+from mucudnn.torch.splitting.rewriting import Rewriting
 
 __all__ = ["with_norms_in_parts"]
 
@@ -27,20 +28,12 @@ _TYPES = frozenset({torch.float32, torch.float64})
 
 def with_norms_in_parts(lowered: Lowered) -> Lowered:
     """The same step with batch norms of images in training as several nodes each."""
-    writer = _Writer(lowered)
-    for node in lowered.graph.nodes:
-        writer.write(node)
-    tensors = MappingProxyType(writer.tensors)
-    graph = Graph(tensors, tuple(writer.nodes), lowered.graph.outputs)
-    return replace(lowered, graph=graph, calls=writer.calls, layouts=writer.layouts)
+    return _Writer(lowered).rewritten()
 
 
-class _Writer:
+class _Writer(Rewriting):
     def __init__(self, lowered: Lowered) -> None:
-        self.nodes: list[Node] = []
-        self.tensors: dict[str, TensorSpec] = dict(lowered.graph.tensors)
-        self.calls: dict[str, Call] = dict(lowered.calls)
-        self.layouts: dict[str, Layout] = dict(lowered.layouts)
+        super().__init__(lowered)
         self._variances: dict[str, tuple[str, float]] = {}
         """Mean of a norm in parts -> its variance, and what is added to that."""
 

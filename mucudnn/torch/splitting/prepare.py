@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from mucudnn.ir.graph import Graph, Node, TensorSpec
+from mucudnn.ir.graph import Node
 from mucudnn.ir.traits import PLAIN
-from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Operand
+from mucudnn.torch.lowering.lowered import Call, Lowered, Operand
 from mucudnn.torch.splitting.losses import MEAN, SUM, nll_counted
+from mucudnn.torch.splitting.rewriting import Rewriting
 
 __all__ = ["prepared"]
 
@@ -36,21 +37,10 @@ _UNFILLED = frozenset({"aten.empty_like.default", "aten.new_empty.default"})
 
 def prepared(lowered: Lowered) -> Lowered:
     """The same step, ready to be cut."""
-    writer = _Writer(lowered)
-    for node in lowered.graph.nodes:
-        writer.write(node)
-    tensors = MappingProxyType(writer.tensors)
-    graph = Graph(tensors, tuple(writer.nodes), lowered.graph.outputs)
-    return replace(lowered, graph=graph, calls=writer.calls, layouts=writer.layouts)
+    return _Writer(lowered).rewritten()
 
 
-class _Writer:
-    def __init__(self, lowered: Lowered) -> None:
-        self.nodes: list[Node] = []
-        self.tensors: dict[str, TensorSpec] = dict(lowered.graph.tensors)
-        self.calls: dict[str, Call] = dict(lowered.calls)
-        self.layouts: dict[str, Layout] = dict(lowered.layouts)
-
+class _Writer(Rewriting):
     def write(self, node: Node) -> None:
         """A node, or what is in its place."""
         call = self.calls[node.name]

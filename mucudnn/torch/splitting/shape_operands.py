@@ -4,15 +4,15 @@ PyTorch gives a gradient of images the images themselves, and reads nothing of t
 how large they are. A strip of the gradient would have to wait for them.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from mucudnn.ir.graph import Graph, Node, TensorSpec
+from mucudnn.ir.graph import Node
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Operand
+from mucudnn.torch.splitting.rewriting import Rewriting
 
 __all__ = ["OfShape", "of_shape", "without_shape_operands"]
 
@@ -73,20 +73,10 @@ def without_shape_operands(lowered: Lowered) -> Lowered:
     A bias's gradient of a transposed convolution is a sum of its own: the rows that a
     strip of the filter's reads overlap.
     """
-    writer = _Writer(lowered)
-    for node in lowered.graph.nodes:
-        writer.write(node)
-    tensors: Mapping[str, TensorSpec] = lowered.graph.tensors
-    graph = Graph(tensors, tuple(writer.nodes), lowered.graph.outputs)
-    return replace(lowered, graph=graph, calls=writer.calls)
+    return _Writer(lowered).rewritten()
 
 
-class _Writer:
-    def __init__(self, lowered: Lowered) -> None:
-        self.nodes: list[Node] = []
-        self.calls: dict[str, Call] = dict(lowered.calls)
-        self._layouts = lowered.layouts
-
+class _Writer(Rewriting):
     def write(self, node: Node) -> None:
         """A node, or what is in its place."""
         call = self.calls[node.name]
@@ -109,7 +99,7 @@ class _Writer:
         others = [*call.args[:_IMAGE], *call.args[_IMAGE + 1 :]]
         if not isinstance(image, Operand) or image in others:
             return False
-        return _dense(self._layouts[node.inputs[image.index]])
+        return _dense(self.layouts[node.inputs[image.index]])
 
     def _without_image(self, node: Node, call: Call) -> None:
         gone = call.args[_IMAGE].index
@@ -117,7 +107,7 @@ class _Writer:
             Operand(a.index - (a.index > gone)) if isinstance(a, Operand) else a
             for a in call.args
         ]
-        sizes = self._layouts[node.inputs[gone]].shape
+        sizes = self.layouts[node.inputs[gone]].shape
         args = (*moved[:_IMAGE], *moved[_IMAGE + 1 :])
         self.calls[node.name] = OfShape(call.function, sizes, args).call(call)
         inputs = (*node.inputs[:gone], *node.inputs[gone + 1 :])
@@ -131,7 +121,7 @@ class _Writer:
         )
         self.nodes.append(replace(node, outputs=(filters,)))
         gradient = node.inputs[call.args[0].index]
-        rank = len(self._layouts[gradient].shape)
+        rank = len(self.layouts[gradient].shape)
         axes = [axis for axis in range(rank) if axis != 1]
         name = f"{node.name}:bias"
         summed = torch.ops.aten.sum.dim_IntList
