@@ -221,11 +221,42 @@ def test_parts_of_a_batch_need_less():
         mt.memory(model, loss_fn, batch, adamw(model), accumulate=0)
 
 
+@pytest.mark.parametrize("split", ["auto", 2, "height:4"])
+def test_what_may_run_in_parts_is_what_train_step_plans(split):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 3, 3, padding=1)
+    )
+    batch = torch.randn(2, 3, 24, 16), torch.randn(2, 3, 24, 16)
+    loss_fn = nn.functional.mse_loss
+    made = model, loss_fn, batch, torch.optim.SGD(model.parameters(), 0.1)
+    whole = mt.memory(*made, device=H200).least_budget
+    study = mt.memory(*made, device=H200, split=split)
+    least = study.least_budget
+    assert least < whole
+    assert study.plan(least).splitting.chosen.parts > 1
+    with pytest.raises(PlanningError) as refused:
+        study.plan(least - 1)
+    assert refused.value.least_bytes == least
+    here = mt.memory(*made, device="cpu", split=split).least_budget
+    model, loss_fn, batch, optimizer = made
+    options = {"split": split, "cache": None}
+    step = mt.train_step(model, loss_fn, optimizer, budget=here, **options)
+    step(*batch)
+    assert step.plan.peak_bytes <= here
+    if split == "auto":
+        assert study.max_batch(whole) >= 2
+        assert "H200" in str(study)
+        assert study.report().startswith("<!DOCTYPE html>")
+
+
 def test_bad_input():
     model, loss_fn, (x, y) = build("mlp")
     optimizer = adamw(model)
     with pytest.raises(ValueError, match=r"unknown device 'abacus'.*h200"):
         mt.memory(model, loss_fn, (x, y), optimizer, device="abacus")
+    with pytest.raises(ValueError, match="a step is split"):
+        mt.memory(model, loss_fn, (x, y), optimizer, split="width")
     with pytest.raises(TypeError, match=r"a batch is wanted, such as \(x, y\)"):
         mt.memory(model, loss_fn, x, optimizer)
     with pytest.raises(TypeError, match="a batch has a int"):

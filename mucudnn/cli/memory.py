@@ -247,6 +247,11 @@ def _step(
             raise BadInputError("PyTorch's allocator places tensors: no --placement")
         if settings["layout"] != "NCHW":
             raise BadInputError("PyTorch stores tensors as the model does: no --layout")
+        if settings["split"] not in (None, "none"):
+            raise BadInputError(
+                f"--split {settings['split']} is for a network of ours; of PyTorch's, "
+                "mucudnn.torch.memory(…, split=…) plans steps in parts"
+            )
         if settings["precision"] is not None:
             raise BadInputError("PyTorch computes as the model does: no --precision")
         return step

@@ -15,7 +15,7 @@ device that they are on; parameters without data have made-up ones, on the CPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +30,7 @@ from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.notebook import drawn
 from mucudnn.passes.planning.comparison import largest_batch_within
 from mucudnn.passes.planning.described_step import DescribedStep
+from mucudnn.passes.planning.splitting.cutting import WHOLE, Split, check_split
 from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
 from mucudnn.torch.capture.dataless import DatalessStep
 from mucudnn.torch.capture.kernel_results import KernelResults
@@ -42,11 +43,12 @@ from mucudnn.torch.measure import estimated, measured
 from mucudnn.torch.measurement.own_updates import check_room
 from mucudnn.torch.own_update_planning import OwnUpdate
 from mucudnn.torch.planning import Planner, as_budget
+from mucudnn.torch.splitting.decide import PartedStep
 from mucudnn.torch.step_plan import TorchPlan
-from mucudnn.torch.step_planning import planner_of
-from mucudnn.torch.studied_step import HOST, Away, StudiedStep
+from mucudnn.torch.step_planning import lowered_step, planner_of
+from mucudnn.torch.studied_step import HOST, Away, Hint, StudiedStep
 
-__all__ = ["Hint", "MemoryStudy", "memory"]
+__all__ = ["MemoryStudy", "memory"]
 
 _CPU = "cpu"
 _SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)
@@ -61,6 +63,7 @@ def memory(
     device: str = "h200",
     accumulate: int = 1,
     offload_state: bool = False,
+    split: Split = WHOLE,
     tiers: str | TierChoice | Sequence[str | TierChoice] = (),
 ) -> "MemoryStudy":
     """Study a training step on a device that need not be there.
@@ -83,12 +86,15 @@ def memory(
             `mucudnn.ir.devices.DEVICES`. `cpu` measures every operation, here.
         accumulate: Parts that every batch is cut into, as `train_step` does.
         offload_state: Whether parameters and state may leave, as `train_step` has it.
+        split: Whether the step may run in parts, as `train_step` has it. Then every
+            budget takes as long as several do.
         tiers: Where to what leaves goes, as `train_step` takes it, each with `@RATE`
             behind it in bytes a second where its link is not to be measured or taken
             from published figures.
 
     Raises:
-        ValueError: The device is not known, `accumulate` less than one, or a tier none.
+        ValueError: The device is not known, `accumulate` less than one, or a split or a
+            tier none.
         TypeError: Something is of another type.
         UnsupportedError: The step cannot be captured; says why. Or there is no room
             here to measure the optimizer's update.
@@ -96,26 +102,10 @@ def memory(
     if device != _CPU and device not in DEVICES:
         get_device(device)  # says which there are
     settings = StepSettings(accumulate)
+    check_split(split)
     away = Away(parse_tiers(tiers), a_flag("offload_state", offload_state))
     step = DatalessStep.of(model, loss_fn, example, optimizer)
-    return MemoryStudy(step, type(model).__name__, device, settings, away)
-
-
-@dataclass(frozen=True)
-class Hint:
-    """A plan, and what it is about in PyTorch's words.
-
-    Attributes:
-        planner: Of the step.
-        plan: Within a budget.
-        module: The step as PyTorch's operations.
-        forward: Those of its nodes that are of the forward pass.
-    """
-
-    planner: Planner
-    plan: TorchPlan
-    module: torch.fx.GraphModule
-    forward: frozenset[str]
+    return MemoryStudy(step, type(model).__name__, device, settings, away, split)
 
 
 class MemoryStudy:
@@ -129,6 +119,7 @@ class MemoryStudy:
         device: Where it would run.
         settings: What is done with gradients.
         away: What may leave, and where to.
+        split: Whether it may run in parts.
     """
 
     def __init__(
@@ -138,12 +129,14 @@ class MemoryStudy:
         device: str,
         settings: StepSettings = PLAIN,
         away: Away = HOST,
+        split: Split = WHOLE,
     ) -> None:
         self._step = step
         self._title = title
         self._device = device
         self._settings = settings
         self._away = away
+        self._split = split
         self._results = KernelResults()
         self._steps: dict[int | None, StudiedStep] = {}
         self._update: OwnUpdate | None = None
@@ -197,7 +190,7 @@ class MemoryStudy:
         return most
 
     def described(self, batch: int | None = None) -> DescribedStep:
-        """The step as `mucudnn.study_memory` compares techniques on it.
+        """The whole step as `mucudnn.study_memory` compares techniques on it.
 
         Args:
             batch: Another size than the example's.
@@ -231,11 +224,11 @@ class MemoryStudy:
         return Hint(step.planner, plan, captured.module, captured.forward)
 
     def report(self, budget: float | str | None = None) -> str:
-        """One HTML file: memory over the step, techniques, and a curve of budgets.
+        """One HTML file: memory over the whole step, techniques, a curve of budgets.
 
         Args:
             budget: Bytes, or a size; by default half way from the least that works to
-                all that the step could use.
+                all that the whole step could use.
         """
         return drawn("described_report", (self.described(), self._usual(budget)))
 
@@ -263,7 +256,8 @@ class MemoryStudy:
     def _usual(self, budget: float | str | None) -> int:
         """A budget in bytes; half way between all and the least if none is given."""
         if budget is None:
-            return (self.least_budget + self.unlimited_bytes) // 2
+            whole = self._at(None).whole
+            return (whole.least_budget() + whole.plan().peak_bytes) // 2
         return int(as_budget(budget))
 
     def _least(self, size: int) -> int:
@@ -287,9 +281,15 @@ class MemoryStudy:
     def _studied(self, captured: CapturedStep) -> StudiedStep:
         step, here = self._step, self._device == _CPU
         parts = StepParts.of(step.model, step.optimizer, step.loss_fn, self._settings)
-        planner = self._away.planner(
-            planner_of(captured, parts, self._profile), measured=here
-        )
+
+        def costed(lowered: Lowered) -> Planner:
+            planner = planner_of(captured, parts, self._profile, lowered)
+            return self._away.planner(planner, measured=here)
+
+        lowered = lowered_step(captured)
+        planner, parted = costed(lowered), None
+        if self._split != WHOLE:
+            parted = PartedStep(lowered, captured.names, costed, self._split)
         if captured.gradients is not None and self._update is None:
             check_room(step.whole)
             of_name = step.wholes(parts.parameters)
@@ -298,7 +298,7 @@ class MemoryStudy:
                 self._update = OwnUpdate.of(
                     step.whole, captured, of_name, self._reason, foreach=foreach
                 )
-        return StudiedStep(planner, captured, parts, self._update)
+        return StudiedStep(planner, captured, parts, self._update, parted)
 
     def _captured(self, size: int | None) -> CapturedStep:
         """The step; another device's without kernels that the CPU alone has."""

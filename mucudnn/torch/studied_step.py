@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+import torch
+
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.planning.request import StepRequest
@@ -14,9 +16,10 @@ from mucudnn.torch.capture.parts import StepParts
 from mucudnn.torch.capture.whole_step import CapturedStep
 from mucudnn.torch.own_update_planning import OwnUpdate
 from mucudnn.torch.planning import Planner
+from mucudnn.torch.splitting.decide import PartedStep
 from mucudnn.torch.step_plan import TorchPlan
 
-__all__ = ["HOST", "Away", "StudiedStep"]
+__all__ = ["HOST", "Away", "Hint", "StudiedStep"]
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,14 @@ class StudiedStep:
         captured: As it was recorded.
         parts: What it is made of.
         update: What the optimizer does behind the passes; None if that is recorded.
+        parted: The step where it may run in parts; None if it runs whole.
     """
 
     planner: Planner
     captured: CapturedStep
     parts: StepParts
     update: OwnUpdate | None = None
+    parted: PartedStep | None = None
 
     def plan(self, budget: float = math.inf) -> TorchPlan:
         """The step within a budget, as `train_step` plans it.
@@ -59,25 +64,31 @@ class StudiedStep:
         Raises:
             PlanningError: It does not fit; says the least budget that works.
         """
+        passes = self.parted or self.planner
         if self.update is None:
-            return self.planner.plan(budget)
+            return passes.plan(budget)
         found, _ = self.update.planned(
-            self.captured, self.parts, budget, lambda b: (self.planner.plan(b), None)
+            self.captured, self.parts, budget, lambda b: (passes.plan(b), None)
         )
         return found
 
     def least_budget(self) -> int:
         """The least bytes that the step is planned in."""
-        least = self.planner.least_budget()
+        least = (self.parted or self.planner).least_budget()
         if self.update is None:
             return least
         behind = self.update.peak_bytes(self.captured, self.parts)
         return max(least + self.update.bytes.held, behind)
 
+    @property
+    def whole(self) -> "StudiedStep":
+        """The step where it may not run in parts."""
+        return replace(self, parted=None)
+
     def at_costs(self, costs: Callable[[Profile], Profile]) -> "StudiedStep":
-        """The step at other costs."""
+        """The whole step at other costs."""
         planner = replace(self.planner, profile=costs(self.planner.profile))
-        return replace(self, planner=planner)
+        return replace(self.whole, planner=planner)
 
     def request(self) -> StepRequest:
         """What a planner is asked, the caller's tensors without bytes."""
@@ -94,3 +105,20 @@ class StudiedStep:
             behind = self.update.behind(bare, profile, self.captured, self.parts)
             bare, profile = behind
         return replace(planner.request(), graph=bare, profile=profile, budget=math.inf)
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A plan, and what it is about in PyTorch's words.
+
+    Attributes:
+        planner: Of the step.
+        plan: Within a budget.
+        module: The step as PyTorch's operations.
+        forward: Those of its nodes that are of the forward pass.
+    """
+
+    planner: Planner
+    plan: TorchPlan
+    module: torch.fx.GraphModule
+    forward: frozenset[str]

@@ -24,7 +24,7 @@ from mucudnn.torch.splitting.shape_operands import without_shape_operands
 from mucudnn.torch.splitting.traits import Batched, with_batches, with_strips
 from mucudnn.torch.step_plan import TorchPlan
 
-__all__ = ["batched_step", "in_parts", "plan_in_parts", "stripped_step"]
+__all__ = ["PartedStep", "batched_step", "in_parts", "plan_in_parts", "stripped_step"]
 
 _IMAGES = 3
 """Axes that images have at least, (N, C, *spatial)."""
@@ -137,6 +137,37 @@ def plan_in_parts(
             "runs it whole where nothing can be cut"
         )
     return candidates.planned(budget, split)
+
+
+@dataclass(frozen=True)
+class PartedStep:
+    """A step that may run in parts, under any budget.
+
+    Attributes:
+        lowered: The step, without updates in place.
+        names: Of its inputs.
+        make: Costs a step, with its updates.
+        split: As `plan_in_parts` takes it.
+    """
+
+    lowered: Lowered
+    names: Sequence[str]
+    make: Callable[[Lowered], Planner]
+    split: Split
+
+    def plan(self, budget: float) -> TorchPlan:
+        """The fastest way within a budget; raises as `plan_in_parts` does."""
+        _, plan = plan_in_parts(self.lowered, self.names, self.make, budget, self.split)
+        return plan
+
+    def least_budget(self) -> int:
+        """The least bytes that it is planned in, by any of the ways it may run."""
+        try:
+            return self.plan(0).peak_bytes
+        except PlanningError as e:
+            if e.least_bytes is None:
+                raise
+            return e.least_bytes
 
 
 @dataclass(frozen=True)
