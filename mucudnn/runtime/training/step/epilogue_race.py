@@ -9,24 +9,22 @@ behind. The faster is what is planned.
 import logging
 from dataclasses import replace
 
-from mucudnn.errors import OutOfMemoryError, PlanningError
+from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import Graph, Role
 from mucudnn.ir.operations import EPILOGUE, make_node
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.executor.epilogue import ways_to_run
-from mucudnn.runtime.profiling.cold_timing import cold_bench
+from mucudnn.runtime.profiling.cold_timing import ColdBench
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.step.convolution_plans import Plans
+from mucudnn.runtime.training.step.racing import timed_within
 from mucudnn.runtime.training.step.sizes import WorkingSet
-from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["EpilogueRace"]
 
 logger = logging.getLogger(__name__)
-
-_RULE = StoppingRule(min_samples=3, max_samples=9, budget_ms=60.0)
 
 Times = tuple[float, float]
 """Milliseconds in one call, and in two."""
@@ -79,19 +77,16 @@ class EpilogueRace:
             return None
         memory = None if self._budget is None else self._budget.nbytes
         needed, graph = _operands(plan, bias)
-        if memory is not None and needed.pool_bytes > memory:
-            return None
         backend = self._tuner.backend
-        sizes = [needed.pool_bytes]
-        try:
-            with cold_bench(backend, sizes, memory, _RULE) as bench:
-                times = bench.calls_ms(
-                    needed,
-                    lambda a, scratch: ways_to_run(backend, plan, graph, a, scratch),
-                )
-        except OutOfMemoryError as e:
-            logger.warning("bias and ReLU of %s are not timed: %s", problem, e)
-            return None
+
+        def both(bench: ColdBench) -> tuple[float, ...]:
+            return bench.calls_ms(
+                needed,
+                lambda a, scratch: ways_to_run(backend, plan, graph, a, scratch),
+            )
+
+        otherwise = f"bias and ReLU of {problem} are not timed"
+        times = timed_within(backend, needed.pool_bytes, memory, otherwise, both)
         return (times[0], times[1]) if times else None
 
 

@@ -8,22 +8,19 @@ where that wins, and what is planned and profiled afterwards is the faster one.
 import logging
 from dataclasses import replace
 
-from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.operations import with_library
-from mucudnn.runtime.profiling.cold_timing import cold_bench
+from mucudnn.runtime.profiling.cold_timing import ColdBench
 from mucudnn.runtime.profiling.profiler import signature
 from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.step.racing import timed_within
 from mucudnn.runtime.training.step.sizes import WorkingSet
-from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["LibraryRace"]
 
 logger = logging.getLogger(__name__)
-
-_RULE = StoppingRule(min_samples=3, max_samples=9, budget_ms=60.0)
 
 
 class LibraryRace:
@@ -83,13 +80,11 @@ class LibraryRace:
             return None
         scratch = backend.kernels[node.op].workspace(*operands_of(graph, node))
         size = WorkingSet.of_node(graph, node, scratch).pool_bytes
-        if self._memory is not None and size > self._memory:
-            return None
         theirs = with_library(graph.tensors, node, library.name)
-        try:
-            with cold_bench(backend, [size], self._memory, _RULE) as bench:
-                ours_ms = bench.node_ms(graph, node, scratch)
-                return ours_ms, bench.node_ms(graph, theirs, scratch)
-        except OutOfMemoryError as e:
-            logger.warning("%s is not timed by %s: %s", node.name, library.name, e)
-            return None
+
+        def both(bench: ColdBench) -> tuple[float, float]:
+            ours_ms = bench.node_ms(graph, node, scratch)
+            return ours_ms, bench.node_ms(graph, theirs, scratch)
+
+        otherwise = f"{node.name} is not timed by {library.name}"
+        return timed_within(backend, size, self._memory, otherwise, both)
