@@ -10,7 +10,7 @@ from torch.nn import functional  # noqa: E402
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
 from mucudnn.runtime.tuning.tuner import Tuner  # noqa: E402
-from tests.torch_steps import TinyGPT, build, real_peak, token_loss  # noqa: E402
+from tests.torch_steps import TinyGPT, build, check_kept, token_loss  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -125,10 +125,7 @@ def test_parts_need_less_and_keep_it(name):
     kept = stepped(name, torch.float32, 4)[1]
     _, found, step, batch = stepped(name, torch.float32, 4, budget=parts)
     assert step.plan.peak_bytes <= parts
-    for mine, theirs in zip(found, kept, strict=True):
-        assert torch.equal(mine, theirs)
-    beyond = real_peak(lambda: step(*batch))
-    assert beyond <= step.plan.peak_bytes - step.plan.resident_bytes
+    check_kept(step, batch, found, kept)
 
 
 def test_whole_or_in_parts_is_decided_by_the_budget():

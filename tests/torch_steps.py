@@ -6,7 +6,15 @@ from torch.nn import functional
 
 from bench.torch.peak import real_peak
 
-__all__ = ["Block", "TinyGPT", "build", "real_peak", "token_loss"]
+__all__ = ["Block", "TinyGPT", "build", "check_kept", "real_peak", "token_loss"]
+
+
+def check_kept(step, batch, found, kept):
+    """A step in parts gave what the same parts kept give, and keeps its promise."""
+    for mine, theirs in zip(found, kept, strict=True):
+        assert torch.equal(mine, theirs)
+    beyond = real_peak(lambda: step(*batch))
+    assert beyond <= step.plan.peak_bytes - step.plan.resident_bytes
 
 
 class Block(nn.Module):
