@@ -27,7 +27,7 @@ from mucudnn.backends.cuda.conv.epilogue import BIAS_UID
 from mucudnn.backends.cuda.conv.operation import _NODES, UIDS
 from mucudnn.ir.conv import Direction
 from tests.cudnn_fake_legacy import ARCH_MISMATCH, FirstApi, StatusError
-from tests.cudnn_fake_maps import Maps
+from tests.cudnn_fake_softmax import AllMaps
 from tests.cudnn_kernel import Convolution, Tensor
 
 __all__ = ["ENGINES", "Execution", "FakeCudnn"]
@@ -134,7 +134,7 @@ class FakeCudnn:
         self.lists = dict(LISTS)
         self._troubles = {}
         self._first = FirstApi(self)
-        self._maps = Maps(self)
+        self._maps = AllMaps(self)
         self.ran, self.map_ms = [], 0.5
         self._numbers = itertools.count(0x1000, 8)
 

@@ -14,7 +14,7 @@ from mucudnn.backends.cuda._enums import BatchNormMode, DataType, PoolingMode, S
 from tests.cudnn_fake_legacy import StatusError
 from tests.cudnn_kernel import Tensor
 
-__all__ = ["Maps"]
+__all__ = ["Maps", "blend"]
 
 _EACH = (0, 2, 3)
 """The axes that statistics of a channel are taken over."""
@@ -61,7 +61,7 @@ class Maps:
                     made[(..., *at)] = found if rules[1] else np.nanmax(values, -1)
                 else:
                     made[(..., *at)] = values.sum(-1) / count
-            _blend(y, y_data, made, alpha, beta)
+            blend(y, y_data, made, alpha, beta)
 
         self._run("cudnnPoolingForward", handle, work)
 
@@ -91,7 +91,7 @@ class Maps:
             for at, inside, count in _windows(rules, x.dims, y.dims):
                 share = gradient[(..., *at)] / count
                 made[(..., *inside)] += share[(..., *(None for _ in at))]
-            _blend(x, dx_data, made, alpha, beta)
+            blend(x, dx_data, made, alpha, beta)
 
         self._run("cudnnPoolingBackward", handle, work)
 
@@ -127,7 +127,7 @@ class Maps:
         def work():
             image = x.at(x_data).astype("f8")
             scale, _ = _neighbours(rules, image)
-            _blend(x, y_data, image * scale ** -rules[2], alpha, beta)
+            blend(x, y_data, image * scale ** -rules[2], alpha, beta)
 
         self._run("cudnnLRNCrossChannelForward", handle, work)
 
@@ -159,7 +159,7 @@ class Maps:
             scale, near = _neighbours(rules, image)
             shared = np.einsum("ij,niab->njab", near, back * result / scale)
             made = back * scale**-power - 2 * factor * power / size * image * shared
-            _blend(x, dx_data, made, alpha, beta)
+            blend(x, dx_data, made, alpha, beta)
 
         self._run("cudnnLRNCrossChannelBackward", handle, work)
 
@@ -202,7 +202,7 @@ class Maps:
             mean, var = (f(image, axis=_EACH, keepdims=True) for f in (np.mean, np.var))
             inv_std = 1 / np.sqrt(var + epsilon)
             scale, shift = numbers.at(gamma), numbers.at(bias)
-            _blend(x, y_data, (image - mean) * inv_std * scale + shift, alpha, beta)
+            blend(x, y_data, (image - mean) * inv_std * scale + shift, alpha, beta)
             for data, value in ((saved_mean, mean), (saved_inv_std, inv_std)):
                 numbers.at(data)[...] = value
             if running_mean is not None:
@@ -238,7 +238,7 @@ class Maps:
             scale, shift, centre, spread = wide
             apart = x.at(x_data).astype("f8") - centre
             made = scale * apart / np.sqrt(epsilon + spread) + shift
-            _blend(x, y_data, made, alpha, beta)
+            blend(x, y_data, made, alpha, beta)
 
         self._run("cudnnBatchNormalizationForwardInference", handle, work)
 
@@ -278,10 +278,10 @@ class Maps:
             count = image.size // image.shape[1]
             rest = back - shift / count - normal * scale / count
             made = numbers.at(gamma) * inv_std * rest
-            _blend(x, dx_data, made, alpha, beta)
+            blend(x, dx_data, made, alpha, beta)
             for data, value in ((dgamma, scale), (dbias, shift)):
                 factors = alpha_of_parameters, beta_of_parameters
-                _blend(numbers, data, value, *factors)
+                blend(numbers, data, value, *factors)
 
         self._run("cudnnBatchNormalizationBackward", handle, work)
 
@@ -338,9 +338,11 @@ def _neighbours(rules, image):
     return k + alpha / size * np.einsum("ij,njab->niab", near, image**2), near
 
 
-def _blend(tensor: Tensor, data, made, alpha, beta):
+def blend(tensor: Tensor, data, made, alpha, beta):
+    """Write alpha * what was made + beta * what was there."""
     scalar = ctypes.c_double if tensor.dtype == "float64" else ctypes.c_float
     alpha, beta = (scalar.from_address(a).value for a in (alpha, beta))
     target = tensor.at(data)
     before = beta * target.astype("f8") if beta else 0
-    target[...] = alpha * made + before
+    with np.errstate(over="ignore"):
+        target[...] = alpha * made + before

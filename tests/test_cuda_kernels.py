@@ -11,6 +11,7 @@ from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS, bind as bind_cp
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.backends.cuda.kernels import KERNELS, PROGRAMS, bind, program
 from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
+from mucudnn.backends.cuda.kernels.losses import GIVEN
 from mucudnn.backends.cuda.kernels.source import compiler_options
 from mucudnn.errors import BackendError, UnsupportedError
 from tests.cuda_emulator import COMPILER, Emulator
@@ -52,6 +53,18 @@ def mirror(kernels, dtype, **moves):
     return seen
 
 
+def mean_of_what_is_given(kernel, dtype):
+    """The loss alone, where a library has written logarithms of probabilities."""
+    x, labels = normal(3, 7, 90, dtype=dtype), np.arange(270).reshape(3, 90) % 7
+    case = Case("softmax_cross_entropy", [x, labels], [((), dtype), (x.shape, dtype)])
+    expected, logarithms, *_ = compute(CPU[case.op], case)
+    loss, kept = np.full((), np.nan, dtype), logarithms.copy()
+    scratch = np.full(kernel.workspace(case.inputs, [], {}), 0xFF, "u1")
+    kernel.run(case.inputs, [loss, logarithms], {GIVEN: True}, scratch)
+    agree(loss, expected, TOLERANCE[dtype], case)
+    assert np.array_equal(logarithms, kept)
+
+
 def test_the_table_is_the_cpus():
     assert set(KERNELS) == set(CPU_KERNELS)
 
@@ -86,6 +99,7 @@ def test_every_kernel_does_on_the_host_what_the_cpus_does(dtype, how, folder):
     for op in (op for op in KERNELS if KERNELS[op].together):
         calls = [(inputs, [], attrs, None) for inputs, attrs in several(op, dtype)]
         kernels[op].together(calls)()
+    mean_of_what_is_given(kernels["softmax_cross_entropy"], dtype)
     every = {(p, name) for p in PROGRAMS.values() for name in p.kernels}
     assert emulator.launched == every
 
@@ -99,7 +113,7 @@ def test_labels_that_are_no_classes_are_told_by_nan(folder):
         case = Case("softmax_cross_entropy", [x, labels], [((), "f8"), ((3, 4), "f8")])
         loss, p, *_ = compute(kernels[case.op], case)
         assert np.isnan(loss)
-        assert np.allclose(p, 0.25)
+        assert np.allclose(p, np.log(0.25))
         case = Case("accuracy", [x, labels], [((), "i8")], {"k": 1})
         assert compute(kernels["accuracy"], case)[0] == 2
 

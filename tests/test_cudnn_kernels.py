@@ -13,6 +13,7 @@ from mucudnn.backends.cuda._enums import NanPropagation, PoolingMode, Status
 from mucudnn.backends.cuda.cudnn_kernels import OPERATIONS, CudnnKernels
 from mucudnn.backends.cuda.cudnn_kernels.case import Arguments, Case
 from mucudnn.backends.cuda.first_api import Descriptors
+from mucudnn.backends.cuda.kernels.losses import GIVEN
 from mucudnn.backends.cuda.session import LiveSession
 from mucudnn.backends.kernel import Kernel
 from mucudnn.errors import BackendError
@@ -96,21 +97,41 @@ def norm_cases(dtype):
         yield "batch_norm_grad", inputs, [made, saved, saved], {}
 
 
+def softmax_cases(dtype):
+    """Also logits whose exponentials no type holds."""
+    for shape in [*IMAGES, (9, 1000), (2, 5, 1)]:
+        labels = np.random.default_rng(1).integers(0, shape[1], (shape[0], *shape[2:]))
+        for scale, shift in ((1, 0), (40, 1000)):
+            x = (normal(*shape) * scale + shift).astype(dtype)
+            made = [((), dtype), (shape, dtype)]
+            yield "softmax_cross_entropy", [x, labels], made, {}
+
+
 def cases(dtype):
     """Of every operation: (operation, inputs, results, attributes)."""
     yield from pool_cases(dtype)
     yield from lrn_cases(dtype)
     yield from norm_cases(dtype)
+    yield from softmax_cases(dtype)
 
 
 def refuse(*_):
     raise AssertionError("our kernel was called")
 
 
+def picked_mean(inputs, outputs, attrs, workspace):
+    """What the library leaves of a softmax with cross entropy."""
+    assert attrs[GIVEN]
+    labels, (loss, logarithms) = inputs[1].host, (a.host for a in outputs)
+    loss[...] = -np.take_along_axis(logarithms, labels[:, None], 1).mean(dtype="f8")
+
+
 def kernels_over(library, own=None):
     """The library's kernels, and what is beside them: by default what fails."""
     made = CudnnKernels(LiveSession(library, lambda: 7))
-    own = own or {op: Kernel(refuse) for op in OPERATIONS}
+    own = own or {
+        op: Kernel(picked_mean if OPERATIONS[op].left else refuse) for op in OPERATIONS
+    }
     return made, made.beside(own)
 
 
@@ -264,9 +285,9 @@ def offered(graph, library):
 
 def test_maxima_are_the_librarys_where_nobody_asks_where_they_were():
     made, _ = kernels_over(FakeCudnn())
-    assert offered(pooled(training=False), made) == {"avg_pool", "max_pool"}
-    step = training_graph(pooled())
-    assert offered(step, made) == {"avg_pool", "avg_pool_grad"}
+    anyway = {"avg_pool", "softmax_cross_entropy"}
+    assert offered(pooled(training=False), made) == {*anyway, "max_pool"}
+    assert offered(training_graph(pooled()), made) == {*anyway, "avg_pool_grad"}
 
 
 # Calls that fail.

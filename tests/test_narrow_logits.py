@@ -36,7 +36,7 @@ def test_logits_are_not_cast():
 
 
 def answers(kernels, shape, dtype, wrap, count="f4"):
-    """Loss, probabilities, gradient and right answers, of logits in a type."""
+    """Loss, log-probabilities, gradient and right answers, of logits in a type."""
     rng = np.random.default_rng(2)
     x = rng.normal(0, 3, shape).astype("f2").astype(dtype)
     labels = rng.integers(0, shape[1], (shape[0], *shape[2:]))

@@ -264,7 +264,7 @@ def _linearly(node: Node, x: Tensor) -> Tensor:
 
 def _cross_entropy(_: Node, inputs: Sequence[Tensor], __: Any) -> tuple[Tensor, ...]:
     logits, labels = inputs
-    return functional.cross_entropy(logits, labels), logits.softmax(1)
+    return functional.cross_entropy(logits, labels), logits.log_softmax(1)
 
 
 def _accuracy(node: Node, inputs: Sequence[Tensor], _: Any) -> Tensor:
@@ -422,9 +422,9 @@ def _gelu_grad(_: Node, inputs: Sequence[Tensor], __: Any) -> Tensor:
 
 
 def _cross_entropy_grad(_: Node, inputs: Sequence[Tensor], __: Any) -> Tensor:
-    probabilities, labels, dloss = inputs
-    target = torch.zeros_like(probabilities).scatter_(1, labels.unsqueeze(1), 1.0)
-    return (probabilities - target) * dloss / labels.numel()
+    logarithms, labels, dloss = inputs
+    target = torch.zeros_like(logarithms).scatter_(1, labels.unsqueeze(1), 1.0)
+    return (logarithms.exp() - target) * dloss / labels.numel()
 
 
 def _leaky_grad(node: Node, inputs: Sequence[Tensor], _: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""cuDNN's own pooling, batch norm and LRN against our kernels, on networks' shapes."""
+"""cuDNN's own pooling, norms and softmax against our kernels, on networks' shapes."""
 
 from collections.abc import Mapping
 from typing import Any

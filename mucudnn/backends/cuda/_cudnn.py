@@ -110,6 +110,7 @@ PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
         "cudnnDestroyLRNDescriptor": (_INT, (_PTR,)),
         "cudnnLRNCrossChannelForward": (_INT, (_PTR, _PTR, _INT, *_MAP)),
         "cudnnLRNCrossChannelBackward": (_INT, (_PTR, _PTR, _INT, *_MAP_BACK)),
+        "cudnnSoftmaxForward": (_INT, (_PTR, _INT, _INT, *_MAP)),
         "cudnnDeriveBNTensorDescriptor": (_INT, (_PTR, _PTR, _INT)),
         "cudnnBatchNormalizationForwardTraining": (
             _INT,

@@ -28,6 +28,8 @@ __all__ = [
     "NumericalNote",
     "PointwiseMode",
     "PoolingMode",
+    "SoftmaxAlgorithm",
+    "SoftmaxMode",
     "Status",
     "TensorFormat",
     "c_name",
@@ -278,6 +280,21 @@ class BatchNormMode(IntEnum):
     SPATIAL = 1
 
 
+class SoftmaxAlgorithm(IntEnum):
+    """What is computed, and how."""
+
+    FAST = 0
+    ACCURATE = 1
+    LOG = 2
+
+
+class SoftmaxMode(IntEnum):
+    """What a sum is taken over: all of a sample, or the channels of each pixel."""
+
+    INSTANCE = 0
+    CHANNEL = 1
+
+
 class NumericalNote(IntEnum):
     """What an engine does to numbers."""
 
@@ -323,6 +340,8 @@ C_NAMES: Mapping[type[IntEnum], str] = MappingProxyType(
         PoolingMode: "CUDNN_POOLING_{}",
         LRNMode: "CUDNN_LRN_{}",
         BatchNormMode: "CUDNN_BATCHNORM_{}",
+        SoftmaxAlgorithm: "CUDNN_SOFTMAX_{}",
+        SoftmaxMode: "CUDNN_SOFTMAX_MODE_{}",
         NumericalNote: "CUDNN_NUMERICAL_NOTE_{}",
         BehaviorNote: "CUDNN_BEHAVIOR_NOTE_{}",
     }

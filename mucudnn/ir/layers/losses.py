@@ -15,8 +15,8 @@ __all__ = ["accuracy", "mean_squared_error", "softmax_cross_entropy"]
 def softmax_cross_entropy(g: "GraphBuilder", logits: str, labels: str) -> str:
     """Mean over samples (and pixels) of -log softmax(logits)[label]; a scalar."""
     _check_labels(g, logits, labels)
-    probabilities = ("probabilities", g.shape(logits), g.spec(logits).dtype)
-    return g.append("softmax_cross_entropy", (logits, labels), (), (probabilities,))
+    logarithms = ("log_probabilities", g.shape(logits), g.spec(logits).dtype)
+    return g.append("softmax_cross_entropy", (logits, labels), (), (logarithms,))
 
 
 def mean_squared_error(g: "GraphBuilder", prediction: str, target: str) -> str:

@@ -24,7 +24,7 @@ _PIECES = 8  # a batch of logits alone is small, but worth two workers
 
 
 def softmax_cross_entropy(call: KernelCall) -> None:
-    """(mean of -log p[label], p).
+    """(mean of -log p[label], log p).
 
     The mean of some rows is over `count` labels, those of the whole batch.
 
@@ -41,17 +41,16 @@ def softmax_cross_entropy(call: KernelCall) -> None:
         highest = np.maximum.reduce(x[n, :, s], axis=1, keepdims=True)
         np.subtract(x[n, :, s], highest, out=out, dtype=out.dtype)
         picked = np.take_along_axis(out, chosen[:, None], axis=1)
-        np.exp(out, out=out)
-        total = np.add.reduce(out, axis=1, keepdims=True)
-        out /= total
-        return float(np.sum(np.log(total) - picked, dtype=np.float64))
+        total = np.log(np.add.reduce(np.exp(out), axis=1, keepdims=True))
+        out -= total
+        return float(np.sum(total - picked, dtype=np.float64))
 
     total = _ordered_sum(call, _pixel_tiles(x), tile)
     call.outputs[0][...] = total / call.attrs.get("count", labels.size)
 
 
 def softmax_cross_entropy_grad(call: KernelCall) -> None:
-    """(p - [1 at the label]) dloss / number of labels."""
+    """(p - [1 at the label]) dloss / number of labels, from log p."""
     p, dx = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     labels = _pixel_labels(call.inputs[1], p)
     factor = float(call.inputs[2]) / call.attrs.get("count", labels.size)
@@ -61,8 +60,9 @@ def softmax_cross_entropy_grad(call: KernelCall) -> None:
         alike = dx.dtype == p.dtype
         out = dx[n, :, s] if alike else np.empty_like(p[n, :, s])
         chosen = _checked(labels[n, s], p.shape[1])[:, None]
-        np.multiply(p[n, :, s], factor, out=out)
-        right = np.take_along_axis(out, chosen, axis=1) - p.dtype.type(factor)
+        right = np.expm1(np.take_along_axis(p[n, :, s], chosen, axis=1)) * factor
+        np.exp(p[n, :, s], out=out)
+        out *= factor
         np.put_along_axis(out, chosen, right, axis=1)
         if not alike:
             dx[n, :, s] = out

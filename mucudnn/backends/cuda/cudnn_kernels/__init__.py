@@ -4,9 +4,8 @@ All are of its first API: they take no workspace, so what a plan counts for ours
 enough for both. Nothing depends on them. Where the library refuses a call, whatever its
 status, our kernel runs instead, and it is not asked again.
 
-What it has and is not here computes another function, or more than it is worth: its
-softmax leaves a probability of 0 where a loss still needs the logarithm, and its batch
-normalisation with a ReLU wants memory for a mask.
+What it has and is not here computes another function: see `batch_norm` for what follows
+a batch normalisation.
 """
 
 import logging
@@ -16,7 +15,7 @@ from typing import Any
 
 from mucudnn.backends.base import Kernel
 from mucudnn.backends.cuda.conv.launch import Launch
-from mucudnn.backends.cuda.cudnn_kernels import batch_norm, lrn, pooling
+from mucudnn.backends.cuda.cudnn_kernels import batch_norm, lrn, pooling, softmax
 from mucudnn.backends.cuda.cudnn_kernels.case import Arguments, Case, LibraryOperation
 from mucudnn.backends.cuda.session import Session
 from mucudnn.errors import MucudnnError
@@ -28,7 +27,7 @@ __all__ = ["OPERATIONS", "CudnnKernels"]
 
 logger = logging.getLogger(__name__)
 
-_FILES = (batch_norm, lrn, pooling)
+_FILES = (batch_norm, lrn, pooling, softmax)
 
 OPERATIONS: Mapping[str, LibraryOperation] = MappingProxyType(
     {name: made for file in _FILES for name, made in file.OPERATIONS.items()}
@@ -85,18 +84,23 @@ class CudnnKernels:
 
     def _guarded(self, op: str, own: Kernel, arguments: tuple[Any, ...]) -> Call:
         """A call of the library, and of our kernel once the library has refused."""
-        inputs, outputs, attrs, _ = arguments
+        inputs, outputs, attrs, workspace = arguments
         case = Case.of(op, inputs, outputs, attrs)
         launch = self._launch(case, inputs, outputs)
         if launch is None:
             return own.call(*arguments)
         kept: list[Call] = []
+        left, rest = OPERATIONS[op].left, None
+        if left is not None:
+            rest = own.call(inputs, outputs, {**attrs, **left}, workspace)
 
         def call() -> None:
             if not kept:
                 handle = self._session.handle()
                 status = launch.function(handle, *launch.arguments)
                 if not status:
+                    if rest is not None:
+                        rest()
                     return
                 self._refuse(case, launch.name, status)
                 kept.append(own.call(*arguments))

@@ -109,6 +109,8 @@ class LibraryOperation:
         arguments: (case, what keeps them, addresses of inputs and of outputs) -> the
             arguments after the handle.
         unwritten: Positions of results that the library does not write.
+        left: Attributes by which our own kernel computes what the library leaves to
+            it, from what the library has written. None: nothing is left.
     """
 
     function: str
@@ -117,6 +119,7 @@ class LibraryOperation:
         [Case, Arguments, Sequence[int], Sequence[int]], tuple[Any, ...]
     ]
     unwritten: tuple[int, ...] = ()
+    left: Mapping[str, Any] | None = None
 
 
 def describable(*tensors: Shaped) -> bool:

@@ -2,7 +2,8 @@
 
 A block takes 32 neighbouring pixels (more of few classes), or one sample that has no
 pixels, and leaves its part of the sum in the workspace; one last block adds the parts
-up in order. Logits may be narrower than probabilities and losses; gradients are as the
+up in order. What a gradient reads are logarithms of probabilities: none of them is
+rounded to 0 or 1. Logits may be narrower than these and losses; gradients are as the
 logits.
 
 A kernel cannot stop the host. Where a label is not a class, the loss is NaN and the
@@ -23,7 +24,11 @@ from mucudnn.backends.cuda.kernels.program import (
 from mucudnn.backends.cuda.kernels.sums import PARTIALS, REDUCE, partials
 from mucudnn.backends.cuda.kernels.windows import WALK
 
-__all__ = ["OPERATIONS", "PROGRAM"]
+__all__ = ["GIVEN", "OPERATIONS", "PROGRAM"]
+
+GIVEN = "logarithms_given"
+"""Attribute of `softmax_cross_entropy`: its second result is already there, as a
+library has written it, and only the loss is to be computed."""
 
 _LANES = 32
 
@@ -92,18 +97,43 @@ KERNEL softmax_cross_entropy(const T* x, const Label* labels, P* p, double* part
             Pack<T, W> v = load<W>(x + i);
             for (int j = 0; j < W; ++j) sum += (double)exp((A)v.at[j] - highest);
         })
-        sum = lane_sum(sum, width);
+        sum = log(lane_sum(sum, width));
         EACH_CLASS({
             Pack<T, W> v = load<W>(x + i);
             Pack<P, W> made;
             for (int j = 0; j < W; ++j)
-                made.at[j] = (P)(exp((A)v.at[j] - highest) / (A)sum);
+                made.at[j] = (P)((A)v.at[j] - highest - (A)sum);
             store(p + i, made);
         })
         if (!here || row != 0) continue;
         Label label = labels[pixel];
         if (label < 0 || label >= C) loss += (double)NAN;
-        else loss += log(sum) - (double)((A)x[start + (I)label * S] - highest);
+        else loss += sum - (double)((A)x[start + (I)label * S] - highest);
+    }
+    loss = lane_sum(loss, 1);
+    if (threadIdx.x == 0) parts[blockIdx.x] = loss;
+}
+
+// Of logarithms that are known. Where the type has no number as low as a label's, the
+// logits say how far it is below the highest.
+KERNEL picked_mean(const T* x, const P* p, const Label* labels, double* parts, I pixels,
+                   I C, I S) {
+    double loss = 0;
+    EACH(pixel, pixels) {
+        Label label = labels[pixel];
+        if (label < 0 || label >= C) {
+            loss += (double)NAN;
+            continue;
+        }
+        I start = pixel / S * C * S + pixel % S, own = start + (I)label * S;
+        double below = -(double)(A)p[own];
+        if (below == (double)INFINITY) {
+            I best = start;
+            for (I i = start; i < start + C * S; i += S)
+                if ((A)x[i] > (A)x[best]) best = i;
+            below = (double)((A)x[best] - (A)x[own]) - (double)(A)p[best];
+        }
+        loss += below;
     }
     loss = lane_sum(loss, 1);
     if (threadIdx.x == 0) parts[blockIdx.x] = loss;
@@ -114,7 +144,8 @@ KERNEL softmax_cross_entropy_grad(const P* p, const Label* labels, const P* dlos
     A factor = (A)((double)dloss[0] / labelled);
     EACH_AT(at, count, S, C, 1) {
         bool own = labels[at.image * S + at.w] == at.h;
-        dx[at.i] = (T)(((A)p[at.i] - (A)own) * factor);
+        A low = (A)p[at.i];
+        dx[at.i] = (T)((own ? expm1(low) : exp(low)) * factor);
     }
 }
 
@@ -181,16 +212,21 @@ KERNEL finish_float(const double* parts, T* out, I count, I more) {
 
 
 def softmax_cross_entropy(call: KernelCall) -> None:
-    """(mean of -log p[label], p)."""
+    """(mean of -log p[label], log p)."""
     (x, labels), (_, p) = call.inputs, call.outputs
-    blocks, shape = _pixels(x.shape)
-    arguments = x, labels, p, call.workspace, *shape
-    call.launch(PROGRAM, "softmax_cross_entropy", blocks, *arguments, beside=p)
+    if call.attrs.get(GIVEN):
+        blocks, sizes = (partials(labels.size),), (labels.size, *as_ncs(x.shape)[1:])
+        given = x, p, labels, call.workspace, *sizes
+        call.launch(PROGRAM, "picked_mean", blocks, *given, beside=p)
+    else:
+        blocks, shape = _pixels(x.shape)
+        arguments = x, labels, p, call.workspace, *shape
+        call.launch(PROGRAM, "softmax_cross_entropy", blocks, *arguments, beside=p)
     _finish_mean(call, blocks, call.attrs.get("count", labels.size))
 
 
 def softmax_cross_entropy_grad(call: KernelCall) -> None:
-    """(p - [1 at the label]) dloss / number of labels."""
+    """(p - [1 at the label]) dloss / number of labels, from log p."""
     p, (dx,) = call.inputs[0], call.outputs
     _, C, S = as_ncs(p.shape)
     name = "softmax_cross_entropy_grad"
