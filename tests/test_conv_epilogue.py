@@ -282,7 +282,7 @@ class InOne:
         return call
 
 
-def race(ms, problem):
+def race(ms, problem, cache=None):
     """One whose convolutions, biases with ReLUs behind and both take 1, 1 and `ms`."""
     cpu = get_backend("cpu")
     timer, kernel = Timer(cpu.device), cpu.kernels["bias_relu"]
@@ -306,7 +306,7 @@ def race(ms, problem):
     )
     row = AlgoPerf(algo="", batch=problem.batch, time_ms=1.0, workspace=64)
     plans = {problem: ConvPlan(problem, (row,))}
-    return backend, EpilogueRace(Tuner(backend=backend), None, plans)
+    return backend, EpilogueRace(Tuner(backend=backend, cache=cache), None, plans)
 
 
 @layouts
@@ -327,7 +327,8 @@ def test_the_faster_of_one_call_and_two_is_taken(ms, wins, layout):
 def test_what_is_not_timed_is_what_would_run_anyway():
     problem = layer(3)
     for epilogues, offered in ((None, False), (Nothing(), True)):
-        tuner = Tuner(backend=replace(get_backend("cpu"), epilogues=epilogues))
+        cpu = replace(get_backend("cpu"), epilogues=epilogues)
+        tuner = Tuner(backend=cpu, cache=None)
         found = EpilogueRace(tuner, None, race(9, problem)[1]._plans)
         assert found.offers(problem, "float32") is offered
 

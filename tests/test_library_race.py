@@ -63,7 +63,7 @@ class Library:
 
     def __init__(self, ops, ms, refuses=False):
         self.ops, self.ms, self.refuses, self.asked = ops, ms, refuses, []
-        self.faster = {}
+        self.times_ms = {}
 
     def offers(self, graph, node):
         return node.op in self.ops and not (self.refuses and self.asked)

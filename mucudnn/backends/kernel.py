@@ -1,7 +1,7 @@
 """A kernel: one operation of a training step, but for convolutions."""
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,11 +80,11 @@ class LibraryKernels(Protocol):
     backend's own kernel table, and by the backend's own kernel where it refuses.
 
     Attributes:
-        faster: What was measured so far, by what decides a node's time: whether its
-            kernel was the faster. All steps of a process choose alike by it.
+        times_ms: What our kernels and its own took in this process so far, by what
+            was timed. All its steps choose alike by it, whatever their caches are.
     """
 
-    faster: dict[Hashable, bool]
+    times_ms: dict[str, tuple[float, float]]
 
     @property
     def name(self) -> str:

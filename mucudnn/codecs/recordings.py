@@ -11,11 +11,13 @@ driver, clocks); it is no part of the fingerprint, and may be empty::
          "rows": [{"algo": "GEMM", "batch": 8, "time_ms": 0.5, "noise_ms": 0.01, …,
                    "measured_at": 1700000000.0, "version": "0.1.0"}],
          "verdicts": [{"batch": 32, "ratio": 0.8,
-                       "signature": "GEMM@16+GEMM@16 / DIRECT@32"}]}]}]}
+                       "signature": "GEMM@16+GEMM@16 / DIRECT@32"}]}],
+       "races": [{"raced": "…", "first_ms": 0.5, "second_ms": 0.4,
+                  "measured_at": 1700000000.0}]}]}
 
 What else decides a plan stands only where there is any: `split_alignment`, the bytes
-that micro-batches must be aligned to, and `verdicts`, what became of plans when they
-were run whole.
+that micro-batches must be aligned to, `verdicts`, what became of plans when they were
+run whole, and `races`, what two ways to compute something else took.
 
 It may be compressed with gzip. A cache imports it, a backend answers from it; nothing
 here touches a file.
@@ -30,7 +32,13 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from mucudnn.codecs.rows import LayerAt, count_of, decode_row, decode_verdict
+from mucudnn.codecs.rows import (
+    LayerAt,
+    count_of,
+    decode_race,
+    decode_row,
+    decode_verdict,
+)
 from mucudnn.codecs.values import (
     decode,
     decode_layer,
@@ -41,7 +49,7 @@ from mucudnn.codecs.values import (
     perf_to_dict,
     problem_key,
 )
-from mucudnn.ir.measurement import Measurement, Recording, Verdict
+from mucudnn.ir.measurement import Measurement, Race, Recording, Verdict
 
 __all__ = [
     "MOST",
@@ -66,6 +74,7 @@ def format_recording(
     *,
     alignments: Mapping[str, int] | None = None,
     verdicts: Iterable[Verdict] = (),
+    races: Iterable[Race] = (),
     compress: bool = False,
 ) -> bytes:
     """A recording as bytes; the same measurements always give the same bytes.
@@ -75,6 +84,7 @@ def format_recording(
         environments: By fingerprint, what else is known of a device.
         alignments: By fingerprint, bytes that micro-batches are aligned to.
         verdicts: On plans for what was measured.
+        races: Of the same devices, or others.
         compress: With gzip.
     """
     known, aligned = environments or {}, alignments or {}
@@ -92,13 +102,22 @@ def format_recording(
     for v in verdicts:
         members = {"batch": v.problem.batch, "signature": v.signature, "ratio": v.ratio}
         lines(v).verdicts.append(_dumps(members))
+    raced: dict[str, list[str]] = {}
+    for r in races:
+        first, second = r.times_ms
+        members = {"raced": r.raced, "first_ms": first, "second_ms": second}
+        line = _dumps(members | {"measured_at": r.measured_at})
+        devices.setdefault(r.fingerprint, {})
+        raced.setdefault(r.fingerprint, []).append(line)
     text = f'{{"kind": "{_KIND}", "schema": {SCHEMA}, "devices": [' + ",".join(
         f'\n{{"fingerprint": {_dumps(name)}, '
         f'"environment": {_dumps(dict(known.get(name, {})))}, '
         + (f'"split_alignment": {aligned[name]}, ' if name in aligned else "")
         + '"problems": ['
         + ",".join(_problem_text(key, lines) for key, lines in problems.items())
-        + "]}"
+        + "]"
+        + (',\n"races": [\n' + ",\n".join(raced[name]) + "]" if name in raced else "")
+        + "}"
         for name, problems in devices.items()
     )
     data = f"{text}]}}\n".encode()
@@ -132,6 +151,7 @@ def read_recording(data: bytes) -> Recording:
     devices = _devices(data)
     measurements: list[Measurement] = []
     verdicts: list[Verdict] = []
+    races: list[Race] = []
     for device in devices:
         where = f"{device.where}.problems"
         for i, entry in enumerate(list_of(where, device.problems)):
@@ -146,6 +166,9 @@ def read_recording(data: bytes) -> Recording:
             for j, row in enumerate(list_of(f"{there}.verdicts", judged)):
                 verdict = decode_verdict(f"{there}.verdicts[{j}]", name, layer_at, row)
                 verdicts.append(verdict)
+        where = f"{device.where}.races"
+        for i, entry in enumerate(list_of(where, device.races)):
+            races.append(decode_race(f"{where}[{i}]", device.fingerprint, entry))
     return Recording(
         environments={device.fingerprint: device.environment for device in devices},
         alignments={
@@ -155,6 +178,7 @@ def read_recording(data: bytes) -> Recording:
         },
         measurements=tuple(measurements),
         verdicts=tuple(verdicts),
+        races=tuple(races),
     )
 
 
@@ -192,6 +216,7 @@ class _Device(NamedTuple):
     environment: dict[str, str]
     split_alignment: int | None
     problems: Any
+    races: Any
 
 
 def _devices(data: bytes) -> list[_Device]:
@@ -217,8 +242,8 @@ def _devices(data: bytes) -> list[_Device]:
 
 
 def _decode_device(where: str, data: object) -> _Device:
-    name, environment, problems, alignment = members_of(
-        where, data, _DEVICE, {"split_alignment": None}
+    name, environment, problems, alignment, races = members_of(
+        where, data, _DEVICE, {"split_alignment": None, "races": []}
     )
     if alignment is not None:
         alignment = count_of(f"{where}.split_alignment", alignment)
@@ -228,6 +253,7 @@ def _decode_device(where: str, data: object) -> _Device:
         _decode_environment(f"{where}.environment", environment),
         alignment,
         problems,
+        races,
     )
 
 

@@ -10,13 +10,15 @@ from typing import Any
 
 from mucudnn.codecs.values import decode, decode_perf, members_of, object_of
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.measurement import Measurement, Verdict
+from mucudnn.ir.measurement import Measurement, Race, Verdict
 
 __all__ = [
     "LATEST",
+    "LONGEST_MS",
     "LayerAt",
     "check_times",
     "count_of",
+    "decode_race",
     "decode_row",
     "decode_verdict",
 ]
@@ -24,11 +26,13 @@ __all__ = [
 LATEST = 253_402_300_799.0
 """The last second that calendars have, in the year 9999; seconds since 1970."""
 
+LONGEST_MS = 1e12
+"""Milliseconds; 30 years: sums of such times stay finite."""
+
 LayerAt = Callable[[int], ConvProblem]
 """A convolution by its batch size."""
 
 _EXTRA = {"measured_at": float, "version": str}
-_LONGEST_MS = 1e12  # 30 years: sums of such times stay finite
 _LARGEST_RATIO = 1e9
 
 
@@ -46,11 +50,7 @@ def decode_row(
         decode(f"{where}.{name}", hint, value)
         for (name, hint), value in zip(_EXTRA.items(), values, strict=True)
     )
-    if not 0 <= measured_at <= LATEST:
-        raise ValueError(
-            f"{where}.measured_at: {measured_at} is not from 0 to {LATEST:.0f}, "
-            "seconds from the year 1970 to 9999"
-        )
+    _check_stamp(where, measured_at)
     rest = {name: value for name, value in members.items() if name not in _EXTRA}
     perf = decode_perf(where, rest)
     check_times(where, perf)
@@ -69,8 +69,8 @@ def check_times(where: str, perf: AlgoPerf) -> None:
     if perf.error is None:
         times["time_ms"] = perf.time_ms
     for name, ms in times.items():
-        if ms > _LONGEST_MS:
-            raise ValueError(f"{where}.{name}: {ms} is above {_LONGEST_MS:g}")
+        if ms > LONGEST_MS:
+            raise ValueError(f"{where}.{name}: {ms} is above {LONGEST_MS:g}")
 
 
 def decode_verdict(
@@ -89,6 +89,35 @@ def decode_verdict(
     if found.ratio > _LARGEST_RATIO:
         raise ValueError(f"{where}.ratio: {found.ratio} is above {_LARGEST_RATIO:g}")
     return found
+
+
+def decode_race(where: str, fingerprint: object, data: object) -> Race:
+    """What two ways took; see `decode_row`."""
+    names = ("raced", "first_ms", "second_ms", "measured_at")
+    raced, *times, measured_at = members_of(where, data, names)
+    first, second = (
+        decode(f"{where}.{name}", float, ms)
+        for name, ms in zip(names[1:3], times, strict=True)
+    )
+    for name, ms in zip(names[1:3], (first, second), strict=True):
+        if not 0 <= ms <= LONGEST_MS:
+            raise ValueError(f"{where}.{name}: {ms} is not from 0 to {LONGEST_MS:g}")
+    stamp: float = decode(f"{where}.measured_at", float, measured_at)
+    _check_stamp(where, stamp)
+    return Race(
+        fingerprint=decode(f"{where}.fingerprint", str, fingerprint),
+        raced=decode(f"{where}.raced", str, raced),
+        times_ms=(first, second),
+        measured_at=stamp,
+    )
+
+
+def _check_stamp(where: str, measured_at: float) -> None:
+    if not 0 <= measured_at <= LATEST:
+        raise ValueError(
+            f"{where}.measured_at: {measured_at} is not from 0 to {LATEST:.0f}, "
+            "seconds from the year 1970 to 9999"
+        )
 
 
 def count_of(where: str, data: Any) -> int:

@@ -1,7 +1,8 @@
-"""What one machine learnt and others may use: rows, verdicts, and all of a file.
+"""What one machine learnt and others may use: rows, verdicts, races, and a whole file.
 
 A row is of one kernel. A verdict is of a whole plan: kernels that run one after another
-are not always as fast as each by itself, so a division is run before it is trusted.
+are not always as fast as each by itself, so a division is run before it is trusted. A
+race is between two ways to compute the same outside of plans.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from types import MappingProxyType
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem
 
-__all__ = ["Measurement", "Recording", "Verdict", "signature"]
+__all__ = ["Measurement", "Race", "Recording", "Verdict", "signature"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,23 @@ class Verdict:
     ratio: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """What two ways to compute the same took, timed beside each other.
+
+    Attributes:
+        fingerprint: The device and its libraries.
+        raced: All that decided the times, and which ways they are, as JSON.
+        times_ms: Of the first way and of the second.
+        measured_at: Seconds since 1970.
+    """
+
+    fingerprint: str
+    raced: str
+    times_ms: tuple[float, float]
+    measured_at: float
+
+
 def signature(plan: ConvPlan, baseline: ConvPlan) -> str:
     """Two plans of one problem as a key: algorithms and sizes of both, in order."""
     return " / ".join(
@@ -68,6 +86,7 @@ class Recording:
             to, where that is known.
         measurements: Of all devices.
         verdicts: Of all devices; of two of the same plans the later one counts.
+        races: Of all devices.
     """
 
     environments: Mapping[str, Mapping[str, str]] = field(
@@ -76,3 +95,4 @@ class Recording:
     alignments: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     measurements: tuple[Measurement, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
+    races: tuple[Race, ...] = ()

@@ -18,12 +18,12 @@ import platformdirs
 
 from mucudnn.arguments import a_path
 from mucudnn.codecs.recordings import MOST, read_recording
-from mucudnn.codecs.rows import check_times
+from mucudnn.codecs.rows import check_times, decode_race
 from mucudnn.codecs.values import problem_key
 from mucudnn.errors import CacheError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.measurement import Measurement, Verdict
+from mucudnn.ir.measurement import Measurement, Race, Verdict
 from mucudnn.runtime.database.recordings import write_recording
 from mucudnn.runtime.database.sqlite_file import (
     CacheWarning,
@@ -38,6 +38,8 @@ from mucudnn.runtime.database.tables import (
     PERF,
     PLAN_TEXT,
     PUT_LAYER,
+    RACE,
+    UNLESS_KNOWN,
     UNLESS_NEWER,
     VERDICT,
     Table,
@@ -143,6 +145,27 @@ class BenchmarkCache:
         key = (fingerprint, problem_key(problem), problem.batch, signature)
         self._write((VERDICT.insert(), [(*key, ratio, time.time())]))
 
+    def get_race(self, fingerprint: str, raced: str) -> tuple[float, float] | None:
+        """What two ways took, see `Race`; None if they were not timed."""
+        found = self._read(RACE, OF_LAYER, fingerprint, raced)
+        return found[0].times_ms if found else None
+
+    def put_race(
+        self, fingerprint: str, raced: str, times_ms: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Remember what two ways took, unless it is known: returns what is known then.
+
+        So of processes that race at once all choose alike.
+
+        Raises:
+            ValueError: A time is negative, not finite or out of all bounds.
+        """
+        row = (fingerprint, raced, *times_ms, time.time())
+        members = dict(zip(("raced", *RACE.columns), row[1:], strict=True))
+        decode_race("a race", fingerprint, members)
+        self._write((f"{RACE.insert('')} {UNLESS_KNOWN}", [row]))
+        return self.get_race(fingerprint, raced) or times_ms
+
     def get_plan_text(
         self, fingerprint: str, problem: ConvProblem, algo: str
     ) -> str | None:
@@ -192,6 +215,10 @@ class BenchmarkCache:
         """What became of plans that were run whole, on one device or on all."""
         return self._read(VERDICT, OF_ALL, fingerprint, None)
 
+    def races(self, fingerprint: str | None = None) -> tuple[Race, ...]:
+        """What was raced, on one device or on all."""
+        return self._read(RACE, OF_ALL, fingerprint, None)
+
     def clear(self, fingerprint: str | None = None) -> int:
         """Forget one device or everything; returns how many measurements went."""
 
@@ -199,7 +226,7 @@ class BenchmarkCache:
             named = "WHERE ?1 IS NULL OR fingerprint = ?1"
             layers = f"WHERE layer IN (SELECT id FROM layer {named})"
             with transaction(db):
-                for table in ("verdict", "plan_text"):
+                for table in ("verdict", "plan_text", "race"):
                     db.execute(f"DELETE FROM {table} {layers}", (fingerprint,))
                 gone = db.execute(f"DELETE FROM perf {layers}", (fingerprint,))
                 db.execute(f"DELETE FROM layer {named}", (fingerprint,))
@@ -210,9 +237,9 @@ class BenchmarkCache:
     def export_json(self, file: Path | str) -> int:
         """Write all measurements to a recording; a name in `.gz` is compressed.
 
-        What became of plans that were run whole goes along. The file appears complete
-        or not at all. A cache does not know the environments of its devices, so they
-        are empty. Returns how many rows it has.
+        What became of plans that were run whole goes along, and what was raced. The
+        file appears complete or not at all. A cache does not know the environments of
+        its devices, so they are empty. Returns how many rows it has.
 
         Raises:
             CacheError: The file cannot be written.
@@ -220,14 +247,14 @@ class BenchmarkCache:
         if self.path is not None and Path(file).resolve() == self.path:
             raise CacheError(f"{file} is the cache itself; name another file")
         rows = self.rows()
-        write_recording(file, rows, verdicts=self.verdicts())
+        write_recording(file, rows, verdicts=self.verdicts(), races=self.races())
         return len(rows)
 
     def import_json(self, file: Path | str) -> int:
         """Merge a recording, all of it or nothing; the newest measurement wins.
 
-        Of two verdicts on the same plans the one that is here stays. Returns how many
-        rows were new.
+        Of two verdicts on the same plans, or two of the same races, the one that is
+        here stays. Returns how many rows were new.
 
         Raises:
             CacheError: The file cannot be read, or is not a recording; says where.
@@ -253,8 +280,15 @@ class BenchmarkCache:
             )
             for v in recording.verdicts
         ]
-        merge = f"{PERF.insert('')} {UNLESS_NEWER}"
-        return self._write((merge, rows), (VERDICT.insert("OR IGNORE"), verdicts))
+        races = [
+            (r.fingerprint, r.raced, *r.times_ms, r.measured_at)
+            for r in recording.races
+        ]
+        return self._write(
+            (f"{PERF.insert('')} {UNLESS_NEWER}", rows),
+            (VERDICT.insert("OR IGNORE"), verdicts),
+            (f"{RACE.insert('')} {UNLESS_KNOWN}", races),
+        )
 
     def close(self) -> None:
         """Close the file; nothing else may be asked after it."""
@@ -293,6 +327,7 @@ class BenchmarkCache:
             of_all = [
                 *self._decoded(PERF, OF_ALL, None, None),
                 *self._decoded(VERDICT, OF_ALL, None, None),
+                *self._decoded(RACE, OF_ALL, None, None),
             ]
             count = sum(isinstance(row, ValueError) for row in of_all)
             warn(

@@ -5,7 +5,7 @@ or not at all. The rows of a run come from the cache, which holds every measurem
 its time: those that the run made, and older ones that it used instead of measuring
 again. What a limit kept from being measured, or cut short, is no measurement and not
 recorded. What decides a plan beside them goes along: what became of plans that were run
-whole, and how micro-batches are aligned.
+whole, what was raced on the device, and how micro-batches are aligned.
 
 A recording knows kernels at some micro-batch sizes. Whatever mini-batch these make up
 has a Pareto front of divisions, found as if the machine were here.
@@ -21,7 +21,7 @@ from mucudnn.codecs.recordings import MOST, SCHEMA, format_recording, recorded_s
 from mucudnn.errors import CacheError
 from mucudnn.files import write_whole
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
-from mucudnn.ir.measurement import Measurement, Recording, Verdict
+from mucudnn.ir.measurement import Measurement, Race, Recording, Verdict
 from mucudnn.ir.numerics import Numerics
 from mucudnn.passes.microbatch import aligned_batches, pareto_plans
 from mucudnn.runtime.tuning.timing import LAUNCH_OVERHEAD_MS
@@ -48,6 +48,7 @@ def write_recording(
     *,
     alignments: Mapping[str, int] | None = None,
     verdicts: Iterable[Verdict] = (),
+    races: Iterable[Race] = (),
 ) -> None:
     """Write a recording; a name in `.gz` is compressed.
 
@@ -57,6 +58,7 @@ def write_recording(
         environments: By fingerprint, what else is known of a device.
         alignments: By fingerprint, bytes that micro-batches are aligned to.
         verdicts: On plans for what was measured.
+        races: Of the same devices.
 
     Raises:
         CacheError: The file cannot be written, or a newer version's is there.
@@ -68,6 +70,7 @@ def write_recording(
         environments,
         alignments=alignments,
         verdicts=verdicts,
+        races=races,
         compress=zipped,
     )
     try:
@@ -134,6 +137,7 @@ def record_run(
         {device.fingerprint: device.description()},
         alignments={device.fingerprint: tuner.backend.split_alignment},
         verdicts=[v for v in tuner.verdicts if v.problem.with_batch(1) in layers],
+        races=tuner.cache.races(device.fingerprint),
     )
     return len(rows)
 

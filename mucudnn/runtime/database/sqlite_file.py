@@ -34,8 +34,10 @@ from mucudnn.runtime.database.tables import (
     ForeignError,
     NewerError,
     UnusableError,
+    add_missing,
     check_tables,
     create,
+    has_table,
     in_memory,
     is_empty,
 )
@@ -221,6 +223,8 @@ class RecordFile:
                 with transaction(db):
                     if is_empty(db):
                         create(db)
+            else:
+                add_missing(db)
             check_tables(db)
             db.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
@@ -275,6 +279,8 @@ class RecordFile:
                     if is_empty(source):
                         return
                     for table in SCHEMA:
+                        if not has_table(source, table):
+                            continue
                         rows = source.execute(f"SELECT * FROM {table}")
                         marks = ", ".join("?" * len(rows.description))
                         memory.executemany(

@@ -1,7 +1,8 @@
 """What a cache's database is: its tables as they are made, and rows in and out of them.
 
-A row of `layer` is a device and a convolution without its batch size; rows of the other
-tables belong to one. Statements speak of a layer by fingerprint and problem.
+A row of `layer` is a device and a convolution without its batch size, or what was raced
+there; rows of the other tables belong to one. Statements speak of a layer by
+fingerprint and problem.
 
 A database that has the right identity but other tables, or triggers, is not trusted:
 what else its statements say would be obeyed, too.
@@ -14,10 +15,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from mucudnn.codecs.rows import LATEST, LayerAt, decode_row, decode_verdict
+from mucudnn.codecs.rows import (
+    LATEST,
+    LONGEST_MS,
+    LayerAt,
+    decode_race,
+    decode_row,
+    decode_verdict,
+)
 from mucudnn.codecs.values import decode, perf_to_dict, problem_from_key
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.ir.measurement import Measurement, Verdict
+from mucudnn.ir.measurement import Measurement, Race, Verdict
 
 __all__ = [
     "OF_ALL",
@@ -26,15 +34,19 @@ __all__ = [
     "PERF",
     "PLAN_TEXT",
     "PUT_LAYER",
+    "RACE",
     "SCHEMA",
+    "UNLESS_KNOWN",
     "UNLESS_NEWER",
     "VERDICT",
     "ForeignError",
     "NewerError",
     "Table",
     "UnusableError",
+    "add_missing",
     "check_tables",
     "create",
+    "has_table",
     "in_memory",
     "is_empty",
     "perf_values",
@@ -76,6 +88,12 @@ SCHEMA = {
   text TEXT NOT NULL,
   PRIMARY KEY (layer, batch, algo)
 ) WITHOUT ROWID""",
+    "race": """CREATE TABLE race (
+  layer INTEGER PRIMARY KEY,
+  first_ms REAL NOT NULL,
+  second_ms REAL NOT NULL,
+  measured_at REAL NOT NULL
+)""",
     "verdict": """CREATE TABLE verdict (
   layer INTEGER NOT NULL,
   batch INTEGER NOT NULL,
@@ -85,6 +103,10 @@ SCHEMA = {
   PRIMARY KEY (layer, batch, signature)
 ) WITHOUT ROWID""",
 }
+
+
+_ADDED = "race"
+"""Files of this schema may be from before there was such a table."""
 
 
 class UnusableError(Exception):
@@ -132,6 +154,17 @@ def is_empty(db: sqlite3.Connection) -> bool:
     if application or version or tables:
         raise ForeignError("it is the database of another application")
     return True
+
+
+def add_missing(db: sqlite3.Connection) -> None:
+    """Make a database of ours what it would be now; what is altered stays so."""
+    if not has_table(db, _ADDED):
+        db.execute(SCHEMA[_ADDED].replace("TABLE", "TABLE IF NOT EXISTS", 1))
+
+
+def has_table(db: sqlite3.Connection, name: str) -> bool:
+    """Whether there is a table of that name."""
+    return bool(_made_by(db, name))
 
 
 def check_tables(db: sqlite3.Connection) -> None:
@@ -246,6 +279,11 @@ def _verdict(
     return decode_verdict(where, fingerprint, layer_of(key), data)
 
 
+def _race(_: _LayerOf, fingerprint: object, raced: object, *values: object) -> Race:
+    data = {"raced": raced, **dict(zip(RACE.columns, values, strict=True))}
+    return decode_race(f"{fingerprint!r}, {raced!r}", fingerprint, data)
+
+
 def _plan_text(*row: object) -> str:
     text: str = decode("plan text", str, row[-1])
     return text
@@ -260,6 +298,13 @@ PLAN_TEXT = Table("plan_text", ("batch", "algo", "text"), 2, _plan_text)
 VERDICT = Table(  # files call the ratio a time
     "verdict", ("batch", "signature", "time_ms", "measured_at"), 2, _verdict
 )
+RACE = Table("race", ("first_ms", "second_ms", "measured_at"), 1, _race)
+UNLESS_KNOWN = f"""ON CONFLICT DO UPDATE SET
+{", ".join(f"{name} = excluded.{name}" for name in RACE.columns)}
+WHERE NOT (race.first_ms BETWEEN 0 AND {LONGEST_MS}
+AND race.second_ms BETWEEN 0 AND {LONGEST_MS}
+AND race.measured_at BETWEEN 0 AND {LATEST})"""
+"""After an insertion into `RACE`: what is there stays, but for what is damaged."""
 UNLESS_NEWER = f"""ON CONFLICT DO UPDATE SET
 {", ".join(f"{name} = excluded.{name}" for name in PERF.columns)}
 WHERE excluded.measured_at > perf.measured_at

@@ -9,7 +9,7 @@ a batch normalisation.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -48,7 +48,7 @@ class CudnnKernels:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.faster: dict[Hashable, bool] = {}
+        self.times_ms: dict[str, tuple[float, float]] = {}
         self._refused: set[Case] = set()
 
     def offers(self, graph: Graph, node: Node) -> bool:

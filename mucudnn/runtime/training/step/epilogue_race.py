@@ -3,12 +3,15 @@
 The engines that do all three are others than those a convolution was tuned with, and
 may be slower by more than a pass over its result takes. So both are timed, once for
 each convolution, by the plan that it would have: one call, and its plan's with a kernel
-behind. The faster is what is planned.
+behind. The faster is what is planned; what they took is kept with all measurements.
 """
 
 import logging
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+from mucudnn.codecs.values import problem_key
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.graph import Graph, Role
@@ -18,7 +21,7 @@ from mucudnn.runtime.executor.epilogue import ways_to_run
 from mucudnn.runtime.profiling.cold_timing import ColdBench
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.step.convolution_plans import Plans
-from mucudnn.runtime.training.step.racing import timed_within
+from mucudnn.runtime.training.step.racing import Times, raced_once, timed_within
 from mucudnn.runtime.training.step.sizes import WorkingSet
 from mucudnn.runtime.tuning.tuner import Tuner
 
@@ -26,15 +29,12 @@ __all__ = ["EpilogueRace"]
 
 logger = logging.getLogger(__name__)
 
-Times = tuple[float, float]
-"""Milliseconds in one call, and in two."""
-
 
 class EpilogueRace:
     """Times both ways of every convolution that it is asked about, once.
 
     Args:
-        tuner: Plans them; its backend computes.
+        tuner: Plans them; its backend computes, its cache remembers.
         budget: Within which they are measured.
         plans: Made before: what they run by.
     """
@@ -47,6 +47,7 @@ class EpilogueRace:
     ) -> None:
         self._tuner, self._budget, self._plans = tuner, budget, plans or {}
         self._wins: dict[tuple[ConvProblem, str], bool] = {}
+        self._known: dict[str, Times] = {}
 
     def offers(self, problem: ConvProblem, bias: str) -> bool:
         """Whether there is a kernel for all of it, and it is not the slower way.
@@ -59,21 +60,38 @@ class EpilogueRace:
             return False
         key = problem, bias
         if key not in self._wins:
-            times = self.times(problem, bias)
+            plan = self._plan(problem)
+            times = None
+            if plan is not None:
+                measure = partial(self._measured, problem, bias)
+                raced = _raced(plan, bias)
+                times = raced_once(self._tuner, raced, self._known, measure)
             self._wins[key] = times is None or times[0] <= times[1]
-            if times is not None:
-                logger.info(
-                    "bias and ReLU of %s: %.3g ms within, %.3g ms behind it",
-                    problem,
-                    *times,
-                )
         return self._wins[key]
 
-    def times(self, problem: ConvProblem, bias: str) -> Times | None:
-        """What both ways take; None where only one can be run or be measured."""
+    def _measured(self, problem: ConvProblem, bias: str) -> Times | None:
+        times = self.times(problem, bias)
+        if times is not None:
+            logger.info(
+                "bias and ReLU of %s: %.3g ms within, %.3g ms behind it",
+                problem,
+                *times,
+            )
+        return times
+
+    def _plan(self, problem: ConvProblem) -> ConvPlan | None:
         try:
-            plan = self._plans.get(problem) or self._tuner.plan([problem])[0]
+            return self._plans.get(problem) or self._tuner.plan([problem])[0]
         except PlanningError:  # the graph's own planning says more
+            return None
+
+    def times(self, problem: ConvProblem, bias: str) -> Times | None:
+        """What both ways take; None where only one can be run or be measured.
+
+        Milliseconds in one call, and in two.
+        """
+        plan = self._plan(problem)
+        if plan is None:
             return None
         memory = None if self._budget is None else self._budget.nbytes
         needed, graph = _operands(plan, bias)
@@ -88,6 +106,18 @@ class EpilogueRace:
         otherwise = f"bias and ReLU of {problem} are not timed"
         times = timed_within(backend, needed.pool_bytes, memory, otherwise, both)
         return (times[0], times[1]) if times else None
+
+
+def _raced(plan: ConvPlan, bias: str) -> dict[str, Any]:
+    """What decides both times: the convolution, the type of its bias, and its plan."""
+    return {
+        "ways": ["within", "behind"],
+        "op": EPILOGUE[1],
+        "problem": problem_key(plan.problem),
+        "batch": plan.problem.batch,
+        "bias": bias,
+        "steps": [(s.algo, s.batch, s.math_mode, s.workspace) for s in plan.steps],
+    }
 
 
 def _operands(plan: ConvPlan, bias: str) -> tuple[WorkingSet, Graph]:

@@ -1,20 +1,22 @@
 """Which nodes a library's kernels compute: those that it is measured to be faster at.
 
 Beside a backend's own kernels there may be a library's for the same functions. Both are
-timed, once for each distinct node, as a step finds them; the node names the library
-where that wins, and what is planned and profiled afterwards is the faster one.
+timed, once for each distinct node, as a step finds them, and what they took is kept
+with all measurements; the node names the library where that wins, and what is planned
+and profiled afterwards is the faster one.
 """
 
 import logging
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.graph import Graph, Node
-from mucudnn.ir.operations import with_library
+from mucudnn.ir.operations import LIBRARY, with_library
 from mucudnn.runtime.profiling.cold_timing import ColdBench
-from mucudnn.runtime.profiling.profiler import signature
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.step.racing import timed_within
+from mucudnn.runtime.training.step.racing import Times, raced_once, timed_within
 from mucudnn.runtime.training.step.sizes import WorkingSet
 from mucudnn.runtime.tuning.tuner import Tuner
 
@@ -24,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 class LibraryRace:
-    """Times both kernels of every node that has two, once in a process.
+    """Times both kernels of every node that has two, once.
 
     Args:
-        tuner: Its backend computes.
+        tuner: Its backend computes, its cache remembers.
         budget: Within which they are measured.
     """
 
     def __init__(self, tuner: Tuner, budget: MemoryBudget | None = None) -> None:
-        self._backend = tuner.backend
+        self._tuner, self._backend = tuner, tuner.backend
         self._memory = None if budget is None else budget.nbytes
 
     def __call__(self, graph: Graph) -> Graph:
@@ -61,19 +63,26 @@ class LibraryRace:
             return False
         if not library.offers(graph, node):
             return False
-        key = signature(graph, node)
-        if key not in library.faster:
-            times = self.times(graph, node)
-            if times is None or not library.offers(graph, node):  # it has refused
-                return False
-            logger.info(
-                "%s (%s): %.3g ms by our kernel, %.3g ms by %s",
-                *(node.name, node.op, *times, library.name),
-            )
-            library.faster[key] = times[1] < times[0]
-        return library.faster[key]
+        times = raced_once(
+            self._tuner,
+            _raced(graph, node, library.name),
+            library.times_ms,
+            partial(self._measured, graph, node),
+        )
+        return times is not None and times[1] < times[0]
 
-    def times(self, graph: Graph, node: Node) -> tuple[float, float] | None:
+    def _measured(self, graph: Graph, node: Node) -> Times | None:
+        """What both took; None where the library has refused meanwhile."""
+        library, times = self._backend.library_kernels, self.times(graph, node)
+        if library is None or times is None or not library.offers(graph, node):
+            return None
+        logger.info(
+            "%s (%s): %.3g ms by our kernel, %.3g ms by %s",
+            *(node.name, node.op, *times, library.name),
+        )
+        return times
+
+    def times(self, graph: Graph, node: Node) -> Times | None:
         """Milliseconds by our kernel and by the library's; None without room."""
         backend, library = self._backend, self._backend.library_kernels
         if library is None:
@@ -82,9 +91,23 @@ class LibraryRace:
         size = WorkingSet.of_node(graph, node, scratch).pool_bytes
         theirs = with_library(graph.tensors, node, library.name)
 
-        def both(bench: ColdBench) -> tuple[float, float]:
+        def both(bench: ColdBench) -> Times:
             ours_ms = bench.node_ms(graph, node, scratch)
             return ours_ms, bench.node_ms(graph, theirs, scratch)
 
         otherwise = f"{node.name} is not timed by {library.name}"
         return timed_within(backend, size, self._memory, otherwise, both)
+
+
+def _raced(graph: Graph, node: Node, library: str) -> dict[str, Any]:
+    """What decides the times of a node's kernels: all that they are told of it."""
+    storages = [graph.storages[name] for name in node.tensors]
+    inputs, outputs, attrs = operands_of(graph, node)
+    return {
+        "ways": ["own", library],
+        "op": node.op,
+        "inputs": [(spec.shape, spec.dtype, spec.layout) for spec in inputs],
+        "outputs": [(spec.shape, spec.dtype, spec.layout) for spec in outputs],
+        "attrs": {k: v for k, v in attrs.items() if k not in ("seed", LIBRARY)},
+        "shared": [storages.index(storage) for storage in storages],
+    }

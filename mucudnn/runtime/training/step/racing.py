@@ -1,21 +1,57 @@
-"""Two ways to compute the same, timed beside each other before a step is planned."""
+"""Two ways to compute the same, timed beside each other before a step is planned.
 
+Which is faster decides the last bits of a training. So what they took is kept where
+measurements are, and found there by every later process that has them to choose from.
+"""
+
+import json
 import logging
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from mucudnn.backends.base import Backend
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.runtime.profiling.cold_timing import ColdBench, cold_bench
 from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["timed_within"]
+__all__ = ["Times", "raced_once", "timed_within"]
 
 logger = logging.getLogger(__name__)
 
 _RULE = StoppingRule(min_samples=3, max_samples=9, budget_ms=60.0)
 
 T = TypeVar("T")
+
+Times = tuple[float, float]
+"""Milliseconds of the first way, and of the second."""
+
+
+def raced_once(
+    tuner: Tuner,
+    raced: Mapping[str, Any],
+    known: dict[str, Times],
+    measure: Callable[[], Times | None],
+) -> Times | None:
+    """What two ways took when they were first timed, by whatever process.
+
+    Args:
+        tuner: Its cache remembers, by the device and what else was raced.
+        raced: All that decides the times, in what JSON has; other values by their text.
+        known: What this process has found, which all its steps share and caches in
+            memory do not; it grows.
+        measure: Times them; None where that cannot be, which is not remembered.
+    """
+    key = json.dumps(dict(raced), sort_keys=True, default=str)
+    cache, fingerprint = tuner.cache, tuner.backend.device.fingerprint
+    times = cache.get_race(fingerprint, key)
+    if times is None:
+        times = known.get(key) or measure()
+        if times is None:
+            return None
+        times = cache.put_race(fingerprint, key, times)
+    known[key] = times
+    return times
 
 
 def timed_within(
