@@ -218,3 +218,22 @@ def test_times_of_both_layouts_decide():
     turned = with_channels_last(forward, chosen)
     kinds = {n.attrs["problem"].layout for n in turned.nodes if n.op == "conv"}
     assert kinds == {"NHWC"}
+
+
+def test_only_images_that_several_touch_are_timed_in_both_layouts():
+    """Places of a pool's largest are bytes, which no GPU's kernel turns."""
+    g = GraphBuilder()
+    x = g.max_pool(g.conv(g.input("image", (2, 3, 8, 8)), 4, 3), 2)
+    x = g.conv(x, 3, 1)
+    labels = g.input("label", (2, *g.shape(x)[2:]), "int64")
+    graph = g.build(g.softmax_cross_entropy(x, labels))
+    trials = layout_trials(graph, able(graph), trains=True)
+    turned = {
+        trials.graph.tensors[n].dtype
+        for t in trials.graph.nodes
+        if t.op.startswith("to_channels")
+        for n in t.tensors
+    }
+    assert turned == {"float32"}
+    assert "image" in trials.turned
+    assert "label" not in trials.turned

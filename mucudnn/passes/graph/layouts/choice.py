@@ -9,7 +9,7 @@ a minimum cut. Of equal ones the one with the fewest nodes with channels last is
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mucudnn.arguments import one_of
@@ -23,6 +23,7 @@ __all__ = [
     "cheapest_layouts",
     "convolutions_last",
     "stored",
+    "ties",
     "turned_bytes",
 ]
 
@@ -47,10 +48,9 @@ class LayoutCosts:
             self.last[name] if name in chosen else cost
             for name, cost in self.first.items()
         )
-        ties = _ties(graph, self.first)
         return nodes + sum(
             self.turned[name]
-            for name, tied in ties.items()
+            for name, tied in ties(graph, self.first).items()
             if len({member in chosen for member in tied}) > 1
         )
 
@@ -63,7 +63,7 @@ def cheapest_layouts(graph: Graph, costs: LayoutCosts) -> frozenset[str]:
         least = min(cost, other)
         pipes.add(name, SINK, cost - least)
         pipes.add(SOURCE, name, other - least)
-    for image, tied in _ties(graph, costs.first).items():
+    for image, tied in ties(graph, costs.first).items():
         one, two = ("one", image), ("two", image)
         pipes.add(one, two, costs.turned[image])
         for name in tied:
@@ -113,8 +113,11 @@ def turned_bytes(graph: Graph) -> dict[str, float]:
     return {s.name: 0.0 if free(s) else 2.0 * s.nbytes for s in images}
 
 
-def _ties(graph: Graph, nodes: Mapping[str, float]) -> dict[str, set[str]]:
-    """Image -> who makes it and who reads it; an empty name for who cannot choose."""
+def ties(graph: Graph, nodes: Collection[str]) -> dict[str, set[str]]:
+    """Image -> who makes it and who reads it; an empty name for who cannot choose.
+
+    Images that one alone touches are not there: nothing turns them.
+    """
     found = {}
     for name, spec in graph.tensors.items():
         if not is_image(spec):

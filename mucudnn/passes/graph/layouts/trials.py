@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from mucudnn.ir.channels_last import is_image, last
+from mucudnn.ir.channels_last import last
 from mucudnn.ir.graph import Graph, Node, Role
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.graph.gradients import RULES
@@ -20,7 +20,7 @@ from mucudnn.passes.graph.layouts.channels_last import (
     free,
     turn,
 )
-from mucudnn.passes.graph.layouts.choice import LayoutCosts
+from mucudnn.passes.graph.layouts.choice import LayoutCosts, ties
 from mucudnn.passes.graph.tape import Tape, fed_by_parameters
 
 __all__ = ["LayoutTrials", "layout_trials"]
@@ -34,7 +34,8 @@ class LayoutTrials:
         graph: All trials side by side.
         first: Node that can have channels last -> its trial with channels first.
         last: The same node -> its trial with channels last.
-        turned: Image -> the trial of turning it; None where that moves nothing.
+        turned: Image that more than one touch -> the trial of turning it; None where
+            that moves nothing.
     """
 
     graph: Graph
@@ -72,7 +73,7 @@ def layout_trials(
             first[node.name] = trials.add(one)
             one = _wanting(alone_channels_last(graph, node), fed)
             other[node.name] = trials.add(one)
-    images = (spec for spec in graph.tensors.values() if is_image(spec))
+    images = (graph.tensors[name] for name in ties(graph, nodes))
     fed = fed - _weights(graph)
     turned = {
         spec.name: None if free(spec) else trials.add(_turning(spec, fed))
