@@ -18,8 +18,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from tests.cuda_emulator import COMPILER, GOOD, WRONG
+from tests.cupy_capture import CAPTURED, Captured, CUDARuntimeError
 
-__all__ = ["StrictArray", "StrictCupy"]
+__all__ = ["CAPTURED", "CUDARuntimeError", "StrictArray", "StrictCupy"]
 
 _HEADER = Path(__file__).with_name("cuda_emulator.h")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -45,10 +46,6 @@ static inline unsigned __float_as_uint(float value) {
 """
 
 
-CAPTURED = []
-"""Graphs that are being captured: what is launched goes to the last."""
-
-
 def put(work):
     """Run it, or put it into the graph that is being captured."""
     if CAPTURED:
@@ -61,10 +58,6 @@ def refuse_capturing(what):
     """CUDA would end the capture."""
     if CAPTURED:
         raise CUDARuntimeError(f"{what} while a stream is captured")
-
-
-class CUDARuntimeError(RuntimeError):
-    """As CuPy calls it."""
 
 
 class StrictArray:
@@ -170,15 +163,16 @@ class _Stream:
         self._cupy.current = self._outer
 
     def begin_capture(self):
-        CAPTURED.append([])
+        CAPTURED.append(Captured(self.ptr))
 
     def end_capture(self):
-        self._cupy.captured.append(graph := CAPTURED.pop())
+        graph = CAPTURED.pop()
+        graph.end()
+        self._cupy.captured.append(graph)
         return SimpleNamespace(launch=lambda stream: self._cupy.replay(graph))
 
     def wait_event(self, event):
-        stream, position = self._cupy.events[event.ptr]
-        self.put(lambda: stream.drain(position))
+        self._cupy.wait(self.ptr, event.ptr)
 
 
 class _Event:
@@ -195,7 +189,7 @@ class _Event:
 
     def synchronize(self):
         refuse_capturing("a wait of the host")
-        stream, position = self._cupy.events[self.ptr]
+        stream, position = self._cupy.recorded(self.ptr)
         stream.drain(position)
 
 
@@ -222,7 +216,7 @@ class StrictCupy:
         self._folder, self._lazy = folder, lazy
         self._numbers, self._libraries = itertools.count(1), {}
         self.events, self.launched = {}, []
-        self.captured, self.replayed = [], 0
+        self.captured, self.replayed, self.pinned = [], 0, []
         self._null = _Stream(self, 0, lazy=False)
         self._streams = {0: self._null}
         self.current = self._null
@@ -241,7 +235,8 @@ class StrictCupy:
             deviceCanAccessPeer=lambda device, peer: device != peer,
             deviceEnablePeerAccess=lambda peer: None,
             eventRecord=self._record,
-            streamWaitEvent=self._wait,
+            streamWaitEvent=self.wait,
+            streamSynchronize=lambda stream: self._streams[stream].synchronize(),
             memcpyAsync=self._copy,
         )
         self.cuda = SimpleNamespace(
@@ -252,7 +247,7 @@ class StrictCupy:
             get_current_stream=lambda index=-1: self.current,
             get_elapsed_time=lambda start, stop: 0.01,
             PinnedMemory=np.ones,
-            PinnedMemoryPointer=lambda memory, offset: memory.astype(np.uint8),
+            PinnedMemoryPointer=self._locked,
             memory=SimpleNamespace(OutOfMemoryError=NoRoomError),
         )
 
@@ -264,8 +259,7 @@ class StrictCupy:
         assert not CAPTURED
         assert self.current is self._null
         self.replayed += 1
-        for work in graph:
-            work()
+        graph.replay(lambda at_once: _Stream(self, 0, self._lazy and not at_once))
 
     def empty(self, nbytes, dtype):
         refuse_capturing("an allocation")
@@ -357,12 +351,39 @@ class StrictCupy:
         return made
 
     def _record(self, event, stream):
+        if CAPTURED and CAPTURED[-1].record(event, stream):
+            self.events[event] = None
+            return
         made = self._streams[stream]
         self.events[event] = made, made.end
 
-    def _wait(self, stream, event):
-        recorded, position = self.events[event]
+    def recorded(self, event):
+        """Stream and position of an event."""
+        if self.events[event] is None:
+            raise CUDARuntimeError("cudaErrorCapturedEvent")
+        return self.events[event]
+
+    def wait(self, stream, event):
+        if CAPTURED and CAPTURED[-1].wait(stream, event):
+            return
+        recorded, position = self.recorded(event)
         self._streams[stream].put(lambda: recorded.drain(position))
 
     def _copy(self, target, source, nbytes, kind, stream):
-        self._streams[stream].put(lambda: ctypes.memmove(target, source, nbytes))
+        def work():
+            ctypes.memmove(target, source, nbytes)
+
+        if not CAPTURED or not CAPTURED[-1].put(stream, work):
+            self._streams[stream].put(work)
+            return
+        host = {1: source, 2: target}.get(kind)
+        if host is not None and not any(
+            start <= host and host + nbytes <= stop for start, stop in self.pinned
+        ):
+            raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported: pageable memory")
+
+    def _locked(self, memory, offset):
+        found = memory.astype(np.uint8)
+        start = found.ctypes.data
+        self.pinned.append((start, start + found.nbytes))
+        return found

@@ -229,6 +229,7 @@ class FakeRuntime:
         self.known = {}
         self.events = {}
         self.calls = []
+        self.waited = []
         self.broken = False
 
     def launch(self, stream, name):
@@ -241,6 +242,9 @@ class FakeRuntime:
 
     def streamWaitEvent(self, stream, event):  # noqa: N802
         self.known[stream] = self.known.get(stream, frozenset()) | self.events[event]
+
+    def streamSynchronize(self, stream):  # noqa: N802
+        self.waited.append(stream)
 
     def memcpyAsync(self, target, source, nbytes, kind, stream):  # noqa: N802
         if self.broken:
@@ -351,6 +355,33 @@ def test_cuda_events_are_used_again_in_the_next_step(fake):
             copier.wait(copier.out(DeviceArray(0, 4), host))
         copier.finish()
     assert fake.made == {"stream": 2, "event": 10}
+
+
+def test_a_bound_cuda_copy_is_ordered_anew_whenever_it_is_started(fake):
+    """With two events of its own, whoever has waited for it meanwhile."""
+    runtime, stream = fake.runtime, 7
+    copier = CudaCopier(fake, 0, lambda: stream)
+    host = np.empty(64, np.uint8)
+    out = copier.bound("out", DeviceArray(4096, 64), host)
+    back = copier.bound("back", host, DeviceArray(8192, 64))
+    for step in range(3):
+        runtime.launch(stream, f"kernel {step}")
+        gone = out()
+        copier.wait(back([gone]))
+        first, second = runtime.calls[-2:]
+        assert first[:2] == (host.ctypes.data, 4096)
+        assert second[:2] == (8192, host.ctypes.data)
+        assert f"kernel {step}" in first[5]
+        assert f"copy {2 * step}" in second[5]
+        assert f"copy {2 * step + 1}" not in second[5]
+        assert f"copy {2 * step + 1}" in runtime.launch(stream, "next")
+    assert fake.made == {"stream": 2, "event": 4}
+    assert not runtime.waited
+    copier.finish()  # graphs that were captured copy on the stream that computes
+    assert runtime.waited == [stream]
+    copier.close()
+    with pytest.raises(BackendError, match="closed"):
+        out()
 
 
 @pytest.mark.parametrize("idle", [True, False])

@@ -11,6 +11,7 @@ from mucudnn.backends import Backend
 from mucudnn.backends.cuda.conv import CudaConv, float32_sum
 from mucudnn.backends.cuda.conv.operation import ALIGNMENT
 from mucudnn.backends.cuda.conv.plan import CudaPlan
+from mucudnn.backends.cuda.copies import CudaCopier
 from mucudnn.backends.cuda.cudnn_kernels import CudnnKernels
 from mucudnn.backends.cuda.device import CudaDevice
 from mucudnn.backends.cuda.kernels import bind
@@ -19,6 +20,7 @@ from mucudnn.backends.cuda.remedies import with_remedy
 from mucudnn.backends.cuda.session import LiveSession
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.loss_scaling import DynamicLossScale
+from mucudnn.ir.schedule import SwapOut
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.graph.precision.loss_scaling import COUNTS
 from mucudnn.runtime.training.budget import MemoryBudget
@@ -165,12 +167,53 @@ def test_a_replayed_step_is_one_launch_with_the_same_bits(
 @emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("lazy", [False, True])
-def test_between_copies_a_step_is_replayed(lazy, folder, monkeypatch):
+def test_between_copies_that_reach_into_the_next_step_it_is_replayed(
+    lazy, folder, monkeypatch
+):
+    _, gpu = stand_in(monkeypatch, folder)
+    expected, free = losses(gpu)
+    budget = MemoryBudget(nbytes=int(free.peak_bytes * 0.7), convolutions="fixed")
+    cupy, gpu = stand_in(monkeypatch, folder, lazy=lazy)
+    found, made = losses(gpu, replay=True, budget=budget)
+    assert made.placed.schedule.live_across
+    assert np.array_equal(found, expected)
+    assert len(cupy.captured) > 0
+    assert cupy.replayed == (STEPS - 1) * len(cupy.captured)
+
+
+@emulated
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_step_with_copies_is_one_graph(lazy, folder, monkeypatch):
+    """All that leaves is back by its end, so copies are captured with the kernels."""
     _, gpu = stand_in(monkeypatch, folder)
     expected, free = losses(gpu)
     budget = MemoryBudget(nbytes=int(free.peak_bytes * 0.8), convolutions="fixed")
     cupy, gpu = stand_in(monkeypatch, folder, lazy=lazy)
+    found, made = losses(gpu, replay=True, budget=budget)
+    schedule = made.placed.schedule
+    assert any(type(i) is SwapOut for i in schedule.instructions)
+    assert not schedule.live_across
+    assert np.array_equal(found, expected)
+    assert (len(cupy.captured), cupy.replayed) == (1, STEPS - 1)
+    waited, finish = [], CudaCopier.finish
+    monkeypatch.setattr(
+        CudaCopier, "finish", lambda copier: (waited.append(copier), finish(copier))
+    )
+    for name, value in free.state.save().items():
+        assert np.array_equal(made.state.save()[name], value), name
+    assert waited
+
+
+@emulated
+def test_copies_to_a_file_are_not_captured(folder, monkeypatch, tmp_path, caplog):
+    """A graph for what is between them instead."""
+    _, gpu = stand_in(monkeypatch, folder)
+    expected, free = losses(gpu)
+    nbytes = int(free.peak_bytes * 0.8)
+    budget = MemoryBudget(nbytes=nbytes, convolutions="fixed", disk=tmp_path)
+    cupy, gpu = stand_in(monkeypatch, folder, lazy=True)
     found, _ = losses(gpu, replay=True, budget=budget)
+    assert not caplog.text  # it was not tried
     assert np.array_equal(found, expected)
     assert len(cupy.captured) > 1
     assert cupy.replayed == (STEPS - 1) * len(cupy.captured)

@@ -3,6 +3,7 @@ import math
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -46,6 +47,9 @@ class LazyCopier:
     def back(self, source, target, after=()):
         self.jobs.append((source, target, "in", tuple(after)))
         return len(self.jobs) - 1
+
+    def bound(self, way, source, target):
+        return partial(getattr(self, way), source, target)
 
     def wait(self, ticket):
         if self.jobs[ticket] is None:

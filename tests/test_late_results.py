@@ -116,10 +116,10 @@ def test_what_computes_next_waits_for_copies_where_the_host_does_not(monkeypatch
     away, here = (np.arange(1.0, 4.0) for _ in range(2))
     left, came = np.zeros(3), np.zeros(3)
     with copies.of_a_step(waits=False):
-        copies.out(0, here[:2], left[:2], ())
-        copies.back(1, away[:2], came[:2], ())
-        copies.out(2, here[2:], left[2:], ())
-        copies.back(3, away[2:], came[2:], (0,))
+        copies.bound("out", 0, here[:2], left[:2], ())()
+        copies.bound("back", 1, away[:2], came[:2], ())()
+        copies.bound("out", 2, here[2:], left[2:], ())()
+        copies.bound("back", 3, away[2:], came[2:], (0,))()
         assert copier.done == 0
     assert np.array_equal(left, here)
     assert np.array_equal(came, away)

@@ -272,14 +272,14 @@ class TensorCache:
     def _copy_out(self, name: str, home: Buffer) -> None:
         source = self._pool.buffer(name)
         if source.nbytes:
-            self._copies.out(_COPY, source, home, ())
+            self._copies.start("out", _COPY, source, home)
             self._copies.wait(_COPY)
             self._count["out_bytes"] += source.nbytes
 
     def _copy_back(self, name: str, home: Buffer) -> None:
         target = self._pool.buffer(name)
         if target.nbytes:
-            self._copies.back(_COPY, home, target, ())
+            self._copies.start("back", _COPY, home, target)
             self._copies.wait(_COPY)
             self._count["in_bytes"] += target.nbytes
         self._count["misses"] += 1

@@ -1,16 +1,27 @@
 """A device: memory, a clock, and copies beside its computations."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from mucudnn.ir.tensor import TensorSpec
 
-__all__ = ["Array", "Buffer", "Copier", "Device", "Event", "Ticket", "Tier"]
+__all__ = [
+    "Array",
+    "Buffer",
+    "Copier",
+    "Device",
+    "Event",
+    "Start",
+    "Ticket",
+    "Tier",
+    "Way",
+]
 
 Array = Any  # numpy.ndarray, cupy.ndarray, torch.Tensor, or nothing at all
 Buffer = Any
 Event = Any
 Ticket = Any  # one copy that was started
+Way = Literal["out", "back"]
 
 
 class Device(Protocol):
@@ -145,6 +156,18 @@ class Tier(Protocol):
         ...
 
 
+class Start(Protocol):
+    """Starts a copy, the same every time, once the copies `after` are done."""
+
+    def __call__(self, after: Sequence[Ticket] = ()) -> Ticket:
+        """Start it; tickets of earlier starts mean this one from now on.
+
+        Raises:
+            BackendError: It cannot be started, or an earlier one failed.
+        """
+        ...
+
+
 class Copier(Protocol):
     """Copies between device and host beside the computations, one queue a direction.
 
@@ -170,6 +193,13 @@ class Copier(Protocol):
 
         Raises:
             BackendError: It cannot be started, or an earlier one failed.
+        """
+        ...
+
+    def bound(self, way: Way, source: Any, target: Any) -> Start:
+        """What starts a copy that is made over and over, with all made ahead.
+
+        Who holds it keeps source and target until the copy is done.
         """
         ...
 

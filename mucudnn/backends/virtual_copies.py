@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
+from mucudnn.backends.device import Start, Way
 from mucudnn.errors import BackendError
 
 __all__ = ["Clock", "VirtualCopier"]
@@ -51,6 +53,10 @@ class VirtualCopier:
         """Let the time of a copy from the host pass on its engine."""
         self._check(source, target)
         return self._in.copy(source.nbytes, after)
+
+    def bound(self, way: Way, source: Any, target: Any) -> Start:
+        """A copy whose time passes whenever it is started."""
+        return partial(self.out if way == "out" else self.back, source, target)
 
     def wait(self, ticket: Fraction) -> None:
         """Computations go on when the copy has ended."""

@@ -10,10 +10,12 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from mucudnn.backends.device import Start, Way
 from mucudnn.errors import BackendError, MucudnnError
 from mucudnn.forks import Own
 
@@ -96,6 +98,10 @@ class CpuCopier:
     ) -> CpuTicket:
         """Copy from host memory that plays the host."""
         return self._start("from the host", source, target, after)
+
+    def bound(self, way: Way, source: Any, target: Any) -> Start:
+        """A copy to start over and over; nothing can be made ahead."""
+        return partial(self.out if way == "out" else self.back, source, target)
 
     def wait(self, ticket: CpuTicket) -> None:
         """Wait: on the CPU the host is the compute queue."""

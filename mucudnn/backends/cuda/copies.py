@@ -4,9 +4,11 @@ What a copy waits for is recorded on the stream that computes, which is looked u
 anything touches a copy stream: "the current stream" inside a copy stream's context
 would be the copy stream itself, and the wait would do nothing.
 
-Events are taken from a pool, to which `finish` returns them. Until then the copier
-holds sources and targets: CuPy keeps neither alive for a copy. Where nothing is ever
-finished, since copies reach from step to step, it lets go of the oldest that are done.
+A copy that is bound has events of its own, recorded anew whenever it is started: who
+waits for one waits for what was recorded last. Others take theirs from a pool, to which
+`finish` returns them. Until then the copier holds their sources and targets: CuPy keeps
+neither alive for a copy. Where nothing is ever finished, it lets go of the oldest that
+are done.
 """
 
 from collections import deque
@@ -15,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mucudnn.backends.device import Start, Way
 from mucudnn.errors import BackendError, OutOfMemoryError
 
 __all__ = ["CudaCopier", "pinned"]
@@ -24,9 +27,11 @@ _MOST_HELD = 512
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What a copy needs until it is done: two events, and its source and target."""
+class _Copy:
+    """A copy as CUDA is asked for it, its two events, and what is to be kept for it."""
 
+    stream: int
+    arguments: tuple[int, int, int, int, int]
     computed: Any
     done: Any
     ends: tuple[Any, Any]
@@ -54,29 +59,34 @@ class CudaCopier:
             self._out = cupy.cuda.Stream(non_blocking=True)
             self._in = cupy.cuda.Stream(non_blocking=True)
         self._free: list[Any] = []
-        self._held: deque[_Held] = deque()
+        self._held: deque[_Copy] = deque()
         self._closed = False
 
     def out(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
         """Copy a CuPy array into host memory; pinned, or the host waits."""
-        kind = self._runtime.memcpyDeviceToHost
-        addresses = self._address(target), source.data.ptr
-        return self._copy(self._out, kind, addresses, (source, target), after)
+        return self._once("out", source, target, after)
 
     def back(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
         """Copy host memory into a CuPy array; pinned, or the host waits."""
-        kind = self._runtime.memcpyHostToDevice
-        addresses = target.data.ptr, self._address(source)
-        return self._copy(self._in, kind, addresses, (source, target), after)
+        return self._once("back", source, target, after)
+
+    def bound(self, way: Way, source: Any, target: Any) -> Start:
+        """A copy to start over and over: five calls of CUDA, and nothing is made."""
+        copy = self._made(way, source, target, self._new_event)
+        launch = self._launch
+        return lambda after=(): launch(copy, after)
 
     def wait(self, ticket: Any) -> None:
         """Kernels launched from now on begin after the copy; the host goes on."""
-        with self._told("waiting for a copy"):
+        try:
             self._runtime.streamWaitEvent(self._compute(), ticket.ptr)
+        except self._runtime.CUDARuntimeError as e:
+            raise BackendError(f"waiting for a copy failed: {e}") from e
 
     def finish(self) -> None:
-        """Wait on the host for both streams."""
+        """Wait on the host for both streams, and for graphs that copy as well."""
         with self._told("a copy"):
+            self._runtime.streamSynchronize(self._compute())
             self._out.synchronize()
             self._in.synchronize()
         for held in self._held:
@@ -94,44 +104,60 @@ class CudaCopier:
         self._free.clear()
         self._held.clear()
 
+    def _once(self, way: Way, source: Any, target: Any, after: Sequence[Any]) -> Any:
+        """Start a copy with events of the pool."""
+        self._let_go()
+        copy = self._made(way, source, target, self._pooled_event)
+        self._held.append(copy)
+        return self._launch(copy, after)
+
+    def _made(
+        self, way: Way, source: Any, target: Any, event: Callable[[], Any]
+    ) -> _Copy:
+        """A copy that was not started yet."""
+        if source.nbytes != target.nbytes:
+            raise BackendError(
+                f"a copy of {source.nbytes} bytes was given {target.nbytes}"
+            )
+        if way == "out":
+            stream, kind = self._out.ptr, self._runtime.memcpyDeviceToHost
+            addresses = self._address(target), source.data.ptr
+        else:
+            stream, kind = self._in.ptr, self._runtime.memcpyHostToDevice
+            addresses = target.data.ptr, self._address(source)
+        if self._peer:  # addresses are unique: CUDA finds out whose they are
+            kind = self._runtime.memcpyDefault
+        arguments = *addresses, source.nbytes, kind, stream
+        with self._told("making events for copies"):
+            return _Copy(stream, arguments, event(), event(), (source, target))
+
+    def _launch(self, copy: _Copy, after: Sequence[Any] = ()) -> Any:
+        """Start it behind what was computed so far, and behind other copies."""
+        if self._closed:
+            raise BackendError("a copy was asked of a closed copier")
+        runtime, stream, computed = self._runtime, copy.stream, copy.computed.ptr
+        try:
+            runtime.eventRecord(computed, self._compute())
+            runtime.streamWaitEvent(stream, computed)
+            for ticket in after:
+                runtime.streamWaitEvent(stream, ticket.ptr)
+            runtime.memcpyAsync(*copy.arguments)
+            runtime.eventRecord(copy.done.ptr, stream)
+        except runtime.CUDARuntimeError as e:
+            nbytes = copy.arguments[2]
+            raise BackendError(f"a copy of {nbytes} bytes failed: {e}") from e
+        return copy.done
+
     def _address(self, away: Any) -> int:
         """Of memory that is not this GPU's."""
         address: int = away.data.ptr if self._peer else away.ctypes.data
         return address
 
-    def _copy(
-        self,
-        stream: Any,
-        kind: int,
-        addresses: tuple[int, int],
-        ends: tuple[Any, Any],
-        after: Sequence[Any],
-    ) -> Any:
-        source, target = ends
-        if self._closed:
-            raise BackendError("a copy was asked of a closed copier")
-        if source.nbytes != target.nbytes:
-            raise BackendError(
-                f"a copy of {source.nbytes} bytes was given {target.nbytes}"
-            )
-        with self._told(f"a copy of {source.nbytes} bytes"):
-            self._let_go()
-            computed, done = self._event(), self._event()
-            self._runtime.eventRecord(computed.ptr, self._compute())
-            stream.wait_event(computed)
-            for ticket in after:
-                stream.wait_event(ticket)
-            self._held.append(_Held(computed, done, ends))
-            if self._peer:  # addresses are unique: CUDA finds out whose they are
-                kind = self._runtime.memcpyDefault
-            self._runtime.memcpyAsync(*addresses, source.nbytes, kind, stream.ptr)
-            self._runtime.eventRecord(done.ptr, stream.ptr)
-        return done
+    def _new_event(self) -> Any:
+        return self._cupy.cuda.Event(disable_timing=True)
 
-    def _event(self) -> Any:
-        if not self._free:
-            self._free.append(self._cupy.cuda.Event(disable_timing=True))
-        return self._free.pop()
+    def _pooled_event(self) -> Any:
+        return self._free.pop() if self._free else self._new_event()
 
     def _let_go(self) -> None:
         """Forget old copies that are done; their tickets stay good."""

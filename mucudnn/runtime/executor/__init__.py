@@ -64,7 +64,8 @@ class Executor:
         host_buffers: Bytes on the host of persistent tensors that are host-resident;
             shared with other executors, for which `park` brings them up to date.
         replay: Whether launches are captured as graphs by the second step and replayed
-            by later ones, where the backend can: one for all that is between copies.
+            by later ones, where the backend can: one for the step, or one for all that
+            is between two copies where these cannot be captured (`replaying`).
         transit: Takes the inputs and results of what is launched.
         watcher: Told of every task before it is called, and overwrites memory when it
             is allocated and when it is freed: for tests. Slow.
@@ -124,7 +125,9 @@ class Executor:
         if watcher is not None or around is not None:
             self._calls = self._apart
         elif replay and backend.capture is not None:
-            self._calls = replaying(tasks, backend.capture)
+            whole = not self._live_across and (host is None or host.locked)
+            captured = self._copies if whole else None
+            self._calls = replaying(tasks, backend.capture, captured)
         else:
             self._calls = joined(tasks)
         inputs = list(self._graph.with_role(Role.INPUT))
@@ -207,13 +210,13 @@ class Executor:
         with self._copies.of_a_step():
             self._copies.finish()
             for number, (device, slot) in enumerate(self._live_bytes()):
-                self._copies.out(number, device, slot.buffer, (), slot.link)
+                self._copies.start("out", number, device, slot.buffer, slot.link)
         self._away = True
 
     def _fetch(self) -> None:
         """Swap in what is live across iterations, where a step finds it."""
         for number, (device, slot) in enumerate(self._live_bytes()):
-            self._copies.back(number, slot.buffer, device, (), slot.link)
+            self._copies.start("back", number, slot.buffer, device, slot.link)
         self._copies.finish()
         self._away = False
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mucudnn.backends.base import Array, Buffer, Copier
+from mucudnn.backends.base import Array, Copier
+from mucudnn.backends.device import Start, Way
+from mucudnn.runtime.executor.tasks import Call
 
 __all__ = ["Copies"]
 
@@ -23,34 +25,42 @@ class Copies:
     def __init__(self, copiers: Sequence[Callable[[], Copier]]) -> None:
         self._open = tuple(copiers)
         self._copiers: dict[int, Copier] = {}
+        self._used: set[int] = set()
         self._tickets: dict[int, tuple[Copier, Any]] = {}
         self._latest: dict[tuple[str, int], tuple[Copier, Any]] = {}
 
-    def out(
+    def bound(
         self,
+        way: Way,
         number: int,
         source: Array,
-        target: Buffer,
-        after: Sequence[int],
-        link: int = 0,
-    ) -> None:
-        """Start a copy to a tier, as `number`, once the copies `after` are done."""
-        tickets, copier = self._started(after), self._opened(link)
-        found = copier, copier.out(source, target, tickets)
-        self._tickets[number] = self._latest["out", link] = found
-
-    def back(
-        self,
-        number: int,
-        source: Buffer,
         target: Array,
         after: Sequence[int],
         link: int = 0,
+    ) -> Call:
+        """What starts a copy of every step, as `number`, behind the copies `after`.
+
+        All that can be made ahead is made once, and anew for another copier.
+        """
+        tickets, latest, lane = self._tickets, self._latest, (way, link)
+        made: list[tuple[Copier, Start]] = []
+
+        def start() -> None:
+            copier = self._opened(link)
+            if not made or made[0][0] is not copier:
+                made[:] = [(copier, copier.bound(way, source, target))]
+            behind = [tickets[i][1] for i in after if i in tickets]
+            tickets[number] = latest[lane] = copier, made[0][1](behind)
+
+        return start
+
+    def start(
+        self, way: Way, number: int, source: Array, target: Array, link: int = 0
     ) -> None:
-        """Start a copy from a tier, as `number`, once the copies `after` are done."""
-        tickets, copier = self._started(after), self._opened(link)
-        found = copier, copier.back(source, target, tickets)
-        self._tickets[number] = self._latest["back", link] = found
+        """Start a copy that is made now and then, as `number`."""
+        copier = self._opened(link)
+        ticket = (copier.out if way == "out" else copier.back)(source, target)
+        self._tickets[number] = self._latest[way, link] = copier, ticket
 
     def wait(self, number: int) -> None:
         """Make the compute queue wait for a copy."""
@@ -79,15 +89,22 @@ class Copies:
             raise
 
     def settle(self) -> None:
-        """Make the compute queue wait for all copies: each way they go in order."""
+        """Make the compute queue wait for all copies: each way they go in order.
+
+        After that nothing has to be waited for.
+        """
         for copier, ticket in self._latest.values():
             copier.wait(ticket)
+        self._tickets.clear()
         self._latest.clear()
 
     def finish(self) -> None:
-        """Wait on the host for all copies."""
-        for copier in self._copiers.values():
-            copier.finish()
+        """Wait on the host for all copies, those of graphs included.
+
+        A graph goes on to copy when what it was captured from is closed.
+        """
+        for link in self._used:
+            self._opened(link).finish()
         self._tickets.clear()
         self._latest.clear()
 
@@ -99,10 +116,8 @@ class Copies:
         for copier in copiers.values():
             copier.close()
 
-    def _started(self, numbers: Sequence[int]) -> list[Any]:
-        return [self._tickets[i][1] for i in numbers if i in self._tickets]
-
     def _opened(self, link: int) -> Copier:
         if link not in self._copiers:
+            self._used.add(link)
             self._copiers[link] = self._open[link]()
         return self._copiers[link]

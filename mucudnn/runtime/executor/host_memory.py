@@ -130,6 +130,11 @@ class Tiers:
         self._tiers = tuple(tiers)
         self._planned = None if placement is None else placement.places
 
+    @property
+    def locked(self) -> bool:
+        """Whether all of it is memory of the host that its system leaves in place."""
+        return all(isinstance(tier, HostTier) for tier in self._tiers)
+
     def link(self, storage: str) -> int:
         """Number of the tier that a storage is planned for; else the first."""
         return 0 if self._planned is None else self._planned[storage][0]

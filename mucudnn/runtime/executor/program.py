@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mucudnn.backends.base import Array, Backend, Buffer, Kernel
+from mucudnn.backends.device import Way
 from mucudnn.errors import ScheduleError, UnsupportedError
 from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.conv import ConvPlan, Direction
@@ -218,7 +219,7 @@ class _Binder:
             case SwapOut(name):
                 self._copy("out", name)
             case SwapIn(name):
-                self._copy("in", name)
+                self._copy("back", name)
             case Wait(name):
                 if name in self._last:
                     self._wait([self._last[name]], f"Wait({name})")
@@ -278,7 +279,7 @@ class _Binder:
         joins = joinable(self._graph, node, kernel, arguments)
         return kernel.call(*arguments), joins
 
-    def _copy(self, way: str, storage: str) -> None:
+    def _copy(self, way: Way, storage: str) -> None:
         """Start a copy once those of other lanes that it collides with are done."""
         copies, slot = self._binding.copies, self._binding.host[storage]
         lane = f"{way} {slot.link}" if slot.link else way
@@ -287,14 +288,15 @@ class _Binder:
         array = self._memory.bytes_of(device)
         if way == "out":
             label, source, target = f"SwapOut({storage})", device, host
-            start = partial(copies.out, self.count, array, slot.buffer, link=slot.link)
+            ends = array, slot.buffer
         else:
             label, source, target = f"SwapIn({storage})", host, device
-            start = partial(copies.back, self.count, slot.buffer, array, link=slot.link)
+            ends = slot.buffer, array
         known = [*self._pending.writing(source), *self._pending.touching(target)]
         earlier = Pending.last_of_each_lane(c for c in known if c.lane != lane)
         after = tuple(c.number for c in earlier)
-        call = partial(start, tuple(map(self._ticket, after)))
+        tickets = tuple(map(self._ticket, after))
+        call = copies.bound(way, self.count, *ends, tickets, slot.link)
         copy = PendingCopy(self.count, lane, label, source, target)
         self.tasks.append(
             Task(label, call, None, (source,), (target,), copy=copy, after=after)

@@ -1,18 +1,22 @@
 """The launches of a step as one graph, replayed step after step.
 
 A graph is launched by one call, whatever is in it, so the host is no longer what a step
-of small kernels waits for. What is captured is what the program calls anyway, between
-one copy and the next: copies are started and waited for by the host, which may find an
-error there, and a step without them is one graph as a whole. Learning rates, step
-numbers and loss scales are read on the device, so a graph is right for every step.
+of small kernels waits for. Learning rates, step numbers and loss scales are read on the
+device, so a graph is right for every step.
+
+Copies to pinned host memory are captured with the kernels: events order both within a
+graph as they do outside. A graph ends when all in it is done, so a step whose copies go
+on in the next one is captured between its copies, as is one that copies to a file.
 """
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 
 from mucudnn.backends.base import Capture
 from mucudnn.errors import MucudnnError
+from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.joining import joined
 from mucudnn.runtime.executor.tasks import Call, Task
 
@@ -21,8 +25,23 @@ __all__ = ["replaying"]
 logger = logging.getLogger(__name__)
 
 
-def replaying(tasks: Sequence[Task], capture: Capture) -> list[Call]:
-    """The calls of a program: a graph for what is between its copies."""
+def replaying(
+    tasks: Sequence[Task], capture: Capture, copies: Copies | None = None
+) -> list[Call]:
+    """The calls of a program: one graph, or one for what is between two copies.
+
+    Args:
+        tasks: The program.
+        capture: Makes a graph.
+        copies: Of the program, if they can be captured as well.
+    """
+    parts = _between_copies(tasks, capture)
+    if copies is None or len(parts) < 2:
+        return parts
+    return [_Replayed([*joined(tasks), copies.settle], capture, parts)]
+
+
+def _between_copies(tasks: Sequence[Task], capture: Capture) -> list[Call]:
     calls: list[Call] = []
     for launches, part in groupby(tasks, _launches):
         own = joined(part)
@@ -40,11 +59,14 @@ class _Replayed:
 
     The first time kernels are loaded and libraries make what they need; neither can be
     captured. While capturing nothing runs: what refuses leaves nothing half done, and
-    is launched call by call from then on.
+    is launched otherwise from then on: call by call if nothing else is given.
     """
 
-    def __init__(self, calls: Sequence[Call], capture: Capture) -> None:
+    def __init__(
+        self, calls: Sequence[Call], capture: Capture, otherwise: Sequence[Call] = ()
+    ) -> None:
         self._calls, self._capture = tuple(calls), capture
+        self._otherwise = tuple(otherwise) or self._calls
         self._graph: Call | None = None
         self._warm = False
 
@@ -59,9 +81,13 @@ class _Replayed:
                 self._graph = self._capture(self._one_by_one)
             except MucudnnError as e:
                 logger.warning("the step is not replayed: %s", e)
-                self._graph = self._one_by_one
+                self._graph = partial(_in_order, self._otherwise)
         self._graph()
 
     def _one_by_one(self) -> None:
-        for call in self._calls:
-            call()
+        _in_order(self._calls)
+
+
+def _in_order(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()

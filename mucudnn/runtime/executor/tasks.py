@@ -108,7 +108,7 @@ class PendingCopy:
 
     Attributes:
         number: Ascending in program order; negative if of the step before.
-        lane: Its direction, `out` or `in`, and the number of the tier beyond the first.
+        lane: Its direction, `out` or `back`, and the number of a tier but the first.
         label: Its instruction, for messages.
         source: What it reads.
         target: What it writes.
