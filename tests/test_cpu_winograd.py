@@ -45,15 +45,18 @@ def run(problem, a, b, out=None, crew=CREW):
     return out
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=itertools.product([2, 4], [0, 1 << 20]))
 def only(request, monkeypatch):
-    """One tile size only, and cuts so small that every problem has many blocks."""
-    monkeypatch.setattr(
-        winograd_plan, "MINIMAL", {request.param: MINIMAL[request.param]}
-    )
+    """One tile size only, and cuts so small that every problem has many blocks.
+
+    They are shared by all workers, or each has its own.
+    """
+    step, own_filter = request.param
+    monkeypatch.setattr(winograd_plan, "MINIMAL", {step: MINIMAL[step]})
     monkeypatch.setattr(winograd_plan, "_STRETCH", 2)
-    monkeypatch.setattr(winograd_plan, "_BLOCK_BYTES", 1 << 12)
-    return request.param
+    for name in ("_BLOCK_BYTES", "_OWN_BYTES", "_PIECE_BYTES"):
+        monkeypatch.setattr(winograd_plan, name, 1 << 12)
+    monkeypatch.setattr(winograd_plan, "_OWN_FILTER", own_filter)
 
 
 @st.composite
@@ -246,15 +249,40 @@ def test_blocks_cover_every_tile_row_of_every_sample_once(batch):
     assert sorted(seen) == list(itertools.product(range(batch), range(15)))
 
 
-def test_workspace_grows_with_the_micro_batch_up_to_a_block():
+@pytest.mark.parametrize(
+    ("channels", "size", "batches", "most"),
+    [
+        (64, 56, (2, 4, 6, 64), 2 * winograd_plan._OWN_BYTES),
+        (256, 28, (1, 2, 4, 64), 2 * winograd_plan._BLOCK_BYTES),
+    ],
+)
+def test_workspace_grows_with_the_micro_batch_up_to_a_block(
+    channels, size, batches, most
+):
     problem = ConvProblem(
         direction=Direction.FORWARD,
-        x_shape=(64, 64, 56, 56),
-        w_shape=(64, 64, 3, 3),
+        x_shape=(64, channels, size, size),
+        w_shape=(channels, channels, 3, 3),
         padding=1,
     )
-    sizes = [ALGORITHM.kernel(problem.with_batch(n), 2).nbytes for n in (1, 2, 4, 64)]
-    assert sizes[0] < sizes[1] < sizes[2] <= sizes[3] < 2 * winograd_plan._BLOCK_BYTES
+    sizes = [ALGORITHM.kernel(problem.with_batch(n), 2).nbytes for n in batches]
+    assert sizes[0] < sizes[1] < sizes[2] <= sizes[3] < 2 * most
+
+
+@pytest.mark.parametrize(
+    ("channels", "batch", "workers", "crew"),
+    [(64, 16, 2, 2), (64, 16, 5, 5), (64, 1, 2, 2), (64, 1, 16, 0), (256, 16, 2, 0)],
+)
+def test_workers_have_blocks_of_their_own_where_the_filter_is_small(
+    channels, batch, workers, crew
+):
+    problem = ConvProblem(
+        direction=Direction.FORWARD,
+        x_shape=(batch, channels, 56, 56),
+        w_shape=(channels, channels, 3, 3),
+        padding=1,
+    )
+    assert winograd_plan.make_plan(problem, workers).crew == crew
 
 
 def test_allocates_little_however_many_samples_there_are():

@@ -17,8 +17,14 @@ from mucudnn.backends.cpu.conv.winograd.filters import (
     filter_region,
     spare_items,
 )
-from mucudnn.backends.cpu.conv.winograd.plan import Block, Plan, make_plan, pieces
-from mucudnn.backends.cpu.conv.winograd.tiles import Piece, Tiles, pieces_of
+from mucudnn.backends.cpu.conv.winograd.plan import (
+    Block,
+    Piece,
+    Plan,
+    make_plan,
+    pieces,
+)
+from mucudnn.backends.cpu.conv.winograd.tiles import Tiles
 from mucudnn.backends.cpu.conv.winograd.transforms import TAPS
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
@@ -73,11 +79,13 @@ class Winograd:
         result = Tiles(plan, plan.result, image, matrix, outer, bands[half:], scratch)
         w = Filter(problem, minimal, kernel)
         if adjoint:
-            _sum_gradient(plan, source, result, w, spare, workers)
+            sum_gradient = _sum_apart if plan.crew else _sum_together
+            sum_gradient(plan, source, result, w, spare, workers)
             w.gradient(out, spare, accumulate, workers)
         else:
             w.transform(b, workers)
-            _correlate(plan, source, result, w, spare if accumulate else None, workers)
+            correlate = _correlate_apart if plan.crew else _correlate_together
+            correlate(plan, source, result, w, workers, add=accumulate)
 
 
 ALGORITHM = Algorithm("WINOGRAD_NONFUSED", Winograd, excluded)
@@ -91,12 +99,15 @@ def _regions(problem: ConvProblem, plan: Plan, nworkers: int) -> list[carve.Regi
     """Values of filter, source and result; what each worker needs; band matrices."""
     dtype = problem.dtype
     adjoint = problem.direction is Direction.BACKWARD_FILTER
-    spare = spare_items(problem) if adjoint else plan.line_items()
-    even, odd = plan.scratch_items()
+    rooms = max(1, plan.crew)
+    # a sum each, and what is added to it
+    kernels = 2 * plan.crew if adjoint and plan.crew else 1
+    spare = spare_items(problem) if adjoint else 0
+    even, odd = plan.scratch_items(adding=not adjoint)
     return [
-        filter_region(problem, plan.minimal),
-        ((plan.block_items(plan.source),), dtype),
-        ((plan.block_items(plan.result),), dtype),
+        filter_region(problem, plan.minimal, kernels),
+        ((rooms, plan.block_items(plan.source)), dtype),
+        ((rooms, plan.block_items(plan.result)), dtype),
         ((nworkers, spare), dtype),
         ((nworkers, even), dtype),
         ((nworkers, odd), dtype),
@@ -105,10 +116,27 @@ def _regions(problem: ConvProblem, plan: Plan, nworkers: int) -> list[carve.Regi
     ]
 
 
-def _correlate(
-    plan: Plan, source: Tiles, result: Tiles, w: Filter, spare: Any, workers: Workers
+def _correlate_apart(
+    plan: Plan, source: Tiles, result: Tiles, w: Filter, workers: Workers, *, add: bool
 ) -> None:
-    """Forward and backward data; added to what is there if `spare` is not None."""
+    """Forward and backward data, a block a worker; written or added."""
+    kernel = w.values()
+
+    def work(worker: int, block: Block) -> None:
+        for piece in plan.pieces(block):
+            source.read(block, piece, worker)
+        v, m = (t.values(block, kernel.shape[1], worker) for t in (source, result))
+        _product(v, kernel, m)
+        for piece in plan.pieces(block):
+            result.write(block, piece, worker, add=add)
+
+    workers.each(plan.blocks(), work, at_most=plan.crew)
+
+
+def _correlate_together(
+    plan: Plan, source: Tiles, result: Tiles, w: Filter, workers: Workers, *, add: bool
+) -> None:
+    """The same, all workers on one block."""
     kernel = w.values()
     for block in plan.blocks():
         v, m = (t.values(block, kernel.shape[1]) for t in (source, result))
@@ -121,18 +149,42 @@ def _correlate(
             _product(v[value, :, rows], kernel[value], m[value, :, rows])
 
         def write(worker: int, piece: Piece, block: Block = block) -> None:
-            line = None if spare is None else spare[worker]
-            result.write(block, piece, worker, line)
+            result.write(block, piece, worker, add=add)
 
-        workers.each(pieces_of(plan, block), read)
+        workers.each(plan.pieces(block), read)
         workers.each(_products(plan, v.shape[2], workers), multiply)
-        workers.each(pieces_of(plan, block), write)
+        workers.each(plan.pieces(block), write)
 
 
-def _sum_gradient(
+def _sum_apart(
+    plan: Plan, x: Tiles, dy: Tiles, dw: Filter, _: Any, workers: Workers
+) -> None:
+    """Sum the gradient of the transformed filter, each of several parts of the tiles.
+
+    Which worker takes a part does not matter: it has its own sums and room.
+    """
+
+    def work(_: int, part: int) -> None:
+        own = part
+        for block in plan.blocks(part, plan.crew):
+            for piece in plan.pieces(block):
+                x.read(block, piece, part)
+                dy.read(block, piece, part)
+            out = dw.values(own)
+            v, y = (t.values(block, out.shape[1], part) for t in (x, dy))
+            _product(y.swapaxes(2, 3), v, out)
+            if own != part:
+                dw.add(part, [own])
+            own = plan.crew + part
+
+    workers.each(range(plan.crew), work)
+    dw.add(0, range(1, plan.crew), workers)
+
+
+def _sum_together(
     plan: Plan, x: Tiles, dy: Tiles, dw: Filter, spare: Any, workers: Workers
 ) -> None:
-    """Sum the gradient of the transformed filter over all tiles."""
+    """Sum the gradient of the transformed filter over all tiles, block by block."""
     sums = dw.values()
     for i, block in enumerate(plan.blocks()):
         v, y = (t.values(block, sums.shape[1]) for t in (x, dy))
@@ -153,7 +205,7 @@ def _sum_gradient(
             if i > 0:
                 np.add(out, fresh, out=out)
 
-        workers.each(pieces_of(plan, block), read)
+        workers.each(plan.pieces(block), read)
         workers.each(_products(plan, sums.shape[2], workers), multiply)
 
 

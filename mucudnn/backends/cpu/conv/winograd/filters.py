@@ -1,6 +1,7 @@
 """The transformed filter: (G ⊗ G) w in the workspace, and back for its gradient."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,15 @@ _LINE = 64
 them all values of a filter tap compete for the same cache lines."""
 
 
-def filter_region(problem: ConvProblem, minimal: Minimal) -> Region:
-    """Room for the transformed filter."""
+_SMALL = 1 << 18
+"""Values up to which one thread transforms a filter sooner than several."""
+
+
+def filter_region(problem: ConvProblem, minimal: Minimal, sums: int = 1) -> Region:
+    """Room for the transformed filter, or for several sums of its gradient."""
     values = minimal.points ** (len(problem.w_shape) - 2)
     k, c_per_group = problem.w_shape[:2]
-    return (values, k * c_per_group + _LINE // problem.itemsize), problem.dtype
+    return (sums, values, k * c_per_group + _LINE // problem.itemsize), problem.dtype
 
 
 def spare_items(problem: ConvProblem) -> int:
@@ -36,7 +41,8 @@ class Filter:
     They are stored with the channels that are summed over first, (values, C / groups,
     K) forward and (values, K, C / groups) otherwise, so that no matrix product needs a
     transposed operand. Channels-last filters can be read along C only, and always take
-    the second form. `room` is an array of `filter_region`.
+    the second form. `room` is an array of `filter_region`; but for sums of the
+    gradient, the first of it is meant.
     """
 
     def __init__(self, problem: ConvProblem, minimal: Minimal, room: Any) -> None:
@@ -45,20 +51,22 @@ class Filter:
         self._along_k = self._forward and problem.layout == "NCHW"
         k, c_per_group, *kernel = problem.w_shape
         shape = (c_per_group, k) if self._along_k else (k, c_per_group)
-        self._stored = room[:, : k * c_per_group].reshape(len(room), *shape)
+        self._room = room
+        self._sums = room[..., : k * c_per_group].reshape(*room.shape[:2], *shape)
+        self._stored = self._sums[0]
         self._matrix = minimal.kernel_matrix(
             len(kernel),
             flip=problem.direction is Direction.BACKWARD_DATA,
             dtype=problem.dtype,
         )
 
-    def values(self) -> Any:
+    def values(self, of: int = 0) -> Any:
         """(values, groups, channels of the source, of the result); gradients as w."""
-        values, groups = len(self._stored), self._problem.groups
+        stored, groups = self._sums[of], self._problem.groups
         if self._along_k:
-            shape = (*self._stored.shape[:2], groups, -1)
-            return self._stored.reshape(shape).swapaxes(1, 2)
-        view = self._stored.reshape(values, groups, -1, self._stored.shape[2])
+            shape = (*stored.shape[:2], groups, -1)
+            return stored.reshape(shape).swapaxes(1, 2)
+        view = stored.reshape(len(stored), groups, -1, stored.shape[2])
         return view.swapaxes(2, 3) if self._forward else view
 
     def transform(self, w: Any, workers: Workers) -> None:
@@ -70,25 +78,48 @@ class Filter:
         def part(_: int, start: int, stop: int) -> None:
             np.matmul(self._matrix, taps[start:stop], out=out[start:stop])
 
-        workers.ranges(len(taps), part)
+        if self._stored.size <= _SMALL:
+            part(0, 0, len(taps))
+        else:
+            workers.ranges(len(taps), part)
+
+    def add(
+        self, of: int, others: Sequence[int], workers: Workers | None = None
+    ) -> None:
+        """Add others to one of the sums, on this thread or by workers."""
+        first, rest = self._room[of], [self._room[i] for i in others]
+
+        def part(_: int, start: int, stop: int) -> None:
+            # what lies between the planes too: NumPy copies arrays that have gaps
+            for other in rest:
+                np.add(first[start:stop], other[start:stop], out=first[start:stop])
+
+        if workers is None or first.size * len(rest) <= _SMALL:
+            part(0, 0, len(first))
+        else:
+            workers.ranges(len(first), part)
 
     def gradient(self, dw: Any, spare: Any, accumulate: bool, workers: Workers) -> None:
         """Apply the transposed transform to the values, which are a gradient.
 
         Written or added to `dw` (K, C / groups, *kernel); `spare` is (workers,
-        `spare_items`).
+        at least `spare_items`).
         """
         dw = dw.reshape(*dw.shape[:2], -1)
         values = self._stored.transpose(1, 2, 0)
-        rows = spare.shape[1] // dw[0].size
+        rows = max(1, min(spare.shape[1] // dw[0].size, -(-len(dw) // len(spare))))
 
         def part(worker: int, start: int) -> None:
-            out, of = dw[start : start + rows], values[start : start + rows]
-            if not accumulate:
-                np.matmul(of, self._matrix, out=out)
-                return
+            k = slice(start, start + rows)
+            out, of = dw[k], values[k]
             fresh = spare[worker, : out.size].reshape(out.shape)
-            np.matmul(of, self._matrix, out=fresh)
-            np.add(out, fresh, out=out)
+            np.matmul(of, self._matrix, out=fresh if accumulate else out)
+            if accumulate:
+                np.add(out, fresh, out=out)
 
-        workers.each(range(0, len(dw), rows), part)
+        starts = range(0, len(dw), rows)
+        if self._stored.size <= _SMALL:
+            for start in starts:
+                part(0, start)
+        else:
+            workers.each(starts, part)

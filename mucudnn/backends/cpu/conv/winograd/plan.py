@@ -4,13 +4,16 @@ All three directions relate a source image, read with overlap, to a result image
 or written tile by tile: x and y, dy and dx, x and dy. The plan speaks of these two.
 
 The tiles are worked on in blocks: a range of tile rows (of the first image axis) of a
-range of samples. A block's transforms should stay in the last-level cache between the
-phases, so the workspace grows with the micro-batch up to `_BLOCK_BYTES`.
+range of samples. A block's transforms should stay in cache between the phases. Where
+the filter is small, every worker takes blocks of its own through all phases, and none
+waits for another; where it is large, reading it once a block is what costs, and all
+workers share one block after another. The workspace grows with the micro-batch up to
+`_OWN_BYTES` a worker, or `_BLOCK_BYTES`.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mucudnn.backends.cpu.conv.carve import Region
 from mucudnn.backends.cpu.conv.winograd.transforms import (
@@ -22,14 +25,26 @@ from mucudnn.backends.cpu.conv.winograd.transforms import (
 )
 from mucudnn.ir.conv import ConvProblem, Direction
 
-__all__ = ["Block", "Image", "Plan", "Range", "make_plan", "pieces"]
+__all__ = ["Block", "Image", "Piece", "Plan", "Range", "make_plan", "pieces"]
 
 _STRETCH = 5
 """Most tiles an axis that one band matrix covers: wider ones multiply more zeros."""
 
 _BLOCK_BYTES = 8 << 20
-"""Transformed tiles of a block, to stay in a last-level cache; but as many as the
-transformed filter has, which every block reads once."""
+"""Transformed tiles of a block that is shared, to stay in a last-level cache; but as
+many as the transformed filter has, which every block reads once."""
+
+_OWN_BYTES = 4 << 20
+"""Transformed tiles of a block that one worker has for itself."""
+
+_OWN_FILTER = 4 << 20
+"""Bytes of a transformed filter up to which workers have blocks of their own."""
+
+_OWN_BALANCE = 0.75
+"""Least share of the workers' time that blocks of their own, all alike, would use."""
+
+_PIECE_BYTES = 512 << 10
+"""Intermediate results of a transform, to stay in a core's second-level cache."""
 
 _BLOCK_SAMPLES = 256
 """Most samples of a block, so that the list of its pieces stays small."""
@@ -41,6 +56,9 @@ _FILTER_COST = 40
 """Multiply-adds that take as long as one value of the transformed filter."""
 
 Range = tuple[int, int]
+
+Piece = tuple[Range, int]
+"""Samples, and the index of a range of tiles of the second axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +107,9 @@ class Plan:
         ranges: Ranges of tiles an axis: bands of the first axis, the parallel pieces
             of the second, all of the third.
         samples: Most samples in a block.
+        crew: How many blocks are worked on at a time, one a worker; 0 if all workers
+            share one.
+        at_once: Most samples that are transformed at a time.
     """
 
     minimal: Minimal
@@ -97,6 +118,8 @@ class Plan:
     result: Image
     ranges: tuple[tuple[Range, ...], ...]
     samples: int
+    crew: int
+    at_once: int
 
     @property
     def rank(self) -> int:
@@ -122,35 +145,48 @@ class Plan:
         """Tiles of a block."""
         return self.rows(block) * (block.samples[1] - block.samples[0]) * self.columns
 
-    def blocks(self) -> Iterator[Block]:
-        """Every block, in order."""
-        for start, stop in pieces(self.batch, -(-self.batch // self.samples)):
-            for band in range(len(self.ranges[0])):
-                yield Block(band, (start, stop))
+    def blocks(self, part: int = 0, parts: int = 1) -> Iterator[Block]:
+        """Every block in order, or one of several equal parts of them."""
+        chunks, bands = -(-self.batch // self.samples), len(self.ranges[0])
+        count = chunks * bands
+        for i in range(part * count // parts, (part + 1) * count // parts):
+            chunk, band = divmod(i, bands)
+            yield Block(band, _share(self.batch, chunk, chunks))
+
+    def pieces(self, block: Block) -> Iterator[Piece]:
+        """What is transformed at a time; a list of thousands would be memory too."""
+        start, stop = block.samples
+        chunks = -(-(stop - start) // self.at_once)
+        for chunk in range(chunks):
+            low, high = _share(stop - start, chunk, chunks)
+            for part in range(len(self.ranges[1]) if self.rank > 1 else 1):
+                yield (start + low, start + high), part
 
     def block_items(self, image: Image) -> int:
         """Items of the largest block of transformed tiles of an image."""
         rows = max(stop - start for start, stop in self.ranges[0])
         return self.values * rows * self.samples * self.columns * image.channels
 
-    def scratch_items(self) -> tuple[int, int]:
-        """Items of the two scratch arrays of one worker."""
+    def scratch_items(self, *, adding: bool) -> tuple[int, int]:
+        """Items of the two scratch arrays of one worker.
+
+        Args:
+            adding: Whether the result, a piece at a time, is one of what they hold.
+        """
         tiles = [max(b - a for a, b in ranges) for ranges in self.ranges]
-        needs = []
+        needs = [[0], [0]]
         for image in (self.source, self.result):
             spans = [
                 max(b - a for a, b in self._windows(image, axis))
                 for axis in range(self.rank)
             ]
-            needs.append(
-                intermediate_items(self.minimal.points, tiles, spans, image.channels)
-            )
-        return max(n[0] for n in needs), max(n[1] for n in needs)
-
-    def line_items(self) -> int:
-        """Items of one line of the result along its last axis, in one piece."""
-        lines = self._windows(self.result, self.rank - 1)
-        return max(b - a for a, b in lines) * self.result.channels
+            channels = image.channels
+            items = intermediate_items(self.minimal.points, tiles, spans, channels)
+            for need, most in zip(needs, items, strict=True):
+                need.append(most)
+        if adding:  # `spans` is the result's
+            needs[self.rank % 2].append(math.prod(spans) * channels)
+        return self.at_once * max(needs[0]), self.at_once * max(needs[1])
 
     def band_regions(self, image: Image, dtype: str) -> list[Region]:
         """The band matrices of an image, axis by axis and range by range.
@@ -179,24 +215,50 @@ def make_plan(problem: ConvProblem, workers: int) -> Plan:
     rows = max(stop - start for start, stop in bands)
     tile_bytes = minimal.points ** len(tiles) * problem.itemsize  # of one channel
     sample_bytes = tile_bytes * rows * math.prod(tiles[1:]) * (c + k)
-    room = max(_BLOCK_BYTES, tile_bytes * math.prod(problem.w_shape[:2]))
-    most = min(_BLOCK_SAMPLES, max(1, room // sample_bytes))
-    chunks = -(-problem.batch // most)
-    samples = -(-problem.batch // chunks)
+    filter_bytes = tile_bytes * math.prod(problem.w_shape[:2])
+    samples, crew = _samples(
+        problem.batch, len(bands), sample_bytes, filter_bytes, workers
+    )
     ranges = [tuple(bands)]
     for axis, count in enumerate(tiles[1:], 1):
         parts = 1
         if axis == 1:
-            parts = max(-(-count // _STRETCH), -(-2 * workers // samples))
+            least = 1 if crew else -(-2 * workers // samples)
+            parts = max(-(-count // _STRETCH), least)
         ranges.append(tuple(pieces(count, min(parts, count))))
-    return Plan(
+    plan = Plan(
         minimal,
         problem.batch,
         Image(c, source, pads, minimal.points),
         Image(k, result, (0,) * len(result), minimal.step),
         tuple(ranges),
         samples,
+        crew,
+        at_once=1,
     )
+    even, odd = plan.scratch_items(adding=False)
+    most = _PIECE_BYTES // max(1, max(even, odd) * problem.itemsize)
+    if not crew:  # all workers find something to do
+        parts = len(ranges[1]) if len(ranges) > 1 else 1
+        most = min(most, samples * parts // (2 * workers))
+    return replace(plan, at_once=max(1, min(samples, most)))
+
+
+def _samples(
+    batch: int, bands: int, sample_bytes: int, filter_bytes: int, workers: int
+) -> tuple[int, int]:
+    """(samples of a block, how many blocks at a time or 0), as in `Plan`."""
+    most = min(_BLOCK_SAMPLES, max(1, _OWN_BYTES // sample_bytes))
+    chunks = -(-batch // most)
+    while chunks < batch and bands * chunks % workers:
+        chunks += 1
+    blocks = bands * -(-batch // -(-batch // chunks))
+    balance = blocks / (workers * -(-blocks // workers))
+    if filter_bytes <= _OWN_FILTER and balance >= _OWN_BALANCE:
+        return -(-batch // chunks), min(workers, blocks)
+    room = max(_BLOCK_BYTES, filter_bytes)
+    most = min(_BLOCK_SAMPLES, max(1, room // sample_bytes))
+    return -(-batch // -(-batch // most)), 0
 
 
 def _images(
@@ -232,4 +294,8 @@ def _tile(problem: ConvProblem, result: Sequence[int]) -> int:
 
 def pieces(total: int, parts: int) -> Sequence[Range]:
     """`range(total)` in at most `parts` pieces, as equal as they can be."""
-    return [(i * total // parts, (i + 1) * total // parts) for i in range(parts)]
+    return [_share(total, i, parts) for i in range(parts)]
+
+
+def _share(total: int, part: int, parts: int) -> Range:
+    return part * total // parts, (part + 1) * total // parts

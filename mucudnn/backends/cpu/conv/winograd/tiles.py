@@ -11,19 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.conv.winograd.plan import Block, Image, Plan
+from mucudnn.backends.cpu.conv.winograd.plan import Block, Image, Piece, Plan
 from mucudnn.backends.cpu.conv.winograd.transforms import analyse, band, synthesise
 
-__all__ = ["Piece", "Tiles", "pieces_of"]
-
-Piece = tuple[int, int]
-"""A sample and the index of a range of tiles of the second axis."""
-
-
-def pieces_of(plan: Plan, block: Block) -> Iterator[Piece]:
-    """What the workers transform at a time; a list of thousands would be memory too."""
-    parts = len(plan.ranges[1]) if plan.rank > 1 else 1
-    return ((n, part) for n in range(*block.samples) for part in range(parts))
+__all__ = ["Tiles"]
 
 
 class Tiles:
@@ -34,7 +25,7 @@ class Tiles:
         image: Which of its images this is.
         array: The image's data, (N, channels, *spatial), of any strides.
         matrix: (points, reach of a tile), applied along every axis.
-        values: Flat room for the values of a block.
+        values: Room for the values of a block (1 or workers, items).
         bands: Room for the band matrices, as `Plan.band_regions` lists them.
         scratch: Two arrays (workers, items) for intermediate results.
     """
@@ -56,32 +47,23 @@ class Tiles:
         self._bands = list(self._fill(matrix, iter(bands)))
         self._scratch = [list(pair) for pair in zip(*scratch, strict=True)]
 
-    def values(self, block: Block, groups: int) -> Any:
+    def values(self, block: Block, groups: int, worker: int = 0) -> Any:
         """The block as (values, groups, tiles, channels of a group)."""
         shape = (self._plan.values, self._plan.tiles(block), groups, -1)
-        return self._stored(block).reshape(shape).swapaxes(1, 2)
+        return self._stored(block, worker).reshape(shape).swapaxes(1, 2)
 
     def read(self, block: Block, piece: Piece, worker: int) -> None:
         """Transform a piece of the image."""
-        picture, bands, values = self._cut(block, piece)
+        pictures, bands, values = self._cut(block, piece, worker)
         scratch = self._scratch[worker]
-        analyse(picture, bands, self._plan.minimal.points, values, scratch)
+        analyse(pictures, bands, self._plan.minimal.points, values, scratch)
 
-    def write(self, block: Block, piece: Piece, worker: int, line: Any) -> None:
-        """Transform back, into the image.
-
-        `line` is None, or flat room for `Plan.line_items` to add to the image instead.
-        """
-        picture, bands, values = self._cut(block, piece)
+    def write(self, block: Block, piece: Piece, worker: int, *, add: bool) -> None:
+        """Transform back, over the image or added to it."""
+        pictures, bands, values = self._cut(block, piece, worker)
         scratch = self._scratch[worker]
-        if line is not None:
-            length, channels = picture.shape[-2:]
-            line = line[: length * channels]
-            if picture.strides[-1] == picture.itemsize:
-                line = line.reshape(length, channels)
-            else:
-                line = line.reshape(channels, length).T
-        synthesise(values, bands, self._plan.minimal.points, picture, scratch, line)
+        points = self._plan.minimal.points
+        synthesise(values, bands, points, pictures, scratch, add=add)
 
     def _fill(
         self, matrix: Any, arrays: Iterator[Any]
@@ -97,23 +79,28 @@ class Tiles:
                 filled.append((slice(start, stop), out))
             yield filled
 
-    def _stored(self, block: Block) -> Any:
+    def _stored(self, block: Block, worker: int) -> Any:
         plan = self._plan
         points, (start, stop) = plan.minimal.points, block.samples
         outer = points ** (plan.rank - 1)
         rows = points * plan.rows(block)
         shape = (outer, rows, stop - start, plan.columns * self._image.channels)
-        return self._values[: math.prod(shape)].reshape(shape)
+        own = self._values[worker if plan.crew else 0]
+        return own[: math.prod(shape)].reshape(shape)
 
-    def _cut(self, block: Block, piece: Piece) -> tuple[Any, Sequence[Any], Any]:
-        """A stretch of the image, channels last; its band matrices; its values."""
-        plan, (sample, part) = self._plan, piece
+    def _cut(
+        self, block: Block, piece: Piece, worker: int
+    ) -> tuple[Any, Sequence[Any], Any]:
+        """A stretch of images, channels last; its band matrices; its values."""
+        plan, ((first, last), part) = self._plan, piece
         indices = (block.band, part, 0)
         chosen = [of[i] for of, i in zip(self._bands, indices, strict=False)]
         stretch, bands = [c[0] for c in chosen], [c[1] for c in chosen]
-        values = self._stored(block)[:, :, sample - block.samples[0]]
+        start = block.samples[0]
+        values = self._stored(block, worker)[:, :, first - start : last - start]
         if plan.rank > 1:
             width = values.shape[-1] // plan.ranges[1][-1][1]
-            start, stop = plan.ranges[1][part]
-            values = values[..., start * width : stop * width]
-        return self._pictures[(sample, *stretch)], bands, values
+            low, high = plan.ranges[1][part]
+            values = values[..., low * width : high * width]
+        pictures = self._pictures[(slice(first, last), *stretch)]
+        return pictures, bands, values.transpose(2, 0, 1, 3)

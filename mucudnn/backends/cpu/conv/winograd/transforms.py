@@ -152,7 +152,7 @@ def intermediate_items(
 ) -> tuple[int, int]:
     """Items that `analyse` and `synthesise` need in each of their scratch arrays.
 
-    Of an image's stretch of so many tiles and items (`spans`) an axis.
+    For one sample's stretch of so many tiles and items (`spans`) an axis.
     """
     need = [0, 0]
     for axis in range(1, len(tiles)):
@@ -164,19 +164,19 @@ def intermediate_items(
 
 
 def analyse(
-    image: Any, bands: Sequence[Any], points: int, out: Any, scratch: Sequence[Any]
+    images: Any, bands: Sequence[Any], points: int, out: Any, scratch: Sequence[Any]
 ) -> None:
-    """Transform every tile of an image: one matrix product an axis, last axis first.
+    """Transform every tile of images: one matrix product an axis, last axis first.
 
     Args:
-        image: (*spatial, channels), of any strides.
+        images: (samples, *spatial, channels), of any strides.
         bands: (points * tiles, spatial) an axis.
         points: m + 2.
-        out: (points^(rank - 1), points * tiles of axis 0, tiles of the others *
-            channels), where the points of the last axis count slowest.
+        out: (samples, points^(rank - 1), points * tiles of axis 0, tiles of the others
+            * channels), where the points of the last axis count slowest.
         scratch: Two flat arrays of `intermediate_items`, used in turns.
     """
-    state = image[..., None, :, :]
+    state = images[..., None, :, :]
     for axis in range(len(bands) - 1, 0, -1):
         *lead, done, _, columns = state.shape
         rows = len(bands[axis])
@@ -191,15 +191,16 @@ def synthesise(
     values: Any,
     bands: Sequence[Any],
     points: int,
-    image: Any,
+    images: Any,
     scratch: Sequence[Any],
-    row: Any,
+    *,
+    add: bool,
 ) -> None:
-    """Turn products back into an image: `analyse` transposed, first axis first.
+    """Turn products back into images: `analyse` transposed, first axis first.
 
-    The arguments are those of `analyse`. With a `row`, which is room for one line of
-    the image along its last axis, (spatial, channels), the result is added to the image
-    and not written over it.
+    The arguments are those of `analyse`. With `add` the result is added to the images
+    and not written over them: the scratch array that is not in use then, the first
+    where the rank is even, holds as many items as they.
     """
     state = values
     for axis, matrix in enumerate(bands[:-1]):
@@ -211,12 +212,17 @@ def synthesise(
         state = target.reshape(
             *lead, rows, left // points, points * tiles, columns // tiles
         )
-    if row is None:
-        np.matmul(bands[-1].T, state, out=image[..., None, :, :])
-        return
-    for index in np.ndindex(image.shape[:-2]):
-        np.matmul(bands[-1].T, state[index][0], out=row)
-        image[index] += row
+    out = images
+    if add:
+        flat = scratch[len(bands) % 2]
+        if images.strides[-1] == images.itemsize:
+            out = _cut(flat, images.shape)
+        else:  # in its order in memory, channels before the image
+            samples, *spatial, channels = images.shape
+            out = np.moveaxis(_cut(flat, (samples, channels, *spatial)), 1, -1)
+    np.matmul(bands[-1].T, state, out=out[..., None, :, :])
+    if add:
+        np.add(images, out, out=images)
 
 
 def _cut(flat: Any, shape: Sequence[int]) -> Any:
