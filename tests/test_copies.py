@@ -366,9 +366,12 @@ def test_a_bound_cuda_copy_is_ordered_anew_whenever_it_is_started(fake):
     back = copier.bound("back", host, DeviceArray(8192, 64))
     for step in range(3):
         runtime.launch(stream, f"kernel {step}")
-        gone = out()
-        copier.wait(back([gone]))
+        came = back([out()])
+        # Neither holds up the kernels that follow, nor a copy the other direction.
+        assert f"copy {2 * step}" not in runtime.launch(stream, f"beside {step}")
+        copier.wait(came)
         first, second = runtime.calls[-2:]
+        assert f"beside {step}" not in first[5] | second[5]
         assert first[:2] == (host.ctypes.data, 4096)
         assert second[:2] == (8192, host.ctypes.data)
         assert f"kernel {step}" in first[5]

@@ -3,12 +3,15 @@
 What computes is queued, too, so that whoever does not wait reads what was there before.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from mucudnn.backends.cuda.copies import CudaCopier
 from mucudnn.backends.cuda.transit import CudaTransit
 from mucudnn.errors import BackendError
+from mucudnn.ir.loss_scaling import DynamicLossScale
 from mucudnn.ir.schedule import SwapOut
 from mucudnn.runtime.training.budget import MemoryBudget
 from tests.cuda_emulator import COMPILER
@@ -107,6 +110,41 @@ def test_without_a_place_on_the_device_an_input_takes_none(tmp_path, monkeypatch
     assert (target.host == 1).all()
 
 
+def trained(monkeypatch, folder, *, late, **more):
+    """A trainer, its losses and states, and whose copies the host has waited for."""
+    images, labels = examples(6 * STEPS)
+    rows = [slice(6 * i, 6 * i + 6) for i in range(STEPS)]
+    waits, results, finish = [], [], CudaCopier.finish
+    _, gpu = stand_in(monkeypatch, folder, lazy=True)
+    made = trainer(6, backend=gpu, evaluate=False, **more)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            CudaCopier, "finish", lambda copier: (waits.append(copier), finish(copier))
+        )
+        for number, part in enumerate(rows):
+            if number == 1:
+                waits.clear()  # what is live across steps was fetched once
+            results.append(made.step(images[part], labels[part]))
+            if not late:
+                assert np.isfinite(results[-1].loss)
+    state = made.state.save()  # before anybody has read a late loss
+    return made, [(r.loss, r.correct) for r in results], state, waits
+
+
+def no_wait_within(monkeypatch, folder, share, budget=MemoryBudget, **more):
+    """Train in a share of the memory; all bits are those of training in all of it."""
+    free, expected, state, _ = trained(monkeypatch, folder, late=False, **more)
+    more["budget"] = budget(nbytes=int(free.peak_bytes * share), convolutions="fixed")
+    made, found, after, waits = trained(monkeypatch, folder, late=True, **more)
+    assert not waits
+    assert made.peak_bytes <= more["budget"].nbytes
+    copied = [i for i in made.placed.schedule.instructions if type(i) is SwapOut]
+    assert bool(copied) == (share < 1)
+    assert found == expected
+    assert all(np.array_equal(v, after[n]) for n, v in state.items())
+    return made
+
+
 @emulated
 @pytest.mark.parametrize("precision", [None, "float16"])
 @pytest.mark.parametrize("share", [0.7, 0.85, 1.5])
@@ -114,36 +152,28 @@ def test_within_a_budget_the_host_waits_for_no_step(
     share, precision, folder, monkeypatch
 ):
     """Copies of what left are waited for by the stream that computes."""
-    images, labels = examples(6 * STEPS)
-    rows = [slice(6 * i, 6 * i + 6) for i in range(STEPS)]
-    waits, finish = [], CudaCopier.finish
-    monkeypatch.setattr(
-        CudaCopier, "finish", lambda copier: (waits.append(copier), finish(copier))
-    )
-    budget, found, states = None, [], []
-    for late in (False, True, True):
-        _, gpu = stand_in(monkeypatch, folder, lazy=True)
-        more = {"evaluate": False, "precision": precision, "budget": budget}
-        made, results = trainer(6, backend=gpu, **more), []
-        for number, part in enumerate(rows):
-            if number == 1:
-                waits.clear()  # what is live across steps was fetched once
-            results.append(made.step(images[part], labels[part]))
-            if not late:
-                assert np.isfinite(results[-1].loss)
-        assert not waits
-        states.append(made.state.save())  # before anybody has read a loss
-        found.append([(r.loss, r.correct) for r in results])
-        if budget is None:
-            nbytes = int(made.peak_bytes * share)
-            budget = MemoryBudget(nbytes=nbytes, convolutions="fixed")
-            continue
-        assert made.peak_bytes <= budget.nbytes
-        copied = [i for i in made.placed.schedule.instructions if type(i) is SwapOut]
-        assert bool(copied) == (share < 1)
-    assert found[0] == found[1] == found[2]
-    for state in states[1:]:
-        assert all(np.array_equal(v, state[n]) for n, v in states[0].items())
+    no_wait_within(monkeypatch, folder, share, precision=precision)
+
+
+@emulated
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the stand-in
+def test_the_host_decides_nothing_where_updates_may_be_skipped(folder, monkeypatch):
+    """The first steps overflow: the device lowers its scale and updates nothing."""
+    scaling = DynamicLossScale(2.0**30, backoff=2.0**-10)
+    more = {"precision": "float16", "loss_scale": scaling}
+    made = no_wait_within(monkeypatch, folder, 0.8, **more)
+    assert made.loss_scale == 2.0**10
+
+
+@emulated
+@pytest.mark.parametrize("away", ["disk", "peer:1"])
+def test_wherever_it_goes_the_host_waits_for_no_step(
+    away, folder, monkeypatch, tmp_path
+):
+    """But within a copy to memory that is not page-locked, as CUDA does."""
+    tiers = f"disk:{tmp_path}" if away == "disk" else away
+    no_wait_within(monkeypatch, folder, 0.8, partial(MemoryBudget, tiers=tiers))
 
 
 @emulated

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mucudnn.backends.device import Start, Way
@@ -72,9 +73,7 @@ class CudaCopier:
 
     def bound(self, way: Way, source: Any, target: Any) -> Start:
         """A copy to start over and over: five calls of CUDA, and nothing is made."""
-        copy = self._made(way, source, target, self._new_event)
-        launch = self._launch
-        return lambda after=(): launch(copy, after)
+        return partial(self._launch, self._made(way, source, target, self._new_event))
 
     def wait(self, ticket: Any) -> None:
         """Kernels launched from now on begin after the copy; the host goes on."""

@@ -43,10 +43,11 @@ class Copies:
         All that can be made ahead is made once, and anew for another copier.
         """
         tickets, latest, lane = self._tickets, self._latest, (way, link)
+        copiers = self._copiers
         made: list[tuple[Copier, Start]] = []
 
         def start() -> None:
-            copier = self._opened(link)
+            copier = copiers.get(link) or self._opened(link)
             if not made or made[0][0] is not copier:
                 made[:] = [(copier, copier.bound(way, source, target))]
             behind = [tickets[i][1] for i in after if i in tickets]
@@ -110,10 +111,11 @@ class Copies:
 
     def close(self) -> None:
         """Wait for what runs and drop the rest. The next step opens new copiers."""
-        copiers, self._copiers = self._copiers, {}
+        copiers = list(self._copiers.values())
+        self._copiers.clear()
         self._tickets.clear()
         self._latest.clear()
-        for copier in copiers.values():
+        for copier in copiers:
             copier.close()
 
     def _opened(self, link: int) -> Copier:

@@ -47,16 +47,13 @@ def transit_of(
 ) -> tuple[Transit | None, int]:
     """What takes inputs and results of steps, if anything, and its bytes of the device.
 
-    Where tensors leave to other tiers than host memory, the host copies and waits.
-
     Args:
         backend: Computes.
         budget: Of its memory.
         held: Bytes of the arena and of the state.
         inputs: Bytes of the inputs of all graphs of a step.
     """
-    away = () if budget is None else budget.tiers
-    if backend.transit is None or any(tier.kind != "host" for tier in away):
+    if backend.transit is None:
         return None, 0
     staged = budget is None or held + inputs <= budget.nbytes
     return backend.transit(staged), inputs if staged else 0
