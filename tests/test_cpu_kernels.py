@@ -91,7 +91,7 @@ def test_there_is_a_kernel_for_every_operation():
 
 
 def test_memory_does_not_grow_with_the_tensors():
-    """32 MiB each, less than 2 MiB beside them."""
+    """32 MiB each, less than 5 MiB beside them: 2 MiB a worker, and small things."""
     kernels, seen = bind(Workers(2)), set()
     for op, inputs, outputs, attrs in large_cases("f4"):
         seen.add(op)
@@ -99,7 +99,7 @@ def test_memory_does_not_grow_with_the_tensors():
         run(op, inputs, outputs, attrs, kernels)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert peak < 2 << 20, (op, peak)
+        assert peak < 5 << 20, (op, peak)
     assert seen == OPERATIONS
 
 

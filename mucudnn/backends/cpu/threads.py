@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
+from mucudnn.backends.cpu.scratch import Scratch
 from mucudnn.forks import Own, attend
 
 __all__ = ["Workers", "as_kernels"]
@@ -113,11 +114,16 @@ class Workers:
     Args:
         count: Threads; as many as the BLAS library has if not given, so that
             `OMP_NUM_THREADS` and `OPENBLAS_NUM_THREADS` are obeyed.
+
+    Attributes:
+        count: Threads.
+        scratch: Each thread's memory for intermediate results.
     """
 
     def __init__(self, count: int | None = None) -> None:
         self._blas = _SerialBlas()
         self.count = count or self._blas.num_threads
+        self.scratch = Scratch()
         self._pool = Own(self._start)
 
     def _start(self) -> ThreadPoolExecutor | None:

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
+from mucudnn.backends.cpu.kernels.tiles import LARGE_BYTES, KernelCall, Run, as_ncs
+from mucudnn.backends.cpu.scratch import Scratch
 
 __all__ = [
     "OPERATIONS",
     "Chunks",
     "batch_norm_grad",
     "column",
+    "deviations",
     "factor_of",
     "finish_gradient",
     "gradient_scales",
@@ -71,7 +73,7 @@ def normalise_batch(
             move(running_mean[channels], centre, call.attrs["momentum"])
             move(running_var[channels], unbiased, call.attrs["momentum"])
 
-    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+    call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
 
 
 def batch_norm_eval(call: KernelCall) -> None:
@@ -95,14 +97,15 @@ def batch_norm_grad(call: KernelCall) -> None:
         channels, chunks = item
         centre = mean[channels, None]
         inverse = inv_std[channels].astype(np.float64)
-        total, dots = sums_and_dots(x, dy, centre, chunks)
+        total, dots = sums_and_dots(x, dy, centre, chunks, call.scratch)
         dbeta[channels] = total
         dgamma[channels] = dots * inverse
         scales = gradient_scales(gamma[channels], inverse, total, dots, x)
         for chunk in chunks:
-            finish_gradient(x[chunk] - centre, dy[chunk], dx[chunk], *scales)
+            apart = deviations(x[chunk], centre, call.scratch)
+            finish_gradient(apart, dy[chunk], dx[chunk], *scales)
 
-    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+    call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
 
 
 def normalise(
@@ -116,16 +119,23 @@ def normalise(
         out *= factor[channels]
         out += shift[channels]
 
-    call.tiles_of(x, tile)
+    call.tiles_of(x, tile, LARGE_BYTES)
 
 
-def sums_and_dots(x: Any, dy: Any, centre: Any, chunks: Chunks) -> tuple[Any, Any]:
+def deviations(x: Any, centre: Any, scratch: Scratch) -> Any:
+    """X - centre, in the scratch memory."""
+    return np.subtract(x, centre, out=scratch.like(x))
+
+
+def sums_and_dots(
+    x: Any, dy: Any, centre: Any, chunks: Chunks, scratch: Scratch
+) -> tuple[Any, Any]:
     """Sums of dy, and of dy (x - centre), over the chunks of some channels."""
     total: Any = 0.0
     dots: Any = 0.0
     for chunk in chunks:
         total = total + row_sums(dy[chunk])
-        dots = dots + row_dots(x[chunk] - centre, dy[chunk])
+        dots = dots + row_dots(deviations(x[chunk], centre, scratch), dy[chunk])
     return total, dots
 
 

@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.elementwise import Zeros, keep
+from mucudnn.backends.cpu.kernels.elementwise import keep, rectify
 from mucudnn.backends.cpu.kernels.sums import LONGEST_ROW, channel_chunks, row_sums
 from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
+    LARGE_BYTES,
     KernelCall,
     Run,
     as_ncs,
@@ -25,20 +26,20 @@ def bias(call: KernelCall) -> None:
     def tile(part: tuple[slice, ...]) -> None:
         np.add(x[part], b[part[1]], out=y[part])
 
-    call.tiles_of(x, tile, 2 * BLOCK_BYTES)
+    call.tiles_of(x, tile, LARGE_BYTES)
 
 
 def bias_relu(call: KernelCall) -> None:
     """max(x + b, 0)."""
     x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
-    b, zeros = call.inputs[1][:, None], Zeros(x)
+    b = call.inputs[1][:, None]
 
     def tile(part: tuple[slice, ...]) -> None:
         out = y[part]
         np.add(x[part], b[part[1]], out=out)
-        np.maximum(out, zeros.like(out), out=out)
+        rectify(out, out)
 
-    call.tiles_of(x, tile)
+    call.tiles_of(x, tile, LARGE_BYTES)
 
 
 def bias_relu_grad(call: KernelCall) -> None:
@@ -52,7 +53,7 @@ def bias_relu_grad(call: KernelCall) -> None:
     def tile(index: int) -> None:
         part = parts[index]
         masked = dx[part]
-        keep(np.not_equal(y[part], 0), dy[part], masked)
+        keep(np.not_equal(y[part], 0), dy[part], masked, call.scratch)
         sums[index] = row_sums(masked)
 
     call.share(range(len(parts)), tile)
@@ -73,7 +74,7 @@ def bias_grad(call: KernelCall) -> None:
             total = total + row_sums(dy[chunk])
         db[channels] = total
 
-    call.share(channel_chunks(dy.shape, BLOCK_BYTES // dy.itemsize), block)
+    call.share(channel_chunks(dy.shape, LARGE_BYTES // dy.itemsize), block)
 
 
 OPERATIONS: dict[str, Run] = {

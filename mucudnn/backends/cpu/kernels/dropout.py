@@ -47,7 +47,9 @@ def dropout(call: KernelCall) -> None:
         for row, start, stop in parts:
             here = row * apart - first
             out = y[row, start:stop]
-            keep(mask[here + start : here + stop], x[row, start:stop], out)
+            keep(
+                mask[here + start : here + stop], x[row, start:stop], out, call.scratch
+            )
             out *= 1 / (1 - p)
 
     call.share(range(offset // _BLOCK, -(-end // _BLOCK)), block)

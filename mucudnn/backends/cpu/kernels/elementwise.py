@@ -11,70 +11,61 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.erf import normal_cdf, normal_density
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, Attrs, KernelCall, Run
+from mucudnn.backends.cpu.kernels.tiles import (
+    BLOCK_BYTES,
+    LARGE_BYTES,
+    Attrs,
+    KernelCall,
+    Run,
+)
+from mucudnn.backends.cpu.scratch import Scratch
 
-__all__ = ["OPERATIONS", "Zeros", "keep"]
+__all__ = ["OPERATIONS", "keep", "rectify"]
 
-_LONG = 2 * BLOCK_BYTES  # one pass and no temporary
 _MANY = BLOCK_BYTES // 4  # many passes over several temporaries
 
 _FLOOR = {"float32": -87.0, "float64": -708.0}
 """Where a sigmoid is about to leave the normal numbers, and exp(-x) the finite."""
 
 
-def keep(mask: Any, values: Any, out: Any) -> None:
+def rectify(values: Any, out: Any) -> None:
+    """`out = max(values, 0)`, without negative zeros; NaN stays.
+
+    `np.clip` has vector code for the comparison with a scalar, `np.maximum` none.
+    """
+    np.clip(values, 0, np.inf, out=out)
+
+
+def keep(mask: Any, values: Any, out: Any, scratch: Scratch) -> None:
     """`out = values` where the mask holds, and +0 elsewhere, even for infinities.
 
     Args:
         mask: Booleans; overwritten.
         values: Floats of the same shape.
         out: May be `values`.
+        scratch: For the mask in the width of the floats.
     """
     ones = mask.view(np.int8)
     np.negative(ones, out=ones)  # all bits of a byte
     bits = f"i{values.itemsize}"
-    wide = ones.astype(bits)  # its sign fills the word
+    wide = scratch.like(values).view(bits)
+    np.copyto(wide, ones)  # its sign fills the word
     np.bitwise_and(values.view(bits), wide, out=out.view(bits))
 
 
-class Zeros:
-    """Zeros of any shape: NumPy has no vector code for the maximum with a scalar."""
-
-    def __init__(self, array: Any) -> None:
-        size = min(array.size, BLOCK_BYTES // array.itemsize)
-        self._flat = np.zeros(size, array.dtype)
-
-    def like(self, part: Any) -> Any:
-        """As many as a part of an array has elements, in its shape."""
-        flat = self._flat
-        if part.size > flat.size:
-            flat = np.zeros(part.size, flat.dtype)
-        return flat[: part.size].reshape(part.shape)
-
-
-def relu(call: KernelCall) -> None:
-    """max(x, 0); NaN stays."""
-    (x,) = call.inputs
-    zeros = Zeros(x)
-    call.flat_blocks(
-        [x, *call.outputs], lambda x, y: np.maximum(x, zeros.like(x), out=y)
-    )
-
-
-def add_relu(call: KernelCall) -> None:
+def add_relu(attrs: Attrs, a: Any, b: Any, y: Any) -> None:
     """max(a + b, 0); NaN stays."""
-    zeros = Zeros(call.inputs[0])
+    np.add(a, b, out=y)
+    rectify(y, y)
 
-    def block(a: Any, b: Any, y: Any) -> None:
-        np.add(a, b, out=y)
-        np.maximum(y, zeros.like(y), out=y)
+
+def relu_grad(call: KernelCall) -> None:
+    """Dy where y is not 0."""
+
+    def block(y: Any, dy: Any, dx: Any) -> None:
+        keep(np.not_equal(y, 0), dy, dx, call.scratch)
 
     call.flat_blocks([*call.inputs, *call.outputs], block)
-
-
-def relu_grad(attrs: Attrs, y: Any, dy: Any, dx: Any) -> None:
-    """Dy where y is not 0."""
-    keep(np.not_equal(y, 0), dy, dx)
 
 
 def leaky_relu(attrs: Attrs, x: Any, y: Any) -> None:
@@ -137,16 +128,16 @@ def _each(formula: Callable[..., object], nbytes: int = BLOCK_BYTES) -> Run:
 
 
 OPERATIONS: dict[str, Run] = {
-    "add": _each(lambda _, a, b, y: np.add(a, b, out=y), _LONG),
-    "add_relu": add_relu,
+    "add": _each(lambda _, a, b, y: np.add(a, b, out=y), LARGE_BYTES),
+    "add_relu": _each(add_relu, LARGE_BYTES),
     "gelu": _each(lambda _, x, y: np.multiply(x, normal_cdf(x), out=y), _MANY),
     "gelu_grad": _each(gelu_grad, _MANY),
     "leaky_relu": _each(leaky_relu),
     "leaky_relu_grad": _each(leaky_relu_grad),
-    "multiply": _each(lambda _, a, b, y: np.multiply(a, b, out=y), _LONG),
-    "relu": relu,
-    "relu_grad": _each(relu_grad),
-    "scale": _each(lambda of, x, y: np.multiply(x, of["factor"], out=y), _LONG),
+    "multiply": _each(lambda _, a, b, y: np.multiply(a, b, out=y), LARGE_BYTES),
+    "relu": _each(lambda _, x, y: rectify(x, y), LARGE_BYTES),
+    "relu_grad": relu_grad,
+    "scale": _each(lambda of, x, y: np.multiply(x, of["factor"], out=y), LARGE_BYTES),
     "sigmoid": _each(sigmoid),
     "sigmoid_grad": _each(sigmoid_grad),
     "tanh": _each(lambda _, x, y: np.tanh(x, out=y)),

@@ -13,27 +13,28 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.batch_norm import (
     Chunks,
     batch_norm_grad,
+    deviations,
     factor_of,
     finish_gradient,
     gradient_scales,
     normalise_batch,
 )
-from mucudnn.backends.cpu.kernels.elementwise import Zeros, keep
+from mucudnn.backends.cpu.kernels.elementwise import keep, rectify
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
+from mucudnn.backends.cpu.kernels.tiles import LARGE_BYTES, KernelCall, Run, as_ncs
 
 __all__ = ["OPERATIONS"]
 
 
 def batch_norm_relu(call: KernelCall) -> None:
     """max(normalised + term, 0), if there is a term; moves the running statistics."""
-    terms, zeros = call.inputs[5:], Zeros(call.inputs[0])
+    terms = call.inputs[5:]
     term = as_ncs(terms[0]) if terms else None
 
     def finish(part: Any, chunk: tuple[slice, ...]) -> None:
         if term is not None:
             part += term[chunk]
-        np.maximum(part, zeros.like(part), out=part)
+        rectify(part, part)
 
     normalise_batch(call, finish)
 
@@ -46,27 +47,25 @@ def batch_norm_relu_grad(call: KernelCall) -> None:
 
     def block(item: tuple[slice, Chunks]) -> None:
         channels, chunks = item
-        deviations, normed = (_like(x[chunks[0]]) for _ in range(2))
-        centre, shift = mean[channels, None], beta[channels, None] + 0.0
+        centre, threshold = mean[channels, None], 0.0 - beta[channels, None]
         factor = factor_of(gamma[channels], inv_std[channels], x)
         total: Any = 0.0
         dots: Any = 0.0
         for chunk in chunks:
-            deviation = np.subtract(x[chunk], centre, out=_first(deviations, chunk, x))
-            part, masked = _first(normed, chunk, x), dx[chunk]
-            np.multiply(deviation, factor, out=part)
-            part += shift
-            _pass(part, dy[chunk], masked)
+            part, masked = deviations(x[chunk], centre, call.scratch), dx[chunk]
+            part *= factor
+            _pass(part, threshold, dy[chunk], masked)
             total = total + row_sums(masked)
-            dots = dots + row_dots(deviation, masked)
+            apart = deviations(x[chunk], centre, call.scratch)
+            dots = dots + row_dots(apart, masked)
         inverse = inv_std[channels].astype(np.float64)
         dbeta[channels], dgamma[channels] = total, dots * inverse
         scales = gradient_scales(gamma[channels], inverse, total, dots, x)
         for chunk in chunks:
-            deviation = np.subtract(x[chunk], centre, out=_first(deviations, chunk, x))
-            finish_gradient(deviation, dx[chunk], dx[chunk], *scales)
+            apart = deviations(x[chunk], centre, call.scratch)
+            finish_gradient(apart, dx[chunk], dx[chunk], *scales)
 
-    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+    call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
 
 
 def batch_norm_add_relu_grad(call: KernelCall) -> None:
@@ -78,33 +77,23 @@ def batch_norm_add_relu_grad(call: KernelCall) -> None:
     dterm, *others = call.outputs
 
     def mask(y: Any, dy: Any, out: Any) -> None:
-        keep(np.not_equal(y, 0), dy, out)
+        keep(np.not_equal(y, 0), dy, out, call.scratch)
 
-    call.flat_blocks([y, dy, dterm], mask)
+    call.flat_blocks([y, dy, dterm], mask, LARGE_BYTES)
     batch_norm_grad(replace(call, inputs=[x, dterm, *parameters], outputs=others))
 
 
-def _like(part: Any) -> Any:
-    """Scratch memory for a chunk, the first of a block being its largest."""
-    return np.empty(part.size, part.dtype)
+def _pass(scaled: Any, threshold: Any, dy: Any, out: Any) -> None:
+    """`out = dy` where `scaled` is above the threshold, else 0; overwrites `scaled`.
 
-
-def _first(scratch: Any, chunk: tuple[slice, ...], x: Any) -> Any:
-    part = x[chunk]
-    return scratch[: part.size].reshape(part.shape)
-
-
-def _pass(normed: Any, dy: Any, out: Any) -> None:
-    """`out = dy` where `normed` is positive, else 0; overwrites `normed`.
-
-    It has no negative zero, as nothing else is added last. The bits of positive floats,
-    as integers, and no others become negative when their sign is turned: that sign is
-    spread over the word. What is NaN may pass or not: its channel's gradient is NaN.
+    A difference of floats has the sign of the exact one, and where they are equal it is
+    +0, as no threshold is -0: its sign is spread over the word. What is NaN may pass or
+    not: its channel's gradient is NaN.
     """
-    kind = f"i{normed.itemsize}"
-    mask = normed.view(kind)
-    np.negative(mask, out=mask)
-    np.right_shift(mask, 8 * normed.itemsize - 1, out=mask)
+    kind = f"i{scaled.itemsize}"
+    np.subtract(threshold, scaled, out=scaled)
+    mask = scaled.view(kind)
+    np.right_shift(mask, 8 * scaled.itemsize - 1, out=mask)
     np.bitwise_and(mask, dy.view(kind), out=out.view(kind))
 
 

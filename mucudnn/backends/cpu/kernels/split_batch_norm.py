@@ -13,6 +13,7 @@ import numpy as np
 from mucudnn.backends.cpu.kernels.batch_norm import (
     Chunks,
     column,
+    deviations,
     factor_of,
     finish_gradient,
     move,
@@ -20,7 +21,7 @@ from mucudnn.backends.cpu.kernels.batch_norm import (
     sums_and_dots,
 )
 from mucudnn.backends.cpu.kernels.sums import channel_chunks, row_dots, row_sums
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, as_ncs
+from mucudnn.backends.cpu.kernels.tiles import LARGE_BYTES, KernelCall, Run, as_ncs
 
 __all__ = ["OPERATIONS", "all_moments", "merged_moments", "moments"]
 
@@ -43,13 +44,13 @@ def moments(call: KernelCall, x: Any, stats: Any) -> None:
             count = float(part.shape[0] * part.shape[2])
             centre = row_sums(part) / count
             near = centre.astype(x.dtype)
-            deviation = part - near[:, None]
-            squares = row_dots(deviation, deviation) - count * (centre - near) ** 2
+            apart = deviations(part, near[:, None], call.scratch)
+            squares = row_dots(apart, apart) - count * (centre - near) ** 2
             found = merged_moments(found, (count, centre, squares))
         for row, values in enumerate(found):
             stats[row, channels] = values
 
-    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+    call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
 
 
 def batch_norm_merge(call: KernelCall) -> None:
@@ -81,11 +82,11 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
 
     def block(item: tuple[slice, Chunks]) -> None:
         channels, chunks = item
-        total, dots = sums_and_dots(x, dy, mean[channels, None], chunks)
+        total, dots = sums_and_dots(x, dy, mean[channels, None], chunks, call.scratch)
         dbeta[channels] = total
         dgamma[channels] = dots * inv_std[channels].astype(np.float64)
 
-    call.share(channel_chunks(x.shape, BLOCK_BYTES // x.itemsize), block)
+    call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
 
 
 def batch_norm_grad_apply(call: KernelCall) -> None:
@@ -101,9 +102,10 @@ def batch_norm_grad_apply(call: KernelCall) -> None:
     def tile(part: tuple[slice, ...]) -> None:
         out, channels = dx[part], part[1]
         scales = factor[channels], along[channels], offset[channels]
-        finish_gradient(x[part] - centre[channels], dy[part], out, *scales)
+        apart = deviations(x[part], centre[channels], call.scratch)
+        finish_gradient(apart, dy[part], out, *scales)
 
-    call.tiles_of(x, tile)
+    call.tiles_of(x, tile, LARGE_BYTES)
 
 
 def all_moments(slices: Sequence[Any]) -> Moments:

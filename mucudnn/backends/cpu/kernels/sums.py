@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import tiles
+from mucudnn.backends.cpu.kernels.tiles import even, tiles
 
 __all__ = ["LONGEST_ROW", "channel_chunks", "row_dots", "row_sums", "total_dot"]
 
@@ -27,7 +27,8 @@ def channel_chunks(
     the samples of one channel, or parts of its rows, are chunks of their own.
     """
     N, C, S = shape
-    step = min(C, max(_NEIGHBOURS if S == 1 else 1, limit // max(1, N * S)))
+    most = max(_NEIGHBOURS if S == 1 else 1, limit // max(1, N * S))
+    step = even(C, most)
     items: list[tuple[slice, list[tuple[slice, ...]]]] = []
     for first in range(0, C, step):
         channels = slice(first, min(first + step, C))

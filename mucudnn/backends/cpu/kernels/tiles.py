@@ -1,9 +1,9 @@
 """How kernels divide their work: fixed tiles, shared by the workers.
 
 A tile is large, because each NumPy call of two threads may cost them a hand-over of the
-interpreter lock, and small enough for a core's second-level cache, so that a formula of
-many passes reads main memory once. Tiles depend on shapes only: results are the same
-bits whatever the number of workers.
+interpreter lock, and small enough for a share of the last-level cache, so that many
+passes of a formula read main memory once. Tiles depend on shapes only: results are the
+same bits whatever the number of workers.
 """
 
 import itertools
@@ -12,16 +12,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from mucudnn.backends.cpu.scratch import Scratch
 from mucudnn.backends.cpu.threads import Workers
 
-__all__ = ["BLOCK_BYTES", "Attrs", "KernelCall", "Run", "as_ncs", "greedy", "tiles"]
+__all__ = [
+    "BLOCK_BYTES",
+    "LARGE_BYTES",
+    "Attrs",
+    "KernelCall",
+    "Run",
+    "as_ncs",
+    "even",
+    "greedy",
+    "tiles",
+]
 
 T = TypeVar("T")
 
 Attrs = Mapping[str, Any]
 
-BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 512 << 10
 """Bytes of each operand of a tile."""
+
+LARGE_BYTES = 2 << 20
+"""The same where a tile takes no memory of its own, or a thread's scratch alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,11 @@ class KernelCall:
     inputs: Sequence[Any]
     outputs: Sequence[Any]
     attrs: Attrs
+
+    @property
+    def scratch(self) -> Scratch:
+        """Memory for one intermediate result, each thread's own."""
+        return self.workers.scratch
 
     def share(self, items: Sequence[T], fn: Callable[[T], object]) -> None:
         """Call `fn(item)` for each, on all workers."""
@@ -54,15 +73,29 @@ class KernelCall:
     ) -> None:
         """Call `fn(*parts)` with the same contiguous range of every flattened array."""
         flat = [a.reshape(-1) for a in arrays]
-        step = nbytes // max(a.itemsize for a in flat)
+        step = even(flat[0].size, nbytes // max(a.itemsize for a in flat), _LANES)
         self.share(
             range(0, flat[0].size, step),
             lambda start: fn(*(a[start : start + step] for a in flat)),
         )
 
 
+_LANES = 16  # elements of the widest vector registers
+
 Run = Callable[[KernelCall], None]
 """A kernel: writes into the outputs of its call."""
+
+
+def even(total: int, limit: int, unit: int = 1) -> int:
+    """How many of `total` make a portion: all, or one of an even number of portions.
+
+    So that workers end together. A portion is at most `limit`, and whole units.
+    """
+    if total <= limit:
+        return max(1, total)
+    count = -(-total // limit)
+    portion = -(-total // (count + count % 2))
+    return min(max(1, limit), -(-portion // unit) * unit)
 
 
 def greedy(shape: Sequence[int], limit: int) -> tuple[int, ...]:
