@@ -55,7 +55,10 @@ if TYPE_CHECKING:
     from mucudnn.runtime.training.checkpoints.checkpoint import (
         Checkpoints as Checkpoints,
     )
-    from mucudnn.runtime.training.checkpoints.resumption import plans_of as plans_of
+    from mucudnn.runtime.training.checkpoints.resumption import (
+        plans_of as plans_of,
+        recall_races as recall_races,
+    )
     from mucudnn.runtime.training.loop import fit as fit
     from mucudnn.runtime.training.trainer import Trainer as Trainer
     from mucudnn.runtime.tuning.bound_plan import run_plan as run_plan
@@ -92,7 +95,7 @@ _HOMES = {
     "runtime.training.budget": ("MemoryBudget",),
     "runtime.training.checkpoints.checkpoint": ("Checkpoints",),
     "runtime.training.loop": ("fit",),
-    "runtime.training.checkpoints.resumption": ("plans_of",),
+    "runtime.training.checkpoints.resumption": ("plans_of", "recall_races"),
     "runtime.training.trainer": ("Trainer",),
     "runtime.tuning.bound_plan": ("run_plan",),
     "runtime.tuning.tuner": ("Tuner",),
@@ -148,6 +151,7 @@ __all__ = [
     "pareto_plans",
     "plan_step",
     "plans_of",
+    "recall_races",
     "run_plan",
     "strategies",
     "study_memory",

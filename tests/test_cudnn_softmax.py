@@ -99,10 +99,12 @@ def test_a_probability_of_0_has_a_loss_and_a_gradient(dtype, beside):
         np.testing.assert_allclose(dx, gradient, atol=TOLERANCE[dtype])
     # No float16 has the difference of the first two, but a quarter of it.
     x = np.array([[far, -far], [1, 1], [1, 1], [1, 1]], dtype)
-    labels = np.array([1, 0, 0, 0])
-    loss, logarithms, _ = asked(kernels, x, labels)
-    assert np.isinf(logarithms[0, 1]) == (dtype == "f2")
-    np.testing.assert_allclose(loss, exact(x, labels)[0], rtol=TOLERANCE[dtype])
+    for logits, wrong in ((x, 1), (x[:, ::-1].copy(), 0)):
+        labels = np.array([wrong, 0, 0, 0])
+        loss, logarithms, _ = asked(kernels, logits, labels)
+        assert np.isinf(logarithms[0, wrong]) == (dtype == "f2")
+        right = exact(logits, labels)[0]
+        np.testing.assert_allclose(loss, right, rtol=TOLERANCE[dtype])
 
 
 @emulated

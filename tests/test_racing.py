@@ -1,27 +1,24 @@
 """What races found is kept with all measurements: later processes choose alike."""
 
-import contextlib
 import json
-import math
 import os
-import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
-from mucudnn.codecs.recordings import format_recording, read_recording
+from mucudnn.errors import CheckpointError
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.measurement import Race
 from mucudnn.ir.numerics import TF32
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.runtime.database.cache import BenchmarkCache, CacheWarning
-from mucudnn.runtime.database.recordings import record_run
+from mucudnn.runtime.database.cache import BenchmarkCache
 from mucudnn.runtime.training.budget import MemoryBudget
+from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
+from mucudnn.runtime.training.checkpoints.resumption import recall_races
+from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.step.epilogue_race import EpilogueRace
 from mucudnn.runtime.training.step.library_race import LibraryRace
 from mucudnn.runtime.training.step.racing import raced_once
@@ -32,7 +29,7 @@ from tests.cuda_work import layer
 from tests.test_conv_epilogue import race as epilogue_race
 from tests.test_cuda_training import stand_in
 from tests.test_library_race import Library, backend_of, named, network
-from tests.training_cases import examples, tuner_of
+from tests.training_cases import Epochs, examples, tuner_of
 
 GPU, OPS = "gpu/1", {"avg_pool", "avg_pool_grad"}
 WIDE = MemoryBudget(nbytes=1 << 30)
@@ -161,8 +158,9 @@ def test_what_another_process_found_meanwhile_counts(file):
             assert theirs.put_race(name, text, (1.0, 2.0)) == (1.0, 2.0)
         return 2.0, 1.0
 
-    known = {}
-    assert raced_once(tuner, raced, known, measure) == (1.0, 2.0)
+    known, used = {}, {}
+    assert raced_once(tuner, raced, known, used, measure) == (1.0, 2.0)
+    assert known == used
     assert set(known.values()) == {(1.0, 2.0)}
 
 
@@ -186,129 +184,61 @@ def test_an_epilogue_is_raced_once_for_a_plan(other, file):
     assert len(BenchmarkCache(file).races()) == 3
 
 
-# The file.
+# Checkpoints.
 
 
-def changed(file, statement):
-    with contextlib.closing(sqlite3.connect(file)) as db:
-        db.execute(statement)
-        db.commit()
+def checkpointed(file, ms, folder, resumed=None):
+    """One step, and a checkpoint of it; what the library computes, and is asked."""
+    library = Library(OPS, ms)
+    tuner = tuner_of(backend_of(library), cache=file)
+    found = None if resumed is None else Checkpoints(resumed).load({})
+    if found is not None:
+        recall_races(found, tuner)
+    made = Trainer(network(8), tuner=tuner, optimizer="sgd")
+    asked = len(library.asked)
+    kept, steps = Checkpoints(folder), 1 if found is None else 2
+    fit(made, Epochs(16, 8), epochs=1, max_steps=steps, resume=found, checkpoints=kept)
+    return named(made.graph), asked, kept.load({})
 
 
-def test_a_race_is_kept_until_it_is_cleared(file):
-    for path in (None, file):
-        with BenchmarkCache(path) as cache:
-            assert cache.get_race(GPU, "a") is None
-            assert cache.put_race(GPU, "a", (1.0, 0.0)) == (1.0, 0.0)
-            assert cache.put_race(GPU, "a", (3.0, 4.0)) == (1.0, 0.0)
-            assert cache.put_race("gpu/2", "a", (3.0, 4.0)) == (3.0, 4.0)
-            assert cache.get_race(GPU, "b") is None
-            for bad in (-1.0, math.inf, math.nan, 1e13):
-                with pytest.raises(ValueError, match="second_ms"):
-                    cache.put_race(GPU, "c", (1.0, bad))
-            assert cache.summary() == ()
-            assert cache.clear(GPU) == 0
-            assert [race.fingerprint for race in cache.races()] == ["gpu/2"]
+def test_a_checkpoint_goes_on_with_the_same_kernels_by_any_cache(tmp_path):
+    """By none, and by one that says otherwise; then the cache says the same, too."""
+    first, asked, kept = checkpointed(tmp_path / "a.sqlite", 0.5, tmp_path / "a")
+    assert len(first) == 4
+    assert asked
+    assert len(kept.progress["races"]) == 4
+    other = tmp_path / "b.sqlite"
+    assert later(2.0, other, training_graph(network(8)))[0] == set()
+    for name, file in (("b", None), ("c", other)):
+        more_of = tmp_path / name
+        again, asked, more = checkpointed(file, 2.0, more_of, tmp_path / "a")
+        assert (again, asked) == (first, 0)
+        assert more.progress["races"] == kept.progress["races"]
+    assert later(2.0, other, training_graph(network(8)))[:2] == (first, [])
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["first_ms = -1", "second_ms = 'x'", "measured_at = -5", "first_ms = 9e99"],
-)
-def test_a_damaged_race_is_run_again_and_mended(damage, file):
-    with BenchmarkCache(file) as cache:
-        cache.put_race(GPU, "a", (1.0, 2.0))
-    changed(file, f"UPDATE race SET {damage}")
-    with BenchmarkCache(file) as cache:
-        with pytest.warns(CacheWarning, match="1 of the 1 rows"):
-            assert cache.get_race(GPU, "a") is None
-        assert cache.put_race(GPU, "a", (3.0, 4.0)) == (3.0, 4.0)
-    with BenchmarkCache(file) as cache:
-        assert cache.get_race(GPU, "a") == (3.0, 4.0)
-
-
-def test_a_file_from_before_there_were_races_is_gone_on_with(file):
-    problem, row = layer(3), epilogue_race(1, layer(3))[1]._plans[layer(3)].steps[0]
-    row = replace(row, algo="GEMM", batch=3)
-    with BenchmarkCache(file) as cache:
-        cache.put(GPU, problem, [row])
-    changed(file, "DROP TABLE race")
-    with BenchmarkCache(file) as cache:
-        assert cache.get(GPU, problem) == (row,)
-        assert cache.races() == ()
-        assert cache.put_race(GPU, "a", (3.0, 4.0)) == (3.0, 4.0)
-        assert cache.path == file
-    changed(file, "DROP TABLE race")
-    changed(file, "CREATE TABLE race (layer)")
-    with pytest.warns(CacheWarning, match="table race is missing or altered"):
-        BenchmarkCache(file).close()
-
-
-def test_an_old_file_that_cannot_be_written_is_still_read(file):
-    problem, row = layer(3), epilogue_race(1, layer(3))[1]._plans[layer(3)].steps[0]
-    with BenchmarkCache(file) as cache:
-        cache.put(GPU, problem, [replace(row, algo="GEMM", batch=3)])
-    changed(file, "DROP TABLE race")
-    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as db:
-        db.execute("BEGIN IMMEDIATE")
-        with pytest.warns(CacheWarning, match="in memory only"):
-            cache = BenchmarkCache(file, timeout_s=0.1)
-    with cache:
-        assert len(cache.get(GPU, problem)) == 1
-        assert cache.put_race(GPU, "a", (3.0, 4.0)) == (3.0, 4.0)
-
-
-# Recordings.
-
-texts = st.text(st.characters(codec="utf-8"), max_size=8)
-races = st.builds(
-    Race,
-    fingerprint=st.sampled_from(["gpu", "other"]),
-    raced=texts,
-    times_ms=st.tuples(st.floats(0, 1e12), st.floats(0, 1e12)),
-    measured_at=st.floats(0, 1e9),
-)
-
-
-@given(st.lists(races, max_size=5), st.booleans())
-def test_races_survive_in_a_recording(found, compress):
-    data = format_recording((), races=found, compress=compress)
-    assert sorted(map(repr, read_recording(data).races)) == sorted(map(repr, found))
+def test_races_of_another_device_are_not_recalled(tmp_path):
+    *_, kept = checkpointed(None, 0.5, tmp_path)
+    kept = replace(kept, progress={**kept.progress, "device": "another"})
+    tuner = tuner_of()
+    recall_races(kept, tuner)
+    assert tuner.cache.races() == ()
 
 
 @pytest.mark.parametrize(
-    ("place", "bad", "message"),
+    ("races", "message"),
     [
-        ("first_ms", -1.0, r"races\[1\].first_ms: -1.0 is not from 0"),
-        ("second_ms", "1", r"races\[1\].second_ms: '1' is not of type float"),
-        ("measured_at", 1e99, r"races\[1\].measured_at: 1e\+99"),
-        ("raced", 5, r"races\[1\].raced: 5"),
-        ("more", 5, r"races\[1\].more: unknown"),
+        ("rubbish", "races: 'rubbish' is not an array"),
+        ([5], r"races\[0\]: 5 is not an object"),
+        ([{"raced": "a", "first_ms": 1.0}], r"races\[0\]"),
+        ([{"raced": "a", "first_ms": 1.0, "second_ms": -1.0}], "second_ms: -1.0"),
     ],
 )
-def test_a_bad_race_is_located(place, bad, message):
-    one = Race(fingerprint="gpu", raced="a", times_ms=(1.0, 2.0), measured_at=3.0)
-    document = json.loads(format_recording((), races=[one, one]))
-    document["devices"][0]["races"][1][place] = bad
-    with pytest.raises(ValueError, match=message):
-        read_recording(json.dumps(document).encode())
-
-
-def test_a_recording_carries_races_to_other_machines(file, tmp_path):
-    first, asked, tuner = later(0.5, file)
-    assert asked
-    problem = layer(3)
-    tuner.plan([problem])
-    for recorded in (tmp_path / "run.json.gz", tmp_path / "all.json"):
-        if recorded.suffix == ".gz":
-            record_run(recorded, tuner, [problem], [], 0.0)
-        else:
-            tuner.cache.export_json(recorded)
-        with BenchmarkCache(tmp_path / f"{recorded.name}.sqlite") as elsewhere:
-            elsewhere.import_json(recorded)
-            assert later(2.0, elsewhere)[:2] == (first, [])
-            elsewhere.import_json(recorded)
-            assert elsewhere.races() == tuner.cache.races()
+def test_a_checkpoint_with_other_races_makes_no_sense(races, message, tmp_path):
+    *_, kept = checkpointed(None, 0.5, tmp_path)
+    kept = replace(kept, progress={**kept.progress, "races": races})
+    with pytest.raises(CheckpointError, match=message):
+        recall_races(kept, tuner_of())
 
 
 # Whole steps over the stand-in.

@@ -257,12 +257,17 @@ class _Training:
         return checkpoints, None
 
     def _made(self, shown: "TrainingWords") -> "Trainer":
-        from mucudnn.runtime.training.checkpoints.resumption import plans_of
+        from mucudnn.runtime.training.checkpoints.resumption import (
+            plans_of,
+            recall_races,
+        )
         from mucudnn.runtime.training.trainer import Trainer
 
         settings, work = self._settings, self._work
         tuner = make_tuner({**settings, "exhaustive": False}, progress=shown.measured)
         known = {} if self._resume is None else plans_of(self._resume, tuner.backend)
+        if self._resume is not None:
+            recall_races(self._resume, tuner)
         total = total_steps(work, settings)
         with bad_input(), tuner.cache:
             rate = parse_learning_rate(

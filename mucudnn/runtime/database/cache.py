@@ -148,22 +148,28 @@ class BenchmarkCache:
     def get_race(self, fingerprint: str, raced: str) -> tuple[float, float] | None:
         """What two ways took, see `Race`; None if they were not timed."""
         found = self._read(RACE, OF_LAYER, fingerprint, raced)
-        return found[0].times_ms if found else None
+        return next((race.times_ms for race in found), None)
 
     def put_race(
-        self, fingerprint: str, raced: str, times_ms: tuple[float, float]
+        self,
+        fingerprint: str,
+        raced: str,
+        times_ms: tuple[float, float],
+        *,
+        replace: bool = False,
     ) -> tuple[float, float]:
-        """Remember what two ways took, unless it is known: returns what is known then.
+        """Remember what two ways took, unless it is known and not to be replaced.
 
-        So of processes that race at once all choose alike.
+        Returns what is known then: of processes that race at once all choose alike.
 
         Raises:
             ValueError: A time is negative, not finite or out of all bounds.
         """
         row = (fingerprint, raced, *times_ms, time.time())
-        members = dict(zip(("raced", *RACE.columns), row[1:], strict=True))
-        decode_race("a race", fingerprint, members)
-        self._write((f"{RACE.insert('')} {UNLESS_KNOWN}", [row]))
+        members = zip(("raced", *RACE.columns), row[1:], strict=True)
+        decode_race("a race", fingerprint, dict(members))
+        put = RACE.insert() if replace else f"{RACE.insert('')} {UNLESS_KNOWN}"
+        self._write((put, [row]))
         return self.get_race(fingerprint, raced) or times_ms
 
     def get_plan_text(

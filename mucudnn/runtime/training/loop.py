@@ -18,6 +18,7 @@ from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoint, Checkpoi
 from mucudnn.runtime.training.checkpoints.history import (
     EpochReport,
     Position,
+    race_rows,
     read_resumption,
 )
 from mucudnn.runtime.training.evaluation import Evaluation, image_and_label
@@ -257,6 +258,7 @@ class _Run:
         if self._checkpoints is None or self._saved == self.at:
             return
         whole = [r for r in self.reports if r.epoch < self.at.epoch]
+        races = race_rows(self.trainer.races)
         self._checkpoints.save(
             Checkpoint(
                 step=self.at.steps,
@@ -267,6 +269,7 @@ class _Run:
                     "epochs": [asdict(report) for report in whole],
                     "device": self.trainer.backend.device.fingerprint,
                     "plans": [plan_to_dict(p) for p in self.trainer.plans.values()],
+                    **({"races": races} if races else {}),
                 },
             )
         )

@@ -102,6 +102,7 @@ class Trainer:
         budget: As it was resolved; None without one.
         splitting: What was decided about its slices, and among what, for "auto".
         segments: What of the step runs in parts.
+        races: What kernels were chosen by: ms of two, by what was raced.
 
     Raises:
         ValueError: The graphs do not belong together, or a name is unknown.
@@ -147,6 +148,7 @@ class Trainer:
         if budget is not None:
             budget = MemoryBudget.of(budget, tuner.backend.device)
         self.budget = budget
+        self.races: dict[str, tuple[float, float]] = {}
         self._ranks = Ranks(together, training, batch_norm)
         order = self._ranks.order(order)
         divider = Divider(
@@ -169,9 +171,9 @@ class Trainer:
             loss_scale=self._scale,
             divided=self._ranks.part(divider),
             fuse=fuse,
-            offers=EpilogueRace(tuner, budget, plans).offers,
+            offers=EpilogueRace(tuner, budget, plans, self.races).offers,
             layout=Layouts(layout, tuner, budget, progress),
-            libraries=LibraryRace(tuner, budget),
+            libraries=LibraryRace(tuner, budget, self.races),
             keep_copies=partial(keeps_copies, tuner, budget, order, plans),
             shared=together is not None,
         )

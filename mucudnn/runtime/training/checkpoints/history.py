@@ -6,18 +6,25 @@ up, or made by other programs.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mucudnn.codecs.rows import check_times
-from mucudnn.codecs.values import decode, list_of, members_of, plan_from_dict
+from mucudnn.codecs.rows import check_times, decode_race
+from mucudnn.codecs.values import (
+    decode,
+    list_of,
+    members_of,
+    object_of,
+    plan_from_dict,
+)
 from mucudnn.errors import CheckpointError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoint
 from mucudnn.runtime.training.evaluation import Evaluation
 from mucudnn.runtime.training.step.result import StepResult
 
-__all__ = ["EpochReport", "Position", "Resumption", "read_resumption"]
+__all__ = ["EpochReport", "Position", "Resumption", "race_rows", "read_resumption"]
 
 _MEMBERS = ("position", "epochs", "device", "plans")
 _FOUND = ("test_loss", "test_accuracy")
@@ -125,12 +132,22 @@ class Resumption:
         epochs: Reports of all epochs before.
         device: Fingerprint of the one it ran on.
         plans: Convolution plans it ran with.
+        races: What its kernels were chosen by: ms of two, by what was raced.
     """
 
     position: Position
     epochs: tuple[EpochReport, ...]
     device: str
     plans: tuple[ConvPlan, ...]
+    races: Mapping[str, tuple[float, float]]
+
+
+def race_rows(races: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
+    """What kernels were chosen by, as a checkpoint says it."""
+    return [
+        {"raced": raced, "first_ms": first, "second_ms": second}
+        for raced, (first, second) in races.items()
+    ]
 
 
 def read_resumption(checkpoint: Checkpoint) -> Resumption:
@@ -148,8 +165,8 @@ def read_resumption(checkpoint: Checkpoint) -> Resumption:
 
 
 def _read(checkpoint: Checkpoint) -> Resumption:
-    at, epochs, device, plans = members_of(
-        "progress", dict(checkpoint.progress), _MEMBERS
+    at, epochs, device, plans, races = members_of(
+        "progress", dict(checkpoint.progress), _MEMBERS, {"races": []}
     )
     position: Position = _decoded("position", Position, at)
     if position.steps != checkpoint.step:
@@ -182,6 +199,7 @@ def _read(checkpoint: Checkpoint) -> Resumption:
         reports,
         decode("device", str, device),
         tuple(_plan(i, plan) for i, plan in enumerate(list_of("plans", plans))),
+        dict(_race(i, race) for i, race in enumerate(list_of("races", races))),
     )
 
 
@@ -200,6 +218,13 @@ def _decoded(where: str, kind: Any, data: object) -> Any:
         if values[name] < 0 and name != "loss" and name not in _FOUND:
             raise ValueError(f"{where}.{name}: {value} is below 0")
     return kind(**values)
+
+
+def _race(index: int, data: object) -> tuple[str, tuple[float, float]]:
+    where = f"races[{index}]"
+    row = {**object_of(where, data), "measured_at": 0.0}
+    found = decode_race(where, "", row)
+    return found.raced, found.times_ms
 
 
 def _odd(value: object) -> bool:

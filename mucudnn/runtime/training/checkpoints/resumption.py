@@ -5,8 +5,9 @@ from mucudnn.errors import CheckpointError
 from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoint
 from mucudnn.runtime.training.checkpoints.history import read_resumption
 from mucudnn.runtime.training.step.convolution_plans import Plans
+from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["plans_of"]
+__all__ = ["plans_of", "recall_races"]
 
 
 def plans_of(checkpoint: Checkpoint, backend: Backend) -> Plans:
@@ -31,3 +32,18 @@ def plans_of(checkpoint: Checkpoint, backend: Backend) -> Plans:
                     f"{step.algo!r} for {micro}; it has {', '.join(known) or 'none'}"
                 )
     return {plan.problem: plan for plan in found.plans}
+
+
+def recall_races(checkpoint: Checkpoint, tuner: Tuner) -> None:
+    """Have a tuner's cache say what a checkpoint's training chose its kernels by.
+
+    What it says otherwise is replaced: a trainer then chooses as that training did.
+    Nothing is known of another device.
+
+    Raises:
+        CheckpointError: It does not make sense.
+    """
+    found, device = read_resumption(checkpoint), tuner.backend.device.fingerprint
+    if found.device == device:
+        for raced, times in found.races.items():
+            tuner.cache.put_race(device, raced, times, replace=True)

@@ -37,6 +37,7 @@ class EpilogueRace:
         tuner: Plans them; its backend computes, its cache remembers.
         budget: Within which they are measured.
         plans: Made before: what they run by.
+        used: What it chooses by, by what was raced; it grows.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class EpilogueRace:
         tuner: Tuner,
         budget: MemoryBudget | None = None,
         plans: Plans | None = None,
+        used: dict[str, Times] | None = None,
     ) -> None:
         self._tuner, self._budget, self._plans = tuner, budget, plans or {}
         self._wins: dict[tuple[ConvProblem, str], bool] = {}
-        self._known: dict[str, Times] = {}
+        self._used = {} if used is None else used
 
     def offers(self, problem: ConvProblem, bias: str) -> bool:
         """Whether there is a kernel for all of it, and it is not the slower way.
@@ -64,8 +66,8 @@ class EpilogueRace:
             times = None
             if plan is not None:
                 measure = partial(self._measured, problem, bias)
-                raced = _raced(plan, bias)
-                times = raced_once(self._tuner, raced, self._known, measure)
+                used, raced = self._used, _raced(plan, bias)
+                times = raced_once(self._tuner, raced, used, used, measure)
             self._wins[key] = times is None or times[0] <= times[1]
         return self._wins[key]
 

@@ -31,11 +31,18 @@ class LibraryRace:
     Args:
         tuner: Its backend computes, its cache remembers.
         budget: Within which they are measured.
+        used: What it chooses by, by what was raced; it grows.
     """
 
-    def __init__(self, tuner: Tuner, budget: MemoryBudget | None = None) -> None:
+    def __init__(
+        self,
+        tuner: Tuner,
+        budget: MemoryBudget | None = None,
+        used: dict[str, Times] | None = None,
+    ) -> None:
         self._tuner, self._backend = tuner, tuner.backend
         self._memory = None if budget is None else budget.nbytes
+        self._used = {} if used is None else used
 
     def __call__(self, graph: Graph) -> Graph:
         """The graph, its nodes naming the library where its kernel is the faster."""
@@ -67,6 +74,7 @@ class LibraryRace:
             self._tuner,
             _raced(graph, node, library.name),
             library.times_ms,
+            self._used,
             partial(self._measured, graph, node),
         )
         return times is not None and times[1] < times[0]

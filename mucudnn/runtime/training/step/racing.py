@@ -1,7 +1,8 @@
 """Two ways to compute the same, timed beside each other before a step is planned.
 
 Which is faster decides the last bits of a training. So what they took is kept where
-measurements are, and found there by every later process that has them to choose from.
+measurements are, and found there by every later process that has them to choose from;
+and by a training's checkpoints, for going on with another cache.
 """
 
 import json
@@ -31,6 +32,7 @@ def raced_once(
     tuner: Tuner,
     raced: Mapping[str, Any],
     known: dict[str, Times],
+    used: dict[str, Times],
     measure: Callable[[], Times | None],
 ) -> Times | None:
     """What two ways took when they were first timed, by whatever process.
@@ -40,6 +42,7 @@ def raced_once(
         raced: All that decides the times, in what JSON has; other values by their text.
         known: What this process has found, which all its steps share and caches in
             memory do not; it grows.
+        used: What a trainer's choices were made by; it grows.
         measure: Times them; None where that cannot be, which is not remembered.
     """
     key = json.dumps(dict(raced), sort_keys=True, default=str)
@@ -50,7 +53,7 @@ def raced_once(
         if times is None:
             return None
         times = cache.put_race(fingerprint, key, times)
-    known[key] = times
+    known[key] = used[key] = times
     return times
 
 

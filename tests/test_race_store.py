@@ -1,0 +1,144 @@
+"""What was raced, in a cache's file and in recordings: damaged, old, carried along."""
+
+import contextlib
+import json
+import math
+import sqlite3
+
+import pytest
+from hypothesis import given, strategies as st
+
+from mucudnn.codecs.recordings import format_recording, read_recording
+from mucudnn.ir.conv import AlgoPerf
+from mucudnn.ir.measurement import Race
+from mucudnn.runtime.database.cache import BenchmarkCache, CacheWarning
+from mucudnn.runtime.database.recordings import record_run
+from tests.cuda_work import layer
+from tests.test_racing import later
+
+GPU = "gpu/1"
+PROBLEM = layer(3)
+ROW = AlgoPerf(algo="GEMM", batch=3, time_ms=1.0, workspace=64)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "perf.sqlite"
+
+
+def changed(file, statement):
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute(statement)
+        db.commit()
+
+
+def test_a_race_is_kept_until_it_is_cleared(file):
+    for path in (None, file):
+        with BenchmarkCache(path) as cache:
+            assert cache.get_race(GPU, "a") is None
+            assert cache.put_race(GPU, "a", (1.0, 0.0)) == (1.0, 0.0)
+            assert cache.put_race(GPU, "a", (3.0, 4.0)) == (1.0, 0.0)
+            assert cache.put_race("gpu/2", "a", (3.0, 4.0)) == (3.0, 4.0)
+            assert cache.get_race(GPU, "b") is None
+            for bad in (-1.0, math.inf, math.nan, 1e13):
+                with pytest.raises(ValueError, match="second_ms"):
+                    cache.put_race(GPU, "c", (1.0, bad))
+            assert cache.summary() == ()
+            assert cache.clear(GPU) == 0
+            assert [race.fingerprint for race in cache.races()] == ["gpu/2"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["first_ms = -1", "second_ms = 'x'", "measured_at = -5", "first_ms = 9e99"],
+)
+def test_a_damaged_race_is_run_again_and_mended(damage, file):
+    with BenchmarkCache(file) as cache:
+        cache.put_race(GPU, "a", (1.0, 2.0))
+    changed(file, f"UPDATE race SET {damage}")
+    with BenchmarkCache(file) as cache:
+        with pytest.warns(CacheWarning, match="1 of the 1 rows"):
+            assert cache.get_race(GPU, "a") is None
+        assert cache.put_race(GPU, "a", (3.0, 4.0)) == (3.0, 4.0)
+    with BenchmarkCache(file) as cache:
+        assert cache.get_race(GPU, "a") == (3.0, 4.0)
+
+
+def test_a_file_from_before_there_were_races_is_gone_on_with(file):
+    with BenchmarkCache(file) as cache:
+        cache.put(GPU, PROBLEM, [ROW])
+    changed(file, "DROP TABLE race")
+    with BenchmarkCache(file) as cache:
+        assert cache.get(GPU, PROBLEM) == (ROW,)
+        assert cache.races() == ()
+        assert cache.put_race(GPU, "a", (3.0, 4.0)) == (3.0, 4.0)
+        assert cache.path == file
+    changed(file, "DROP TABLE race")
+    changed(file, "CREATE TABLE race (layer)")
+    with pytest.warns(CacheWarning, match="table race is missing or altered"):
+        BenchmarkCache(file).close()
+
+
+def test_an_old_file_that_cannot_be_written_is_still_read(file):
+    with BenchmarkCache(file) as cache:
+        cache.put(GPU, PROBLEM, [ROW])
+    changed(file, "DROP TABLE race")
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        with pytest.warns(CacheWarning, match="in memory only"):
+            cache = BenchmarkCache(file, timeout_s=0.1)
+    with cache:
+        assert cache.get(GPU, PROBLEM) == (ROW,)
+        assert cache.put_race(GPU, "a", (3.0, 4.0)) == (3.0, 4.0)
+
+
+# Recordings.
+
+texts = st.text(st.characters(codec="utf-8"), max_size=8)
+races = st.builds(
+    Race,
+    fingerprint=st.sampled_from(["gpu", "other"]),
+    raced=texts,
+    times_ms=st.tuples(st.floats(0, 1e12), st.floats(0, 1e12)),
+    measured_at=st.floats(0, 1e9),
+)
+
+
+@given(st.lists(races, max_size=5), st.booleans())
+def test_races_survive_in_a_recording(found, compress):
+    data = format_recording((), races=found, compress=compress)
+    assert sorted(map(repr, read_recording(data).races)) == sorted(map(repr, found))
+
+
+@pytest.mark.parametrize(
+    ("place", "bad", "message"),
+    [
+        ("first_ms", -1.0, r"races\[1\].first_ms: -1.0 is not from 0"),
+        ("second_ms", "1", r"races\[1\].second_ms: '1' is not of type float"),
+        ("measured_at", 1e99, r"races\[1\].measured_at: 1e\+99"),
+        ("raced", 5, r"races\[1\].raced: 5"),
+        ("more", 5, r"races\[1\].more: unknown"),
+    ],
+)
+def test_a_bad_race_is_located(place, bad, message):
+    one = Race(fingerprint="gpu", raced="a", times_ms=(1.0, 2.0), measured_at=3.0)
+    document = json.loads(format_recording((), races=[one, one]))
+    document["devices"][0]["races"][1][place] = bad
+    with pytest.raises(ValueError, match=message):
+        read_recording(json.dumps(document).encode())
+
+
+def test_a_recording_carries_races_to_other_machines(file, tmp_path):
+    first, asked, tuner = later(0.5, file)
+    assert asked
+    tuner.plan([PROBLEM])
+    for recorded in (tmp_path / "run.json.gz", tmp_path / "all.json"):
+        if recorded.suffix == ".gz":
+            record_run(recorded, tuner, [PROBLEM], [], 0.0)
+        else:
+            tuner.cache.export_json(recorded)
+        with BenchmarkCache(tmp_path / f"{recorded.name}.sqlite") as elsewhere:
+            elsewhere.import_json(recorded)
+            assert later(2.0, elsewhere)[:2] == (first, [])
+            elsewhere.import_json(recorded)
+            assert elsewhere.races() == tuner.cache.races()
