@@ -17,8 +17,9 @@ cannot move half of the bytes.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ class Traffic:
 class _Counting:
     """A launcher that launches nothing."""
 
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: Traffic
 
     def launch(self, launch: KernelLaunch) -> None:
         if not launch.empty:
@@ -90,35 +91,45 @@ def traffic_of(graph: Graph) -> dict[str, Traffic]:
     """Operation -> what its nodes move in one step of a graph."""
     found: dict[str, Traffic] = {}
     copies = frozenset(copies_of_parameters(graph).values())
-    before = ""
-    for node in graph.nodes:
-        if node.traits.view:
+    launched = (node for node in graph.nodes if not node.traits.view)
+    for op, nodes in groupby(launched, lambda node: node.op):
+        of_op, run = found.setdefault(op, Traffic()), tuple(nodes)
+        if op == "conv":
+            for node in run:
+                problem = node.attrs["problem"]
+                of_op.add(1, _operand_bytes(graph, node), problem.flops)
             continue
-        joins, before = node.op == before, node.op
-        of_op = found.setdefault(node.op, Traffic())
-        if node.op == "conv":
-            problem = node.attrs["problem"]
-            of_op.add(1, _operand_bytes(graph, node), problem.flops)
-            continue
-        counting = _Counting()
-        operation = KERNELS[node.op]
-        inputs, outputs, attrs = operands_of(graph, node)
-        scratch = operation.workspace(inputs, outputs, attrs)
-        operation.run(
-            KernelCall(
-                counting,
-                [_array(spec) for spec in inputs],
-                [_array(spec) for spec in outputs],
-                attrs,
-                _array(TensorSpec("workspace", (scratch,), "uint8")),
-            )
-        )
-        one = counting.traffic
-        launches = 0 if joins and operation.together else one.launches
-        changed = set(node.mutates).difference(copies)
-        again = sum(graph.tensors[name].nbytes for name in changed)
-        of_op.add(launches, one.nbytes + again, one.flops)
+        one = Traffic()
+        for node in run:
+            KERNELS[op].run(_call(graph, node, one))
+            changed = set(node.mutates).difference(copies)
+            again = sum(graph.tensors[name].nbytes for name in changed)
+            one.add(0, again)
+        of_op.add(_launches(graph, run, one.launches), one.nbytes, one.flops)
     return found
+
+
+def _call(graph: Graph, node: Node, counted: Traffic) -> KernelCall:
+    """A node's call, which launches nothing and is counted."""
+    inputs, outputs, attrs = operands_of(graph, node)
+    scratch = KERNELS[node.op].workspace(inputs, outputs, attrs)
+    return KernelCall(
+        _Counting(counted),
+        [_array(spec) for spec in inputs],
+        [_array(spec) for spec in outputs],
+        attrs,
+        _array(TensorSpec("workspace", (scratch,), "uint8")),
+    )
+
+
+def _launches(graph: Graph, run: Sequence[Node], apart: int) -> int:
+    """Of nodes of one operation in a row; `apart` is how many if each has its own."""
+    together = KERNELS[run[0].op].together
+    if together is None or len(run) < 2:
+        return apart
+    joined = Traffic()
+    together([_call(graph, node, joined) for node in run])
+    return joined.launches
 
 
 def least_bytes(graph: Graph) -> int:

@@ -1,8 +1,13 @@
 """What a step moves, as `python -m bench traffic` counts it."""
 
+from dataclasses import replace
+
 import pytest
 
-from bench.traffic import BATCHES, _step
+from bench.traffic import BATCHES, _step, traffic_of
+from tests.cupy_fake import StrictArray, StrictCupy
+from tests.test_cuda_training import stand_in
+from tests.training_cases import examples, trainer
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
@@ -71,3 +76,26 @@ def test_channels_last_take_hardly_more_launches(model):
     turned = [op for op in last["operations"] if "channels" in op]
     images = 4  # the input, the answers of a network without a linear layer, gradients
     assert sum(last["operations"][op]["launches"] for op in turned) <= images
+
+
+class Named(StrictCupy):
+    """CuPy's stand-in, whose kernels are named and do nothing."""
+
+    def _launch(self, source, name, options, grid, arguments):
+        self.launched.append(name)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # nothing is computed
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("precision", [None, "float16"])
+def test_launches_are_those_of_a_trainer(precision, layout, tmp_path, monkeypatch):
+    cupy, gpu = stand_in(monkeypatch, tmp_path, kind=Named)
+    gpu = replace(gpu, library_kernels=None)
+    made = trainer(backend=gpu, precision=precision, layout=layout, update_when="late")
+    copies = []
+    monkeypatch.setattr(StrictArray, "__setitem__", lambda *a: copies.append(a))
+    made.step(*examples(8))
+    counted = traffic_of(made.graph)
+    apart = sum(counted[op].launches for op in ("conv", "matmul"))
+    launched = len(cupy.launched) + len(copies)
+    assert launched == sum(t.launches for t in counted.values()) - apart

@@ -55,8 +55,8 @@ class Captured(FakeCudnn):
     )
 
 
-def stand_in(monkeypatch, folder, *, lazy=False):
-    monkeypatch.setitem(sys.modules, "cupy", cupy := StrictCupy(folder, lazy=lazy))
+def stand_in(monkeypatch, folder, *, lazy=False, kind=StrictCupy):
+    monkeypatch.setitem(sys.modules, "cupy", cupy := kind(folder, lazy=lazy))
     # Without a name for bfloat16 the library's stand-in computes something else.
     known = importlib.util.find_spec("ml_dtypes") is not None
     monkeypatch.setitem(cudnn_kernel._NAMES, 9, "bfloat16" if known else "float16")
