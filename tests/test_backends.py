@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from mucudnn.backends import Backend, backend_names, device_count, get_backend
 from mucudnn.backends.cpu.device import ALIGNMENT
 from mucudnn.errors import (
     BackendError,
+    BackendUnavailableError,
     OutOfMemoryError,
     StepFailedError,
     UnsupportedError,
@@ -26,6 +28,25 @@ def test_an_unknown_name_lists_the_valid_ones():
     for name in backend_names():
         assert name in str(caught.value)
     assert {"cpu", "null", "recorded"} <= set(backend_names())
+
+
+def test_a_gpu_is_not_named_by_its_number():
+    with pytest.raises(BackendUnavailableError, match="CUDA_VISIBLE_DEVICES=1, and"):
+        get_backend("cuda:1")
+
+
+def test_a_gpu_that_cannot_be_used_is_told_with_what_can(monkeypatch):
+    """Whichever command was asked: few take a description of a device."""
+
+    def fails():
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    runtime = SimpleNamespace(CUDARuntimeError=RuntimeError, getDeviceCount=fails)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    told = "cudaErrorInsufficientDriver; the backend 'cpu' computes anywhere, and "
+    with pytest.raises(BackendUnavailableError, match=f"{told}`mucudnn tune"):
+        get_backend("cuda")
 
 
 @pytest.mark.parametrize("name", ["cpu", "null"])

@@ -31,6 +31,7 @@ class Cupy:
         self.launched = []
         self.most = 1 << 20
         self.capture_fails = False
+        self.entered = 0
         self.random = SimpleNamespace(default_rng=self._rng)
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(
@@ -48,7 +49,9 @@ class Cupy:
             Event=lambda: SimpleNamespace(
                 record=lambda: self.launched.append(("event", self.current))
             ),
-            get_current_stream=lambda index=-1: SimpleNamespace(ptr=100 + index),
+            get_current_stream=lambda index=-1: SimpleNamespace(
+                ptr=self.entered or 100 + index
+            ),
         )
 
     @property
@@ -100,10 +103,11 @@ class Stream:
         self._cupy = cupy
 
     def __enter__(self):
+        self._cupy.entered = 900
         return self
 
     def __exit__(self, *error):
-        return None
+        self._cupy.entered = 0
 
     def begin_capture(self):
         self._cupy.launched.append("begin")
@@ -214,6 +218,11 @@ def test_a_capture_is_ended_whatever_happens(cupy):
     replay = device.capture(lambda: cupy.launched.append("work"))
     replay()
     assert cupy.launched == ["begin", "work", "end", "graph"]
+    cupy.launched.clear()
+    streams = []
+    device.capture(lambda: streams.append(device.stream()))
+    assert streams == [900]
+    assert device.stream() == 100
     cupy.launched.clear()
 
     def fails():

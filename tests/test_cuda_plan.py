@@ -121,6 +121,32 @@ def test_new_addresses_are_bound_once_more(backend, library):
     assert len(packs) == 2 * 3
 
 
+def test_another_workspace_is_another_call(backend, library):
+    problem = layer(8)
+    work = Work(backend, problem)
+    runner = backend.bind(mixed(backend, problem))
+    for _ in range(2):
+        work.workspace = backend.device.allocate(1 << 16)
+        library.executions.clear()
+        work.run(runner)
+        assert work.right()
+        used = {e.workspace for e in library.executions if e.workspace}
+        assert used == {work.workspace.data.ptr}
+
+
+@pytest.mark.parametrize("algo", ["eng1_k5=0", LEGACY[Direction.FORWARD]])
+def test_a_workspace_that_is_too_small_is_never_written(algo, backend, library):
+    problem = layer(2)
+    work, plan = Work(backend, problem), plan_of(backend, problem, (algo, 2))
+    needed = plan.steps[0].workspace
+    assert needed > 0
+    work.workspace = backend.device.allocate(needed - 1)
+    with pytest.raises(BackendError, match=f"needs {needed} bytes of workspace"):
+        work.run(backend.bind(plan))
+    assert not library.executions
+    assert np.array_equal(work.out.host, work.before)
+
+
 def test_addresses_remembered_are_bounded(backend, library):
     problem = layer(1)
     runner = backend.bind(plan_of(backend, problem, ("eng0", 1)))

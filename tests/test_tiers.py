@@ -316,6 +316,8 @@ def test_a_missing_folder_and_a_small_tier_are_told(tmp_path):
         PlanningError, match=r"leave the device; there are 4.0 KiB of host"
     ):
         trainer(within(0.6, policy="paging", tiers="host=4KiB"))
+    with pytest.raises(PlanningError, match="add the tier host or disk:FOLDER"):
+        trainer(within(0.6, policy="paging", tiers="peer:1"))
 
 
 def test_rates_are_measured_each_way(tmp_path):

@@ -145,6 +145,11 @@ def _description(argument: str) -> str:
     try:
         return Path(argument).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as e:
+        if argument.isdecimal():
+            raise BackendUnavailableError(
+                f"'cuda:{argument}' is no GPU by its number, what is behind the colon "
+                f"is a description: set CUDA_VISIBLE_DEVICES={argument}, and use 'cuda'"
+            ) from e
         raise BackendUnavailableError(
             f"device description {argument!r} cannot be read ({e}); name a file as "
             f"cuDNN writes it, or one of: {', '.join(shipped)}"
@@ -164,6 +169,7 @@ def _cupy() -> Any:
 
 def _no_gpu(reason: str) -> str:
     return (
-        f"no NVIDIA GPU can be used here: {reason}; to list what one would have, "
-        "add --device h200 --plan-only"
+        f"no NVIDIA GPU can be used here: {reason}; the backend 'cpu' computes "
+        "anywhere, and `mucudnn tune … --backend cuda --device h200 --plan-only` "
+        "lists what a GPU would have"
     )

@@ -141,9 +141,15 @@ def _no_room(
         for t in tiers
     )
     beside = f", {held} parameters and state beside it" if held else ""
-    return PlanningError(
+    what = (
         f"no room for {exact_bytes(pack(left).nbytes)} of the "
-        f"{exact_bytes(pack(blocks).nbytes)} that leave the device; there are "
-        f"{there or 'no tiers for parameters and state'}{beside}: give more of them, "
-        "or another tier"
+        f"{exact_bytes(pack(blocks).nbytes)} that leave the device"
+    )
+    if not there:
+        return PlanningError(
+            f"{what}; they are parameters and state, which go where the host can read "
+            "them: add the tier host or disk:FOLDER"
+        )
+    return PlanningError(
+        f"{what}; there are {there}{beside}: give more of them, or another tier"
     )
