@@ -119,15 +119,15 @@ class StrictArray:
         refuse_capturing("a copy to the host")
         return self.host.copy()
 
-    def set(self, source):
+    def set(self, arr):
         refuse_capturing("a copy from the host")
-        if not isinstance(source, np.ndarray):
-            raise TypeError(f"only NumPy's arrays can be set, not {type(source)}")
-        if (self.dtype, self.shape) != (source.dtype, source.shape):
-            raise TypeError(f"{source.dtype}{source.shape} in {self.dtype}{self.shape}")
+        if not isinstance(arr, np.ndarray):
+            raise TypeError(f"only NumPy's arrays can be set, not {type(arr)}")
+        if (self.dtype, self.shape) != (arr.dtype, arr.shape):
+            raise TypeError(f"{arr.dtype}{arr.shape} in {self.dtype}{self.shape}")
         if not self.flags.c_contiguous:
             raise RuntimeError("cannot set an array with gaps")
-        self.host[...] = source
+        self.host[...] = arr
 
 
 class _Stream:
@@ -224,7 +224,11 @@ class StrictCupy:
         runtime = SimpleNamespace(
             CUDARuntimeError=CUDARuntimeError,
             getDevice=lambda: 0,
-            getDeviceProperties=lambda i: {"name": b"Strict", "major": 9, "minor": 0},
+            getDeviceProperties=lambda device: {
+                "name": b"Strict",
+                "major": 9,
+                "minor": 0,
+            },
             driverGetVersion=lambda: 13000,
             runtimeGetVersion=lambda: 13000,
             memcpyDeviceToDevice=3,
@@ -232,8 +236,8 @@ class StrictCupy:
             memcpyHostToDevice=1,
             memcpyDefault=4,
             getDeviceCount=lambda: 2,
-            deviceCanAccessPeer=lambda device, peer: device != peer,
-            deviceEnablePeerAccess=lambda peer: None,
+            deviceCanAccessPeer=lambda device, peerDevice: device != peerDevice,
+            deviceEnablePeerAccess=lambda peerDevice: None,
             eventRecord=self._record,
             streamWaitEvent=self.wait,
             streamSynchronize=lambda stream: self._streams[stream].synchronize(),
@@ -241,12 +245,12 @@ class StrictCupy:
         )
         self.cuda = SimpleNamespace(
             runtime=runtime,
-            Device=lambda index=0: _Device(),
+            Device=lambda device=None: _Device(),
             Event=self._event,
             Stream=self._stream,
-            get_current_stream=lambda index=-1: self.current,
-            get_elapsed_time=lambda start, stop: 0.01,
-            PinnedMemory=np.ones,
+            get_current_stream=lambda device_id=-1: self.current,
+            get_elapsed_time=lambda start_event, end_event: 0.01,
+            PinnedMemory=lambda size, flags=0: np.ones(size),
             PinnedMemoryPointer=self._locked,
             memory=SimpleNamespace(OutOfMemoryError=NoRoomError),
         )
@@ -261,18 +265,18 @@ class StrictCupy:
         self.replayed += 1
         graph.replay(lambda at_once: _Stream(self, 0, self._lazy and not at_once))
 
-    def empty(self, nbytes, dtype):
+    def empty(self, shape, dtype):
         refuse_capturing("an allocation")
-        room = np.full(nbytes + 512, 0xFF, np.uint8)  # NaN of every float
+        room = np.full(shape + 512, 0xFF, np.uint8)  # NaN of every float
         start = -room.ctypes.data % 512
-        return StrictArray(room[start : start + nbytes].view(dtype))
+        return StrictArray(room[start : start + shape].view(dtype))
 
-    def ascontiguousarray(self, array):
+    def ascontiguousarray(self, a):
         refuse_capturing("an allocation")
-        return StrictArray(np.ascontiguousarray(array.host))
+        return StrictArray(np.ascontiguousarray(a.host))
 
-    def asnumpy(self, array):
-        return array.get()
+    def asnumpy(self, a):
+        return a.get()
 
     def matmul(self, a, b, out):
         """Sums in float32 at least, as cuBLAS is asked to."""
@@ -286,14 +290,18 @@ class StrictCupy:
 
         put(work)
 
-    def RawKernel(self, source, name, options=()):  # noqa: N802
-        if name == "spin":
-            return lambda *_: None
-        return lambda grid, block, arguments: self._launch(
-            source, name, options, grid, arguments
+    def RawKernel(self, code, name, options=()):  # noqa: N802
+        if not isinstance(options, tuple):
+            raise TypeError(f"options are a tuple, not {options!r}")
+        return lambda grid, block, args: self._launch(
+            code, name, options, grid, block, args
         )
 
-    def _launch(self, source, name, options, grid, arguments):
+    def _launch(self, source, name, options, grid, block, arguments):
+        if not (isinstance(grid, tuple) and isinstance(block, tuple)):
+            raise TypeError(f"grids and blocks are tuples, not {grid!r} and {block!r}")
+        if name == "spin":
+            return
         passed = [
             ctypes.c_uint64(a.data.ptr)
             if isinstance(a, StrictArray)
@@ -334,23 +342,24 @@ class StrictCupy:
             subprocess.run(command, input=text, text=True, check=True)
         return ctypes.CDLL(str(built))
 
-    def _rng(self, seed):
+    def _rng(self, seed=None):
         real = np.random.default_rng(seed)
         return SimpleNamespace(
             random=lambda size, dtype: StrictArray(real.random(size, dtype))
         )
 
-    def _event(self, **_):
+    def _event(self, block=False, disable_timing=False):
         ptr = next(self._numbers)
         self.events[ptr] = self._null, 0
         return _Event(self, ptr)
 
-    def _stream(self, non_blocking=False):
+    def _stream(self, null=False, non_blocking=False):
         made = _Stream(self, 0x1000 + next(self._numbers), self._lazy)
         self._streams[made.ptr] = made
         return made
 
     def _record(self, event, stream):
+        _whole(event, stream)
         if CAPTURED and CAPTURED[-1].record(event, stream):
             self.events[event] = None
             return
@@ -364,26 +373,36 @@ class StrictCupy:
         return self.events[event]
 
     def wait(self, stream, event):
+        _whole(stream, event)
         if CAPTURED and CAPTURED[-1].wait(stream, event):
             return
         recorded, position = self.recorded(event)
         self._streams[stream].put(lambda: recorded.drain(position))
 
-    def _copy(self, target, source, nbytes, kind, stream):
+    def _copy(self, dst, src, size, kind, stream):
+        _whole(dst, src, size, kind, stream)
+
         def work():
-            ctypes.memmove(target, source, nbytes)
+            ctypes.memmove(dst, src, size)
 
         if not CAPTURED or not CAPTURED[-1].put(stream, work):
             self._streams[stream].put(work)
             return
-        host = {1: source, 2: target}.get(kind)
+        host = {1: src, 2: dst}.get(kind)
         if host is not None and not any(
-            start <= host and host + nbytes <= stop for start, stop in self.pinned
+            start <= host and host + size <= stop for start, stop in self.pinned
         ):
             raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported: pageable memory")
 
-    def _locked(self, memory, offset):
-        found = memory.astype(np.uint8)
+    def _locked(self, mem, offset):
+        found = mem.astype(np.uint8)
         start = found.ctypes.data
         self.pinned.append((start, start + found.nbytes))
         return found
+
+
+def _whole(*values):
+    """Functions in C take no number of NumPy's for an address."""
+    for value in values:
+        if type(value) is not int:
+            raise TypeError(f"an integer is required, not {value!r}")

@@ -26,17 +26,17 @@ _BASE = {
     "rich": "rich",
     "threadpoolctl": "threadpoolctl",
 }
-_TESTS = {
-    "pytest": "pytest",
-    "hypothesis": "hypothesis",
-    "safetensors": "safetensors",  # of a Trainer, which some of them make
-}
+_COMMAND = {"cloup": "cloup", "jinja2": "jinja2", "safetensors": "safetensors"}
+"""Of the command and of a Trainer: timing kernels needs none of them."""
+
+_TESTS = {"pytest": "pytest", "hypothesis": "hypothesis"}
 _HALVES = {"ml_dtypes": "ml_dtypes"}
 _DRIVER = {"cuda.bindings.driver": "cuda-bindings>=13,<14"}
 _GPU = {"cupy": "cupy-cuda13x[ctk] (or cupy-cuda12x[ctk])"}
 _WORKS = {"pulp": "; assert int(pulp.__version__.split('.')[0]) < 4, 'it is too new'"}
 """What more there is to a package than that it can be imported."""
 
+_USERS_OF_COMMAND = {"probe", "tests", "steps"}
 _PYTHONS = ("3.11", "3.12", "3.13")
 _PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_27", "manylinux_2_28")
 _MOST_BYTES = 60 << 20
@@ -44,7 +44,7 @@ _MOST_BYTES = 60 << 20
 
 def lacking() -> dict[str, str]:
     """What a GPU's steps use and this machine lacks -> why, and what it costs."""
-    wanted = {**_BASE, **_HALVES, **_DRIVER, **_GPU}
+    wanted = {**_BASE, **_COMMAND, **_HALVES, **_DRIVER, **_GPU}
     missing = _missing(wanted)
     return {wanted[m]: f"{_without(m)}: {why}" for m, why in missing.items()}
 
@@ -62,6 +62,8 @@ def _provide(site: str, wheels: str, backend: str, parts: Sequence[str]) -> int:
     needed = dict(_BASE)
     if backend == "cuda":
         needed |= _HALVES | _DRIVER
+    if not parts or _USERS_OF_COMMAND & {*parts}:
+        needed |= _COMMAND
     if not parts or "tests" in parts:
         needed |= _TESTS
     missing = _missing(needed)
@@ -87,6 +89,8 @@ def _provide(site: str, wheels: str, backend: str, parts: Sequence[str]) -> int:
 def _without(module: str) -> str:
     if module in _TESTS:
         return "part tests cannot run"
+    if module in _COMMAND:
+        return "the command, training steps and part tests cannot run"
     if module in _HALVES:
         return "nothing is converted to or from bfloat16"
     if module in _DRIVER:
@@ -204,7 +208,8 @@ def _download(wheels: Path, pythons: Sequence[str]) -> int:
             pip += ["--platform", f"{name}_x86_64"]
         base = [package for name, package in _BASE.items() if name != "numpy"]
         alone = [*_HALVES.values(), *_DRIVER.values(), "cuda-pathfinder"]
-        for packages in ([*base, *_TESTS.values()], ["--no-deps", *alone]):
+        whole = [*base, *_COMMAND.values(), *_TESTS.values()]
+        for packages in (whole, ["--no-deps", *alone]):
             done = subprocess.run([*pip, *packages], check=False)
             if done.returncode:
                 return done.returncode
