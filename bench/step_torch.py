@@ -1,6 +1,6 @@
 """The networks of `bench.step` in PyTorch: the same layers, the same updates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,28 @@ class _Block(nn.Module):  # type: ignore[misc]  # torch has no types here
         return torch.relu_(self.body(x) + self.shortcut(x))
 
 
+class _Bottleneck(nn.Module):  # type: ignore[misc]  # likewise
+    """Three convolutions, of which the second steps, and a shortcut."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *_conv_bn(inputs, width, 1, 1),
+            nn.ReLU(inplace=True),
+            *_conv_bn(width, width, 3, stride),
+            nn.ReLU(inplace=True),
+            *_conv_bn(width, 4 * width, 1, 1),
+        )
+        same = stride == 1 and inputs == 4 * width
+        self.shortcut = nn.Sequential(
+            *(() if same else _conv_bn(inputs, 4 * width, 1, stride))
+        )
+
+    def forward(self, x: Any) -> Any:
+        """Their sum."""
+        return torch.relu_(self.body(x) + self.shortcut(x))
+
+
 def _conv_bn(inputs: int, width: int, kernel: int, stride: int) -> list[nn.Module]:
     conv = nn.Conv2d(
         inputs, width, kernel, stride=stride, padding=kernel // 2, bias=False
@@ -58,15 +80,26 @@ def _conv_bn(inputs: int, width: int, kernel: int, stride: int) -> list[nn.Modul
 
 def resnet18() -> nn.Module:
     """Basic blocks, two a stage, 1000 classes."""
+    return _resnet(_Block, (2, 2, 2, 2), 1)
+
+
+def resnet50() -> nn.Module:
+    """Bottlenecks, 1000 classes."""
+    return _resnet(_Bottleneck, (3, 4, 6, 3), 4)
+
+
+def _resnet(
+    block: Callable[[int, int, int], nn.Module], depths: Sequence[int], wider: int
+) -> nn.Module:
     layers: list[nn.Module] = [*_conv_bn(3, 64, 7, 2), nn.ReLU(inplace=True)]
     layers.append(nn.MaxPool2d(3, 2, 1))
     before = 64
-    for stage in range(4):
-        for i in range(2):
+    for stage, depth in enumerate(depths):
+        for i in range(depth):
             width = 64 << stage
-            layers.append(_Block(before, width, 2 if stage and not i else 1))
-            before = width
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000)]
+            layers.append(block(before, width, 2 if stage and not i else 1))
+            before = wider * width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 1000)]
     return nn.Sequential(*layers)
 
 
@@ -107,6 +140,7 @@ def _twice(inputs: int, width: int) -> nn.Module:
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "alexnet_owt": alexnet_owt,
     "resnet18": resnet18,
+    "resnet50": resnet50,
     "unet2d": _UNet,
 }
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import tomllib
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_a_rehearsal_is_small_and_needs_no_gpu(more, batch, tmp_path):
 def test_every_result_says_what_made_it(whole, tmp_path):
     out = unpacked(whole[0], tmp_path)
     results = [f for f in out.glob("*.json") if f.name != "info.json"]
-    assert len(results) == len(STAGES) + 7
+    assert len(results) == len(STAGES) + 8
     for file in results:
         machine = load(file)["machine"]
         assert "python -m bench.gpu" in machine["command"]
@@ -433,6 +434,12 @@ def test_the_documented_calls_get_what_they_are_said_to():
     assert {part for parts, _ in lines for part in parts.split()} == set(SECONDS)
     for parts, seconds in lines:
         assert sum(shares(parts.split(), {}).values()) == int(seconds) < MOST_S
+
+
+def test_all_that_the_package_depends_on_is_looked_for_and_brought_along():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w-]+", one)[0] for one in project["dependencies"]}
+    assert names <= packages._BASE.keys() | packages._COMMAND.keys()
 
 
 def test_a_missing_package_is_named_and_found_among_wheels(tmp_path):

@@ -25,6 +25,7 @@ SECONDS: Mapping[str, int] = MappingProxyType(
         "deepbench": 500,
         "probe": 60,
         "tests": 300,
+        "steps": 520,
         "torch": 140,
         "peers": 240,
         "models": 150,
@@ -39,6 +40,9 @@ MOST_S = 540
 """What the parts of one call of the script may take in all."""
 
 _LEAST_S = 10
+_KEPT_S = 40
+"""Of its own seconds, what a part keeps where they are shared out, if that is there."""
+
 _MODULES = {"tests": "gpu_tests", "torch": "torch_guest"}
 _SUMMARY = "summary.json"
 _COMPLETE, _PARTIAL, _FAILED, _BEGUN = "complete", "partial", "failed", "begun"
@@ -185,12 +189,12 @@ def shares(wanted: Sequence[str], given: Mapping[str, int]) -> dict[str, int]:
             f"{' '.join(wanted)} would take {fixed + _LEAST_S * len(free)} s at least, "
             f"at most {MOST_S} are allowed: name fewer parts or give --seconds"
         )
-    usual = sum(SECONDS[part] for part in free)
-    share = min(1.0, left / usual) if free else 1.0
-    return {
-        part: given.get(part, max(_LEAST_S, int(SECONDS[part] * share)))
-        for part in wanted
-    }
+    least = {part: min(_KEPT_S, SECONDS[part], left // len(free)) for part in free}
+    beyond = sum(SECONDS[part] - least[part] for part in free)
+    share = min(1.0, (left - sum(least.values())) / beyond) if beyond else 0.0
+    for part, kept in least.items():
+        least[part] = int(kept + (SECONDS[part] - kept) * share)
+    return {part: given.get(part, least.get(part, 0)) for part in wanted}
 
 
 def _summary(options: argparse.Namespace) -> int:

@@ -1,15 +1,13 @@
 """What this GPU is, and the questions that only it can answer.
 
-Sections are asked one after another and written each by itself. One that took the
-process with it is not asked again, unless everything is.
+Sections are asked one after another and written each by itself (`bench.gpu.sections`).
 """
 
 import shutil
 import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from bench.gpu.halves import half_sums
@@ -19,10 +17,11 @@ from bench.gpu.launches import launches
 from bench.gpu.library_kernels import library_kernels
 from bench.gpu.listing import compared_listings
 from bench.gpu.packages import lacking
-from bench.gpu.store import read_json, write_text
+from bench.gpu.sections import all_answered, asked
+from bench.gpu.store import write_text
 from mucudnn.backends.cuda.conv import CudaConv
 from mucudnn.backends.cuda.session import LiveSession, describe_device
-from mucudnn.errors import MucudnnError
+from mucudnn.errors import BackendError
 
 __all__ = ["FILES", "run"]
 
@@ -39,37 +38,19 @@ _SMI_FIELDS = (
 
 def run(job: Job) -> Report:
     """Every section that has no answer yet."""
-    sections: dict[str, Any] = read_json(job.out / _RESULT).get("sections", {})
-    for name, entry in sections.items():
-        if entry["state"] == "begun":
-            sections[name] = {"state": "failed", "error": "the process ended during it"}
-    for name, ask in _SECTIONS.items():
-        if name in sections:
-            continue
-        if job.left_s < _WORTH_S:
-            break
-        sections[name] = {"state": "begun"}
-        job.write(_RESULT, {"sections": sections})
-        sections[name] = _answer(job, ask)
-        job.write(_RESULT, {"sections": sections})
-        job.keep()
+    asks = {name: partial(_answer, ask, job) for name, ask in _SECTIONS.items()}
+    sections = asked(job, _RESULT, asks, worth_s=_WORTH_S)
     failures = [
         f"{name}: {entry['error']}"
         for name, entry in sections.items()
         if entry["state"] == "failed"
     ]
-    return Report(set(sections) == set(_SECTIONS), tuple(failures), _text(sections))
+    complete = all_answered(sections, _SECTIONS)
+    return Report(complete, tuple(failures), _text(sections))
 
 
-def _answer(job: Job, ask: Callable[[Job], Mapping[str, Any]]) -> dict[str, Any]:
-    begun = time.monotonic()
-    try:
-        found = {"state": "done", "result": ask(job)}
-    except Exception as e:  # a section must not cost the others
-        if not isinstance(e, MucudnnError):
-            traceback.print_exc()
-        found = {"state": "failed", "error": f"{type(e).__name__}: {e}"}
-    return {**found, "seconds": time.monotonic() - begun}
+def _answer(ask: Callable[[Job], Mapping[str, Any]], job: Job) -> Mapping[str, Any]:
+    return {"result": ask(job)}
 
 
 def _packages(job: Job) -> Mapping[str, Any]:
@@ -101,7 +82,7 @@ def _info(job: Job) -> Mapping[str, Any]:
         check=False,
     )
     if done.returncode:
-        return {"exit_status": done.returncode, "said": done.stderr[-2000:]}
+        raise BackendError(f"it ended with {done.returncode}: {done.stderr[-2000:]}")
     return {"file": file.name}
 
 

@@ -10,18 +10,16 @@ PyTorch's algorithms are the deterministic ones wherever it has them, for both.
 """
 
 import os
-import time
-import traceback
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from bench.gpu.job import Job, Report
-from bench.gpu.store import read_json
+from bench.gpu.sections import all_answered, asked
 from bench.gpu.torch_guest_steps import Guest, Sizes
 from bench.table import render
-from mucudnn.errors import MucudnnError
 
-__all__ = ["FILES", "SECTIONS", "run"]
+__all__ = ["FILES", "SECTIONS", "missing", "run"]
 
 _RESULT = "torch.json"
 FILES = (_RESULT,)
@@ -42,39 +40,29 @@ _PEAK = 1.05
 
 def run(job: Job) -> Report:
     """Every section that has no answer yet."""
-    reason = _missing(job.backend_name)
+    reason = missing(job.backend_name)
     if reason is not None:
         job.write(_RESULT, {"torch": reason, "sections": {}})
         return Report(True, (), reason)
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
-    sections: dict[str, Any] = read_json(job.out / _RESULT).get("sections", {})
-    for name, entry in sections.items():
-        if entry["state"] == "begun":
-            sections[name] = {"state": "failed", "error": "the process ended during it"}
-    head = {"torch": torch.__version__, "deterministic": True}
-    for section in SECTIONS:
-        name = _name(*section)
-        if name in sections:
-            continue
-        if job.left_s < _WORTH_S:
-            break
-        sections[name] = {"state": "begun"}
-        job.write(_RESULT, {**head, "sections": sections})
-        sections[name] = _answer(job, *section)
-        job.write(_RESULT, {**head, "sections": sections})
-        job.keep()
-        if not _device_works(job):  # another process can go on with the others
-            break
+    sections = asked(
+        job,
+        _RESULT,
+        {_name(*one): partial(_answer, job, *one) for one in SECTIONS},
+        worth_s=_WORTH_S,
+        head={"torch": torch.__version__, "deterministic": True},
+        works=partial(_device_works, job),  # another process can go on with the others
+    )
     failures = tuple(
         f"{name}: {said}" for name, entry in sections.items() for said in _wrong(entry)
     )
-    complete = len(sections) == len(SECTIONS)
+    complete = all_answered(sections, [_name(*one) for one in SECTIONS])
     return Report(complete, failures, f"torch {torch.__version__}\n{_text(sections)}")
 
 
-def _missing(backend_name: str) -> str | None:
+def missing(backend_name: str) -> str | None:
     """Why nothing can be asked."""
     kind = _DEVICES.get(backend_name.partition(":")[0])
     if kind is None:
@@ -91,17 +79,9 @@ def _missing(backend_name: str) -> str | None:
 
 
 def _answer(job: Job, network: str, way: str, limited: bool) -> dict[str, Any]:
-    begun = time.monotonic()
-    try:
-        sizes = Sizes.small(job.batch) if job.layers else Sizes.of(job.batch)
-        device = _DEVICES[job.backend_name.partition(":")[0]]
-        guest = Guest(network, way, sizes, device)
-        found = {"state": "done", **guest.measured(limited, job.deadline)}
-    except Exception as e:  # a section must not cost the others
-        if not isinstance(e, MucudnnError):
-            traceback.print_exc()
-        found = {"state": "failed", "error": f"{type(e).__name__}: {e}"}
-    return {**found, "seconds": time.monotonic() - begun}
+    sizes = Sizes.small(job.batch) if job.layers else Sizes.of(job.batch)
+    device = _DEVICES[job.backend_name.partition(":")[0]]
+    return Guest(network, way, sizes, device).measured(limited, job.deadline)
 
 
 def _device_works(job: Job) -> bool:

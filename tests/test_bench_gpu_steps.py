@@ -1,0 +1,130 @@
+"""Our steps beside PyTorch's: a section a process, whatever ends it."""
+
+import json
+import math
+import sys
+import time
+
+import pytest
+
+from bench.gpu import sections, steps
+from bench.gpu.job import Job
+from bench.gpu.step_rivals import Case
+from bench.gpu.step_section import Section
+
+FOUND = {"rivals": {"ours": {"ms": 2.0, "losses": {"ours": 1.0}}}, "errors": {}}
+
+
+def job(tmp_path, **options):
+    defaults = {"out": tmp_path, "backend_name": "cpu", "ends": math.inf}
+    return Job(**{**defaults, **options})
+
+
+def result(tmp_path, name="steps.json"):
+    return json.loads((tmp_path / name).read_text())["sections"]
+
+
+def test_without_such_a_device_it_is_left_out(tmp_path):
+    report = steps.run(job(tmp_path, backend_name="null"))
+    assert (report.complete, report.failures) == (True, ())
+    assert "no device like null" in report.text
+
+
+@pytest.fixture
+def scripted(tmp_path, monkeypatch):
+    """Sections whose processes run a text each, FILE being what they write."""
+
+    def run(*texts, most_s=60.0):
+        chosen = steps.SECTIONS[: len(texts)]
+        monkeypatch.setattr(steps, "SECTIONS", chosen)
+        monkeypatch.setattr(steps, "_MOST_S", most_s)
+        monkeypatch.setattr(steps, "missing", lambda backend: None)
+        todo = iter(texts)
+
+        def command(job, case, file, seconds, *, compiled):
+            wrote = (
+                f"import os, time; FILE = {str(file)!r}; FOUND = {json.dumps(FOUND)!r}"
+            )
+            return [sys.executable, "-c", f"{wrote}\n{next(todo)}"]
+
+        monkeypatch.setattr(steps, "_command", command)
+        report = steps.run(job(tmp_path))
+        return report, list(result(tmp_path).values())
+
+    return run
+
+
+def test_what_a_process_found_before_it_crashed_is_kept(scripted):
+    write = "open(FILE, 'w').write(FOUND)"
+    report, (crashed, silent, whole) = scripted(
+        f"{write}; os.abort()", "os._exit(3)", write
+    )
+    assert report.complete
+    assert crashed["rivals"]["ours"]["ms"] == 2
+    assert crashed["errors"]["the process"] == "it ended with -6"
+    assert (silent["state"], silent["error"]) == (
+        "failed",
+        "BackendError: it ended with 3",
+    )
+    assert (whole["state"], whole["errors"]) == ("done", {})
+    assert len(report.failures) == 2
+    assert "resnet50 float32 NCHW compiled" in report.text
+
+
+def test_one_that_never_ends_is_ended_and_the_next_one_asked(scripted):
+    report, (hung, whole) = scripted(
+        "time.sleep(600)", "open(FILE, 'w').write(FOUND)", most_s=5.0
+    )
+    assert report.complete
+    assert hung["error"] == "BackendError: it took 5 s"
+    assert whole["state"] == "done"
+
+
+def test_a_loss_that_is_no_number_is_told():
+    entry = {
+        "state": "done",
+        "errors": {},
+        "rivals": {"ours": {"losses": {"ours": None}}},
+    }
+    assert steps._wrong(entry) == ["the loss of ours is no number"]
+
+
+def test_what_was_cut_off_is_asked_once_more(tmp_path):
+    def cut_off():
+        raise KeyboardInterrupt
+
+    def ask(first):
+        asks = {"a": first, "b": lambda: {"answer": 1}}
+        return sections.asked(job(tmp_path), "some.json", asks, worth_s=1.0)
+
+    for times in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            ask(cut_off)
+        entry = result(tmp_path, "some.json")["a"]
+        assert entry == {"state": "cut off", "times": times}
+    found = ask(cut_off)
+    assert found["a"]["error"] == "it was cut off 2 times"
+    assert found["b"]["answer"] == 1
+    assert sections.all_answered(found, "ab")
+    assert not sections.all_answered(found, "abc")
+
+
+def test_without_time_none_is_begun(tmp_path):
+    late = job(tmp_path, ends=time.monotonic())
+    assert sections.asked(late, "some.json", {"a": dict}, worth_s=1.0) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_section_times_ours_beside_pytorch(precision, tmp_path):
+    pytest.importorskip("torch")
+    case = Case("unet2d", 1, 16, precision, "NHWC")
+    soon = job(tmp_path, ends=time.monotonic())
+    found = Section(soon, case, tmp_path / "section.json").run(compiled=False)
+    assert found["errors"] == {}
+    assert [*found["rivals"]] == ["ours", "ours_graph"]
+    for name, row in found["rivals"].items():
+        assert row["ms"] > 0 < row["eager_ms"]
+        assert abs(row["losses"][name] - row["losses"]["torch_eager"]) < 1
+    assert json.loads((tmp_path / "section.json").read_text()) == found
