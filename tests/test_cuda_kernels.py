@@ -1,5 +1,6 @@
 """The GPU's kernels of a training step against the CPU's: emulated, and on a GPU."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -37,10 +38,17 @@ def agree(actual, expected, tolerance, case):
     )
 
 
-def mirror(kernels, dtype, **moves):
+@functools.cache
+def all_cases(dtype):
+    return (*cases(dtype), *channels_last_cases(dtype))
+
+
+def mirror(kernels, dtype, only=None, **moves):
     """Every case, in every place that a result may have; returns the operations."""
     seen = set()
-    for case in (*cases(dtype), *channels_last_cases(dtype)):
+    for case in all_cases(dtype):
+        if only not in (None, case.op):
+            continue
         for place in (None, *case.traits.overwrites):
             expected = compute(CPU[case.op], case)
             actual = compute(kernels[case.op], case, place=place, **moves)
@@ -340,21 +348,69 @@ def test_channels_that_are_last_are_read_by_16_bytes(name, dtype):
         assert len(re.findall(r"\b(?:div|rem)\.[su](?:32|64)", text)) <= 12, kernel
 
 
+# What blocks add up one after another comes first: no emulator runs them at once.
+ADDED_UP = ("batch_norm", "batch_norm_grad", "bias_grad", "bias_relu_grad")
+
+
+def in_rows(op, count):
+    """A case whose channels are last, in so many rows."""
+    x, dy, y = (normal(count, 64, seed=i, dtype="f4") for i in range(3))
+    own = [normal(64, seed=i, dtype="f4") ** 2 + 0.5 for i in range(4)]
+    image, small = (x.shape, "f4"), ((64,), "f4")
+    attrs = {"eps": 1e-3, "momentum": 0.2, "update": True}
+    inputs, outputs, attrs = {
+        "batch_norm": ([x, *own], [image, small, small], attrs),
+        "batch_norm_grad": ([x, dy, own[0], *own[2:]], [image, small, small], {}),
+        "bias_grad": ([dy], [small], {}),
+        "bias_relu_grad": ([np.maximum(y, 0), dy], [image, small], {}),
+    }[op]
+    return Case(op, inputs, outputs, attrs)
+
+
+def agrees_in_rows(kernels, case, times, **moves):
+    """With the CPU's, and with itself to the last bit."""
+    found = [compute(kernels[case.op], case, **moves) for _ in range(times)]
+    for actual, expected in zip(found[0], compute(CPU[case.op], case), strict=True):
+        agree(actual, expected, 1e-4, case)
+    for again in found[1:]:
+        for one, other in zip(found[0], again, strict=True):
+            assert one.tobytes() == other.tobytes()
+
+
+@emulated
+@pytest.mark.parametrize("op", ADDED_UP)
+def test_the_last_block_adds_up_on_the_host(op, folder):
+    emulator = Emulator(folder)
+    agrees_in_rows(bind(emulator), in_rows(op, 600), 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ADDED_UP)
+def test_the_last_of_many_blocks_adds_up_all(op, cuda):
+    import cupy
+
+    moves = {"to": cupy.asarray, "back": cupy.asnumpy}
+    agrees_in_rows(cuda.kernels, in_rows(op, 200_000), 20, **moves)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_every_kernel_does_on_a_gpu_what_the_cpus_does(dtype, cuda):
+@pytest.mark.parametrize("op", KERNELS)
+def test_a_kernel_does_on_a_gpu_what_the_cpus_does(op, dtype, cuda):
+    """A test each, so that one that fails hides none."""
     import cupy
 
     moves = {"to": cupy.asarray, "back": cupy.asnumpy}
-    assert mirror(cuda.kernels, dtype, **moves) == set(KERNELS)
+    assert mirror(cuda.kernels, dtype, only=op, **moves) == {op}
 
 
 @pytest.mark.gpu
-def test_a_gpu_repeats_every_bit(cuda):
+@pytest.mark.parametrize("op", KERNELS)
+def test_a_gpu_repeats_every_bit(op, cuda):
     import cupy
 
     moves = {"to": cupy.asarray, "back": cupy.asnumpy}
-    for case in cases("f4"):
-        once, again = (compute(cuda.kernels[case.op], case, **moves) for _ in range(2))
+    for case in [one for one in all_cases("f4") if one.op == op]:
+        once, again = (compute(cuda.kernels[op], case, **moves) for _ in range(2))
         for one, other in zip(once, again, strict=True):
-            assert one.tobytes() == other.tobytes(), case.op
+            assert one.tobytes() == other.tobytes()

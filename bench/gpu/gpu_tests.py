@@ -33,8 +33,11 @@ _MARKER = "gpu"
 _WITHOUT_GPU = ("backend 'cuda' needs CuPy", "no NVIDIA GPU can be used here")
 """What a test says that is skipped because nothing can run on a GPU here."""
 
-_FIRST = ("test_cuda_kernels.py", "test_cuda_training.py")
-"""What everything else stands on, then one training; the others follow."""
+_FIRST = (
+    *("test_cuda_kernels.py", "test_cuda_training.py", "test_cuda_mapped_memory.py"),
+    *("test_cudnn_kernels.py", "test_cuda_gpu.py"),
+)
+"""What everything else stands on, then whole steps, then what is doubted most."""
 
 _POLL_S = 0.1
 _STOPPING_S = 5.0

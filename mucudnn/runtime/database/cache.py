@@ -33,6 +33,7 @@ from mucudnn.runtime.database.sqlite_file import (
 )
 from mucudnn.runtime.database.tables import (
     OF_ALL,
+    OF_ANY_DEVICE,
     OF_BATCH,
     OF_LAYER,
     PERF,
@@ -229,7 +230,7 @@ class BenchmarkCache:
         """Forget one device or everything; returns how many measurements went."""
 
         def delete(db: sqlite3.Connection) -> int:
-            named = "WHERE ?1 IS NULL OR fingerprint = ?1"
+            named = f"WHERE {OF_ANY_DEVICE}"
             layers = f"WHERE layer IN (SELECT id FROM layer {named})"
             with transaction(db):
                 for table in ("verdict", "plan_text", "race"):

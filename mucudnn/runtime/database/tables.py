@@ -29,6 +29,7 @@ from mucudnn.ir.measurement import Measurement, Race, Verdict
 
 __all__ = [
     "OF_ALL",
+    "OF_ANY_DEVICE",
     "OF_BATCH",
     "OF_LAYER",
     "PERF",
@@ -188,7 +189,8 @@ T = TypeVar("T")
 _LayerOf = Callable[[object], LayerAt]
 
 PUT_LAYER = "INSERT OR IGNORE INTO layer (fingerprint, problem) VALUES (?, ?)"
-OF_ALL = "(?1 IS NULL OR fingerprint = ?1) AND (?2 IS NULL OR problem = ?2)"
+OF_ANY_DEVICE = "fingerprint = coalesce(?, fingerprint)"
+OF_ALL = f"{OF_ANY_DEVICE} AND problem = coalesce(?, problem)"
 OF_LAYER = "fingerprint = ? AND problem = ?"
 OF_BATCH = f"{OF_LAYER} AND batch = ?"
 
