@@ -21,6 +21,9 @@ def library():
     folders = (spec and spec.submodule_search_locations) or ()
     found = [path for at in folders for path in Path(at).rglob("libnvrtc.so.*")]
     found = [path for path in found if re.fullmatch(r"libnvrtc\.so\.\d+", path.name)]
+    for path in found[:1]:  # release 13 does not look for its other part beside itself
+        for beside in path.parent.glob("libnvrtc-builtins.so.*"):
+            ctypes.CDLL(str(beside))
     return ctypes.CDLL(str(found[0])) if found else None
 
 
