@@ -4,10 +4,15 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 from hypothesis import example, given, strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from mucudnn.backends.cpu.conv.lowering.gather import as_matrix
+from mucudnn.backends.cpu.conv.implicit_precomp_gemm import ALGORITHM
+from mucudnn.backends.cpu.conv.lowering.correlation import Correlation
+from mucudnn.backends.cpu.conv.lowering.gather import as_matrix, even_shares
+from mucudnn.backends.cpu.conv.lowering.scattering import Scattering
+from mucudnn.ir.conv import ConvProblem, Direction
 
 MIDDLE = 200
 MEMORY = np.arange(2.0 * MIDDLE)
@@ -62,3 +67,36 @@ def test_a_view_is_a_matrix_exactly_where_blas_can_read_it(rows, columns):
         flipped = matrix if matrix.strides[2] == item else matrix.swapaxes(1, 2)
         assert flipped.strides[2] == item
         assert flipped.strides[1] >= flipped.shape[2] * item
+
+
+@given(st.integers(0, 10000), st.integers(1, 3000))
+def test_tiles_of_a_share_are_as_few_and_as_equal_as_they_can_be(share, most):
+    tile = even_shares(share, most)
+    assert tile <= min(share, most)
+    if share:
+        count = -(-share // tile)
+        assert count == -(-share // most)
+        assert tile * count - share < count
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "groups", "kind"),
+    [
+        (3, 2, 1, Scattering),
+        (3, 1, 1, Correlation),
+        (1, 2, 1, Correlation),
+        (2, 2, 1, Correlation),
+        (3, 2, 2, Correlation),
+    ],
+)
+def test_patches_of_backward_data_are_added_up_where_a_stride_makes_them_overlap(
+    kernel, stride, groups, kind
+):
+    problem = ConvProblem(
+        direction=Direction.BACKWARD_DATA,
+        x_shape=(2, 32 * groups, 9, 9),
+        w_shape=(8 * groups, 32, kernel, kernel),
+        stride=stride,
+        groups=groups,
+    )
+    assert isinstance(ALGORITHM.kernel(problem, 2), kind)

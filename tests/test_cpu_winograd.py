@@ -252,7 +252,7 @@ def test_blocks_cover_every_tile_row_of_every_sample_once(batch):
 @pytest.mark.parametrize(
     ("channels", "size", "batches", "most"),
     [
-        (64, 56, (2, 4, 6, 64), 2 * winograd_plan._OWN_BYTES),
+        (64, 28, (2, 4, 6, 64), 2 * winograd_plan._OWN_BYTES),
         (256, 28, (1, 2, 4, 64), 2 * winograd_plan._BLOCK_BYTES),
     ],
 )

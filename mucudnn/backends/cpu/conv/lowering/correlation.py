@@ -15,6 +15,7 @@ from mucudnn.backends.cpu.conv.lowering.gather import (
     Gather,
     Tiling,
     backward_gathers,
+    even_shares,
     forward_gather,
     grouped,
 )
@@ -74,7 +75,8 @@ class Correlation:
         reduction = source[1] * gather.num_taps
         share = -(-problem.batch * math.prod(gather.out_shape) // workers)
         fits = self._tile_bytes / (reduction * problem.itemsize)
-        target = int(min(share, max(_LEAST_PIXELS, fits)))
+        most = int(max(_LEAST_PIXELS, min(share, fits)))
+        target = even_shares(share, most)
         tiling = Tiling(problem.batch, gather.out_shape, target)
         samples, *tile = tiling.largest
         patches = Patches(

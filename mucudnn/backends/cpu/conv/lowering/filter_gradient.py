@@ -10,6 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 from mucudnn.backends.cpu.conv.carve import Region, carve, nbytes
 from mucudnn.backends.cpu.conv.lowering.gather import (
     Tiling,
+    even_shares,
     forward_gather,
     grouped,
 )
@@ -43,7 +44,8 @@ class FilterGradient:
         pixels = problem.batch * math.prod(self._gather.out_shape)
         per_pixel = problem.x_shape[1] * taps * problem.itemsize
         share = -(-pixels // workers)
-        target = int(min(share, max(_LEAST_TERMS, tile_bytes / per_pixel)))
+        most = int(max(_LEAST_TERMS, min(share, tile_bytes / per_pixel)))
+        target = even_shares(share, most)
         self._tiling = Tiling(problem.batch, self._gather.out_shape, target)
         self._by_channel = c >= 8 * workers and k * c * taps > _LARGE_FILTER
         self._block = -(-c // (2 * workers)) if self._by_channel else c

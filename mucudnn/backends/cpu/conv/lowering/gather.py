@@ -25,6 +25,7 @@ __all__ = [
     "Tiling",
     "as_matrix",
     "backward_gathers",
+    "even_shares",
     "forward_gather",
     "grouped",
     "overlap",
@@ -254,6 +255,14 @@ def _collapse(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] |
             return None
         size *= n
     return size, stride
+
+
+def even_shares(share: int, most: int) -> int:
+    """Elements of a tile, so that a worker's share is a whole number of such tiles.
+
+    At most `most`, and the share itself where it is less.
+    """
+    return -(-share // -(-share // most)) if share else 0
 
 
 class Tiling:

@@ -34,7 +34,7 @@ _BLOCK_BYTES = 8 << 20
 """Transformed tiles of a block that is shared, to stay in a last-level cache; but as
 many as the transformed filter has, which every block reads once."""
 
-_OWN_BYTES = 4 << 20
+_OWN_BYTES = 3 << 20
 """Transformed tiles of a block that one worker has for itself."""
 
 _OWN_FILTER = 4 << 20
