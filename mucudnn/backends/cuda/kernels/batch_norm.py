@@ -10,9 +10,10 @@ adds up the parts and writes the statistics.
 from collections.abc import Sequence
 from typing import Any
 
+from mucudnn.backends.cuda.kernels.channels import Channels
 from mucudnn.backends.cuda.kernels.normed import NORMED, fits, workspace
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program
-from mucudnn.backends.cuda.kernels.sums import CHANNELS, LAST_BLOCK, Channels
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, LAST_BLOCK
 
 __all__ = ["OPERATIONS", "PROGRAM", "apply_last", "forward"]
 
@@ -27,8 +28,8 @@ template <bool KEEP, int CH> struct MomentSums {
     Tally<CH> sums, squares;
     __device__ MomentSums(const ChannelsOf<CH>& channel, const T* x, T* room) {
         for (int j = 0; j < CH; ++j) origin[j] = (A)x[(channel.own() + j) * channel.S];
-        EACH_PACK(channel, aligned(x), {
-            Pack<T, W> v = load<W>(x + at.i);
+        EACH_PACK(channel, aligned(x), (x), {
+            Pack<T, W> v = found.of[0];
             if (KEEP) store(room + at.k, v);
             for (int j = 0; j < W; ++j) {
                 A deviation = (A)v.at[j] - origin[OF(j)];
@@ -58,12 +59,12 @@ __device__ void leave_moments(const T* x, double* sums, double* squares, I N, I 
 template <bool KEPT, int CH>
 __device__ void apply(const ChannelsOf<CH>& channel, const Normed* normed,
                       const T* room, const T* x, const T* term, T* y, bool relu) {
-    EACH_PACK(channel, aligned(x) && aligned(y) && aligned(term), {
-        Pack<T, W> v = KEPT ? load<W>(room + at.k) : load<W>(x + at.i), more;
-        if (term) more = load<W>(term + at.i);
+    const T* read = KEPT ? 0 : x;
+    EACH_PACK(channel, aligned(x) && aligned(y) && aligned(term), (read, term), {
+        Pack<T, W> v = KEPT ? load<W>(room + at.k) : found.of[0];
         for (int j = 0; j < W; ++j) {
             A value = normed[OF(j)](v.at[j]);
-            if (term) value += (A)more.at[j];
+            if (term) value += (A)found.of[1].at[j];
             v.at[j] = (T)(relu ? positive(value) : value);
         }
         store(y + at.i, v);
@@ -155,8 +156,8 @@ template <int CH> __device__ void evaluate(EVAL) {
         factor[j] = (A)((double)gamma[c + j] / sqrt((double)var[c + j] + eps));
         centre[j] = (A)mean[c + j], shift[j] = (A)beta[c + j];
     }
-    EACH_PACK(channel, aligned(x) && aligned(y), {
-        Pack<T, W> v = load<W>(x + at.i);
+    EACH_PACK(channel, aligned(x) && aligned(y), (x), {
+        Pack<T, W> v = found.of[0];
         for (int j = 0; j < W; ++j)
             v.at[j] = (T)(((A)v.at[j] - centre[OF(j)]) * factor[OF(j)] + shift[OF(j)]);
         store(y + at.i, v);

@@ -9,9 +9,10 @@ all; it keeps the masked gradient in registers.
 from collections.abc import Sequence
 from typing import Any
 
+from mucudnn.backends.cuda.kernels.channels import Channels
 from mucudnn.backends.cuda.kernels.normed import NORMED, fits, workspace
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program
-from mucudnn.backends.cuda.kernels.sums import CHANNELS, LAST_BLOCK, Channels
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, LAST_BLOCK
 
 __all__ = ["OPERATIONS", "PROGRAM", "backward", "partial_sums"]
 
@@ -20,37 +21,40 @@ PROGRAM = Program(
     + LAST_BLOCK
     + NORMED
     + r"""
-// Of the gradient what a ReLU lets through: all without one; where its result, if it is
+// What a ReLU lets through of a gradient: all without one; where its result, if it is
 // given, is not 0, which is kept as the term's gradient; where the formula says so.
-template <int CH> struct Gradient {
-    const T *dy, *y;
+enum Passing { ALL, RESULT, FORMULA };
+
+template <int CH, Passing BY> struct Gradient {
     T* dterm;
-    bool formula;
     NormedOf<CH> normed;
-    __device__ Gradient(I c, const T* dy, const T* y, T* dterm, const P* gamma,
-                        const P* beta, const P* mean, const P* inv_std)
-        : dy(dy), y(y), dterm(dterm), formula(beta),
-          normed(c, gamma, beta, mean, inv_std) {}
-    __device__ bool packed() const {
-        return aligned(dy) && aligned(y) && aligned(dterm);
-    }
-    template <int W>
-    __device__ Pack<T, W> operator()(I i, const Pack<T, W>& x, Tally<CH>& sums,
-                                     Tally<CH>& dots) const {
-        Pack<T, W> d = load<W>(dy + i), result;
-        if (y) result = load<W>(y + i);
+    // Of x, dy and the result at W neighbours.
+    template <int W> __device__ void pass(const Found<W, 3>& found, A* passed) const {
         for (int j = 0; j < W; ++j) {
-            const Normed& own = normed.of[OF(j)];
-            if (y && (A)result.at[j] == 0) d.at[j] = (T)(A)0;
-            A passed = formula ? own.masked(x.at[j], d.at[j]) : (A)d.at[j];
-            d.at[j] = (T)passed;
-            sums.add(j, passed);
-            dots.add(j, ((A)x.at[j] - own.centre) * passed);
+            A d = (A)found.of[1].at[j];
+            if (BY == RESULT && (A)found.of[2].at[j] == 0) d = 0;
+            if (BY == FORMULA)
+                d = normed.of[OF(j)].masked(found.of[0].at[j], found.of[1].at[j]);
+            passed[j] = d;
         }
-        if (dterm) store(dterm + i, d);
+    }
+    // And counted, kept as the term's, and given back.
+    template <int W>
+    __device__ Pack<T, W> count(I i, const Found<W, 3>& found, Tally<CH>& sums,
+                                Tally<CH>& dots) const {
+        A passed[W];
+        pass<W>(found, passed);
+        Pack<T, W> narrow;
+        for (int j = 0; j < W; ++j) {
+            sums.add(j, passed[j]);
+            A deviation = (A)found.of[0].at[j] - normed.of[OF(j)].centre;
+            dots.add(j, deviation * passed[j]);
+            narrow.at[j] = (T)passed[j];
+        }
+        if (BY == RESULT && dterm) store(dterm + i, narrow);
         sums.added();
         dots.added();
-        return d;
+        return narrow;
     }
 };
 
@@ -58,26 +62,37 @@ template <int CH> struct Gradient {
     const T *x, const T *dy, const T *y, const P *gamma, const P *beta,           \
         const P *mean, const P *inv_std, T *dterm
 
+#define BACKWARD_GIVEN x, dy, y, gamma, beta, mean, inv_std, dterm
+// A loop for each way, without a branch.
+#define BY_PASSING(function, CH, ...)                                             \
+    if (y) function<CH, RESULT>(__VA_ARGS__);                                     \
+    else if (beta) function<CH, FORMULA>(__VA_ARGS__);                            \
+    else function<CH, ALL>(__VA_ARGS__);
+
 #define SHAPE I N, I C, I S, I width
-template <int CH> __device__ void dots_of(BACKWARD, double* sums, double* dots, SHAPE) {
+template <int CH, Passing BY>
+__device__ void dots_of(BACKWARD, double* sums, double* dots, SHAPE) {
     ChannelsOf<CH> channel(N, C, S, width);
-    Gradient<CH> gradient(channel.own(), dy, y, dterm, gamma, beta, mean, inv_std);
+    const T* result = BY == RESULT ? y : 0;
+    const P* shift = BY == FORMULA ? beta : 0;
+    NormedOf<CH> normed(channel.own(), gamma, shift, mean, inv_std);
+    Gradient<CH, BY> gradient{dterm, normed};
     Tally<CH> ones, products;
-    EACH_PACK(channel, aligned(x) && gradient.packed(), {
-        gradient(at.i, load<W>(x + at.i), ones, products);
+    bool packed = aligned(x) && aligned(dy) && aligned(y) && aligned(dterm);
+    EACH_PACK(channel, packed, (x, dy, result), {
+        gradient.template count<W>(at.i, found, ones, products);
     })
     leave_sums(channel, ones, sums, width);
     leave_sums(channel, products, dots, width);
 }
 
 KERNEL channel_dots(BACKWARD, double* sums, double* dots, SHAPE) {
-    dots_of<1>(x, dy, y, gamma, beta, mean, inv_std, dterm, sums, dots, N, C, S, width);
+    BY_PASSING(dots_of, 1, BACKWARD_GIVEN, sums, dots, N, C, S, width)
 }
 
 KERNEL channel_dots_last(BACKWARD, double* sums, double* dots, long long* arrived,
                          SHAPE) {
-    dots_of<PACKED>(x, dy, y, gamma, beta, mean, inv_std, dterm, sums, dots, N, C, S,
-                    width);
+    BY_PASSING(dots_of, PACKED, BACKWARD_GIVEN, sums, dots, N, C, S, width)
     if (!is_last(arrived)) return;
     Gathering<PACKED> all(C, width);
     all.merge(sums);
@@ -87,72 +102,85 @@ KERNEL channel_dots_last(BACKWARD, double* sums, double* dots, long long* arrive
 #define RESULTS                                                                   \
     T *dx, P *dgamma, P *dbeta, const double *sums, const double *dots, I parts, I N, \
         I C, I S, I width
-template <int CH> __device__ void input_grad(BACKWARD, RESULTS) {
+// A result of the ReLU is not asked again: what it let through is kept, and is dy here.
+template <int CH, Passing BY> __device__ void input_grad(BACKWARD, RESULTS) {
     ChannelsOf<CH> channel(N, C, S, width);
-    I c = channel.c;
-    if (c >= C) return;
-    InputGrad grad[CH];
-    for (int j = 0; j < CH; ++j) {
-        double sum = total(sums, parts, C, c + j), dot = total(dots, parts, C, c + j);
-        grad[j] = InputGrad(mean[c + j], inv_std[c + j], gamma[c + j], sum, dot,
-                            (double)N * S);
-        if (!channel.first() || blockIdx.y != 0) continue;
-        dgamma[c + j] = (P)(dot * (double)inv_std[c + j]);
-        dbeta[c + j] = (P)sum;
+    // A thread finds the numbers of one channel, for all.
+    __shared__ InputGrad all[CH == 1 ? 32 : CH * MOST_WIDTH];
+    I own = threadIdx.x, c = (I)blockIdx.x * width * CH + own;
+    if (own < width * CH && c < C) {
+        double sum = total(sums, parts, C, c), dot = total(dots, parts, C, c);
+        all[own] = InputGrad(mean[c], inv_std[c], gamma[c], sum, dot, (double)N * S);
+        if (blockIdx.y == 0) {
+            dgamma[c] = (P)(dot * (double)inv_std[c]);
+            dbeta[c] = (P)sum;
+        }
     }
-    Gradient<CH> gradient(c, dy, y, dterm, gamma, beta, mean, inv_std);
-    Tally<CH> unused;
-    EACH_PACK(channel, aligned(x) && aligned(dx) && gradient.packed(), {
-        Pack<T, W> v = load<W>(x + at.i), d = gradient(at.i, v, unused, unused);
-        for (int j = 0; j < W; ++j) v.at[j] = (T)grad[OF(j)](v.at[j], (A)d.at[j]);
+    __syncthreads();
+    InputGrad grad[CH];
+    Gradient<CH, BY> gradient;
+    for (int j = 0; j < CH; ++j) {
+        grad[j] = all[threadIdx.x % width * CH + j];
+        A shift = BY == FORMULA ? (A)beta[channel.own() + j] : (A)0;
+        gradient.normed.of[j] = Normed(grad[j].centre, grad[j].scale, shift);
+    }
+    const T* none = 0;
+    EACH_PACK(channel, aligned(x) && aligned(dx) && aligned(dy), (x, dy, none), {
+        Pack<T, W> v = found.of[0];
+        A passed[W];
+        gradient.template pass<W>(found, passed);
+        for (int j = 0; j < W; ++j) v.at[j] = (T)grad[OF(j)](v.at[j], passed[j]);
         store(dx + at.i, v);
     })
 }
+#define GIVEN BACKWARD_GIVEN, dx, dgamma, dbeta, sums, dots, parts, N, C, S, width
 
 KERNEL batch_norm_grad(BACKWARD, RESULTS) {
-    input_grad<1>(x, dy, y, gamma, beta, mean, inv_std, dterm, dx, dgamma, dbeta, sums,
-                  dots, parts, N, C, S, width);
+    if (beta) input_grad<1, FORMULA>(GIVEN);
+    else input_grad<1, ALL>(GIVEN);
 }
 
 KERNEL batch_norm_grad_last(BACKWARD, RESULTS) {
-    input_grad<PACKED>(x, dy, y, gamma, beta, mean, inv_std, dterm, dx, dgamma, dbeta,
-                       sums, dots, parts, N, C, S, width);
+    if (beta) input_grad<PACKED, FORMULA>(GIVEN);
+    else input_grad<PACKED, ALL>(GIVEN);
 }
 
-template <int W>
-__device__ void whole_grad(const Channel& channel, const Gradient<1>& gradient, T* room,
-                           const T* x, P gamma, P mean, P inv_std, T* dx, P* dgamma,
-                           P* dbeta, double count) {
+#define WHOLE BACKWARD, T *dx, P *dgamma, P *dbeta, I N, I C, I S
+template <int W, Passing BY>
+__device__ void whole_grad(WHOLE, const Channel& channel, T* room) {
+    I c = channel.c;
+    const T* result = BY == RESULT ? y : 0;
+    const P* shift = BY == FORMULA ? beta : 0;
+    NormedOf<1> normed(c, gamma, shift, mean, inv_std);
+    Gradient<1, BY> gradient{dterm, normed};
     Pack<T, W> kept[HELD / W];
     Tally<1> ones, products;
     channel.template few<W, HELD / W>([&](const Element& at, int turn) {
-        Pack<T, W> v = load<W>(x + at.i);
-        store(room + at.k, v);
-        kept[turn] = gradient(at.i, v, ones, products);
+        Found<W, 3> found;
+        found.read(at.i, x, dy, result);
+        store(room + at.k, found.of[0]);
+        kept[turn] = gradient.template count<W>(at.i, found, ones, products);
     });
     double sum = lane_sum(ones.far[0], 1), dot = lane_sum(products.far[0], 1);
-    InputGrad grad(mean, inv_std, gamma, sum, dot, count);
+    InputGrad grad(mean[c], inv_std[c], gamma[c], sum, dot, (double)N * S);
     channel.template few<W, HELD / W>([&](const Element& at, int turn) {
         Pack<T, W> v = load<W>(room + at.k);
         for (int j = 0; j < W; ++j) v.at[j] = (T)grad(v.at[j], (A)kept[turn].at[j]);
         store(dx + at.i, v);
     });
     if (!channel.first()) return;
-    dgamma[channel.c] = (P)(dot * (double)inv_std);
-    dbeta[channel.c] = (P)sum;
+    dgamma[c] = (P)(dot * (double)inv_std[c]);
+    dbeta[c] = (P)sum;
 }
 
-KERNEL batch_norm_grad_whole(BACKWARD, T* dx, P* dgamma, P* dbeta, I N, I C, I S) {
+KERNEL batch_norm_grad_whole(WHOLE) {
     alignas(16) __shared__ T room[ROOM];
     Channel channel(N, C, S, 1);
-    I c = channel.c;
-    Gradient<1> gradient(c, dy, y, dterm, gamma, beta, mean, inv_std);
-    if (channel.packs && aligned(x) && aligned(dx) && gradient.packed())
-        whole_grad<PACKED>(channel, gradient, room, x, gamma[c], mean[c], inv_std[c],
-                           dx, dgamma, dbeta, (double)N * S);
-    else
-        whole_grad<1>(channel, gradient, room, x, gamma[c], mean[c], inv_std[c], dx,
-                      dgamma, dbeta, (double)N * S);
+    bool packed = channel.packs && aligned(x) && aligned(dx) && aligned(dy) &&
+                  aligned(y) && aligned(dterm);
+#define WHOLE_GIVEN BACKWARD_GIVEN, dx, dgamma, dbeta, N, C, S, channel, room
+    if (packed) { BY_PASSING(whole_grad, PACKED, WHOLE_GIVEN) }
+    else { BY_PASSING(whole_grad, 1, WHOLE_GIVEN) }
 }
 """
 )

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from mucudnn.backends.cuda.kernels.channels import Channels
 from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, Specs
-from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH, LAST_BLOCK, Channels
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH, LAST_BLOCK
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
@@ -18,8 +19,8 @@ __device__ void added(const T* x, const P* b, T* y, I relu, SHAPE) {
     ChannelsOf<CH> channel(N, C, S, width);
     A more[CH];
     for (int j = 0; j < CH; ++j) more[j] = (A)b[channel.own() + j];
-    EACH_PACK(channel, aligned(x) && aligned(y), {
-        Pack<T, W> v = load<W>(x + at.i);
+    EACH_PACK(channel, aligned(x) && aligned(y), (x), {
+        Pack<T, W> v = found.of[0];
         for (int j = 0; j < W; ++j) {
             A sum = (A)v.at[j] + more[OF(j)];
             v.at[j] = (T)(!relu || sum > 0 || sum != sum ? sum : (A)0);
@@ -41,11 +42,10 @@ template <int CH>
 __device__ void summed(const T* y, const T* dy, T* dx, double* parts, SHAPE) {
     ChannelsOf<CH> channel(N, C, S, width);
     Tally<CH> sums;
-    EACH_PACK(channel, aligned(y) && aligned(dy) && aligned(dx), {
-        Pack<T, W> d = load<W>(dy + at.i), result;
-        if (y) result = load<W>(y + at.i);
+    EACH_PACK(channel, aligned(y) && aligned(dy) && aligned(dx), (dy, y), {
+        Pack<T, W> d = found.of[0];
         for (int j = 0; j < W; ++j) {
-            if (y && (A)result.at[j] == 0) d.at[j] = (T)(A)0;
+            if (y && (A)found.of[1].at[j] == 0) d.at[j] = (T)(A)0;
             sums.add(j, (A)d.at[j]);
         }
         if (y) store(dx + at.i, d);

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from mucudnn.backends.cuda.kernels.channels import Channels
 from mucudnn.backends.cuda.kernels.program import (
     Attrs,
     KernelCall,
@@ -23,7 +24,7 @@ from mucudnn.backends.cuda.kernels.program import (
     Specs,
     as_ncs,
 )
-from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH, Channels
+from mucudnn.backends.cuda.kernels.sums import CHANNELS, FINISH
 
 __all__ = [
     "OPERATIONS",
@@ -241,8 +242,8 @@ template <int CH> __device__ void gamma_of(GAMMA_GRAD) {
     // Of what is summed over, `pixels` neighbours are one sample.
     I sample = (CH > 1 ? channel.start : channel.start / S) / pixels;
     I behind = (sample + 1) * pixels;
-    EACH_PACK(channel, aligned(x) && aligned(dy), {
-        Pack<T, W> v = load<W>(x + at.i), d = load<W>(dy + at.i);
+    EACH_PACK(channel, aligned(x) && aligned(dy), (x, dy), {
+        Pack<T, W> v = found.of[0], d = found.of[1];
         while (pixels > 1 && at.n >= behind) ++sample, behind += pixels;
         for (int j = 0; j < W; ++j) {
             I row = (pixels == 1 ? at.n : sample) * groups + group[OF(j)];

@@ -4,8 +4,8 @@ A network's second forward pass must give what the first gave, and the gradient 
 ReLU behind it is told from the input: all round as `Normed` does.
 """
 
+from mucudnn.backends.cuda.kernels.channels import Channels
 from mucudnn.backends.cuda.kernels.program import THREADS, Specs
-from mucudnn.backends.cuda.kernels.sums import Channels
 from mucudnn.ir.tensor import itemsize
 
 __all__ = ["NORMED", "fits", "workspace"]
@@ -27,7 +27,8 @@ NORMED = (
                                           PACKED * PACKED)
 """
     + r"""
-__device__ A positive(A v) { return v > 0 || v != v ? v : (A)0; }
+// NaN is not 0 or below, and goes through a ReLU.
+__device__ A positive(A v) { return v <= 0 ? (A)0 : v; }
 
 // Normalised elements of a channel, from numbers as they are saved.
 struct Normed {
@@ -37,18 +38,20 @@ struct Normed {
         : centre((A)mean), factor((A)((double)gamma * (double)inverse)),
           shift((A)beta) {}
     __device__ explicit Normed(P mean) : centre((A)mean), factor(0), shift(0) {}
+    __device__ Normed(A centre, A factor, A shift)
+        : centre(centre), factor(factor), shift(shift) {}
     __device__ A operator()(T x) const {
         return fma((A)x - centre, factor, shift);
     }
     __device__ A masked(T x, T dy) const {
-        A y = (A)(T)(*this)(x);
-        return y > 0 || y != y ? (A)dy : (A)0;
+        return (*this)(x) <= vanishing<T>() ? (A)0 : (A)dy;
     }
 };
 
 // Those of CH neighbouring channels; without gamma and beta only their means.
 template <int CH> struct NormedOf {
     Normed of[CH];
+    NormedOf() = default;
     __device__ NormedOf(I c, const P* gamma, const P* beta, const P* mean,
                         const P* inv_std) {
         for (int j = 0; j < CH; ++j)

@@ -57,10 +57,14 @@ struct BFloat {
     unsigned short bits;
     BFloat() = default;
     __device__ explicit BFloat(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
         unsigned int wide = __float_as_uint(value);
         bits = (wide & 0x7fffffffu) > 0x7f800000u
                    ? 0x7fff
                    : (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
+#endif
     }
     __device__ operator float() const {
         return __uint_as_float((unsigned int)bits << 16);
@@ -74,6 +78,12 @@ typedef INDEX I;
 
 // Neighbouring elements, read and written by one access to memory; 16 bytes at most.
 template <class E, int W> struct alignas(W * sizeof(E)) Pack { E at[W]; };
+// What rounds to 0, if it is positive, is at most this.
+template <class E> __device__ A vanishing() { return 0; }
+#ifdef HALVES
+template <> __device__ A vanishing<Half>() { return (A)0x1p-25; }
+template <> __device__ A vanishing<BFloat>() { return (A)0x1p-134; }
+#endif
 #define PACKED ((int)(16 / sizeof(T)))
 __device__ bool aligned(const void* p) { return (unsigned long long)p % 16 == 0; }
 #ifndef ACCESSIBLE  // a debugger of sources may look at what is accessed

@@ -9,6 +9,7 @@ from typing import Any
 
 from mucudnn.backends.cuda.kernels.batch_norm import PROGRAM as WHOLE, apply_last
 from mucudnn.backends.cuda.kernels.batch_norm_grad import partial_sums
+from mucudnn.backends.cuda.kernels.channels import Channels
 from mucudnn.backends.cuda.kernels.normed import NORMED
 from mucudnn.backends.cuda.kernels.program import (
     KernelCall,
@@ -17,7 +18,7 @@ from mucudnn.backends.cuda.kernels.program import (
     Specs,
     flat,
 )
-from mucudnn.backends.cuda.kernels.sums import CHANNELS, Channels
+from mucudnn.backends.cuda.kernels.sums import CHANNELS
 
 __all__ = ["OPERATIONS", "PROGRAM", "all_moments", "moments", "statistics"]
 
@@ -71,8 +72,8 @@ KERNEL batch_norm_apply(const T* x, const P* gamma, const P* beta, const P* mean
     if (c >= C) return;
     Normed normed(mean[c], inv_std[c], gamma[c], beta[c]);
     constexpr int CH = 1;
-    EACH_PACK(channel, aligned(x) && aligned(y), {
-        Pack<T, W> v = load<W>(x + at.i);
+    EACH_PACK(channel, aligned(x) && aligned(y), (x), {
+        Pack<T, W> v = found.of[0];
         for (int j = 0; j < W; ++j) v.at[j] = (T)normed(v.at[j]);
         store(y + at.i, v);
     })
@@ -98,8 +99,8 @@ template <int CH> __device__ void gradient_of(GRADIENT) {
         grad[j] = InputGrad(mean[c + j], inv_std[c + j], gamma[c + j],
                             (double)dbeta[c + j], dot, count);
     }
-    EACH_PACK(channel, aligned(x) && aligned(dy) && aligned(dx), {
-        Pack<T, W> v = load<W>(x + at.i), d = load<W>(dy + at.i);
+    EACH_PACK(channel, aligned(x) && aligned(dy) && aligned(dx), (x, dy), {
+        Pack<T, W> v = found.of[0], d = found.of[1];
         for (int j = 0; j < W; ++j) v.at[j] = (T)grad[OF(j)](v.at[j], (A)d.at[j]);
         store(dx + at.i, v);
     })

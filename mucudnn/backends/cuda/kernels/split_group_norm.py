@@ -6,6 +6,7 @@ the groups of all samples as channels of one.
 
 import math
 
+from mucudnn.backends.cuda.kernels.channels import Channels
 from mucudnn.backends.cuda.kernels.group_norm import (
     ROWS,
     affine_grads,
@@ -25,7 +26,7 @@ from mucudnn.backends.cuda.kernels.split_batch_norm import (
     moments,
     statistics,
 )
-from mucudnn.backends.cuda.kernels.sums import REDUCE, Channels
+from mucudnn.backends.cuda.kernels.sums import REDUCE
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 

@@ -7,42 +7,30 @@ Where channels are last in memory a thread has the neighbours that one access of
 bytes holds, and a block rows of 128 bytes. There are many short parts then: whichever
 block comes last adds up those of its channels, in the order of the blocks.
 
-Parts depend on shapes alone and no number is added atomically: results are
-reproducible.
+Parts depend on shapes alone (see `channels`) and no number is added atomically: results
+are reproducible.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from mucudnn.backends.cuda.kernels.program import (
-    THREADS,
-    KernelCall,
-    Program,
-    as_ncs,
-)
-from mucudnn.ir.tensor import TensorSpec, itemsize
+from mucudnn.backends.cuda.kernels.program import THREADS
 
 __all__ = [
     "CHANNELS",
     "FINISH",
+    "LANES",
     "LAST_BLOCK",
     "PARTIALS",
     "REDUCE",
-    "Channels",
+    "ROW",
     "partials",
 ]
 
-_BLOCKS = 1024
-_MOST_PARTS = 64
-_FEWEST = 8  # elements of a thread, or the parts are not worth their addition
-_LANES = 32
-_SMALL_IMAGE = 8  # elements: below, a row of an image is no full access to memory
-_ACCESS = 16  # bytes of a thread's access to memory
-_ROW = 8  # threads that read neighbours where channels are last: 128 bytes
-_MOST_LAST = 512  # parts where channels are last, which one block adds up
-_SUMMED = 512  # bytes of a channel at least, of which a part is a sum of 8 bytes
+LANES = 32
+"""Neighbouring channels of a block, where images are small."""
+
+ROW = 8
+"""Threads that read neighbours where channels are last: 128 bytes."""
 
 PARTIALS = 512
 """Most blocks of a sum over everything."""
@@ -68,10 +56,28 @@ __device__ double lane_sum(double value, I width) {
 """
 
 CHANNELS = (
-    REDUCE
+    f"#define MOST_WIDTH {ROW}  // threads beside each other where channels are last\n"
+    + REDUCE
     + r"""
+// The compiler is not to know what a number has to do with others.
+__device__ void forget(int& number) { asm volatile("" : "+r"(number)); }
+__device__ void forget(long long& number) { asm volatile("" : "+l"(number)); }
+
 // Where a thread is: an element, its sample, and its place in the part of a channel.
 struct Element { I i, n, k; };
+
+// What some tensors hold at W neighbours; nothing of one that is missing.
+template <int W, int TENSORS> struct Found {
+    Pack<T, W> of[TENSORS];
+    template <class... From> __device__ void read(I i, const From*... from) {
+        const T* all[] = {from...};
+        for (int j = 0; j < TENSORS; ++j)
+            if (all[j]) of[j] = load<W>(all[j] + i);
+    }
+};
+// An array of as many bytes as there are tensors.
+template <class... From>
+__device__ char (&counted(const From*... from))[sizeof...(From)];
 
 // The part of a channel that a block has, and a thread's elements in it; or of CH
 // neighbouring channels that are last in memory.
@@ -87,14 +93,36 @@ template <int CH> struct ChannelsOf {
         start = blockIdx.y * length;
         stop = c >= C ? start : start + length < N * S ? start + length : N * S;
     }
-    // Calls `body` for each W neighbours of the thread; only its start divides.
-    template <int W, class F> __device__ void each(const F& body) const {
-        for (Steps at(*this, W); at.k < stop; at.next(*this))
-            body(at.place(*this));
+    // Calls `body` for each W neighbours of the thread, with what `from` hold there;
+    // only its start divides. Several are read before the first is used, even where
+    // results are written in between, so that memory is not waited for one by one.
+    template <int W, class F, class... From>
+    __device__ void each(const F& body, const From*... from) const {
+        constexpr int AHEAD = sizeof...(From) > 1 ? 2 : 4;
+        Steps at(*this, W);
+        for (; at.k + (AHEAD - 1) * at.step < stop;) {
+            Element places[AHEAD];
+            Found<W, sizeof...(From)> found[AHEAD];
+#pragma unroll
+            for (int turn = 0; turn < AHEAD; ++turn, at.next(*this)) {
+                places[turn] = at.place(*this);
+                found[turn].read(places[turn].i, from...);
+            }
+#pragma unroll
+            for (int turn = 0; turn < AHEAD; ++turn) body(places[turn], found[turn]);
+        }
+        for (; at.k < stop; at.next(*this)) {
+            Element place = at.place(*this);
+            Found<W, sizeof...(From)> found;
+            found.read(place.i, from...);
+            body(place, found);
+        }
     }
     // The same for at most MOST times, which are numbered as the compiler unrolls them.
+    // All places together would take too many registers to be kept for the next call.
     template <int W, int MOST, class F> __device__ void few(const F& body) const {
         Steps at(*this, W);
+        forget(at.k), forget(at.i), forget(at.s);
 #pragma unroll
         for (int turn = 0; turn < MOST; ++turn) {
             if (at.k < stop) body(at.place(*this), turn);
@@ -104,9 +132,6 @@ template <int CH> struct ChannelsOf {
     // The first of its channels, or of any where it has none.
     __device__ I own() const { return c < C ? c : 0; }
     __device__ bool first() const { return row == 0 && c < C; }
-    __device__ void leave(double* parts, int j, double sum) const {
-        if (first()) parts[(I)blockIdx.y * C + c + j] = sum;
-    }
     struct Steps {
         I k, s, n, i, step, samples, pixels, jump;
         __device__ Steps(const ChannelsOf& of, I W)
@@ -150,24 +175,50 @@ template <int CH> struct Tally {
         for (int j = 0; j < CH; ++j) far[j] += (double)near[j], near[j] = 0;
     }
 };
-// What all threads of a block have found of a channel is left by one of them.
+// What all threads of a block have found of their channels is left by some of them:
+// added as `lane_sum` adds, and all channels between the same barriers.
 template <int CH>
 __device__ void leave_sums(const ChannelsOf<CH>& channel, Tally<CH>& tally,
                            double* parts, I width) {
     tally.settle();
-    for (int j = 0; j < CH; ++j)
-        channel.leave(parts, j, lane_sum(tally.far[j], width));
+    if constexpr (CH == 1) {
+        double sum = lane_sum(tally.far[0], width);
+        if (channel.first()) parts[(I)blockIdx.y * channel.C + channel.c] = sum;
+    } else {
+        __shared__ double sums[THREADS / 32][CH * MOST_WIDTH];
+        I lane = threadIdx.x % 32, across = CH * width;
+        for (int other = 16; other >= width; other /= 2)
+            for (int j = 0; j < CH; ++j)
+                tally.far[j] += __shfl_xor_sync(0xffffffffu, tally.far[j], other);
+        __syncthreads();
+        if (lane < width)
+            for (int j = 0; j < CH; ++j)
+                sums[threadIdx.x / 32][j * width + lane] = tally.far[j];
+        __syncthreads();
+        I own = threadIdx.x, c = (I)blockIdx.x * across + own;
+        if (own >= across || c >= channel.C) return;
+        double sum = 0;
+        for (I warp = 0; warp < THREADS / 32; ++warp)
+            sum += sums[warp][own % CH * width + own / CH];
+        parts[(I)blockIdx.y * channel.C + c] = sum;
+    }
 }
 // Elements `at` of CH channels: W at once, where the tensors that are named allow it,
-// of which element j is of channel OF(j).
+// of which element j is of channel OF(j); `found` is what those in brackets hold there.
 #define OF(j) (CH == 1 ? 0 : (j))
-#define EACH_PACK(channel, packed, ...)                                           \
+#define LISTED(...) __VA_ARGS__
+#define FOUND(tensors) Found<W, sizeof(counted(LISTED tensors))>
+#define EACH_PACK(channel, packed, tensors, ...)                                  \
     if (CH > 1 || (channel.packs && (packed))) {                                  \
         constexpr int W = PACKED;                                                 \
-        channel.template each<W>([&](const Element& at) { __VA_ARGS__ });         \
+        channel.template each<W>(                                                 \
+            [&](const Element& at, const FOUND(tensors)& found) { __VA_ARGS__ },  \
+            LISTED tensors);                                                      \
     } else if constexpr (CH == 1) {                                               \
         constexpr int W = 1;                                                      \
-        channel.template each<W>([&](const Element& at) { __VA_ARGS__ });         \
+        channel.template each<W>(                                                 \
+            [&](const Element& at, const FOUND(tensors)& found) { __VA_ARGS__ },  \
+            LISTED tensors);                                                      \
     }
 
 __device__ double total(const double* parts, I count, I C, I c) {
@@ -221,13 +272,22 @@ template <int CH> struct Gathering {
         : C(C), place(threadIdx.x & (width * CH - 1)), threads(width * CH),
           c((I)blockIdx.x * threads + place) {}
     __device__ bool leads() const { return threadIdx.x < threads && c < C; }
-    // All parts, past caches that do not see what other blocks have written.
+    // All parts, past caches that do not see what other blocks have written; many are
+    // read before the first is added, as the other blocks have nothing to do meanwhile.
     __device__ double sum(const double* parts) const {
+        const int AHEAD = 16;
         double sum = 0;
         I step = THREADS / threads, last = c < C ? (I)gridDim.y : 0;
-#pragma unroll 8
-        for (I part = threadIdx.x / threads; part < last; part += step)
-            sum += __ldcg(parts + part * C + c);
+        for (I part = threadIdx.x / threads; part < last; part += AHEAD * step) {
+            double read[AHEAD];
+#pragma unroll
+            for (int turn = 0; turn < AHEAD; ++turn)
+                read[turn] = part + turn * step < last
+                                 ? __ldcg(parts + (part + turn * step) * C + c)
+                                 : 0;
+#pragma unroll
+            for (int turn = 0; turn < AHEAD; ++turn) sum += read[turn];
+        }
         return lane_sum(sum, threads);
     }
     // They become the first.
@@ -238,100 +298,6 @@ template <int CH> struct Gathering {
 };
 """
 """What adds parts up where they are, by the block that comes last."""
-
-
-@dataclass(frozen=True)
-class Channels:
-    """How the sums over an array (N, C, S) are divided.
-
-    A block has `width` times `apiece` channels, each of its threads `apiece`
-    neighbouring ones; `parts` blocks have the same ones.
-    """
-
-    shape: tuple[int, int, int]
-    width: int
-    parts: int
-    apiece: int = 1
-
-    @classmethod
-    def of(cls, shape: Sequence[int]) -> "Channels":
-        """How to divide a tensor (N, C, *spatial) that may begin anywhere."""
-        N, C, S = as_ncs(shape)
-        width = 1 if S >= _SMALL_IMAGE else _LANES
-        across = -(-C // width)
-        worth = N * S // (THREADS // width * _FEWEST)
-        parts = min(_MOST_PARTS, -(-_BLOCKS // max(1, across)), worth)
-        return cls((N, C, S), width, max(1, parts))
-
-    @classmethod
-    def last(cls, shape: Sequence[int], nbytes: int) -> "Channels | None":
-        """How, where channels of so many bytes are last and fill whole accesses."""
-        N, C, S = as_ncs(shape)
-        apiece = _ACCESS // nbytes
-        if S != 1 or C == 0 or C % apiece:
-            return None
-        width = min(_ROW, 1 << (C // apiece - 1).bit_length())
-        across = -(-C // (width * apiece))
-        worth = N * nbytes // _SUMMED
-        parts = min(_MOST_LAST, -(-_BLOCKS // across), worth)
-        return cls((N, C, S), width, max(1, parts), apiece)
-
-    @classmethod
-    def here(cls, call: KernelCall, *images: Any) -> "Channels":
-        """How to divide the first of these, all of one shape; None is a missing one."""
-        shape, nbytes = images[0].shape, images[0].dtype.itemsize
-        found = cls.last(shape, nbytes)
-        starts = (call.gpu.address(image) for image in images if image is not None)
-        if found is None or any(start % _ACCESS for start in starts):
-            return cls.of(shape)
-        return found
-
-    @classmethod
-    def most_bytes(cls, spec: TensorSpec) -> int:
-        """Bytes of the partial sums of a tensor, wherever it begins."""
-        other = cls.last(spec.shape, itemsize(spec.dtype))
-        return max(cls.of(spec.shape).nbytes, other.nbytes if other else 0)
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """The grid of a kernel that makes a `ChannelsOf`."""
-        return -(-self.shape[1] // (self.width * self.apiece)), self.parts
-
-    @property
-    def arguments(self) -> tuple[int, int, int, int]:
-        """N, C, S, width: what a `ChannelsOf` is made of."""
-        return (*self.shape, self.width)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the partial sums."""
-        return 8 * self.parts * self.shape[1]
-
-    def kernel(self, name: str) -> str:
-        """The kernel of this name for channels that are divided so."""
-        return name if self.apiece == 1 else f"{name}_last"
-
-    def finish(self, call: KernelCall, program: Program, parts: Any, out: Any) -> None:
-        """Add the parts up; the program has `FINISH`."""
-        arguments = out, parts, self.parts, out.size
-        blocks = (-(-out.size // _LANES),)
-        call.launch(program, "finish_channels", blocks, *arguments)
-
-    @property
-    def left(self) -> int:
-        """Parts to be added up behind a launch whose last block has merged them."""
-        return self.parts if self.apiece == 1 else 1
-
-    def arrived(self, call: KernelCall) -> tuple[Any, ...]:
-        """The counters of a kernel whose last block adds up; nothing if none does."""
-        if self.apiece == 1:
-            return ()
-        return (call.gpu.table([[0] * self.blocks[0]]),)
-
-    def buffers(self, workspace: Any, count: int) -> list[Any]:
-        """The first parts of a workspace, one for each of `count` sums."""
-        size = self.nbytes
-        return [workspace[i * size : (i + 1) * size] for i in range(count)]
 
 
 def partials(count: int) -> int:
