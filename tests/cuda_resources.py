@@ -8,7 +8,7 @@ import re
 import struct
 from dataclasses import dataclass
 
-__all__ = ["Resources", "divisions_in_loops", "resources"]
+__all__ = ["Resources", "divisions_in_loops", "loads_in_a_row", "resources"]
 
 _REGISTERS, _FRAME = 0x2F, 0x11  # attributes: (symbol, value) of 4 bytes each
 _SIZED = 0x04  # the format of an attribute that says how long it is
@@ -16,7 +16,7 @@ _NO_BITS = 8  # the type of a section without contents
 _FILE = 65536  # registers of a multiprocessor, sm_70 to sm_100
 _THREADS = 2048
 _SHARED = 228 << 10  # bytes of a multiprocessor of sm_90
-_SYSTEM = 1 << 10  # of which each block takes so many
+_SYSTEM = 1 << 10  # of which each block takes so many, counted where it takes others
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,8 @@ class Resources:
     def blocks(self, threads):
         """How many are on a multiprocessor of sm_90 at once."""
         each = -(-max(self.registers, 16) // 8) * 8 * threads
-        return min(
-            _FILE // each, _THREADS // threads, _SHARED // (self.shared + _SYSTEM)
-        )
+        shared = max(self.shared, _SYSTEM)
+        return min(_FILE // each, _THREADS // threads, _SHARED // shared)
 
 
 def resources(code):
@@ -80,18 +79,59 @@ def _attributes(info):
         at += size
 
 
+def loads_in_a_row(text):
+    """Most loads of 16 bytes in PTX before one is computed with, or stored."""
+    most = here = 0
+    for line in text.splitlines():
+        if re.search(r"\bld\.global\.v4\.[fu]32", line):
+            here += 1
+        elif re.search(r"\b(?:(?:add|sub|mul|fma|cvt)\S*\.f\d\d|st\.global)", line):
+            here = 0
+        most = max(most, here)
+    return most
+
+
 def divisions_in_loops(text):
     """Divisions of whole numbers by others than constants, in loops of PTX."""
-    lines = text.splitlines()
-    labels = {
-        found[1]: i
-        for i, line in enumerate(lines)
-        if (found := re.match(r"(\$\w+):", line))
-    }
-    within = set()
-    for i, line in enumerate(lines):
-        found = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
-        if found and labels[found[1]] <= i:
-            within |= set(range(labels[found[1]], i))
+    blocks = _blocks(text)
     division = re.compile(r"\b(?:div|rem)\.[su](?:32|64)\s+%\w+, %\w+, %\w+;")
-    return [lines[i].strip() for i in sorted(within) if division.search(lines[i])]
+    return [
+        line.strip()
+        for start, (lines, _) in blocks.items()
+        for line in lines
+        if division.search(line) and _comes_back(blocks, start)
+    ]
+
+
+def _blocks(text):
+    """Label -> (lines, labels that may come next) of each basic block."""
+    blocks, label = {}, "entry"
+    lines, targets = blocks[label] = ([], [])
+    for line in text.splitlines():
+        if found := re.match(r"(\$\w+):", line):
+            after = found[1]
+        elif found := re.search(r"(@!?%p\d+ )?bra(?:\.uni)?\s+(\$\w+);", line):
+            targets.append(found[2])
+            after = f"after {found[2]} {len(blocks)}" if found[1] else None
+        elif re.search(r"^\s*(?:ret|exit);", line):
+            after = None
+        else:
+            lines.append(line)
+            continue
+        if after:
+            targets.append(after)
+        lines, targets = blocks.setdefault(after or f"nowhere {len(blocks)}", ([], []))
+    return blocks
+
+
+def _comes_back(blocks, start):
+    """Whether a basic block may run again after itself."""
+    seen, waiting = set(), list(blocks[start][1])
+    while waiting:
+        label = waiting.pop()
+        if label == start:
+            return True
+        if label not in seen:
+            seen.add(label)
+            waiting += blocks[label][1]
+    return False

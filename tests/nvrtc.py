@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["ARCHITECTURES", "assembly", "compiled"]
+__all__ = ["ARCHITECTURES", "assembly", "compiled", "hopper"]
 
 ARCHITECTURES = (70, 75, 80, 90, 100)
 """Volta, Turing, Ampere, Hopper, Blackwell; an NVRTC knows some of them."""
@@ -41,18 +41,31 @@ def architectures():
 
 def compiled(source, name, options=()):
     """Machine code for each architecture; what does not compile fails the test."""
-    return [_compile(source, name, arch, options) for arch in architectures()]
+    return [_compile(source, name, arch, options)[0] for arch in architectures()]
 
 
 def assembly(source, name, options=()):
     """Kernel -> its text in PTX, as it is before it is made for one architecture."""
     architectures()
-    text = _compile(source, name, 90, options, "compute", "PTX").decode()
-    entries = text.split(".entry ")[1:]
+    (text,) = _compile(source, name, 90, options, "compute", ["PTX"])
+    return _entries(text)
+
+
+@functools.cache
+def hopper(source, name, options):
+    """(machine code, kernel -> its text in PTX) of one compilation for sm_90."""
+    if 90 not in architectures():
+        pytest.skip("needs an NVRTC that compiles for sm_90")
+    code, text = _compile(source, name, 90, options, "sm", ["CUBIN", "PTX"])
+    return code, _entries(text)
+
+
+def _entries(text):
+    entries = text.decode().split(".entry ")[1:]
     return {entry.partition("(")[0]: entry for entry in entries}
 
 
-def _compile(source, name, arch, options, kind="sm", what="CUBIN"):
+def _compile(source, name, arch, options, kind="sm", what=("CUBIN",)):
     nvrtc = library()
     program = ctypes.c_void_p()
     text = source.encode()
@@ -65,7 +78,7 @@ def _compile(source, name, arch, options, kind="sm", what="CUBIN"):
         values = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
         if nvrtc.nvrtcCompileProgram(program, len(given), values):
             pytest.fail(f"sm_{arch}: {_text(nvrtc, program, 'ProgramLog').decode()}")
-        return _text(nvrtc, program, what)
+        return [_text(nvrtc, program, one) for one in what]
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

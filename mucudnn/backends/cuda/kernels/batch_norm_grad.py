@@ -22,19 +22,22 @@ PROGRAM = Program(
     + NORMED
     + r"""
 // What a ReLU lets through of a gradient: all without one; where its result, if it is
-// given, is not 0, which is kept as the term's gradient; where the formula says so.
-enum Passing { ALL, RESULT, FORMULA };
+// given, is not 0, which is kept as the term's gradient; where the formula says so; or
+// which of them is told by what is given.
+enum Passing { ALL, RESULT, FORMULA, ANY };
 
 template <int CH, Passing BY> struct Gradient {
     T* dterm;
     NormedOf<CH> normed;
+    bool result, formula;
     // Of x, dy and the result at W neighbours.
     template <int W> __device__ void pass(const Found<W, 3>& found, A* passed) const {
         for (int j = 0; j < W; ++j) {
             A d = (A)found.of[1].at[j];
-            if (BY == RESULT && (A)found.of[2].at[j] == 0) d = 0;
-            if (BY == FORMULA)
-                d = normed.of[OF(j)].masked(found.of[0].at[j], found.of[1].at[j]);
+            if (BY == RESULT || (BY == ANY && result))
+                d = (A)found.of[2].at[j] == 0 ? (A)0 : d;
+            if (BY == FORMULA || (BY == ANY && formula))
+                d = normed.of[OF(j)].masked(found.of[0].at[j], d);
             passed[j] = d;
         }
     }
@@ -51,7 +54,7 @@ template <int CH, Passing BY> struct Gradient {
             dots.add(j, deviation * passed[j]);
             narrow.at[j] = (T)passed[j];
         }
-        if (BY == RESULT && dterm) store(dterm + i, narrow);
+        if ((BY == RESULT || BY == ANY) && dterm) store(dterm + i, narrow);
         sums.added();
         dots.added();
         return narrow;
@@ -76,7 +79,7 @@ __device__ void dots_of(BACKWARD, double* sums, double* dots, SHAPE) {
     const T* result = BY == RESULT ? y : 0;
     const P* shift = BY == FORMULA ? beta : 0;
     NormedOf<CH> normed(channel.own(), gamma, shift, mean, inv_std);
-    Gradient<CH, BY> gradient{dterm, normed};
+    Gradient<CH, BY> gradient{dterm, normed, result, shift};
     Tally<CH> ones, products;
     bool packed = aligned(x) && aligned(dy) && aligned(y) && aligned(dterm);
     EACH_PACK(channel, packed, (x, dy, result), {
@@ -149,10 +152,10 @@ KERNEL batch_norm_grad_last(BACKWARD, RESULTS) {
 template <int W, Passing BY>
 __device__ void whole_grad(WHOLE, const Channel& channel, T* room) {
     I c = channel.c;
-    const T* result = BY == RESULT ? y : 0;
-    const P* shift = BY == FORMULA ? beta : 0;
+    const T* result = BY == RESULT || BY == ANY ? y : 0;
+    const P* shift = BY == FORMULA || BY == ANY ? beta : 0;
     NormedOf<1> normed(c, gamma, shift, mean, inv_std);
-    Gradient<1, BY> gradient{dterm, normed};
+    Gradient<1, BY> gradient{dterm, normed, result, shift};
     Pack<T, W> kept[HELD / W];
     Tally<1> ones, products;
     channel.template few<W, HELD / W>([&](const Element& at, int turn) {
@@ -180,7 +183,7 @@ KERNEL batch_norm_grad_whole(WHOLE) {
                   aligned(y) && aligned(dterm);
 #define WHOLE_GIVEN BACKWARD_GIVEN, dx, dgamma, dbeta, N, C, S, channel, room
     if (packed) { BY_PASSING(whole_grad, PACKED, WHOLE_GIVEN) }
-    else { BY_PASSING(whole_grad, 1, WHOLE_GIVEN) }
+    else whole_grad<1, ANY>(WHOLE_GIVEN);  // long enough once
 }
 """
 )

@@ -43,8 +43,8 @@ struct Normed {
     __device__ A operator()(T x) const {
         return fma((A)x - centre, factor, shift);
     }
-    __device__ A masked(T x, T dy) const {
-        return (*this)(x) <= vanishing<T>() ? (A)0 : (A)dy;
+    __device__ A masked(T x, A dy) const {
+        return (*this)(x) <= vanishing<T>() ? (A)0 : dy;
     }
 };
 

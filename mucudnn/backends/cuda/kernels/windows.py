@@ -66,6 +66,19 @@ struct Axis {
         return (stop < size + padding ? stop : size + padding) - origin(o);
     }
 };
+// Windows that hold a place, as numbers that loops need not find again.
+struct Windows {
+    I first, end;
+    __device__ Windows(I first, I end) : first(first), end(end) {}
+    __device__ Windows(const Axis& axis, I x)
+        : first(axis.earliest(x)), end(axis.past(x)) {}
+};
+// Whether windows are one wide along rows of whole accesses, as where channels are
+// last: then neighbours have the same windows, and a thread takes PACKED of them.
+__device__ bool rows_pack(const Axis& W) {
+    return W.kernel == 1 && W.stride == 1 && W.padding == 0 && W.size == W.out &&
+           W.size % PACKED == 0;
+}
 #define AXES                                                                      \
     I d_size, I d_out, I d_kernel, I d_stride, I d_padding, I h_size, I h_out,    \
         I h_kernel, I h_stride, I h_padding, I w_size, I w_out, I w_kernel,       \
