@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 
 from mucudnn.ir.builder import GraphBuilder
@@ -9,6 +10,7 @@ from mucudnn.ir.optimizers import Adam
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.optimizer_updates import with_updates
 from mucudnn.runtime.executor import Executor
+from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.training.parameters import StateStore
 from mucudnn.runtime.training.step.placed_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -16,7 +18,7 @@ from tests.cuda_emulator import COMPILER
 from tests.model_cases import random_feeds
 from tests.test_cuda_training import stand_in
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++")
 
 
 def bound(gpu, depth):
@@ -50,6 +52,7 @@ def calls_of_python(work):
     return count
 
 
+@emulated
 def test_a_bound_launch_is_one_call_of_python(tmp_path, monkeypatch):
     launches, calls = [], []
     for depth in (2, 16):
@@ -67,3 +70,26 @@ def test_a_bound_launch_is_one_call_of_python(tmp_path, monkeypatch):
     assert more >= 80
     # One a launch, and one a node that takes several.
     assert calls[1] - calls[0] < 1.7 * more
+
+
+def test_a_bound_copy_makes_nothing_and_is_a_few_calls_of_python(tmp_path, monkeypatch):
+    """Of which three ask the stand-in for the stream that computes."""
+    cupy, gpu = stand_in(monkeypatch, tmp_path)
+    runtime = cupy.cuda.runtime
+    for name in ("eventRecord", "streamWaitEvent", "memcpyAsync"):
+        setattr(runtime, name, max)  # called with numbers, and no function of Python
+    copies = Copies([gpu.device.copier])
+    there, here = cupy.empty(8, "uint8"), np.empty(8, np.uint8)
+    out = copies.bound("out", 0, there, here, ())
+    back = copies.bound("back", 1, here, there, (0,))
+
+    def steps(count):
+        for _ in range(count):
+            out()
+            back()
+            copies.wait(1)
+
+    steps(1)
+    monkeypatch.setattr(cupy.cuda, "Event", None)
+    each = calls_of_python(lambda: steps(11)) - calls_of_python(lambda: steps(1))
+    assert each / 10 <= 2 * 6 + 5
