@@ -8,14 +8,18 @@ import pytest
 
 from bench.one_algorithm import one_algorithm
 from mucudnn.errors import TrainingError
+from mucudnn.ir.conv import ConvPlan
+from mucudnn.ir.graph import Role
+from mucudnn.passes.graph.inplace import in_place
 from mucudnn.runtime.executor.copies import Copies
 from mucudnn.runtime.executor.results import Present
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoints.checkpoint import Checkpoints
 from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.step.result import StepResult, known_result
+from mucudnn.runtime.training.step.sizes import sketch
 from tests.test_executor import LazyCopier
-from tests.training_cases import Epochs, examples, trainer
+from tests.training_cases import Epochs, examples, trainer, tuner_of
 
 BATCH = 8
 TESTED = {"test": Epochs(2 * BATCH, BATCH), "eval_every": 3}
@@ -156,3 +160,38 @@ def test_the_host_waits_for_copies_when_state_is_asked_for(monkeypatch):
     assert not finished
     made.state.save()
     assert finished
+
+
+def test_inputs_get_room_of_a_budget_where_that_is_predicted_to_be_faster():
+    """Than to fetch them as a step begins. All times are made up."""
+    cpu, told = one_algorithm(), []
+
+    def transit(staged):
+        told.append(staged)
+        return Direct(cpu.device)
+
+    free, rate = trainer(BATCH, evaluate=False), 300.0
+    arriving = sum(s.nbytes for s in free.graph.with_role(Role.INPUT))
+    costs = sketch(tuner_of(), in_place(free.graph))
+    costs = replace(costs, in_bytes_per_ms=rate, out_bytes_per_ms=rate)
+    plans = {
+        problem: ConvPlan(problem, tuple(replace(s, time_ms=1.0) for s in plan.steps))
+        for problem, plan in free.plans.items()
+    }
+    for share in (0.8, 0.9):
+        nbytes = int(free.peak_bytes * share)
+        within = MemoryBudget(nbytes=nbytes, convolutions="fixed", measured=costs)
+        more = {"evaluate": False, "budget": within, "plans": plans}
+        fetched = trainer(BATCH, **more)
+        made = trainer(BATCH, backend=replace(cpu, transit=transit), **more)
+        assert made.peak_bytes <= nbytes
+        one, other = (m.placed.plan.prediction for m in (made, fetched))
+        if told[-1]:
+            assert made.peak_bytes == made.placed.nbytes + arriving
+            busy = (one.in_bytes + arriving) / rate  # of the link
+            assert max(one.step_ms, busy) <= other.step_ms + arriving / rate
+        else:
+            assert made.placed.schedule == fetched.placed.schedule
+        assert fetched.placed.nbytes + arriving > nbytes
+    assert told == [True, False]
+    assert made.step(*examples(BATCH)) == free.step(*examples(BATCH))

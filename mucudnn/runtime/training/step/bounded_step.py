@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.graph import PERSISTENT, Graph, Phase
+from mucudnn.ir.graph import PERSISTENT, Graph, Phase, Role
 from mucudnn.ir.placement import STATIC
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
@@ -161,6 +161,26 @@ class BoundedStep:
                 placed = self._again(request, placed)
             except PlanningError:  # other times, other residencies: what fits is kept
                 break
+        return self._beside_inputs(request, placed)
+
+    def _beside_inputs(self, request: StepRequest, placed: PlacedStep) -> PlacedStep:
+        """The step in less memory, if it is faster to have inputs arrive beside it.
+
+        Where there is no room for these, a step begins by fetching them. Either way
+        they take the link that tensors come back by.
+        """
+        arriving = sum(spec.nbytes for spec in self.graph.with_role(Role.INPUT))
+        left = request.budget - arriving
+        asked = self.tuner.backend.transit is not None and self.hosted is None
+        if not asked or self.tiers or not 0 < left < placed.nbytes:
+            return placed
+        less = request.within(left)
+        with suppress(PlanningError):
+            other = place_step(less, _kept(less, placed.plan))
+            rate, found = request.profile.in_bytes_per_ms, other.plan.prediction
+            ms = max(found.step_ms, (found.in_bytes + arriving) / rate)
+            if ms <= placed.plan.prediction.step_ms + arriving / rate:
+                return other
         return placed
 
     def _again(self, request: StepRequest, placed: PlacedStep) -> PlacedStep:
