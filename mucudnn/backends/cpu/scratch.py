@@ -15,20 +15,31 @@ _ALIGNMENT = 64  # bytes: a cache line
 
 
 class Scratch(threading.local):
-    """As many bytes a thread as were asked for at once."""
+    """As many bytes a thread as one piece of work has asked for at most."""
 
     def __init__(self) -> None:
         self._memory: Any = np.empty(0, np.uint8)
+        self._taken = 0
+
+    def restart(self) -> None:
+        """Begin a piece of work: nothing that was taken before is in use."""
+        if self._taken > self._memory.size:
+            self._memory = np.empty(0, np.uint8)  # before there is more
+            raw = np.empty(self._taken + _ALIGNMENT, np.uint8)
+            start = -raw.ctypes.data % _ALIGNMENT
+            self._memory = raw[start : start + self._taken]
+        self._taken = 0
+
+    def take(self, size: int, dtype: Any) -> Any:
+        """A flat array whose contents are anything; fresh if there is no room yet."""
+        nbytes = size * np.dtype(dtype).itemsize
+        start = self._taken
+        self._taken += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self._taken > self._memory.size:
+            return np.empty(size, dtype)
+        return self._memory[start : start + nbytes].view(dtype)
 
     def like(self, array: Any) -> Any:
-        """A dense array of this shape and type, whose contents are anything.
-
-        It is the memory that this thread was given before: one at a time is in use.
-        """
-        nbytes = array.size * array.itemsize
-        if self._memory.size < nbytes:
-            self._memory = None  # before there is more
-            raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-            start = -raw.ctypes.data % _ALIGNMENT
-            self._memory = raw[start : start + nbytes]
-        return self._memory[:nbytes].view(array.dtype).reshape(array.shape)
+        """The one array of a piece of work: dense, of this shape and type."""
+        self.restart()
+        return self.take(array.size, array.dtype).reshape(array.shape)

@@ -30,9 +30,10 @@ def avg_pool(call: KernelCall) -> None:
     counts = [_count(axis, call.attrs["count_include_pad"]) for axis in axes]
 
     def tile(windows: Windows) -> None:
-        images = {p: windows.gather(x, p, 0.0) for p in windows.phases()}
+        call.scratch.restart()
+        images = {p: windows.gather(x, p, 0.0, call.scratch) for p in windows.phases()}
         place = windows.outputs()
-        total = windows.inner(windows.reduce(images, np.add))
+        total = windows.inner(windows.reduce(images, np.add, call.scratch))
         np.divide(total, _divisors(counts, place, y.dtype), out=y[place])
 
     call.share(Windows.cover(axes, y.shape, x.itemsize), tile)

@@ -14,10 +14,11 @@ import numpy as np
 
 from mucudnn.backends.cpu.kernels.tiles import KernelCall, Run, tiles
 from mucudnn.backends.cpu.kernels.windows import Axis, Windows, spatial_axes
+from mucudnn.backends.cpu.scratch import Scratch
 
 __all__ = ["OPERATIONS"]
 
-_INDEXED = 32768  # outputs whose targets are computed at a time, 8 bytes each
+_INDEXED = 32768  # outputs whose targets are computed at a time, 16 bytes each
 
 Images = dict[tuple[int, ...], Any]
 
@@ -32,35 +33,39 @@ def max_pool(call: KernelCall) -> None:
     y, index = (out.reshape([axis.out for axis in axes]) for out in call.outputs)
 
     def tile(windows: Windows) -> None:
-        images = {p: windows.gather(x, p, -np.inf) for p in windows.phases()}
-        best = windows.reduce(images, np.maximum)
-        number = _first_equal(windows, images, best)
+        scratch = call.scratch
+        scratch.restart()
+        images = {p: windows.gather(x, p, -np.inf, scratch) for p in windows.phases()}
+        best = windows.reduce(images, np.maximum, scratch)
+        number = _first_equal(windows, images, best, scratch)
         place = windows.outputs()
         y[place] = windows.inner(best)
         if not np.isfinite(y[place]).all():
-            _search_inside(windows, images, best, number)
+            _search_inside(windows, images, best, number, scratch)
         index[place] = windows.inner(number)
 
     call.share(Windows.cover(axes, y.shape, x.itemsize), tile)
 
 
-def _first_equal(windows: Windows, images: Images, best: Any) -> Any:
+def _first_equal(windows: Windows, images: Images, best: Any, scratch: Scratch) -> Any:
     """How many elements of each window come before its maximum."""
     *taps, _ = windows.taps()  # if it is none of the others, it is the last
-    before = np.zeros(windows.size, np.uint8)
-    searching = np.ones(windows.size, bool)
-    differs = np.empty(windows.size, bool)
+    before, searching = (scratch.take(windows.size, np.uint8) for _ in range(2))
+    before[...], searching[...] = 0, 1
+    differs = scratch.take(windows.size, bool)
     for tap in taps:
         np.not_equal(windows.element(images, tap), best, out=differs)
-        np.logical_and(searching, differs, out=searching)
-        np.add(before, searching.view(np.uint8), out=before)
+        np.bitwise_and(searching, differs.view(np.uint8), out=searching)
+        np.add(before, searching, out=before)
     return before
 
 
-def _search_inside(windows: Windows, images: Images, best: Any, number: Any) -> None:
+def _search_inside(
+    windows: Windows, images: Images, best: Any, number: Any, scratch: Scratch
+) -> None:
     """Correct `number` where a maximum is NaN, or minus infinity like the padding."""
     anything = np.broadcast_to(np.True_, [axis.size for axis in windows.axes])
-    inside = {p: windows.gather(anything, p, False) for p in windows.phases()}
+    inside = {p: windows.gather(anything, p, False, scratch) for p in windows.phases()}
     for i, tap in reversed(list(enumerate(windows.taps()))):
         x = windows.element(images, tap)
         found = (x == best) | np.isnan(x)
@@ -77,16 +82,28 @@ def max_pool_grad(call: KernelCall) -> None:
     steps = _steps(spatial)
     parts = tiles(dy.shape[1:], _INDEXED)
     together = max(1, _INDEXED // math.prod(dy.shape[1:]))
+    alike = len(parts) == 1  # then blocks are, and the last is like the first planes
+    corners = _corners(spatial, parts[0], together, pixels) if alike else None
 
     def block(part: tuple[slice, ...]) -> None:
         (some,) = part
         target = dx[some].reshape(-1)
         target[...] = 0
         for inner in parts:
-            corners = _corners(spatial, inner, len(dx[some]), pixels)
-            where = np.take(steps, index[(some, *inner)], mode="clip")
-            where += corners
-            np.add.at(target, where.reshape(-1), dy[(some, *inner)].reshape(-1))
+            part_of_dy, count = dy[(some, *inner)], len(dx[some])
+            call.scratch.restart()
+            number, where = (
+                call.scratch.take(part_of_dy.size, np.intp).reshape(part_of_dy.shape)
+                for _ in range(2)
+            )
+            np.copyto(number, index[(some, *inner)])
+            np.take(steps, number, out=where, mode="clip")
+            where += (
+                _corners(spatial, inner, count, pixels)
+                if corners is None
+                else corners[:count]
+            )
+            np.add.at(target, where.reshape(-1), part_of_dy.reshape(-1))
 
     call.share(tiles((planes.size,), together), block)
 

@@ -14,40 +14,37 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.tiles import Attrs, KernelCall, Run
+from mucudnn.backends.cpu.scratch import Scratch
 
 __all__ = ["OPERATIONS"]
 
 
-def sgd(attrs: Attrs, rate: float, w: Any, dw: Any) -> None:
+def sgd(attrs: Attrs, rate: float, w: Any, g: Any) -> None:
     """W -= lr g."""
-    g = _gradient(w, dw, attrs)
     g *= rate
     w -= g
 
 
-def momentum(attrs: Attrs, rate: float, w: Any, dw: Any, m: Any) -> None:
+def momentum(attrs: Attrs, rate: float, w: Any, g: Any, m: Any) -> None:
     """M = mu m + g; w -= lr m, or with Nesterov's lr (g + mu m)."""
-    g = _gradient(w, dw, attrs)
     m *= attrs["momentum"]
     m += g
     if attrs["nesterov"]:
         g += m * attrs["momentum"]
+        g *= rate
     else:
-        g[...] = m
-    g *= rate
+        np.multiply(m, rate, out=g)
     w -= g
 
 
-def adagrad(attrs: Attrs, rate: float, w: Any, dw: Any, s: Any) -> None:
+def adagrad(attrs: Attrs, rate: float, w: Any, g: Any, s: Any) -> None:
     """S += g²; w -= lr g / (sqrt(s) + eps)  (Duchi et al., 2011)."""
-    g = _gradient(w, dw, attrs)
     s += np.square(g)
     _scaled_step(w, g, s, rate, attrs["eps"])
 
 
-def rmsprop(attrs: Attrs, rate: float, w: Any, dw: Any, s: Any) -> None:
+def rmsprop(attrs: Attrs, rate: float, w: Any, g: Any, s: Any) -> None:
     """S = alpha s + (1 - alpha) g²; w -= lr g / (sqrt(s) + eps)."""
-    g = _gradient(w, dw, attrs)
     square = np.square(g)
     square *= 1 - attrs["alpha"]
     s *= attrs["alpha"]
@@ -68,7 +65,7 @@ def adam(call: KernelCall) -> None:
     decay = 1 - float(lr) * attrs["weight_decay"] if attrs["decoupled"] else 1.0
 
     def block(w: Any, dw: Any, m: Any, v: Any, *copies: Any) -> None:
-        g = _gradient(w, dw, attrs, decay=not attrs["decoupled"])
+        g = _gradient(w, dw, attrs, call.scratch, decay=not attrs["decoupled"])
         if decay != 1:
             w *= decay
         change = g * (1 - beta1)
@@ -104,7 +101,10 @@ def _unscaled(call: KernelCall) -> tuple[Sequence[Any], Attrs | None, int]:
 
 
 def _update(formula: Callable[..., None]) -> Run:
-    """The kernel of a formula of (attributes, learning rate, parts of w, dw, state)."""
+    """The kernel of a formula of (attributes, learning rate, parts of w, g, state).
+
+    It may overwrite g, a copy of the gradient.
+    """
 
     def run(call: KernelCall) -> None:
         (w, dw, lr, *others), attrs, _ = _unscaled(call)
@@ -114,7 +114,8 @@ def _update(formula: Callable[..., None]) -> Run:
         state, copies = others[:kept], others[kept:]
 
         def block(w: Any, dw: Any, *others: Any) -> None:
-            formula(attrs, float(lr), w, dw, *others[:kept])
+            g = _gradient(w, dw, attrs, call.scratch)
+            formula(attrs, float(lr), w, g, *others[:kept])
             for copy in others[kept:]:
                 copy[...] = w
 
@@ -139,11 +140,16 @@ def _in_blocks(
         copy[...] = np.moveaxis(w, 1, -1)
 
 
-def _gradient(w: Any, dw: Any, attrs: Attrs, decay: bool = True) -> Any:
+def _gradient(
+    w: Any, dw: Any, attrs: Attrs, scratch: Scratch, decay: bool = True
+) -> Any:
     """A copy of the gradient, scaled, with the weight decay's if asked for."""
-    g = np.multiply(dw, attrs["gradient_scale"], dtype=w.dtype)
-    if decay and attrs["weight_decay"]:
-        g += w * attrs["weight_decay"]
+    g, factor = scratch.like(w), attrs["gradient_scale"]
+    if not decay or not attrs["weight_decay"]:
+        return np.multiply(dw, factor, out=g, dtype=w.dtype)
+    np.multiply(w, attrs["weight_decay"], out=g)
+    as_it_is = factor == 1 and dw.dtype == w.dtype
+    g += dw if as_it_is else np.multiply(dw, factor, dtype=w.dtype)
     return g
 
 

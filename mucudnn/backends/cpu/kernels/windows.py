@@ -15,13 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from mucudnn.backends.cpu.kernels.tiles import Attrs, tiles
+from mucudnn.backends.cpu.scratch import Scratch
 
 __all__ = ["Axis", "Windows", "spatial_axes"]
 
-_TILE_BYTES = 96 << 10
+_TILE_BYTES = 256 << 10
 """Bytes of one phase's image; a kernel holds up to about ten of them."""
 
 
@@ -138,9 +137,11 @@ class Windows:
         image = flat[: self.size].reshape(self.lengths)
         return image[tuple(slice(0, count) for count in self.counts)]
 
-    def gather(self, x: Any, phase: Sequence[int], fill: float) -> Any:
+    def gather(
+        self, x: Any, phase: Sequence[int], fill: float, scratch: Scratch
+    ) -> Any:
         """The flat image of one phase; `fill` outside of `x` and in the spare."""
-        flat = np.empty(self.size + self.spare, x.dtype)
+        flat = scratch.take(self.size + self.spare, x.dtype)
         image = flat[: self.size].reshape(self.lengths)
         inside, source = self.overlap(phase, self.lengths)
         if self.spare or any(
@@ -175,12 +176,15 @@ class Windows:
             )
         return tuple(inside), tuple(source)
 
-    def reduce(self, images: dict[tuple[int, ...], Any], combine: Any) -> Any:
+    def reduce(
+        self, images: dict[tuple[int, ...], Any], combine: Any, scratch: Scratch
+    ) -> Any:
         """Combine each window's elements, one axis after the other, the last first.
 
         Args:
             images: What `gather` made, by phase; left as they are.
             combine: A ufunc, as `np.maximum`.
+            scratch: For the result, and what comes before it.
         """
         for i in reversed(range(len(self.axes))):
             axis, pitch = self.axes[i], self.pitches[i]
@@ -195,7 +199,8 @@ class Windows:
                     offset = t // axis.stride * pitch
                     image = images[(*prefix, t % axis.stride)]
                     parts.append(image[offset : offset + size])
-                result = combine(parts[0], parts[1])
+                result = scratch.take(size, parts[0].dtype)
+                combine(parts[0], parts[1], out=result)
                 for part in parts[2:]:
                     combine(result, part, out=result)
                 shorter[prefix] = result
