@@ -12,6 +12,14 @@ from bench.gpu.job import Job
 from bench.gpu.step_rivals import Case
 from bench.gpu.step_section import Section
 
+PUT = """
+import os, time
+
+def put():
+    with open(FILE + ".part", "w") as file:
+        file.write(FOUND)
+    os.rename(FILE + ".part", FILE)
+"""
 FOUND = {"rivals": {"ours": {"ms": 2.0, "losses": {"ours": 1.0}}}, "errors": {}}
 
 
@@ -32,20 +40,18 @@ def test_without_such_a_device_it_is_left_out(tmp_path):
 
 @pytest.fixture
 def scripted(tmp_path, monkeypatch):
-    """Sections whose processes run a text each, FILE being what they write."""
+    """Sections whose processes run a text each, which puts FOUND into FILE."""
 
-    def run(*texts, most_s=60.0):
+    def run(*texts, is_late=lambda ends: False):
         chosen = steps.SECTIONS[: len(texts)]
         monkeypatch.setattr(steps, "SECTIONS", chosen)
-        monkeypatch.setattr(steps, "_MOST_S", most_s)
+        monkeypatch.setattr(steps, "_is_late", is_late)
         monkeypatch.setattr(steps, "missing", lambda backend: None)
         todo = iter(texts)
 
         def command(job, case, file, seconds, *, compiled):
-            wrote = (
-                f"import os, time; FILE = {str(file)!r}; FOUND = {json.dumps(FOUND)!r}"
-            )
-            return [sys.executable, "-c", f"{wrote}\n{next(todo)}"]
+            values = f"FILE, FOUND = {str(file)!r}, {json.dumps(FOUND)!r}"
+            return [sys.executable, "-c", f"{values}\n{PUT}\n{next(todo)}"]
 
         monkeypatch.setattr(steps, "_command", command)
         report = steps.run(job(tmp_path))
@@ -55,7 +61,7 @@ def scripted(tmp_path, monkeypatch):
 
 
 def test_what_a_process_found_before_it_crashed_is_kept(scripted):
-    write = "open(FILE, 'w').write(FOUND)"
+    write = "put()"
     report, (crashed, silent, whole) = scripted(
         f"{write}; os.abort()", "os._exit(3)", write
     )
@@ -71,12 +77,20 @@ def test_what_a_process_found_before_it_crashed_is_kept(scripted):
     assert "resnet50 float32 NCHW compiled" in report.text
 
 
-def test_one_that_never_ends_is_ended_and_the_next_one_asked(scripted):
-    report, (hung, whole) = scripted(
-        "time.sleep(600)", "open(FILE, 'w').write(FOUND)", most_s=5.0
-    )
-    assert report.complete
-    assert hung["error"] == "BackendError: it took 5 s"
+def test_one_that_never_ends_is_ended_and_the_next_one_asked(scripted, tmp_path):
+    """Late is the first at once, the second when it has written, the third never."""
+    write = "put()"
+    texts = ["time.sleep(600)", f"{write}; time.sleep(600)", write]
+
+    def is_late(ends):
+        written = (tmp_path / "steps-section.json").exists()
+        asked = len(result(tmp_path))
+        return asked == 1 or (asked == 2 and written)
+
+    report, (hung, late, whole) = scripted(*texts, is_late=is_late)
+    assert not report.complete  # it may end another time: what it measured is kept
+    assert hung == {"state": "cut off", "times": 1}
+    assert late["errors"]["the process"].startswith("it took ")
     assert whole["state"] == "done"
 
 

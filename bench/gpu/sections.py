@@ -13,12 +13,16 @@ from bench.gpu.job import Job
 from bench.gpu.store import read_json
 from mucudnn.errors import MucudnnError
 
-__all__ = ["Ask", "all_answered", "asked"]
+__all__ = ["Ask", "UnfinishedError", "all_answered", "asked"]
 
 Ask = Callable[[], Mapping[str, Any]]
 
 _TRIES = 2
 _DONE, _FAILED, _BEGUN, _CUT_OFF = "done", "failed", "begun", "cut off"
+
+
+class UnfinishedError(Exception):
+    """Its time is up; what it has measured is kept, so that it may end another time."""
 
 
 def asked(
@@ -58,10 +62,13 @@ def asked(
         if job.left_s < worth_s:
             break
         note(name, {"state": _BEGUN})
+        cut_off = {"state": _CUT_OFF, "times": before["times"] + 1}
         try:
             note(name, _answer(ask))
+        except UnfinishedError:
+            note(name, cut_off)
         except KeyboardInterrupt:
-            note(name, {"state": _CUT_OFF, "times": before["times"] + 1})
+            note(name, cut_off)
             raise
         job.keep()
         if not works():
@@ -79,6 +86,8 @@ def _answer(ask: Ask) -> dict[str, Any]:
     begun = time.monotonic()
     try:
         found = {"state": _DONE, **ask()}
+    except UnfinishedError:
+        raise
     except Exception as e:  # one must not cost the others
         if not isinstance(e, MucudnnError):
             traceback.print_exc()

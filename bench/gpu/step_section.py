@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.gpu.deepbench import record
 from bench.gpu.job import RULE, Job
+from bench.gpu.keeping import Keeper
 from bench.gpu.step_rivals import Case, TorchStep, ours, sampled
 from bench.gpu.store import write_json
 from bench.gpu.turns import in_turn
@@ -202,6 +203,7 @@ def main() -> int:
         out=options.file.parent,
         backend_name=options.backend,
         ends=time.monotonic() + options.seconds,
+        keeper=Keeper(options.file.parent, None),  # writes recordings, packs nothing
     )
     Section(job, case, options.file).run(compiled=options.compiled)
     return 0

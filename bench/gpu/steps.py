@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.job import Job, Report
-from bench.gpu.sections import all_answered, asked
+from bench.gpu.sections import UnfinishedError, all_answered, asked
 from bench.gpu.step_rivals import Case
 from bench.gpu.store import read_json
 from bench.gpu.torch_guest import missing
@@ -95,7 +95,7 @@ def _answer(job: Job, section: Section) -> Mapping[str, Any]:
     )
     ends = time.monotonic() + seconds
     try:
-        while process.poll() is None and time.monotonic() < ends:
+        while process.poll() is None and not _is_late(ends):
             time.sleep(_POLL_S)
             job.keep()
         status = process.poll()
@@ -105,12 +105,18 @@ def _answer(job: Job, section: Section) -> Mapping[str, Any]:
         process.wait()
     found = read_json(file)
     file.unlink(missing_ok=True)
+    if status is None and not found:
+        raise UnfinishedError
     if status != 0:
         ended = f"it ended with {status}" if status else f"it took {seconds:.0f} s"
         if not found:
             raise BackendError(ended)
         found["errors"]["the process"] = ended
     return {"case": _described(case), **found}
+
+
+def _is_late(ends: float) -> bool:
+    return time.monotonic() >= ends
 
 
 def _command(
