@@ -237,6 +237,11 @@ def test_engines_that_cannot_be_had_are_passed_over(library):
     assert work.bind(8, math_mode=TF32) is None
     work.bind(8)()
     assert work.agrees()
+    work = Work(library, layer(8))
+    work.b = FakeArray.of(work.b.host, 4)  # nor is the bias
+    assert work.bind(8, math_mode=TF32) is None
+    work.bind(8)()
+    assert work.agrees()
     library.fail("cudnnBackendFinalize", Status.NOT_SUPPORTED, times=10**6)
     work = Work(library, layer(6))
     assert work.bind(6) is None

@@ -143,3 +143,23 @@ def test_every_kernel_in_half_precision(name, mixed, tmp_path, monkeypatch):
         agree(found, expected, rounding, case)
         seen.add(case.op)
     assert seen == (set(WIDE) if mixed else set(KERNELS) & set(CPU_KERNELS) - {"cast"})
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_result_is_rounded_to_the_nearest_and_ties_to_even(
+    name, tmp_path, monkeypatch
+):
+    """To the last bit, as NumPy does it."""
+    monkeypatch.setitem(sys.modules, "cupy", StrictCupy(tmp_path))
+    narrow = np.dtype(TYPES[name][0])
+    bits = np.arange(0, 1 << 16, 7, np.uint16)
+    one, other = bits.view(narrow), bits[::-1].copy().view(narrow)
+    found = np.empty_like(one)
+    arrays = [StrictArray(a) for a in (one, other, found)]
+    bind(CupyLauncher(lambda: None))["add"].run(arrays[:2], arrays[2:], {}, None)
+    with np.errstate(all="ignore"):
+        right = (one.astype("f4") + other.astype("f4")).astype(narrow)
+    numbers = ~np.isnan(right.astype("f4"))
+    assert np.isnan(found.astype("f4")[~numbers]).all()
+    assert np.array_equal(found.view("u2")[numbers], right.view("u2")[numbers])
+    assert numbers.sum() > 5000

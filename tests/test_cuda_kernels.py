@@ -10,7 +10,7 @@ import pytest
 
 from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS, bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
-from mucudnn.backends.cuda.kernels import KERNELS, PROGRAMS, bind, program
+from mucudnn.backends.cuda.kernels import KERNELS, PROGRAMS, bind, program, turning
 from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
 from mucudnn.backends.cuda.kernels.losses import GIVEN
 from mucudnn.backends.cuda.kernels.source import compiler_options
@@ -203,6 +203,18 @@ def test_threads_go_on_without_dividing(blocks, folder, monkeypatch):
                 compute(kernels[case.op], case), expected, strict=True
             ):
                 agree(one, other, TOLERANCE["f4"], case)
+
+
+@emulated
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_block_turns_one_square_after_another(backwards, folder, monkeypatch):
+    """None is overwritten while others still read it."""
+    monkeypatch.setattr(turning, "_MOST_BLOCKS", 2)
+    kernel = bind(Emulator(folder, backwards=backwards))["to_channels_last"]
+    x = normal(3, 65, 7, 10)
+    found = np.empty((3, 7, 10, 65), x.dtype)
+    kernel.run([x], [found], {}, None)
+    assert np.array_equal(found, np.moveaxis(x, 1, -1))
 
 
 @emulated
