@@ -10,7 +10,14 @@ import pytest
 
 from mucudnn.backends.cpu.kernels import KERNELS as CPU_KERNELS, bind as bind_cpu
 from mucudnn.backends.cpu.threads import Workers
-from mucudnn.backends.cuda.kernels import KERNELS, PROGRAMS, bind, program, turning
+from mucudnn.backends.cuda.kernels import (
+    KERNELS,
+    PROGRAMS,
+    bind,
+    dropout,
+    program,
+    turning,
+)
 from mucudnn.backends.cuda.kernels.launcher import CupyLauncher
 from mucudnn.backends.cuda.kernels.losses import GIVEN
 from mucudnn.backends.cuda.kernels.source import compiler_options
@@ -215,6 +222,18 @@ def test_a_block_turns_one_square_after_another(backwards, folder, monkeypatch):
     found = np.empty((3, 7, 10, 65), x.dtype)
     kernel.run([x], [found], {}, None)
     assert np.array_equal(found, np.moveaxis(x, 1, -1))
+
+
+@emulated
+def test_a_mask_goes_on_where_a_grid_ends(folder, monkeypatch):
+    monkeypatch.setattr(dropout, "_MOST_RUNS", 2)
+    attrs = {"p": 0.4, "seed": 3, "offset": 5, "run": 21, "apart": 50}
+    case = Case("dropout", [normal(7, 21), np.array(2)], [((7, 21), "f8")], attrs)
+    kernel = bind(Emulator(folder))["dropout"]
+    for one, other in zip(
+        compute(kernel, case), compute(CPU["dropout"], case), strict=True
+    ):
+        assert np.array_equal(one, other)
 
 
 @emulated
