@@ -262,6 +262,24 @@ def test_a_batch_norm_made_again_by_its_statistics_has_the_same_bits(dtype, fold
 
 
 @emulated
+@pytest.mark.parametrize("images", [1, 65535])
+@pytest.mark.parametrize("channels", [1, 3, 8, 9])
+def test_images_of_few_channels_are_turned(channels, images, folder, monkeypatch):
+    """By as few blocks as one for each part of an image, and back."""
+    monkeypatch.setattr(turning, "_MOST_IMAGES", images)
+    emulator = Emulator(folder)
+    kernels = bind(emulator)
+    x = normal(3, channels, 19, 31, dtype="f4")
+    turned, again = np.empty((3, 19, 31, channels), "f4"), np.empty_like(x)
+    kernels["to_channels_last"].run([x], [turned], {}, None)
+    kernels["to_channels_first"].run([turned], [again], {}, None)
+    assert np.array_equal(turned, np.moveaxis(x, 1, -1))
+    assert np.array_equal(again, x)
+    kernel = "transpose_few" if channels <= 8 else "transpose"
+    assert {name for _, name in emulator.launched} == {kernel}
+
+
+@emulated
 def test_nothing_is_launched_for_nothing(folder):
     emulator = Emulator(folder)
     empty = np.empty((0, 3))

@@ -2,17 +2,20 @@
 
 A block takes squares of 32 x 32 elements through shared memory, so that what it reads
 and what it writes are neighbours alike; a column more a row keeps threads of a warp off
-each other's banks.
+each other's banks. Of a few rows or columns, such as the colours of an image, squares
+would be nearly empty: a thread takes what one pixel has.
 """
 
 import math
 from collections.abc import Sequence
 
-from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program
+from mucudnn.backends.cuda.kernels.program import KernelCall, Operation, Program, flat
 
 __all__ = ["OPERATIONS", "PROGRAM"]
 
 _SIDE = 32
+_FEW = 8
+_MOST_IMAGES = 65535  # blocks along a grid's second axis
 _MOST_BLOCKS = 1 << 16
 
 PROGRAM = Program(
@@ -34,6 +37,19 @@ KERNEL transpose(const T* x, T* y, I N, I rows, I columns) {
         __syncthreads();
     }
 }
+
+// Matrices of a few rows, or of a few columns, with `many` of the others.
+KERNEL transpose_few(const T* x, T* y, I N, I few, I many, I rows_are_few) {
+    for (I matrix = blockIdx.y; matrix < N; matrix += gridDim.y) {
+        const T* from = x + matrix * few * many;
+        T* to = y + matrix * few * many;
+        EACH(i, many)
+            for (I j = 0; j < few; ++j) {
+                I apart = j * many + i, beside = i * few + j;
+                to[rows_are_few ? beside : apart] = from[rows_are_few ? apart : beside];
+            }
+    }
+}
 """
 )
 
@@ -53,6 +69,12 @@ def to_channels_first(call: KernelCall) -> None:
 def _transposed(call: KernelCall, shape: Sequence[int]) -> None:
     (x,), (y,) = call.inputs, call.outputs
     n, rows, columns = shape
+    few, many = sorted((rows, columns))
+    if few <= _FEW < many:
+        arguments = x, y, n, few, many, int(rows == few)
+        blocks = *flat(many), min(n, _MOST_IMAGES)
+        call.launch(PROGRAM, "transpose_few", blocks, *arguments)
+        return
     squares = n * -(-rows // _SIDE) * -(-columns // _SIDE)
     call.launch(PROGRAM, "transpose", (min(squares, _MOST_BLOCKS),), x, y, *shape)
 
