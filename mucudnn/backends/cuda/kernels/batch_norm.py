@@ -127,8 +127,8 @@ KERNEL batch_norm(FORWARD, const double* sums, const double* squares, I N, I C, 
                   I width, RULES) {
     Channel channel(N, C, S, width);
     I c = channel.own();
-    Moments moments((A)x[c * S], total(sums, gridDim.y, C, c),
-                    total(squares, gridDim.y, C, c), (double)N * S);
+    Moments moments((A)x[c * S], lane_total(sums, gridDim.y, C, c, width),
+                    lane_total(squares, gridDim.y, C, c, width), (double)N * S);
     normalise<false>(channel, moments, 0, x, gamma, beta, running_mean, running_var,
                      term, y, mean, inv_std, eps, momentum, update, relu);
 }

@@ -108,11 +108,17 @@ KERNEL channel_dots_last(BACKWARD, double* sums, double* dots, long long* arrive
 // A result of the ReLU is not asked again: what it let through is kept, and is dy here.
 template <int CH, Passing BY> __device__ void input_grad(BACKWARD, RESULTS) {
     ChannelsOf<CH> channel(N, C, S, width);
-    // A thread finds the numbers of one channel, for all.
+    // A thread finds the numbers of one channel, for all; parts not yet added up are
+    // added by all.
     __shared__ InputGrad all[CH == 1 ? 32 : CH * MOST_WIDTH];
     I own = threadIdx.x, c = (I)blockIdx.x * width * CH + own;
+    double sum = 0, dot = 0;
+    if (CH == 1) {
+        sum = lane_total(sums, parts, C, channel.c, width);
+        dot = lane_total(dots, parts, C, channel.c, width);
+    }
     if (own < width * CH && c < C) {
-        double sum = total(sums, parts, C, c), dot = total(dots, parts, C, c);
+        if (CH > 1) sum = total(sums, parts, C, c), dot = total(dots, parts, C, c);
         all[own] = InputGrad(mean[c], inv_std[c], gamma[c], sum, dot, (double)N * S);
         if (blockIdx.y == 0) {
             dgamma[c] = (P)(dot * (double)inv_std[c]);

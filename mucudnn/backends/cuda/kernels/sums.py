@@ -227,22 +227,22 @@ __device__ double total(const double* parts, I count, I C, I c) {
     for (I part = 0; part < count; ++part) sum += parts[part * C + c];
     return sum;
 }
+// The same by the threads of a lane, who read side by side and all get it.
+__device__ double lane_total(const double* parts, I count, I C, I c, I width) {
+    double sum = 0;
+    if (c < C)
+        for (I part = threadIdx.x / width; part < count; part += THREADS / width)
+            sum += parts[part * C + c];
+    return lane_sum(sum, width);
+}
 """
 )
 
 FINISH = """
-// The same by threads that share it; a block has 32 channels.
-__device__ double shared_total(const double* parts, I count, I C, I c) {
-    double sum = 0;
-    if (c < C)
-        for (I part = threadIdx.x / 32; part < count; part += THREADS / 32)
-            sum += parts[part * C + c];
-    return lane_sum(sum, 32);
-}
-
+// A block has 32 channels.
 KERNEL finish_channels(T* out, const double* parts, I count, I C) {
     I c = blockIdx.x * 32 + threadIdx.x % 32;
-    double sum = shared_total(parts, count, C, c);
+    double sum = lane_total(parts, count, C, c, 32);
     if (threadIdx.x < 32 && c < C) out[c] = (T)sum;
 }
 """
