@@ -41,6 +41,7 @@ DIVIDING = {
     "max_pool_grad": "by a stride that is neither 1 nor 2, before the windows",
     "softmax_cross_entropy": "once for a pixel, before its classes",
     "accuracy": "once for a pixel, before its classes",
+    "picked_mean": "once for a pixel, whose label alone it reads",
     "lrn": "once for a pixel, before its channels",
     "lrn_grad": "once for a pixel, before its channels",
     "transpose": "once for a square of 1024 elements",
