@@ -46,6 +46,8 @@ def test_a_race_is_kept_until_it_is_cleared(file):
             assert cache.summary() == ()
             assert cache.clear(GPU) == 0
             assert [race.fingerprint for race in cache.races()] == ["gpu/2"]
+            cache.clear()
+            assert cache.put_race(GPU, "d", (5.0, 6.0)) == (5.0, 6.0)
 
 
 @pytest.mark.parametrize(
