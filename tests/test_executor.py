@@ -406,6 +406,37 @@ def test_a_copy_back_waits_for_who_is_still_leaving_its_place(cpu, watcher):
     assert any((slot == r).all() for slot in slots)
 
 
+@pytest.mark.parametrize("watcher", [None, RaceDetector()])
+def test_a_workspace_waits_for_who_is_still_leaving_its_place(cpu, watcher):
+    g = GraphBuilder()
+    x = g.input("x", (100,))
+    u, v = g.scale(x, 2.0), g.scale(x, 3.0)
+    graph = g.build(g.add(u, v))
+    a, b, c = (node.name for node in graph.nodes)
+    (out,) = graph.outputs
+    instructions = (
+        *(Alloc(x), Alloc(u), Compute(a), SwapOut(u), Free(u)),
+        *(Alloc(v), Compute(b)),  # its workspace is where u was
+        *(Alloc(u), SwapIn(u), Wait(u), Alloc(out), Compute(c)),
+    )
+    schedule = Schedule(graph, instructions, {b: 400}, 2000)
+    places = {x: (0,), u: (512, 512), v: (1024,), out: (1536,)}
+    layout = Layout(places, {b: 512}, 2048, 2048)
+    scale = cpu.kernels["scale"]
+
+    def run(inputs, outputs, attrs, workspace):
+        scale.run(inputs, outputs, attrs, None)
+        if workspace is not None:
+            workspace[:] = 0xFF
+
+    kernels = {**cpu.kernels, "scale": Kernel(run)}
+    backend = replace(cpu, device=Device(LazyCopier), kernels=kernels)
+    executor = Executor(backend, schedule, layout, {}, {}, watcher=watcher)
+    values = np.linspace(-1, 1, 100, dtype=np.float32)
+    result = executor.run({"x": values})[out]
+    np.testing.assert_array_equal(result, 2 * values + 3 * values)
+
+
 def test_copies_that_nobody_waits_for_end_with_the_step(cpu):
     g = GraphBuilder()
     x = g.input("x", (100,))
