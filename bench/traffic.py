@@ -13,6 +13,11 @@ products once, and what the update reads and writes; everything else could be fu
 What updates move is told apart: in mixed precision they read and write masters and
 state in single precision, as many bytes as without it, so a network of many parameters
 cannot move half of the bytes.
+
+Where PyTorch is installed, its eager step of the same network is counted as well
+(`traffic_eager`), and both are estimated for an H200 by its published figures: every
+launch at the peak of its bytes or of its FLOPs, whichever binds it. Kernels reach a
+part of that, on both sides; what the host costs, and launches that wait, are not in it.
 """
 
 import math
@@ -25,6 +30,8 @@ from typing import Any
 import numpy as np
 
 from bench.table import render
+from bench.traffic_beside import beside_eager, eager_tables
+from bench.traffic_counts import Rates, Traffic, rates_of
 from mucudnn.backends.cuda.kernels import KERNELS
 from mucudnn.backends.cuda.kernels.program import KernelCall, KernelLaunch
 from mucudnn.ir.channels_last import operands_of
@@ -37,28 +44,13 @@ from mucudnn.passes.graph.layouts.choice import stored
 from mucudnn.passes.graph.precision.narrow_copies import copies_of_parameters
 from mucudnn.runtime.training.training_graphs import training_graphs
 
-__all__ = ["Traffic", "run", "table", "traffic_of"]
+__all__ = ["BATCHES", "run", "table", "traffic_of"]
 
 BATCHES = {"resnet50": 256, "vgg16": 128, "unet2d": 16}
 """Network -> images in a step."""
 
 PRECISIONS = (None, "float16", "bfloat16")
 _GB = 1e9
-
-
-@dataclass
-class Traffic:
-    """Counted of a step, or of a part of it."""
-
-    launches: int = 0
-    nbytes: int = 0
-    flops: float = 0.0
-
-    def add(self, launches: int, nbytes: int, flops: float = 0.0) -> None:
-        """One more thing that is launched."""
-        self.launches += launches
-        self.nbytes += nbytes
-        self.flops += flops
 
 
 @dataclass
@@ -87,25 +79,26 @@ class _Counting:
         return 0
 
 
-def traffic_of(graph: Graph) -> dict[str, Traffic]:
+def traffic_of(graph: Graph, rates: Rates | None = None) -> dict[str, Traffic]:
     """Operation -> what its nodes move in one step of a graph."""
+    rates = rates or rates_of(None)
     found: dict[str, Traffic] = {}
     copies = frozenset(copies_of_parameters(graph).values())
     launched = (node for node in graph.nodes if not node.traits.view)
     for op, nodes in groupby(launched, lambda node: node.op):
-        of_op, run = found.setdefault(op, Traffic()), tuple(nodes)
+        of_op, run = found.setdefault(op, Traffic(rates)), tuple(nodes)
         if op == "conv":
             for node in run:
                 problem = node.attrs["problem"]
                 of_op.add(1, _operand_bytes(graph, node), problem.flops)
             continue
-        one = Traffic()
+        one = Traffic(rates)
         for node in run:
             KERNELS[op].run(_call(graph, node, one))
             changed = set(node.mutates).difference(copies)
             again = sum(graph.tensors[name].nbytes for name in changed)
             one.add(0, again)
-        of_op.add(_launches(graph, run, one.launches), one.nbytes, one.flops)
+        of_op.join(one, _launches(graph, run, one.launches))
     return found
 
 
@@ -144,14 +137,14 @@ def least_bytes(graph: Graph) -> int:
 def run() -> dict[str, Any]:
     """Count steps of every network in every precision. Ready for JSON."""
     kinds = ((False, "NCHW"), (True, "NCHW"), (True, "NHWC"))
-    return {
-        "steps": [
-            _step(model, batch, precision, fuse, layout)
-            for model, batch in BATCHES.items()
-            for precision in PRECISIONS
-            for fuse, layout in kinds
-        ]
-    }
+    steps = [
+        _step(model, batch, precision, fuse, layout)
+        for model, batch in BATCHES.items()
+        for precision in PRECISIONS
+        for fuse, layout in kinds
+    ]
+    fused = [step for step in steps if step["fused"]]
+    return {"steps": steps, "eager": beside_eager(fused)}
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -191,7 +184,8 @@ def table(result: Mapping[str, Any]) -> str:
                 most,
             )
         )
-    return render(header, rows)
+    tables = [render(header, rows), *eager_tables(result["eager"])]
+    return "\n\n".join(tables)
 
 
 def _listed(problem: ConvProblem, bias: str) -> bool:
@@ -224,7 +218,7 @@ def _step(
         offers=_listed,
         layout=lambda graph, trains: stored(graph, layout),
     ).steps[0]
-    found = traffic_of(graph)
+    found = traffic_of(graph, rates_of(precision))
     updates = {node.op for node in graph.nodes if node.phase is Phase.UPDATE}
     return {
         "model": model,
@@ -239,6 +233,7 @@ def _step(
         "turned_inside_bytes": turned_inside(graph),
         "least_bytes": least_bytes(graph),
         "flops": sum(t.flops for t in found.values()),
+        "ms": sum(t.ms for t in found.values()),
         "operations": {
             op: {"launches": t.launches, "bytes": t.nbytes, "flops": t.flops}
             for op, t in sorted(found.items())

@@ -81,8 +81,9 @@ def test_channels_last_take_hardly_more_launches(model):
 class Named(StrictCupy):
     """CuPy's stand-in, whose kernels are named and do nothing."""
 
-    def _launch(self, source, name, options, grid, arguments):
-        self.launched.append(name)
+    def _launch(self, source, name, options, grid, block, arguments):
+        if name != "spin":
+            self.launched.append(name)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # nothing is computed
@@ -99,3 +100,51 @@ def test_launches_are_those_of_a_trainer(precision, layout, tmp_path, monkeypatc
     apart = sum(counted[op].launches for op in ("conv", "matmul"))
     launched = len(cupy.launched) + len(copies)
     assert launched == sum(t.launches for t in counted.values()) - apart
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+def test_an_eager_step_is_counted_as_by_hand(precision, monkeypatch):
+    pytest.importorskip("torch")
+    from torch import nn
+
+    import bench.traffic_eager as eager
+
+    def network():
+        body = (
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(True),
+        )
+        return nn.Sequential(
+            *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+        )
+
+    monkeypatch.setitem(eager.NETWORKS, "one", network)
+    counted = eager.eager_traffic("one", (2, 3, 64, 64), (2,), precision, "NHWC")
+    size = 2 if precision else 4
+    x, y = 2 * 3 * 64 * 64 * size, 2 * 8 * 64 * 64 * size
+    # Convolution, norm, ReLU, mean; those of the last three, and of the filter.
+    images = (x + y) + 3 * y + 2 * y + y + y + 3 * y + 5 * y + (y + x)
+    images += x // size * (4 + 2) if precision else 0  # narrowed
+    assert images < counted.nbytes < 1.02 * images
+    conv, linear = 2 * 2 * 64 * 64 * 3 * 8 * 9, 2 * 2 * 8 * 4
+    assert counted.flops == 2 * conv + 3 * linear
+    assert counted.ms > 0
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize(("model", "batch"), [("resnet50", 32), ("unet2d", 2)])
+def test_our_step_moves_less_than_an_eager_one_and_computes_as_much(
+    model, batch, layout
+):
+    pytest.importorskip("torch")
+    from bench.traffic_beside import beside_eager
+
+    (row,) = beside_eager([_step(model, batch, "float16", True, layout)])
+    ours, theirs = row["ours"], row["torch"]
+    assert row["flops"] == _step(model, batch, "float16", True, layout)["flops"]
+    assert ours["launches"] < theirs["launches"]
+    assert ours["bytes"] < 0.9 * theirs["bytes"]
+    assert ours["ms"] < 0.9 * theirs["ms"]
