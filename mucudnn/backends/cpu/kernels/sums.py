@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import even, tiles
+from mucudnn.backends.cpu.kernels.tiles import even, shared, tiles
 
 __all__ = ["LONGEST_ROW", "channel_chunks", "row_dots", "row_sums", "total_dot"]
 
@@ -23,11 +23,13 @@ def channel_chunks(
 ) -> list[tuple[slice, list[tuple[slice, ...]]]]:
     """(channels, the chunks (n, c, s) that cover them) for an array (N, C, S).
 
-    Channels are taken together while all their samples fit in `limit` elements; else
-    the samples of one channel, or parts of its rows, are chunks of their own.
+    Channels are taken together while all their samples fit in a tile of `limit`
+    elements (see `shared`); else the samples of one channel, or parts of its rows, are
+    chunks of their own.
     """
     N, C, S = shape
-    most = max(_NEIGHBOURS if S == 1 else 1, limit // max(1, N * S))
+    together = shared(N * C * S, limit) // max(1, N * S)
+    most = max(_NEIGHBOURS if S == 1 else 1, together)
     step = even(C, most)
     items: list[tuple[slice, list[tuple[slice, ...]]]] = []
     for first in range(0, C, step):

@@ -24,6 +24,7 @@ __all__ = [
     "as_ncs",
     "even",
     "greedy",
+    "shared",
     "tiles",
 ]
 
@@ -63,7 +64,8 @@ class KernelCall:
         nbytes: int = BLOCK_BYTES,
     ) -> None:
         """Call `fn(part)` for each tile of an array."""
-        self.share(tiles(array.shape, nbytes // array.itemsize), fn)
+        most = shared(array.size, nbytes // array.itemsize)
+        self.share(tiles(array.shape, most), fn)
 
     def flat_blocks(
         self,
@@ -73,7 +75,8 @@ class KernelCall:
     ) -> None:
         """Call `fn(*parts)` with the same contiguous range of every flattened array."""
         flat = [a.reshape(-1) for a in arrays]
-        step = even(flat[0].size, nbytes // max(a.itemsize for a in flat), _LANES)
+        most = shared(flat[0].size, nbytes // max(a.itemsize for a in flat))
+        step = even(flat[0].size, most, _LANES)
         self.share(
             range(0, flat[0].size, step),
             lambda start: fn(*(a[start : start + step] for a in flat)),
@@ -81,9 +84,16 @@ class KernelCall:
 
 
 _LANES = 16  # elements of the widest vector registers
+_PORTIONS = 16  # of what is worth it, so that many cores have one each
+_WORTH = 1 << 16  # elements that are worth handing to a thread
 
 Run = Callable[[KernelCall], None]
 """A kernel: writes into the outputs of its call."""
+
+
+def shared(total: int, limit: int) -> int:
+    """How many of `total` elements make a tile: `limit`, or fewer for many cores."""
+    return min(limit, max(_WORTH, -(-total // _PORTIONS)))
 
 
 def even(total: int, limit: int, unit: int = 1) -> int:
