@@ -1,7 +1,6 @@
 """Mapped memory of a GPU: the driver's calls, over a strict stand-in and on a GPU."""
 
 import gc
-import importlib.util
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -154,12 +153,8 @@ def test_training_in_mapped_memory_gives_the_same_bits(monkeypatch, tmp_path):
     assert not driver.wrong
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("cuda") is None, reason="needs cuda-bindings"
-)
 def test_the_bindings_have_every_name_that_is_used():
-    from cuda.bindings import driver
-
+    driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
     for name, known in vars(StrictDriver).items():
         if name.startswith(("cu", "CU")):
             for attribute in vars(known) if isinstance(known, SimpleNamespace) else ():
