@@ -3,6 +3,7 @@
 What callers feed a network with, here and in training, is checked before anything runs.
 """
 
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -210,8 +211,8 @@ def check_batches(name: str, batches: object) -> None:
     if not callable(getattr(batches, "epoch", None)):
         raise TypeError(
             f"{name} must have epochs of (images, labels), as a mucudnn.data.Loader "
-            f"has, got {batches!r}; Loader(ArrayDataset(images, labels), batch) makes "
-            "one of arrays"
+            f"has, got {reprlib.repr(batches)}; Loader(ArrayDataset(images, labels), "
+            "batch) makes one of arrays"
         )
 
 
