@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem
 
-__all__ = ["Measurement", "Race", "Recording", "Verdict", "signature"]
+__all__ = ["DeviceSummary", "Measurement", "Race", "Recording", "Verdict", "signature"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,17 @@ def signature(plan: ConvPlan, baseline: ConvPlan) -> str:
         "+".join(f"{step.algo}@{step.batch}" for step in one.steps)
         for one in (plan, baseline)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSummary:
+    """What a cache knows of one device; times are seconds since 1970."""
+
+    fingerprint: str
+    problems: int
+    rows: int
+    oldest: float
+    newest: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ import math
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -23,7 +22,7 @@ from mucudnn.codecs.values import problem_key
 from mucudnn.errors import CacheError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.measurement import Measurement, Race, Verdict
+from mucudnn.ir.measurement import DeviceSummary, Measurement, Race, Verdict
 from mucudnn.runtime.database.recordings import write_recording
 from mucudnn.runtime.database.sqlite_file import (
     CacheWarning,
@@ -48,20 +47,9 @@ from mucudnn.runtime.database.tables import (
 )
 from mucudnn.version import installed_version
 
-__all__ = ["BenchmarkCache", "CacheWarning", "DeviceSummary", "default_path"]
+__all__ = ["BenchmarkCache", "CacheWarning", "default_path"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSummary:
-    """What a cache knows of one device; times are seconds since 1970."""
-
-    fingerprint: str
-    problems: int
-    rows: int
-    oldest: float
-    newest: float
 
 
 def default_path() -> Path:
