@@ -28,7 +28,7 @@ __all__ = ["run", "table"]
 _NETWORKS = (("alexnet_owt", 224), ("resnet18", 224), ("unet2d", 64))
 _BATCH, _ROUNDS = 16, 5
 _PAUSE_S = 0.05
-_BAR = 2.5
+_BAR = 1.0
 _PIN = "OPENBLAS_CORETYPE"
 _RULE = StoppingRule(min_samples=2, max_samples=7, budget_ms=60.0)
 

@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,8 @@ from tests.fleet_ranks import BATCH, SAMPLES, a_table, ranks, start
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 import torch.distributed as dist  # noqa: E402
+
+from mucudnn.torch.distributed import collectives  # noqa: E402
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("needs PyTorch with gloo", allow_module_level=True)
@@ -58,6 +62,20 @@ def test_the_fast_rank_hardly_waits(two, name):
     sizes = [a + b for a, b in zip(*(r[name]["seen"] for r in two), strict=True)]
     before = sum(equal[1][n // 2] - equal[0][n - n // 2] for n in sizes)
     assert waited <= 0.2 * before
+
+
+def test_a_sum_is_over_when_whoever_did_it_has_let_go_of_the_tensor():
+    """Else a thread of gloo frees it, perhaps while the interpreter ends."""
+    array = torch.zeros(3)
+    holders = array._use_count()
+    held = [array.view(-1)]
+    assert array._use_count() > holders
+    work = SimpleNamespace(wait=threading.Timer(0.2, held.clear).start)
+    begun = collectives._Work(work, array, holders)
+    begun.wait()
+    begun.wait()
+    assert not held
+    assert array._use_count() == holders
 
 
 @pytest.mark.slow

@@ -10,10 +10,9 @@ parameters' are afterwards. With G = n_i dL_i/dy on rank i, of M values a channe
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mucudnn.torch.distributed.collectives import lost_ranks_told
+from mucudnn.torch.distributed.collectives import begin_sum
 from mucudnn.torch.distributed.weights import SampleWeights
 
 __all__ = ["SynchronisedBatchNorm", "has_batch_norm", "synchronise"]
@@ -151,8 +150,8 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _summed(values: torch.Tensor, weights: SampleWeights) -> torch.Tensor:
-    with lost_ranks_told(), weights.clock.waiting():
-        dist.all_reduce(values, group=weights.group)
+    with weights.clock.waiting():
+        begin_sum(values, weights.group).wait()
     return values
 
 

@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from mucudnn.errors import RankLostError
 
-__all__ = ["TorchCollectives", "lost_rank", "lost_ranks_told"]
+__all__ = ["TorchCollectives", "begin_sum", "lost_rank", "lost_ranks_told"]
 
 T = TypeVar("T")
 
 _REPEATS = 3
+_LET_GO_S = 1.0
 _MOST_WORDS = 120
 
 _SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe")
@@ -54,12 +55,36 @@ def lost_rank(error: BaseException) -> RankLostError | None:
 class _Work:
     """A collective of PyTorch's that was begun."""
 
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
+    def __init__(self, work: dist.Work, array: torch.Tensor, holders: int) -> None:
+        self._work: dist.Work | None = work
+        self._array = array
+        self._holders = holders
 
     def wait(self) -> None:
+        """Return when it is done, and nobody who did it holds the tensor any more.
+
+        The transport's thread may be the last to hold it. To free it, it then needs the
+        interpreter, and where that has ended meanwhile the process is aborted.
+        """
+        if self._work is None:
+            return
         with lost_ranks_told():
             self._work.wait()
+        self._work = None
+        deadline = time.monotonic() + _LET_GO_S
+        while self._array._use_count() > self._holders and time.monotonic() < deadline:
+            time.sleep(0)
+
+
+def begin_sum(array: torch.Tensor, group: dist.ProcessGroup | None) -> _Work:
+    """Begin to sum tensors over a group, in place.
+
+    Raises:
+        RankLostError: Another rank is gone.
+    """
+    holders = array._use_count()
+    with lost_ranks_told():
+        return _Work(dist.all_reduce(array, group=group, async_op=True), array, holders)
 
 
 class TorchCollectives:
@@ -89,8 +114,7 @@ class TorchCollectives:
 
     def all_reduce(self, array: torch.Tensor) -> _Work:
         """Begin to sum tensors in place."""
-        with lost_ranks_told():
-            return _Work(dist.all_reduce(array, group=self.group, async_op=True))
+        return begin_sum(array, self.group)
 
     def broadcast(self, array: torch.Tensor, root: int = 0) -> None:
         """Everybody's tensor becomes that of one rank."""

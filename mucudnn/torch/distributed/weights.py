@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from mucudnn.torch.distributed.clock import StepClock
-from mucudnn.torch.distributed.collectives import lost_ranks_told
+from mucudnn.torch.distributed.collectives import begin_sum
 
 __all__ = ["Count", "Reduction", "SampleWeights", "samples_of", "weigh_gradients"]
 
@@ -107,8 +107,7 @@ class SampleWeights:
         """Sum what all passes count since the last time over all ranks."""
         own = torch.tensor(self._own, dtype=torch.float64, device=self._device)
         total = own.clone()
-        with lost_ranks_told():
-            dist.all_reduce(total, group=self.group)
+        begin_sum(total, self.group).wait()
         self.share = own / total
         self.stepped, self._own = self._own, 0.0
 
