@@ -84,7 +84,7 @@ class KernelCall:
 
 
 _LANES = 16  # elements of the widest vector registers
-_PORTIONS = 16  # of what is worth it, so that many cores have one each
+_PORTIONS = 4  # at least, of what is worth it: more cost two cores more than they give
 _WORTH = 1 << 16  # elements that are worth handing to a thread
 
 Run = Callable[[KernelCall], None]
@@ -92,7 +92,7 @@ Run = Callable[[KernelCall], None]
 
 
 def shared(total: int, limit: int) -> int:
-    """How many of `total` elements make a tile: `limit`, or fewer for many cores."""
+    """How many of `total` elements make a tile: `limit`, or fewer, so that all work."""
     return min(limit, max(_WORTH, -(-total // _PORTIONS)))
 
 
