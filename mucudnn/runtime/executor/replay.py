@@ -10,7 +10,7 @@ on in the next one is captured between its copies, as is one that copies to a fi
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -35,10 +35,10 @@ def replaying(
         capture: Makes a graph.
         copies: Of the program, if they can be captured as well.
     """
-    parts = _between_copies(tasks, capture)
-    if copies is None or len(parts) < 2:
-        return parts
-    return [_Replayed([*joined(tasks), copies.settle], capture, parts)]
+    apart = partial(_between_copies, tasks, capture)
+    if copies is None or all(map(_launches, tasks)):
+        return apart()
+    return [_Replayed([*joined(tasks), copies.settle], capture, apart)]
 
 
 def _between_copies(tasks: Sequence[Task], capture: Capture) -> list[Call]:
@@ -59,14 +59,18 @@ class _Replayed:
 
     The first time kernels are loaded and libraries make what they need; neither can be
     captured. While capturing nothing runs: what refuses leaves nothing half done, and
-    is launched otherwise from then on: call by call if nothing else is given.
+    is launched otherwise from then on: call by call if nothing else is given, which is
+    made only then.
     """
 
     def __init__(
-        self, calls: Sequence[Call], capture: Capture, otherwise: Sequence[Call] = ()
+        self,
+        calls: Sequence[Call],
+        capture: Capture,
+        otherwise: Callable[[], Sequence[Call]] | None = None,
     ) -> None:
         self._calls, self._capture = tuple(calls), capture
-        self._otherwise = tuple(otherwise) or self._calls
+        self._otherwise = otherwise or (lambda: self._calls)
         self._graph: Call | None = None
         self._warm = False
 
@@ -81,7 +85,7 @@ class _Replayed:
                 self._graph = self._capture(self._one_by_one)
             except MucudnnError as e:
                 logger.warning("the step is not replayed: %s", e)
-                self._graph = partial(_in_order, self._otherwise)
+                self._graph = partial(_in_order, self._otherwise())
         self._graph()
 
     def _one_by_one(self) -> None:

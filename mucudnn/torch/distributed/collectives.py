@@ -61,16 +61,19 @@ class _Work:
         self._holders = holders
 
     def wait(self) -> None:
-        """Return when it is done, and nobody who did it holds the tensor any more.
+        """Return when it is done, and gloo does not hold the tensor any more.
 
-        The transport's thread may be the last to hold it. To free it, it then needs the
-        interpreter, and where that has ended meanwhile the process is aborted.
+        A thread of gloo may be the last to hold it. To free it, it then needs the
+        interpreter, and where that has ended meanwhile the process is aborted. A GPU's
+        sums are only launched by now, and are not waited for here.
         """
         if self._work is None:
             return
         with lost_ranks_told():
             self._work.wait()
         self._work = None
+        if self._array.is_cuda:
+            return
         deadline = time.monotonic() + _LET_GO_S
         while self._array._use_count() > self._holders and time.monotonic() < deadline:
             time.sleep(0)

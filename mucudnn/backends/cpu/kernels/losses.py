@@ -31,12 +31,12 @@ def softmax_cross_entropy(call: KernelCall) -> None:
     Raises:
         ValueError: A label is not a class.
     """
-    x, p = as_ncs(call.inputs[0]), as_ncs(call.outputs[1])
+    x, logs = as_ncs(call.inputs[0]), as_ncs(call.outputs[1])
     labels = _pixel_labels(call.inputs[1], x)
 
     def tile(part: tuple[slice, slice]) -> float:
         n, s = part
-        out = p[n, :, s]
+        out = logs[n, :, s]
         chosen = _checked(labels[n, s], x.shape[1])
         highest = np.maximum.reduce(x[n, :, s], axis=1, keepdims=True)
         np.subtract(x[n, :, s], highest, out=out, dtype=out.dtype)
@@ -51,23 +51,23 @@ def softmax_cross_entropy(call: KernelCall) -> None:
 
 def softmax_cross_entropy_grad(call: KernelCall) -> None:
     """(p - [1 at the label]) dloss / number of labels, from log p."""
-    p, dx = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
-    labels = _pixel_labels(call.inputs[1], p)
+    logs, dx = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
+    labels = _pixel_labels(call.inputs[1], logs)
     factor = float(call.inputs[2]) / call.attrs.get("count", labels.size)
 
     def tile(part: tuple[slice, slice]) -> None:
         n, s = part
-        alike = dx.dtype == p.dtype
-        out = dx[n, :, s] if alike else np.empty_like(p[n, :, s])
-        chosen = _checked(labels[n, s], p.shape[1])[:, None]
-        right = np.expm1(np.take_along_axis(p[n, :, s], chosen, axis=1)) * factor
-        np.exp(p[n, :, s], out=out)
+        alike = dx.dtype == logs.dtype
+        out = dx[n, :, s] if alike else np.empty_like(logs[n, :, s])
+        chosen = _checked(labels[n, s], logs.shape[1])[:, None]
+        right = np.expm1(np.take_along_axis(logs[n, :, s], chosen, axis=1)) * factor
+        np.exp(logs[n, :, s], out=out)
         out *= factor
         np.put_along_axis(out, chosen, right, axis=1)
         if not alike:
             dx[n, :, s] = out
 
-    call.share(_pixel_tiles(p), tile)
+    call.share(_pixel_tiles(logs), tile)
 
 
 def mean_squared_error(call: KernelCall) -> None:

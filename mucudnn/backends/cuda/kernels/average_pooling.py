@@ -85,25 +85,12 @@ KERNEL avg_pool(const T* x, T* y, I count, I padded, AXES) {
 template <int V>
 __device__ void gradient(const T* dy, T* dx, I count, I padded, const Axis& D,
                          const Axis& H, const Axis& W) {
-    for (Walk at(W.size / V, H.size, D.size); at.i < count / V; at.next()) {
-        I w = at.w * V, image = at.image * D.out * H.out * W.out;
-        Windows ds(D, at.d), hs(H, at.h);
-        Windows ws = V > 1 ? Windows{w, w + 1} : Windows(W, w);
-        A sums[V] = {};
-        for (I od = ds.first; od < ds.end; ++od)
-            for (I oh = hs.first; oh < hs.end; ++oh)
-#pragma unroll 1
-                for (I ow = ws.first; ow < ws.end; ow += V) {
-                    Pack<T, V> d =
-                        load<V>(dy + image + (od * H.out + oh) * W.out + ow);
-                    A share = (A)1 / (D.counted(od, padded) * H.counted(oh, padded) *
-                                      W.counted(ow, padded));
-                    for (int j = 0; j < V; ++j) sums[j] += (A)d.at[j] * share;
-                }
-        Pack<T, V> made;
-        for (int j = 0; j < V; ++j) made.at[j] = (T)sums[j];
-        store(dx + at.i * V, made);
-    }
+    gather<V>(dx, count, D, H, W, [&](A* sums, const Walk&, I o, I od, I oh, I ow) {
+        Pack<T, V> d = load<V>(dy + o);
+        A share = (A)1 / (D.counted(od, padded) * H.counted(oh, padded) *
+                          W.counted(ow, padded));
+        for (int j = 0; j < V; ++j) sums[j] += (A)d.at[j] * share;
+    });
 }
 
 KERNEL avg_pool_grad(const T* dy, T* dx, I count, I padded, AXES) {

@@ -78,10 +78,10 @@ __device__ A lane_max(A value, I width) {
     for (I base = blockIdx.x * width, pixel = base + lane; base < pixels;         \
          base += (I)gridDim.x * width, pixel = base + lane)
 
-KERNEL softmax_cross_entropy(const T* x, const Label* labels, P* p, double* parts, I N,
-                             I C, I S, I width) {
+KERNEL softmax_cross_entropy(const T* x, const Label* labels, P* logs, double* parts,
+                             I N, I C, I S, I width) {
     double loss = 0;
-    bool packed = S == 1 && C % BOTH_PACKED == 0 && aligned(x) && aligned(p);
+    bool packed = S == 1 && C % BOTH_PACKED == 0 && aligned(x) && aligned(logs);
     EACH_PIXEL(pixel) {
         bool here = pixel < pixels;
         I start = here ? pixel / S * C * S + pixel % S : 0, stop = here ? C : 0;
@@ -103,7 +103,7 @@ KERNEL softmax_cross_entropy(const T* x, const Label* labels, P* p, double* part
             Pack<P, W> made;
             for (int j = 0; j < W; ++j)
                 made.at[j] = (P)((A)v.at[j] - highest - (A)sum);
-            store(p + i, made);
+            store(logs + i, made);
         })
         if (!here || row != 0) continue;
         Label label = labels[pixel];
@@ -116,8 +116,8 @@ KERNEL softmax_cross_entropy(const T* x, const Label* labels, P* p, double* part
 
 // Of logarithms that are known. Where the type has no number as low as a label's, the
 // logits say how far it is below the highest.
-KERNEL picked_mean(const T* x, const P* p, const Label* labels, double* parts, I pixels,
-                   I C, I S) {
+KERNEL picked_mean(const T* x, const P* logs, const Label* labels, double* parts,
+                   I pixels, I C, I S) {
     double loss = 0;
     EACH(pixel, pixels) {
         Label label = labels[pixel];
@@ -126,12 +126,12 @@ KERNEL picked_mean(const T* x, const P* p, const Label* labels, double* parts, I
             continue;
         }
         I start = pixel / S * C * S + pixel % S, own = start + (I)label * S;
-        double below = -(double)(A)p[own];
+        double below = -(double)(A)logs[own];
         if (below == (double)INFINITY) {
             I best = start;
             for (I i = start; i < start + C * S; i += S)
                 if ((A)x[i] > (A)x[best]) best = i;
-            below = (double)((A)x[best] - (A)x[own]) - (double)(A)p[best];
+            below = (double)((A)x[best] - (A)x[own]) - (double)(A)logs[best];
         }
         loss += below;
     }
@@ -139,12 +139,12 @@ KERNEL picked_mean(const T* x, const P* p, const Label* labels, double* parts, I
     if (threadIdx.x == 0) parts[blockIdx.x] = loss;
 }
 
-KERNEL softmax_cross_entropy_grad(const P* p, const Label* labels, const P* dloss,
+KERNEL softmax_cross_entropy_grad(const P* logs, const Label* labels, const P* dloss,
                                   T* dx, I count, I C, I S, double labelled) {
     A factor = (A)((double)dloss[0] / labelled);
     EACH_AT(at, count, S, C, 1) {
         bool own = labels[at.image * S + at.w] == at.h;
-        A low = (A)p[at.i];
+        A low = (A)logs[at.i];
         dx[at.i] = (T)((own ? expm1(low) : exp(low)) * factor);
     }
 }
@@ -213,26 +213,26 @@ KERNEL finish_float(const double* parts, T* out, I count, I more) {
 
 def softmax_cross_entropy(call: KernelCall) -> None:
     """(mean of -log p[label], log p)."""
-    (x, labels), (_, p) = call.inputs, call.outputs
+    (x, labels), (_, logs) = call.inputs, call.outputs
     if call.attrs.get(GIVEN):
         blocks, sizes = (partials(labels.size),), (labels.size, *as_ncs(x.shape)[1:])
-        given = x, p, labels, call.workspace, *sizes
-        call.launch(PROGRAM, "picked_mean", blocks, *given, beside=p)
+        given = x, logs, labels, call.workspace, *sizes
+        call.launch(PROGRAM, "picked_mean", blocks, *given, beside=logs)
     else:
         blocks, shape = _pixels(x.shape)
-        arguments = x, labels, p, call.workspace, *shape
-        call.launch(PROGRAM, "softmax_cross_entropy", blocks, *arguments, beside=p)
+        arguments = x, labels, logs, call.workspace, *shape
+        call.launch(PROGRAM, "softmax_cross_entropy", blocks, *arguments, beside=logs)
     _finish_mean(call, blocks, call.attrs.get("count", labels.size))
 
 
 def softmax_cross_entropy_grad(call: KernelCall) -> None:
     """(p - [1 at the label]) dloss / number of labels, from log p."""
-    p, (dx,) = call.inputs[0], call.outputs
-    _, C, S = as_ncs(p.shape)
+    logs, (dx,) = call.inputs[0], call.outputs
+    _, C, S = as_ncs(logs.shape)
     name = "softmax_cross_entropy_grad"
     labelled = float(call.attrs.get("count", call.inputs[1].size))
-    arguments = *call.inputs, dx, p.size, C, S, labelled
-    call.launch(PROGRAM, name, walking(p.size), *arguments, like=dx, beside=p)
+    arguments = *call.inputs, dx, logs.size, C, S, labelled
+    call.launch(PROGRAM, name, walking(logs.size), *arguments, like=dx, beside=logs)
 
 
 def mean_squared_error(call: KernelCall) -> None:

@@ -63,26 +63,14 @@ KERNEL max_pool(const T* x, T* y, Tap* index, I count, AXES) {
 template <int V>
 __device__ void gradient(const T* dy, const Tap* index, T* dx, I count, const Axis& D,
                          const Axis& H, const Axis& W) {
-    for (Walk at(W.size / V, H.size, D.size); at.i < count / V; at.next()) {
-        I w = at.w * V, image = at.image * D.out * H.out * W.out;
-        Windows ds(D, at.d), hs(H, at.h);
-        Windows ws = V > 1 ? Windows{w, w + 1} : Windows(W, w);
-        A sums[V] = {};
-        for (I od = ds.first; od < ds.end; ++od)
-            for (I oh = hs.first; oh < hs.end; ++oh)
-                for (I ow = ws.first; ow < ws.end; ow += V) {
-                    int tap = ((at.d - D.origin(od)) * H.kernel + at.h - H.origin(oh)) *
-                                  W.kernel + w - W.origin(ow);
-                    I o = image + (od * H.out + oh) * W.out + ow;
-                    Pack<Tap, V> taps = load<V>(index + o);
-                    Pack<T, V> d = load<V>(dy + o);
-                    for (int j = 0; j < V; ++j)
-                        sums[j] += taps.at[j] == tap ? (A)d.at[j] : (A)0;
-                }
-        Pack<T, V> made;
-        for (int j = 0; j < V; ++j) made.at[j] = (T)sums[j];
-        store(dx + at.i * V, made);
-    }
+    gather<V>(dx, count, D, H, W,
+              [&](A* sums, const Walk& at, I o, I od, I oh, I ow) {
+        int tap = ((at.d - D.origin(od)) * H.kernel + at.h - H.origin(oh)) * W.kernel +
+                  at.w * V - W.origin(ow);
+        Pack<Tap, V> taps = load<V>(index + o);
+        Pack<T, V> d = load<V>(dy + o);
+        for (int j = 0; j < V; ++j) sums[j] += taps.at[j] == tap ? (A)d.at[j] : (A)0;
+    });
 }
 
 KERNEL max_pool_grad(const T* dy, const Tap* index, T* dx, I count, AXES) {

@@ -79,6 +79,27 @@ __device__ bool rows_pack(const Axis& W) {
     return W.kernel == 1 && W.stride == 1 && W.padding == 0 && W.size == W.out &&
            W.size % PACKED == 0;
 }
+// The sums that an image's places gather from the windows that hold them, in order.
+// `add(sums, at, o, od, oh, ow)` takes in a window: result `o`, numbered along axes. A
+// thread has V neighbours with the same windows, or one place.
+template <int V, class F>
+__device__ void gather(T* dx, I count, const Axis& D, const Axis& H, const Axis& W,
+                       const F& add) {
+    for (Walk at(W.size / V, H.size, D.size); at.i < count / V; at.next()) {
+        I w = at.w * V, image = at.image * D.out * H.out * W.out;
+        Windows ds(D, at.d), hs(H, at.h);
+        Windows ws = V > 1 ? Windows{w, w + 1} : Windows(W, w);
+        A sums[V] = {};
+        for (I od = ds.first; od < ds.end; ++od)
+            for (I oh = hs.first; oh < hs.end; ++oh)
+#pragma unroll 1
+                for (I ow = ws.first; ow < ws.end; ow += V)
+                    add(sums, at, image + (od * H.out + oh) * W.out + ow, od, oh, ow);
+        Pack<T, V> made;
+        for (int j = 0; j < V; ++j) made.at[j] = (T)sums[j];
+        store(dx + at.i * V, made);
+    }
+}
 #define AXES                                                                      \
     I d_size, I d_out, I d_kernel, I d_stride, I d_padding, I h_size, I h_out,    \
         I h_kernel, I h_stride, I h_padding, I w_size, I w_out, I w_kernel,       \
