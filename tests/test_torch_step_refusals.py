@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mucudnn.errors import UnsupportedError
+from mucudnn.errors import PlanningError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 
@@ -174,6 +174,15 @@ class Appending(nn.Module):
         return self.linear(x).sum()
 
 
+class Drawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.linear(x).sum() * random.random()
+
+
 class Late(nn.Module):
     def __init__(self):
         super().__init__()
@@ -186,23 +195,98 @@ class Late(nn.Module):
         return self.linear(x * self.mask).sum()
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [(Counting, "count"), (Recurring, "state"), (Appending, "seen"), (Late, "mask")],
-)
-def test_attributes_that_change_are_refused_and_put_back(kind, name):
+class Consuming(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.numbers = nn.Linear(4, 1), iter(range(1, 9))
+
+    def forward(self, x):
+        return self.linear(x).sum() * next(self.numbers)
+
+
+KINDS = (Counting, Recurring, Appending, Late, Drawing, Consuming)
+
+
+def trained(kind, step_from, steps=6):
+    torch.manual_seed(0)
+    random.seed(0)
     model = kind()
-    before = getattr(model, name)
-    kept = list(before) if isinstance(before, list) else before
-    with pytest.raises(UnsupportedError, match=f"'{name}'"):
-        step_of(model)(torch.randn(2, 4))
-    assert getattr(model, name) == kept
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = step_from(model, optimizer)
+    losses = [step(torch.randn(2, 4)).item() for _ in range(steps)]
+    return losses, model
 
 
-def test_pythons_random_numbers_are_refused():
-    model = Whole(lambda s, x: s.m[0](x).sum() * random.random(), nn.Linear(4, 4))
-    with pytest.raises(UnsupportedError, match="generator of random"):
-        step_of(model)(torch.randn(2, 4))
+def eager_step(model, optimizer):
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+@pytest.mark.filterwarnings("ignore:the step")
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_that_change_what_they_read_are_eager_modes(kind):
+    wanted, eager = trained(kind, eager_step)
+    found, planned = trained(
+        kind, lambda m, o: mt.train_step(m, lambda out: out, o, cache=None)
+    )
+    assert found == wanted
+    for key, value in vars(eager).items():
+        now = vars(planned)[key]
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(now, value)
+        elif isinstance(value, list):
+            assert len(now) == len(value)
+            assert all(map(torch.equal, now, value))
+        elif isinstance(value, int):
+            assert now == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Consuming, "Consuming.numbers is a builtins.range_iterator"), (Late, "'mask'")],
+)
+def test_what_cannot_be_guarded_is_refused_within_a_budget(kind, reason):
+    model = kind()
+    before = dict(vars(model), _buffers=dict(model._buffers))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tight = mt.train_step(
+        model, lambda out: out, optimizer, budget="100MiB", cache=None
+    )
+    with pytest.raises(UnsupportedError, match=reason):
+        tight(torch.randn(2, 4))
+    assert vars(model) == before
+    allowed = mt.train_step(
+        model,
+        lambda out: out,
+        optimizer,
+        budget="100MiB",
+        cache=None,
+        fallback="eager",
+    )
+    with pytest.warns(UserWarning, match=f"eager mode: .*{reason}"):
+        allowed(torch.randn(2, 4))
+
+
+def test_a_counter_within_a_budget_is_captured_at_every_step():
+    def step_from(model, optimizer):
+        with pytest.raises(PlanningError) as e:
+            mt.train_step(model, lambda out: out, optimizer, budget=1)(torch.ones(2, 4))
+        least = e.value.least_bytes
+        return mt.train_step(
+            model, lambda out: out, optimizer, budget=least, cache=None
+        )
+
+    wanted, _ = trained(Counting, eager_step)
+    with pytest.warns(UserWarning, match=r"captured anew.*Counting\.count"):
+        found, model = trained(Counting, step_from)
+    assert found == wanted
+    assert model.count == 6
 
 
 def test_wrapped_models_are_refused_by_name():

@@ -50,10 +50,12 @@ class Batch:
         return cls(tensors, form, leaves)
 
     @property
-    def key(self) -> Any:
-        """Equal for batches that one plan serves."""
-        layouts = tuple([(t.shape, t.stride(), t.dtype) for t in self.tensors])
-        return layouts, self.form, self.leaves
+    def signature(self) -> str:
+        """The shapes and types of the tensors, as a message shows them."""
+        shown = [
+            f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in self.tensors
+        ]
+        return f"a batch of {', '.join(shown)}" if shown else "a batch without tensors"
 
     def arguments(
         self, tensors: Sequence[torch.Tensor]

@@ -4,15 +4,15 @@ Checkpoints, schedules and users replace tensors between steps. A plan holds non
 them: they are looked up where the model, the optimizer and the scaler have them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.optimizers import make_state
+from mucudnn.torch.capture.reads import Kind, Read
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 
 __all__ = ["LiveParts", "StepParts", "as_tensor", "places_of", "root_of"]
@@ -158,17 +158,22 @@ def as_tensor(rate: Any) -> torch.Tensor:
     """A learning rate as a step is given it."""
     if isinstance(rate, torch.Tensor):
         return rate
-    return torch.tensor(rate, dtype=torch.float64)
+    return torch.tensor(rate, dtype=torch.float64, device="cpu")
 
 
 class LiveParts:
-    """The parts of a step wherever they are now.
+    """Where the tensors of a step are found, and what must stay for that.
 
     Args:
         model: Whose parameters and buffers they are.
         optimizer: Whose state.
         loss_fn: The loss, which has such too if it is a module.
         settings: With a scaler, if there is one.
+
+    Attributes:
+        parts: The tensors as they are now.
+        reads: Which modules, parameters and groups of parameters there are, and the
+            optimizer's hyperparameters where it is part of the captured step.
     """
 
     def __init__(
@@ -182,84 +187,107 @@ class LiveParts:
         self._settings = settings
         self.parts = StepParts.of(model, optimizer, loss_fn, settings)
         root = root_of(model, loss_fn)
-        named = dict(root.named_modules())
-
-        def place(name: str, kind: str) -> tuple[dict[str, Any], str]:
-            module, _, own = name.rpartition(".")
-            return getattr(named[module], kind), own
-
-        self._parameters = [place(n, "_parameters") for n in self.parts.parameters]
-        self._buffers = [place(n, "_buffers") for n in self.parts.buffers]
-        self._modules = [
-            (module, list(module._modules.values()))
-            for module in root.modules()
-            if module is not root
-        ]
-        self._counts = [
-            (m._parameters, len(m._parameters), m._buffers, list(m._buffers))
-            for m, _ in self._modules
-        ]
+        self.reads: list[Read] = []
+        for name, module in root.named_modules():
+            if module is not root:
+                self._read_module(module, name.partition(".")[2] or "the model")
+        self._read_optimizer()
+        if (scaler := settings.scaler) is not None:
+            for key in ("_enabled", "_growth_factor", "_backoff_factor"):
+                self._note(Kind.ENTRY, vars(scaler), key, f"the scaler's {key}")
+            self._note(
+                Kind.ENTRY, vars(scaler), "_growth_interval", "the scaler's interval"
+            )
         self._numbers: dict[int, float] = {}
         self._held: dict[int, torch.Tensor] = {}
-        self._given = [list(group["params"]) for group in optimizer.param_groups]
-        self._trained = self._trained_now()
-
-    def current(self) -> bool:
-        """Whether these are still the parts: nothing was added, removed or replaced."""
-        groups = self._optimizer.param_groups
-        held = self.parts.parameters.values()
-        return (
-            len(groups) == len(self._given)
-            and all(
-                _identical(group["params"], params)
-                for group, params in zip(groups, self._given, strict=True)
-            )
-            and all(
-                _identical(module._modules.values(), children)
-                for module, children in self._modules
-            )
-            and all(
-                len(parameters) == count and list(buffers) == names
-                for parameters, count, buffers, names in self._counts
-            )
-            and all(
-                found.get(name) is parameter
-                for (found, name), parameter in zip(self._parameters, held, strict=True)
-            )
-            and self._trained == self._trained_now()
-            and self._has_state()
-        )
-
-    def _trained_now(self) -> list[bool]:
-        """Which parameters are trained; what begins to be has its state made."""
-        return [p.requires_grad for params in self._given for p in params]
-
-    def _has_state(self) -> bool:
-        """Whether the optimizer has all its state, and no other."""
-        if not self._settings.recorded:
-            return True
-        state = self._optimizer.state
-        count = sum(
-            isinstance(value, torch.Tensor)
-            for params in self._given
-            for p in params
-            for value in state.get(p, {}).values()
-        )
-        return count == len(self.parts.state) and all(
-            isinstance(state.get(self._given[i][j], {}).get(key), torch.Tensor)
-            for i, j, key in self.parts.state
-        )
+        self._lookup = self._compiled(dict(root.named_modules()))
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of now, in the order of the parts."""
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        of_state = [state[self._given[i][j]][key] for i, j, key in self.parts.state]
+        """Return the tensors of now, in the order of the parts.
+
+        Raises:
+            LookupError: One of them is not there any more.
+        """
+        groups = self._optimizer.param_groups
         rates = list(map(self._rate, range(len(groups)), groups))
-        found = [places[name] for places, name in (*self._parameters, *self._buffers)]
-        return [*found, *of_state, *_scale(self._settings), *rates]
+        state = self._optimizer.state
+        return [*self._lookup(state), *_scale(self._settings), *rates]
+
+    def _read_module(self, module: torch.nn.Module, name: str) -> None:
+        held = vars(module)
+        for kind in ("_modules", "_parameters", "_buffers"):
+            label = f"{kind[1:]} of {name}"
+            self._note(Kind.ENTRY, held, kind, label)
+            self._note(Kind.SIZE, held[kind], None, f"the number of {label}")
+            for key, value in held[kind].items():
+                # Buffers that are tensors may be replaced: they are looked up.
+                if kind != "_buffers" or value is None:
+                    self._note(Kind.ENTRY, held[kind], key, f"{key!r} of {label}")
+
+    def _read_optimizer(self) -> None:
+        held, recorded = vars(self._optimizer), self._settings.recorded
+        groups = self._optimizer.param_groups
+        self._note(Kind.ENTRY, held, "param_groups", "the optimizer's groups")
+        self._note(Kind.CONTENTS, groups, None, "the optimizer's groups")
+        if recorded:  # a first step of another's optimizer makes state
+            self._note(Kind.ENTRY, held, "state", "the optimizer's state")
+            self._note(Kind.SIZE, held["state"], None, "the optimizer's state")
+        for i, group in enumerate(groups):
+            self._note(Kind.SIZE, group, None, f"the number of settings of group {i}")
+            for key, value in group.items():
+                label = f"{key!r} of the optimizer's group {i}"
+                if key == "params" or (recorded and key != "lr"):
+                    self._note(Kind.ENTRY, group, key, label)
+                if isinstance(value, list) and (key == "params" or recorded):
+                    self._note(Kind.CONTENTS, value, None, label)
+            for parameter in group["params"] if recorded else ():
+                self._read_state(self._optimizer.state.get(parameter), i)
+
+    def _read_state(self, state: Any, group: int) -> None:
+        if state is None:
+            return
+        label = f"the optimizer's state in group {group}"
+        self._note(Kind.SIZE, state, None, label)
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                self._note(Kind.ENTRY, state, key, f"{key!r} of {label}")
+
+    def _note(self, kind: Kind, holder: Any, key: Any, label: str) -> None:
+        value = Read(kind, holder, key, None, label).now()
+        self.reads.append(Read(kind, holder, key, value, label))
+
+    def _compiled(
+        self, named: Mapping[str, torch.nn.Module]
+    ) -> Callable[[Mapping[Any, Any]], Sequence[torch.Tensor]]:
+        """Return a function that looks all tensors up: it runs at every step."""
+        holders: dict[int, str] = {}
+        held: dict[str, Any] = {}
+
+        def name(value: Any) -> str:
+            if id(value) not in holders:
+                holders[id(value)] = f"v{len(holders)}"
+                held[holders[id(value)]] = value
+            return holders[id(value)]
+
+        terms = []
+        for kind, names in (
+            ("_parameters", self.parts.parameters),
+            ("_buffers", self.parts.buffers),
+        ):
+            for path in names:
+                module, _, own = path.rpartition(".")
+                terms.append(f"{name(getattr(named[module], kind))}[{own!r}]")
+        groups = self._optimizer.param_groups
+        for i, j, key in self.parts.state:
+            terms.append(f"state[{name(groups[i]['params'][j])}][{key!r}]")
+        defaults = "".join(f", {key}={key}" for key in held)
+        values = "".join(f"{term}, " for term in terms)
+        source = f"def lookup(state{defaults}):\n  return ({values})\n"
+        exec(compile(source, "<mucudnn lookup>", "exec"), held)
+        return held["lookup"]  # type: ignore[no-any-return]
 
     def _rate(self, number: int, group: Mapping[str, Any]) -> torch.Tensor:
-        """A group's learning rate, a number in a tensor that stays."""
+        """Return a group's learning rate, a number in a tensor that stays."""
         rate = group.get("lr", 0.0)
         if isinstance(rate, torch.Tensor):
             return rate
@@ -267,14 +295,3 @@ class LiveParts:
             self._numbers[number] = rate
             self._held[number] = as_tensor(rate)
         return self._held[number]
-
-    @cached_property
-    def modules(self) -> tuple[torch.nn.Module, ...]:
-        """All modules."""
-        return tuple(module for module, _ in self._modules)
-
-
-def _identical(found: Any, known: list[Any]) -> bool:
-    return len(found) == len(known) and all(
-        a is b for a, b in zip(found, known, strict=True)
-    )
