@@ -234,8 +234,10 @@ class MemoryStudy:
 
     def __str__(self) -> str:
         lines = [
-            f"{self._title} on {self._where}: {format_bytes(self.unlimited_bytes)} "
-            f"without a limit, at least {format_bytes(self.least_budget)}"
+            f"{self._title} on {self._where}: "
+            f"{format_bytes(self.unlimited_bytes, self.least_budget)} "
+            f"without a limit, at least "
+            f"{format_bytes(self.least_budget, self.unlimited_bytes)}"
         ]
         lines += [
             f"  {format_bytes(budget):>10}  {slowdown:.3f} of the time"

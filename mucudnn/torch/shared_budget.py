@@ -80,8 +80,8 @@ class SharedBudget:
         first = next(iter(self._parts.values())).source.name
         return (
             f"there are several models ({first}; {source.name}), and each keeps the "
-            f"budget of {format_bytes(int(self.budget))} for itself: together up to "
-            f"{format_bytes(self.peak_bytes)} so far"
+            f"budget of {format_bytes(int(self.budget), self.peak_bytes)} for itself: "
+            f"together up to {format_bytes(self.peak_bytes, int(self.budget))} so far"
         )
 
     def plan(self, source: GraphSource, planned: Callable[[float], Planned]) -> Planned:
