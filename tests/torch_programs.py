@@ -16,9 +16,11 @@ import functools
 import inspect
 import os
 import random
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from torch.nn.modules import module as of_modules
 from torch.optim import optimizer as of_optimizers
 from torch.utils import _pytree as pytree
 
+import mucudnn
 import mucudnn.torch as mt
 from mucudnn.errors import MucudnnError
 
@@ -137,13 +140,13 @@ class Report:
 
     Attributes:
         differences: What differs; of a program without faults nothing.
-        refusals: Errors of this library, by type and message.
+        refusals: Errors of this library.
         warned: Warnings given during planned steps.
         plans: The plan in force after each step; None before the first.
     """
 
     differences: list[str] = field(default_factory=list)
-    refusals: list[MucudnnError] = field(default_factory=list)
+    refusals: list[Exception] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
     plans: list[Any] = field(default_factory=list)
     steps: int = 0
@@ -231,7 +234,13 @@ def planned_report(
                 if step is None:
                     step = new_step(training, options)
                 results = step(*batch)
-        except MucudnnError as e:
+        except Exception as e:
+            if not is_ours(e):
+                if type(e) is not type(record.error):
+                    report.differences.append(
+                        f"step {number}: raw {type(e).__name__}: {e}"
+                    )
+                break
             report.refusals.append(e)
             if not str(e).strip():
                 report.differences.append(f"step {number}: {type(e).__name__} is mute")
@@ -243,10 +252,6 @@ def planned_report(
                 break
             with training.around(number):
                 results = eager_step(training, batch)
-        except Exception as e:
-            if type(e) is not type(record.error):
-                report.differences.append(f"step {number}: raw {type(e).__name__}: {e}")
-            break
         else:
             if record.error is not None:
                 report.differences.append(
@@ -265,6 +270,22 @@ def planned_report(
             break
         training.after(number, loss_of(results))
     return report
+
+
+def is_ours(error: Exception) -> bool:
+    """Return whether an error was raised by this library on purpose.
+
+    Of arguments that no step takes, these are ValueError and TypeError, raised by a
+    line of the library itself.
+    """
+    if isinstance(error, MucudnnError):
+        return True
+    raised_in = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        isinstance(error, ValueError | TypeError)
+        and Path(mucudnn.__file__).parent in Path(raised_in.filename).parents
+        and (raised_in.line or "").startswith("raise ")
+    )
 
 
 def prepared(training: Training, number: int) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Programs whose tensors change their layout, memory or owner, and settings of PyTorch."""
+"""Programs whose tensors change layout, memory or owner, and PyTorch's settings."""
 
 import contextlib
 import functools
@@ -535,6 +535,7 @@ def setting(
 def autocast_on(kind: torch.dtype = torch.bfloat16) -> None:
     torch.set_autocast_dtype("cpu", kind)
     torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_cache_enabled(False)  # no context is left that would empty it
 
 
 setting(
@@ -641,6 +642,10 @@ def within(
     PROGRAMS(build, name=name)
 
 
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2 if tensor.is_floating_point() else tensor
+
+
 within("within_no_grad", torch.no_grad)
 within("within_inference_mode", torch.inference_mode)
 within("within_autocast", functools.partial(torch.autocast, "cpu", torch.bfloat16))
@@ -649,7 +654,7 @@ within("within_a_device", functools.partial(torch.device, "cpu"))
 within("within_anomaly_detection", torch.autograd.detect_anomaly)
 within(
     "within_saved_tensors_hooks",
-    lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 2),
+    lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, doubled),
 )
 within("within_saving_on_the_host", torch.autograd.graph.save_on_cpu)
 
@@ -686,6 +691,7 @@ def autocast_of_another_type() -> Training:
 @PROGRAMS
 def autocast_off() -> Training:
     def before(number: int) -> None:
+        autocast_on()
         torch.set_autocast_enabled("cpu", number < 2)
 
     return trained(perceptron(), before=before)
