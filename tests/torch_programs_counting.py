@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.torch_programs import Programs, Reading, Training, perceptron, sgd, trained
+from tests.torch_programs import Programs, Reading, Training, sgd, trained
 
 PROGRAMS = Programs()
 
@@ -29,7 +29,7 @@ def counting(make: Callable[[], Callable[..., Any]]) -> Callable[[], Any]:
     """Add a program whose loss changes with its calls."""
 
     def build() -> Training:
-        model = perceptron()
+        model = nn.Linear(6, 4)
         return trained(model, loss_fn=make(), optimizer=sgd(model))
 
     PROGRAMS(build, name=make.__name__, changes_in_step=True)
@@ -299,7 +299,7 @@ def log_of_losses() -> Training:
         log.append(value.detach())
         return value
 
-    return trained(perceptron(), loss_fn=loss, watched=lambda: list(log))
+    return trained(nn.Linear(6, 4), loss_fn=loss, watched=lambda: list(log))
 
 
 @PROGRAMS(changes_in_step=True)
@@ -310,7 +310,7 @@ def calls_are_counted_for_a_log() -> Training:
         calls[0] += 1
         return entropy(out, y)
 
-    return trained(perceptron(), loss_fn=loss, watched=lambda: calls[0])
+    return trained(nn.Linear(6, 4), loss_fn=loss, watched=lambda: calls[0])
 
 
 def reading_in_step(

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.torch_programs import Programs, Reading, Training, perceptron, trained
+from tests.torch_programs import Programs, Reading, Training, trained
 
 PROGRAMS = Programs()
 
@@ -47,7 +47,7 @@ def of_loss(
 
     def build() -> Training:
         loss_fn, change = make()
-        return trained(perceptron(), loss_fn=loss_fn, change=change)
+        return trained(nn.Linear(6, 4), loss_fn=loss_fn, change=change)
 
     PROGRAMS(build, name=make.__name__, **others)
     return make
@@ -433,7 +433,7 @@ def file_read() -> Training:
         file.write("1.0")
     path = Path(file.name)
     return trained(
-        perceptron(),
+        nn.Linear(6, 4),
         loss_fn=lambda out, y: entropy(out, y) * float(path.read_text()),
         change=lambda: path.write_text("3.0"),
         undo=path.unlink,
@@ -453,7 +453,7 @@ SOFTSIGN = functional.softsign
 @PROGRAMS
 def torch_function_replaced() -> Training:
     return trained(
-        perceptron(),
+        nn.Linear(6, 4),
         loss_fn=lambda out, y: entropy(functional.softsign(out), y),
         change=lambda: setattr(functional, "softsign", lambda x: x / 3),
         undo=lambda: setattr(functional, "softsign", SOFTSIGN),
@@ -463,7 +463,7 @@ def torch_function_replaced() -> Training:
 @PROGRAMS
 def builtin_appears() -> Training:
     return trained(
-        perceptron(),
+        nn.Linear(6, 4),
         loss_fn=lambda out, y: entropy(out, y) * getattr(builtins, "tests_rate", 1.0),
         change=lambda: setattr(builtins, "tests_rate", 3.0),
         undo=lambda: delattr(builtins, "tests_rate"),
@@ -562,7 +562,7 @@ def of_loss_module(
 
     def build() -> Training:
         loss_fn = make()
-        return trained(perceptron(), loss_fn=loss_fn, change=lambda: change(loss_fn))
+        return trained(nn.Linear(6, 4), loss_fn=loss_fn, change=lambda: change(loss_fn))
 
     PROGRAMS(build, name=name)
 

@@ -1,4 +1,4 @@
-"""Programs of training practice: schedules, averages, freezing, adapters, optimizers."""
+"""Programs of training practice: schedules, freezing, adapters, averages."""
 
 import copy
 import functools
