@@ -64,6 +64,9 @@ class BenchmarkCache:
         path: The file to remember in, made where it is missing; None is memory only.
         timeout_s: How long to wait for other processes that write to it.
 
+    Attributes:
+        writes: How often this object has written.
+
     A file that cannot be used never raises: see
     `mucudnn.runtime.database.sqlite_file`. Damaged rows are passed over, with a
     warning that counts them.
@@ -75,6 +78,7 @@ class BenchmarkCache:
         found = None if path is None else a_path("path", path)
         self._file = RecordFile(found, timeout_s)
         self._version = installed_version()
+        self.writes = 0
         self._warned = False
 
     @property
@@ -311,6 +315,7 @@ class BenchmarkCache:
                 ]
             return counts[0]
 
+        self.writes += 1
         return self._file.do(write)
 
     def _read(self, table: Table[T], condition: str, *arguments: Any) -> tuple[T, ...]:
