@@ -230,7 +230,8 @@ def _network(graph: Graph, batches: Sequence[int]) -> dict[str, object]:
 
 def _text(value: object) -> str:
     """All that a value says of itself; of a function its name."""
-    return name_of(value) if callable(value) else repr(value)
+    named = isinstance(value, str) or callable(value)
+    return name_of(value) if named else repr(value)
 
 
 def check_together(tuner: Tuner) -> None:
