@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import sqlite3
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ PROBLEM = ConvProblem(
     direction=Direction.FORWARD, x_shape=(8, 3, 9, 9), w_shape=(4, 3, 3, 3)
 )
 GPU = "gpu/1.0"
+FLIPS = 25
 
 CHILD = """
 import math, os, sys, time, warnings
@@ -154,6 +157,7 @@ def test_a_verdict_of_an_older_version_is_read_and_what_is_written_is_alike(file
             ("2+6", 0.5)
         ]
         db.execute("UPDATE verdict SET time_ms = 0.25")
+        db.execute("DROP TABLE checked")  # there were no checksums
         db.commit()
     with BenchmarkCache(file) as cache:
         assert cache.get_verdict(GPU, PROBLEM, "2+6") == 0.25
@@ -178,7 +182,7 @@ def test_summary_rows_and_clear(cache):
     assert cache.fingerprints() == ("a", "b")
     a, b = cache.summary()
     assert (a.problems, a.rows, b.problems, b.rows) == (1, 1, 2, 4)
-    assert b.oldest <= b.newest <= a.newest
+    assert b.oldest <= b.newest <= a.newest + 0.02  # a checksum is in the rest
     assert [(m.problem, m.perf) for m in cache.rows("a")] == [(PROBLEM, FAILED)]
     assert {m.problem.batch for m in cache.rows("b")} == {1, 2, 4, 8}
     assert cache.clear("a") == 1
@@ -490,7 +494,7 @@ def test_a_damaged_file_is_set_aside(file, ruin):
         assert cache.get(GPU, PROBLEM) == (FAILED,)
 
 
-def test_damage_found_while_reading_is_set_aside(file):
+def test_damaged_pages_are_found_when_a_file_is_opened(file):
     some_rows(file, 2000)
     with contextlib.closing(sqlite3.connect(file)) as db:
         (size,) = db.execute("PRAGMA page_size").fetchone()
@@ -500,13 +504,74 @@ def test_damage_found_while_reading_is_set_aside(file):
     for page in range(root - 1, len(data) // size):
         data[page * size : (page + 1) * size] = b"\xff" * size
     file.write_bytes(data)
-    with BenchmarkCache(file) as cache:
-        assert cache.path == file
-        with pytest.warns(CacheWarning, match="anew") as caught:
-            assert cache.get(GPU, PROBLEM) == ()
+    with pytest.warns(CacheWarning, match="anew.*none of its rows") as caught:
+        cache = BenchmarkCache(file)
+    with cache:
+        assert cache.get(GPU, PROBLEM) == ()
         assert_works(cache, file)
     assert len(caught) == 1
     assert [p.read_bytes() for p in aside(file, "corrupt")] == [bytes(data)]
+
+
+def contents(cache):
+    texts = [cache.get_plan_text(GPU, PROBLEM.with_batch(b), "A") for b in range(1, 9)]
+    return (
+        *((m.problem, m.perf, m.version) for m in cache.rows()),
+        *cache.verdicts(),
+        *((race.raced, race.times_ms) for race in cache.races()),
+        *filter(None, texts),
+    )
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A file with rows of every table on several pages, and what they are."""
+    file = tmp_path_factory.mktemp("sound") / "perf.sqlite"
+    with BenchmarkCache(file) as cache:
+        for k in range(1, 8):
+            layer = dataclasses.replace(PROBLEM, w_shape=(k, 3, 3, 3))
+            batches = [perf("GEMM", b, time_ms=1.1 * b + k) for b in range(1, 17)]
+            cache.put(GPU, layer, [*batches, FAILED])
+            cache.put_verdict(GPU, layer, "2+6", 0.5 + k)
+            cache.put_race(GPU, f"race {k}", (1.5, 2.5 + k))
+            cache.put_plan_text(GPU, PROBLEM.with_batch(k), "A", f'{{"plan": {k}}}')
+        found = contents(cache)
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute("PRAGMA journal_mode = DELETE")
+    return file.read_bytes(), found
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_flipped_bits_are_harmless_or_noticed(count, sound, tmp_path):
+    """No row vanishes in silence, none is wrong, and what is put later stays."""
+    data, wanted = sound
+    rnd = random.Random(count)
+    noticed = kept = 0
+    for trial in range(FLIPS):
+        file = tmp_path / str(trial) / "perf.sqlite"
+        file.parent.mkdir()
+        damaged = bytearray(data)
+        for at in rnd.choices(range(len(data)), k=count):
+            damaged[at] ^= 1 << rnd.randrange(8)
+        file.write_bytes(damaged)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with BenchmarkCache(file) as cache:
+                found = contents(cache)
+                cache.put("other", PROBLEM, [perf()])
+                path = cache.path
+        assert set(found) <= set(wanted), f"trial {trial}: rows are wrong"
+        noticed += bool(caught)
+        kept += len(found)
+        if not caught:
+            assert found == wanted, f"trial {trial}: rows are gone"
+        if path is None:
+            assert caught
+            continue
+        with warnings.catch_warnings(record=True), BenchmarkCache(path) as cache:
+            assert cache.get("other", PROBLEM) == (perf(),), f"trial {trial}"
+    assert noticed
+    assert kept > FLIPS * len(wanted) / 2  # most can still be read
 
 
 def test_damaged_text_is_set_aside(file):

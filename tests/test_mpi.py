@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench import fleet_ranks
+from mucudnn.runtime.training.checkpoints.tensor_file import read_arrays, read_header
 
 ROOT = Path(__file__).parent.parent
 MPIEXEC = fleet_ranks.mpiexec()
@@ -26,8 +28,11 @@ CLOSE = 1e-9
 """In double precision: the order of sums, no more."""
 
 
-def run(folder, *words, ranks=1, start=("-m", "mucudnn"), work=WORK):
-    launcher = [MPIEXEC, "-n", str(ranks)] if ranks > 1 else []
+def run(
+    folder, *words, ranks=1, start=("-m", "mucudnn"), work=WORK, launcher=None, most=300
+):
+    launcher = launcher or (("-n", str(ranks)) if ranks > 1 else ())
+    launcher = (MPIEXEC, *launcher) if launcher else ()
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -40,10 +45,17 @@ def run(folder, *words, ranks=1, start=("-m", "mucudnn"), work=WORK):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=most,
         check=False,
         env=environment,
     )
+
+
+def two(folder, first, second, work=()):
+    """Two ranks with words of their own."""
+    start = sys.executable, "-m", "mucudnn"
+    apart = (*work, *first, ":", "-n", "1", *start, *work, *second)
+    return run(folder, *apart, launcher=("-n", "1"), work=())
 
 
 def losses(file):
@@ -161,6 +173,40 @@ def test_an_error_of_one_rank_ends_all_with_a_line(tmp_path):
     assert done.returncode != 0
     assert "mucudnn: error: rank 1: something of this rank's own" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--lr", "0.2"), "--lr is 0.01 on rank 0, 0.2 on rank 1"),
+        (("--accumulate", "2"), "--accumulate is 1 on rank 0, 2 on rank 1"),
+        (("--resume",), "--resume is False on rank 0, True on rank 1"),
+        (("--lr", "quick"), "rank 1: Invalid value for '--lr': 'quick'"),
+    ],
+)
+def test_ranks_with_other_settings_end_with_one_line(words, said, tmp_path):
+    equal = ("--shares", "equal")
+    done = two(tmp_path, equal, (*equal, *words), DIGITS)
+    assert done.returncode != 0
+    assert done.stderr.count("mucudnn: error: ") == 1, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_cold_cache_gives_the_bits_of_a_warm_one(tmp_path):
+    """Ranks that measure the same layers at once plan by what the cache keeps."""
+    words = ("train", "lenet", "--data", "synthetic:length=48,classes=5", "--batch")
+    words += ("24", "--epochs", "1", "--lr", "0.01", "--shares", "equal")
+    words += ("--cache", "shared.sqlite", "--workspace-limit", "1MiB")
+    found = []
+    for name in ("cold", "warm"):
+        done = run(tmp_path, "--checkpoint", name, ranks=2, work=words)
+        assert done.returncode == 0, done.stderr
+        (kept,) = (tmp_path / name).glob("**/*.safetensors")
+        found.append(read_arrays(kept, read_header(kept)))
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        np.testing.assert_array_equal(value, found[1][name])
 
 
 def test_a_killed_rank_ends_the_others_and_the_run_goes_on(alone, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mucudnn.cli.app import BadInputError
-from mucudnn.cli.training.ranks import Group
+from mucudnn.cli.training.ranks import Group, own_settings
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.fleet import Fleet, Rank, StepPoint, StepTable
 from mucudnn.passes.fleet import plan_of, split_batch
@@ -60,10 +60,10 @@ def test_equal_shares_measure_nothing_and_differ_by_one():
 
 def test_a_process_has_its_own_of_several_budgets():
     group = Group(Pair(None))
-    assert group.own({"budget": (1, 2)}) == {"budget": 1}
-    assert group.own({"budget": 5}) == {"budget": 5}
+    assert own_settings({"budget": (1, 2)}, group) == {"budget": 1}
+    assert own_settings({"budget": 5}, group) == {"budget": 5}
     with pytest.raises(BadInputError, match="3 sizes for 2 processes"):
-        group.own({"budget": (1, 2, 3)})
+        own_settings({"budget": (1, 2, 3)}, group)
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 40, 100])

@@ -27,6 +27,20 @@ def plain(g, x, classes):
     return (g.linear(g.flatten(x), classes),)
 
 
+def wider(g, x, classes):
+    """As `plain`, but for its width."""
+    x = g.dropout(g.relu(g.conv(x, 8, 3, padding=1)), 0.25)
+    x = g.max_pool(g.relu(g.conv(x, 8, 3, padding=1)), 2)
+    return (g.linear(g.flatten(x), classes),)
+
+
+def calmer(g, x, classes):
+    """As `plain`, but for its dropout."""
+    x = g.dropout(g.relu(g.conv(x, 6, 3, padding=1)), 0.5)
+    x = g.max_pool(g.relu(g.conv(x, 8, 3, padding=1)), 2)
+    return (g.linear(g.flatten(x), classes),)
+
+
 def branches(g, x, classes):
     """Two normalised branches."""
     x = g.relu(g.conv(x, 4, 3, padding=1))
@@ -38,9 +52,11 @@ NETWORKS = CASES | {
     name: Case(Model(body, (3, 8, 8), CLASSES), 8)
     for name, body in (
         ("branches", branches),
+        ("calmer", calmer),
         ("plain", plain),
         ("residual", residual),
         ("unet", fleet_ranks.unet),
+        ("wider", wider),
     )
 }
 

@@ -1,6 +1,7 @@
 """`mpiexec -n N mucudnn train …`: which part of each batch this process takes."""
 
 import contextlib
+import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,15 +18,31 @@ from mucudnn.ir.graph import Graph
 from mucudnn.models import IMAGE, LABEL
 from mucudnn.passes.fleet import replanned, share_times, split_batch
 from mucudnn.passes.fleet.asked_table import AskedTable, Told
+from mucudnn.runtime.distributed.collectives import (
+    RanksDifferError,
+    check_alike,
+    digest_of,
+)
+from mucudnn.version import installed_version
 
 if TYPE_CHECKING:
     from mucudnn.cli.training.data import Work
+    from mucudnn.data import Loader
     from mucudnn.runtime.distributed.collectives import Collectives
     from mucudnn.runtime.tuning.tuner import Tuner
 
-__all__ = ["Group", "group_of", "step_point"]
+__all__ = ["Group", "group_of", "own_settings", "step_point"]
 
 _STEPS = 3
+
+_COMPARED = 64
+"""Images that tell the data of ranks apart."""
+
+_OF_A_PROCESS = (
+    *("budget", "cache_path", "disk", "tiers", "log", "tensorboard"),
+    *("MUCUDNN_DATABASE", "MUCUDNN_BENCHMARK_DEVICES"),
+)
+"""Options and variables in which processes may differ."""
 
 
 class Group:
@@ -56,8 +73,43 @@ class Group:
                 raise
             words = e.format_message() if isinstance(e, click.ClickException) else e
             line = " ".join(str(words).split()) or type(e).__name__
-            click.echo(f"mucudnn: error: rank {self.together.rank}: {line}", err=True)
+            who = f"rank {self.together.rank}: "
+            if isinstance(e, RanksDifferError) or isinstance(
+                e.__cause__, RanksDifferError
+            ):
+                who = ""
+                if not self.leads:  # all of them have this error, and one says it
+                    self.together.barrier()
+            click.echo(f"mucudnn: error: {who}{line}", err=True)
             self.together.abort(line)
+
+    def check_alike(self, model: str | None, settings: Mapping[str, Any]) -> None:
+        """Compare all that the processes were started with.
+
+        Not what says where a process keeps or writes things, nor its budget.
+
+        Raises:
+            RanksDifferError: They differ.
+        """
+        import numpy as np
+
+        written = {
+            f"--{name.replace('_', '-')}": value
+            for name, value in settings.items()
+            if name not in _OF_A_PROCESS
+        }
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("MUCUDNN_") and name not in _OF_A_PROCESS
+        }
+        versions = {
+            "the version of mucudnn": installed_version(),
+            "the version of NumPy": np.__version__,
+        }
+        check_alike(
+            self.together, {"MODEL": model, **written, **environment, **versions}
+        )
 
     def part(self, work: "Work", made: Callable[[int], "Work"], shares: Any) -> "Work":
         """The work of this process.
@@ -83,27 +135,12 @@ class Group:
                 f"--shares {','.join(map(str, shares))} are {len(shares)} of "
                 f"{sum(shares)} images together; {size} processes share {batch}{each}"
             )
+        check_alike(self.together, {**work.words, "data": _data_digest(loader)})
         self.history.append(tuple(shares))
         start = sum(shares[:rank])
         own = made(shares[rank])
         batches = PartOfBatches(loader, start, start + shares[rank], parts)
         return replace(own, batches=batches)
-
-    def own(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The options of this process: of several budgets, its own.
-
-        Raises:
-            BadInputError: There is not one for each.
-        """
-        budgets, size = settings["budget"], self.together.size
-        if not isinstance(budgets, tuple):
-            return settings
-        if len(budgets) != size:
-            raise BadInputError(
-                f"--budget has {len(budgets)} sizes for {size} processes; name one for "
-                "all, or one each"
-            )
-        return {**settings, "budget": budgets[self.together.rank]}
 
     def shares(
         self, asked: Any, batch: int, measure: Callable[[int], StepPoint]
@@ -179,6 +216,12 @@ class Group:
         return None if found is None else found.samples
 
 
+def _data_digest(loader: "Loader") -> str:
+    """A hash of a few images, spread over a data set, and of their labels."""
+    count = len(loader.dataset)
+    return digest_of(loader.dataset.read(range(0, count, -(-count // _COMPARED))))
+
+
 def step_point(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> StepPoint:
     """What a step of a network takes in this process, others running beside it.
 
@@ -210,22 +253,41 @@ def step_point(graph: Graph, tuner: "Tuner", settings: Mapping[str, Any]) -> Ste
         return StepPoint(len(images), statistics.median(times), trainer.peak_bytes)
 
 
-def group_of(settings: Mapping[str, Any]) -> Group | None:
-    """The processes that `mpiexec` started; None if this one is alone.
+def own_settings(settings: Mapping[str, Any], group: Group | None) -> Mapping[str, Any]:
+    """The options of this process: of several budgets, its own.
 
     Raises:
-        BadInputError: This one is alone, and is told what each of several does.
-        BackendUnavailableError: mpi4py or an MPI library is missing.
+        BadInputError: This one is alone, and is told what each of several does, or
+            there is not one for each.
     """
-    from mucudnn.runtime.environment import launched_processes
-
-    if launched_processes() < 2:
+    if group is None:
         for name in ("budget", "shares"):
             if isinstance(settings[name], tuple):
                 raise BadInputError(
                     f"--{name} with a value for each process is for several, and this "
                     "one is alone; start them with mpiexec -n N mucudnn train …"
                 )
+        return settings
+    budgets, size = settings["budget"], group.together.size
+    if not isinstance(budgets, tuple):
+        return settings
+    if len(budgets) != size:
+        raise BadInputError(
+            f"--budget has {len(budgets)} sizes for {size} processes; name one for "
+            "all, or one each"
+        )
+    return {**settings, "budget": budgets[group.together.rank]}
+
+
+def group_of() -> Group | None:
+    """The processes that `mpiexec` started; None if this one is alone.
+
+    Raises:
+        BackendUnavailableError: mpi4py or an MPI library is missing.
+    """
+    from mucudnn.runtime.environment import launched_processes
+
+    if launched_processes() < 2:
         return None
     from mucudnn.runtime.distributed.mpi import MpiCollectives
 

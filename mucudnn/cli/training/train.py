@@ -22,7 +22,7 @@ from mucudnn.cli.training.options import (
     output_options,
     run_options,
 )
-from mucudnn.cli.training.ranks import Group, group_of, step_point
+from mucudnn.cli.training.ranks import Group, group_of, own_settings, step_point
 from mucudnn.cli.training.results import (
     ranks_of,
     ranks_to_json,
@@ -54,7 +54,21 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
-@cloup.command()
+class _Together(cloup.Command):
+    """A command of several processes: wrong options of one end the others as well."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Read the options."""
+        try:
+            return super().make_context(*args, **extra)
+        except click.ClickException:
+            if (group := group_of()) is not None:
+                with group.ends_together():
+                    raise
+            raise
+
+
+@cloup.command(cls=_Together)
 @import_option
 @model_argument
 @data_options
@@ -68,11 +82,27 @@ def train(
     ctx: click.Context, /, model: str | None, json_file: str | None, **settings: Any
 ) -> None:
     """Train a network and test it after every epoch."""
-    if settings["listing"]:
-        list_models(json_file)
-        return
-    if model is None:
-        raise BadInputError("name a network to train; --list lists them")
+    group = group_of()
+    with nullcontext() if group is None else group.ends_together():
+        if group is not None:
+            group.check_alike(model, settings)
+        if settings["listing"]:
+            if group is None or group.leads:
+                list_models(json_file)
+            return
+        if model is None:
+            raise BadInputError("name a network to train; --list lists them")
+        _refuse_senseless(ctx, json_file, settings)
+        settings = dict(own_settings(settings, group))
+        interrupted = _trained(_Training(model, settings, group), json_file)
+    if interrupted:
+        ctx.exit(ExitCode.INTERRUPTED)
+
+
+def _refuse_senseless(
+    ctx: click.Context, json_file: str | None, settings: Mapping[str, Any]
+) -> None:
+    """Refuse options that say nothing without others."""
     refuse_same({"--json": json_file, "--log": settings["log"]})
     if settings["checkpoint"] is None:
         for name in ("resume", "checkpoint_every"):
@@ -83,13 +113,6 @@ def train(
         _refuse_budgeted(ctx)
         if settings["split"] in ("auto", "height"):
             raise BadInputError(f"--split {settings['split']} needs --budget SIZE")
-    group = group_of(settings)
-    with nullcontext() if group is None else group.ends_together():
-        if group is not None:
-            settings = dict(group.own(settings))
-        interrupted = _trained(_Training(model, settings, group), json_file)
-    if interrupted:
-        ctx.exit(ExitCode.INTERRUPTED)
 
 
 def _trained(training: "_Training", json_file: str | None) -> bool:

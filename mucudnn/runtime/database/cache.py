@@ -64,6 +64,9 @@ class BenchmarkCache:
         path: The file to remember in, made where it is missing; None is memory only.
         timeout_s: How long to wait for other processes that write to it.
 
+    Attributes:
+        writes: How often this object has written.
+
     A file that cannot be used never raises: see
     `mucudnn.runtime.database.sqlite_file`. Damaged rows are passed over, with a
     warning that counts them.
@@ -75,6 +78,7 @@ class BenchmarkCache:
         found = None if path is None else a_path("path", path)
         self._file = RecordFile(found, timeout_s)
         self._version = installed_version()
+        self.writes = 0
         self._warned = False
 
     @property
@@ -111,7 +115,7 @@ class BenchmarkCache:
             check_times(perf.algo, perf)
         layer, stamp = (fingerprint, problem_key(problem)), (time.time(), self._version)
         rows = [(*layer, *perf_values(perf), *stamp) for perf in perfs]
-        self._write((PERF.insert(), rows))
+        self._write((PERF, PERF.insert(), rows))
 
     def get_verdict(
         self, fingerprint: str, problem: ConvProblem, signature: str
@@ -132,7 +136,7 @@ class BenchmarkCache:
         if not 0 <= ratio < math.inf:
             raise ValueError(f"ratio must be finite and not negative, got {ratio}")
         key = (fingerprint, problem_key(problem), problem.batch, signature)
-        self._write((VERDICT.insert(), [(*key, ratio, time.time())]))
+        self._write((VERDICT, VERDICT.insert(), [(*key, ratio, time.time())]))
 
     def get_race(self, fingerprint: str, raced: str) -> tuple[float, float] | None:
         """What two ways took, see `Race`; None if they were not timed."""
@@ -157,8 +161,11 @@ class BenchmarkCache:
         row = (fingerprint, raced, *times_ms, time.time())
         members = zip(("raced", *RACE.columns), row[1:], strict=True)
         decode_race("a race", fingerprint, dict(members))
+        known = self._decoded(RACE, OF_LAYER, fingerprint, raced)
+        if any(isinstance(one, ValueError) for one in known):  # it is damaged
+            replace = True
         put = RACE.insert() if replace else f"{RACE.insert('')} {UNLESS_KNOWN}"
-        self._write((put, [row]))
+        self._write((RACE, put, [row]))
         return self.get_race(fingerprint, raced) or times_ms
 
     def get_plan_text(
@@ -174,7 +181,7 @@ class BenchmarkCache:
     ) -> None:
         """Remember an execution plan as its library writes it."""
         key = (fingerprint, problem_key(problem), problem.batch, algo)
-        self._write((PLAN_TEXT.insert(), [(*key, text)]))
+        self._write((PLAN_TEXT, PLAN_TEXT.insert(), [(*key, text)]))
 
     def fingerprints(self) -> tuple[str, ...]:
         """Devices that something is known of, in alphabetical order."""
@@ -280,9 +287,9 @@ class BenchmarkCache:
             for r in recording.races
         ]
         return self._write(
-            (f"{PERF.insert('')} {UNLESS_NEWER}", rows),
-            (VERDICT.insert("OR IGNORE"), verdicts),
-            (f"{RACE.insert('')} {UNLESS_KNOWN}", races),
+            (PERF, f"{PERF.insert('')} {UNLESS_NEWER}", rows),
+            (VERDICT, VERDICT.insert("OR IGNORE"), verdicts),
+            (RACE, f"{RACE.insert('')} {UNLESS_KNOWN}", races),
         )
 
     def close(self) -> None:
@@ -295,22 +302,27 @@ class BenchmarkCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self, *changes: tuple[str, Sequence[tuple[Any, ...]]]) -> int:
+    def _write(
+        self, *changes: tuple[Table[Any], str, Sequence[tuple[Any, ...]]]
+    ) -> int:
         """Have statements take their rows, all or nothing; rows the first one changed.
 
         Every row begins with a fingerprint and a problem.
         """
-        layers = dict.fromkeys(row[:2] for _, rows in changes for row in rows)
+        layers = dict.fromkeys(row[:2] for *_, rows in changes for row in rows)
 
         def write(db: sqlite3.Connection) -> int:
             with transaction(db):
                 db.executemany(PUT_LAYER, layers)
                 counts = [
-                    db.executemany(statement, rows).rowcount if rows else 0
-                    for statement, rows in changes
+                    db.executemany(statement, map(table.sealed, rows)).rowcount
+                    if rows
+                    else 0
+                    for table, statement, rows in changes
                 ]
             return counts[0]
 
+        self.writes += 1
         return self._file.do(write)
 
     def _read(self, table: Table[T], condition: str, *arguments: Any) -> tuple[T, ...]:
@@ -336,4 +348,4 @@ class BenchmarkCache:
     ) -> list[T | ValueError]:
         query = table.select(condition)
         rows = self._file.do(lambda db: db.execute(query, arguments).fetchall())
-        return table.decode(rows)
+        return table.decode(rows, self._file.checked_since)

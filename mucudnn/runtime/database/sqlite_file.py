@@ -1,7 +1,8 @@
 """The SQLite file that measurements are recorded in, and what can go wrong with it.
 
 Remembering must never stop work. A file that is damaged or belongs to someone else is
-set aside under another name, never deleted, and a fresh one is begun. What a newer
+set aside under another name, never deleted, and a fresh one is begun with the rows of
+it that are sound. What a newer
 version of mucudnn wrote stays where that version looks for it, and memory is used. A
 file that cannot be written is replaced by memory, too, which takes over whatever can
 still be read.
@@ -30,16 +31,17 @@ from mucudnn.runtime.database.shared_file import (
     turn,
 )
 from mucudnn.runtime.database.tables import (
-    SCHEMA,
     ForeignError,
     NewerError,
     UnusableError,
     add_missing,
+    check_contents,
     check_tables,
+    checked_since,
     create,
-    has_table,
     in_memory,
     is_empty,
+    salvage,
 )
 
 __all__ = ["IN_MEMORY_ONLY", "CacheWarning", "RecordFile", "transaction", "warn"]
@@ -80,6 +82,7 @@ class RecordFile:
         self._closed = False
         self._held: list[Any] = []  # locks, while the process forks
         self._inode = 0
+        self.checked_since = 0.0
         self._path: Path | None = None
         self._db = in_memory()
         attend(self)
@@ -190,10 +193,10 @@ class RecordFile:
         for attempt in range(_ATTEMPTS):
             try:
                 with turn(file.parent):
-                    if problem is None or self._set_aside(file, problem):
-                        db = self._connect(file)
-                    else:
-                        db = None
+                    aside = self._set_aside(file, problem) if problem else file
+                    db = self._connect(file) if aside else None
+                    if problem and db and aside and aside != file:
+                        self._keep(file, aside, db, problem)
             except (*_READING, UnusableError, NewerError, OSError) as e:
                 problem = e
                 if not _is_damage(e):
@@ -226,21 +229,27 @@ class RecordFile:
             else:
                 add_missing(db)
             check_tables(db)
+            if not empty:
+                check_contents(db)
+            self.checked_since = checked_since(db)
             db.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             db.close()
             raise
         return db
 
-    def _set_aside(self, file: Path, problem: Exception) -> bool:
-        """Rename the file and its companions; False if another process uses it."""
+    def _set_aside(self, file: Path, problem: Exception) -> Path | None:
+        """Rename the file and its companions; None if another process uses it.
+
+        Returns its new name, or its own where another process has renamed it.
+        """
         if inode(file) != self._inode:
-            return True
+            return file
         with file.open("r+b") as opened:
             if not lock_alone(opened.fileno()):
-                return False
+                return None
             if inode(file) != self._inode:
-                return True
+                return file
             kind = "foreign" if isinstance(problem, ForeignError) else "corrupt"
             stamp = time.strftime("%Y%m%d-%H%M%S")
             aside, number = Path(f"{file}.{kind}-{stamp}"), 0
@@ -251,12 +260,29 @@ class RecordFile:
                 with contextlib.suppress(FileNotFoundError):
                     Path(f"{file}{sidecar}").rename(f"{aside}{sidecar}")
             file.rename(aside)
-        warn(f"beginning {file} anew, what was there is now {aside}: {problem}")
-        return True
+        return aside
+
+    def _keep(
+        self, file: Path, aside: Path, db: sqlite3.Connection, problem: Exception
+    ) -> None:
+        """Copy what is sound of a file that was set aside, if its tables are ours."""
+        words = "none of its rows can be read"
+        with contextlib.suppress(*_READING, UnusableError, NewerError):
+            whole = not Path(f"{aside}-wal").exists()
+            uri = f"{aside.as_uri()}?{'immutable=1' if whole else 'mode=ro'}"
+            with contextlib.closing(sqlite3.connect(uri, 1.0, uri=True)) as source:
+                if not is_empty(source):
+                    check_tables(source)
+                    with transaction(db):
+                        words = f"{salvage(source, db)} of its rows are kept"
+                    self.checked_since = checked_since(db)
+        warn(
+            f"beginning {file} anew, what was there is now {aside}: {problem}; {words}"
+        )
 
     def _fall_back(self, file: Path, problem: Exception | None) -> None:
         """Go on in memory, with what the file can still tell."""
-        memory = in_memory()
+        memory, self.checked_since = in_memory(), 0.0
         if not _is_damage(problem):
             self._copy_rows(file, memory)
         self._db.close()
@@ -278,14 +304,8 @@ class RecordFile:
                 ):
                     if is_empty(source):
                         return
-                    for table in SCHEMA:
-                        if not has_table(source, table):
-                            continue
-                        rows = source.execute(f"SELECT * FROM {table}")
-                        marks = ", ".join("?" * len(rows.description))
-                        memory.executemany(
-                            f"INSERT INTO {table} VALUES ({marks})", rows
-                        )
+                    salvage(source, memory)
+                    self.checked_since = checked_since(memory)
             except (*_READING, UnusableError, NewerError) as e:
                 logger.debug("%s cannot be read with %s: %s", file, access, e)
             else:

@@ -6,11 +6,19 @@ fingerprint and problem.
 
 A database that has the right identity but other tables, or triggers, is not trusted:
 what else its statements say would be obeyed, too.
+
+SQLite has no checksums: a flipped bit in a row would be another time, or another row.
+So the lowest 16 bits of `measured_at`, 16 ms,  are a checksum of the row
+and its layer. `checked` says since when rows have one; plan texts have theirs behind.
 """
 
 import contextlib
 import functools
+import math
 import sqlite3
+import struct
+import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
@@ -37,6 +45,7 @@ __all__ = [
     "PUT_LAYER",
     "RACE",
     "SCHEMA",
+    "TABLES",
     "UNLESS_KNOWN",
     "UNLESS_NEWER",
     "VERDICT",
@@ -45,12 +54,15 @@ __all__ = [
     "Table",
     "UnusableError",
     "add_missing",
+    "check_contents",
     "check_tables",
+    "checked_since",
     "create",
     "has_table",
     "in_memory",
     "is_empty",
     "perf_values",
+    "salvage",
 ]
 
 _APPLICATION_ID = int.from_bytes(b"muCD", "big")
@@ -95,6 +107,10 @@ SCHEMA = {
   second_ms REAL NOT NULL,
   measured_at REAL NOT NULL
 )""",
+    "checked": """CREATE TABLE checked (
+  id INTEGER PRIMARY KEY,
+  since REAL NOT NULL
+)""",
     "verdict": """CREATE TABLE verdict (
   layer INTEGER NOT NULL,
   batch INTEGER NOT NULL,
@@ -106,8 +122,11 @@ SCHEMA = {
 }
 
 
-_ADDED = "race"
-"""Files of this schema may be from before there was such a table."""
+_ADDED = ("race", "checked")
+"""Files of this schema may be from before there were such tables."""
+
+_SINCE = "INSERT OR REPLACE INTO checked VALUES (0, ?)"
+_CHECKSUM = 0xFFFF
 
 
 class UnusableError(Exception):
@@ -133,6 +152,7 @@ def create(db: sqlite3.Connection) -> None:
     """Make a new database ours."""
     for statement in SCHEMA.values():
         db.execute(statement)
+    db.execute(_SINCE, (0.0,))
     db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
     db.execute(f"PRAGMA user_version = {_VERSION}")
 
@@ -159,8 +179,11 @@ def is_empty(db: sqlite3.Connection) -> bool:
 
 def add_missing(db: sqlite3.Connection) -> None:
     """Make a database of ours what it would be now; what is altered stays so."""
-    if not has_table(db, _ADDED):
-        db.execute(SCHEMA[_ADDED].replace("TABLE", "TABLE IF NOT EXISTS", 1))
+    for table in _ADDED:
+        if not has_table(db, table):
+            db.execute(SCHEMA[table].replace("TABLE", "TABLE IF NOT EXISTS", 1))
+            if table == "checked":
+                db.execute(_SINCE, (time.time(),))
 
 
 def has_table(db: sqlite3.Connection, name: str) -> bool:
@@ -179,6 +202,64 @@ def check_tables(db: sqlite3.Connection) -> None:
         raise UnusableError("there are triggers in it")
 
 
+def check_contents(db: sqlite3.Connection) -> None:
+    """Raise `UnusableError` where rows may be missing: SQLite reads on in silence."""
+    (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+    if found != "ok":
+        raise UnusableError(f"it is damaged: {found.splitlines()[-1]}")
+    for table in TABLES:
+        query = f"SELECT 1 FROM {table.name} WHERE layer NOT IN (SELECT id FROM layer)"
+        if db.execute(f"{query} LIMIT 1").fetchone() is not None:
+            raise UnusableError(f"it is damaged: rows of {table.name} have no layer")
+
+
+def checked_since(db: sqlite3.Connection) -> float:
+    """Since when rows have checksums, in seconds; all of them where that is not known.
+
+    Of a file of a version that had none, which cannot be written, no row has one.
+    """
+    if not has_table(db, "checked"):
+        return math.inf
+    found = db.execute("SELECT since FROM checked WHERE id = 0").fetchone()
+    return found[0] if found and isinstance(found[0], float) else 0.0
+
+
+def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
+    """Copy the sound rows of a database, perhaps damaged; returns how many.
+
+    A damaged page ends a query, so tables are read from both ends.
+
+    Raises:
+        UnusableError: Its tables are not ours.
+    """
+    target.execute(_SINCE, (since := checked_since(source),))
+    layers = {key: names for key, *names in _rows(source, "layer", _LAYER, 1)}
+    target.executemany(PUT_LAYER, (n for n in layers.values() if len(n) == 2))
+    count = 0
+    for table in TABLES:
+        if not has_table(source, table.name):
+            continue
+        found = _rows(source, table.name, ("layer", *table.columns), table.keys + 1)
+        named = [(*layers[layer], *row) for layer, *row in found if layer in layers]
+        sound = [row for row in named if table.is_sound(row, since)]
+        count += target.executemany(table.insert("OR IGNORE"), sound).rowcount
+    return count
+
+
+def _rows(
+    db: sqlite3.Connection, name: str, columns: Sequence[str], keys: int
+) -> Iterable[tuple[Any, ...]]:
+    """What can be read of a table, from its beginning and from its end."""
+    found: dict[tuple[Any, ...], None] = {}
+    for way in ("ASC", "DESC"):
+        order = ", ".join(f"{column} {way}" for column in columns[:keys])
+        query = f"SELECT {', '.join(columns)} FROM {name} NOT INDEXED ORDER BY {order}"
+        with contextlib.suppress(sqlite3.DatabaseError, UnicodeDecodeError):
+            for row in db.execute(query):
+                found[row] = None
+    return found
+
+
 def _made_by(db: sqlite3.Connection, table: str) -> list[tuple[str]]:
     """The statement that made a table."""
     query = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?"
@@ -186,6 +267,8 @@ def _made_by(db: sqlite3.Connection, table: str) -> list[tuple[str]]:
 
 
 T = TypeVar("T")
+_LAYER = ("id", "fingerprint", "problem")
+_STAMP, _MARK = "measured_at", "\n#"
 _LayerOf = Callable[[object], LayerAt]
 
 PUT_LAYER = "INSERT OR IGNORE INTO layer (fingerprint, problem) VALUES (?, ?)"
@@ -228,16 +311,60 @@ class Table(Generic[T]):
             f"ON layer = id WHERE {condition} ORDER BY fingerprint, problem, {order}"
         )
 
-    def decode(self, rows: Iterable[Sequence[Any]]) -> list[T | ValueError]:
+    def sealed(self, row: Sequence[Any]) -> tuple[Any, ...]:
+        """A row, of a fingerprint, a problem and the columns, with its checksum."""
+        if _STAMP not in self.columns:
+            return (*row[:-1], f"{row[-1]}{_MARK}{self._checksum(row):x}")
+        at = 2 + self.columns.index(_STAMP)
+        bits = _bits(row[at]) & ~_CHECKSUM | self._checksum(row)
+        (stamp,) = struct.unpack(">d", struct.pack(">Q", bits))
+        return (*row[:at], stamp, *row[at + 1 :])
+
+    def is_sound(self, row: Sequence[Any], since: float) -> bool:
+        """Whether a row has its checksum, or is from before `since`."""
+        if _STAMP not in self.columns:
+            text, mark, checksum = str(row[-1]).rpartition(_MARK)
+            wanted = f"{self._checksum((*row[:-1], text)):x}"
+            return checksum == wanted if mark else since > 0
+        stamp = row[2 + self.columns.index(_STAMP)]
+        if not isinstance(stamp, float):
+            return False
+        return stamp < since or _bits(stamp) & _CHECKSUM == self._checksum(row)
+
+    def _checksum(self, row: Sequence[Any]) -> int:
+        """Of all columns, whatever type SQLite gives a number, but for the stamp's."""
+        stamp = 2 + self.columns.index(_STAMP) if _STAMP in self.columns else -1
+        values = [
+            _bits(v) & ~_CHECKSUM
+            if i == stamp
+            else float(v)
+            if isinstance(v, int | float)
+            else v
+            for i, v in enumerate(row)
+        ]
+        return zlib.crc32(repr((self.name, values)).encode()) & _CHECKSUM
+
+    def decode(
+        self, rows: Iterable[Sequence[Any]], since: float
+    ) -> list[T | ValueError]:
         """What rows say, or what is wrong with them."""
         layer_of = functools.cache(_layer_at)
         found: list[T | ValueError] = []
         for row in rows:
             try:
-                found.append(self.decoded(layer_of, *row))
+                made: T | ValueError = self.decoded(layer_of, *row)
             except ValueError as e:
-                found.append(e)
+                made = e
+            if not (isinstance(made, ValueError) or self.is_sound(row, since)):
+                made = ValueError(f"{row[0]!r}: the checksum of a row is wrong")
+            found.append(made)
         return found
+
+
+def _bits(number: float) -> int:
+    """A number as the 64 bits that it is stored in."""
+    (bits,) = struct.unpack(">Q", struct.pack(">d", number))
+    return int(bits)
 
 
 def perf_values(perf: AlgoPerf) -> tuple[Any, ...]:
@@ -288,7 +415,7 @@ def _race(_: _LayerOf, fingerprint: object, raced: object, *values: object) -> R
 
 def _plan_text(*row: object) -> str:
     text: str = decode("plan text", str, row[-1])
-    return text
+    return text.rpartition(_MARK)[0] or text
 
 
 _PERF_KEY = ("batch", "algo", "math_mode")
@@ -301,6 +428,7 @@ VERDICT = Table(  # files call the ratio a time
     "verdict", ("batch", "signature", "time_ms", "measured_at"), 2, _verdict
 )
 RACE = Table("race", ("first_ms", "second_ms", "measured_at"), 1, _race)
+TABLES: tuple[Table[Any], ...] = (PERF, PLAN_TEXT, VERDICT, RACE)
 UNLESS_KNOWN = f"""ON CONFLICT DO UPDATE SET
 {", ".join(f"{name} = excluded.{name}" for name in RACE.columns)}
 WHERE NOT (race.first_ms BETWEEN 0 AND {LONGEST_MS}

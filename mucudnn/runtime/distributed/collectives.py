@@ -4,9 +4,13 @@ An engine that exists carries them: `torch.distributed` for PyTorch's models, MP
 ours. All processes call the same ones in the same order.
 """
 
+import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, Protocol, TypeVar
 
-__all__ = ["Collectives", "Pending"]
+__all__ = ["Collectives", "Pending", "RanksDifferError", "check_alike", "digest_of"]
+
+_SHOWN = 5
 
 T = TypeVar("T")
 
@@ -53,3 +57,44 @@ class Collectives(Protocol):
     def abort(self, message: str) -> NoReturn:
         """End all of them; this one with that error."""
         ...
+
+
+class RanksDifferError(ValueError):
+    """The ranks of a training have different settings; all of them raise it."""
+
+
+def digest_of(arrays: Iterable[Any]) -> str:
+    """A short hash of NumPy arrays, for `check_alike`."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return f"of digest {digest.hexdigest()[:12]}"
+
+
+def check_alike(together: Collectives, settings: Mapping[str, object]) -> None:
+    """Compare this rank's settings with those of all others.
+
+    Values are compared by their text, so it must say all that matters.
+
+    Raises:
+        RanksDifferError: A setting differs; names it and the value of each rank.
+    """
+    found = together.all_gather({name: str(v) for name, v in settings.items()})
+    differing = []
+    for name in dict.fromkeys(name for one in found for name in one):
+        ranks: dict[str, list[str]] = {}
+        for rank, one in enumerate(found):
+            ranks.setdefault(one.get(name, "not given"), []).append(str(rank))
+        if len(ranks) > 1:
+            each = (
+                f"{value} on rank{'s'[: len(who) - 1]} {', '.join(who)}"
+                for value, who in ranks.items()
+            )
+            differing.append(f"{name} is {', '.join(each)}")
+    if differing:
+        more = len(differing) - _SHOWN
+        text = "; ".join(differing[:_SHOWN]) + (f"; and {more} more" * (more > 0))
+        raise RanksDifferError(
+            f"all ranks of a training need the same settings, but {text}; start all "
+            "of them with the same"
+        )

@@ -99,21 +99,23 @@ def fit(
         CheckpointError: A checkpoint cannot be written, or gone on from.
         KeyboardInterrupt: Ctrl-C, once a checkpoint is written.
     """
+    counts = {
+        "epochs": epochs,
+        "max_steps": max_steps,
+        "checkpoint_every": checkpoint_every,
+        "eval_every": eval_every,
+    }
     check_arguments(
         trainer,
         batches,
         test,
-        {
-            "epochs": epochs,
-            "max_steps": max_steps,
-            "checkpoint_every": checkpoint_every,
-            "eval_every": eval_every,
-        },
+        counts,
         words=words,
         checkpoints=checkpoints,
         resume=resume,
         functions={"progress": progress, "log": log, "between": between},
     )
+    trainer.check_alike({**counts, "batches": len(batches), **(words or {})})
     run = _Run(
         trainer,
         checkpoints,

@@ -4,7 +4,7 @@ The graphs of the step and of the evaluation share parameters, a budget if there
 and one arena for all that does not outlive a step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from mucudnn.passes.graph.optimizer_updates import When
 from mucudnn.passes.graph.precision.mixed_precision import LOSS_SCALES
 from mucudnn.passes.graph.tape import LOSS_SCALE
 from mucudnn.passes.ordering import Order
+from mucudnn.passes.planning.place_step import PlacedStep
 from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
 from mucudnn.runtime.distributed.collectives import Collectives
 from mucudnn.runtime.profiling.profiler import OnNode
@@ -40,10 +41,17 @@ from mucudnn.runtime.training.step.splitting import Divider
 from mucudnn.runtime.training.step.stepping import Stepper
 from mucudnn.runtime.training.step.times import StepTimes
 from mucudnn.runtime.training.trainer_arguments import check_arguments
-from mucudnn.runtime.training.training_graphs import training_graphs
+from mucudnn.runtime.training.training_graphs import TrainingGraphs, training_graphs
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = ["StepResult", "Trainer"]
+
+_OF_A_RANK = (
+    *("self", "training", "evaluation", "together", "tuner", "plans", "budget"),
+    *("progress", "order", "split", "placement", "replay"),
+)
+"""Arguments in which ranks may differ: how each computes its part, and the network,
+which is compared node by node."""
 
 
 class Trainer:
@@ -135,6 +143,7 @@ class Trainer:
         batch_norm: str = PER_RANK,
         layout: str = "NCHW",
     ) -> None:
+        settings = {name: v for name, v in locals().items() if name not in _OF_A_RANK}
         own: AbstractContextManager[Any] = nullcontext()
         if tuner is None:
             own = tuner = Tuner()
@@ -149,54 +158,63 @@ class Trainer:
             budget = MemoryBudget.of(budget, tuner.backend.device)
         self.budget = budget
         self.races: dict[str, tuple[float, float]] = {}
-        self._ranks = Ranks(together, training, batch_norm)
+        settings |= {"optimizer": optimizer, "loss_scale": self._scale}
+        settings["learning_rate"] = "of each step"  # compared with every step
+        self._ranks = Ranks(together, training, batch_norm, settings)
         order = self._ranks.order(order)
-        divider = Divider(
-            split,
-            tuner,
-            budget,
-            optimizer,
-            when=update_when,
-            scaling=self._scale if isinstance(self._scale, DynamicLossScale) else None,
-            order=order,
-            progress=progress,
-        )
-        graphs = training_graphs(
-            training,
-            evaluation,
-            optimizer,
-            when=update_when,
-            parts=gradient_accumulation,
-            precision=precision,
-            loss_scale=self._scale,
-            divided=self._ranks.part(divider),
-            fuse=fuse,
-            offers=EpilogueRace(tuner, budget, plans, self.races).offers,
-            layout=Layouts(layout, tuner, budget, progress),
-            libraries=LibraryRace(tuner, budget, self.races),
-            keep_copies=partial(keeps_copies, tuner, budget, order, plans),
-            shared=together is not None,
-        )
-        self.splitting, self.segments = divider.decision, divider.segments
-        if budget is not None and divider.profile is not None:
-            known, found = divider.profile, divider.plan
-            self.budget = replace(budget, measured=known, found=found)
-        last = len(graphs.steps) - 1
-        self.backend = tuner.backend
-        self.graph = graphs.steps[last]
-        with own:
-            self.plans = fixed_plans(tuner, graphs.all, self.budget, plans)
-            placed = place_steps(
+
+        def planned() -> tuple[TrainingGraphs, Sequence[PlacedStep]]:
+            self.races.clear()
+            divider = Divider(
+                split,
                 tuner,
-                graphs.all,
-                self.budget,
-                first=last,
+                budget,
+                optimizer,
+                when=update_when,
+                scaling=self._scale
+                if isinstance(self._scale, DynamicLossScale)
+                else None,
                 order=order,
-                plans=self.plans,
                 progress=progress,
-                placement=placement,
             )
-        self.placed = None if budget is None else placed[last]
+            graphs = training_graphs(
+                training,
+                evaluation,
+                optimizer,
+                when=update_when,
+                parts=gradient_accumulation,
+                precision=precision,
+                loss_scale=self._scale,
+                divided=self._ranks.part(divider),
+                fuse=fuse,
+                offers=EpilogueRace(tuner, budget, plans, self.races).offers,
+                layout=Layouts(layout, tuner, budget, progress),
+                libraries=LibraryRace(tuner, budget, self.races),
+                keep_copies=partial(keeps_copies, tuner, budget, order, plans),
+                shared=together is not None,
+            )
+            self.splitting, self.segments = divider.decision, divider.segments
+            self.budget = budget
+            if budget is not None and divider.profile is not None:
+                known, found = divider.profile, divider.plan
+                self.budget = replace(budget, measured=known, found=found)
+            with own:
+                self.plans = fixed_plans(tuner, graphs.all, self.budget, plans)
+                return graphs, place_steps(
+                    tuner,
+                    graphs.all,
+                    self.budget,
+                    first=len(graphs.steps) - 1,
+                    order=order,
+                    plans=self.plans,
+                    progress=progress,
+                    placement=placement,
+                )
+
+        graphs, placed = self._ranks.settled(tuner, planned)
+        self.backend = tuner.backend
+        self.graph = graphs.steps[-1]
+        self.placed = None if budget is None else placed[len(graphs.steps) - 1]
         how = seed, replay, self._ranks.around
         memory = taken(self.backend, graphs, placed, budget, *how)
         self._state, self._arena = memory.state, memory.arena
@@ -274,12 +292,16 @@ class Trainer:
             TypeError: They are no numbers.
             BackendError: A kernel failed; the weights may be half updated.
         """
-        self._ranks.begin()
         rate, number = float(self._rate(self.steps)), self.steps
+        self._ranks.begin(lambda: self.state, number, rate)
         take = partial(self._stepper.step, images, labels, rate, number)
         found = self._times.remembered(take)
         self.steps += 1
         return self._ranks.result(found, self._times)
+
+    def check_alike(self, settings: Mapping[str, object]) -> None:
+        """Compare settings with other processes: `ValueError` where they differ."""
+        self._ranks.check_alike(settings)
 
     def anywhere(self, happened: bool) -> bool:
         """Whether it happened in any of the processes; all of them ask."""

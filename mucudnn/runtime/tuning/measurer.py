@@ -93,6 +93,10 @@ class Measurer:
                 found |= self._measured(missing, time_limit_s, memory_limit, limits)
         return tuple(found[problem] for problem in problems)
 
+    def forget(self) -> None:
+        """Take tables from the cache again."""
+        self._tables.clear()
+
     def check(self, problem: ConvProblem) -> None:
         """Raise `PlanningError` where there are too many samples to be divided."""
         if self.batch_policy != "undivided":

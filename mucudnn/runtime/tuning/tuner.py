@@ -232,6 +232,11 @@ class Tuner:
                 self._cache = open_cache(self._cache_choice, self.backend)
             return self._cache
 
+    def forget(self) -> None:
+        """Look up in the cache again what was measured; others may write to it, too."""
+        with self._lock.mine:
+            self._measurer.forget()
+
     def measure(
         self,
         problem: ConvProblem,
