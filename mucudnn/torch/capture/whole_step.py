@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.batches import Batch, called
-from mucudnn.torch.capture.checkpoints import plain_checkpoints
+from mucudnn.torch.capture.checkpoints import plain_checkpoints, uncompiled
 from mucudnn.torch.capture.counted_averages import CountedAverages
 from mucudnn.torch.capture.decisions import DecidingShapes, Decision
 from mucudnn.torch.capture.fakes import StepFakes
@@ -147,6 +147,7 @@ def _recorded(
     tracer.begin()
     with (
         tracer.averages.marked(),
+        uncompiled(tracer.root),
         watched(tracer.root, written),
         plain_checkpoints(),
         mode,
