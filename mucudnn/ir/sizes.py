@@ -76,6 +76,8 @@ def parse_bytes(size: str | int) -> int:
             nbytes = operator.index(size)
         except TypeError:
             raise TypeError(f"a size is text or an integer, got {size!r}") from None
+        if isinstance(size, bool):
+            raise TypeError(f"a size is text or an integer, got {size!r}")
         if nbytes < 0:
             raise ValueError(f"a size cannot be negative, got {size}")
         return _bounded(nbytes, "the size")

@@ -14,10 +14,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
+from mucudnn.arguments import a_flag, an_integer
 from mucudnn.errors import PlanningError, UnsupportedError
 from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
@@ -32,7 +34,7 @@ from mucudnn.torch.capture.guards import (
 )
 from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
-from mucudnn.torch.capture.parts import LiveParts
+from mucudnn.torch.capture.parts import LiveParts, check_parts
 from mucudnn.torch.capture.reads import UnsoundCaptureError
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
@@ -157,15 +159,18 @@ def train_step(
         ValueError: The budget is no size, the tuner has another backend, the split is
             none of these, or it is wanted with `inductor`, which takes whole steps; or
             a tier is none, or there is no budget for it.
-        TypeError: It is no budget, or no tuner, or `inductor` is no bool.
+        TypeError: An argument is of another type.
+        UnsupportedError: The model is wrapped by what spreads it over devices.
     """
+    check_parts(model, loss_fn, optimizer)
+    an_integer("max_plans", max_plans, 1)
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
     plans = open_plans(cache)
     limit = as_budget(budget)
     planning = StepPlanning(
         limit,
         plans=plans,
-        offload_state=offload_state,
+        offload_state=a_flag("offload_state", offload_state),
         choice=ConvolutionChoice(tuner),
         split=split,
         fusing=fusing_of(inductor, plans),
@@ -173,6 +178,14 @@ def train_step(
     )
     if fallback not in FALLBACKS:
         raise ValueError(f"fallback is {fallback!r}; it must be one of {FALLBACKS}")
+    grouped = dist.is_available() and dist.is_initialized()
+    if (ranks := dist.get_world_size() if grouped else 1) > 1:
+        warnings.warn(
+            f"this is one of {ranks} ranks, and gradients of a planned step stay on "
+            "its rank; DistributedDataParallel(torch.compile(model, backend="
+            "mt.backend(budget=...))) and mt.distribute sum them over the ranks",
+            stacklevel=2,
+        )
     return TrainStep(
         model,
         loss_fn,
@@ -222,6 +235,13 @@ class TrainStep:
         self._eager_steps = 0  # since a step was last captured
         self._fits: bool | None = None  # the budget holds eager mode, once known
         self._warned: set[str] = set()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a planned step is neither copied nor pickled, as it belongs to its model "
+            "and optimizer; copy or save their state_dict(), and make a step of others "
+            "with train_step(...): its plans come from the cache"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train on one batch; its loss, or a pair of it and what came back with it.

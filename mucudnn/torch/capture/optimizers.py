@@ -9,7 +9,7 @@ import copy
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,9 +61,16 @@ def swapped(
         mine = []
         for j, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
-                raise ValueError(
-                    f"parameter {j} of the optimizer's group {i} is not the model's"
-                )
+                # The model has another by now. Without a gradient this one stays.
+                if parameter.grad is not None:
+                    raise UnsupportedError(
+                        f"parameter {j} of the optimizer's group {i} is not the "
+                        "model's, and has a gradient; make an optimizer of the model's "
+                        "parameters alone, or set the gradient to None"
+                    )
+                mine.append(parameter)
+                of_parameter[parameter].update(old_state.get(parameter, {}))
+                continue
             tensor = parameters[names[id(parameter)]]
             tensor.grad = gradients.get(names[id(parameter)])
             for key, value in old_state.get(parameter, {}).items():
@@ -207,18 +214,26 @@ def _same(one: Any, other: Any) -> bool:
     return isinstance(one, torch.Size) and one == other
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
+def make_state(
+    optimizer: torch.optim.Optimizer, own: Collection[int] | None = None
+) -> None:
     """What PyTorch's optimizers make in their first step, made now.
 
     A momentum that starts as the first gradient is one that started as zero, but with
     dampening. What is not made here is made by the first step, which then has a plan of
     its own.
+
+    Args:
+        optimizer: Whose state it is.
+        own: Parameters that it is made for, by `id`; None stands for all.
     """
     missing = [
         (group, p)
         for group in optimizer.param_groups
         for p in group["params"]
-        if p.requires_grad and not optimizer.state.get(p)
+        if p.requires_grad
+        and (own is None or id(p) in own)
+        and not optimizer.state.get(p)
     ]
     if not missing:
         return

@@ -9,17 +9,59 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mucudnn.arguments import a_function, of_type
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.optimizers import make_state
 from mucudnn.torch.capture.reads import Kind, Read
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 
-__all__ = ["LiveParts", "StepParts", "as_tensor", "places_of", "root_of"]
+__all__ = [
+    "LiveParts",
+    "StepParts",
+    "as_tensor",
+    "check_parts",
+    "places_of",
+    "root_of",
+]
 
-_WRAPPERS = frozenset(
-    {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
-)
+_COMPILED = "torch.compile(model, backend=mt.backend(budget=...))"
+
+_WRAPPERS = {
+    "DataParallel": "take the module inside of it, on one device",
+    "DistributedDataParallel": (
+        f"DistributedDataParallel({_COMPILED}) keeps a budget on every rank, and "
+        "mt.distribute divides batches among ranks; the module inside of it alone "
+        "would train every rank by itself"
+    ),
+    "FullyShardedDataParallel": (
+        f"shard the model with torch.distributed.fsdp.fully_shard; {_COMPILED} keeps a "
+        "budget there"
+    ),
+    "FSDPModule": f"{_COMPILED} keeps a budget under fully_shard",
+}
+"""Classes of modules that spread a model, and what works in place of a step."""
+
+
+def check_parts(model: Any, loss_fn: Any, optimizer: Any) -> None:
+    """Refuse what a step cannot be made of.
+
+    Raises:
+        TypeError: Something is of another type.
+        ValueError: The optimizer has no parameter of the model.
+        UnsupportedError: The model is wrapped.
+    """
+    of_type("model", model, torch.nn.Module, "a torch.nn.Module")
+    a_function("loss_fn", loss_fn, "a function of the model's result and of the batch")
+    of_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    own = set(map(id, root_of(model, loss_fn).parameters()))
+    if own.isdisjoint(id(p) for g in optimizer.param_groups for p in g["params"]):
+        raise ValueError(
+            "optimizer must have parameters of the model, or of a loss that is a "
+            "module, and has none of them; make it with model.parameters(), after "
+            "whatever replaces them"
+        )
 
 
 def root_of(
@@ -28,17 +70,17 @@ def root_of(
     """One module with the model in it, and the loss where it is a module too.
 
     Raises:
-        UnsupportedError: The model is wrapped by what spreads it over devices, or
-            compiled.
+        UnsupportedError: The model is wrapped by what spreads it over devices,
+            compiled, or has tensors that are made of others.
     """
     for module in model.modules():
-        kind = type(module).__name__
-        if kind in _WRAPPERS:
+        kinds = [kind.__name__ for kind in type(module).__mro__]
+        if found := [kind for kind in kinds if kind in _WRAPPERS]:
             raise UnsupportedError(
-                f"the model has a {kind}; collectives are not captured: take the "
-                "module inside of it"
+                f"the model has a {found[0]}, whose collectives are not captured; "
+                f"{_WRAPPERS[found[0]]}"
             )
-        if kind == "OptimizedModule":
+        if kinds[0] == "OptimizedModule":
             raise UnsupportedError(
                 "the model is compiled by torch.compile; take the one that was given "
                 "to it, or compile with backend='mucudnn' in place of this step"
@@ -47,6 +89,12 @@ def root_of(
             raise UnsupportedError(
                 f"the model has a scripted module ({module.original_name}), whose "
                 "operations cannot be seen; take the one that torch.jit was given"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_traceable_wrapper_subclass(tensor):
+            raise UnsupportedError(
+                f"{name} of the model is a {type(tensor).__name__}, a tensor that is "
+                "made of others; a step takes plain ones"
             )
     root = torch.nn.Module()
     root.model = model
@@ -112,7 +160,7 @@ class StepParts:
         """
         root = root_of(model, loss_fn)
         if settings.recorded:
-            make_state(optimizer)
+            make_state(optimizer, set(map(id, root.parameters())))
         state = {
             (i, j, key): value
             for i, group in enumerate(optimizer.param_groups)

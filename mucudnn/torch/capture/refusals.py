@@ -264,6 +264,12 @@ def saying_where() -> Iterator[None]:
             f"the step calls {e.func}{line_of_traceback(e.__traceback__)}: {reason}"
         ) from e
     except RuntimeError as e:
+        if isinstance(e, NotImplementedError) and "rule registered for H" in str(e):
+            raise UnsupportedError(
+                f"the step calls a Triton kernel{line_of_traceback(e.__traceback__)}, "
+                "or an operation like it that runs functions of its own; wrap it by "
+                "torch.library.custom_op, with register_fake and register_autograd"
+            ) from e
         if "data is not allocated yet" not in str(e):
             raise
         raise UnsupportedError(

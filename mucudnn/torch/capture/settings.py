@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from mucudnn.arguments import a_number, an_integer, of_type
+
 __all__ = ["PLAIN", "StepSettings"]
 
 
@@ -29,20 +31,14 @@ class StepSettings:
     recorded: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int):
-            kind = type(self.accumulate).__name__
-            raise TypeError(f"accumulate is a {kind}; a number of parts is wanted")
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate is {self.accumulate}; at least 1 is wanted")
+        parts = an_integer("accumulate", self.accumulate, 1)
+        object.__setattr__(self, "accumulate", parts)
         for name in ("clip_norm", "clip_value"):
-            limit = getattr(self, name)
-            if limit is not None and not limit > 0:
-                raise ValueError(f"{name} is {limit}; a positive number is wanted")
-        scaler: Any = self.scaler
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise TypeError(
-                f"scaler is a {type(scaler).__name__}; a torch.amp.GradScaler is wanted"
-            )
+            if (limit := getattr(self, name)) is not None:
+                a_number(name, limit, 0, above=True, finite=False)
+        if self.scaler is not None:
+            scaler = "a torch.amp.GradScaler or None"
+            of_type("scaler", self.scaler, torch.amp.GradScaler, scaler)
 
     @property
     def scales(self) -> bool:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.batches import Batch, called
-from mucudnn.torch.capture.checkpoints import plain_checkpoints
+from mucudnn.torch.capture.checkpoints import plain_checkpoints, uncompiled
 from mucudnn.torch.capture.counted_averages import CountedAverages
 from mucudnn.torch.capture.decisions import DecidingShapes, Decision
 from mucudnn.torch.capture.fakes import StepFakes
@@ -133,6 +133,7 @@ def capture_step(
         with (
             recorder,
             tracer.averages.marked(recorder),
+            uncompiled(tracer.root, recorder),
             plain_checkpoints(),
             mode,
             torch.enable_grad(),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mucudnn.arguments import an_integer, one_of
+from mucudnn.arguments import a_function, an_integer, of_type, one_of
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepTable
 from mucudnn.passes.fleet import split_batch
 from mucudnn.torch.distributed.batch_norm import has_batch_norm, synchronise
@@ -99,6 +99,14 @@ def distribute(
     an_integer("at_least", at_least, 1)
     one_of("batch_norm", batch_norm, (SYNCHRONISED, PER_RANK))
     one_of("reduction", reduction, ("mean", "sum"))
+    of_type("model", model, torch.nn.Module, "a torch.nn.Module")
+    for name, function in {"loss_fn": loss_fn, "count": count, "wrap": wrap}.items():
+        if function is not None or name != "loss_fn":
+            a_function(name, function, "a function")
+    if table is not None:
+        of_type("table", table, StepTable, "a StepTable or None")
+    if memory is not None:
+        an_integer("memory", memory, 1)
     if isinstance(model, DistributedDataParallel):
         raise ValueError(  # noqa: TRY004 - the type is right, its state is not
             "the model is distributed already; give the model itself, and "
