@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
@@ -203,8 +202,8 @@ class TrainStep:
         for i, j, key in reversed(captured.made):
             parameter = self._optimizer.param_groups[i]["params"][j]
             self._optimizer.state[parameter][key] = flat.pop()
-        form = captured.extras
-        return loss if form is None else (loss, pytree.tree_unflatten(flat, form))
+        nested = captured.extras
+        return loss if nested is None else (loss, nested(flat))
 
     @property
     def plan(self) -> TorchPlan:

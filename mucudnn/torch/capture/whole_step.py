@@ -9,6 +9,7 @@ for every step that runs later; what it decides by numbers that are there before
 such as an optimizer's count of steps, is noted.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,8 @@ class CapturedStep:
         names: Of the placeholders.
         forward: Nodes of the forward pass.
         backward: Nodes of the backward pass; the others are of the update.
-        extras: How what comes back with the loss is nested; None if nothing does.
+        extras: Nests the tensors that come back with the loss as the loss function
+            did, texts among them; None if nothing comes back.
         decisions: What holds only as long as some inputs are as they were.
         made: What the optimizer adds to its state: group, parameter and name of each
             of the last results before the placeholders'.
@@ -71,7 +73,7 @@ class CapturedStep:
     names: Sequence[str]
     forward: frozenset[str]
     backward: frozenset[str]
-    extras: Any = None
+    extras: Callable[[Sequence[Any]], Any] | None = None
     decisions: Sequence[Decision] = ()
     made: Sequence[StateKey] = ()
     gradients: Sequence[str] | None = None
@@ -238,8 +240,11 @@ class _Tracer:
         last = [tensor.detach() for tensor in (self.made or self.left).values()]
         if self._found is None:
             return [loss, *last]
-        flat, self.extras = pytree.tree_flatten(self._found)
-        return [loss, *flat, *last]
+        leaves, form = pytree.tree_flatten(self._found)
+        texts = [None if isinstance(v, torch.Tensor) else (v,) for v in leaves]
+        self.extras = functools.partial(_nested, form, texts)
+        tensors_found = [v for v in leaves if isinstance(v, torch.Tensor)]
+        return [loss, *tensors_found, *last]
 
     def _passes(
         self,
@@ -294,6 +299,12 @@ class _Tracer:
                     f"{(tuple(buffer.shape), buffer.dtype)}, and shapes must stay"
                 )
             buffer.copy_(now.detach())
+
+
+def _nested(form: Any, texts: Sequence[Any], flat: Sequence[Any]) -> Any:
+    given = iter(flat)
+    leaves = [next(given) if text is None else text[0] for text in texts]
+    return pytree.tree_unflatten(leaves, form)
 
 
 def _names_now() -> frozenset[str]:
