@@ -38,6 +38,7 @@ from mucudnn.torch.planned_steps import PlannedStep, PlannedSteps, StepKey
 from mucudnn.torch.planning import as_budget
 from mucudnn.torch.step_plan import TorchPlan
 from mucudnn.torch.step_planning import StepPlanning
+from mucudnn.torch.verification import VerifiedStep, check_interval
 
 __all__ = ["TrainStep", "train_step"]
 
@@ -59,6 +60,7 @@ def train_step(
     max_plans: int = 32,
     inductor: bool = False,
     tiers: str | TierChoice | Sequence[str | TierChoice] = (),
+    verify: int | None = None,
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
 
@@ -126,12 +128,20 @@ def train_step(
             `disk:FOLDER`, `peer:1` (memory that another process owns), each with
             `=SIZE` behind it where that is not to be all there is; several are filled
             the fastest first. Host memory if none are given.
+        verify: Check the first step and every `verify`-th one against the same step in
+            eager mode, which runs before it on the same objects and is undone. Loss,
+            what comes back with it, parameters, buffers, the optimizer's and scaler's
+            state, and the batch must be equal; with a tuner, a split or `inductor`, a
+            fused optimizer or a GRU they may differ by about as much as rounding
+            changes them. Such a step takes more memory than the budget: what eager mode
+            needs, and two copies of what is trained. None and 0 check nothing.
 
     Raises:
         ValueError: The budget is no size, the tuner has another backend, the split is
             none of these, or it is wanted with `inductor`, which takes whole steps; or
             a tier is none, or there is no budget for it.
-        TypeError: It is no budget, or no tuner, or `inductor` is no bool.
+        TypeError: It is no budget, or no tuner, or `inductor` is no bool, or `verify`
+            no number.
     """
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
     plans = open_plans(cache)
@@ -146,7 +156,14 @@ def train_step(
         tiers=tiers_within(limit, tiers, shared=True),
     )
     return TrainStep(
-        model, loss_fn, optimizer, planning, settings=settings, max_plans=max_plans
+        model,
+        loss_fn,
+        optimizer,
+        planning,
+        settings=settings,
+        max_plans=max_plans,
+        verify=verify,
+        exact=tuner is None and split == WHOLE and not inductor,
     )
 
 
@@ -160,6 +177,8 @@ class TrainStep:
         planning: How steps are planned.
         settings: What is done with gradients.
         max_plans: How many there may be.
+        verify: Every how many steps is checked.
+        exact: Whether results are eager ones, not only up to rounding.
     """
 
     def __init__(
@@ -171,6 +190,8 @@ class TrainStep:
         *,
         settings: StepSettings = PLAIN,
         max_plans: int = 32,
+        verify: int | None = None,
+        exact: bool = True,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
@@ -179,6 +200,8 @@ class TrainStep:
         self._settings = settings
         self._results = KernelResults()
         self._planned = PlannedSteps(max_plans)
+        self._verify, self._exact = check_interval(verify), exact
+        self._steps = 0
         self._live: LiveParts | None = None
         self._plain = PlainValues((), loss_fn)
         self._last: PlannedStep | None = None
@@ -190,9 +213,21 @@ class TrainStep:
         Raises:
             PlanningError: The step does not fit; says the least budget that works.
             UnsupportedError: It cannot be captured; says why.
+            VerificationError: It was checked, and results differ from eager ones.
         """
         batch = Batch.of(args, kwargs)
         planned, given = self._ready(batch)
+        self._steps += 1
+        if not self._verify or (self._steps > 1 and self._steps % self._verify):
+            return self._run(planned, batch, given)
+        parts = self._model, self._loss_fn, self._optimizer, batch, self._settings
+        checked = VerifiedStep(*parts, exact=self._exact)
+        return checked.run(lambda: self._run(planned, batch, given), self._steps)
+
+    def _run(
+        self, planned: PlannedStep, batch: Batch, given: list[torch.Tensor]
+    ) -> Any:
+        """One planned step."""
         captured = planned.captured
         if captured.gradients is not None:
             loss, *flat = self._with_own_update(planned, batch, given)
