@@ -72,9 +72,11 @@ def table(result: dict[str, Any]) -> str:
         f"bar {result['bar_us']:.1f} µs a call, {result['bar_part_us']:.1f} µs a part"
     )
     if guards := result.get("guards"):
-        header = ("guards of a step of", "modules", "check µs", "bar µs")
-        rows = [tuple(row.values()) for row in guards]
-        text += f"\n\n{render(header, rows)}\nthe least of several bursts"
+        checks = render(
+            ("guards of a step of", "modules", "check µs", "bar µs"),
+            [tuple(row.values()) for row in guards],
+        )
+        text += f"\n\n{checks}\nthe least of several bursts"
     return text
 
 
