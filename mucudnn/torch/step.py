@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -56,6 +57,7 @@ from mucudnn.torch.planned_steps import (
 from mucudnn.torch.planning import as_budget
 from mucudnn.torch.step_plan import TorchPlan
 from mucudnn.torch.step_planning import StepPlanning
+from mucudnn.torch.verification import VerifiedStep, check_interval
 
 __all__ = ["TrainStep", "train_step"]
 
@@ -83,6 +85,7 @@ def train_step(
     fallback: str = "refuse",
     inductor: bool = False,
     tiers: str | TierChoice | Sequence[str | TierChoice] = (),
+    verify: int | None = None,
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
 
@@ -100,11 +103,12 @@ def train_step(
     or runs in eager mode where `fallback` or the budget allow it; either is announced
     by a warning. Prints and log lines appear when a step is captured.
 
-    Results are those of eager mode, bit for bit, with two exceptions: what is computed
-    in place into a part of a tensor is computed into memory of its own, and kernels may
-    round strided memory otherwise than dense one, as the sigmoids of `nn.GRU` do where
-    its width is no multiple of their vectors (32 always is); and the gradient of a
-    product (`prod`) is always computed as if there were zeros in it.
+    Results are those of eager mode, bit for bit, with three exceptions: what is
+    computed in place into a part of a tensor is computed into memory of its own, and
+    kernels may round strided memory otherwise than dense one, as the sigmoids of
+    `nn.GRU` do where its width is no multiple of their vectors (32 always is); the
+    gradient of a product (`prod`) is always computed as if there were zeros in it; and
+    an optimizer with `fused=True` updates by PyTorch's plain operations.
 
     Args:
         model: What is trained.
@@ -154,6 +158,13 @@ def train_step(
             `disk:FOLDER`, `peer:1` (memory that another process owns), each with
             `=SIZE` behind it where that is not to be all there is; several are filled
             the fastest first. Host memory if none are given.
+        verify: Check the first step and every `verify`-th one against the same step in
+            eager mode, which runs before it on the same objects and is undone. Loss,
+            what comes back with it, parameters, buffers, the optimizer's and scaler's
+            state, and the batch must be equal; with a tuner, a split or `inductor`, a
+            fused optimizer or a GRU they may differ by about as much as rounding
+            changes them. Such a step takes more memory than the budget: what eager mode
+            needs, and two copies of what is trained. None and 0 check nothing.
 
     Raises:
         ValueError: The budget is no size, the tuner has another backend, the split is
@@ -194,6 +205,8 @@ def train_step(
         settings=settings,
         max_plans=max_plans,
         fallback=fallback,
+        verify=verify,
+        exact=tuner is None and split == WHOLE and not inductor,
     )
 
 
@@ -208,6 +221,8 @@ class TrainStep:
         settings: What is done with gradients.
         max_plans: How many plans are kept.
         fallback: What happens to a step that cannot be captured.
+        verify: Every how many steps is checked.
+        exact: Whether results are eager ones, not only up to rounding.
     """
 
     def __init__(
@@ -220,6 +235,8 @@ class TrainStep:
         settings: StepSettings = PLAIN,
         max_plans: int = 32,
         fallback: str = "refuse",
+        verify: int | None = None,
+        exact: bool = True,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
@@ -229,6 +246,8 @@ class TrainStep:
         self._fallback = fallback
         self._results = KernelResults()
         self._planned = PlannedSteps(max_plans)
+        self._verify, self._exact = check_interval(verify), exact
+        self._steps = 0
         self._last: PlannedStep | None = None
         self._update_reason = ""
         self._transient_steps = 0  # in a row
@@ -249,9 +268,11 @@ class TrainStep:
         Raises:
             PlanningError: The step does not fit; says the least budget that works.
             UnsupportedError: It cannot be captured; says why.
+            VerificationError: It was checked, and results differ from eager ones.
         """
         batch = Batch.of(args, kwargs)
         variant, given, reason = self._planned.find(batch)
+        self._steps += 1
         try:
             if variant is None:
                 if self._waits():
@@ -261,7 +282,11 @@ class TrainStep:
             if not self._may_run_eagerly(e):
                 raise
             return self._eager(batch, e)
-        return self._run(variant, batch, given)
+        if not self._verify or (self._steps > 1 and self._steps % self._verify):
+            return self._run(variant, batch, given)
+        parts = self._model, self._loss_fn, self._optimizer, batch, self._settings
+        checked = VerifiedStep(*parts, exact=self._exact)
+        return checked.run(partial(self._run, variant, batch, given), self._steps)
 
     @property
     def plan(self) -> TorchPlan:
