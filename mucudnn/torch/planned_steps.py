@@ -11,6 +11,7 @@ import torch
 from mucudnn.torch.capture.batches import Batch
 from mucudnn.torch.capture.guards import StepGuards
 from mucudnn.torch.capture.parts import LiveParts
+from mucudnn.torch.capture.python_state import Read
 from mucudnn.torch.capture.whole_step import CapturedStep
 from mucudnn.torch.execution.bound_step import BoundStep
 from mucudnn.torch.lowering.lowered import Layout
@@ -99,16 +100,20 @@ class PlannedSteps:
 
     Args:
         most: How many plans are kept.
+
+    Attributes:
+        changed: The Python state for which the last used capture did not hold.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._variants: list[Variant] = []
         self._warned = False
+        self.changed: Read | None = None
 
     def find(self, batch: Batch) -> tuple[Variant | None, list[torch.Tensor], str]:
         """Return a capture that holds for a batch and its inputs, or why none does."""
-        first = "no step was planned yet"
+        first, self.changed = "no step was planned yet", None
         for i, variant in enumerate(self._variants):
             given, reason = variant.inputs_for(batch)
             if not reason:
@@ -116,7 +121,7 @@ class PlannedSteps:
                     self._variants.insert(0, self._variants.pop(i))
                 return variant, given, ""
             if i == 0:
-                first = reason
+                first, self.changed = reason, variant.guards.state.changed
         return None, [], first
 
     def plan_of(self, key: Hashable) -> PlannedStep | None:

@@ -11,6 +11,7 @@ batch, which is the caller's. Gradients live inside of the step: `grad` stays as
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -36,6 +37,7 @@ from mucudnn.torch.capture.guards import (
 from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.parts import LiveParts, check_parts
+from mucudnn.torch.capture.python_state import Kind, Read
 from mucudnn.torch.capture.reads import UnsoundCaptureError
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
@@ -65,6 +67,9 @@ FALLBACKS = ("refuse", "eager")
 
 _TRANSIENT_STEPS = 3
 """Captures in a row that may be valid for one run only before eager mode is tried."""
+
+_CHANGES_OF_INPUTS = 2
+"""Changes of a Python number after which it is an input of the graph."""
 
 
 def train_step(
@@ -250,6 +255,8 @@ class TrainStep:
         self._steps = 0
         self._last: PlannedStep | None = None
         self._update_reason = ""
+        self._changes: Counter[Any] = Counter()  # of Python numbers, by place
+        self._fixed: set[Any] = set()  # numbers that cannot be inputs of the graph
         self._transient_steps = 0  # in a row
         self._eager_steps = 0  # since a step was last captured
         self._fits: bool | None = None  # the budget holds eager mode, once known
@@ -365,6 +372,7 @@ class TrainStep:
             UnsoundCaptureError: The capture is valid for one run only, and so were the
                 ones before it, so that eager mode is the better way.
         """
+        self._take_floats()
         while True:
             live = LiveParts(
                 self._model, self._optimizer, self._loss_fn, self._settings
@@ -377,6 +385,12 @@ class TrainStep:
             except UpdateNotRecordedError as e:
                 self._settings = replace(self._settings, recorded=False)
                 self._update_reason = str(e)
+            except Exception:
+                if not (floats := self._settings.floats):
+                    raise
+                # An argument that must be a plain number, such as a dropout's share.
+                self._fixed.update(map(_place, floats))
+                self._settings = replace(self._settings, floats=())
             else:
                 break
         self._eager_steps = 0
@@ -398,6 +412,19 @@ class TrainStep:
             self._transient_steps = 0
             self._planned.add(variant, reason)
         return variant, given
+
+    def _take_floats(self) -> None:
+        """Have a number that has changed several times be an input of the graph."""
+        read = self._planned.changed
+        if read is None or read.kind not in (Kind.ENTRY, Kind.CELL):
+            return
+        place = _place(read)
+        if type(read.value) is type(read.now()) is float and place not in self._fixed:
+            self._changes[place] += 1
+            if self._changes[place] >= _CHANGES_OF_INPUTS:
+                floats = (*self._settings.floats, read)
+                self._settings = replace(self._settings, floats=floats)
+                del self._changes[place]
 
     def _plan(self, live: LiveParts, batch: Batch) -> tuple[CapturedStep, PlannedStep]:
         def captured() -> CapturedStep:
@@ -494,6 +521,10 @@ class TrainStep:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(message, stacklevel=4)
+
+
+def _place(read: Read) -> Any:
+    return read.kind, id(read.holder), read.key
 
 
 def _same_numbers(given: Sequence[torch.Tensor]) -> AbstractContextManager[None]:

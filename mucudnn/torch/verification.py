@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from mucudnn.errors import VerificationError
 from mucudnn.torch.capture.batches import Batch
 from mucudnn.torch.capture.parts import root_of
-from mucudnn.torch.capture.reads import is_alike
+from mucudnn.torch.capture.python_state import is_alike
 from mucudnn.torch.capture.settings import StepSettings
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.lanes import DEVICES

@@ -14,15 +14,15 @@ from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch.utils import _device
 
 from mucudnn.torch.capture.decisions import Decision, all_hold
-from mucudnn.torch.capture.reads import (
+from mucudnn.torch.capture.python_state import (
     MISSING,
     Kind,
     Read,
-    Reads,
     contents_of,
     is_alike,
     shown,
 )
+from mucudnn.torch.capture.reads import Reads
 
 _TERMS_A_LINE = 200
 _ELEMENTS_COMPARED = 8
@@ -37,9 +37,13 @@ class StateGuards:
 
     Args:
         reads: The state.
+
+    Attributes:
+        changed: What was last seen to have changed.
     """
 
     def __init__(self, reads: Sequence[Read]) -> None:
+        self.changed: Read | None = None
         self._reads = reads
         self._by_value: set[int] = set()
         self._holds = _compiled(reads, self._by_value)
@@ -55,6 +59,7 @@ class StateGuards:
         for read in self._reads:
             now = read.now()
             if not is_alike(now, read.value):
+                self.changed = read
                 return f"{read.label} changed: {shown(read.value)} -> {shown(now)}"
             if now is not read.value and read.kind is not Kind.CONTENTS:
                 equal.append(id(read))
@@ -204,6 +209,9 @@ class StepGuards:
         decisions: What it has decided by values of tensors.
         overlaps: Which inputs share memory.
         settings: PyTorch's settings at its capture.
+
+    Attributes:
+        state: The check of Python state.
     """
 
     def __init__(
@@ -215,7 +223,7 @@ class StepGuards:
         overlaps: Overlaps,
         settings: Settings,
     ) -> None:
-        self._state = StateGuards(reads.reads)
+        self.state = StateGuards(reads.reads)
         self._constants = list(reads.constants)
         self._tensors = _TensorGuards([*given, *self._constants])
         self._decisions = decisions
@@ -228,7 +236,7 @@ class StepGuards:
         """Return what does not hold for inputs; empty if everything holds."""
         if not self._tensors.holds([*given, *self._constants]):
             return "tensors of another shape, type, memory format or device"
-        if reason := self._settings.failed() or self._state.failed():
+        if reason := self._settings.failed() or self.state.failed():
             return reason
         if not all_hold(self._decisions, given):
             return "a value that Python decides by"

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from mucudnn.arguments import a_function, of_type
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.optimizers import make_state
-from mucudnn.torch.capture.reads import Kind, Read
+from mucudnn.torch.capture.python_state import Kind, Read
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 
 __all__ = [
@@ -137,6 +137,7 @@ class StepParts:
         scale: The scaler's factor and its count of steps since that has changed.
         rates: The learning rate of each group, a number or a tensor; zero where an
             optimizer has none.
+        floats: Other numbers that are inputs of the graph.
     """
 
     parameters: Mapping[str, torch.Tensor]
@@ -144,6 +145,7 @@ class StepParts:
     state: Mapping[tuple[int, int, str], torch.Tensor]
     scale: tuple[torch.Tensor, ...]
     rates: tuple[Any, ...]
+    floats: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -174,13 +176,14 @@ class StepParts:
             state,
             _scale(settings),
             tuple(group.get("lr", 0.0) for group in optimizer.param_groups),
+            tuple(read.now() for read in settings.floats),
         )
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them, detached; a rate that is a number as a tensor of one."""
         groups = (self.parameters.values(), self.buffers.values(), self.state.values())
         held = [t.detach() for group in (*groups, self.scale) for t in group]
-        return [*held, *map(as_tensor, self.rates)]
+        return [*held, *map(as_tensor, (*self.rates, *self.floats))]
 
     def names(self) -> list[str]:
         """What each of the tensors is called."""
@@ -190,6 +193,7 @@ class StepParts:
             *(f"state.{i}.{j}.{key}" for i, j, key in self.state),
             *(f"scale.{i}" for i in range(len(self.scale))),
             *(f"rate.{i}" for i in range(len(self.rates))),
+            *(f"float.{i}" for i in range(len(self.floats))),
         ]
 
 
@@ -257,7 +261,12 @@ class LiveParts:
             LookupError: One of them is not there any more.
         """
         groups = self._optimizer.param_groups
-        rates = list(map(self._rate, range(len(groups)), groups))
+        numbers = [*(group.get("lr", 0.0) for group in groups)]
+        for read in self._settings.floats:
+            numbers.append(read.now())
+            if type(numbers[-1]) is not float:
+                raise LookupError(f"{read.label} is no float any more")
+        rates = [self._as_tensor(i, number) for i, number in enumerate(numbers)]
         state = self._optimizer.state
         return [*self._lookup(state), *_scale(self._settings), *rates]
 
@@ -274,6 +283,7 @@ class LiveParts:
 
     def _read_optimizer(self) -> None:
         held, recorded = vars(self._optimizer), self._settings.recorded
+        floats = {(id(read.holder), read.key) for read in self._settings.floats}
         groups = self._optimizer.param_groups
         self._note(Kind.ENTRY, held, "param_groups", "the optimizer's groups")
         self._note(Kind.CONTENTS, groups, None, "the optimizer's groups")
@@ -284,6 +294,8 @@ class LiveParts:
             self._note(Kind.SIZE, group, None, f"the number of settings of group {i}")
             for key, value in group.items():
                 label = f"{key!r} of the optimizer's group {i}"
+                if (id(group), key) in floats:
+                    continue
                 if key == "params" or (recorded and key != "lr"):
                     self._note(Kind.ENTRY, group, key, label)
                 if isinstance(value, list) and (key == "params" or recorded):
@@ -334,12 +346,11 @@ class LiveParts:
         exec(compile(source, "<mucudnn lookup>", "exec"), held)
         return held["lookup"]  # type: ignore[no-any-return]
 
-    def _rate(self, number: int, group: Mapping[str, Any]) -> torch.Tensor:
-        """Return a group's learning rate, a number in a tensor that stays."""
-        rate = group.get("lr", 0.0)
-        if isinstance(rate, torch.Tensor):
-            return rate
-        if self._numbers.get(number) != rate:
-            self._numbers[number] = rate
-            self._held[number] = as_tensor(rate)
-        return self._held[number]
+    def _as_tensor(self, place: int, number: Any) -> torch.Tensor:
+        """Return a number in a tensor that stays while the number does."""
+        if isinstance(number, torch.Tensor):
+            return number
+        if self._numbers.get(place) != number:
+            self._numbers[place] = number
+            self._held[place] = as_tensor(number)
+        return self._held[place]

@@ -38,7 +38,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mucudnn.errors import MucudnnError, UnsupportedError
+from mucudnn.torch.capture.python_state import (
+    CONTAINERS,
+    MISSING,
+    Kind,
+    Missing,
+    Read,
+    contents_of,
+    is_alike,
+    set_random_state,
+    shown,
+)
 from mucudnn.torch.places import (
     is_library_file,
     line_now,
@@ -59,186 +70,6 @@ from mucudnn.torch.places import (
 class UnsoundCaptureError(UnsupportedError):
     """A later step may differ from the captured one in a way that nothing can check."""
 
-
-class _Missing:
-    """Stands for an attribute, global or variable that does not exist."""
-
-    def __repr__(self) -> str:
-        return "<missing>"
-
-
-MISSING: Any = _Missing()
-
-
-class Kind(enum.Enum):
-    """Where a piece of Python state is found."""
-
-    ENTRY = "an entry of a dict: an attribute, a global"
-    CLASS = "an attribute of a class"
-    SLOT = "an attribute that is in no dict"
-    CELL = "a free variable of a function"
-    CONTENTS = "everything in a container"
-    ARRAY = "the bytes of a NumPy array"
-    TYPE = "the class of an object"
-    GENERATOR = "the state of a generator of random numbers"
-    CACHE = "how often a function with a cache was run"
-    ASKED = "the value of a tensor that is no input of the step"
-    SIZE = "how many entries a container has"
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Read:
-    """One piece of Python state, and its value before the step.
-
-    Attributes:
-        kind: What `holder` and `key` mean.
-        holder: A dict, class, object, cell, container, array, generator or function.
-        key: The name within the holder, where it has several.
-        value: As it was; of a container or array, a copy.
-        label: What a user calls it.
-    """
-
-    kind: Kind
-    holder: Any
-    key: Any
-    value: Any
-    label: str
-
-    def now(self) -> Any:
-        """Return the present value."""
-        return _NOW[self.kind](self.holder, self.key)
-
-    def put(self, value: Any) -> None:
-        """Set the state to a value that `now` has returned."""
-        holder, key = self.holder, self.key
-        match self.kind:
-            case Kind.ENTRY if value is MISSING:
-                holder.pop(key, None)
-            case Kind.ENTRY:
-                holder[key] = value
-            case Kind.CLASS | Kind.SLOT if value is MISSING:
-                delattr(holder, key)
-            case Kind.CLASS | Kind.SLOT:
-                setattr(holder, key, value)
-            case Kind.CELL if value is MISSING:
-                del holder.cell_contents
-            case Kind.CELL:
-                holder.cell_contents = value
-            case Kind.CONTENTS:
-                _refill(holder, value)
-            case Kind.ARRAY:
-                holder[...] = np.frombuffer(value, holder.dtype).reshape(holder.shape)
-            case Kind.TYPE:
-                holder.__class__ = value
-            case Kind.GENERATOR:
-                key(holder, value)
-            case Kind.CACHE:
-                holder.cache_clear()
-            case Kind.ASKED | Kind.SIZE:
-                pass  # what these are about is put back by other places
-
-
-def contents_of(container: Any, _: Any = None) -> tuple[Any, ...]:
-    """Return everything in a container, in order; of a dict, keys and then values."""
-    if isinstance(container, types.MappingProxyType):
-        return (*container.keys(), *container.values())
-    if isinstance(container, dict):  # not what a subclass makes of these methods
-        return (*dict.keys(container), *dict.values(container))
-    base: Any = next(b for b in _CONTAINERS if isinstance(container, b))
-    return tuple(base.__iter__(container))
-
-
-def _refill(container: Any, contents: Sequence[Any]) -> None:
-    if isinstance(container, types.MappingProxyType):
-        return  # nobody can write through it
-    if isinstance(container, dict):
-        half = len(contents) // 2
-        dict.clear(container)
-        dict.update(container, zip(contents[:half], contents[half:], strict=True))
-    elif isinstance(container, set):
-        set.clear(container)
-        set.update(container, contents)
-    else:
-        container.clear()
-        container.extend(contents)
-
-
-def _content(cell: types.CellType, _: Any = None) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
-
-
-def _cache_state(function: Any, _: Any = None) -> Any:
-    info = function.cache_info()
-    return info.misses, info.currsize
-
-
-def _random_state(holder: Any, _: Any = None) -> Any:
-    if isinstance(holder, np.random.Generator):
-        return holder.bit_generator.state
-    if holder is np.random or isinstance(holder, np.random.RandomState):
-        state: Any = holder.get_state()
-        return (state[0], state[1].tobytes(), *state[2:])
-    return holder.getstate()
-
-
-def _set_random_state(holder: Any, state: Any) -> None:
-    if isinstance(holder, np.random.Generator):
-        holder.bit_generator.state = state
-    elif holder is np.random or isinstance(holder, np.random.RandomState):
-        keys = np.frombuffer(state[1], np.uint32)
-        holder.set_state((state[0], keys, *state[2:]))
-    else:
-        holder.setstate(state)
-
-
-_NOW: Mapping[Kind, Callable[[Any, Any], Any]] = {
-    Kind.ENTRY: lambda holder, key: holder.get(key, MISSING),
-    Kind.CLASS: lambda holder, key: holder.__dict__.get(key, MISSING),
-    Kind.SLOT: lambda holder, key: getattr(holder, key, MISSING),
-    Kind.CELL: _content,
-    Kind.CONTENTS: contents_of,
-    Kind.ARRAY: lambda holder, _: holder.tobytes(),
-    Kind.TYPE: lambda holder, _: type(holder),
-    Kind.GENERATOR: _random_state,
-    Kind.CACHE: _cache_state,
-    Kind.ASKED: lambda holder, key: key(holder),
-    Kind.SIZE: lambda holder, _: len(holder),
-}
-
-
-def is_alike(one: Any, other: Any) -> bool:
-    """Return whether no program can tell two values apart."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, float):
-        return bool(one.hex() == other.hex())  # 0.0 is not -0.0, and NaN is NaN
-    if isinstance(one, _COMPARED):
-        return bool(one == other)
-    if isinstance(one, np.generic | np.ndarray):
-        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(is_alike, one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(
-            map(is_alike, one.values(), other.values())
-        )
-    if isinstance(one, types.MethodType):
-        return one.__func__ is other.__func__ and one.__self__ is other.__self__
-    if isinstance(one, weakref.ref):
-        return one() is other()
-    return False
-
-
-_COMPARED = (
-    int, str, bytes, complex, slice, range, frozenset, np.dtype, torch.dtype,
-    torch.device, torch.Size,
-)  # fmt: skip
-"""Types whose values are told apart by `==`, given the same type."""
 
 _STILL = (
     type(None), int, float, complex, str, bytes, type(...), type(NotImplemented),
@@ -252,8 +83,6 @@ _STILL = (
     type(threading.RLock()), logging.Logger, logging.LoggerAdapter, logging.Handler,
 )  # fmt: skip
 """Types whose objects do not change, or whose changes cannot influence a result."""
-
-_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 
 _UNSEEN_MODULES = (
     "torch", "pybind11_builtins", "weakref", "importlib", "_frozen_importlib", "typing",
@@ -330,6 +159,7 @@ class ReadRecorder:
         roots: Other objects that the step begins from, by what they are called.
         parameters: Those of the modules, by name.
         inputs: Tensors that are inputs of the graph.
+        floats: Python numbers that are inputs of the graph.
     """
 
     def __init__(
@@ -338,7 +168,9 @@ class ReadRecorder:
         roots: Mapping[str, Any],
         parameters: Mapping[str, torch.Tensor],
         inputs: Iterable[torch.Tensor],
+        floats: Iterable[Read] = (),
     ) -> None:
+        self._floats = {_key_of(read.kind, read.holder, read.key) for read in floats}
         self._modules = list(modules)
         self._roots = roots
         self._parameters = parameters
@@ -371,9 +203,9 @@ class ReadRecorder:
         self._foreign = {t.ident for t in threading.enumerate()} - {own}
         for cls in (nn.Module, torch.optim.Optimizer):
             self._watch_class(cls)
-        self._note(Kind.GENERATOR, random, _set_random_state, "the generator of random")
+        self._note(Kind.GENERATOR, random, set_random_state, "the generator of random")
         label = "the generator of numpy.random"
-        self._note(Kind.GENERATOR, np.random, _set_random_state, label)
+        self._note(Kind.GENERATOR, np.random, set_random_state, label)
         try:
             for module in self._modules:
                 self._take(module, f"a {type(module).__name__}")
@@ -482,7 +314,7 @@ class ReadRecorder:
         """
         for effect in effects:
             for leaf in pytree.tree_leaves(effect.after):
-                plain = isinstance(leaf, (*_STILL, torch.Tensor, type, _Missing))
+                plain = isinstance(leaf, (*_STILL, torch.Tensor, type, Missing))
                 if not plain and id(leaf) not in self._seen:
                     raise UnsoundCaptureError(
                         f"the step keeps a {type(leaf).__name__} that it has made, in "
@@ -654,7 +486,7 @@ class ReadRecorder:
             return
         self._seen.add(id(value))
         self._alive.append(value)
-        if isinstance(value, (*_CONTAINERS, types.MappingProxyType)):
+        if isinstance(value, (*CONTAINERS, types.MappingProxyType)):
             self._contents(value, label)
             if isinstance(value, collections.defaultdict):
                 self._take(value.default_factory, label)
@@ -688,7 +520,7 @@ class ReadRecorder:
         elif isinstance(value, types.SimpleNamespace):
             self._contents(value.__dict__, label)
         elif isinstance(value, _RANDOM):
-            self._note(Kind.GENERATOR, value, _set_random_state, label)
+            self._note(Kind.GENERATOR, value, set_random_state, label)
         elif isinstance(value, functools._lru_cache_wrapper):
             if not _is_unseen(value):
                 self._note(Kind.CACHE, value, None, f"the cache of {label}")
@@ -713,7 +545,9 @@ class ReadRecorder:
 
     def _note(self, kind: Kind, holder: Any, key: Any, label: str) -> Any:
         """Note one piece of state; return its value."""
-        at = (kind, id(holder)) if kind not in _NAMED else (id(holder), key)
+        at = _key_of(kind, holder, key)
+        if at in self._floats:
+            return Read(kind, holder, key, None, label).now()
         if (read := self._reads.get(at)) is not None:
             return read.value
         if (read := self._written.get(at)) is not None:
@@ -721,7 +555,7 @@ class ReadRecorder:
                 # Some function of the step reads it, perhaps before it is written.
                 self._reads[at] = self._written.pop(at)
             return read.now()
-        value = _NOW[kind](holder, key)
+        value = Read(kind, holder, key, None, label).now()
         self._reads[at] = Read(kind, holder, key, value, label)
         self._alive.append(holder)
         return value
@@ -731,7 +565,7 @@ class ReadRecorder:
     ) -> None:
         """Note a variable that a function of the step writes and does not read."""
         if at not in self._reads and at not in self._written:
-            value = _NOW[kind](holder, key)
+            value = Read(kind, holder, key, None, label).now()
             self._written[at] = Read(kind, holder, key, value, label)
             self._static.add(at)
             self._alive.append(holder)
@@ -784,7 +618,8 @@ class ReadRecorder:
             if isinstance(value, types.ModuleType):
                 self._namespace(value, texts, where)
         for cell in function.__closure__ or ():
-            if isinstance(module := _content(cell), types.ModuleType):
+            module = Read(Kind.CELL, cell, None, None, "").now()
+            if isinstance(module, types.ModuleType):
                 self._namespace(module, texts, where)
 
     def _namespace(
@@ -840,6 +675,12 @@ def _hooks_of_all() -> dict[str, Any]:
 
 
 _NAMED = (Kind.ENTRY, Kind.CLASS, Kind.SLOT)
+
+
+def _key_of(kind: Kind, holder: Any, key: Any) -> Any:
+    """Return what is equal for notes of the same piece of state."""
+    return (id(holder), key) if kind in _NAMED else (kind, id(holder))
+
 
 _CALLED = (
     types.FunctionType, staticmethod, classmethod, property, type,
@@ -923,7 +764,7 @@ def _is_python_class(kind: type) -> bool:
     return all(base in _SEEN_BASES or issubclass(base, BaseException) for base in bases)
 
 
-_SEEN_BASES = (object, *_CONTAINERS, int, float, complex, str, bytes, type)
+_SEEN_BASES = (object, *CONTAINERS, int, float, complex, str, bytes, type)
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
@@ -958,13 +799,3 @@ def _reason(effect: Effect) -> str:
         return f"it draws from {place.label}; draw from PyTorch's (torch.rand)"
     values = f"({shown(place.value)} -> {shown(effect.after)})"
     return f"it changes {place.label}, which it also reads {values}"
-
-
-def shown(value: Any) -> str:
-    """Return a value as a message shows it, in few characters."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
-        return f"a {type(value).__name__} with tensors"
-    text = repr(value)
-    return text if len(text) < 40 else f"{text[:37]}..."

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from mucudnn.arguments import a_number, an_integer, of_type
+from mucudnn.torch.capture.python_state import Read
 
 __all__ = ["PLAIN", "StepSettings"]
 
@@ -22,6 +23,8 @@ class StepSettings:
         scaler: Scales the loss and skips steps whose gradients are not finite.
         recorded: Whether the optimizer's update is part of a captured step; else the
             optimizer makes it itself, behind one.
+        floats: Python numbers that change from step to step: inputs of the graph, as
+            learning rates are.
     """
 
     accumulate: int = 1
@@ -29,6 +32,7 @@ class StepSettings:
     clip_value: float | None = None
     scaler: torch.amp.GradScaler | None = None
     recorded: bool = True
+    floats: tuple[Read, ...] = ()
 
     def __post_init__(self) -> None:
         parts = an_integer("accumulate", self.accumulate, 1)

@@ -9,7 +9,8 @@ for every step that runs later; what it decides by numbers that are there before
 such as an optimizer's count of steps, is noted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ from mucudnn.torch.capture.gradients import (
 from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.optimizers import StateKey
 from mucudnn.torch.capture.parts import StepParts, places_of, root_of
+from mucudnn.torch.capture.python_state import Read
 from mucudnn.torch.capture.reads import (
     Effect,
     ReadRecorder,
@@ -187,6 +189,7 @@ class _Tracer:
             roots,
             parts.parameters,
             [*parts.parameters.values(), *parts.buffers.values(), *batch.tensors],
+            settings.floats,
         )
         self.forward: set[str] = set()
         self.backward: set[str] = set()
@@ -221,6 +224,7 @@ class _Tracer:
             tensor if isinstance(rate, torch.Tensor) else tensor.item()
             for rate, tensor in zip(parts.rates, given, strict=False)
         ]
+        floats = [next(given).item() for _ in parts.floats]
         leaves = {
             name: leaf_of(tensor, parts.parameters[name])
             for name, tensor in parameters.items()
@@ -230,15 +234,19 @@ class _Tracer:
             id(tensor): (leaves | buffers)[name]
             for name, tensor in (*parts.parameters.items(), *parts.buffers.items())
         }
-        with _reparametrize_module(self.root, places_of(self.root, leaves | buffers)):
-            loss, gradients = self._passes(leaves, list(given), scale)
-            self._keep(buffers)
-        tensors = Tensors(parameters, state, rates, scale)
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            if self._settings.recorded:
-                self.made = self._update.recorded(tensors, gradients)
-            else:
-                self.left = self._update.left(tensors, gradients)
+        modules = _reparametrize_module(
+            self.root, places_of(self.root, leaves | buffers)
+        )
+        with _lent(self._settings.floats, floats):
+            with modules:
+                loss, gradients = self._passes(leaves, list(given), scale)
+                self._keep(buffers)
+            tensors = Tensors(parameters, state, rates, scale)
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                if self._settings.recorded:
+                    self.made = self._update.recorded(tensors, gradients)
+                else:
+                    self.left = self._update.left(tensors, gradients)
         last = [tensor.detach() for tensor in (self.made or self.left).values()]
         functions.stand_ins = {}
         self.effects = self.recorder.effects()
@@ -301,6 +309,19 @@ class _Tracer:
                     f"{(tuple(buffer.shape), buffer.dtype)}, and shapes must stay"
                 )
             buffer.copy_(now.detach())
+
+
+@contextmanager
+def _lent(places: Sequence[Read], values: Sequence[Any]) -> Iterator[None]:
+    """Have symbols stand in the places of Python numbers."""
+    before = [place.now() for place in places]
+    for place, value in zip(places, values, strict=True):
+        place.put(value)
+    try:
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.put(value)
 
 
 def is_result(value: Any) -> bool:
