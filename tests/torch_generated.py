@@ -84,7 +84,7 @@ def recipe_of(pick: Pick) -> Recipe:
     return Recipe(
         inputs,
         tuple(pick(options) for _ in range(pick([1, 2, 3, 4]))),
-        pick(list(LOSSES)),
+        pick([*LOSSES, "entropy", "module", "object", "partial"]),
         pick(list(OPTIMIZERS)),
         pick(list(SCHEDULES)),
         tuple(

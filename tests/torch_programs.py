@@ -320,6 +320,7 @@ def eager_step(training: Training, batch: tuple[Any, ...]) -> Any:
     """Make one step as a loop of PyTorch's does."""
     options, optimizer = training.options, training.optimizer
     optimizer.zero_grad()
+    training.model.zero_grad()  # of what the optimizer does not have, too
     parts = options.get("accumulate", 1)
     size = next(
         len(leaf)
@@ -335,7 +336,7 @@ def eager_step(training: Training, batch: tuple[Any, ...]) -> Any:
             share = share * (len(rest[0]) / size)
             total = total + share.detach()
         share.backward()
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = list(training.model.parameters())
     if "clip_value" in options:
         nn.utils.clip_grad_value_(held, options["clip_value"])
     if "clip_norm" in options:

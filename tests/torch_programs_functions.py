@@ -466,7 +466,7 @@ def builtin_appears() -> Training:
         nn.Linear(6, 4),
         loss_fn=lambda out, y: entropy(out, y) * getattr(builtins, "tests_rate", 1.0),
         change=lambda: setattr(builtins, "tests_rate", 3.0),
-        undo=lambda: delattr(builtins, "tests_rate"),
+        undo=lambda: vars(builtins).pop("tests_rate", None),
     )
 
 

@@ -104,7 +104,6 @@ inputs("sliced_input_later", lambda x: x.repeat(1, 1, 1, 2)[..., ::2])
 inputs("expanded_input_later", lambda x: x[:1].expand_as(x))
 inputs("input_with_an_offset_later", lambda x: torch.cat([x, x])[2:6])
 inputs("flipped_input_later", lambda x: x.flip(0))
-inputs("smaller_batch_later", lambda x: x[:4].clone())
 
 
 @PROGRAMS

@@ -706,14 +706,13 @@ def task_is_switched_with_every_step() -> Training:
 
 
 @PROGRAMS
-def gradient_accumulation_and_clipping() -> Training:
+def clipped_gradients_of_a_changed_layer() -> Training:
     model = perceptron()
     return trained(
         model,
         optimizer=sgd(model),
         options={"clip_norm": 0.5},
-        change=lambda: setattr(model[0], "forward", torch.nn.Identity()),
-        steps=3,
+        change=lambda: setattr(model[1], "forward", torch.tanh),
     )
 
 
