@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mucudnn.arguments import a_flag, an_integer
-from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
 from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tier_choice import TierChoice
@@ -67,6 +67,8 @@ FALLBACKS = ("refuse", "eager")
 
 _TRANSIENT_STEPS = 3
 """Captures in a row that may be valid for one run only before eager mode is tried."""
+
+_ALLOW = "fallback='eager' runs such steps in eager mode, in whatever memory they take"
 
 _CHANGES_OF_INPUTS = 2
 """Changes of a Python number after which it is an input of the graph."""
@@ -285,8 +287,10 @@ class TrainStep:
                 if self._waits():
                     return self._eager(batch)
                 variant, given = self._capture(batch, reason)
-        except UnsupportedError as e:
+        except Exception as e:
             if not self._may_run_eagerly(e):
+                if isinstance(e, UnsoundCaptureError):
+                    e.args = (f"{e}. {_ALLOW}",)
                 raise
             return self._eager(batch, e)
         if not self._verify or (self._steps > 1 and self._steps % self._verify):
@@ -435,6 +439,7 @@ class TrainStep:
                 batch,
                 settings=self._settings,
                 results=self._results,
+                keeps_effects=not self._eager_is_free,
             )
 
         def planned(step: CapturedStep) -> tuple[CapturedStep, PlannedStep]:
@@ -468,8 +473,8 @@ class TrainStep:
         self._warn(
             "transient",
             f"the step is captured anew every time, which is slow: {why}; keep what "
-            "changes from step to step in a tensor (register_buffer), do it outside of "
-            "the step, or allow eager mode by fallback='eager'",
+            "changes from step to step in a tensor (register_buffer) or do it outside "
+            f"of the step. {_ALLOW}",
         )
 
     # -- eager mode
@@ -483,17 +488,28 @@ class TrainStep:
         count = self._eager_steps
         return count > 0 and count & (count - 1) != 0
 
-    def _may_run_eagerly(self, error: UnsupportedError) -> bool:
-        if self._fallback == "eager":
-            return True
-        # Which memory eager mode takes is known only of what was captured.
-        return isinstance(error, UnsoundCaptureError) and (
-            math.isinf(self._planning.budget) or self._transient_steps > 0
-        )
+    @property
+    def _eager_is_free(self) -> bool:
+        """Whether eager mode is allowed in whatever memory it takes."""
+        return self._fallback == "eager" or math.isinf(self._planning.budget)
+
+    def _may_run_eagerly(self, error: Exception) -> bool:
+        """Return whether a step that was not captured runs in eager mode instead.
+
+        It does not where its graph was refused for what it computes: then a capture
+        would be refused at every step, and eager mode is the user's choice.
+        """
+        if isinstance(error, UnsoundCaptureError):
+            return self._eager_is_free or self._transient_steps > 0
+        if isinstance(error, MucudnnError):
+            return self._fallback == "eager" and isinstance(error, UnsupportedError)
+        # PyTorch's tracing may fail where eager mode works; an error of the user's own
+        # comes from either.
+        return self._eager_is_free
 
     def _fits_eagerly(self, captured: CapturedStep, live: LiveParts) -> bool:
         """Return whether eager mode is allowed for a step that was captured."""
-        if self._fallback == "eager" or math.isinf(self._planning.budget):
+        if self._eager_is_free:
             return True
         if self._fits is not None:
             return self._fits
@@ -508,14 +524,18 @@ class TrainStep:
         self._fits = bool(plan.peak_bytes + 2 * gradients <= self._planning.budget)
         return self._fits
 
-    def _eager(self, batch: Batch, error: UnsupportedError | None = None) -> Any:
+    def _eager(self, batch: Batch, error: Exception | None = None) -> Any:
         """Run one step in eager mode, and say why the first time."""
-        if error is not None:
-            self._warn("eager", f"the step runs in eager mode: {error}")
-        self._eager_steps += 1
-        return run_eager_step(
+        result = run_eager_step(
             self._model, self._loss_fn, self._optimizer, batch, self._settings
         )
+        if error is not None:
+            kind = (
+                "" if isinstance(error, MucudnnError) else f"{type(error).__name__}: "
+            )
+            self._warn("eager", f"the step runs in eager mode: {kind}{error}")
+        self._eager_steps += 1
+        return result
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:

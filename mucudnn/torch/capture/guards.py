@@ -159,6 +159,7 @@ def _other_settings() -> dict[str, Any]:
         "number of torch function modes": own._len_torch_function_stack(),
         "number of dispatch modes": own._len_torch_dispatch_stack(),
         "inference mode": torch.is_inference_mode_enabled(),
+        "hooks of saved tensors": own._autograd._top_saved_tensors_default_hooks(True),
         "fill_uninitialized_memory": own._get_deterministic_fill_uninitialized_memory(),
         "backends.cudnn.enabled": own._get_cudnn_enabled(),
         "backends.cudnn.benchmark": own._get_cudnn_benchmark(),

@@ -213,6 +213,16 @@ def as_tensor(rate: Any) -> torch.Tensor:
     return torch.tensor(rate, dtype=torch.float64, device="cpu")
 
 
+_IN_ORDER = (
+    torch.nn.Sequential,
+    torch.nn.ModuleList,
+    torch.nn.ModuleDict,
+    torch.nn.ParameterList,
+    torch.nn.ParameterDict,
+)
+"""Modules whose children or parameters are gone through in order."""
+
+
 class LiveParts:
     """Where the tensors of a step are found, and what must stay for that.
 
@@ -276,6 +286,8 @@ class LiveParts:
             label = f"{kind[1:]} of {name}"
             self._note(Kind.ENTRY, held, kind, label)
             self._note(Kind.SIZE, held[kind], None, f"the number of {label}")
+            if isinstance(module, _IN_ORDER) and kind != "_buffers":
+                self._note(Kind.CONTENTS, held[kind], None, f"the order of {label}")
             for key, value in held[kind].items():
                 # Buffers that are tensors may be replaced: they are looked up.
                 if kind != "_buffers" or value is None:

@@ -99,6 +99,9 @@ def contents_of(container: Any, _: Any = None) -> tuple[Any, ...]:
     """Return everything in a container, in order; of a dict, keys and then values."""
     if isinstance(container, types.MappingProxyType):
         return (*container.keys(), *container.values())
+    if isinstance(container, collections.OrderedDict):  # with an order of its own
+        ordered = collections.OrderedDict
+        return (*ordered.keys(container), *ordered.values(container))
     if isinstance(container, dict):  # not what a subclass makes of these methods
         return (*dict.keys(container), *dict.values(container))
     base: Any = next(b for b in CONTAINERS if isinstance(container, b))
@@ -109,9 +112,13 @@ def _refill(container: Any, contents: Sequence[Any]) -> None:
     if isinstance(container, types.MappingProxyType):
         return  # nobody can write through it
     if isinstance(container, dict):
-        half = len(contents) // 2
-        dict.clear(container)
-        dict.update(container, zip(contents[:half], contents[half:], strict=True))
+        half, ordered = len(contents) // 2, collections.OrderedDict
+        (ordered if isinstance(container, ordered) else dict).clear(container)
+        for key, value in zip(contents[:half], contents[half:], strict=True):
+            if isinstance(container, ordered):
+                ordered.__setitem__(container, key, value)
+            else:
+                dict.__setitem__(container, key, value)
     elif isinstance(container, set):
         set.clear(container)
         set.update(container, contents)
@@ -203,6 +210,13 @@ CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 
 def shown(value: Any) -> str:
     """Return a value as a message shows it, in few characters."""
+    try:
+        return _shown(value)
+    except RecursionError:
+        return f"a {type(value).__name__}"
+
+
+def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):

@@ -47,7 +47,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from mucudnn.errors import MucudnnError, UnsupportedError
+from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.python_state import (
     CONTAINERS,
     MISSING,
@@ -78,7 +78,7 @@ _STILL = (
     operator.attrgetter, operator.itemgetter, operator.methodcaller, np.ufunc, super,
     types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.WrapperDescriptorType, types.MethodDescriptorType, types.GenericAlias,
-    types.ClassMethodDescriptorType, types.MethodWrapperType, types.UnionType,
+    types.ClassMethodDescriptorType, types.UnionType,
     types.FrameType, types.TracebackType, type(threading.Lock()),
     type(threading.RLock()), logging.Logger, logging.LoggerAdapter, logging.Handler,
 )  # fmt: skip
@@ -96,6 +96,9 @@ _TELLS_TIME = frozenset({"time", "secrets", "uuid", "select", "socket"})
 
 _LOOKS_ANYWHERE = (globals, locals, vars, eval, exec, open, input)
 """Builtins that reach state which no note shows."""
+
+_READS_FILES = frozenset({"read_text", "read_bytes", "fromfile", "loadtxt"})
+"""Names of methods that read what no note shows."""
 
 _STRUCTURE = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
@@ -198,6 +201,11 @@ class ReadRecorder:
             for m in self._modules
             for kind in ("_parameters", "_buffers", "_modules")
         ]
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise UnsoundCaptureError(
+                "the step is called within hooks of saved tensors, such as those of "
+                "save_on_cpu, which a planned step has no use for; call it outside"
+            )
         own = threading.get_ident()
         # Autograd may call hooks in threads of its own, which Python did not start.
         self._foreign = {t.ident for t in threading.enumerate()} - {own}
@@ -266,18 +274,15 @@ class ReadRecorder:
         first = next(iter((*self._reasons, *reasons)), "")
         return Reads(reads, tuple(effects), constants, first)
 
-    def put_back(self, error: BaseException | None = None) -> None:
+    def put_back(self, *, with_plain: bool = True) -> None:
         """Give all noted state the value that it had before the step.
 
         Args:
-            error: What has ended the step, if something has. Behind an error of the
-                user's own, what is plain stays as the step left it, as in eager mode:
-                a loss that fails at every fifth call goes on counting.
+            with_plain: Whether that includes state that holds no tensor now.
         """
-        own = isinstance(error, Exception) and not isinstance(error, MucudnnError)
         for effect in self.effects():
             leaves = pytree.tree_leaves(effect.after)
-            if not own or any(isinstance(v, torch.Tensor) for v in leaves):
+            if with_plain or any(isinstance(v, torch.Tensor) for v in leaves):
                 effect.place.put(effect.place.value)
         for held, before, kind in self._structure:
             changed = held.keys() ^ before.keys()
@@ -450,9 +455,16 @@ class ReadRecorder:
         if ("class", id(cls)) in self._seen:
             return
         self._seen.add(("class", id(cls)))
+        if type(cls) is not type:
+            self._take_class(type(cls))
         for base in cls.__mro__:
             if base is object or _is_library(base) or _is_unseen(base):
                 continue
+            label = f"the name of class {base.__name__}"
+            self._note(Kind.SLOT, base, "__name__", label)
+            # Operators look methods up in the class itself, past `__getattribute__`.
+            for name in _OPERATORS:
+                self._note(Kind.CLASS, base, name, f"{base.__name__}.{name}")
             for name, value in list(vars(base).items()):
                 label = f"{base.__name__}.{name}"
                 if name[:2] == "__":
@@ -506,8 +518,17 @@ class ReadRecorder:
                 self._take(value.__self__, label)
             elif (name := value.__self__.__name__) in _TELLS_TIME:
                 self._reasons.append(f"it uses {name} ({label})")
+        elif isinstance(value, types.MethodWrapperType):
+            self._take(value.__self__, label)
         elif isinstance(value, weakref.ref):
-            self._take(value(), label)
+            target = value()
+            if not isinstance(target, (*_KEPT_ALIVE, types.FunctionType)):
+                self._reasons.append(f"it reads {label}, a weak reference")
+            self._take(target, label)
+        elif isinstance(value, _WEAK_CONTAINERS):
+            self._contents(vars(value)["data"], label)
+        elif isinstance(value, threading.local):
+            self._contents(vars(value), label)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._take(part, label)
@@ -601,36 +622,42 @@ class ReadRecorder:
         if is_library_file(code.co_filename):
             return
         self._note(Kind.SLOT, function, "__code__", f"the code of {name}")
+        self._note(Kind.SLOT, function, "__doc__", f"the text of {name}")
         what = f"a default of {name}"
         self._take(self._note(Kind.SLOT, function, "__defaults__", what), what)
         self._take(self._note(Kind.SLOT, function, "__kwdefaults__", what), what)
         self._contents(function.__dict__, f"an attribute of {name}")
         around, names = function.__globals__, _names_in(code)
         texts, where = names.texts, line_of_function(code)
+        if reading := sorted(_READS_FILES & texts):
+            self._reasons.append(f"it calls {reading[0]}(){where}")
         for name in names.stored:
             what = f"global {name!r}{where}"
             self._note_written((id(around), name), Kind.ENTRY, around, name, what)
         for name in names.loaded:
             value = self._note(Kind.ENTRY, around, name, f"global {name!r}{where}")
-            if value is MISSING and getattr(builtins, name, None) in _LOOKS_ANYWHERE:
-                self._reasons.append(f"it calls {name}(){where}")
+            if value is MISSING:
+                held = vars(builtins)
+                value = self._note(Kind.ENTRY, held, name, f"builtin {name!r}")
+                if value in _LOOKS_ANYWHERE:
+                    self._reasons.append(f"it calls {name}(){where}")
             self._take(value, f"global {name!r}")
             if isinstance(value, types.ModuleType):
-                self._namespace(value, texts, where)
+                self._namespace(value, names, where)
         for cell in function.__closure__ or ():
             module = Read(Kind.CELL, cell, None, None, "").now()
             if isinstance(module, types.ModuleType):
-                self._namespace(module, texts, where)
+                self._namespace(module, names, where)
 
-    def _namespace(
-        self, module: types.ModuleType, texts: Iterable[str], where: str
-    ) -> None:
+    def _namespace(self, module: types.ModuleType, names: "_Names", where: str) -> None:
         """Note the names of a module that a code may take."""
         held = vars(module)
-        named = [text for text in texts if text in held and text[:2] != "__"]
+        named = [text for text in names.texts if text in held and text[:2] != "__"]
+        for text in names.strings - held.keys():  # as `getattr` may look for them
+            self._note(Kind.ENTRY, held, text, f"{module.__name__}.{text}")
         if module.__name__ in _TELLS_TIME and any(callable(held[n]) for n in named):
             self._reasons.append(f"it uses {module.__name__}.{named[0]}{where}")
-        if module is os and {"environ", "getenv"} & {*texts}:
+        if module is os and {"environ", "getenv"} & names.texts:
             self._contents(os.environ._data, "os.environ")  # type: ignore[attr-defined]
         for name in named:
             label = f"{module.__name__}.{name}"
@@ -682,10 +709,26 @@ def _key_of(kind: Kind, holder: Any, key: Any) -> Any:
     return (id(holder), key) if kind in _NAMED else (kind, id(holder))
 
 
+_OPERATORS = (
+    "__call__", "__len__", "__bool__", "__eq__", "__hash__", "__iter__", "__next__",
+    "__getitem__", "__contains__", "__getattr__", "__index__", "__float__", "__int__",
+    "__add__", "__radd__", "__mul__", "__rmul__", "__enter__", "__exit__",
+)  # fmt: skip
+"""Methods that a class may be given later, and that are then called in its place."""
+
 _CALLED = (
     types.FunctionType, staticmethod, classmethod, property, type,
     types.GetSetDescriptorType, types.MemberDescriptorType,
 )  # fmt: skip
+
+_WEAK_CONTAINERS = (
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+)
+
+_KEPT_ALIVE = (type(None), nn.Module, torch.optim.Optimizer, torch.Tensor)
+"""Types whose objects a step holds anyway, so that references to them do not die."""
 
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
 
@@ -699,26 +742,29 @@ class _Names:
         stored: Globals that it writes and does not read.
         free_stored: Free variables that it writes and does not read.
         texts: Every name by which it may take an attribute.
+        strings: Those of them that are strings in the code.
     """
 
     loaded: tuple[str, ...]
     stored: tuple[str, ...]
     free_stored: frozenset[str]
     texts: frozenset[str]
+    strings: frozenset[str]
 
 
 @functools.cache
 def _names_in(code: types.CodeType) -> _Names:
     found: dict[str, dict[str, None]] = collections.defaultdict(dict)
-    texts = set(code.co_names)
+    texts, strings = set(code.co_names), set()
     for instruction in dis.get_instructions(code):
         found[instruction.opname][instruction.argval] = None
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
-            texts.add(constant)
+            strings.add(constant)
         if isinstance(constant, types.CodeType):
             inner = _names_in(constant)
             texts |= inner.texts
+            strings |= inner.strings
             found["LOAD_GLOBAL"] |= dict.fromkeys(inner.loaded)
             found["STORE_GLOBAL"] |= dict.fromkeys(inner.stored)
             found["STORE_DEREF"] |= dict.fromkeys(inner.free_stored)
@@ -734,7 +780,8 @@ def _names_in(code: types.CodeType) -> _Names:
             for name in code.co_freevars
             if name in found["STORE_DEREF"] and name not in found["LOAD_DEREF"]
         ),
-        frozenset(texts),
+        frozenset(texts | strings),
+        frozenset(strings),
     )
 
 

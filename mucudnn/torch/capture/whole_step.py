@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from mucudnn.errors import UnsupportedError
+from mucudnn.errors import MucudnnError, UnsupportedError
 from mucudnn.torch.capture.batches import Batch, called
 from mucudnn.torch.capture.checkpoints import plain_checkpoints, uncompiled
 from mucudnn.torch.capture.counted_averages import CountedAverages
@@ -98,6 +98,7 @@ def capture_step(
     size: int | None = None,
     settings: StepSettings = PLAIN,
     results: KernelResults | None = None,
+    keeps_effects: bool = True,
 ) -> CapturedStep:
     """Record one step without running it.
 
@@ -109,6 +110,9 @@ def capture_step(
         size: Of the first axis of every tensor of the batch, if it is to be another.
         settings: What is done with gradients.
         results: What kernels were seen to return.
+        keeps_effects: Whether plain state stays as an error of the user's own leaves
+            it, as in eager mode: a loss that fails at every fifth call goes on
+            counting.
 
     Raises:
         UnsupportedError: Something depends on values that only a run has.
@@ -144,7 +148,8 @@ def capture_step(
             module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
             torch.clear_autocast_cache()
     except BaseException as e:
-        recorder.put_back(e)
+        own = isinstance(e, Exception) and not isinstance(e, MucudnnError)
+        recorder.put_back(with_plain=not (keeps_effects and own))
         raise
     reads = recorder.finish(tracer.effects)
     tracer.averages.written(module.graph)
@@ -229,11 +234,11 @@ class _Tracer:
             name: leaf_of(tensor, parts.parameters[name])
             for name, tensor in parameters.items()
         }
-        # A loss may hold parameters themselves, to add their norms.
-        functions.stand_ins = {
-            id(tensor): (leaves | buffers)[name]
-            for name, tensor in (*parts.parameters.items(), *parts.buffers.items())
-        }
+        # A loss may hold parameters themselves, to add their norms, and an optimizer's
+        # hook their gradients.
+        held = {**parts.parameters, **parts.buffers}
+        named = {id(tensor): name for name, tensor in held.items()}
+        functions.stand_ins = {k: (leaves | buffers)[n] for k, n in named.items()}
         modules = _reparametrize_module(
             self.root, places_of(self.root, leaves | buffers)
         )
@@ -242,6 +247,8 @@ class _Tracer:
                 loss, gradients = self._passes(leaves, list(given), scale)
                 self._keep(buffers)
             tensors = Tensors(parameters, state, rates, scale)
+            lent = parameters | buffers
+            functions.stand_ins = {key: lent[name] for key, name in named.items()}
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 if self._settings.recorded:
                     self.made = self._update.recorded(tensors, gradients)
