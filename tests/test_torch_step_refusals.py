@@ -422,7 +422,7 @@ def test_inference_mode_is_named():
     ):
         step(x)
     step(x)
-    with torch.no_grad():
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="gradients are off"):
         step(x)
     with (
         torch.inference_mode(),

@@ -376,6 +376,11 @@ class TrainStep:
             UnsoundCaptureError: The capture is valid for one run only, and so were the
                 ones before it, so that eager mode is the better way.
         """
+        if not torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a step is called where gradients are off, as within torch.no_grad(); "
+                "call it outside"
+            )
         self._take_floats()
         while True:
             live = LiveParts(

@@ -35,14 +35,12 @@ class Batch:
 
         Raises:
             TypeError: One of them is neither a tensor nor a switch.
-            UnsupportedError: This is within `torch.inference_mode()` or `no_grad()`.
+            UnsupportedError: This is within `torch.inference_mode()`.
         """
-        if not torch.is_grad_enabled():
-            inference = torch.is_inference_mode_enabled()
-            mode = "torch.inference_mode()" if inference else "torch.no_grad()"
+        if torch.is_inference_mode_enabled():
             raise UnsupportedError(
-                f"a step is called within {mode}, where PyTorch keeps no gradients; "
-                "call it outside"
+                "a step is called within torch.inference_mode(), where PyTorch keeps "
+                "no gradients; call it outside"
             )
         if not args and not kwargs:
             raise TypeError("a step is called with a batch, such as step(x, y)")

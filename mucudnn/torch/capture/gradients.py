@@ -63,7 +63,8 @@ def leaf_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         )
     leaf = tensor.detach().requires_grad_(parameter.requires_grad)
     vars(leaf).update(vars(parameter))  # attributes that a user has given it
-    for hook in (parameter._backward_hooks or {}).values():
+    hooks = parameter._backward_hooks if parameter.requires_grad else None
+    for hook in (hooks or {}).values():
         leaf.register_hook(hook)
     return leaf
 

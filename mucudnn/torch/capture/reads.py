@@ -536,6 +536,11 @@ class ReadRecorder:
             self._watch_namespace(value)
         elif isinstance(value, type):
             self._take_class(value)
+            for base in value.__mro__:  # the step may make objects of it
+                if not _is_library(base) and not _is_unseen(base):
+                    for method in list(vars(base).values()):
+                        if isinstance(method, _METHODS):
+                            self._take(method, f"a method of {base.__name__}")
         elif isinstance(value, np.ndarray):
             self._array(value, label)
         elif isinstance(value, types.SimpleNamespace):
@@ -715,6 +720,8 @@ _OPERATORS = (
     "__add__", "__radd__", "__mul__", "__rmul__", "__enter__", "__exit__",
 )  # fmt: skip
 """Methods that a class may be given later, and that are then called in its place."""
+
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
 
 _CALLED = (
     types.FunctionType, staticmethod, classmethod, property, type,
