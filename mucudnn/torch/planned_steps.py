@@ -65,7 +65,7 @@ class Variant:
         try:
             given = [*self.live.tensors(), *batch.tensors]
         except LookupError as e:
-            return [], f"a tensor of the model or the optimizer is gone: {e}"
+            return [], f"a tensor or number of the step is gone: {e}"
         reason = self.guards.failed(given)
         return given, reason
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from mucudnn.arguments import a_flag, an_integer
+from mucudnn.arguments import a_flag, an_integer, one_of
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
 from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
@@ -59,7 +59,7 @@ from mucudnn.torch.planned_steps import (
 from mucudnn.torch.planning import as_budget
 from mucudnn.torch.step_plan import TorchPlan
 from mucudnn.torch.step_planning import StepPlanning
-from mucudnn.torch.verification import VerifiedStep, check_interval
+from mucudnn.torch.verification import VerifiedStep
 
 __all__ = ["TrainStep", "train_step"]
 
@@ -194,8 +194,8 @@ def train_step(
         fusing=fusing_of(inductor, plans),
         tiers=tiers_within(limit, tiers, shared=True),
     )
-    if fallback not in FALLBACKS:
-        raise ValueError(f"fallback is {fallback!r}; it must be one of {FALLBACKS}")
+    one_of("fallback", fallback, FALLBACKS)
+    an_integer("verify", verify or 0, 0)
     grouped = dist.is_available() and dist.is_initialized()
     if (ranks := dist.get_world_size() if grouped else 1) > 1:
         warnings.warn(
@@ -253,7 +253,7 @@ class TrainStep:
         self._fallback = fallback
         self._results = KernelResults()
         self._planned = PlannedSteps(max_plans)
-        self._verify, self._exact = check_interval(verify), exact
+        self._verify, self._exact = verify or 0, exact
         self._steps = 0
         self._last: PlannedStep | None = None
         self._update_reason = ""

@@ -42,21 +42,6 @@ _HOLDERS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
 _MISSING = "nothing"
 
 
-def check_interval(verify: int | None) -> int:
-    """Return every how many steps is checked; 0 for none.
-
-    Raises:
-        TypeError: `verify` is no integer.
-        ValueError: It is negative.
-    """
-    if verify is not None and type(verify) is not int:
-        kind = type(verify).__name__
-        raise TypeError(f"verify is a {kind}; every how many steps to check is wanted")
-    if verify is not None and verify < 0:
-        raise ValueError(f"verify is {verify}; a number of steps, or 0, is wanted")
-    return verify or 0
-
-
 @dataclass(frozen=True)
 class VerifiedStep:
     """A step to be checked; its parts are those of `run_eager_step`.

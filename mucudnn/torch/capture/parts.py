@@ -275,7 +275,7 @@ class LiveParts:
         for read in self._settings.floats:
             numbers.append(read.now())
             if type(numbers[-1]) is not float:
-                raise LookupError(f"{read.label} is no float any more")
+                raise KeyError(read.label)
         rates = [self._as_tensor(i, number) for i, number in enumerate(numbers)]
         state = self._optimizer.state
         return [*self._lookup(state), *_scale(self._settings), *rates]
