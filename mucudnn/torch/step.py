@@ -21,6 +21,7 @@ from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tier_choice import TierChoice
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.batches import Batch
+from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.parts import LiveParts
@@ -281,7 +282,7 @@ class TrainStep:
             self._planned.make_room(key, self._plain)
             # What is drawn while a step is measured is drawn again by the step.
             devices = {t.device.index for t in given if t.is_cuda}
-            with torch.random.fork_rng(devices=sorted(devices)):
+            with exclusive_capture(), torch.random.fork_rng(devices=sorted(devices)):
                 planned = self._plan(live, batch)
             # What the loss counts when it is called is now as it stays.
             self._planned.add(self._key(live, batch, given), planned)
