@@ -29,6 +29,7 @@ from mucudnn.torch.capture.plain_values import PlainValues
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
 from mucudnn.torch.conv.fronts import ConvolutionChoice
+from mucudnn.torch.execution.bound_step import StepCommit
 from mucudnn.torch.execution.lanes import DEVICES, check_devices
 from mucudnn.torch.execution.own_update import own_update
 from mucudnn.torch.execution.tiers import tiers_within
@@ -185,21 +186,38 @@ class TrainStep:
         self._plain = PlainValues((), loss_fn)
         self._last: PlannedStep | None = None
         self._reason = ""
+        self._commit = StepCommit(optimizer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train on one batch; its loss, or a pair of it and what came back with it.
 
+        Whatever it raises, Ctrl-C included, the step was run in full or not at all,
+        or the next call raises `BackendError`.
+
         Raises:
             PlanningError: The step does not fit; says the least budget that works.
             UnsupportedError: It cannot be captured; says why.
+            BackendError: An error stopped the last step while it changed what is
+                trained; load a checkpoint and call `reset`.
         """
+        with self._commit.step():
+            return self._step(args, kwargs)
+
+    def reset(self) -> None:
+        """Go on after a step that an error has left half done.
+
+        What it trains has to be as it shall be: load a checkpoint before.
+        """
+        self._commit.reset()
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = Batch.of(args, kwargs)
         planned, given = self._ready(batch)
         captured = planned.captured
         if captured.gradients is not None:
             loss, *flat = self._with_own_update(planned, batch, given)
         else:
-            loss, *flat = planned.bound.run(given)
+            loss, *flat = planned.bound.run(given, self._commit)
             self._optimizer._opt_called = True  # what schedulers look for
         for i, j, key in reversed(captured.made):
             parameter = self._optimizer.param_groups[i]["params"][j]
@@ -219,8 +237,9 @@ class TrainStep:
         return self._last.plan
 
     def prepare(self, *args: Any, **kwargs: Any) -> TorchPlan:
-        """Plan for batches like this one, without a step."""
-        return self._ready(Batch.of(args, kwargs))[0].plan
+        """Plan for batches like this one, without a step; nothing is changed."""
+        with self._commit.planning():
+            return self._ready(Batch.of(args, kwargs))[0].plan
 
     def _ready(self, batch: Batch) -> tuple[PlannedStep, list[torch.Tensor]]:
         """A plan for a batch, and what it is given.
@@ -235,6 +254,8 @@ class TrainStep:
             except UpdateNotRecordedError as e:
                 self._settings = replace(self._settings, recorded=False)
                 self._reason, self._live = str(e), None
+                self._commit.unused.withdraw()  # the optimizer makes its own
+                self._commit.unused.keep()
             else:
                 return self._last, given
 
@@ -248,13 +269,14 @@ class TrainStep:
 
         def passes() -> list[Any]:
             now = inputs.pop() if inputs else [*live.tensors(), *batch.tensors]
-            return planned.bound.run(now)
+            return planned.bound.run(now, self._commit)
 
         own = planned.plan.own_update
         returned = own_update(
             self._optimizer,
             passes,
             [of_name[name] for name in names if name],
+            begin=self._commit.begin,
             closure=own is not None and own.closure,
             scaled="" in names,
         )
@@ -266,6 +288,7 @@ class TrainStep:
         """What the step is made of; plans for other tensors than those are dropped."""
         if self._live is None or not self._live.current():
             self._planned.clear()
+            self._commit.unused.note()
             self._live = LiveParts(
                 self._model, self._optimizer, self._loss_fn, self._settings
             )

@@ -91,6 +91,7 @@ def watched(
     finally:
         for _, module, attributes in before:
             put_back(module, attributes)
+        _put_back_generators(drawn)
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:
@@ -188,3 +189,15 @@ def _generators() -> dict[str, Any]:
         state = numpy.random.get_state()
         found["numpy.random"] = (state[0], state[1].tobytes(), *state[2:])
     return found
+
+
+def _put_back_generators(before: Mapping[str, Any]) -> None:
+    """Have Python and NumPy draw what they would have drawn."""
+    now = _generators()
+    if now["random"] != before["random"]:
+        random.setstate(before["random"])
+    state = before.get("numpy.random")
+    if state is not None and state != now["numpy.random"]:
+        numpy = sys.modules["numpy"]
+        keys = numpy.frombuffer(state[1], numpy.uint32)
+        numpy.random.set_state((state[0], keys, *state[2:]))

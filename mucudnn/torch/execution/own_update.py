@@ -20,6 +20,7 @@ def own_update(
     passes: Callable[[], list[Any]],
     parameters: Sequence[torch.Tensor],
     *,
+    begin: Callable[[], None],
     closure: bool,
     scaled: bool,
 ) -> list[Any]:
@@ -30,6 +31,7 @@ def own_update(
         passes: Runs forward and backward: what is returned, behind it a gradient for
             each parameter and, with a scaler, whether some is not finite.
         parameters: Those that have a gradient.
+        begin: Called before the first parameter is written, and more often.
         closure: Whether the optimizer runs the passes.
         scaled: Whether there is a scaler, so that steps may be skipped.
     """
@@ -39,16 +41,21 @@ def own_update(
             skipped = scaled and bool(results.pop())
             _give(parameters, _taken(results, len(parameters)))
             if not skipped:
+                begin()
                 optimizer.step()
             return results
         first: list[list[Any]] = []
+        versions = [parameter._version for parameter in parameters]
 
         def again() -> Any:
+            if versions != [parameter._version for parameter in parameters]:
+                begin()
             _forget(optimizer)
             results = passes()
             _give(parameters, _taken(results, len(parameters)))
             if not first:
                 first.append(results)
+            begin()  # from here on the optimizer may write
             return results[0]
 
         optimizer.step(again)
@@ -100,8 +107,8 @@ def _own_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     before: Mapping[torch.Tensor, torch.Tensor | None] = {
         p: p.grad for group in optimizer.param_groups for p in group["params"]
     }
-    _forget(optimizer)
     try:
+        _forget(optimizer)
         yield
     finally:
         for parameter, gradient in before.items():
