@@ -4,6 +4,7 @@ import copy
 import errno
 import gc
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -143,15 +144,42 @@ def test_a_step_that_fails_while_it_updates_says_so(tmp_path, monkeypatch):
 
     def fails(*args):
         home(*args)
-        if failing:
+        if failing and not failing.pop():
             raise BackendError("a copy to the host failed")
 
     monkeypatch.setattr(TierCopies, "home", fails)
     step = Step(least(offload_state=True), f"disk:{tmp_path}@1GiB", offload_state=True)
-    step.losses(1)
-    failing.append(True)
-    with pytest.raises(BackendError, match=r"had begun to change .* from a checkpoint"):
-        step.losses(1)
+    wanted = step.eager(4)
+    assert step.losses(1) == wanted[:1]
+    parts = step.model, step.optimizer
+    before = copy.deepcopy([part.state_dict() for part in parts])
+    tensors = [tensor.detach().clone() for tensor in step.tensors()]
+    told = set()
+    for count in range(100):
+        failing[:] = [False, *[True] * count]
+        error = None
+        try:
+            step.losses(1)
+        except BackendError as e:
+            error = str(e)
+        if error is not None:
+            begun = re.search("had begun to change .* from a checkpoint", error)
+            assert begun or "nothing that is trained was changed" in error
+            told.add(bool(begun))
+            if begun:
+                with pytest.raises(BackendError, match=r"half done .* such as .*reset"):
+                    step.losses(1)
+                step.run.reset()
+            else:
+                assert all(map(torch.equal, step.tensors(), tensors))
+        done = bool(failing)
+        for part, saved in zip(parts, copy.deepcopy(before), strict=True):
+            part.load_state_dict(saved)
+        if done:
+            break
+    failing.clear()
+    assert told == {False, True}
+    assert step.losses(3) == wanted[1:]
 
 
 def test_a_full_disk_is_one_error_before_anything_runs(tmp_path, monkeypatch):

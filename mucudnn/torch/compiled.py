@@ -28,6 +28,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
 from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.halves import Halves, bind_halves, runner_of
 from mucudnn.torch.capture.joint import Joint
 from mucudnn.torch.capture.kernel_results import KernelResults
@@ -280,6 +281,7 @@ class CompileBackend:
             return BySize(inputs, at_sizes)
         return self._compiled_whole(module, inputs, plain, static=False)
 
+    @exclusive_capture()
     def _compiled_whole(
         self,
         module: torch.fx.GraphModule,

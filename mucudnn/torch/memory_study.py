@@ -33,6 +33,7 @@ from mucudnn.passes.planning.described_step import DescribedStep
 from mucudnn.passes.planning.splitting.cutting import WHOLE, Split, check_split
 from mucudnn.runtime.executor.tier_choice import TierChoice, parse_tiers
 from mucudnn.torch.capture.dataless import DatalessStep
+from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.parts import StepParts
@@ -265,6 +266,7 @@ class MemoryStudy:
     def _least(self, size: int) -> int:
         return self._at(size).least_budget()
 
+    @exclusive_capture()
     def _at(self, size: int | None) -> StudiedStep:
         """The step at a size; an update that cannot be recorded is measured once."""
         if size == self._step.size_or_none:

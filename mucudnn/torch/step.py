@@ -28,6 +28,7 @@ from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tier_choice import TierChoice
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.batches import Batch
+from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.guards import (
     Overlaps,
     Settings,
@@ -43,6 +44,7 @@ from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
 from mucudnn.torch.conv.fronts import ConvolutionChoice
 from mucudnn.torch.eager_step import run_eager_step
+from mucudnn.torch.execution.bound_step import StepCommit
 from mucudnn.torch.execution.lanes import check_devices
 from mucudnn.torch.execution.own_update import own_update
 from mucudnn.torch.execution.tiers import tiers_within
@@ -263,6 +265,7 @@ class TrainStep:
         self._eager_steps = 0  # since a step was last captured
         self._fits: bool | None = None  # the budget holds eager mode, once known
         self._warned: set[str] = set()
+        self._commit = StepCommit(optimizer)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -274,11 +277,27 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train on one batch; its loss, or a pair of it and what came back with it.
 
+        Whatever it raises, Ctrl-C included, the step was run in full or not at all,
+        or the next call raises `BackendError`.
+
         Raises:
             PlanningError: The step does not fit; says the least budget that works.
             UnsupportedError: It cannot be captured; says why.
+            BackendError: An error stopped the last step while it changed what is
+                trained; load a checkpoint and call `reset`.
             VerificationError: It was checked, and results differ from eager ones.
         """
+        with self._commit.step():
+            return self._step(args, kwargs)
+
+    def reset(self) -> None:
+        """Go on after a step that an error has left half done.
+
+        What it trains has to be as it shall be: load a checkpoint before.
+        """
+        self._commit.reset()
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = Batch.of(args, kwargs)
         variant, given, reason = self._planned.find(batch)
         self._steps += 1
@@ -311,11 +330,12 @@ class TrainStep:
         return self._last.plan
 
     def prepare(self, *args: Any, **kwargs: Any) -> TorchPlan:
-        """Plan for batches like this one, without a step."""
+        """Plan for batches like this one, without a step; nothing is changed."""
         batch = Batch.of(args, kwargs)
-        variant, _, reason = self._planned.find(batch)
-        if variant is None:
-            variant, _ = self._capture(batch, reason)
+        with self._commit.planning():
+            variant, _, reason = self._planned.find(batch)
+            if variant is None:
+                variant, _ = self._capture(batch, reason)
         self._last = variant.planned
         return variant.planned.plan
 
@@ -326,7 +346,7 @@ class TrainStep:
         if captured.gradients is not None:
             loss, *flat = self._with_own_update(variant, batch, given)
         else:
-            loss, *flat = variant.planned.bound.run(given)
+            loss, *flat = variant.planned.bound.run(given, self._commit)
             self._optimizer._opt_called = True  # what schedulers look for
         for i, j, key in reversed(captured.made):
             parameter = self._optimizer.param_groups[i]["params"][j]
@@ -347,13 +367,14 @@ class TrainStep:
 
         def passes() -> list[Any]:
             now = inputs.pop() if inputs else [*live.tensors(), *batch.tensors]
-            return planned.bound.run(now)
+            return planned.bound.run(now, self._commit)
 
         own = planned.plan.own_update
         returned = own_update(
             self._optimizer,
             passes,
             [of_name[name] for name in names if name],
+            begin=self._commit.begin,
             closure=own is not None and own.closure,
             scaled="" in names,
         )
@@ -383,17 +404,20 @@ class TrainStep:
             )
         self._take_floats()
         while True:
+            self._commit.unused.note()
             live = LiveParts(
                 self._model, self._optimizer, self._loss_fn, self._settings
             )
             given = [*live.tensors(), *batch.tensors]
             check_devices(given)
             try:
-                with _same_numbers(given):
+                with exclusive_capture(), _same_numbers(given):
                     captured, planned = self._plan(live, batch)
             except UpdateNotRecordedError as e:
                 self._settings = replace(self._settings, recorded=False)
                 self._update_reason = str(e)
+                self._commit.unused.withdraw()  # the optimizer makes its own
+                self._commit.unused.keep()
             except Exception:
                 if not (floats := self._settings.floats):
                     raise
@@ -531,6 +555,7 @@ class TrainStep:
 
     def _eager(self, batch: Batch, error: Exception | None = None) -> Any:
         """Run one step in eager mode, and say why the first time."""
+        self._commit.unused.withdraw()  # the optimizer makes its own
         result = run_eager_step(
             self._model, self._loss_fn, self._optimizer, batch, self._settings
         )

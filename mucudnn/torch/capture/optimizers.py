@@ -17,8 +17,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mucudnn.errors import UnsupportedError
+from mucudnn.torch.interrupts import uninterrupted
 
-__all__ = ["UpdateNotRecordedError", "make_state", "swapped"]
+__all__ = ["UnusedState", "UpdateNotRecordedError", "make_state", "swapped"]
 
 StateKey = tuple[int, int, str]
 """A group, a parameter of it, and a name in its state."""
@@ -82,8 +83,8 @@ def swapped(
         others.append({**lent, **rate, "params": mine})
     before = {tensor: dict(found) for tensor, found in of_parameter.items()}
     own = _attributes(optimizer)
-    optimizer.param_groups, optimizer.state = others, of_parameter
     try:
+        optimizer.param_groups, optimizer.state = others, of_parameter
         yield made
         _check_unchanged(optimizer, own, groups, others)
         for i, group in enumerate(others):
@@ -214,6 +215,7 @@ def _same(one: Any, other: Any) -> bool:
     return isinstance(one, torch.Size) and one == other
 
 
+@uninterrupted()
 def make_state(
     optimizer: torch.optim.Optimizer, own: Collection[int] | None = None
 ) -> None:
@@ -251,14 +253,53 @@ def make_state(
             optimizer.state[parameter][_MOMENTUM] = torch.zeros_like(parameter.detach())
 
 
+class UnusedState:
+    """State that was made for a plan; the optimizer has it once a step has used it.
+
+    Args:
+        optimizer: Has it while a step is planned or run.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._bare: dict[torch.Tensor, None] = {}  # had no state when this was lent
+        self._made: dict[torch.Tensor, dict[str, Any]] = {}
+
+    def note(self) -> None:
+        """Remember which parameters have no state: some is about to be made."""
+        for group in self._optimizer.param_groups:
+            found = self._optimizer.state
+            bare = (p for p in group["params"] if not found.get(p))
+            self._bare.update(dict.fromkeys(bare))
+
+    def lend(self) -> None:
+        """Give the optimizer what was made, where it has nothing else."""
+        for parameter, made in self._made.items():
+            if not self._optimizer.state.get(parameter):
+                self._bare[parameter] = None
+                self._optimizer.state[parameter] = made
+
+    def withdraw(self) -> None:
+        """Leave the optimizer without it, and remember it."""
+        for parameter in self._bare:
+            if made := self._optimizer.state.pop(parameter, None):
+                self._made[parameter] = made
+        self._bare.clear()
+
+    def keep(self) -> None:
+        """Let the optimizer have it for good."""
+        self._bare.clear()
+        self._made.clear()
+
+
 @contextmanager
 def _any_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Parameters that have a gradient, which takes no memory, where they have none."""
     bare = [p for p in parameters if p.grad is None]
-    for parameter in bare:
-        zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        parameter.grad = zero.expand_as(parameter)
     try:
+        for parameter in bare:
+            zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+            parameter.grad = zero.expand_as(parameter)
         yield
     finally:
         for parameter in bare:

@@ -29,6 +29,7 @@ from mucudnn.torch.capture.batches import Batch, called
 from mucudnn.torch.capture.checkpoints import plain_checkpoints, uncompiled
 from mucudnn.torch.capture.counted_averages import CountedAverages
 from mucudnn.torch.capture.decisions import DecidingShapes, Decision
+from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fakes import StepFakes
 from mucudnn.torch.capture.gradients import (
     Gradients,
@@ -89,6 +90,7 @@ class CapturedStep:
     gradients: Sequence[str] | None = None
 
 
+@exclusive_capture()
 def capture_step(
     model: torch.nn.Module,
     loss_fn: Callable[..., Any],

@@ -1,25 +1,129 @@
-"""A whole step that is ready to run, wherever its tensors are."""
+"""A whole step that is ready to run, wherever its tensors are, and all or nothing.
 
+A step computes first and writes parameters, buffers and state as late as memory allows.
+An error or an interrupt before the first write leaves everything as it was. From there
+on Ctrl-C waits until the step is complete. Where an error stops a step in between, the
+next one is refused, with words about what was written.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from mucudnn.errors import BackendError
+from mucudnn.errors import BackendError, VerificationError
 from mucudnn.ir.schedule import Schedule
+from mucudnn.passes.scheduling.costs import origin
+from mucudnn.torch.capture.optimizers import UnusedState
 from mucudnn.torch.execution.copies import host_bytes
 from mucudnn.torch.execution.homes import Homes
 from mucudnn.torch.execution.lanes import copies_for, device_of
-from mucudnn.torch.execution.program import Segment, bind
+from mucudnn.torch.execution.program import WRITES, Segment, bind
+from mucudnn.torch.execution.random_states import generator_of, get_state, set_state
+from mucudnn.torch.execution.segments import FILE
 from mucudnn.torch.execution.tiers import TierCopies
+from mucudnn.torch.interrupts import DeferredInterrupt
 from mucudnn.torch.lowering.lowered import Lowered
 
-__all__ = ["BoundStep", "bind_step"]
+__all__ = ["BoundStep", "StepCommit", "bind_step"]
 
 _AFTER = {
     False: "nothing that is trained was changed: the step can be run again",
     True: "the step had begun to change what is trained: go on from a checkpoint",
 }
+
+_GO_ON = (
+    "load a checkpoint into the model and the optimizer (load_state_dict), then call "
+    "reset() of the step"
+)
+
+
+class StepCommit:
+    """What the steps of one optimizer change for good: all of it or nothing.
+
+    Args:
+        optimizer: Has state that is made for a plan, and stays only once it was used.
+
+    Attributes:
+        begun: Whether the step under way has written something.
+        written: Names of the inputs that a step which failed may have written, and the
+            number of all that it writes; empty if that is not known.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.begun = False
+        self.written: tuple[Sequence[str], int] = ((), 0)
+        self.unused = UnusedState(optimizer)
+        self._half_done = ""
+        self._interrupt = DeferredInterrupt()
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Put back what is made of the optimizer's state."""
+        try:
+            self.unused.lend()
+            yield
+            self._interrupt.begin()
+        finally:
+            self.unused.withdraw()
+            self._interrupt.end()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Complete a step that has begun to write, or note that it is half done.
+
+        Raises:
+            BackendError: The last step was left half done.
+        """
+        if self._half_done:
+            raise BackendError(f"{self._half_done}; {_GO_ON}")
+        self.begun, self.written = False, ((), 0)
+        done = ""
+        try:
+            self.unused.lend()
+            yield
+            self.unused.keep()
+            done = "the step that was under way is complete"
+        except BaseException as e:
+            if self.begun:
+                self.unused.keep()
+            # A step that was found wrong afterwards is complete.
+            if self.begun and not isinstance(e, VerificationError):
+                self._half_done = self._said(e)
+                e.add_note(f"{self._half_done}; {_GO_ON}")
+            if not self.begun:
+                self.unused.withdraw()
+            raise
+        finally:
+            self._interrupt.end(done)
+
+    def begin(self) -> None:
+        """Have Ctrl-C wait until the step is complete: its first write comes next.
+
+        A second Ctrl-C does not wait. Signals are handled by the main thread only.
+        """
+        if self.begun:
+            return
+        self._interrupt.begin()
+        self.begun = True
+
+    def reset(self) -> None:
+        """Forget that a step was left half done."""
+        self._half_done = ""
+
+    def _said(self, error: BaseException) -> str:
+        names, count = self.written
+        text = f"a training step was left half done by {type(error).__name__}"
+        if not names:
+            return f"{text} while the optimizer made its update"
+        few = ", ".join(name.removeprefix("model.") for name in names[:3])
+        return (
+            f"{text}: {len(names)} of the {count} parameters, buffers and states that "
+            f"it changes may be written, such as {few}"
+        )
 
 
 @dataclass(frozen=True)
@@ -30,12 +134,16 @@ class BoundStep:
         segment: The program.
         device: The type of the device that it runs on.
         homes: Of inputs that are host-resident.
+        names: Of its inputs.
+        random: The devices whose generators it draws from; None is the CPU.
         tiers: What copies to the tiers that were planned for, if any were.
     """
 
     segment: Segment
     device: str
     homes: Homes
+    names: Sequence[str]
+    random: Sequence[torch.device | None]
     tiers: TierCopies | None = None
 
     @property
@@ -43,40 +151,63 @@ class BoundStep:
         """The program, to be read."""
         return self.segment.source
 
-    def run(self, given: list[Any]) -> list[Any]:
+    def run(self, given: list[Any], commit: StepCommit) -> list[Any]:
         """One step: values of the graph's inputs in, which are let go of; results out.
 
-        Nothing is cast: what had to be was when the step was captured.
+        Nothing is cast: what had to be was when the step was captured. If it fails
+        before its first write, random numbers are as they were too.
+
+        Args:
+            given: The values.
+            commit: Told before the first write.
 
         Raises:
             BackendError: A tier has lost what was there; says whether anything that is
                 trained was changed already.
         """
         self.homes.move(given)
-        with torch.no_grad(), torch.autocast(self.device, enabled=False):
-            if self.tiers is None:
-                return self.segment.run(given)
-            return self._run_in_tiers(given, self.tiers)
-
-    def _run_in_tiers(self, given: list[Any], tiers: TierCopies) -> list[Any]:
-        """The same, where what has left may be lost."""
-        trained = [tensor for tensor in given if not tensor.is_inference()]
-        before = tiers.came_home, [tensor._version for tensor in trained]
+        given.append(commit.begin)
+        first = not commit.begun
+        drawn = [(get_state(device), device) for device in self.random]
         try:
-            return self.segment.run(given)
-        except BackendError as e:
-            after = tiers.came_home, [tensor._version for tensor in trained]
-            raise BackendError(f"{e}; {_AFTER[before != after]}") from e
+            with torch.no_grad(), torch.autocast(self.device, enabled=False):
+                return self.segment.run(given)
+        except BaseException as e:
+            if commit.begun and first:
+                commit.written = self._written(e.__traceback__)
+            if not commit.begun:
+                for state, device in drawn:
+                    set_state(state, device)
+            if self.tiers is not None and isinstance(e, BackendError):
+                raise BackendError(f"{e}; {_AFTER[commit.begun]}") from e
+            raise
+
+    def _written(self, at: TracebackType | None) -> tuple[Sequence[str], int]:
+        """Names of inputs that were written where an error came up, and of how many."""
+        while at is not None and at.tb_frame.f_code.co_filename != FILE:
+            at = at.tb_next
+        marks = [line.partition(WRITES)[2] for line in self.source.splitlines()]
+        places = [
+            [self.names[int(place)] for place in mark.split(", ") if place]
+            for mark in marks
+        ]
+        run = places if at is None else places[: at.tb_lineno]
+        names = list(dict.fromkeys(name for line in run for name in line))
+        return names, len({name for line in places for name in line})
 
 
 def bind_step(
-    lowered: Lowered, schedule: Schedule, tiers: TierCopies | None = None
+    lowered: Lowered,
+    schedule: Schedule,
+    names: Sequence[str],
+    tiers: TierCopies | None = None,
 ) -> BoundStep:
     """A schedule on the device of its tensors; its copies keep their host memory.
 
     Args:
         lowered: The step.
         schedule: What is run.
+        names: Of the step's inputs.
         tiers: What copies to the tiers that are planned for, if any are.
 
     Raises:
@@ -85,10 +216,14 @@ def bind_step(
     device = device_of(lowered.layouts)
     copies = tiers or copies_for(device, reuse=True)
     memory = _host_memory if tiers is None else tiers.memory
+    first = {origin(node.name) for node in schedule.graph.nodes}
+    random = {generator_of(lowered, n) for n in first if lowered.calls[n].random}
     return BoundStep(
-        bind(lowered, schedule, copies),
+        bind(lowered, schedule, copies, announced=True),
         device.type,
         Homes.of(lowered, schedule, memory),
+        names,
+        tuple(random),
         tiers,
     )
 

@@ -2,7 +2,8 @@
 
 Host memory does not come from PyTorch's allocator, so that it is not counted as the
 device's. A lane is a thread, and the device is the CPU. A copy of few bytes takes less
-time than waking a thread does: it is made where it is asked for.
+time than waking a thread does: it is made where it is asked for. A forked child starts
+threads of its own, and its memory is its own.
 
 Bytes are moved by the C library, not by an operation of PyTorch's: that would start
 threads of its own beside the computation's, and hold Python's lock for longer, for
@@ -18,6 +19,8 @@ from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
 import torch
+
+from mucudnn.forks import Own
 
 __all__ = ["MANY", "Leaving", "ThreadCopies", "bytes_of", "host_bytes", "move"]
 
@@ -64,9 +67,7 @@ class ThreadCopies:
     def __init__(self, *, reuse: bool) -> None:
         self._hosts: dict[Hashable, torch.Tensor] | None = {} if reuse else None
         self._memory = _HostMemory()
-        self._out = _Lane()
-        self._back = _Lane()
-        weakref.finalize(self, _stop, self._out, self._back)
+        self._lanes = Own(_Lanes)
 
     def begin(self) -> Callable[[torch.Tensor, str], Leaving]:
         """What begins copies out in one run."""
@@ -80,27 +81,32 @@ class ThreadCopies:
             host = self._memory.take(storage.nbytes())
             if self._hosts is not None:
                 self._hosts[slot] = host
-        return Leaving(host, self._out.copy(storage, host, host.numel(), None))
+        lane = self._lanes.mine.out
+        return Leaving(host, lane.copy(storage, host, host.numel(), None))
 
     def back(self, leaving: Leaving) -> torch.Tensor:
         """Begin to copy it back; the bytes that it will have."""
         host = leaving.host
         found = torch.empty(host.numel(), dtype=torch.uint8)
-        leaving.done = self._back.copy(host, found, host.numel(), leaving.done)
+        lane = self._lanes.mine.back
+        leaving.done = lane.copy(host, found, host.numel(), leaving.done)
         return found
 
     def home(self, tensor: torch.Tensor, leaving: Leaving) -> None:
         """Begin to copy the storage of a tensor to where it came from."""
         storage = tensor.untyped_storage()
         host = leaving.host
-        leaving.done = self._out.copy(storage, host, host.numel(), leaving.done)
+        lane = self._lanes.mine.out
+        leaving.done = lane.copy(storage, host, host.numel(), leaving.done)
 
     def left(self, host: torch.Tensor, storage: str) -> Leaving:
         """What is on the host, and has no copy under way."""
         return Leaving(host)
 
     def settle(self) -> None:
-        """Nothing: a copy that is under way holds on to its bytes itself."""
+        """Wait for all copies: one may write what a user is about to restore."""
+        for lane in (self._lanes.mine.out, self._lanes.mine.back):
+            lane.wait()
 
 
 class _HostMemory:
@@ -118,7 +124,7 @@ class _HostMemory:
         try:
             memory = free.pop()
         except IndexError:
-            memory = mmap.mmap(-1, max(1, nbytes))
+            memory = _mapped(nbytes)
         held = memoryview(memory)  # the tensor's storage holds on to it
         weakref.finalize(held, free.append, memory).atexit = False
         return torch.frombuffer(held, dtype=torch.uint8)[:nbytes]
@@ -130,6 +136,7 @@ class _Lane:
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._started = False
+        self._last: threading.Lock | None = None
 
     def copy(
         self,
@@ -151,10 +158,25 @@ class _Lane:
         if not self._started:
             threading.Thread(target=_work, args=(self.jobs,), daemon=True).start()
             self._started = True
-        done = threading.Lock()
+        self._last = done = threading.Lock()
         done.acquire()
         self.jobs.put(_Job(source, target, nbytes, after, done))
         return done
+
+    def wait(self) -> None:
+        """Wait for the last copy."""
+        if self._last is not None:
+            with self._last:
+                pass
+
+
+class _Lanes:
+    """The lanes of one process, which end when nobody has them any more."""
+
+    def __init__(self) -> None:
+        self.out = _Lane()
+        self.back = _Lane()
+        weakref.finalize(self, _stop, self.out.jobs, self.back.jobs)
 
 
 class _Job:
@@ -192,9 +214,9 @@ def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
         job()
 
 
-def _stop(*lanes: _Lane) -> None:
-    for lane in lanes:
-        lane.jobs.put(None)
+def _stop(*lanes: "queue.SimpleQueue[_Job | None]") -> None:
+    for jobs in lanes:
+        jobs.put(None)
 
 
 def move(source: _Bytes, target: _Bytes, nbytes: int) -> None:
@@ -204,8 +226,15 @@ def move(source: _Bytes, target: _Bytes, nbytes: int) -> None:
 
 def host_bytes(nbytes: int) -> torch.Tensor:
     """Bytes of the host that are not of PyTorch's allocator."""
-    memory = mmap.mmap(-1, max(1, nbytes))
-    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    return torch.frombuffer(_mapped(nbytes), dtype=torch.uint8)[:nbytes]
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    """Memory of this process alone: by default a forked child would write to it."""
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows has no forks
+        return mmap.mmap(-1, max(1, nbytes))
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return mmap.mmap(-1, max(1, nbytes), flags=private)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ of its old bytes are views of those still.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import torch
 
@@ -16,6 +17,7 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.ir.schedule import Schedule
 from mucudnn.torch.execution.copies import bytes_of
 from mucudnn.torch.lowering.lowered import Lowered
+from mucudnn.torch.storages import storage_of
 
 __all__ = ["Homes", "at_home"]
 
@@ -55,31 +57,33 @@ class Homes:
             UnsupportedError: One is not on the CPU.
             OutOfMemoryError: There is no room; what has moved stays as it was.
         """
-        moved: dict[int, torch.Tensor] = {}
+        shared: dict[int, list[torch.Tensor]] = {}
+        names: dict[int, str] = {}
         for place, storage in self.places:
-            if not at_home(tensors[place]):
-                _move(tensors[place], partial(self.memory, storage), moved)
+            if not at_home(tensor := tensors[place]):
+                at = storage_of(tensor)
+                shared.setdefault(at, []).append(tensor)
+                names.setdefault(at, storage)
+        for at, found in shared.items():
+            _move(found, partial(self.memory, names[at]))
 
 
 def _move(
-    tensor: torch.Tensor,
-    memory: Callable[[int], torch.Tensor],
-    moved: dict[int, torch.Tensor],
+    tensors: Sequence[torch.Tensor], memory: Callable[[int], torch.Tensor]
 ) -> None:
-    """Give a tensor, and all that share its bytes, other memory."""
-    if not tensor.is_cpu:
+    """Give tensors that share their bytes other memory."""
+    if not tensors[0].is_cpu:
         raise UnsupportedError(
-            f"a parameter or state is on {tensor.device}; these leave the device on "
-            "the CPU so far"
+            f"a parameter or state is on {tensors[0].device}; these leave the device "
+            "on the CPU so far"
         )
-    whole = bytes_of(tensor.detach())
-    home = moved.get(whole.data_ptr())
-    if home is None:
-        home = moved[whole.data_ptr()] = memory(whole.numel())
-        home.copy_(whole)
-    tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
-        home.untyped_storage(),
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-    )
+    whole = bytes_of(tensors[0].detach())
+    home = memory(whole.numel()).copy_(whole).untyped_storage()
+    moved = [
+        torch.empty(0, dtype=t.dtype).set_(
+            home, t.storage_offset(), t.shape, t.stride()
+        )
+        for t in tensors
+    ]
+    # One call in C: an interrupt between two tensors would leave them apart for good.
+    list(map(setattr, tensors, repeat("data"), moved))

@@ -21,6 +21,7 @@ def own_update(
     passes: Callable[[], list[Any]],
     parameters: Sequence[torch.Tensor],
     *,
+    begin: Callable[[], None],
     closure: bool,
     scaled: bool,
 ) -> list[Any]:
@@ -31,6 +32,7 @@ def own_update(
         passes: Runs forward and backward: what is returned, behind it a gradient for
             each parameter and, with a scaler, whether some is not finite.
         parameters: Those that have a gradient.
+        begin: Called before the first parameter is written, and more often.
         closure: Whether the optimizer runs the passes.
         scaled: Whether there is a scaler, so that steps may be skipped.
     """
@@ -41,19 +43,24 @@ def own_update(
             skipped = scaled and bool(results.pop())
             _give(parameters, _taken(results, len(parameters)))
             if not skipped:
+                begin()
                 # Updates are not cast: users call them outside of autocast.
                 with torch.autocast(held[0].device.type, enabled=False):
                     optimizer.step()
             return results
         first: list[list[Any]] = []
+        versions = [parameter._version for parameter in parameters]
 
         def again() -> Any:
+            if versions != [parameter._version for parameter in parameters]:
+                begin()
             for parameter in before:
                 parameter.grad = None
             results = passes()
             _give(parameters, _taken(results, len(parameters)))
             if not first:
                 first.append(results)
+            begin()  # from here on the optimizer may write
             return results[0]
 
         optimizer.step(again)

@@ -36,13 +36,30 @@ from mucudnn.torch.execution.random_states import (
 from mucudnn.torch.execution.segments import Kept, Segment, compiled
 from mucudnn.torch.lowering.lowered import NOTHING, Lowered
 
-__all__ = ["Kept", "Program", "Segment", "bind"]
+__all__ = ["WRITES", "Kept", "Program", "Segment", "bind"]
+
+WRITES = "# writes input "
+"""Marks a statement that writes an input for good, with the number of that input."""
 
 
-def bind(lowered: Lowered, schedule: Schedule, copies: Copies) -> Segment:
-    """A whole schedule: the inputs of the graph in, its results out."""
+def bind(
+    lowered: Lowered, schedule: Schedule, copies: Copies, *, announced: bool = False
+) -> Segment:
+    """A whole schedule: the inputs of the graph in, its results out.
+
+    Args:
+        lowered: How nodes are called.
+        schedule: What is run.
+        copies: What runs its copies.
+        announced: Whether the last value given is a function to call before the first
+            input is written.
+    """
     program = Program(lowered, schedule, copies)
-    program.begin(program.given(lowered.inputs))
+    given = program.given(lowered.inputs)
+    if announced:
+        program.announce()
+        given.append("begin_update")
+    program.begin(given)
     for name, value in lowered.constants.items():
         program.constant(name, value)
     program.depart()
@@ -85,11 +102,32 @@ class Program:
             },
         )
         self._hosted = schedule.hosted
+        self._announced = True
+        self._places: dict[str, int] = {}
         self._across = schedule.live_across
         self._changed: set[str] = set()
         self._instructions = schedule.instructions
         self._last_read = self._reads(schedule.instructions)
         self._at = 0
+
+    def announce(self) -> None:
+        """Mark statements that write inputs, and call `begin_update` before the first.
+
+        A mark says which input: an error in a later line finds them written.
+        """
+        storages, inputs = self._graph.storages, self._lowered.inputs
+        for place, name in enumerate(inputs):
+            if name is not None:
+                self._places.setdefault(storages[name], place)
+        self._announced = False
+
+    def _written(self, storages: Iterable[str]) -> str:
+        """The mark of the next statement, which writes what has these bytes."""
+        places = sorted({self._places[s] for s in storages if s in self._places})
+        if places and not self._announced:
+            self._announced = True
+            self._lines.append("begin_update()")
+        return f"  {WRITES}{', '.join(map(str, places))}" if places else ""
 
     def _reads(self, instructions: Sequence[Instruction]) -> dict[str, int]:
         """Tensor -> the last instruction that reads it under this name."""
@@ -245,11 +283,14 @@ class Program:
                 named.append(f"out={self._variable(taken)}")
         called = self._names.literal(_direct(function))
         text = f"{called}({', '.join([*positional, *named])})"
-        self._changed.update(self._graph.storages[name] for name in node.mutates)
+        changed = {self._graph.storages[name] for name in node.mutates}
+        self._changed |= changed
+        mark = self._written(changed.difference(self._hosted))
         start = len(self._lines)
         if first in self._again:
             self._drawing(first, node)
         self._assign(node, call.results, text)
+        self._lines[start] += mark
         if first in self._again and node.name != first:
             _, on = self._generator_text(first)
             saved, *drawing = self._lines[start:]
@@ -306,7 +347,8 @@ class Program:
         handle = self._handle(storage)
         tensor = self._names.any_of(storage)
         if storage in self._hosted:
-            self._lines.append(f"copy_home({tensor}, {handle})")
+            mark = self._written(self._changed & {storage})
+            self._lines.append(f"copy_home({tensor}, {handle}){mark}")
             self._changed.discard(storage)
         else:
             self._lines.append(f"{handle} = copy_out({tensor}, {storage!r})")

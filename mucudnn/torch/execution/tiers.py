@@ -152,9 +152,6 @@ class TierCopies:
         placement: Which storage goes where.
         base: Where a room begins in each tier.
         device: Where the step runs.
-
-    Attributes:
-        came_home: How often a parameter, or state, was copied to where it lives.
     """
 
     def __init__(
@@ -165,7 +162,6 @@ class TierCopies:
         base: Sequence[int],
         device: Device,
     ) -> None:
-        self.came_home = 0
         self._rooms = rooms
         self._choices = choices
         self._places = placement.places
@@ -194,7 +190,6 @@ class TierCopies:
 
     def home(self, tensor: torch.Tensor, leaving: TierLeaving) -> None:
         """Begin to copy the storage of a tensor to where it came from."""
-        self.came_home += 1
         whole = bytes_of(tensor).numpy()
         leaving.ticket = leaving.copier.out(
             whole, leaving.host.numpy(), _after(leaving)

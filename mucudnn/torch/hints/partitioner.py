@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from mucudnn.arguments import a_flag
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.devices import get_device
+from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.joint import Joint
 from mucudnn.torch.hints.policies import ResultPolicies, policies_of, without_copies
 from mucudnn.torch.measure import estimated
@@ -83,6 +84,7 @@ class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch h
         self.plans: list[TorchPlan] = []
         self.policies: list[ResultPolicies] = []
 
+    @exclusive_capture()
     def __call__(
         self,
         gm: torch.fx.GraphModule,

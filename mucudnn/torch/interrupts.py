@@ -1,0 +1,64 @@
+"""Ctrl-C that waits until what must not be cut in two is over."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import currentframe
+from typing import Any
+
+
+class DeferredInterrupt:
+    """A Ctrl-C (SIGINT) that is kept back; a second one is not.
+
+    Python handles signals in the main thread: in others there is nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = None
+        self._came = False
+
+    def begin(self) -> None:
+        """Keep it back from here on."""
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):  # else the process ends, or ignores it
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._defer)
+
+    def end(self, note: str = "") -> None:
+        """Handle Ctrl-C as before, and now the one that came.
+
+        Args:
+            note: Added to what its handler raises.
+        """
+        handler, self._handler = self._handler, None
+        if handler is None:
+            return
+        signal.signal(signal.SIGINT, handler)
+        came, self._came = self._came, False
+        if came:
+            try:
+                handler(signal.SIGINT, currentframe())
+            except BaseException as e:
+                if note:
+                    e.add_note(note)
+                raise
+
+    def _defer(self, number: int, frame: Any) -> None:
+        if self._came:
+            self._came = False
+            self._handler(number, frame)
+        else:
+            self._came = True
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Have Ctrl-C wait until this is over."""
+    deferred = DeferredInterrupt()
+    try:
+        deferred.begin()
+        yield
+    finally:
+        deferred.end()
