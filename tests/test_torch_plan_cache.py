@@ -20,6 +20,7 @@ from torch import nn  # noqa: E402  (where there is PyTorch)
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.errors import PlanningError  # noqa: E402
+from mucudnn.ir.residency import Residency  # noqa: E402
 from mucudnn.runtime.database.cache import CacheWarning  # noqa: E402
 from mucudnn.runtime.tuning.timing import StoppingRule  # noqa: E402
 from mucudnn.runtime.tuning.tuner import Tuner  # noqa: E402
@@ -252,6 +253,8 @@ def mutated(rnd, value):
         match rnd.randrange(5):
             case 0 | 1 if type(was) in (int, float):
                 at[last] = was * rnd.choice([0, -1, 2, 1e300]) + rnd.choice([0, 1])
+            case 0 | 1 if type(was) is str:
+                at[last] = rnd.choice([each.value for each in Residency] + ["timed"])
             case 0 | 1 | 2:
                 at[last] = rnd.choice(VALUES)
             case 3:
