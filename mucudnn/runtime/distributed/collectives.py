@@ -12,16 +12,6 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from mucudnn.errors import RankLostError
 from mucudnn.passes.registry import name_of
 
-__all__ = [
-    "Collectives",
-    "Pending",
-    "RanksDifferError",
-    "check_alike",
-    "digest_of",
-    "ending_together",
-    "text_of",
-]
-
 _SHOWN = 5
 
 T = TypeVar("T")

@@ -24,16 +24,6 @@ from mucudnn.passes.residency.policy import EVERYTHING, PERSISTENTS
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.torch.plan_cache.structure import Places, digest_of
 
-__all__ = [
-    "Decision",
-    "decision_from",
-    "decision_to",
-    "profile_from",
-    "profile_to",
-    "refuse_fronts",
-    "schedule_digest",
-]
-
 _PROFILE = (
     *("node_ms", "workspaces", "fronts"),
     *("out_bytes_per_ms", "in_bytes_per_ms", "copy_share", "copy_overhead_ms"),
