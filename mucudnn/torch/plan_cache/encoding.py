@@ -20,7 +20,7 @@ from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.residency import Residency
 from mucudnn.ir.schedule import Compute, Schedule
-from mucudnn.passes.residency.policy import EVERYTHING, PERSISTENTS
+from mucudnn.passes.residency import EVERYTHING, PERSISTENTS
 from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.torch.plan_cache.structure import Places, digest_of
 
