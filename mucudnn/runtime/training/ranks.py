@@ -69,9 +69,9 @@ class Ranks:
         self._times: Times[float] = Times(_REMEMBERED)
         self._joint = batch_norm == SYNCHRONISED
         self._begun = False
-        self._weights = [spec.name for spec in graph.with_role(Role.PARAMETER)]
         self.around: Surrounding | None = None
         if together is not None:
+            self._weights = [spec.name for spec in graph.with_role(Role.PARAMETER)]
             batch = graph.tensors[IMAGE].shape[0]
             sizes = together.all_gather(batch)
             self.check_alike({**(settings or {}), **_network(graph, sizes)})
