@@ -3,6 +3,8 @@
 The null backend's kernels take no time, so what is left is ours: finding the plan, an
 output, the workspace, and one slice of the operands a micro-batch. The public call and
 the same kernels called directly, with everything made ahead, take turns in one run.
+
+Where there is PyTorch, the check that a training step's plan still holds is timed, too.
 """
 
 import gc
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from bench import torch_guards
 from bench.table import render
 from mucudnn.backends import get_backend
 from mucudnn.backends.null import NullArray
@@ -45,6 +48,7 @@ def run() -> dict[str, Any]:
         "bar_part_us": _BAR_PART_US,
         "worst_undivided_us": rows[0]["overhead_us"],
         "rows": rows,
+        "guards": torch_guards.rows(),
     }
 
 
@@ -62,11 +66,18 @@ def table(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     header = ("parts", "call µs", "direct µs", "above µs", "quartiles", "a part µs")
-    return (
+    text = (
         f"{render(header, rows)}\n"
         f"medians of {result['rounds']} bursts of {result['burst']} calls; "
         f"bar {result['bar_us']:.1f} µs a call, {result['bar_part_us']:.1f} µs a part"
     )
+    if guards := result.get("guards"):
+        checks = render(
+            ("guards of a step of", "modules", "check µs", "bar µs"),
+            [tuple(row.values()) for row in guards],
+        )
+        text += f"\n\n{checks}\nthe least of several bursts"
+    return text
 
 
 def _one(parts: int) -> dict[str, Any]:

@@ -19,7 +19,8 @@ x, y = torch.randn(64, 1, 16, 16), torch.randint(0, 10, (64,))
 study = mt.memory(model, loss_fn, (x, y), optimizer, device="cpu")
 budget = (study.least_budget + study.unlimited_bytes) // 2
 
-step = mt.train_step(model, loss_fn, optimizer, budget=budget)
+# The first step and every fifth are compared with eager mode, bit for bit.
+step = mt.train_step(model, loss_fn, optimizer, budget=budget, verify=5)
 losses = [step(x, y).item() for _ in range(10)]
 print(step.plan)
 print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")

@@ -24,13 +24,16 @@ __all__ = [
     "one_of",
 ]
 
+_LONGEST = 80
+"""Characters of a value that a message shows."""
+
 
 def an_integer(
     name: str, value: Any, least: int | None = None, most: int | None = None
 ) -> int:
     """A whole number."""
     try:
-        number = operator.index(value)
+        number = operator.index(_no_text(value))
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
     if least is not None and number < least:
@@ -77,7 +80,7 @@ def a_number(
 
 
 def _no_text(value: Any) -> Any:
-    """What Python would take for a number, unless nobody means one by it."""
+    """A value, unless it is a text or a flag, which nobody means a number by."""
     if isinstance(value, bool | str | bytes | bytearray):
         raise TypeError
     return value
@@ -116,19 +119,26 @@ def a_path(name: str, value: Any) -> Path:
     path = fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(path, str):
         raise TypeError(f"{name} must be a path, got {value!r}")
-    if not path:
-        raise ValueError(f"{name} must not be empty")
+    if not path or "\0" in path:
+        found = "empty" if not path else f"a text with a null character, {path!r}"
+        raise ValueError(f"{name} must not be {found}")
     return Path(path)
 
 
 def a_function(name: str, value: Any, wanted: str) -> None:
     """Refuse what cannot be called; `wanted` says in words with what."""
     if not callable(value):
-        raise TypeError(f"{name} must be {wanted}, got {value!r}")
+        raise TypeError(f"{name} must be {wanted}, got {_shown(value)}")
 
 
 def of_type(name: str, value: Any, kind: type | Sequence[type], wanted: str) -> None:
     """Refuse what is of another type; `wanted` says in words how to come by one."""
     kinds = (kind,) if isinstance(kind, type) else tuple(kind)
     if not isinstance(value, kinds):
-        raise TypeError(f"{name} must be {wanted}, got {value!r}")
+        raise TypeError(f"{name} must be {wanted}, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a message shows it: by its type if it takes many words."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST and "\n" not in text else f"{type(value)}"

@@ -9,6 +9,7 @@
   + CheckpointError       a checkpoint cannot be written, or is of something else
   + RankLostError         another process of the training is gone
   + TrainingError         training cannot go on: its loss is no number any more
+  + VerificationError     a planned run's results differ from an unplanned one's
   + BackendUnavailableError (ImportError)   the library or device is missing
   + BackendError          a driver or library call returned a status
     - StepFailedError     a kernel of a plan failed
@@ -40,6 +41,7 @@ __all__ = [
     "StepFailedError",
     "TrainingError",
     "UnsupportedError",
+    "VerificationError",
 ]
 
 
@@ -159,6 +161,10 @@ class TrainingError(MucudnnError):
         super().__init__(message)
         self.epoch = epoch
         self.step = step
+
+
+class VerificationError(MucudnnError):
+    """A planned run's results differ from those of an unplanned one."""
 
 
 class BackendUnavailableError(MucudnnError, ImportError):

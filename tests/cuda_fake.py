@@ -8,7 +8,7 @@ from mucudnn.backends import Backend
 from mucudnn.backends.cuda.conv import CudaConv
 from mucudnn.backends.cuda.conv.operation import ALIGNMENT
 from mucudnn.backends.cuda.conv.plan import CudaPlan
-from mucudnn.backends.cuda.device import Queue
+from mucudnn.backends.cuda.device import CudaDevice, Queue
 from mucudnn.backends.cuda.session import LiveSession
 from mucudnn.errors import OutOfMemoryError
 from tests.cudnn_fake import FakeCudnn
@@ -69,10 +69,15 @@ class FakeDevice:
         part = buffer.host[offset : offset + spec.nbytes]
         return FakeArray(part.view(spec.dtype).reshape(spec.shape))
 
-    def dense(self, array):
-        if array.flags.c_contiguous:
+    def dense(self, array, *, copy=False):
+        if array.flags.c_contiguous and not copy:
             return array
         return FakeArray.of(array.host)
+
+    overlap = CudaDevice.overlap
+
+    def download(self, source):
+        return source.host.copy()
 
     def randomize(self, array):
         rng = np.random.default_rng(0)

@@ -115,6 +115,10 @@ class StrictArray:
     def astype(self, dtype):
         return StrictArray(self.host.astype(dtype))
 
+    def copy(self):
+        refuse_capturing("an allocation")
+        return StrictArray(self.host.copy())
+
     def get(self):
         refuse_capturing("a copy to the host")
         return self.host.copy()

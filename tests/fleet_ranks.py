@@ -450,6 +450,103 @@ def conventions(rank):
     }
 
 
+def compiled(rank):
+    """Models that are wrapped and compiled beside eager mode, and what steps refuse."""
+    import functools
+    import warnings
+
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    import mucudnn.torch as mt
+    from mucudnn.errors import PlanningError, UnsupportedError
+
+    nn = torch.nn
+    pointwise = nn.GELU(), nn.Tanh(), nn.Sigmoid(), nn.GELU()
+
+    class Wide(nn.Module):
+        """Blocks of one MiB of parameters each: gradient buckets end between them."""
+
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(256, 512), *pointwise, nn.Linear(512, 256))
+                for _ in range(3)
+            )
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    spread = functools.partial(DistributedDataParallel, bucket_cap_mb=1)
+
+    def sharded(model):
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model)
+
+    def trained(around):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = around(Wide())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(rank)
+        losses = []
+        for _ in range(2):
+            x = torch.randn(512, 256)
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        last = [p.detach().double().sum() for p in model.parameters()]
+        return losses, [float(getattr(p, "full_tensor", lambda p=p: p)()) for p in last]
+
+    free = mt.backend(cache=None)
+    compile_free = functools.partial(torch.compile, backend=free)
+    found = {
+        "eager": trained(spread),
+        "around": trained(lambda model: compile_free(spread(model))),
+    }
+    peaks = [plan.peak_bytes for plan in free.plans]
+    tight = mt.backend(cache=None, budget=int(0.8 * free.peak_bytes))
+    compile_tight = functools.partial(torch.compile, backend=tight)
+    found["inside"] = trained(lambda model: spread(compile_tight(model)))
+    kept = [tight.peak_bytes, int(0.8 * free.peak_bytes), len(tight.plans)]
+    found["sharded"] = trained(sharded)
+    found["sharded, compiled"] = trained(lambda model: compile_free(sharded(model)))
+    torch._dynamo.reset()
+    small = mt.backend(cache=None, budget="6MiB")
+    loss_fn, told = torch.nn.functional.mse_loss, []
+    x = torch.randn(512, 256)
+
+    def adamw(model):
+        return torch.optim.AdamW(model.parameters())
+
+    for ask in (
+        lambda: torch.compile(spread(Wide()), backend=small)(x).sum().backward(),
+        lambda: mt.train_step(model := spread(Wide()), loss_fn, adamw(model)),
+        lambda: mt.train_step(model := sharded(Wide()), loss_fn, adamw(model)),
+        lambda: mt.memory(model := sharded(Wide()), loss_fn, (x, x), adamw(model)),
+    ):
+        try:
+            ask()
+        except (UnsupportedError, PlanningError) as e:
+            told.append(f"{type(e).__name__}: {e}")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        mt.train_step(model := Wide(), loss_fn, adamw(model), cache=None)
+    return {
+        "found": found,
+        "peaks": peaks,
+        "kept": kept,
+        "told": told,
+        "warned": [str(w.message) for w in seen],
+    }
+
+
 def everything(rank):
     """Several trainings in one group: starting one takes longer than they do."""
     return {
@@ -464,6 +561,7 @@ def everything(rank):
 
 SCENARIOS = {
     "everything": lambda rank, folder: everything(rank),
+    "compiled": lambda rank, folder: compiled(rank),
     "conventions": lambda rank, folder: conventions(rank),
     "killed-inside": lambda rank, folder: dying(rank, folder, die_at=4, inside=True),
     "residual": lambda rank, folder: trained("residual", rank),

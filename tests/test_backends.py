@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from mucudnn.backends import Backend, backend_names, device_count, get_backend
 from mucudnn.backends.cpu.device import ALIGNMENT
+from mucudnn.backends.cuda.device import CudaDevice
 from mucudnn.errors import (
     BackendError,
     BackendUnavailableError,
@@ -155,6 +156,26 @@ def test_cpu_dense_copies_only_what_is_not(axes, step):
     assert dense.flags.c_contiguous
     assert np.array_equal(dense, array)
     assert (dense is array) == array.flags.c_contiguous
+
+
+@given(*[st.integers(0, 12)] * 4)
+def test_overlap_is_exact_and_a_copy_has_none(start, stop, other, end):
+    device = get_backend("cpu").device
+    memory = np.arange(12.0)
+    one, two = memory[start:stop], memory[other:end]
+    assert device.overlap(one, two) == np.shares_memory(one, two)
+    assert not device.overlap(device.dense(one, copy=True), one)
+    assert not CudaDevice.overlap(device, Pointed(one), Pointed(one.copy()))
+    expected = np.shares_memory(one, two)
+    assert CudaDevice.overlap(device, Pointed(one), Pointed(two)) == expected
+
+
+class Pointed:
+    """An array as CuPy shows it: by address and size."""
+
+    def __init__(self, host):
+        self.data = SimpleNamespace(ptr=host.ctypes.data)
+        self.nbytes = host.nbytes
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

@@ -190,8 +190,11 @@ def test_too_little_memory_is_our_error_wherever_it_is_found(cupy):
         device.randomize(np.empty(200, np.float32))
     with pytest.raises(OutOfMemoryError, match="packed copy of 400 bytes"):
         device.dense(np.empty((10, 10), np.float32).T)
-    packed = np.empty(200, np.float32)
+    packed = np.zeros(25, np.float32)
     assert device.dense(packed) is packed
+    copy = device.dense(packed, copy=True)
+    assert copy is not packed
+    assert np.array_equal(copy, packed)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "uint16"])

@@ -3,12 +3,13 @@
 import dataclasses
 import gc
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn import conv2d, conv_backward_data, conv_backward_filter
+from mucudnn import Tuner, conv2d, conv_backward_data, conv_backward_filter
 from mucudnn.backends.cuda._enums import DescriptorType, Status
 from mucudnn.backends.cuda.conv.launch import Operands
 from mucudnn.backends.cuda.conv.plan import step_operands
@@ -16,6 +17,7 @@ from mucudnn.backends.cuda.session import LiveSession
 from mucudnn.errors import (
     BackendError,
     UnsupportedError,
+    VerificationError,
 )
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32
@@ -263,6 +265,56 @@ def test_the_public_functions(direction, layout, accumulate, backend, library):
         assert work.right(accumulate)
     last = library.executions[-2:]
     assert [(e.algo[0], e.batch) for e in last] == [(1, 4), (1, 4)]
+
+
+@everywhere
+@accumulating
+@pytest.mark.parametrize("which", [0, 1])
+def test_out_may_overlap_an_operand(direction, accumulate, which, backend):
+    problem = layer(8, direction)
+    tuner = tuner_of(backend)
+    for shift in (0, 16, -16, 64):
+        work = Work(backend, problem)
+        operand = (work.a, work.b)[which].host
+        room = np.zeros(2 * operand.nbytes + work.before.nbytes, operand.dtype)
+        memory = room.view(np.uint8)
+        start = operand.nbytes - room.ctypes.data % 16
+        end, first = start + operand.nbytes, start + shift
+        there = memory[start:end].view(operand.dtype).reshape(operand.shape)
+        out = memory[first : first + work.before.nbytes].view(operand.dtype)
+        work.out = FakeArray(out.reshape(work.before.shape))
+        there[...] = operand
+        work.before = work.out.host.copy()
+        given = [work.a, work.b]
+        given[which] = FakeArray(there)
+        options = {"tuner": tuner, "accumulate": accumulate, "out": work.out}
+        shape = problem.operands()[2].shape
+        match direction:
+            case Direction.FORWARD:
+                conv2d(*given, padding=1, **options)
+            case Direction.BACKWARD_DATA:
+                conv_backward_data(*given, shape, padding=1, **options)
+            case Direction.BACKWARD_FILTER:
+                conv_backward_filter(*given, shape, padding=1, **options)
+        assert work.right(accumulate), shift
+
+
+@everywhere
+@accumulating
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_divided_plans_are_verified(direction, accumulate, dtype, backend, library):
+    """TF32 and half-precision sums are within what rounding explains."""
+    problem = layer(8, direction, dtype=dtype)
+    work = Work(backend, problem)
+    ready = Tuner(backend=backend, cache=None, verify=1).adopt(mixed(backend, problem))
+    ready(work.a, work.b, work.out, accumulate)
+    assert work.right(accumulate)
+    assert [e.batch for e in library.executions] == [8, 3, 2, 1, 2]
+    work.out.host[...] = work.before
+    library.executions.clear()
+    ready._runner = SimpleNamespace(plan=ready.plan, run=lambda *_: None)
+    with pytest.raises(VerificationError, match="in one call by"):
+        ready(work.a, work.b, work.out, accumulate)
 
 
 # --- what is listed ------------------------------------------------------------------

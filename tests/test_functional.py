@@ -19,7 +19,7 @@ from mucudnn import (
 from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.conv import CpuConv
 from mucudnn.backends.null import NullArray
-from mucudnn.errors import UnsupportedError
+from mucudnn.errors import OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.passes.microbatch import undivided
 from tests.doubles import QUICK, arrays, plan_of, watched
@@ -355,6 +355,81 @@ def test_a_backend_without_the_kernel_says_so():
     assert backend.conv.calls == []
 
 
+# --- out and its neighbours --------------------------------------------------------
+
+
+def laid(spec, memory, first):
+    """A tensor in some bytes."""
+    part = memory[first * np.dtype(spec.dtype).itemsize :][: spec.nbytes]
+    return part.view(spec.dtype).reshape(spec.shape)
+
+
+def shared(problem, values, which, shift):
+    """Operands of which one begins `shift` elements before `out` in the same bytes."""
+    *specs, result = problem.operands()
+    size = values[which].size
+    room = 2 * size + int(np.prod(result.shape))
+    noise = np.random.default_rng(1).uniform(-1, 1, room).astype(problem.dtype)
+    memory = noise.view(np.uint8)
+    there = laid(specs[which], memory, size)
+    out = laid(result, memory, size + shift)
+    if shift % 2:  # backwards through memory
+        there = there[::-1]
+    there[...] = values[which]
+    given = [there if i == which else values[i] for i in range(2)]
+    return *given, out
+
+
+@layers
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_out_may_overlap_an_operand(layer, layout, direction, accumulate):
+    problem = variant(layer, direction, layout)
+    values = operands(problem)
+    expected = reference(problem, *values)
+    tuner = cpu_tuner()
+    first, *_, last = (name for name, _ in CPU.conv.algorithms(problem))
+    tuner.adopt(plan_of(CPU, problem, (first, 4), (last, 3)))
+    for which in range(2):
+        size = values[which].size
+        for shift in (0, 1, -1, 2, -2, size // 2, -(size // 3), size - 1, size):
+            a, b, out = shared(problem, values, which, shift)
+            wanted = expected + out if accumulate else expected
+            found = call(problem, a, b, tuner, out=out, accumulate=accumulate)
+            assert found is out
+            assert relative_error(out, wanted) < 1e-4, (which, shift)
+
+
+def test_out_between_the_samples_of_an_operand_changes_none_of_them():
+    """Strided operands are copied in any case; their memory is not refused."""
+    problem = forward(2, padding=1, filters=4)
+    x, w = operands(problem)
+    memory = np.full((3, *x.shape[1:]), 7, np.float32)
+    memory[::2] = x
+    one = problem.with_batch(1)
+    for tuner in (cpu_tuner(), cpu_tuner()):
+        conv2d(memory[::2][:1], w, padding=1, tuner=tuner, out=memory[1:2])
+        assert relative_error(memory[1:2], reference(one, x[:1], w)) < 1e-4
+        assert np.array_equal(memory[::2], x)
+        conv2d(memory[::2], w, padding=1, tuner=tuner, out=memory[:2])
+        assert relative_error(memory[:2], reference(problem, x, w)) < 1e-4
+        memory[::2] = x
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_out_may_overlap_the_bias(accumulate):
+    problem = forward(padding=1)
+    x, w = operands(problem)
+    out = np.zeros(problem.operands()[2].shape, np.float32)
+    tuner = cpu_tuner()
+    for _ in range(2):
+        out[...] = 1
+        bias = out[2, 1, 3, :6]
+        bias[...] = np.arange(6)
+        wanted = biased(problem, x, w, bias) + (out if accumulate else 0)
+        conv2d(x, w, bias=bias, padding=1, tuner=tuner, out=out, accumulate=accumulate)
+        assert relative_error(out, wanted) < 1e-4
+
+
 # --- misuse ------------------------------------------------------------------------
 
 X = np.zeros((4, 3, 9, 8), np.float32)
@@ -443,6 +518,79 @@ Y = np.zeros((4, 6, 7, 6), np.float32)
         ),
         (lambda t: conv2d(X, W, out=[1.0], tuner=t), TypeError, "out .* got list"),
         (
+            lambda t: conv2d(X, W, out=np.broadcast_to(Y[:1], Y.shape), tuner=t),
+            ValueError,
+            "out must be densely packed",
+        ),
+        (
+            lambda t: conv2d(X, W, out=np.broadcast_to(Y, Y.shape), tuner=t),
+            ValueError,
+            "out must be writable",
+        ),
+        (
+            lambda t: conv2d(X, W, out=Y, accumulate="no", tuner=t),
+            TypeError,
+            "accumulate must be True or False, got 'no'",
+        ),
+        (
+            lambda t: conv2d(X, W, padding=10**9, tuner=t),
+            OutOfMemoryError,
+            r"6, 2000000007, 2000000006\), takes .* PiB \(.* bytes\), and .* are free",
+        ),
+        (
+            lambda t: conv2d(X, W, padding=10**6, tuner=t),
+            OutOfMemoryError,
+            "the result, float32 .*, takes 349.2 TiB",
+        ),
+        (
+            lambda t: conv2d(X, W, padding=2**62, stride=2**62, tuner=t),
+            ValueError,
+            "padding must be at most 2147483647, got 4611686018427387904",
+        ),
+        (
+            lambda t: conv2d(X, W, padding="same", dilation=2**40, tuner=t),
+            ValueError,
+            "padding must be at most 2147483647",
+        ),
+        (
+            lambda t: conv_backward_data(
+                np.zeros((4, 6, 1, 1), np.float32),
+                W,
+                (4, 3, 2**60, 2**60),
+                stride=2**70,
+                tuner=t,
+            ),
+            OutOfMemoryError,
+            "takes .* PiB",
+        ),
+        (
+            lambda t: conv_backward_filter(
+                X,
+                np.zeros((4, 6, 1, 1), np.float32),
+                (6, 3, 10**6 + 9, 10**6 + 8),
+                padding=5 * 10**5,
+                tuner=t,
+            ),
+            OutOfMemoryError,
+            "takes .* TiB",
+        ),
+        (
+            lambda t: t.measure(forward(padding=10**6)),
+            OutOfMemoryError,
+            "the least of ConvProblem.* takes .* TiB",
+        ),
+        (lambda t: conv2d(X[:0], W, tuner=t), ValueError, r"x_shape\[0\] .* least 1"),
+        (
+            lambda t: conv2d(X, W, dilation=2**63, tuner=t),
+            ValueError,
+            "the filter spans 18446744073709551617, the padded input only 9",
+        ),
+        (
+            lambda t: conv2d(X, W, groups=10**30, tuner=t),
+            ValueError,
+            "expects 3 x 10+ groups",
+        ),
+        (
             lambda t: conv2d(X, W, accumulate=True, tuner=t),
             ValueError,
             "adds to `out`, which was not given",
@@ -454,6 +602,38 @@ def test_misuse_is_one_clear_error_before_anything_is_measured(use, error, messa
     with pytest.raises(error, match=message):
         use(Tuner(backend=backend, rule=QUICK, cache=None))
     assert backend.conv.calls == []
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stride": 2**63},
+        {"stride": (2**31, 2**200)},
+        {"dilation": 2**63, "kernel": (1, 1)},
+        {"stride": 2**40, "padding": 2**31 - 1},
+        {"dilation": 10**6, "padding": 10**6},
+        {"stride": 10**9, "padding": 10**9},
+    ],
+    ids=repr,
+)
+def test_absurd_options_of_small_results_are_right_and_log_nothing(
+    options, direction, caplog
+):
+    """No algorithm fails: a warning would be logged."""
+    problem = forward(2, **options).with_direction(direction)
+    a, b = operands(problem)
+    found = call(problem, a, b, cpu_tuner())
+    assert np.isfinite(found).all()
+    assert caplog.records == []
+    if "padding" not in options:
+        assert relative_error(found, reference(problem, a, b)) < 1e-4
+
+
+def test_a_clamped_stride_is_the_same_problem():
+    assert forward(stride=2**63) == forward(stride=2**80)
+    assert forward(stride=2**63).y_shape == forward(stride=1000).y_shape
+    assert forward(stride=2**31 - 1).stride == (2**31 - 1,) * 2
 
 
 def test_out_is_checked_on_a_hit_too():

@@ -1,6 +1,7 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from mucudnn.errors import OutOfMemoryError
 from mucudnn.passes.placement.layout import in_tiers
 from mucudnn.passes.placement.packing import Block
 from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
+from mucudnn.runtime.executor.tier_choice import parse_tiers
+from mucudnn.runtime.profiling.tier_rates import measured_tiers
 
 BLOCK = st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 10))
 
@@ -79,6 +82,49 @@ def test_a_full_disk_is_an_error_at_the_start(tmp_path, monkeypatch):
         DiskTier(100, tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert not mapped(tmp_path)
+
+
+@pytest.fixture
+def small_files():
+    """Files of 64 KiB at most."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    yield 1 << 16
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_limit_on_files_is_named_and_kept_to(tmp_path, small_files):
+    assert DiskTier(small_files, tmp_path).nbytes == small_files
+    with pytest.raises(
+        OutOfMemoryError,
+        match=r"may have 64\.001 KiB: the limit of this process is 64\.000 KiB a file",
+    ):
+        DiskTier(small_files + 1, tmp_path)
+    (choice,) = parse_tiers(f"disk:{tmp_path}")
+    assert choice.room() == small_files
+    (tier,) = measured_tiers(get_backend("cpu").device, [choice], 1 << 20)
+    assert tier.nbytes == small_files
+
+
+def test_measuring_a_disk_leaves_room_and_does_not_count_as_used(tmp_path, monkeypatch):
+    """A link is measured with a file; that one is gone when tensors come."""
+    whole, taken = 1 << 20, []
+
+    def reserve(file, offset, length):
+        if sum(taken) + length > whole:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken.append(length)
+        os.ftruncate(file, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda _: SimpleNamespace(free=whole - sum(taken))
+    )
+    choices = parse_tiers(f"disk:{tmp_path}")
+    (tier,) = measured_tiers(get_backend("cpu").device, choices, 1 << 26)
+    assert tier.nbytes == whole
+    assert taken == [whole // 2]
 
 
 def test_a_folder_that_is_none_is_an_error(tmp_path):

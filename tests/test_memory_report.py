@@ -53,6 +53,17 @@ def step(model="cifar_quick", batch=8):
     return graph, estimate(graph, "null")
 
 
+def test_a_budget_and_what_does_not_fit_it_read_differently():
+    graph, profile = step()
+    budget = minimum_budget(StepRequest(graph, profile)) - 256
+    study = study_memory(spec(), policies=["planned"], budget=budget)
+    (table,) = memory_tables(study)
+    asked, needed = table.title.rpartition("budget ")[2], table.rows[0][3]
+    assert table.rows[0][2] == "no"
+    assert asked != needed
+    assert f"within {asked}" in memory_report(study)
+
+
 def budget_of(share, model="cifar_quick"):
     graph, profile = step(model)
     least = minimum_budget(StepRequest(graph, profile))

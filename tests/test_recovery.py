@@ -1,18 +1,21 @@
 """Less memory than planned, or kernels that fail: the result is right all the same."""
 
+import dataclasses
 import logging
+import re
 import threading
 import weakref
 
 import numpy as np
 import pytest
 
-from mucudnn.backends import get_backend
+from mucudnn.backends import Backend, get_backend
 from mucudnn.errors import (
     BackendError,
     OutOfMemoryError,
     StepFailedError,
     UnsupportedError,
+    VerificationError,
 )
 from mucudnn.ir.conv import Direction
 from mucudnn.runtime.tuning.bound_plan import Arena, run_plan
@@ -223,3 +226,160 @@ def test_a_growing_arena_never_holds_two_buffers():
     for nbytes in (10, 20, 30):
         arena.get(nbytes)
     assert alive == [0, 0, 0]
+
+
+# --- verification ------------------------------------------------------------------
+
+
+class Spoilt:
+    """A runner whose result is multiplied at one place, from the nth run on."""
+
+    def __init__(self, runner, at, factor, after):
+        self.plan = runner.plan
+        self._runner, self._at, self._factor = runner, at, factor
+        self.left = after
+
+    def run(self, a, b, out, workspace, accumulate):
+        self._runner.run(a, b, out, workspace, accumulate)
+        self.left -= 1
+        if self.left < 0:
+            out[self._at] *= self._factor
+
+
+def spoilt(at=(0, 0, 0, 0), factor=1.0, after=0):
+    """The CPU with `Spoilt` plans and watched kernels."""
+    backend = watched("cpu")
+    plain = Backend("cpu", backend.device, get_backend("cpu").conv)
+    return dataclasses.replace(
+        backend,
+        binder=lambda plan, replay: Spoilt(plain.bind(plan), at, factor, after),
+    )
+
+
+def verified(backend, whole, verify, *parts):
+    tuner = Tuner(backend=backend, cache=None, verify=verify)
+    return tuner.adopt(plan_of(backend, whole, *parts))
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("factor", [1.0, 1 - 1e-2, np.nan])
+def test_a_wrong_result_of_a_divided_plan_is_told(
+    direction, accumulate, dtype, layout, factor
+):
+    """Of every algorithm what rounding does is within the tolerance."""
+    whole = problem(5, direction, padding=1, dtype=dtype, layout=layout)
+    a, b = operands(whole)
+    expected = reference(whole, a, b)
+    at = tuple(map(int, np.unravel_index(np.abs(expected).argmax(), expected.shape)))
+    for algo, _ in get_backend("cpu").conv.algorithms(whole):
+        backend = spoilt(at, factor)
+        ready = verified(backend, whole, 1, (algo, 2), (algo, 3))
+        out = np.zeros(expected.shape, dtype) if accumulate else None
+        if factor == 1:
+            out = ready(a, b, out, accumulate)
+            assert relative_error(out, expected) < 1e-4
+            continue
+        with pytest.raises(VerificationError) as caught:
+            ready(a, b, out, accumulate)
+        message = str(caught.value)
+        for part in (str(whole), repr(ready.plan), f"at {at}: ", "IMPLICIT_GEMM"):
+            assert part in message
+        told = float(re.search(r"by (\S+) of the results' magnitude", message)[1])
+        assert told == np.inf if np.isnan(factor) else 1e-3 < told <= 0.0101
+
+
+def test_the_first_run_and_every_nth_is_verified():
+    whole = problem(4)
+    backend = spoilt()
+    ready = verified(backend, whole, 3, ("GEMM", 2), ("GEMM", 2))
+    a, b = operands(whole)
+    counts = []
+    for _ in range(7):
+        ready(a, b)
+        counts.append(len(backend.conv.calls))
+    assert counts == [1, 1, 1, 2, 2, 2, 3]
+    ready.use(plan_of(backend, whole, ("GEMM", 1), ("GEMM", 3)))
+    ready(a, b)
+    assert len(backend.conv.calls) == 4
+    ready.use(plan_of(backend, whole, ("GEMM", 4)))  # not divided
+    ready(a, b)
+    assert len(backend.conv.calls) == 4
+
+
+@pytest.mark.parametrize("verify", [None, 0])
+def test_nothing_is_verified_unless_asked(verify):
+    backend = spoilt(factor=5.0)
+    ready = verified(backend, problem(4), verify, ("GEMM", 2), ("GEMM", 2))
+    ready(*operands(problem(4)))
+    assert backend.conv.calls == []
+
+
+def test_after_a_wrong_result_the_next_run_is_verified_too():
+    ready = verified(
+        spoilt(factor=2.0, after=5), problem(4), 5, ("GEMM", 2), ("GEMM", 2)
+    )
+    a, b = operands(problem(4))
+    for _ in range(5):
+        ready(a, b)
+    for _ in range(3):
+        with pytest.raises(VerificationError):
+            ready(a, b)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_rounding_and_overflow_are_no_wrong_results(direction):
+    """Sums that cancel, samples of other magnitudes, infinities and zeros."""
+    whole = problem(4, direction, padding=1)
+    ones, zeros = (
+        [np.full(s.shape, v, np.float32) for s in whole.operands()[:2]] for v in (1, 0)
+    )
+    ones[1].reshape(-1)[::2] = -1
+    for a, b in (ones, zeros, operands(whole)):
+        for scale in (1.0, np.float32(1e-30), np.float32(1e30), np.inf):
+            scaled = a.copy()
+            scaled[1] = 0
+            with np.errstate(invalid="ignore"):
+                scaled[2] *= scale
+            for algo in ("GEMM", "FFT", "WINOGRAD_NONFUSED"):
+                ready = verified(
+                    get_backend("cpu"), whole, 1, (algo, 2), ("IMPLICIT_GEMM", 2)
+                )
+                with np.errstate(all="ignore"):
+                    ready(scaled, b)
+
+
+@pytest.mark.parametrize(
+    ("verify", "error", "message"),
+    [
+        (True, TypeError, "verify is a number of runs, got True; 1 verifies every run"),
+        (False, TypeError, "got False"),
+        ("1", TypeError, "verify must be an integer, got '1'"),
+        (1.5, TypeError, "verify must be an integer"),
+        (float("nan"), TypeError, "verify must be an integer"),
+        (-1, ValueError, "verify must be at least 0, got -1"),
+    ],
+)
+def test_what_is_no_number_of_runs_is_refused(verify, error, message):
+    for make in (Tuner, Tuner.from_env):
+        with pytest.raises(error, match=message):
+            make(backend="null", cache=None, verify=verify)
+
+
+def test_run_plan_refuses_arrays_that_overlap():
+    backend, whole = get_backend("cpu"), problem(4, padding=1)
+    plan = plan_of(backend, whole, ("GEMM", 4))
+    a, b = operands(whole)
+    memory = np.zeros(1 << 16, np.uint8)
+    out = memory[:5184].view(np.float32).reshape(4, 4, 9, 9)
+    inside = memory[5180:][: b.nbytes].view(np.float32).reshape(b.shape)
+    workspace = np.zeros(plan.workspace, np.uint8)
+    for arrays_, name in (((out[:, :3], b), "a"), ((a, inside), "b")):
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+            run_plan(backend, plan, *arrays_, out, workspace)
+    with pytest.raises(ValueError, match="out shares memory with workspace"):
+        run_plan(backend, plan, a, b, out, memory)
+    run_plan(backend, plan, a, b, out, workspace)
+    assert relative_error(out, reference(whole, a, b)) < 1e-4

@@ -78,6 +78,36 @@ def test_format(nbytes, text):
     assert format_bytes(nbytes) == text
 
 
+@given(
+    st.integers(0, 1 << 90),
+    st.lists(st.integers(-3, 3) | st.integers(0, 1 << 90), max_size=3),
+)
+def test_sizes_beside_each_other_differ_when_they_differ(first, others):
+    """Also such as are a byte apart; equal ones read the same."""
+    sizes = [first, *(first + n if abs(n) <= 3 else n for n in others)]
+    sizes = [n for n in sizes if n >= 0]
+    texts = [format_bytes(n, *sizes) for n in sizes]
+    for n, text in zip(sizes, texts, strict=True):
+        for m, other in zip(sizes, texts, strict=True):
+            assert (n == m) == (text == other)
+    assert format_bytes(first, first) == format_bytes(first)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "beside", "text"),
+    [
+        (3_200_000, 3_212_288, "3.05 MiB"),
+        (3_212_288, 3_200_000, "3.06 MiB"),
+        (1 << 20, (1 << 20) + 1, "1048576 bytes"),
+        ((1 << 20) - 1, 1 << 20, "1023.999 KiB"),
+        ((1 << 20) - 100, 1 << 20, "1023.9 KiB"),
+        (5, 1 << 30, "5 B"),
+    ],
+)
+def test_as_many_digits_as_it_takes(nbytes, beside, text):
+    assert format_bytes(nbytes, beside) == text
+
+
 @given(st.integers(0, 1 << 62))
 def test_what_is_formatted_parses_to_about_the_same(nbytes):
     assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.05)

@@ -163,6 +163,27 @@ def test_what_users_of_ddp_do_besides_changes_nothing(size, tmp_path):
             assert found["state"] < CLOSE, name
 
 
+def test_compiled_models_of_several_buckets_or_sharded_train_as_eager_ones(tmp_path):
+    for result in ranks("compiled", 2, tmp_path):
+        found = result["found"]
+        assert found["around"] == found["inside"] == found["eager"]
+        assert found["sharded, compiled"] == found["sharded"]
+        assert len(result["peaks"]) == 3
+        peak, budget, parts = result["kept"]
+        assert parts == 3
+        assert peak <= budget < sum(result["peaks"])
+        bucket, spread, *sharded = result["told"]
+        assert "bucket 2 of 3 is one of 2 graphs that share" in bucket
+        assert "optimize_ddp = False" in bucket
+        assert "DistributedDataParallel(torch.compile(model, backend=" in spread
+        assert "mt.distribute" in spread
+        assert len(sharded) == 2
+        assert all("a budget under fully_shard" in told for told in sharded)
+        assert ["gradients of a planned step stay" in w for w in result["warned"]] == [
+            True
+        ]
+
+
 @pytest.mark.slow
 def test_the_bench_trains_ranks_that_measure_themselves():
     found = bench_ranks.run("unet", 3.0)

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from mucudnn.torch.hints import selective  # noqa: E402
+from mucudnn.torch.measurement import estimate  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
 pytestmark = [
@@ -246,3 +247,54 @@ def test_bad_input():
     compiler = aot_autograd(fw_compiler=nop, partition_fn=mt.partitioner())
     with pytest.raises(Exception, match="dynamic=False"):
         torch.compile(model, backend=compiler, dynamic=True)(torch.ones(7, 4))
+
+
+class Masked(nn.Module):
+    """A layer of a language model whose attention is given a mask."""
+
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv = nn.RMSNorm(width), nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x, mask):
+        batch, length, _ = x.shape
+        q, k, v = (
+            self.qkv(self.norm(x)).view(batch, length, 3, self.heads, -1).unbind(2)
+        )
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        found = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.out(found.transpose(1, 2).reshape(x.shape))
+
+
+def attention_flops(q, k, v, *_, out_val=None, **__):
+    return 4 * q.numel() * k.shape[2]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_attention_with_a_mask_is_estimated_planned_and_trained(monkeypatch):
+    # Some builds count what attention on the CPU computes; its mask comes by name.
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    monkeypatch.setitem(estimate.flop_registry, kernel, attention_flops)
+    torch.manual_seed(0)
+    model, x = Masked(), torch.randn(2, 8, 32)
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss_fn = nn.functional.mse_loss
+    study = mt.memory(model, loss_fn, ((x, mask), x), optimizer, device="h200_half")
+    assert 0 < study.least_budget <= study.unlimited_bytes
+    hinted = mt.partitioner(device="h200_half")
+    with_hints = aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=hinted)
+    wanted = loss_fn(model(x, mask), x)
+    gradients = torch.autograd.grad(wanted, [*model.parameters()])
+    for way in (with_hints, mt.backend(cache=None)):
+        torch._dynamo.reset()
+        found = loss_fn(torch.compile(model, backend=way)(x, mask), x)
+        assert torch.equal(found, wanted)
+        mine = torch.autograd.grad(found, [*model.parameters()])
+        assert all(map(torch.equal, mine, gradients))
+    assert len(hinted.plans) == 1
+    step = mt.train_step(model, loss_fn, optimizer, cache=None)
+    assert torch.equal(step((x, mask), x), wanted)

@@ -217,7 +217,7 @@ def test_parts_of_a_batch_need_less():
         for count in (1, 4)
     )
     assert parts.unlimited_bytes < whole.unlimited_bytes
-    with pytest.raises(ValueError, match="accumulate is 0"):
+    with pytest.raises(ValueError, match="accumulate must be at least 1, got 0"):
         mt.memory(model, loss_fn, batch, adamw(model), accumulate=0)
 
 
@@ -257,22 +257,14 @@ def test_bad_input():
         mt.memory(model, loss_fn, (x, y), optimizer, device="abacus")
     with pytest.raises(ValueError, match="a step is split"):
         mt.memory(model, loss_fn, (x, y), optimizer, split="width")
-    with pytest.raises(TypeError, match=r"a batch is wanted, such as \(x, y\)"):
+    with pytest.raises(TypeError, match=r"must be a batch, such as \(x, y\)"):
         mt.memory(model, loss_fn, x, optimizer)
     with pytest.raises(TypeError, match="a batch has a int"):
         mt.memory(model, loss_fn, (x, 3), optimizer)
-    with pytest.raises(TypeError, match="the example has no tensor"):
+    with pytest.raises(TypeError, match="has no tensor"):
         mt.memory(model, loss_fn, (), optimizer)
-    with pytest.raises(TypeError, match="the example is a str"):
+    with pytest.raises(TypeError, match=r"example must .* got a str"):
         mt.memory(model, loss_fn, "xy", optimizer)
-    with pytest.raises(TypeError, match="the optimizer is a str"):
-        mt.memory(model, loss_fn, (x, y), "adamw")
-    with pytest.raises(TypeError, match="the model is a function"):
-        mt.memory(loss_fn, loss_fn, (x, y), optimizer)
-    with pytest.raises(TypeError, match="loss_fn is a NoneType"):
-        mt.memory(model, None, (x, y), optimizer)
-    with pytest.raises(ValueError, match="group 0 is not the model's"):
-        mt.memory(nn.Linear(64, 10), loss_fn, (x, y), optimizer)
     study = mt.memory(
         model, lambda out, t, w: out.mean() * w, (x, y, x[0, 0]), optimizer
     )

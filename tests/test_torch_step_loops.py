@@ -148,11 +148,10 @@ def a_module_twice(ours):
 
 def interrupted(ours):
     model = network()
-    calls = []
+    armed = ours
 
     def loss_fn(found, y):
-        calls.append(y)
-        if ours and len(calls) == 1:
+        if armed:
             raise KeyboardInterrupt
         return functional.mse_loss(found, y)
 
@@ -160,6 +159,7 @@ def interrupted(ours):
     if ours:
         with pytest.raises(KeyboardInterrupt):
             step(*batches()[0])
+        armed = False
         assert all(parameter.grad is None for parameter in model.parameters())
     for x, y in batches():
         step(x, y)
@@ -182,7 +182,58 @@ def trained_later(ours):
     return model.state_dict()
 
 
+def losses_and_states(model, optimizer, step, change):
+    """What two steps before a change, and two after it, have left behind."""
+    found = {}
+    for i, (x, y) in enumerate(batches()):
+        if i == 2:
+            change()
+        found[f"loss {i}"] = step(x, y).detach()
+    for i, held in optimizer.state_dict()["state"].items():
+        found |= {f"{i} {key}": value for key, value in held.items()}
+    return {**found, **model.state_dict()}
+
+
+def assigned(ours):
+    """The optimizer is left with parameters that the model had."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    step = step_of(model, functional.mse_loss, optimizer, ours)
+    other = {key: 0.5 * value for key, value in network().state_dict().items()}
+
+    def change():
+        model.load_state_dict(other, assign=True)
+
+    return losses_and_states(model, optimizer, step, change)
+
+
+def one_replaced(ours):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step = step_of(model, functional.mse_loss, optimizer, ours)
+
+    def change():
+        model[0].weight = nn.Parameter(model[0].weight.detach() * 0.5)
+        model[2].bias = None
+
+    return losses_and_states(model, optimizer, step, change)
+
+
+def without_statistics(ours):
+    model = nn.Sequential(network(), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = step_of(model, functional.mse_loss, optimizer, ours)
+
+    def change():
+        model[1].running_mean = model[1].running_var = None
+
+    return losses_and_states(model, optimizer, step, change)
+
+
 LOOPS = (
+    assigned,
+    one_replaced,
+    without_statistics,
     trained_later,
     complex_parameters,
     two_optimizers,
@@ -199,3 +250,18 @@ def test_loops_of_planned_steps_are_those_by_hand(loop):
     torch.manual_seed(1)
     found = loop(ours=True)
     assert [k for k, v in wanted.items() if not torch.equal(v, found[k])] == []
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_modules_that_were_compiled_in_place_are_captured_as_written():
+    models = network(), network()
+    models[0][0].compile(backend="eager")
+    compiled = models[0][0]._compiled_call_impl
+    for model, ours in zip(models, (True, False), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step = step_of(model, functional.mse_loss, optimizer, ours)
+        for x, y in batches():
+            step(x, y)
+    assert models[0][0]._compiled_call_impl is compiled
+    assert all(map(torch.equal, *(m.parameters() for m in models)))

@@ -1,16 +1,21 @@
 """What a step cannot have is refused: which operation, which line, what to do."""
 
+import copy
+import inspect
+import pickle
 import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mucudnn.errors import UnsupportedError
+from mucudnn.errors import PlanningError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from tests.torch_step_cases import Whole  # noqa: E402
@@ -174,6 +179,15 @@ class Appending(nn.Module):
         return self.linear(x).sum()
 
 
+class Drawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.linear(x).sum() * random.random()
+
+
 class Late(nn.Module):
     def __init__(self):
         super().__init__()
@@ -186,34 +200,273 @@ class Late(nn.Module):
         return self.linear(x * self.mask).sum()
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [(Counting, "count"), (Recurring, "state"), (Appending, "seen"), (Late, "mask")],
-)
-def test_attributes_that_change_are_refused_and_put_back(kind, name):
+class Consuming(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.numbers = nn.Linear(4, 1), iter(range(1, 9))
+
+    def forward(self, x):
+        return self.linear(x).sum() * next(self.numbers)
+
+
+KINDS = (Counting, Recurring, Appending, Late, Drawing, Consuming)
+
+
+def trained(kind, step_from, steps=6):
+    torch.manual_seed(0)
+    random.seed(0)
     model = kind()
-    before = getattr(model, name)
-    kept = list(before) if isinstance(before, list) else before
-    with pytest.raises(UnsupportedError, match=f"'{name}'"):
-        step_of(model)(torch.randn(2, 4))
-    assert getattr(model, name) == kept
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = step_from(model, optimizer)
+    losses = [step(torch.randn(2, 4)).item() for _ in range(steps)]
+    return losses, model
 
 
-def test_pythons_random_numbers_are_refused():
-    model = Whole(lambda s, x: s.m[0](x).sum() * random.random(), nn.Linear(4, 4))
-    with pytest.raises(UnsupportedError, match="generator of random"):
-        step_of(model)(torch.randn(2, 4))
+def eager_step(model, optimizer):
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+@pytest.mark.filterwarnings("ignore:the step")
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_that_change_what_they_read_are_eager_modes(kind):
+    wanted, eager = trained(kind, eager_step)
+    found, planned = trained(
+        kind, lambda m, o: mt.train_step(m, lambda out: out, o, cache=None)
+    )
+    assert found == wanted
+    for key, value in vars(eager).items():
+        now = vars(planned)[key]
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(now, value)
+        elif isinstance(value, list):
+            assert len(now) == len(value)
+            assert all(map(torch.equal, now, value))
+        elif isinstance(value, int):
+            assert now == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Consuming, "Consuming.numbers is a builtins.range_iterator"), (Late, "'mask'")],
+)
+def test_what_cannot_be_guarded_is_refused_within_a_budget(kind, reason):
+    model = kind()
+    before = dict(vars(model), _buffers=dict(model._buffers))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tight = mt.train_step(
+        model, lambda out: out, optimizer, budget="100MiB", cache=None
+    )
+    with pytest.raises(UnsupportedError, match=reason):
+        tight(torch.randn(2, 4))
+    assert vars(model) == before
+    allowed = mt.train_step(
+        model,
+        lambda out: out,
+        optimizer,
+        budget="100MiB",
+        cache=None,
+        fallback="eager",
+    )
+    with pytest.warns(UserWarning, match=f"eager mode: .*{reason}"):
+        allowed(torch.randn(2, 4))
+
+
+def test_a_counter_within_a_budget_is_captured_at_every_step():
+    def step_from(model, optimizer):
+        with pytest.raises(PlanningError) as e:
+            mt.train_step(model, lambda out: out, optimizer, budget=1)(torch.ones(2, 4))
+        least = e.value.least_bytes
+        return mt.train_step(
+            model, lambda out: out, optimizer, budget=least, cache=None
+        )
+
+    wanted, _ = trained(Counting, eager_step)
+    with pytest.warns(UserWarning, match=r"captured anew.*Counting\.count"):
+        found, model = trained(Counting, step_from)
+    assert found == wanted
+    assert model.count == 6
+
+
+NAN, INF = float("nan"), float("inf")
+
+WRONG = {
+    "budget": (TypeError, (b"1GiB", [1], True, {}), ValueError, (NAN, -INF, -0.5, "x")),
+    "cache": (TypeError, (3, b"x", True), ValueError, ("", "\0")),
+    "inductor": (TypeError, ("no", 1, None)),
+    "offload_state": (TypeError, ("no", 1, None)),
+    "offload": (TypeError, ("no", 1, None)),
+    "tiers": (TypeError, (None, 3, b"host", [3]), ValueError, ("moon", ["host"] * 2)),
+    "tuner": (TypeError, ("fast", 3, True)),
+    "split": (TypeError, (None, 1.5, True, [2]), ValueError, ("width", 0, -1)),
+    "accumulate": (TypeError, ("2", None, 1.5, True), ValueError, (0, -1)),
+    "max_plans": (TypeError, ("3", None, NAN, 1.5, True), ValueError, (0, -1)),
+    "clip_norm": (TypeError, ("1", [1.0], True), ValueError, (0.0, -1.0, NAN)),
+    "clip_value": (TypeError, ("1", [1.0], True), ValueError, (0.0, -1.0, NAN)),
+    "scaler": (TypeError, (2.0, "on", True)),
+    "model": (TypeError, (None, "net", len, nn.Linear)),
+    "loss_fn": (TypeError, (None, "mse", 3)),
+    "optimizer": (
+        *(TypeError, (None, "adam", torch.optim.SGD)),
+        *(ValueError, (torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1),)),
+    ),
+    "example": (TypeError, (None, torch.ones(2), (), "xy", 3)),
+    "device": (TypeError, (None, 3, ["h200"]), ValueError, ("abacus", "")),
+    "batch": (TypeError, (None, "12", 1.5, True), ValueError, (0, -1)),
+    "at_least": (TypeError, (None, "1", True), ValueError, (0,)),
+    "batch_norm": (TypeError, (None, 3), ValueError, ("some",)),
+    "reduction": (TypeError, (None, 3), ValueError, ("some",)),
+    "table": (TypeError, ("fast", 3)),
+    "memory": (TypeError, ("1GiB", True, 1.5), ValueError, (0, -1)),
+    "count": (TypeError, (None, 3)),
+    "wrap": (TypeError, (None, 3)),
+    "workspace_limit": (
+        *(TypeError, (b"1", [1], True, NAN)),
+        *(ValueError, (-1, "x")),
+    ),
+}
+"""By argument: a kind of error and what it is raised for, perhaps another."""
+
+STEP = ("model", "loss_fn", "optimizer")
+TAKES = {
+    "train_step": (
+        *(*STEP, "budget", "tuner", "cache", "offload_state", "accumulate", "split"),
+        *("clip_norm", "clip_value", "scaler", "max_plans", "inductor", "tiers"),
+    ),
+    "backend": ("budget", "tuner", "cache", "inductor", "tiers"),
+    "memory": (
+        *(*STEP, "example", "device", "accumulate", "offload_state", "split", "tiers"),
+    ),
+    "partitioner": ("budget", "device", "offload"),
+    "distribute": (
+        *("model", "batch", "at_least", "batch_norm", "reduction", "table"),
+        *("memory", "count", "wrap"),
+    ),
+    "convolutions": ("workspace_limit", "tuner"),
+}
+
+
+@pytest.mark.parametrize(
+    ("face", "name"), [(face, name) for face, names in TAKES.items() for name in names]
+)
+def test_arguments_are_checked_where_they_are_given(face, name):
+    model = nn.Linear(2, 2)
+    right = {
+        "model": model,
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "example": (torch.ones(2, 2), torch.ones(2, 2)),
+        "batch": 4,
+    }
+    taken = inspect.signature(getattr(mt, face)).parameters
+    right = {key: value for key, value in right.items() if key in taken}
+    rows = WRONG[name]
+    for error, values in zip(rows[::2], rows[1::2], strict=True):
+        for value in values:
+            with pytest.raises(error) as refused:
+                getattr(mt, face)(**{**right, name: value})
+            words = str(refused.value)
+            # A size, a tier and a way to split are named by what they are.
+            assert re.search(name.rstrip("s") + "|size|is split", words), words
+            assert len(words) < 500
+
+
+def test_arguments_that_torch_takes_are_taken():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for taken in (
+        {"clip_norm": INF, "clip_value": INF},
+        {"budget": INF, "accumulate": np.int64(2)},
+        {"budget": np.float64(1e9), "max_plans": np.int64(1)},
+        {"cache": Path("~/nowhere"), "offload_state": np.bool_(True)},
+    ):
+        mt.train_step(model, nn.functional.mse_loss, optimizer, **taken)
 
 
 def test_wrapped_models_are_refused_by_name():
     model = nn.DataParallel(nn.Linear(4, 1))
     with pytest.raises(UnsupportedError, match="DataParallel"):
         step_of(model)(torch.randn(2, 4))
+    for name, words in {
+        "DistributedDataParallel": r"\(torch.compile\(model, .*mt\.distribute",
+        "FullyShardedDataParallel": "fully_shard",
+        "FSDPModule": "a budget under fully_shard",
+    }.items():
+        model = nn.Sequential(type(name, (nn.Linear,), {})(4, 1))
+        with pytest.raises(UnsupportedError, match=f"has a {name}, .*{words}"):
+            step_of(model)
     model = torch.compile(nn.Linear(4, 1), backend="eager")
     with pytest.raises(UnsupportedError, match=r"compiled by torch\.compile"):
         step_of(model)(torch.randn(2, 4))
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
+    with pytest.raises(UnsupportedError, match="weight of the model is a TwoTensor"):
+        step_of(model)
     model = nn.Sequential(torch.jit.trace(nn.Linear(4, 1), torch.randn(2, 4)))
     with pytest.raises(UnsupportedError, match=r"scripted module \(Linear\)"):
+        step_of(model)(torch.randn(2, 4))
+
+
+def test_inference_mode_is_named():
+    model, x = nn.Linear(4, 1), torch.randn(2, 4)
+    step = step_of(model, torch.sum)
+    with (
+        torch.inference_mode(),
+        pytest.raises(UnsupportedError, match="inference_mode"),
+    ):
+        step(x)
+    step(x)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="gradients are off"):
+        step(x)
+    with (
+        torch.inference_mode(),
+        pytest.raises(UnsupportedError, match="inference_mode"),
+    ):
+        step(x)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        torch.inference_mode(),
+        pytest.raises(UnsupportedError, match="inference_mode"),
+    ):
+        mt.memory(model, torch.sum, (x,), optimizer)
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_steps_are_neither_copied_nor_pickled(how):
+    step = step_of(nn.Linear(4, 1), torch.sum)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"state_dict.*train_step"):
+            how(step)
+        step(torch.randn(2, 4))
+
+
+class Kernel(torch._ops.HigherOrderOperator):
+    """Stands for the one that PyTorch calls a Triton kernel by, which needs Triton."""
+
+    def __init__(self):
+        super().__init__("mucudnn_tests_kernel")
+
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+KERNEL = Kernel()
+
+
+@torch.library.triton_op("mucudnn_tests::by_kernel", mutates_args={})
+def by_kernel(x: torch.Tensor) -> torch.Tensor:
+    return KERNEL(x)
+
+
+def test_triton_operations_are_refused_by_name():
+    model = Whole(lambda s, x: by_kernel(s.m[0](x)).sum(), nn.Linear(4, 4))
+    with pytest.raises(UnsupportedError, match=r"Triton kernel.*custom_op"):
         step_of(model)(torch.randn(2, 4))
 
 

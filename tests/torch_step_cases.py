@@ -216,6 +216,13 @@ def views_of_a_constant(s, x):
     return s.m[0](x) * KEPT[None] + KEPT.view(2, 4)[:, :2].flatten().repeat(2)
 
 
+def in_eight_bits(s, x):
+    """A layer whose weights and result are rounded to eight bits, with gradients."""
+    weight = s.m[0].weight.to(torch.float8_e4m3fn).to(torch.float32)
+    y = functional.linear(x, weight)
+    return y + (y.detach().to(torch.float8_e5m2).to(torch.float32) - y.detach())
+
+
 def normed_twice(s, x):
     return s.m[1](s.m[1](s.m[0](x)).tanh())
 
@@ -225,6 +232,7 @@ QUICK = MappingProxyType(
         "counting_norm": lambda: vectors(
             normed_twice, linear(), nn.BatchNorm1d(8, momentum=None)
         ),
+        "eight_bits": lambda: vectors(in_eight_bits, linear()),
         "frozen_before_a_norm": lambda: vectors(
             lambda s, x: s.m[2](s.m[1](s.m[0](x))),
             frozen(linear()),

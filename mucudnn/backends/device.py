@@ -63,8 +63,12 @@ class Device(Protocol):
         """A tensor over part of a buffer."""
         ...
 
-    def dense(self, array: Array) -> Array:
-        """The array itself if densely packed, else a packed copy."""
+    def dense(self, array: Array, *, copy: bool = False) -> Array:
+        """The array itself if densely packed, else (or with `copy`) a packed copy."""
+        ...
+
+    def overlap(self, one: Array, other: Array) -> bool:
+        """Return whether two densely packed arrays have bytes in common."""
         ...
 
     def randomize(self, array: Array) -> None:

@@ -127,9 +127,13 @@ class VirtualDevice:
         """Part of nothing."""
         return VirtualArray(spec.shape, spec.dtype)
 
-    def dense(self, array: VirtualArray) -> VirtualArray:
+    def dense(self, array: VirtualArray, *, copy: bool = False) -> VirtualArray:
         """Nothing is always densely packed."""
         return array
+
+    def overlap(self, one: Any, other: Any) -> bool:
+        """Nothing has no bytes."""
+        return False
 
     def randomize(self, array: VirtualArray) -> None:
         """Nothing to fill."""

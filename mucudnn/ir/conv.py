@@ -24,6 +24,9 @@ __all__ = ["LAYOUTS", "AlgoPerf", "ConvPlan", "ConvProblem", "Direction", "PerfT
 LAYOUTS = ("NCHW", "NHWC")
 """Storage orders, named by their 2-D case: channels first and channels last."""
 
+_MOST = 2**31 - 1
+"""Of a padding, so that every place in a padded image has an address."""
+
 
 class Direction(enum.Enum):
     """Which of the three convolution kernels of a training step."""
@@ -40,7 +43,8 @@ class ConvProblem:
     Attributes:
         x_shape: Input as (N, C, *spatial) with 1, 2 or 3 spatial sizes.
         w_shape: Filter as (K, C // groups, *kernel).
-        stride: Step of the filter, one a spatial axis (an int means all alike).
+        stride: Step of the filter, one a spatial axis (an int means all alike); of
+            2**31 and more, as much of it as leads to the same, single output.
         padding: Zeros at both ends of each spatial axis.
         dilation: Distance between the filter's taps.
         groups: Independent convolutions over slices of the channels.
@@ -98,12 +102,24 @@ class ConvProblem:
         dilations = per_axis("dilation", dilation, len(x) - 2, 1)
         if isinstance(padding, str):
             padding = named_padding(padding, w[2:], strides, dilations)
+        pads = per_axis("padding", padding, len(x) - 2, 0)
+        if max(pads) > _MOST:
+            raise ValueError(f"padding must be at most {_MOST}, got {max(pads)}")
+        # Where neither has any effect, large numbers would overflow NumPy's strides.
+        dilations = tuple(
+            min(gap, _MOST) if k == 1 else gap
+            for gap, k in zip(dilations, w[2:], strict=True)
+        )
+        strides = tuple(
+            step if step <= _MOST else min(step, size + 2 * pad)
+            for step, size, pad in zip(strides, x[2:], pads, strict=True)
+        )
         values: dict[str, object] = {
             "direction": _direction(direction),
             "x_shape": x,
             "w_shape": w,
             "stride": strides,
-            "padding": per_axis("padding", padding, len(x) - 2, 0),
+            "padding": pads,
             "dilation": dilations,
             "groups": an_integer("groups", groups, least=1),
             "dtype": dtype,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from mucudnn.arguments import one_of
 from mucudnn.ir.devices_by_arithmetic import ARITHMETIC, BY_ARITHMETIC, TENSORS
 from mucudnn.ir.profile import ChunkCosts
 
@@ -235,11 +236,9 @@ def get_device(name: str) -> DeviceFigures:
 
     Raises:
         ValueError: Nothing is known of it; the message lists what is.
+        TypeError: It is no name.
     """
-    if name not in DEVICES:
-        valid = ", ".join(DEVICES)
-        raise ValueError(f"unknown device {name!r}; choose one of: {valid}")
-    return DEVICES[name]
+    return DEVICES[one_of("device", name, DEVICES)]
 
 
 def name_computing(name: str, dtype: str) -> str:

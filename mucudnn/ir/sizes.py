@@ -29,18 +29,33 @@ _DIGITS = len(str(LARGEST))
 _FACTOR = len(str(max(_UNITS.values())))
 
 
-def format_bytes(nbytes: int) -> str:
-    """Bytes in the largest binary unit that keeps the number at least one."""
+def format_bytes(nbytes: int, *beside: int) -> str:
+    """Bytes in the largest binary unit that keeps the number at least one.
+
+    Args:
+        nbytes: How many.
+        beside: Sizes that are read beside it; it gets as many digits as it takes to
+            read differently from those that differ.
+    """
+    others = {other for other in beside if other != nbytes}
+    for digits in (1, 2, 3, 4):
+        text = _rounded(nbytes, digits)
+        if text not in {_rounded(other, digits) for other in others}:
+            return text
+    return f"{nbytes} bytes"
+
+
+def _rounded(nbytes: int, digits: int) -> str:
     if abs(nbytes) > _MOST_BYTES:
         return f"{Decimal(nbytes) / 1024**5:.1e} PiB"
     size, unit = float(abs(nbytes)), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         # 1023.95 would print as 1024.0, which the next unit says better.
-        if size < (1024 if unit == "B" else 1023.95):
+        if size < (1024 if unit == "B" else 1024 - 0.5 * 0.1**digits):
             break
         size, unit = size / 1024, larger
     sign = "-" if nbytes < 0 else ""
-    return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.1f} {unit}"
+    return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.{digits}f} {unit}"
 
 
 def exact_bytes(nbytes: int) -> str:
@@ -61,6 +76,8 @@ def parse_bytes(size: str | int) -> int:
             nbytes = operator.index(size)
         except TypeError:
             raise TypeError(f"a size is text or an integer, got {size!r}") from None
+        if isinstance(size, bool):
+            raise TypeError(f"a size is text or an integer, got {size!r}")
         if nbytes < 0:
             raise ValueError(f"a size cannot be negative, got {size}")
         return _bounded(nbytes, "the size")

@@ -53,9 +53,10 @@ def memory_chart(plan: StepPlan, unbounded: StepPlan, budget: int) -> Markup:
     x = linear_scale(end, frame.left, frame.right)
     y, unit, size = bytes_axis(max(most, drawn), frame.bottom, frame.top)
     label = (
-        f"Memory over the step: at most {bytes_text(plan.peak_bytes)} with "
-        f"{plan.policy}, {bytes_text(unbounded.peak_bytes)} without a budget, which is "
-        f"{bytes_text(budget)}."
+        f"Memory over the step: at most "
+        f"{bytes_text(plan.peak_bytes, budget)} with {plan.policy}, "
+        f"{bytes_text(unbounded.peak_bytes, budget)} without a budget, which is "
+        f"{bytes_text(budget, plan.peak_bytes, unbounded.peak_bytes)}."
     )
     curves = [
         _curve(plan, x, y, "ours", f"{plan.policy}, with the budget"),

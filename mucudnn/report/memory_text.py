@@ -7,7 +7,7 @@ from mucudnn.report.text import Table
 from mucudnn.report.words import NOTHING, bytes_text, ms_text, speedup_text
 from mucudnn.studies.memory_study import MemoryStudy
 
-__all__ = ["heading", "memory_tables", "placed_words", "technique_table"]
+__all__ = ["budget_text", "heading", "memory_tables", "placed_words", "technique_table"]
 
 _COLUMNS = (
     *("policy", "scheduler", "fits", ">peak", ">offloaded", ">extra nodes"),
@@ -43,7 +43,7 @@ def _cells(study: MemoryStudy, technique: Technique) -> tuple[str, ...]:
     head = (technique.policy, technique.scheduler)
     if plan is None:
         short = f"{bytes_text(technique.short_bytes)} short"
-        needs = bytes_text(technique.peak_bytes)
+        needs = bytes_text(technique.peak_bytes, study.budget)
         return (*head, "no", needs, *(NOTHING,) * 6, short)
     return (
         *head,
@@ -111,8 +111,14 @@ def technique_table(study: MemoryStudy) -> Table:
     notes += [f"{name}: {text}" for name, text in study.figures.items()]
     if study.interrupted:
         notes.append("interrupted: this is what was done by then")
-    title = f"{heading(study)}; budget {bytes_text(study.budget)}"
+    title = f"{heading(study)}; budget {budget_text(study)}"
     return Table(title, _COLUMNS, rows, frozenset(strong), tuple(notes), _SPARE)
+
+
+def budget_text(study: MemoryStudy) -> str:
+    """The budget, with digits that tell it from the needs of what does not fit."""
+    needs = (t.peak_bytes for t in study.techniques if t.plan is None)
+    return bytes_text(study.budget, *needs)
 
 
 def _curve(study: MemoryStudy) -> Table:

@@ -28,9 +28,11 @@ DIRECTIONS = {
 }
 
 
-def bytes_text(nbytes: int | None) -> str:
-    """`64 MiB`: whole numbers without a decimal."""
-    return NOTHING if nbytes is None else format_bytes(nbytes).replace(".0 ", " ")
+def bytes_text(nbytes: int | None, *beside: int) -> str:
+    """`64 MiB`: whole numbers without a decimal; `format_bytes` tells of the rest."""
+    if nbytes is None:
+        return NOTHING
+    return format_bytes(nbytes, *beside).replace(".0 ", " ")
 
 
 def limit_text(limit: Limit) -> str:

@@ -14,6 +14,7 @@ from mucudnn.backends import Backend
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import LAYOUTS, ConvPlan, ConvProblem, Direction
 from mucudnn.runtime.tuning.bound_plan import check_out
+from mucudnn.runtime.tuning.kernel_bench import check_room
 from mucudnn.runtime.tuning.tuner import Tuner
 
 __all__ = [
@@ -79,7 +80,8 @@ def conv2d(
         layout: `NCHW` (channels first) or `NHWC` (channels last).
         tuner: Measures, plans and holds the workspace; if None, one configured by the
             environment and shared by all calls.
-        out: Where the result goes; made if not given.
+        out: Where the result goes, densely packed; made if not given. It may share
+            memory with `x`, `w` or `bias`: what is overwritten is copied first.
         accumulate: Add to `out` instead of overwriting it.
 
     Returns:
@@ -88,6 +90,8 @@ def conv2d(
     Raises:
         ValueError: Shapes, types or options contradict each other.
         PlanningError: No algorithm fits the tuner's workspace limit.
+        OutOfMemoryError: The result is larger than the memory that is free.
+        VerificationError: The tuner verifies, and the results differ.
     """
     options = (stride, padding, dilation, groups, layout)
     signature = ("forward", 2, None, options)
@@ -223,11 +227,16 @@ def _call(
         signature = (*signature[:3], _hashable(signature[3]))
         key = (signature, a.shape, b.shape, a.dtype, b.dtype)
         ready = tuner.bound.get(key)
-    if bias is not None:
-        _check_bias(tuner.backend, bias, b)
     if ready is None:
         problem = _problem(signature, a, b)
-        check_out(tuner.backend.device, problem.operands()[2], out, accumulate)
+        result = problem.operands()[2]
+        check_out(tuner.backend.device, result, out, accumulate)
+        if out is None:
+            what = f"the result, {result.dtype} {result.shape},"
+            check_room(tuner.backend.device, what, [result])
+    if bias is not None:
+        bias = _checked_bias(tuner.backend, bias, b, out)
+    if ready is None:
         ready = tuner.bound[key] = tuner.compiled(problem)
     out = ready(a, b, out, accumulate)
     if bias is not None:
@@ -235,7 +244,8 @@ def _call(
     return out
 
 
-def _check_bias(backend: Backend, bias: Any, w: Any) -> None:
+def _checked_bias(backend: Backend, bias: Any, w: Any, out: Any) -> Any:
+    """The bias, densely packed; a copy where `out` would overwrite it."""
     try:
         shape, dtype = bias.shape, bias.dtype
     except AttributeError:
@@ -247,13 +257,15 @@ def _check_bias(backend: Backend, bias: Any, w: Any) -> None:
         )
     if backend.kernels.get("bias") is None:
         raise UnsupportedError(f"backend {backend.name!r} has no kernel for 'bias'")
+    device = backend.device
+    overwritten = hasattr(out, "shape") and device.overlap(bias, out)
+    return device.dense(bias, copy=overwritten)
 
 
 def _add_bias(backend: Backend, bias: Any, y: Any, *, channels_last: bool) -> None:
     """Add a number a channel in place; the kernel takes channels as the second axis."""
     if channels_last:
         y = y.reshape((math.prod(y.shape[:-1]), y.shape[-1]))
-    bias = backend.device.dense(bias)
     backend.kernels["bias"].run([y, bias], [y], {}, None)
 
 

@@ -264,9 +264,8 @@ class _Run:
             least = least_workspace(table)
             if least is None or least <= limit.nbytes:
                 return Outcome(limit, None, str(e))
-            return Outcome(
-                limit, None, f"nothing fits; the smallest needs {format_bytes(least)}"
-            )
+            needs = format_bytes(least, limit.nbytes)
+            return Outcome(limit, None, f"nothing fits; the smallest needs {needs}")
         baseline = self._tuner.undivided(table, limit.nbytes)
         return self._checked(plan, baseline, limit, seconds)
 

@@ -171,8 +171,8 @@ class StepAct:
             eager = f" (without a limit: {times:.2f} of the time of PyTorch's own loop)"
         return (
             f"A training step ({self.name}) took {format_bytes(self.whole_bytes)}; "
-            f"within {format_bytes(self.budget)} it took "
-            f"{format_bytes(self.peak_bytes)} and, measured in turn, "
+            f"within {format_bytes(self.budget, self.peak_bytes)} it took "
+            f"{format_bytes(self.peak_bytes, self.budget)} and, measured in turn, "
             f"{self.measured:.2f} ± {self.noise:.2f} times as long as without a limit, "
             f"where {self.predicted:.2f} were predicted; with {bits}{eager}."
             f"{self._difference()}"

@@ -39,6 +39,7 @@ from mucudnn.torch.fusion.switch import fusing_of
 from mucudnn.torch.internals import (
     aot_compiled,
     breaks_of,
+    bucket_bytes,
     examples_of,
     kernels_corrected,
     name_of_graph,
@@ -57,6 +58,11 @@ from mucudnn.torch.shared_budget import GraphSource, SharedBudget
 from mucudnn.torch.step_plan import TorchPlan
 
 __all__ = ["CompileBackend", "backend", "compile_graph"]
+
+_BUCKET = (
+    "the buckets of DistributedDataParallel (with torch._dynamo.config.optimize_ddp = "
+    "False there is one graph)"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +85,9 @@ def backend(
     A model with graph breaks is several graphs, and they share the budget: one that
     ends in a break takes a third of what is left, or what it cannot do without, and
     the last one the rest. Models that are compiled apart with one backend keep it each
-    for itself; a warning says so, once, if all together may need more. What Dynamo runs
+    for itself; a warning says so, once, if all together may need more. In
+    DistributedDataParallel, around or inside of it, Dynamo cuts a graph at the gradient
+    buckets: the parts share the budget by the bytes of their tensors. What Dynamo runs
     eagerly is in no graph and keeps nothing: after a break in a loop, beyond
     `torch._dynamo.config.recompile_limit` versions of one function (8), modules with
     full backward hooks, recurrent ones, or what `torch.compiler.disable` marks.
@@ -148,7 +156,7 @@ def compile_graph(
         )
         return _refusal(wrong)
     try:
-        limit = as_budget(budget)
+        limit, _ = as_budget(budget), ConvolutionChoice(tuner)  # which checks it
         named = _named(limit, tuner, a_flag("inductor", inductor), parse_tiers(tiers))
     except (TypeError, ValueError) as e:
         return _refusal(e)
@@ -201,6 +209,7 @@ class CompileBackend:
         self._tiers = tiers
         self._results = KernelResults()
         self._planned: dict[Any, Halves] = {}
+        self._split: tuple[Any, list[int]] = None, []
         self._warned = False
         self._eager = LeftEager()
         self._plans: list[TorchPlan] = []
@@ -247,14 +256,27 @@ class CompileBackend:
         line = next(filter(None, map(line_of_stack, stacks)), "")
         name = f"graph {number}".rstrip() + line
         plain = GraphSource(name, function + line, *breaks_of(module))
+        parts: list[int] = []
+        at = -1
+        if (nbytes := bucket_bytes(module)) is not None:
+            # The parts of one graph share its metadata and come in their order.
+            if self._split[0] is not module.meta:
+                self._split = module.meta, []
+            parts = self._split[1]
+            at = len(parts)
+            parts.append(nbytes)
 
         def at_sizes(given: Sequence[Any], sizes: str) -> Callable[..., Any]:
-            source = replace(plain, name=f"{name}, at {sizes}")
+            source = _part(plain, parts, at) if parts else plain
+            source = replace(
+                source, name=f"{source.name}, at {sizes}" if sizes else source.name
+            )
             with while_compiling():
                 examples = examples_of(given)
                 return self._compiled_whole(module, examples, source, static=True)
 
-        if has_symbols(inputs):
+        # A part is planned when it is first called: all others are known then.
+        if parts or has_symbols(inputs):
             return BySize(inputs, at_sizes)
         return self._compiled_whole(module, inputs, plain, static=False)
 
@@ -300,9 +322,9 @@ class CompileBackend:
         return parts.split(halves)
 
     def _halves(self, source: GraphSource, parts: Joint, own: Sequence[int]) -> Halves:
-        """Two halves of a program; the same graph is planned once."""
+        """Two halves of a program; the same graph of a function is planned once."""
         parts.check()
-        key = parts.key(own)
+        key = source.function, parts.key(own)
         if key not in self._planned:
             with outside_of_tracing():
                 lowered = parts.lowered()
@@ -338,6 +360,20 @@ class CompileBackend:
         if not self._warned and (said := shared.apart(source)):
             self._warned = True
             warnings.warn(said, stacklevel=2)
+
+
+def _part(whole: GraphSource, parts: Sequence[int], number: int) -> GraphSource:
+    """Return the source of one of the parts that DDPOptimizer cut a graph into."""
+    left = sum(parts[number:])
+    last = number == len(parts) - 1
+    return replace(
+        whole,
+        name=f"{whole.name}, bucket {number + 1} of {len(parts)}",
+        function=f"{whole.function} {number}",
+        ends=None if last else _BUCKET,
+        resumes=whole.resumes or number > 0,
+        share=parts[number] / left if left else 1 / len(parts),
+    )
 
 
 def _refusal(error: Exception) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ __all__ = [
     "aot_compiled",
     "break_reasons",
     "breaks_of",
+    "bucket_bytes",
     "examples_of",
     "graph_is_kept",
     "kernels_corrected",
@@ -267,6 +268,21 @@ def breaks_of(module: torch.fx.GraphModule) -> tuple[str | None, bool]:
         return None, resumes
     lines = [f"{f.filename}:{f.lineno}" for f in reason.user_stack]
     return (lines[-1] if lines else "a line that is not known"), resumes
+
+
+def bucket_bytes(module: torch.fx.GraphModule) -> int | None:
+    """Return the bytes of all tensors of a part that Dynamo's DDPOptimizer split off.
+
+    It cuts the graph of a model in DistributedDataParallel at gradient buckets and has
+    each part compiled on its own; what it writes as the reason tells. None for graphs
+    that are no such part. Symbolic sizes count as they were when they were traced.
+    """
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.reason.startswith("DDPOptimizer"):
+        return None
+    found = (node.meta.get("example_value") for node in module.graph.nodes)
+    sizes = [v.numel() * v.itemsize for v in found if isinstance(v, torch.Tensor)]
+    return sum(int(getattr(getattr(n, "node", None), "hint", n) or 0) for n in sizes)
 
 
 def name_of_graph(module: torch.fx.GraphModule) -> tuple[str, str]:

@@ -213,7 +213,12 @@ def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
         size = layout.dtype.itemsize
         flat = made[storage][: made[storage].numel() // size * size].view(layout.dtype)
         if layout.dtype.is_floating_point:
-            flat.fill_(one) if flat.numel() == 1 else flat.uniform_(0.1, 0.9)
+            if flat.numel() == 1:
+                flat.fill_(one)
+            elif size > 1:
+                flat.uniform_(0.1, 0.9)
+            else:  # PyTorch draws no numbers of eight bits
+                flat.copy_(torch.empty_like(flat, dtype=torch.half).uniform_(0.1, 0.9))
         elif first:
             flat.fill_(first)
         lying = flat.as_strided(layout.shape, layout.stride, layout.offset)

@@ -24,7 +24,7 @@ import torch
 
 from mucudnn.arguments import a_flag
 from mucudnn.errors import PlanningError
-from mucudnn.ir.devices import DEVICES, get_device
+from mucudnn.ir.devices import get_device
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.notebook import drawn
@@ -99,7 +99,7 @@ def memory(
         UnsupportedError: The step cannot be captured; says why. Or there is no room
             here to measure the optimizer's update.
     """
-    if device != _CPU and device not in DEVICES:
+    if device != _CPU:
         get_device(device)  # says which there are
     settings = StepSettings(accumulate)
     check_split(split)
@@ -234,8 +234,10 @@ class MemoryStudy:
 
     def __str__(self) -> str:
         lines = [
-            f"{self._title} on {self._where}: {format_bytes(self.unlimited_bytes)} "
-            f"without a limit, at least {format_bytes(self.least_budget)}"
+            f"{self._title} on {self._where}: "
+            f"{format_bytes(self.unlimited_bytes, self.least_budget)} "
+            f"without a limit, at least "
+            f"{format_bytes(self.least_budget, self.unlimited_bytes)}"
         ]
         lines += [
             f"  {format_bytes(budget):>10}  {slowdown:.3f} of the time"

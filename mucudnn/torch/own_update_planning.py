@@ -20,7 +20,7 @@ from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.liveness import rounded
 from mucudnn.torch.capture.parts import StepParts
 from mucudnn.torch.capture.whole_step import CapturedStep
-from mucudnn.torch.execution.own_update import copies_needed
+from mucudnn.torch.execution.own_update import copies_needed, scaled_closure_error
 from mucudnn.torch.measurement.own_updates import UpdateBytes, measured_update
 from mucudnn.torch.step_plan import TorchPlan
 from mucudnn.torch.storages import bytes_in_storages
@@ -70,7 +70,7 @@ class OwnUpdate:
             return None
         trained = [id(parameters[name]) for name in captured.gradients if name]
         try:
-            return cls(measured_update(optimizer, trained, foreach=foreach), reason)
+            found = measured_update(optimizer, trained, foreach=foreach)
         except UnsupportedError as e:
             raise UnsupportedError(
                 f"the optimizer's update cannot be planned: {reason}. Nor can it be "
@@ -78,6 +78,9 @@ class OwnUpdate:
                 "torch.compile(model, backend=mt.backend(budget=...)), keeps a budget "
                 "of forward and backward with any optimizer"
             ) from e
+        if found.closure and "" in captured.gradients:
+            raise scaled_closure_error(optimizer)
+        return cls(found, reason)
 
     def planned(
         self,

@@ -1,19 +1,56 @@
 """Lines of the user's own code, in tracebacks and in recorded stacks."""
 
+import functools
+import importlib.metadata
+import os
 import re
 import sys
 import sysconfig
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 
-__all__ = ["line_now", "line_of_stack", "line_of_traceback"]
+__all__ = [
+    "is_library_file",
+    "line_now",
+    "line_of_function",
+    "line_of_stack",
+    "line_of_traceback",
+    "torch_packages",
+]
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+@functools.cache
+def torch_packages() -> frozenset[str]:
+    """Return the packages that PyTorch requires, and NumPy."""
+    required = importlib.metadata.requires("torch") or ()
+    names = (re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in required)
+    return frozenset({*(n.replace("-", "_").lower() for n in names), "numpy"})
+
+
+@functools.cache
+def is_library_file(file: str) -> bool:
+    """Return whether a file is of Python, PyTorch, what that requires, or of ours."""
+    if file.startswith("<"):
+        return file.startswith(("<frozen", "<eval_with_key", "<attrs generated"))
+    if file.startswith((_PACKAGE, _TORCH)):
+        return True
+    _, found, installed = file.rpartition("site-packages" + os.sep)
+    if found:
+        package = installed.partition(os.sep)[0].removesuffix(".py").lower()
+        return package in torch_packages()
+    return file.startswith(_STANDARD)
+
+
+def line_of_function(code: CodeType) -> str:
+    """Return where a function begins: " (FILE:LINE, in FUNCTION)"."""
+    return f" ({code.co_filename}:{code.co_firstlineno}, in {code.co_name})"
 
 
 def line_of_traceback(traceback: TracebackType | None) -> str:

@@ -1,5 +1,6 @@
-"""The plans of one training step, by what each was made for."""
+"""The plans of one training step, and what each was captured for."""
 
+import hashlib
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -7,101 +8,151 @@ from typing import Any
 
 import torch
 
-from mucudnn.errors import UnsupportedError
-from mucudnn.torch.capture.decisions import all_hold
-from mucudnn.torch.capture.plain_values import PlainValues
+from mucudnn.torch.capture.batches import Batch
+from mucudnn.torch.capture.guards import StepGuards
+from mucudnn.torch.capture.parts import LiveParts
+from mucudnn.torch.capture.python_state import Read
 from mucudnn.torch.capture.whole_step import CapturedStep
 from mucudnn.torch.execution.bound_step import BoundStep
+from mucudnn.torch.lowering.lowered import Layout
 from mucudnn.torch.step_plan import TorchPlan
 
-__all__ = ["PlannedStep", "PlannedSteps", "StepKey"]
+__all__ = ["PlannedStep", "PlannedSteps", "Variant", "graph_key"]
+
+_VARIANTS_A_PLAN = 4
+"""Captures that are kept for every plan there may be: several may share a plan."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A plan, and what runs it."""
-
-    plan: TorchPlan
-    bound: BoundStep
-    captured: CapturedStep
-
-
-@dataclass(frozen=True)
-class StepKey:
-    """What a plan was made for.
+    """A plan of one graph, and what runs it.
 
     Attributes:
-        layouts: How the tensors of the batch lie.
-        others: Modes, types and hyperparameters.
-        plain: Values of Python's.
+        key: The graph, by `graph_key`.
+        plan: What was decided.
+        bound: The program.
+        constants: Tensors of the graph, whose identity is part of the key.
     """
 
-    layouts: Any
-    others: Hashable
-    plain: tuple[Any, ...]
+    key: Hashable
+    plan: TorchPlan
+    bound: BoundStep
+    constants: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One capture of the step, with all that must hold for it to be used.
+
+    Attributes:
+        form: How the batch is nested, and what in it is no tensor.
+        live: Where the step's tensors are found.
+        guards: What else must be as it was.
+        captured: The graph.
+        planned: Its plan.
+    """
+
+    form: tuple[Any, Any]
+    live: LiveParts
+    guards: StepGuards
+    captured: CapturedStep
+    planned: PlannedStep
+
+    def inputs_for(self, batch: Batch) -> tuple[list[torch.Tensor], str]:
+        """Return the graph's inputs for a batch, or why it cannot be used for it."""
+        if (batch.leaves, batch.form) != self.form:
+            return [], f"the batch is nested in another way: {batch.form}"
+        try:
+            given = [*self.live.tensors(), *batch.tensors]
+        except LookupError as e:
+            return [], f"a tensor of the model or the optimizer is gone: {e}"
+        reason = self.guards.failed(given)
+        return given, reason
+
+
+def graph_key(captured: CapturedStep) -> Hashable:
+    """Return what is equal for graphs that one plan serves."""
+    lines, constants = [repr(captured.names)], []
+    for node in captured.module.graph.nodes:
+        target = str(node.target)
+        if node.op == "get_attr":
+            value = getattr(captured.module, target)
+            constants.append(id(value))
+            target = ""
+        phase = node.name in captured.forward, node.name in captured.backward
+        layouts = _layouts(node.meta.get("val"))
+        words = (node.name, node.op, target, node.args, node.kwargs, layouts, phase)
+        lines.append(repr(words))
+    lines.append(repr((captured.made, captured.gradients)))
+    return hashlib.sha256("\n".join(lines).encode()).digest(), tuple(constants)
+
+
+def _layouts(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Layout.of(value)
+    if isinstance(value, tuple | list):
+        return [_layouts(v) for v in value]
+    return type(value)
 
 
 class PlannedSteps:
-    """Plans for as many kinds of steps as there may be.
+    """Captured and planned steps, the most recently used first.
 
     Args:
-        most: How many.
+        most: How many plans are kept.
+
+    Attributes:
+        changed: The Python state for which the last used capture did not hold.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._of: dict[StepKey, list[PlannedStep]] = {}
+        self._variants: list[Variant] = []
+        self._warned = False
+        self.changed: Read | None = None
 
-    def clear(self) -> None:
-        """Forget them all."""
-        self._of.clear()
+    def find(self, batch: Batch) -> tuple[Variant | None, list[torch.Tensor], str]:
+        """Return a capture that holds for a batch and its inputs, or why none does."""
+        first, self.changed = "no step was planned yet", None
+        for i, variant in enumerate(self._variants):
+            given, reason = variant.inputs_for(batch)
+            if not reason:
+                if i:
+                    self._variants.insert(0, self._variants.pop(i))
+                return variant, given, ""
+            if i == 0:
+                first, self.changed = reason, variant.guards.state.changed
+        return None, [], first
 
-    def find(self, key: StepKey, given: Sequence[torch.Tensor]) -> PlannedStep | None:
-        """One that was made for a step like this, if there is one."""
-        for planned in self._of.get(key, ()):
-            if all_hold(planned.captured.decisions, given):
-                return planned
-        return None
+    def plan_of(self, key: Hashable) -> PlannedStep | None:
+        """Return the plan of an equal graph, if there is one."""
+        found = (v.planned for v in self._variants if v.planned.key == key)
+        return next(found, None)
 
-    def add(self, key: StepKey, planned: PlannedStep) -> None:
-        """Keep one."""
-        self._of.setdefault(key, []).append(planned)
-
-    def make_room(self, key: StepKey, plain: PlainValues) -> None:
-        """See that there may be one more: of too many, those for other values go.
+    def add(self, variant: Variant, reason: str) -> None:
+        """Keep a capture; drop the plan that was not used for the longest time.
 
         Args:
-            key: What it will be made for.
-            plain: Where values of Python's come from.
-
-        Raises:
-            UnsupportedError: There are too many for the values that there are now.
+            variant: The capture.
+            reason: Why none of the others could be used.
         """
-        others = [known for known in self._of if known.plain != key.plain]
-        if self._full and others:
-            changed = ", ".join(plain.changed(key.plain, others[0].plain))
-            warnings.warn(
-                f"{len(others)} plans were made while {changed} changed, and every "
-                "change is planned for anew; keep such a value in a tensor that is "
-                "changed in place, or give it as part of the batch",
-                stacklevel=2,
-            )
-            for known in others:
-                del self._of[known]
-        if self._full:
-            raise UnsupportedError(self._too_many())
+        self._variants.insert(0, variant)
+        plans = list(dict.fromkeys(v.planned.key for v in self._variants))
+        if len(plans) > self._most:
+            if not self._warned:
+                warnings.warn(
+                    f"more than max_plans={self._most} plans are needed, so the least "
+                    f"recently used one is dropped and may be made again; the last was "
+                    f"needed because of {reason}. Pad batches to a few sizes, keep a "
+                    "number that changes from step to step in a tensor, or raise "
+                    "max_plans",
+                    stacklevel=5,
+                )
+                self._warned = True
+            self._variants = [v for v in self._variants if v.planned.key != plans[-1]]
+        del self._variants[_VARIANTS_A_PLAN * self._most :]
 
-    @property
-    def _full(self) -> bool:
-        return sum(map(len, self._of.values())) >= self._most
-
-    def _too_many(self) -> str:
-        shapes = {
-            tuple(tuple(shape) for shape, _, _ in key.layouts[0]) for key in self._of
-        }
-        few = ", ".join(str(list(found)) for found in list(shapes)[:3])
-        return (
-            f"there are {self._most} plans, for batches of {len(shapes)} shapes "
-            f"such as {few}; every shape, mode and hyperparameter has a plan of its "
-            "own: pad batches to a few sizes, or give train_step(max_plans=...) more"
-        )
+    def drop(self, variant: Variant) -> None:
+        """Forget the plan of a capture."""
+        key = variant.planned.key
+        self._variants = [v for v in self._variants if v.planned.key != key]

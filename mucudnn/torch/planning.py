@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
+from mucudnn.arguments import a_number
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Graph, Role
 from mucudnn.ir.profile import Profile
@@ -37,9 +38,17 @@ def as_budget(budget: float | str | None) -> float:
         ValueError: It is no size, or negative.
         TypeError: It is neither a number nor text.
     """
-    if budget is None or budget == math.inf:
+    if budget is None:
         return math.inf
-    return parse_bytes(budget if isinstance(budget, str) else int(budget))
+    if isinstance(budget, str):
+        return parse_bytes(budget)
+    try:
+        number = a_number("budget", budget, 0, finite=False)
+    except TypeError:
+        raise TypeError(
+            f"budget must be bytes, a size such as '8GiB' or None, got {budget!r}"
+        ) from None
+    return number if math.isinf(number) else parse_bytes(int(budget))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ that add up to the budget are a promise for all of them.
 
 A graph is planned when it is first called, and what follows a break is not known then.
 So a graph that ends in one takes a third of what is left, or what it cannot do
-without; the last one takes the rest.
+without; the last one takes the rest. The parts that Dynamo cuts a model in
+DistributedDataParallel into are all known: each takes as much of what is left as its
+tensors are of those of the parts that are left.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,8 +21,8 @@ from mucudnn.ir.sizes import exact_bytes, format_bytes
 
 __all__ = ["GraphSource", "SharedBudget"]
 
-_SHARE = 3
-"""What a graph that ends in a break leaves: all but one part of so many."""
+_SHARE = 1 / 3
+"""How much of what is left a graph takes that ends in a break."""
 
 Planned = TypeVar("Planned")
 
@@ -33,12 +36,14 @@ class GraphSource:
         function: The function that it is part of; another version of it is the same.
         ends: The user's line where a break ends it; None if none does.
         resumes: Whether it begins behind a break.
+        share: How much of what is left it takes if it ends in a break.
     """
 
     name: str
     function: str
     ends: str | None = None
     resumes: bool = False
+    share: float = _SHARE
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,8 @@ class SharedBudget:
         first = next(iter(self._parts.values())).source.name
         return (
             f"there are several models ({first}; {source.name}), and each keeps the "
-            f"budget of {format_bytes(int(self.budget))} for itself: together up to "
-            f"{format_bytes(self.peak_bytes)} so far"
+            f"budget of {format_bytes(int(self.budget), self.peak_bytes)} for itself: "
+            f"together up to {format_bytes(self.peak_bytes, int(self.budget))} so far"
         )
 
     def plan(self, source: GraphSource, planned: Callable[[float], Planned]) -> Planned:
@@ -101,7 +106,7 @@ class SharedBudget:
             if source.ends is None:
                 return planned(left)
             try:
-                return planned(left / _SHARE)
+                return planned(left * source.share)
             except PlanningError as e:
                 if e.least_bytes is None:
                     raise
@@ -145,15 +150,17 @@ class SharedBudget:
         """
         needed = least
         for part in reversed(others):
-            shared = -(-needed * _SHARE // (_SHARE - 1))
+            shared = math.ceil(needed / (1 - part.source.share))
             needed = max(part.peak + needed, shared)
-        breaks = ", ".join(p.source.ends or p.source.name for p in others)
+        ends = dict.fromkeys(p.source.ends or p.source.name for p in others)
+        breaks = ", ".join(ends)
         used = sum(part.peak for part in others)
         return PlanningError(
             f"{source.name} is one of {len(others) + 1} graphs that share the budget "
             f"of {exact_bytes(int(self.budget))}, with graph breaks at {breaks}: up to "
             f"{exact_bytes(used)} of it are the other graphs', and it needs "
-            f"{exact_bytes(least)}; a budget of {exact_bytes(needed)} works. "
+            f"{exact_bytes(least)}; a budget of {exact_bytes(needed)} works"
+            f"{'' if source.ends is None else ' up to its end'}. "
             "torch.compile with fullgraph=True says why a graph ends",
             node=node,
             short_by=needed - int(self.budget),

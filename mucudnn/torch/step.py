@@ -9,38 +9,69 @@ gradients, activations, the loss and scratch memory: everything on the device bu
 batch, which is the caller's. Gradients live inside of the step: `grad` stays as it is.
 """
 
+import math
+import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
-from torch.utils import _pytree as pytree
+import torch.distributed as dist
 
+from mucudnn.arguments import a_flag, an_integer
+from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
 from mucudnn.passes.planning.splitting.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tier_choice import TierChoice
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.capture.batches import Batch
+from mucudnn.torch.capture.guards import (
+    Overlaps,
+    Settings,
+    StepGuards,
+    overlaps_of,
+)
 from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
-from mucudnn.torch.capture.parts import LiveParts
-from mucudnn.torch.capture.plain_values import PlainValues
+from mucudnn.torch.capture.parts import LiveParts, check_parts
+from mucudnn.torch.capture.python_state import Kind, Read
+from mucudnn.torch.capture.reads import UnsoundCaptureError
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.whole_step import CapturedStep, capture_step
 from mucudnn.torch.conv.fronts import ConvolutionChoice
-from mucudnn.torch.execution.lanes import DEVICES, check_devices
+from mucudnn.torch.eager_step import run_eager_step
+from mucudnn.torch.execution.lanes import check_devices
 from mucudnn.torch.execution.own_update import own_update
 from mucudnn.torch.execution.tiers import tiers_within
 from mucudnn.torch.fusion.switch import fusing_of
 from mucudnn.torch.measurement.own_updates import state_bytes
 from mucudnn.torch.own_update_planning import OwnUpdate
 from mucudnn.torch.plan_cache.store import PlanCacheChoice, open_plans
-from mucudnn.torch.planned_steps import PlannedStep, PlannedSteps, StepKey
+from mucudnn.torch.planned_steps import (
+    PlannedStep,
+    PlannedSteps,
+    Variant,
+    graph_key,
+)
 from mucudnn.torch.planning import as_budget
 from mucudnn.torch.step_plan import TorchPlan
 from mucudnn.torch.step_planning import StepPlanning
+from mucudnn.torch.verification import VerifiedStep, check_interval
 
 __all__ = ["TrainStep", "train_step"]
+
+FALLBACKS = ("refuse", "eager")
+
+_TRANSIENT_STEPS = 3
+"""Captures in a row that may be valid for one run only before eager mode is tried."""
+
+_ALLOW = "fallback='eager' runs such steps in eager mode, in whatever memory they take"
+
+_CHANGES_OF_INPUTS = 2
+"""Changes of a Python number after which it is an input of the graph."""
 
 
 def train_step(
@@ -58,8 +89,10 @@ def train_step(
     scaler: torch.amp.GradScaler | None = None,
     split: Split = WHOLE,
     max_plans: int = 32,
+    fallback: str = "refuse",
     inductor: bool = False,
     tiers: str | TierChoice | Sequence[str | TierChoice] = (),
+    verify: int | None = None,
 ) -> "TrainStep":
     """A function that trains a model by one step, within a budget.
 
@@ -67,22 +100,22 @@ def train_step(
     positional arguments, or a dict of those by name; `step(**batch)` gives them by name
     too. All other arguments are the loss function's, behind the model's result.
 
-    What Python decides is decided when a kind of batch is first seen: the model's mode,
-    hyperparameters and whatever branches there are. A change of the mode, of a
-    hyperparameter, of types, or of which tensors there are is seen, and planned anew;
-    so are other numbers, flags and texts in attributes of modules and in variables that
-    the loss function reads, and other tensors in the latter. Learning rates and what is
-    in tensors may change freely. What else changes in Python from step to step cannot
-    be seen: attributes of modules and Python's own random numbers are refused when they
-    change in a step, containers and other objects are not looked at. Hooks of
-    parameters, modules and the optimizer run when a step is planned; what they do to
-    tensors then is part of every step.
+    Python control flow is frozen when a batch signature is first captured, and a plan
+    is used only while everything that its capture read is as it was: attributes of
+    modules and other objects, globals, free variables, containers, hooks, settings of
+    PyTorch, layouts and shared memory of tensors. After a change the step is captured
+    again, and planned again where its graph is another. Learning rates and what is in
+    tensors may change freely. What a step only writes, it writes at every run. A step
+    that changes what it also reads, as a counter does, is captured anew for every run,
+    or runs in eager mode where `fallback` or the budget allow it; either is announced
+    by a warning. Prints and log lines appear when a step is captured.
 
-    Results are those of eager mode, bit for bit, with two exceptions: what is computed
-    in place into a part of a tensor is computed into memory of its own, and kernels may
-    round strided memory otherwise than dense one, as the sigmoids of `nn.GRU` do where
-    its width is no multiple of their vectors (32 always is); and the gradient of a
-    product (`prod`) is always computed as if there were zeros in it.
+    Results are those of eager mode, bit for bit, with three exceptions: what is
+    computed in place into a part of a tensor is computed into memory of its own, and
+    kernels may round strided memory otherwise than dense one, as the sigmoids of
+    `nn.GRU` do where its width is no multiple of their vectors (32 always is); the
+    gradient of a product (`prod`) is always computed as if there were zeros in it; and
+    an optimizer with `fused=True` updates by PyTorch's plain operations.
 
     Args:
         model: What is trained.
@@ -118,7 +151,12 @@ def train_step(
             strips of its images, or the depth of its volumes, "height:4" for so many:
             where there are few and large ones. Gradients are those of the whole batch
             up to the order of sums.
-        max_plans: Kinds of batches, modes and hyperparameters that are planned for.
+        max_plans: Plans that are kept, one for each kind of batch, mode and other
+            graph; the least recently used one is dropped.
+        fallback: What happens to a step that cannot be captured: "refuse" raises an
+            error that says why, "eager" runs it in eager mode, with a warning, in
+            whatever memory that takes. Where the budget holds that too, a step whose
+            Python state cannot be guarded always runs in eager mode.
         inductor: Whether neighbouring operations become kernels that PyTorch's Inductor
             compiles, where these are faster and the budget allows. They compute what
             the operations do, up to rounding.
@@ -127,27 +165,55 @@ def train_step(
             `disk:FOLDER`, `peer:1` (memory that another process owns), each with
             `=SIZE` behind it where that is not to be all there is; several are filled
             the fastest first. Host memory if none are given.
+        verify: Check the first step and every `verify`-th one against the same step in
+            eager mode, which runs before it on the same objects and is undone. Loss,
+            what comes back with it, parameters, buffers, the optimizer's and scaler's
+            state, and the batch must be equal; with a tuner, a split or `inductor`, a
+            fused optimizer or a GRU they may differ by about as much as rounding
+            changes them. Such a step takes more memory than the budget: what eager mode
+            needs, and two copies of what is trained. None and 0 check nothing.
 
     Raises:
         ValueError: The budget is no size, the tuner has another backend, the split is
             none of these, or it is wanted with `inductor`, which takes whole steps; or
             a tier is none, or there is no budget for it.
-        TypeError: It is no budget, or no tuner, or `inductor` is no bool.
+        TypeError: An argument is of another type.
+        UnsupportedError: The model is wrapped by what spreads it over devices.
     """
+    check_parts(model, loss_fn, optimizer)
+    an_integer("max_plans", max_plans, 1)
     settings = StepSettings(accumulate, clip_norm, clip_value, scaler)
     plans = open_plans(cache)
     limit = as_budget(budget)
     planning = StepPlanning(
         limit,
         plans=plans,
-        offload_state=offload_state,
+        offload_state=a_flag("offload_state", offload_state),
         choice=ConvolutionChoice(tuner),
         split=split,
         fusing=fusing_of(inductor, plans),
         tiers=tiers_within(limit, tiers, shared=True),
     )
+    if fallback not in FALLBACKS:
+        raise ValueError(f"fallback is {fallback!r}; it must be one of {FALLBACKS}")
+    grouped = dist.is_available() and dist.is_initialized()
+    if (ranks := dist.get_world_size() if grouped else 1) > 1:
+        warnings.warn(
+            f"this is one of {ranks} ranks, and gradients of a planned step stay on "
+            "its rank; DistributedDataParallel(torch.compile(model, backend="
+            "mt.backend(budget=...))) and mt.distribute sum them over the ranks",
+            stacklevel=2,
+        )
     return TrainStep(
-        model, loss_fn, optimizer, planning, settings=settings, max_plans=max_plans
+        model,
+        loss_fn,
+        optimizer,
+        planning,
+        settings=settings,
+        max_plans=max_plans,
+        fallback=fallback,
+        verify=verify,
+        exact=tuner is None and split == WHOLE and not inductor,
     )
 
 
@@ -160,7 +226,10 @@ class TrainStep:
         optimizer: Of its parameters.
         planning: How steps are planned.
         settings: What is done with gradients.
-        max_plans: How many there may be.
+        max_plans: How many plans are kept.
+        fallback: What happens to a step that cannot be captured.
+        verify: Every how many steps is checked.
+        exact: Whether results are eager ones, not only up to rounding.
     """
 
     def __init__(
@@ -172,18 +241,35 @@ class TrainStep:
         *,
         settings: StepSettings = PLAIN,
         max_plans: int = 32,
+        fallback: str = "refuse",
+        verify: int | None = None,
+        exact: bool = True,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._planning = planning
         self._settings = settings
+        self._fallback = fallback
         self._results = KernelResults()
         self._planned = PlannedSteps(max_plans)
-        self._live: LiveParts | None = None
-        self._plain = PlainValues((), loss_fn)
+        self._verify, self._exact = check_interval(verify), exact
+        self._steps = 0
         self._last: PlannedStep | None = None
-        self._reason = ""
+        self._update_reason = ""
+        self._changes: Counter[Any] = Counter()  # of Python numbers, by place
+        self._fixed: set[Any] = set()  # numbers that cannot be inputs of the graph
+        self._transient_steps = 0  # in a row
+        self._eager_steps = 0  # since a step was last captured
+        self._fits: bool | None = None  # the budget holds eager mode, once known
+        self._warned: set[str] = set()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a planned step is neither copied nor pickled, as it belongs to its model "
+            "and optimizer; copy or save their state_dict(), and make a step of others "
+            "with train_step(...): its plans come from the cache"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train on one batch; its loss, or a pair of it and what came back with it.
@@ -191,20 +277,27 @@ class TrainStep:
         Raises:
             PlanningError: The step does not fit; says the least budget that works.
             UnsupportedError: It cannot be captured; says why.
+            VerificationError: It was checked, and results differ from eager ones.
         """
         batch = Batch.of(args, kwargs)
-        planned, given = self._ready(batch)
-        captured = planned.captured
-        if captured.gradients is not None:
-            loss, *flat = self._with_own_update(planned, batch, given)
-        else:
-            loss, *flat = planned.bound.run(given)
-            self._optimizer._opt_called = True  # what schedulers look for
-        for i, j, key in reversed(captured.made):
-            parameter = self._optimizer.param_groups[i]["params"][j]
-            self._optimizer.state[parameter][key] = flat.pop()
-        form = captured.extras
-        return loss if form is None else (loss, pytree.tree_unflatten(flat, form))
+        variant, given, reason = self._planned.find(batch)
+        self._steps += 1
+        try:
+            if variant is None:
+                if self._waits():
+                    return self._eager(batch)
+                variant, given = self._capture(batch, reason)
+        except Exception as e:
+            if not self._may_run_eagerly(e):
+                if isinstance(e, UnsoundCaptureError):
+                    e.args = (f"{e}. {_ALLOW}",)
+                raise
+            return self._eager(batch, e)
+        if not self._verify or (self._steps > 1 and self._steps % self._verify):
+            return self._run(variant, batch, given)
+        parts = self._model, self._loss_fn, self._optimizer, batch, self._settings
+        checked = VerifiedStep(*parts, exact=self._exact)
+        return checked.run(partial(self._run, variant, batch, given), self._steps)
 
     @property
     def plan(self) -> TorchPlan:
@@ -219,29 +312,36 @@ class TrainStep:
 
     def prepare(self, *args: Any, **kwargs: Any) -> TorchPlan:
         """Plan for batches like this one, without a step."""
-        return self._ready(Batch.of(args, kwargs))[0].plan
+        batch = Batch.of(args, kwargs)
+        variant, _, reason = self._planned.find(batch)
+        if variant is None:
+            variant, _ = self._capture(batch, reason)
+        self._last = variant.planned
+        return variant.planned.plan
 
-    def _ready(self, batch: Batch) -> tuple[PlannedStep, list[torch.Tensor]]:
-        """A plan for a batch, and what it is given.
-
-        An update that cannot be recorded is the optimizer's own from then on.
-        """
-        while True:
-            live = self._parts()
-            given = [*live.tensors(), *batch.tensors]
-            try:
-                self._last = self._for(live, batch, given)
-            except UpdateNotRecordedError as e:
-                self._settings = replace(self._settings, recorded=False)
-                self._reason, self._live = str(e), None
-            else:
-                return self._last, given
+    def _run(self, variant: Variant, batch: Batch, given: list[torch.Tensor]) -> Any:
+        """Run a planned step; its results as the caller wants them."""
+        captured = variant.captured
+        self._last = variant.planned
+        if captured.gradients is not None:
+            loss, *flat = self._with_own_update(variant, batch, given)
+        else:
+            loss, *flat = variant.planned.bound.run(given)
+            self._optimizer._opt_called = True  # what schedulers look for
+        for i, j, key in reversed(captured.made):
+            parameter = self._optimizer.param_groups[i]["params"][j]
+            self._optimizer.state[parameter][key] = flat.pop()
+        extras, changed = captured.extras.filled(flat)
+        for effect, value in zip(captured.reads.effects, changed, strict=True):
+            effect.place.put(value)
+        return loss if extras is None else (loss, extras)
 
     def _with_own_update(
-        self, planned: PlannedStep, batch: Batch, given: list[torch.Tensor]
+        self, variant: Variant, batch: Batch, given: list[torch.Tensor]
     ) -> list[Any]:
         """Forward and backward as planned, then the optimizer's own step."""
-        live, names = self._parts(), planned.captured.gradients or ()
+        names = variant.captured.gradients or ()
+        live, planned = variant.live, variant.planned
         of_name = live.parts.parameters
         inputs = [given]
 
@@ -258,36 +358,84 @@ class TrainStep:
             scaled="" in names,
         )
         if own is not None and state_bytes(self._optimizer) > own.state:
-            self._live = None  # more than was measured: measure and plan again
+            self._planned.drop(variant)  # more than was measured: measure again
         return returned
 
-    def _parts(self) -> LiveParts:
-        """What the step is made of; plans for other tensors than those are dropped."""
-        if self._live is None or not self._live.current():
-            self._planned.clear()
-            self._live = LiveParts(
+    # -- capture
+
+    def _capture(self, batch: Batch, reason: str) -> tuple[Variant, list[torch.Tensor]]:
+        """Capture and plan the step for a batch; its inputs.
+
+        An update that cannot be recorded is the optimizer's own from then on.
+
+        Args:
+            batch: The batch.
+            reason: Why no earlier capture can be used.
+
+        Raises:
+            UnsoundCaptureError: The capture is valid for one run only, and so were the
+                ones before it, so that eager mode is the better way.
+        """
+        if not torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a step is called where gradients are off, as within torch.no_grad(); "
+                "call it outside"
+            )
+        self._take_floats()
+        while True:
+            live = LiveParts(
                 self._model, self._optimizer, self._loss_fn, self._settings
             )
-            self._plain = PlainValues(self._live.modules, self._loss_fn)
-        return self._live
+            given = [*live.tensors(), *batch.tensors]
+            check_devices(given)
+            try:
+                with _same_numbers(given):
+                    captured, planned = self._plan(live, batch)
+            except UpdateNotRecordedError as e:
+                self._settings = replace(self._settings, recorded=False)
+                self._update_reason = str(e)
+            except Exception:
+                if not (floats := self._settings.floats):
+                    raise
+                # An argument that must be a plain number, such as a dropout's share.
+                self._fixed.update(map(_place, floats))
+                self._settings = replace(self._settings, floats=())
+            else:
+                break
+        self._eager_steps = 0
+        parts = live.parts
+        outer = len(parts.parameters) + len(parts.buffers)
+        guards = StepGuards(
+            given,
+            slice(outer, len(given) - len(batch.tensors)),
+            replace(captured.reads, reads=(*live.reads, *captured.reads.reads)),
+            captured.decisions,
+            _checked_overlaps(captured, given),
+            Settings(),
+        )
+        form = batch.leaves, batch.form
+        variant = Variant(form, live, guards, captured, planned)
+        if captured.reads.transient:
+            self._count_transient(captured, live)
+        else:
+            self._transient_steps = 0
+            self._planned.add(variant, reason)
+        return variant, given
 
-    def _for(
-        self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]
-    ) -> PlannedStep:
-        check_devices(given)
-        key = self._key(live, batch, given)
-        planned = self._planned.find(key, given)
-        if planned is None:
-            self._planned.make_room(key, self._plain)
-            # What is drawn while a step is measured is drawn again by the step.
-            devices = {t.device.index for t in given if t.is_cuda}
-            with torch.random.fork_rng(devices=sorted(devices)):
-                planned = self._plan(live, batch)
-            # What the loss counts when it is called is now as it stays.
-            self._planned.add(self._key(live, batch, given), planned)
-        return planned
+    def _take_floats(self) -> None:
+        """Have a number that has changed several times be an input of the graph."""
+        read = self._planned.changed
+        if read is None or read.kind not in (Kind.ENTRY, Kind.CELL):
+            return
+        place = _place(read)
+        if type(read.value) is type(read.now()) is float and place not in self._fixed:
+            self._changes[place] += 1
+            if self._changes[place] >= _CHANGES_OF_INPUTS:
+                floats = (*self._settings.floats, read)
+                self._settings = replace(self._settings, floats=floats)
+                del self._changes[place]
 
-    def _plan(self, live: LiveParts, batch: Batch) -> PlannedStep:
+    def _plan(self, live: LiveParts, batch: Batch) -> tuple[CapturedStep, PlannedStep]:
         def captured() -> CapturedStep:
             return capture_step(
                 self._model,
@@ -296,31 +444,139 @@ class TrainStep:
                 batch,
                 settings=self._settings,
                 results=self._results,
+                keeps_effects=not self._eager_is_free,
             )
 
-        def planned(step: CapturedStep) -> PlannedStep:
-            of_name = live.parts.parameters
-            own = OwnUpdate.of(self._optimizer, step, of_name, self._reason)
-            plan, bound = self._planning.plan(step, live.parts, own)
-            return PlannedStep(plan, bound, step)
+        def planned(step: CapturedStep) -> tuple[CapturedStep, PlannedStep]:
+            key = graph_key(step)
+            found = self._planned.plan_of(key)
+            if found is None:
+                of_name = live.parts.parameters
+                own = OwnUpdate.of(self._optimizer, step, of_name, self._update_reason)
+                try:
+                    plan, bound = self._planning.plan(step, live.parts, own)
+                except PlanningError as e:
+                    e.args = (f"{e}; this is for {batch.signature}", *e.args[1:])
+                    raise
+                found = PlannedStep(key, plan, bound, step.reads.constants)
+            return step, found
 
         return self._results.settled(captured, planned)
 
-    def _key(
-        self, live: LiveParts, batch: Batch, given: Sequence[torch.Tensor]
-    ) -> StepKey:
-        """What a plan was made for."""
-        kinds = tuple([(t.dtype, t.device, t.requires_grad, t.shape) for t in given])
-        modes = tuple([module.training for module in live.modules])
-        fixed = tuple(
-            (key, repr(value))
-            for group in self._optimizer.param_groups
-            for key, value in group.items()
-            if key not in ("params", "lr") and self._settings.recorded
+    def _count_transient(self, captured: CapturedStep, live: LiveParts) -> None:
+        """Note a capture that is valid for one run only.
+
+        Raises:
+            UnsoundCaptureError: Eager mode is the better way.
+        """
+        self._transient_steps += 1
+        if self._transient_steps <= _TRANSIENT_STEPS:
+            return
+        why = captured.reads.transient
+        if self._fits_eagerly(captured, live):
+            raise UnsoundCaptureError(f"{why}, at every step")
+        self._warn(
+            "transient",
+            f"the step is captured anew every time, which is slow: {why}; keep what "
+            "changes from step to step in a tensor (register_buffer) or do it outside "
+            f"of the step. {_ALLOW}",
         )
-        cast = tuple(
-            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-            for kind in DEVICES
+
+    # -- eager mode
+
+    def _waits(self) -> bool:
+        """Return whether the step runs eagerly for now, without another capture.
+
+        A capture is tried again behind 1, 2, 4, 8, ... eager steps: what changed in
+        the first steps, as caches do, may have settled.
+        """
+        count = self._eager_steps
+        return count > 0 and count & (count - 1) != 0
+
+    @property
+    def _eager_is_free(self) -> bool:
+        """Whether eager mode is allowed in whatever memory it takes."""
+        return self._fallback == "eager" or math.isinf(self._planning.budget)
+
+    def _may_run_eagerly(self, error: Exception) -> bool:
+        """Return whether a step that was not captured runs in eager mode instead.
+
+        It does not where its graph was refused for what it computes: then a capture
+        would be refused at every step, and eager mode is the user's choice.
+        """
+        if isinstance(error, UnsoundCaptureError):
+            return self._eager_is_free or self._transient_steps > 0
+        if isinstance(error, MucudnnError):
+            return self._fallback == "eager" and isinstance(error, UnsupportedError)
+        # PyTorch's tracing may fail where eager mode works; an error of the user's own
+        # comes from either.
+        return self._eager_is_free
+
+    def _fits_eagerly(self, captured: CapturedStep, live: LiveParts) -> bool:
+        """Return whether eager mode is allowed for a step that was captured."""
+        if self._eager_is_free:
+            return True
+        if self._fits is not None:
+            return self._fits
+        own = OwnUpdate.of(
+            self._optimizer, captured, live.parts.parameters, self._update_reason
         )
-        others = kinds, modes, fixed, cast, self._settings.key
-        return StepKey(batch.key, others, self._plain.now())
+        unlimited = replace(self._planning, budget=math.inf)
+        with _same_numbers(live.tensors()):
+            plan, _ = unlimited.plan(captured, live.parts, own)
+        # Eager mode keeps all gradients, and copies of them for a fused update.
+        gradients = sum(p.nbytes for p in live.parts.parameters.values())
+        self._fits = bool(plan.peak_bytes + 2 * gradients <= self._planning.budget)
+        return self._fits
+
+    def _eager(self, batch: Batch, error: Exception | None = None) -> Any:
+        """Run one step in eager mode, and say why the first time."""
+        result = run_eager_step(
+            self._model, self._loss_fn, self._optimizer, batch, self._settings
+        )
+        if error is not None:
+            kind = (
+                "" if isinstance(error, MucudnnError) else f"{type(error).__name__}: "
+            )
+            self._warn("eager", f"the step runs in eager mode: {kind}{error}")
+        self._eager_steps += 1
+        return result
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, stacklevel=4)
+
+
+def _place(read: Read) -> Any:
+    return read.kind, id(read.holder), read.key
+
+
+def _same_numbers(given: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Have the step draw again what is drawn while it is measured."""
+    devices = {t.device.index for t in given if t.is_cuda}
+    fork: AbstractContextManager[None] = torch.random.fork_rng(devices=sorted(devices))
+    return fork
+
+
+def _checked_overlaps(
+    captured: CapturedStep, given: Sequence[torch.Tensor]
+) -> Overlaps:
+    """Return which inputs of a step share memory.
+
+    Raises:
+        UnsoundCaptureError: The step changes one of them: the graph has each input for
+            itself, so that the other would not change with it.
+    """
+    overlaps = overlaps_of(given)
+    (output,) = captured.module.graph.find_nodes(op="output")
+    inputs = captured.module.graph.find_nodes(op="placeholder")
+    results = output.args[0][-len(inputs) :]
+    for pair in overlaps:
+        if any(results[i] not in inputs for i in pair):
+            first, second = (captured.names[i] for i in pair)
+            raise UnsoundCaptureError(
+                f"{first} and {second} share memory, and the step changes it; give "
+                "each a copy of its own (clone), or make both one parameter"
+            )
+    return overlaps

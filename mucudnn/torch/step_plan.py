@@ -94,16 +94,15 @@ class TorchPlan:
         return "" if gap is None else f", at most {gap:.1%} above the best plan"
 
     def __str__(self) -> str:
-        budget = (
-            "no budget"
-            if self.budget == float("inf")
-            else f"a budget of {format_bytes(int(self.budget))}"
-        )
+        bound = () if self.budget == float("inf") else (int(self.budget),)
+        budget = "no budget"
+        if bound:
+            budget = f"a budget of {format_bytes(*bound, self.peak_bytes)}"
         leaving, again = self.leaving, self.recomputed
         prediction = self.plan.prediction
         lines = [
             *([self.name] if self.name else []),
-            f"peak {format_bytes(self.peak_bytes)} within {budget}, "
+            f"peak {format_bytes(self.peak_bytes, *bound)} within {budget}, "
             f"{format_bytes(self.resident_bytes)} of it resident; "
             f"{format_bytes(self.given_bytes)} are the caller's",
             f"predicted {prediction.step_ms:.1f} ms, {self.slowdown:.3f} of the time "

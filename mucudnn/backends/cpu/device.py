@@ -81,9 +81,15 @@ class CpuDevice:
         window = buffer[offset : offset + spec.nbytes]
         return window.view(spec.dtype).reshape(spec.shape)
 
-    def dense(self, array: Any) -> Any:
+    def dense(self, array: Any, *, copy: bool = False) -> Any:
         """A C-contiguous array."""
+        if copy:
+            return array.copy()
         return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+    def overlap(self, one: Any, other: Any) -> bool:
+        """By their bounds, which is exact: neither has gaps."""
+        return np.may_share_memory(one, other)
 
     def randomize(self, array: Any) -> None:
         """Uniform in [-1, 1)."""

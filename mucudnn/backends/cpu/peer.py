@@ -59,7 +59,7 @@ class SharedSegment:
         self.name = f"peer:{index}"
         self.nbytes = nbytes
         if nbytes > (free := shutil.disk_usage(_SEGMENTS).free):
-            raise self._full(f"{format_bytes(free)} are free")
+            raise self._full(f"{format_bytes(free, nbytes)} are free", free)
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
         command = [sys.executable, "-P", "-c", _START, path, str(nbytes)]
         pipe = subprocess.PIPE
@@ -111,10 +111,10 @@ class SharedSegment:
         with self.segment.open("r+b") as file:
             return mmap.mmap(file.fileno(), max(1, self.nbytes))
 
-    def _full(self, reason: str) -> OutOfMemoryError:
+    def _full(self, reason: str, *free: int) -> OutOfMemoryError:
+        needed = format_bytes(self.nbytes, *free)
         return OutOfMemoryError(
-            f"no room for {format_bytes(self.nbytes)} of {self.name} in shared memory: "
-            f"{reason}"
+            f"no room for {needed} of {self.name} in shared memory: {reason}"
         )
 
     def _line(self) -> bytes:

@@ -120,12 +120,19 @@ class CudaDevice:
         window = buffer[offset : offset + spec.nbytes]
         return window.view(_dtype(spec.dtype)).reshape(spec.shape)
 
-    def dense(self, array: Any) -> Any:
+    def dense(self, array: Any, *, copy: bool = False) -> Any:
         """A C-contiguous array."""
-        if array.flags.c_contiguous:
+        packed = array.flags.c_contiguous
+        if packed and not copy:
             return array
         with self._room_for(f"a packed copy of {array.nbytes} bytes"), told("packing"):
-            return self._cupy.ascontiguousarray(array)
+            return array.copy() if packed else self._cupy.ascontiguousarray(array)
+
+    def overlap(self, one: Any, other: Any) -> bool:
+        """By their addresses, which are unique among all devices."""
+        first, second = one.data.ptr, other.data.ptr
+        found: bool = first < second + other.nbytes and second < first + one.nbytes
+        return found
 
     def randomize(self, array: Any) -> None:
         """Uniform in [-1, 1), in slices, so that little memory is needed beside it."""
@@ -286,7 +293,7 @@ class DescribedDevice:
         )
 
     available_bytes = allocate = view = dense = randomize = upload = download = _refuse
-    queue = begin = record = elapsed_ms = host = copier = peer = _refuse
+    overlap = queue = begin = record = elapsed_ms = host = copier = peer = _refuse
 
 
 def _dtype(name: str) -> Any:

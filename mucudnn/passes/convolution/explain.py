@@ -162,7 +162,8 @@ def _excluded_lines(
         over = perf.workspace - workspace_limit
         yield (
             f"- {perf.algo} would take {perf.time_ms:.4g} ms undivided but needs "
-            f"{_size(perf.workspace)}, {_size(over)} over the limit."
+            f"{_size(perf.workspace, workspace_limit)}, {_size(over)} over the limit "
+            f"of {format_bytes(workspace_limit, perf.workspace)}."
         )
     if len(faster) > _MOST_LINES:
         yield f"- {len(faster) - _MOST_LINES} more would be faster, but need more, too."
@@ -281,8 +282,8 @@ def _needs(perf: AlgoPerf) -> str:
     return f"{perf.algo} takes {perf.time_ms:.4g} ms with {_size(perf.workspace)}"
 
 
-def _size(nbytes: int) -> str:
-    return "no workspace" if nbytes == 0 else format_bytes(nbytes)
+def _size(nbytes: int, *beside: int) -> str:
+    return "no workspace" if nbytes == 0 else format_bytes(nbytes, *beside)
 
 
 def _ratio(reference_ms: float, time_ms: float) -> float:

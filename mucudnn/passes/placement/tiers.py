@@ -136,20 +136,23 @@ def _no_room(
     tiers: Sequence[MemoryTier],
     held: int = 0,
 ) -> PlanningError:
-    there = ", ".join(
-        f"{'all' if math.isinf(t.nbytes) else format_bytes(int(t.nbytes))} of {t.name}"
+    short, needed = pack(left).nbytes, pack(blocks).nbytes
+    sizes = (
+        "all" if math.isinf(t.nbytes) else format_bytes(int(t.nbytes), short, needed)
         for t in tiers
     )
+    there = ", ".join(f"{n} of {t.name}" for n, t in zip(sizes, tiers, strict=True))
     beside = f", {held} parameters and state beside it" if held else ""
     what = (
-        f"no room for {exact_bytes(pack(left).nbytes)} of the "
-        f"{exact_bytes(pack(blocks).nbytes)} that leave the device"
+        f"no room for {exact_bytes(short)} of the {exact_bytes(needed)} that leave the "
+        "device"
     )
     if not there:
         return PlanningError(
             f"{what}; they are parameters and state, which go where the host can read "
             "them: add the tier host or disk:FOLDER"
         )
-    return PlanningError(
-        f"{what}; there are {there}{beside}: give more of them, or another tier"
-    )
+    remedy = "give more of them, or another tier"
+    if any(t.name.startswith("disk:") for t in tiers):
+        remedy += "; a disk's free space and `ulimit -f` count, too"
+    return PlanningError(f"{what}; there are {there}{beside}: {remedy}")

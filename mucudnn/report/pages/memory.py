@@ -8,7 +8,7 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.report.markup import Child, Markup, tag
 from mucudnn.report.memory_charts import Series, lanes_chart, memory_chart, speed_chart
 from mucudnn.report.memory_stack import KINDS, stack_chart
-from mucudnn.report.memory_text import placed_words, technique_table
+from mucudnn.report.memory_text import budget_text, placed_words, technique_table
 from mucudnn.report.pages.page import big_card, header, page, swatches, table
 from mucudnn.report.words import bytes_text, ms_text, speedup_text
 from mucudnn.studies.memory_study import MemoryStudy
@@ -32,7 +32,7 @@ _QUEUES = {
 
 def memory_report(study: MemoryStudy) -> str:
     """The whole file, as text."""
-    title = f"{study.spec.title} within {bytes_text(study.budget)}"
+    title = f"{study.spec.title} within {budget_text(study)}"
     image = "×".join(map(str, study.image))
     facts = (
         f"Batch {study.spec.batch}, images of {image}, "
@@ -83,7 +83,7 @@ def _cards(study: MemoryStudy) -> Markup:
         prediction = best.plan.prediction
         cards += [
             big_card(
-                f"{best.policy} within {bytes_text(study.budget)}",
+                f"{best.policy} within {budget_text(study)}",
                 speedup_text(study.slowdown(best)),
                 f"the time of a step without a budget{_rival(study)}",
                 f"{ms_text(prediction.step_ms)} ms; no order of the same work takes "
@@ -100,7 +100,7 @@ def _cards(study: MemoryStudy) -> Markup:
     else:
         cards.append(
             big_card(
-                f"Within {bytes_text(study.budget)}",
+                f"Within {budget_text(study)}",
                 "nothing fits",
                 "of what was tried",
                 "see the table for how many bytes each is short",
@@ -110,7 +110,7 @@ def _cards(study: MemoryStudy) -> Markup:
         cards.append(
             big_card(
                 "The least budget",
-                bytes_text(study.minimum),
+                bytes_text(study.minimum, study.budget),
                 "that any policy can run the step in",
                 f"{study.minimum / whole.peak_bytes:.0%} of what it takes without one",
             )
@@ -190,7 +190,7 @@ def _table(study: MemoryStudy) -> Markup:
     faint = {i for i, technique in enumerate(study.techniques) if not technique.fits}
     return _panel(
         "Every technique",
-        f"Within {bytes_text(study.budget)}. The peak of one that does not fit is what "
+        f"Within {budget_text(study)}. The peak of one that does not fit is what "
         "it needs at the least. Bound: no order of the same computations and copies "
         "takes less.",
         tag("p", placed_words(study), class_="soft"),

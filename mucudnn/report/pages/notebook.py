@@ -20,7 +20,7 @@ from mucudnn.report.charts import plan_bar
 from mucudnn.report.fleet_text import fleet_facts, fleet_heading
 from mucudnn.report.markup import Child, Markup, tag
 from mucudnn.report.memory_stack import KINDS, stack_chart
-from mucudnn.report.memory_text import heading
+from mucudnn.report.memory_text import budget_text, heading
 from mucudnn.report.pages.comparison import comparison_body
 from mucudnn.report.pages.fleet import SHEETS as FLEET_SHEETS, fleet_body
 from mucudnn.report.pages.memory import SHEETS, memory_body, memory_report
@@ -105,7 +105,7 @@ def placed_step(placed: PlacedStep) -> str:
 
 def memory_study(study: MemoryStudy) -> str:
     """The report's cards, pictures and table of techniques."""
-    facts = f"{heading(study)}; budget {bytes_text(study.budget)}"
+    facts = f"{heading(study)}; budget {budget_text(study)}"
     return _piece(SHEETS, "Memory of a training step", facts, memory_body(study))
 
 

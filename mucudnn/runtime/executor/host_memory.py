@@ -7,6 +7,7 @@ whoever writes to the mapping later.
 """
 
 import errno
+import math
 import mmap
 import os
 import tempfile
@@ -173,12 +174,14 @@ class Tiers:
             }
         found, left = in_tiers(blocks, [tier.nbytes for tier in self._tiers])
         if left:
+            short, needed = pack(left).nbytes, pack(blocks).nbytes
             there = ", ".join(
-                f"{format_bytes(tier.nbytes)} of {tier.name}" for tier in self._tiers
+                f"{format_bytes(tier.nbytes, short, needed)} of {tier.name}"
+                for tier in self._tiers
             )
             raise OutOfMemoryError(
-                f"no room for {format_bytes(pack(left).nbytes)} of the "
-                f"{format_bytes(pack(blocks).nbytes)} that leave the device; "
+                f"no room for {format_bytes(short, needed)} of the "
+                f"{format_bytes(needed, short)} that leave the device; "
                 f"there are {there or 'no tiers'}"
             )
         return {name: self._slot(name, *at, sizes[name]) for name, at in found.items()}
@@ -206,15 +209,28 @@ def _reserve(file: int, nbytes: int, where: Path) -> None:
         full = isinstance(e, OverflowError) or e.errno in _FULL
         if not full:
             raise
+        if nbytes > (most := file_size_limit()):
+            raise OutOfMemoryError(
+                f"no file in {where} may have {format_bytes(nbytes, int(most))}: the "
+                f"limit of this process is {format_bytes(int(most), nbytes)} a file "
+                "(`ulimit -f` in blocks); raise it, or give less of this tier"
+            ) from e
+        stat = os.statvfs(where)
+        free = stat.f_bavail * stat.f_frsize
         raise OutOfMemoryError(
-            f"no room for {format_bytes(nbytes)} on the disk of {where}; "
-            f"{_free(where)} are free"
+            f"no room for {format_bytes(nbytes, free)} on the disk of {where}; "
+            f"{format_bytes(free, nbytes)} are free, perhaps less by a quota"
         ) from e
 
 
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
-def _free(where: Path) -> str:
-    stat = os.statvfs(where)
-    return format_bytes(stat.f_bavail * stat.f_frsize)
+def file_size_limit() -> float:
+    """Return how many bytes a file of this process may have; infinity for no limit."""
+    try:
+        import resource
+    except ImportError:  # a system without such limits
+        return math.inf
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return math.inf if most == resource.RLIM_INFINITY else most

@@ -197,11 +197,11 @@ class BestFit:
     def _shortage(self, name: str, nbytes: int) -> str:
         """Why there is no room, and for what there would be."""
         now = self.statistics
+        sizes = nbytes, self.nbytes, now.free_bytes, now.largest_hole
+        needed, whole, free, hole = (format_bytes(size, *sizes) for size in sizes)
         return (
-            f"no room for {name!r} of {format_bytes(nbytes)} in {self._where} of "
-            f"{format_bytes(self.nbytes)}: {format_bytes(now.free_bytes)} are free, "
-            f"the largest hole is {format_bytes(now.largest_hole)}; {self._alive()}; "
-            f"{self._remedy(nbytes)}"
+            f"no room for {name!r} of {needed} in {self._where} of {whole}: {free} are "
+            f"free, the largest hole is {hole}; {self._alive()}; {self._remedy(nbytes)}"
         )
 
     def _alive(self) -> str:

@@ -16,7 +16,12 @@ from typing import Literal
 from mucudnn.backends.base import Device, Tier
 from mucudnn.ir.sizes import format_bytes, parse_bytes, parse_integer
 from mucudnn.passes.placement.layout import PlacedStep
-from mucudnn.runtime.executor.host_memory import DiskTier, HostTier, Tiers
+from mucudnn.runtime.executor.host_memory import (
+    DiskTier,
+    HostTier,
+    Tiers,
+    file_size_limit,
+)
 
 __all__ = ["OpenTiers", "TierChoice", "parse_tiers"]
 
@@ -77,7 +82,8 @@ class TierChoice:
         if self.kind != "disk":
             return self.nbytes
         with suppress(OSError):  # opening it will say what is wrong
-            return min(self.nbytes, shutil.disk_usage(self.argument).free)
+            free = shutil.disk_usage(self.argument).free
+            return min(self.nbytes, free, file_size_limit())
         return self.nbytes
 
     def open(self, device: Device, nbytes: int) -> Tier:

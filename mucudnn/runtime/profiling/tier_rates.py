@@ -26,11 +26,16 @@ __all__ = ["forecast_tiers", "measured_tiers", "tier_at"]
 _HERE = "cpu"
 
 
-def tier_at(choice: TierChoice, out_rate: float, in_rate: float) -> MemoryTier:
-    """A tier as planners see it, at rates in bytes a millisecond."""
+def tier_at(
+    choice: TierChoice, out_rate: float, in_rate: float, room: float | None = None
+) -> MemoryTier:
+    """A tier as planners see it, at rates in bytes a millisecond.
+
+    `room` is how much of it there is, if that was looked up.
+    """
     return MemoryTier(
         name=str(choice),
-        nbytes=choice.room(),
+        nbytes=choice.room() if room is None else room,
         out_bytes_per_ms=out_rate,
         in_bytes_per_ms=in_rate,
         addressable=choice.addressable,
@@ -58,12 +63,15 @@ def measured_tiers(
 def _measured(device: Device, choice: TierChoice, memory: int) -> MemoryTier:
     if choice.bytes_per_ms is not None:
         return tier_at(choice, choice.bytes_per_ms, choice.bytes_per_ms)
-    size = max(1, int(min(LINK_BYTES, memory, choice.nbytes)))
+    # The file that is measured with takes room itself: half of what is free at most.
+    room = choice.room()
+    spare = room / 2 if choice.kind == "disk" else room
+    size = max(1, int(min(LINK_BYTES, memory, spare)))
     spec = TensorSpec("the link's buffer", (size,), "uint8")
     with closing(choice.open(device, size)) as tier:
         buffer = device.view(device.allocate(size), 0, spec)
         device.upload(np.zeros(spec.shape, np.uint8), buffer)
-        return tier_at(choice, *link_rates(device, buffer, tier))
+        return tier_at(choice, *link_rates(device, buffer, tier), room)
 
 
 def forecast_tiers(

@@ -3,19 +3,31 @@
 A workspace that cannot be had is answered by the next smaller plan. A kernel that fails
 after some micro-batches is answered by finishing the samples that are left with the
 algorithm that asks for least; what was written stays, so that nothing is added twice.
+What a divided plan computes can be compared with an undivided run now and then.
 
 A library that writes its execution plans as text need not look for the engine again:
 the text is kept beside the measurements, under the same key.
 """
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
+from mucudnn.arguments import a_flag
 from mucudnn.backends.base import Array, Backend, Buffer, Device, PlanTexts, Runner
-from mucudnn.errors import MucudnnError, OutOfMemoryError, StepFailedError
+from mucudnn.errors import (
+    BackendError,
+    MucudnnError,
+    OutOfMemoryError,
+    StepFailedError,
+    VerificationError,
+)
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
+from mucudnn.ir.numerics import DOWN_CONVERT, TF32
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.database.cache import BenchmarkCache
 
@@ -28,6 +40,10 @@ _ADDING = "+="
 
 _Kernel = tuple[ConvProblem, str, bool]
 """Problem, algorithm and whether it adds, of a micro-batch."""
+
+_Operands = tuple[Array, Array, Array]
+
+_EPSILON = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
 
 
 def run_plan(
@@ -43,11 +59,16 @@ def run_plan(
     """Run the micro-batches of a plan once.
 
     Operands are those of `ConvLibrary.run` for the whole mini-batch; `workspace` holds
-    at least `plan.workspace` bytes. To run it often, bind it: `backend.bind(plan)`.
+    at least `plan.workspace` bytes. To run it often, bind it: `backend.bind(plan)`,
+    which does not check whether arrays overlap.
 
     Raises:
         StepFailedError: A kernel failed.
+        ValueError: `out` shares memory with an operand or the workspace.
     """
+    for name, array in (("a", a), ("b", b), ("workspace", workspace)):
+        if array is not None and backend.device.overlap(array, out):
+            raise ValueError(f"out shares memory with {name}; give another array")
     backend.bind(plan).run(a, b, out, workspace, accumulate)
 
 
@@ -89,6 +110,7 @@ class BoundPlan:
             asked only once memory is short.
         arena: Where workspace comes from.
         replay: Whether the backend should launch the whole plan at once.
+        verify: Of how many runs one is compared with an undivided run; 0 for none.
     """
 
     def __init__(
@@ -99,12 +121,14 @@ class BoundPlan:
         arena: Arena,
         *,
         replay: bool = False,
+        verify: int = 0,
     ) -> None:
         self._backend = backend
         self._device = backend.device
         self._smaller = smaller
         self._arena = arena
         self._replay = replay
+        self._verify = verify
         self._out = plan.problem.operands()[2]
         self._nbytes = self._out.nbytes
         self.use(plan)
@@ -117,6 +141,7 @@ class BoundPlan:
     def use(self, plan: ConvPlan) -> None:
         """Run another plan of the same problem from now on."""
         self._runner = self._backend.bind(plan, replay=self._replay)
+        self._unverified = 0  # runs since the last that was verified, with it
 
     def __call__(
         self, a: Array, b: Array, out: Array = None, accumulate: bool = False
@@ -124,29 +149,42 @@ class BoundPlan:
         """Compute into `out`, or into a new array.
 
         Shapes and types of `a` and `b` are known to be right, `out` is checked; with
-        `accumulate` it is added to.
+        `accumulate` it is added to. Operands that `out` would overwrite are copied.
 
         Raises:
             ValueError: `out` cannot take the result.
+            VerificationError: An undivided run gives other results.
             OutOfMemoryError: There is no room even for the smallest plan.
             StepFailedError: A kernel failed and so did every other algorithm.
         """
         device = self._device
         if out is None and not accumulate:
-            out = device.view(device.allocate(self._nbytes), 0, self._out)
+            out = self._new_output()
+            a, b = device.dense(a), device.dense(b)
         else:
             check_out(device, self._out, out, accumulate)
-        a, b = device.dense(a), device.dense(b)
+            a = device.dense(a, copy=device.overlap(a, out))
+            b = device.dense(b, copy=device.overlap(b, out))
         runner = self._runner
         try:
             workspace = self._arena.get(runner.plan.workspace)
         except OutOfMemoryError as e:
             runner, workspace = self._fall_back(runner, e)
+        verify = None
+        if self._verify and runner.plan.divided:
+            if self._unverified == 0:
+                added_to = out if accumulate else None
+                verify = self._verifier(runner.plan, a, b, added_to)
+            else:
+                self._unverified = (self._unverified + 1) % self._verify
         try:
             runner.run(a, b, out, workspace, accumulate)
         except StepFailedError as e:
             logger.warning("%s; finishing with another algorithm", e)
             self._finish(e, a, b, out, accumulate)
+        if verify is not None:
+            verify(out)
+            self._unverified = 1 % self._verify
         return out
 
     def _fall_back(self, runner: Runner, error: OutOfMemoryError) -> tuple[Runner, Any]:
@@ -167,7 +205,7 @@ class BoundPlan:
                 smaller.workspace,
             )
             runner = self._backend.bind(smaller, replay=self._replay)
-            self._runner = runner
+            self._runner, self._unverified = runner, 0
             try:
                 return runner, self._arena.get(smaller.workspace)
             except OutOfMemoryError as e:
@@ -186,19 +224,100 @@ class BoundPlan:
             accumulate = accumulate or done > 0
         else:
             operands = (a[window], b, out[window])
+        algo = self._run_undivided(problem, operands, accumulate, failure.algo)
+        if algo is None:
+            raise failure
+        logger.warning("%s finished the last %d samples", algo, problem.batch)
+
+    def _run_undivided(
+        self, problem: ConvProblem, operands: _Operands, adds: bool, without: str = ""
+    ) -> str | None:
+        """Run a problem in one call with little workspace; return which algorithm did.
+
+        None means that every algorithm failed.
+        """
         conv = self._backend.conv
         for algo, nbytes in sorted(conv.algorithms(problem), key=lambda pair: pair[1]):
-            if algo == failure.algo:
+            if algo == without:
                 continue
             try:
                 workspace = self._arena.get(nbytes)
-                conv.run(problem, algo, *operands, workspace, accumulate=accumulate)
+                conv.run(problem, algo, *operands, workspace, accumulate=adds)
             except (MucudnnError, MemoryError) as e:
                 logger.warning("%s failed too: %s", algo, e)
             else:
-                logger.warning("%s finished the last %d samples", algo, problem.batch)
-                return
-        raise failure
+                return algo
+        return None
+
+    def _new_output(self) -> Array:
+        return self._device.view(self._device.allocate(self._nbytes), 0, self._out)
+
+    def _verifier(
+        self, plan: ConvPlan, a: Array, b: Array, added_to: Array
+    ) -> Callable[[Array], None]:
+        """Run the problem undivided; return what compares a result with that.
+
+        Differences count relative to the largest result, of each sample where samples
+        are independent; what cancels has the scale of the products it is the sum of.
+        """
+        device, problem = self._device, plan.problem
+        k, *taps = problem.w_shape
+        terms = {
+            Direction.FORWARD: math.prod(taps),
+            Direction.BACKWARD_DATA: k // problem.groups * math.prod(taps[1:]),
+            Direction.BACKWARD_FILTER: problem.batch * math.prod(problem.y_shape[2:]),
+        }[problem.direction]
+        summed = problem.direction is Direction.BACKWARD_FILTER
+
+        def largest(array: Array) -> Any:
+            values = np.abs(device.download(array)).astype(np.float64)
+            axes = None if summed else tuple(range(1, values.ndim))
+            return values.max(axis=axes, keepdims=True)
+
+        with np.errstate(all="ignore"):
+            scale = largest(a) * largest(b).max() * math.sqrt(terms)
+        expected = self._new_output()
+        if added_to is not None:
+            scale = np.maximum(scale, largest(added_to))
+            expected = device.dense(added_to, copy=True)
+        algo = self._run_undivided(problem, (a, b, expected), added_to is not None)
+        if algo is None:
+            raise BackendError(f"{problem} cannot be verified: nothing runs it at once")
+        scale = np.maximum(scale, largest(expected))
+        wanted = device.download(expected).astype(np.float64)
+        modes = {step.math_mode for step in plan.steps}
+        most = _tolerance(
+            plan, terms, modes | {self._backend.conv.traits(problem, algo).math_mode}
+        )
+
+        def check(out: Array) -> None:
+            found = device.download(out).astype(np.float64)
+            with np.errstate(all="ignore"):
+                error = np.abs(found - wanted) / scale
+            error[np.isnan(error)] = np.inf
+            # Each algorithm spreads operands that are not finite in its own way.
+            error[(found == wanted) | ~np.isfinite(scale)] = 0
+            at = np.unravel_index(np.argmax(error), error.shape)
+            if error[at] > most:
+                raise VerificationError(
+                    f"{problem}: {plan} differs from {algo} in one call by "
+                    f"{error[at]:.2g} of the results' magnitude at "
+                    f"{tuple(map(int, at))}: {found[at]:.9g}, not {wanted[at]:.9g}; "
+                    f"rounding explains {most:.1g}. Do not use `out`; "
+                    "Tuner(planner='undivided') does without divisions"
+                )
+
+        return check
+
+
+def _tolerance(plan: ConvPlan, terms: int, modes: set[str]) -> float:
+    """What rounding explains, of operands and parts, and in sums of so many terms."""
+    fine = coarse = _EPSILON[plan.problem.dtype]
+    if plan.problem.itemsize < 4:  # summed in float32
+        fine = _EPSILON["float32"]
+    elif modes & {TF32, DOWN_CONVERT}:  # TF32 has the digits of float16
+        coarse = _EPSILON["bfloat16" if DOWN_CONVERT in modes else "float16"]
+    return (3 + len(plan.steps)) * coarse + 64 * fine * math.sqrt(terms)
 
 
 def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) -> None:
@@ -206,8 +325,9 @@ def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) ->
 
     Raises:
         ValueError: It is of another shape, type or order, or is missing.
-        TypeError: It is no array.
+        TypeError: It is no array, or `accumulate` no truth value.
     """
+    a_flag("accumulate", accumulate)
     if out is None:
         if accumulate:
             raise ValueError("accumulate=True adds to `out`, which was not given")
@@ -220,6 +340,8 @@ def check_out(device: Device, spec: TensorSpec, out: Array, accumulate: bool) ->
         raise ValueError(f"out must be {spec.dtype} {spec.shape}, got {dtype} {shape}")
     if device.dense(out) is not out:
         raise ValueError("out must be densely packed, in the order of the layout")
+    if not getattr(getattr(out, "flags", None), "writeable", True):
+        raise ValueError("out must be writable; it is a read-only array")
 
 
 def restore_plans(backend: Backend, cache: BenchmarkCache, plan: ConvPlan) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mucudnn.backends.base import Backend, Buffer
+from mucudnn.backends.base import Backend, Buffer, Device
 from mucudnn.backends.recorded import recording_of
 from mucudnn.errors import MucudnnError, OutOfMemoryError, UnsupportedError
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
-from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.ir.status import RowStatus
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing, measure
@@ -30,6 +30,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_ORDINARY = 1 << 30
+"""Bytes for which nobody looks how much memory is free: that takes a while."""
 
 _LEAST_RUNS = 2
 """A warm-up and a sample; a row of a warm-up alone is not remembered."""
@@ -58,8 +61,27 @@ def check_memory(
     needed = sum(spec.nbytes for spec in specs) + workspace
     if needed > memory_limit:
         raise OutOfMemoryError(
-            f"needs {format_bytes(needed)} with its operands, "
-            f"the memory limit is {format_bytes(int(memory_limit))}"
+            f"needs {format_bytes(needed, int(memory_limit))} with its operands, "
+            f"the memory limit is {format_bytes(int(memory_limit), needed)}"
+        )
+
+
+def check_room(device: Device, what: str, specs: Iterable[TensorSpec]) -> None:
+    """Raise `OutOfMemoryError` where tensors are larger than the memory that is free.
+
+    Nothing is checked on a device that does not know how much that is.
+    """
+    needed = sum(spec.nbytes for spec in specs)
+    if needed <= _ORDINARY:
+        return
+    try:
+        free = device.available_bytes()
+    except UnsupportedError:
+        return
+    if needed > free:
+        raise OutOfMemoryError(
+            f"{what} takes {exact_bytes(needed)}, and {exact_bytes(free)} of memory "
+            "are free; check padding, stride and shapes, or give fewer samples at once"
         )
 
 

@@ -14,6 +14,7 @@ from mucudnn.ir.limits import ANY_LIMIT, LimitRange
 from mucudnn.ir.status import RowStatus
 from mucudnn.passes.convolution.pareto import check_divisible
 from mucudnn.passes.microbatch import BatchPolicy, candidate_batches
+from mucudnn.runtime.tuning.kernel_bench import check_room
 from mucudnn.runtime.tuning.sweep import Sweep
 from mucudnn.runtime.tuning.workers import refuse_other_model
 
@@ -66,6 +67,7 @@ class Measurer:
 
         Raises:
             PlanningError: There are too many samples to be divided.
+            OutOfMemoryError: There is no room for the smallest micro-batch.
         """
         (table,) = self.tables([problem], time_limit_s, memory_limit, limits)
         return table
@@ -114,6 +116,11 @@ class Measurer:
         found = self._known(problems, limits)
         missing = [problem for problem in problems if problem not in found]
         together = self.sweep.workers is not None
+        for problem in () if together else missing:
+            least = problem.with_batch(
+                min(candidate_batches(problem.batch, self.batch_policy))
+            )
+            check_room(self.backend.device, f"the least of {least}", least.operands())
         begun = time.monotonic()
         for some in [missing] if together else [[problem] for problem in missing]:
             if time_limit_s is None:

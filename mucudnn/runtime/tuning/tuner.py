@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, NoReturn, Self
 
+from mucudnn.arguments import an_integer
 from mucudnn.backends import Backend, get_backend
 from mucudnn.forks import Own
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
@@ -68,6 +69,11 @@ class Tuner:
             (`strict,deterministic`).
         replay: Launch a whole plan at once where the backend can (a CUDA graph): for
             calls that come back with the same operands.
+        verify: Compare the result of a divided plan with that of one undivided call
+            on the same operands: its first run, and every `verify`-th from there (1:
+            every run). Such a run takes several times as long and memory for another
+            result; a difference that rounding does not explain is a
+            `VerificationError`. None or 0 compares nothing.
         benchmark_backends: Devices of one model to measure on at once; `backend` alone
             if none are given.
         rule: When a kernel has been timed enough.
@@ -82,8 +88,8 @@ class Tuner:
     Raises:
         ValueError: A name, size or policy is not valid, the devices differ, or there is
             an executor besides.
-        TypeError: `cache` is nothing that measurements can be remembered in, or
-            `executor` nothing that takes tasks.
+        TypeError: `cache` is nothing that measurements can be remembered in,
+            `executor` nothing that takes tasks, or `verify` no number.
     """
 
     def __init__(
@@ -101,6 +107,7 @@ class Tuner:
         validate: bool = True,
         numerics: Numerics | str = "tf32",
         replay: bool = False,
+        verify: int | None = None,
         benchmark_backends: Sequence[Backend] = (),
         rule: StoppingRule | None = None,
         progress: Callable[[Measured], None] | None = None,
@@ -152,6 +159,12 @@ class Tuner:
         )
         self._validator = Validator(self.backend, lambda: self.cache, self.rule, memory)
         self._validates, self._replay = validate, replay
+        if isinstance(verify, bool):
+            raise TypeError(
+                f"verify is a number of runs, got {verify}; 1 verifies every run, 100 "
+                "every hundredth, None none"
+            )
+        self._verify = 0 if verify is None else an_integer("verify", verify, least=0)
         self._arena = Arena(self.backend.device)
         self.bound: dict[Hashable, BoundPlan] = {}
         """By problem, and by what it was called with: the fast way to the same plan."""
@@ -320,7 +333,12 @@ class Tuner:
                 known.use(plan)
                 return known
             ready = BoundPlan(
-                self.backend, plan, self._smaller, self._arena, replay=self._replay
+                self.backend,
+                plan,
+                self._smaller,
+                self._arena,
+                replay=self._replay,
+                verify=self._verify,
             )
             self.bound[plan.problem] = ready
             return ready

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from mucudnn.errors import UnsupportedError
+
 __all__ = ["Batch", "called"]
 
 _DECIDED = (bool, str, type(None))
@@ -33,7 +35,13 @@ class Batch:
 
         Raises:
             TypeError: One of them is neither a tensor nor a switch.
+            UnsupportedError: This is within `torch.inference_mode()`.
         """
+        if torch.is_inference_mode_enabled():
+            raise UnsupportedError(
+                "a step is called within torch.inference_mode(), where PyTorch keeps "
+                "no gradients; call it outside"
+            )
         if not args and not kwargs:
             raise TypeError("a step is called with a batch, such as step(x, y)")
         plain = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)
@@ -50,10 +58,12 @@ class Batch:
         return cls(tensors, form, leaves)
 
     @property
-    def key(self) -> Any:
-        """Equal for batches that one plan serves."""
-        layouts = tuple([(t.shape, t.stride(), t.dtype) for t in self.tensors])
-        return layouts, self.form, self.leaves
+    def signature(self) -> str:
+        """The shapes and types of the tensors, as a message shows them."""
+        shown = [
+            f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in self.tensors
+        ]
+        return f"a batch of {', '.join(shown)}" if shown else "a batch without tensors"
 
     def arguments(
         self, tensors: Sequence[torch.Tensor]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from mucudnn.torch.capture.reads import ReadRecorder
+
 __all__ = ["CountedAverages", "average_weight"]
 
 _FIRST = 0.6180339887498949
@@ -44,11 +46,17 @@ class CountedAverages:
         self._counts: dict[float, torch.fx.Node] = {}
 
     @contextmanager
-    def marked(self) -> Iterator[None]:
-        """Each has a momentum of its own, which `called` knows."""
+    def marked(self, recorder: ReadRecorder) -> Iterator[None]:
+        """Each has a momentum of its own, which `called` knows.
+
+        Args:
+            recorder: Is told, so that the marks are no state of the user's.
+        """
         self._marks = {_mark(i): norm for i, norm in enumerate(self._norms.values())}
         self._counts = {}
         for mark, norm in self._marks.items():
+            label = f"{type(norm).__name__}.momentum"
+            recorder.lend(vars(norm), "momentum", label)
             norm.momentum = mark
         try:
             yield

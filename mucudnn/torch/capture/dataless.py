@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.batches import Batch
 from mucudnn.torch.capture.optimizers import make_state
+from mucudnn.torch.capture.parts import check_parts
 
 __all__ = ["DatalessStep"]
 
@@ -54,7 +55,8 @@ class DatalessStep:
             TypeError: Something is of another type.
             UnsupportedError: The model cannot be copied; says why.
         """
-        _check(model, loss_fn, example, optimizer)
+        check_parts(model, loss_fn, optimizer)
+        _check(example)
         named = example if isinstance(example, Mapping) else {}
         given = Batch.of(() if named else tuple(example), named)
         modules = [model]
@@ -62,6 +64,9 @@ class DatalessStep:
             modules.append(loss_fn)
         mode = FakeTensorMode()
         own = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        mine = set(map(id, own))
+        # Those of the optimizer alone are parameters that the model had before.
+        own += [p for group in optimizer.param_groups for p in group["params"]]
         memo: dict[int, Any] = {id(t): _dataless(mode, t) for t in own}
         try:
             copies = [copy.deepcopy(module, memo) for module in modules]
@@ -71,7 +76,7 @@ class DatalessStep:
             ) from e
         lent = _optimizer(optimizer, memo, mode)
         with mode:
-            make_state(lent)
+            make_state(lent, {id(memo[at]) for at in mine})
         batch = replace(given, tensors=tuple(_dataless(mode, t) for t in given.tensors))
         loss_fn = copies[1] if len(copies) > 1 else loss_fn
         return cls(copies[0], loss_fn, batch, lent, optimizer)
@@ -125,31 +130,22 @@ class DatalessStep:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def _check(model: Any, loss_fn: Any, example: Any, optimizer: Any) -> None:
-    """Refuse what is of another type.
+def _check(example: Any) -> None:
+    """Refuse what is no batch.
 
     Raises:
         TypeError: Says what was given and what is wanted.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"the model is a {type(model).__name__}; a Module is wanted")
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; a function is wanted")
     several = isinstance(example, Sequence | Mapping)
     if isinstance(example, torch.Tensor | str) or not several:
         raise TypeError(
-            f"the example is a {type(example).__name__}; a batch is wanted, such as "
-            "(x, y), or a dict of what the model takes by name"
+            "example must be a batch, such as (x, y), or a dict of what the model "
+            f"takes by name, got a {type(example).__name__}"
         )
     if not any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(example)):
         raise TypeError(
-            "the example has no tensor; a batch is wanted, such as (x, y), or a dict "
-            "of what the model takes by name"
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"the optimizer is a {type(optimizer).__name__}; one of torch.optim's is "
-            "wanted"
+            "example must be a batch with tensors, such as (x, y), or a dict of what "
+            "the model takes by name, and has no tensor"
         )
 
 
@@ -172,20 +168,13 @@ def _optimizer(
     """A copy that works on the copied parameters; its hooks are those of the other.
 
     PyTorch's own way to copy one would leave its hooks behind.
-
-    Raises:
-        ValueError: A parameter of it is not the model's.
     """
     lent: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(lent).update(vars(optimizer))
     lent.param_groups = []
     lent.state = defaultdict(dict)
-    for i, group in enumerate(optimizer.param_groups):
-        for j, parameter in enumerate(group["params"]):
-            if id(parameter) not in memo:
-                raise ValueError(
-                    f"parameter {j} of the optimizer's group {i} is not the model's"
-                )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
             lent.state[memo[id(parameter)]] = {
                 key: _dataless(mode, value)
                 if isinstance(value, torch.Tensor)

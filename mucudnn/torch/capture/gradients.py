@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from mucudnn.torch.capture.reads import UnsoundCaptureError
 from mucudnn.torch.capture.settings import StepSettings
 
 __all__ = ["added", "clipped", "leaf_of", "loss_of", "rescaled", "unscaled"]
@@ -52,16 +53,18 @@ def leaf_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A tensor that stands for a parameter, with its hooks.
 
     Raises:
-        ValueError: The parameter has hooks that run when its gradient is stored.
+        UnsoundCaptureError: It has hooks that run when its gradient is stored.
     """
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
-        raise ValueError(
+        raise UnsoundCaptureError(
             "a parameter has a hook that runs when its gradient is stored "
             "(register_post_accumulate_grad_hook); gradients are not stored here: use "
             "register_hook, or a hook of the optimizer"
         )
     leaf = tensor.detach().requires_grad_(parameter.requires_grad)
-    for hook in (parameter._backward_hooks or {}).values():
+    vars(leaf).update(vars(parameter))  # attributes that a user has given it
+    hooks = parameter._backward_hooks if parameter.requires_grad else None
+    for hook in (hooks or {}).values():
         leaf.register_hook(hook)
     return leaf
 

@@ -7,8 +7,9 @@ counts in Python, cannot be recorded: its steps run as they are, behind planned 
 
 import copy
 import inspect
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mucudnn.errors import UnsupportedError
-from mucudnn.torch.capture.watch import put_back, same
 
 __all__ = ["UpdateNotRecordedError", "make_state", "swapped"]
 
@@ -61,9 +61,16 @@ def swapped(
         mine = []
         for j, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
-                raise ValueError(
-                    f"parameter {j} of the optimizer's group {i} is not the model's"
-                )
+                # The model has another by now. Without a gradient this one stays.
+                if parameter.grad is not None:
+                    raise UnsupportedError(
+                        f"parameter {j} of the optimizer's group {i} is not the "
+                        "model's, and has a gradient; make an optimizer of the model's "
+                        "parameters alone, or set the gradient to None"
+                    )
+                mine.append(parameter)
+                of_parameter[parameter].update(old_state.get(parameter, {}))
+                continue
             tensor = parameters[names[id(parameter)]]
             tensor.grad = gradients.get(names[id(parameter)])
             for key, value in old_state.get(parameter, {}).items():
@@ -89,7 +96,7 @@ def swapped(
     finally:
         optimizer.param_groups, optimizer.state = groups, old_state
         kept = {key: vars(optimizer)[key] for key in _OWN & vars(optimizer).keys()}
-        put_back(optimizer, {**own, **kept})
+        _put_back(optimizer, {**own, **kept})
         for tensor in parameters.values():
             tensor.grad = None
 
@@ -136,14 +143,14 @@ def _check_unchanged(
     """
     now = _attributes(optimizer)
     for key in now.keys() | own.keys():
-        if key not in own or key not in now or not same(own[key], now[key]):
+        if key not in own or key not in now or not _same(own[key], now[key]):
             raise UpdateNotRecordedError(
                 f"the optimizer changes its attribute {key!r} in a step"
             )
     for group, other in zip(groups, others, strict=True):
         fixed = {"params", _RATE, *_one_by_one(group)}
         for key in other.keys() - fixed:
-            if key not in group or not same(group[key], other[key]):
+            if key not in group or not _same(group[key], other[key]):
                 raise UpdateNotRecordedError(
                     f"the optimizer changes {key!r} of a group of parameters in a step"
                 )
@@ -155,7 +162,7 @@ def _new(key: str, old: Any, value: Any, outside: Any) -> tuple[torch.Tensor] | 
     Raises:
         UpdateNotRecordedError: What has changed is no tensor, or has another shape.
     """
-    if not isinstance(value, torch.Tensor) and same(outside, value):
+    if not isinstance(value, torch.Tensor) and _same(outside, value):
         return None
     if value is old and isinstance(value, torch.Tensor):
         return None
@@ -171,18 +178,62 @@ def _new(key: str, old: Any, value: Any, outside: Any) -> tuple[torch.Tensor] | 
     return None
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
+def _put_back(holder: object, attributes: Mapping[str, Any]) -> None:
+    """Give an object the attributes that it had; refill containers in place."""
+    now: dict[str, Any] = vars(holder)
+    for key in [key for key in now if key not in attributes]:
+        del now[key]
+    for key, value in attributes.items():
+        held: Any = now.get(key)
+        if type(held) in (dict, set) and type(held) is type(value):
+            if not _same(held, value):
+                held.clear()
+                held.update(value)
+        elif type(held) is list and type(value) is list:
+            held[:] = value
+        else:
+            now[key] = value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether values are one object, or equal plain values nested alike."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(
+            _same(v, other[k]) for k, v in one.items()
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, weakref.ref):
+        return one() is other()
+    if isinstance(one, int | float | complex | str | bytes | set | frozenset):
+        return bool(one == other)
+    return isinstance(one, torch.Size) and one == other
+
+
+def make_state(
+    optimizer: torch.optim.Optimizer, own: Collection[int] | None = None
+) -> None:
     """What PyTorch's optimizers make in their first step, made now.
 
     A momentum that starts as the first gradient is one that started as zero, but with
     dampening. What is not made here is made by the first step, which then has a plan of
     its own.
+
+    Args:
+        optimizer: Whose state it is.
+        own: Parameters that it is made for, by `id`; None stands for all.
     """
     missing = [
         (group, p)
         for group in optimizer.param_groups
         for p in group["params"]
-        if p.requires_grad and not optimizer.state.get(p)
+        if p.requires_grad
+        and (own is None or id(p) in own)
+        and not optimizer.state.get(p)
     ]
     if not missing:
         return

@@ -4,22 +4,64 @@ Checkpoints, schedules and users replace tensors between steps. A plan holds non
 them: they are looked up where the model, the optimizer and the scaler have them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mucudnn.arguments import a_function, of_type
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.optimizers import make_state
+from mucudnn.torch.capture.python_state import Kind, Read
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 
-__all__ = ["LiveParts", "StepParts", "as_tensor", "places_of", "root_of"]
+__all__ = [
+    "LiveParts",
+    "StepParts",
+    "as_tensor",
+    "check_parts",
+    "places_of",
+    "root_of",
+]
 
-_WRAPPERS = frozenset(
-    {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
-)
+_COMPILED = "torch.compile(model, backend=mt.backend(budget=...))"
+
+_WRAPPERS = {
+    "DataParallel": "take the module inside of it, on one device",
+    "DistributedDataParallel": (
+        f"DistributedDataParallel({_COMPILED}) keeps a budget on every rank, and "
+        "mt.distribute divides batches among ranks; the module inside of it alone "
+        "would train every rank by itself"
+    ),
+    "FullyShardedDataParallel": (
+        f"shard the model with torch.distributed.fsdp.fully_shard; {_COMPILED} keeps a "
+        "budget there"
+    ),
+    "FSDPModule": f"{_COMPILED} keeps a budget under fully_shard",
+}
+"""Classes of modules that spread a model, and what works in place of a step."""
+
+
+def check_parts(model: Any, loss_fn: Any, optimizer: Any) -> None:
+    """Refuse what a step cannot be made of.
+
+    Raises:
+        TypeError: Something is of another type.
+        ValueError: The optimizer has no parameter of the model.
+        UnsupportedError: The model is wrapped.
+    """
+    of_type("model", model, torch.nn.Module, "a torch.nn.Module")
+    a_function("loss_fn", loss_fn, "a function of the model's result and of the batch")
+    of_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    own = set(map(id, root_of(model, loss_fn).parameters()))
+    if own.isdisjoint(id(p) for g in optimizer.param_groups for p in g["params"]):
+        raise ValueError(
+            "optimizer must have parameters of the model, or of a loss that is a "
+            "module, and has none of them; make it with model.parameters(), after "
+            "whatever replaces them"
+        )
 
 
 def root_of(
@@ -28,17 +70,17 @@ def root_of(
     """One module with the model in it, and the loss where it is a module too.
 
     Raises:
-        UnsupportedError: The model is wrapped by what spreads it over devices, or
-            compiled.
+        UnsupportedError: The model is wrapped by what spreads it over devices,
+            compiled, or has tensors that are made of others.
     """
     for module in model.modules():
-        kind = type(module).__name__
-        if kind in _WRAPPERS:
+        kinds = [kind.__name__ for kind in type(module).__mro__]
+        if found := [kind for kind in kinds if kind in _WRAPPERS]:
             raise UnsupportedError(
-                f"the model has a {kind}; collectives are not captured: take the "
-                "module inside of it"
+                f"the model has a {found[0]}, whose collectives are not captured; "
+                f"{_WRAPPERS[found[0]]}"
             )
-        if kind == "OptimizedModule":
+        if kinds[0] == "OptimizedModule":
             raise UnsupportedError(
                 "the model is compiled by torch.compile; take the one that was given "
                 "to it, or compile with backend='mucudnn' in place of this step"
@@ -47,6 +89,12 @@ def root_of(
             raise UnsupportedError(
                 f"the model has a scripted module ({module.original_name}), whose "
                 "operations cannot be seen; take the one that torch.jit was given"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_traceable_wrapper_subclass(tensor):
+            raise UnsupportedError(
+                f"{name} of the model is a {type(tensor).__name__}, a tensor that is "
+                "made of others; a step takes plain ones"
             )
     root = torch.nn.Module()
     root.model = model
@@ -89,6 +137,7 @@ class StepParts:
         scale: The scaler's factor and its count of steps since that has changed.
         rates: The learning rate of each group, a number or a tensor; zero where an
             optimizer has none.
+        floats: Other numbers that are inputs of the graph.
     """
 
     parameters: Mapping[str, torch.Tensor]
@@ -96,6 +145,7 @@ class StepParts:
     state: Mapping[tuple[int, int, str], torch.Tensor]
     scale: tuple[torch.Tensor, ...]
     rates: tuple[Any, ...]
+    floats: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -112,7 +162,7 @@ class StepParts:
         """
         root = root_of(model, loss_fn)
         if settings.recorded:
-            make_state(optimizer)
+            make_state(optimizer, set(map(id, root.parameters())))
         state = {
             (i, j, key): value
             for i, group in enumerate(optimizer.param_groups)
@@ -126,13 +176,14 @@ class StepParts:
             state,
             _scale(settings),
             tuple(group.get("lr", 0.0) for group in optimizer.param_groups),
+            tuple(read.now() for read in settings.floats),
         )
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them, detached; a rate that is a number as a tensor of one."""
         groups = (self.parameters.values(), self.buffers.values(), self.state.values())
         held = [t.detach() for group in (*groups, self.scale) for t in group]
-        return [*held, *map(as_tensor, self.rates)]
+        return [*held, *map(as_tensor, (*self.rates, *self.floats))]
 
     def names(self) -> list[str]:
         """What each of the tensors is called."""
@@ -142,6 +193,7 @@ class StepParts:
             *(f"state.{i}.{j}.{key}" for i, j, key in self.state),
             *(f"scale.{i}" for i in range(len(self.scale))),
             *(f"rate.{i}" for i in range(len(self.rates))),
+            *(f"float.{i}" for i in range(len(self.floats))),
         ]
 
 
@@ -158,17 +210,32 @@ def as_tensor(rate: Any) -> torch.Tensor:
     """A learning rate as a step is given it."""
     if isinstance(rate, torch.Tensor):
         return rate
-    return torch.tensor(rate, dtype=torch.float64)
+    return torch.tensor(rate, dtype=torch.float64, device="cpu")
+
+
+_IN_ORDER = (
+    torch.nn.Sequential,
+    torch.nn.ModuleList,
+    torch.nn.ModuleDict,
+    torch.nn.ParameterList,
+    torch.nn.ParameterDict,
+)
+"""Modules whose children or parameters are gone through in order."""
 
 
 class LiveParts:
-    """The parts of a step wherever they are now.
+    """Where the tensors of a step are found, and what must stay for that.
 
     Args:
         model: Whose parameters and buffers they are.
         optimizer: Whose state.
         loss_fn: The loss, which has such too if it is a module.
         settings: With a scaler, if there is one.
+
+    Attributes:
+        parts: The tensors as they are now.
+        reads: Which modules, parameters and groups of parameters there are, and the
+            optimizer's hyperparameters where it is part of the captured step.
     """
 
     def __init__(
@@ -182,99 +249,120 @@ class LiveParts:
         self._settings = settings
         self.parts = StepParts.of(model, optimizer, loss_fn, settings)
         root = root_of(model, loss_fn)
-        named = dict(root.named_modules())
-
-        def place(name: str, kind: str) -> tuple[dict[str, Any], str]:
-            module, _, own = name.rpartition(".")
-            return getattr(named[module], kind), own
-
-        self._parameters = [place(n, "_parameters") for n in self.parts.parameters]
-        self._buffers = [place(n, "_buffers") for n in self.parts.buffers]
-        self._modules = [
-            (module, list(module._modules.values()))
-            for module in root.modules()
-            if module is not root
-        ]
-        self._counts = [
-            (m._parameters, len(m._parameters), m._buffers, list(m._buffers))
-            for m, _ in self._modules
-        ]
+        self.reads: list[Read] = []
+        for name, module in root.named_modules():
+            if module is not root:
+                self._read_module(module, name.partition(".")[2] or "the model")
+        self._read_optimizer()
+        if (scaler := settings.scaler) is not None:
+            for key in ("_enabled", "_growth_factor", "_backoff_factor"):
+                self._note(Kind.ENTRY, vars(scaler), key, f"the scaler's {key}")
+            self._note(
+                Kind.ENTRY, vars(scaler), "_growth_interval", "the scaler's interval"
+            )
         self._numbers: dict[int, float] = {}
         self._held: dict[int, torch.Tensor] = {}
-        self._given = [list(group["params"]) for group in optimizer.param_groups]
-        self._trained = self._trained_now()
-
-    def current(self) -> bool:
-        """Whether these are still the parts: nothing was added, removed or replaced."""
-        groups = self._optimizer.param_groups
-        held = self.parts.parameters.values()
-        return (
-            len(groups) == len(self._given)
-            and all(
-                _identical(group["params"], params)
-                for group, params in zip(groups, self._given, strict=True)
-            )
-            and all(
-                _identical(module._modules.values(), children)
-                for module, children in self._modules
-            )
-            and all(
-                len(parameters) == count and list(buffers) == names
-                for parameters, count, buffers, names in self._counts
-            )
-            and all(
-                found.get(name) is parameter
-                for (found, name), parameter in zip(self._parameters, held, strict=True)
-            )
-            and self._trained == self._trained_now()
-            and self._has_state()
-        )
-
-    def _trained_now(self) -> list[bool]:
-        """Which parameters are trained; what begins to be has its state made."""
-        return [p.requires_grad for params in self._given for p in params]
-
-    def _has_state(self) -> bool:
-        """Whether the optimizer has all its state, and no other."""
-        if not self._settings.recorded:
-            return True
-        state = self._optimizer.state
-        count = sum(
-            isinstance(value, torch.Tensor)
-            for params in self._given
-            for p in params
-            for value in state.get(p, {}).values()
-        )
-        return count == len(self.parts.state) and all(
-            isinstance(state.get(self._given[i][j], {}).get(key), torch.Tensor)
-            for i, j, key in self.parts.state
-        )
+        self._lookup = self._compiled(dict(root.named_modules()))
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of now, in the order of the parts."""
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        of_state = [state[self._given[i][j]][key] for i, j, key in self.parts.state]
-        rates = list(map(self._rate, range(len(groups)), groups))
-        found = [places[name] for places, name in (*self._parameters, *self._buffers)]
-        return [*found, *of_state, *_scale(self._settings), *rates]
+        """Return the tensors of now, in the order of the parts.
 
-    def _rate(self, number: int, group: Mapping[str, Any]) -> torch.Tensor:
-        """A group's learning rate, a number in a tensor that stays."""
-        rate = group.get("lr", 0.0)
-        if isinstance(rate, torch.Tensor):
-            return rate
-        if self._numbers.get(number) != rate:
-            self._numbers[number] = rate
-            self._held[number] = as_tensor(rate)
-        return self._held[number]
+        Raises:
+            LookupError: One of them is not there any more.
+        """
+        groups = self._optimizer.param_groups
+        numbers = [*(group.get("lr", 0.0) for group in groups)]
+        for read in self._settings.floats:
+            numbers.append(read.now())
+            if type(numbers[-1]) is not float:
+                raise LookupError(f"{read.label} is no float any more")
+        rates = [self._as_tensor(i, number) for i, number in enumerate(numbers)]
+        state = self._optimizer.state
+        return [*self._lookup(state), *_scale(self._settings), *rates]
 
-    @cached_property
-    def modules(self) -> tuple[torch.nn.Module, ...]:
-        """All modules."""
-        return tuple(module for module, _ in self._modules)
+    def _read_module(self, module: torch.nn.Module, name: str) -> None:
+        held = vars(module)
+        for kind in ("_modules", "_parameters", "_buffers"):
+            label = f"{kind[1:]} of {name}"
+            self._note(Kind.ENTRY, held, kind, label)
+            self._note(Kind.SIZE, held[kind], None, f"the number of {label}")
+            if isinstance(module, _IN_ORDER) and kind != "_buffers":
+                self._note(Kind.CONTENTS, held[kind], None, f"the order of {label}")
+            for key, value in held[kind].items():
+                # Buffers that are tensors may be replaced: they are looked up.
+                if kind != "_buffers" or value is None:
+                    self._note(Kind.ENTRY, held[kind], key, f"{key!r} of {label}")
 
+    def _read_optimizer(self) -> None:
+        held, recorded = vars(self._optimizer), self._settings.recorded
+        floats = {(id(read.holder), read.key) for read in self._settings.floats}
+        groups = self._optimizer.param_groups
+        self._note(Kind.ENTRY, held, "param_groups", "the optimizer's groups")
+        self._note(Kind.CONTENTS, groups, None, "the optimizer's groups")
+        if recorded:  # a first step of another's optimizer makes state
+            self._note(Kind.ENTRY, held, "state", "the optimizer's state")
+            self._note(Kind.SIZE, held["state"], None, "the optimizer's state")
+        for i, group in enumerate(groups):
+            self._note(Kind.SIZE, group, None, f"the number of settings of group {i}")
+            for key, value in group.items():
+                label = f"{key!r} of the optimizer's group {i}"
+                if (id(group), key) in floats:
+                    continue
+                if key == "params" or (recorded and key != "lr"):
+                    self._note(Kind.ENTRY, group, key, label)
+                if isinstance(value, list) and (key == "params" or recorded):
+                    self._note(Kind.CONTENTS, value, None, label)
+            for parameter in group["params"] if recorded else ():
+                self._read_state(self._optimizer.state.get(parameter), i)
 
-def _identical(found: Any, known: list[Any]) -> bool:
-    return len(found) == len(known) and all(
-        a is b for a, b in zip(found, known, strict=True)
-    )
+    def _read_state(self, state: Any, group: int) -> None:
+        if state is None:
+            return
+        label = f"the optimizer's state in group {group}"
+        self._note(Kind.SIZE, state, None, label)
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                self._note(Kind.ENTRY, state, key, f"{key!r} of {label}")
+
+    def _note(self, kind: Kind, holder: Any, key: Any, label: str) -> None:
+        value = Read(kind, holder, key, None, label).now()
+        self.reads.append(Read(kind, holder, key, value, label))
+
+    def _compiled(
+        self, named: Mapping[str, torch.nn.Module]
+    ) -> Callable[[Mapping[Any, Any]], Sequence[torch.Tensor]]:
+        """Return a function that looks all tensors up: it runs at every step."""
+        holders: dict[int, str] = {}
+        held: dict[str, Any] = {}
+
+        def name(value: Any) -> str:
+            if id(value) not in holders:
+                holders[id(value)] = f"v{len(holders)}"
+                held[holders[id(value)]] = value
+            return holders[id(value)]
+
+        terms = []
+        for kind, names in (
+            ("_parameters", self.parts.parameters),
+            ("_buffers", self.parts.buffers),
+        ):
+            for path in names:
+                module, _, own = path.rpartition(".")
+                terms.append(f"{name(getattr(named[module], kind))}[{own!r}]")
+        groups = self._optimizer.param_groups
+        for i, j, key in self.parts.state:
+            terms.append(f"state[{name(groups[i]['params'][j])}][{key!r}]")
+        defaults = "".join(f", {key}={key}" for key in held)
+        values = "".join(f"{term}, " for term in terms)
+        source = f"def lookup(state{defaults}):\n  return ({values})\n"
+        exec(compile(source, "<mucudnn lookup>", "exec"), held)
+        return held["lookup"]  # type: ignore[no-any-return]
+
+    def _as_tensor(self, place: int, number: Any) -> torch.Tensor:
+        """Return a number in a tensor that stays while the number does."""
+        if isinstance(number, torch.Tensor):
+            return number
+        if self._numbers.get(place) != number:
+            self._numbers[place] = number
+            self._held[place] = as_tensor(number)
+        return self._held[place]

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.counted_averages import CountedAverages
 from mucudnn.torch.capture.gaussian_nll import gaussian_nll
+from mucudnn.torch.capture.reads import ReadRecorder
 from mucudnn.torch.lowering.lower import CHECKS
 from mucudnn.torch.lowering.refusals import DENSE
 from mucudnn.torch.places import line_now, line_of_traceback
@@ -189,17 +190,29 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
 
     Args:
         averages: Of batch norms that count.
+        recorder: Is told which values Python asks for.
+
+    Attributes:
+        stand_ins: Tensors of the capture, by the identity of the parameter or buffer
+            that each stands for: a user's function may hold those themselves.
     """
 
-    def __init__(self, averages: CountedAverages) -> None:
+    def __init__(self, averages: CountedAverages, recorder: ReadRecorder) -> None:
         super().__init__()
         self._averages = averages
+        self._recorder = recorder
+        self.stand_ins: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call a function, or what stands for it."""
         kwargs = kwargs or {}
+        if any(id(v) in self.stand_ins for v in pytree.tree_leaves((args, kwargs))):
+            found = self.stand_ins
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda t: found.get(id(t), t), (args, kwargs)
+            )
         if func is torch.as_tensor and args and isinstance(args[0], torch.SymFloat):
             kwargs = {"dtype": torch.get_default_dtype(), **kwargs}
             return torch.scalar_tensor(args[0], **kwargs)
@@ -219,7 +232,10 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
                 f"the step calls {func.__name__}{line_now()}: it gives values to "
                 "Python that only a run has; keep them in tensors"
             )
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if args and type(args[0]) is torch.Tensor:
+            self._recorder.asked(func, args[0], result)
+        return result
 
 
 @contextmanager
@@ -248,6 +264,12 @@ def saying_where() -> Iterator[None]:
             f"the step calls {e.func}{line_of_traceback(e.__traceback__)}: {reason}"
         ) from e
     except RuntimeError as e:
+        if isinstance(e, NotImplementedError) and "rule registered for H" in str(e):
+            raise UnsupportedError(
+                f"the step calls a Triton kernel{line_of_traceback(e.__traceback__)}, "
+                "or an operation like it that runs functions of its own; wrap it by "
+                "torch.library.custom_op, with register_fake and register_autograd"
+            ) from e
         if "data is not allocated yet" not in str(e):
             raise
         raise UnsupportedError(

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+from mucudnn.arguments import a_number, an_integer, of_type
+from mucudnn.torch.capture.python_state import Read
+
 __all__ = ["PLAIN", "StepSettings"]
 
 
@@ -20,6 +23,8 @@ class StepSettings:
         scaler: Scales the loss and skips steps whose gradients are not finite.
         recorded: Whether the optimizer's update is part of a captured step; else the
             optimizer makes it itself, behind one.
+        floats: Python numbers that change from step to step: inputs of the graph, as
+            learning rates are.
     """
 
     accumulate: int = 1
@@ -27,22 +32,17 @@ class StepSettings:
     clip_value: float | None = None
     scaler: torch.amp.GradScaler | None = None
     recorded: bool = True
+    floats: tuple[Read, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int):
-            kind = type(self.accumulate).__name__
-            raise TypeError(f"accumulate is a {kind}; a number of parts is wanted")
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate is {self.accumulate}; at least 1 is wanted")
+        parts = an_integer("accumulate", self.accumulate, 1)
+        object.__setattr__(self, "accumulate", parts)
         for name in ("clip_norm", "clip_value"):
-            limit = getattr(self, name)
-            if limit is not None and not limit > 0:
-                raise ValueError(f"{name} is {limit}; a positive number is wanted")
-        scaler: Any = self.scaler
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise TypeError(
-                f"scaler is a {type(scaler).__name__}; a torch.amp.GradScaler is wanted"
-            )
+            if (limit := getattr(self, name)) is not None:
+                a_number(name, limit, 0, above=True, finite=False)
+        if self.scaler is not None:
+            scaler = "a torch.amp.GradScaler or None"
+            of_type("scaler", self.scaler, torch.amp.GradScaler, scaler)
 
     @property
     def scales(self) -> bool:

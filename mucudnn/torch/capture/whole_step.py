@@ -9,20 +9,24 @@ for every step that runs later; what it decides by numbers that are there before
 such as an optimizer's count of steps, is noted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch._subclasses.functional_tensor import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from mucudnn.errors import UnsupportedError
+from mucudnn.errors import MucudnnError, UnsupportedError
 from mucudnn.torch.capture.batches import Batch, called
-from mucudnn.torch.capture.checkpoints import plain_checkpoints
+from mucudnn.torch.capture.checkpoints import plain_checkpoints, uncompiled
 from mucudnn.torch.capture.counted_averages import CountedAverages
 from mucudnn.torch.capture.decisions import DecidingShapes, Decision
 from mucudnn.torch.capture.fakes import StepFakes
@@ -35,6 +39,12 @@ from mucudnn.torch.capture.gradients import (
 from mucudnn.torch.capture.kernel_results import KernelResults
 from mucudnn.torch.capture.optimizers import StateKey
 from mucudnn.torch.capture.parts import StepParts, places_of, root_of
+from mucudnn.torch.capture.python_state import Read
+from mucudnn.torch.capture.reads import (
+    Effect,
+    ReadRecorder,
+    Reads,
+)
 from mucudnn.torch.capture.refusals import (
     RefusedOperations,
     StepFunctions,
@@ -42,7 +52,6 @@ from mucudnn.torch.capture.refusals import (
 )
 from mucudnn.torch.capture.settings import PLAIN, StepSettings
 from mucudnn.torch.capture.step_update import StepUpdate, Tensors
-from mucudnn.torch.capture.watch import AttributesChangedError, watched
 
 __all__ = ["CapturedStep", "capture_step"]
 
@@ -58,7 +67,9 @@ class CapturedStep:
         names: Of the placeholders.
         forward: Nodes of the forward pass.
         backward: Nodes of the backward pass; the others are of the update.
-        extras: How what comes back with the loss is nested; None if nothing does.
+        extras: How what the step returns beside the loss is nested: a pair of what the
+            loss function returned with it, and the values of `reads.effects`.
+        reads: The Python state that the step has read, and what it has changed.
         decisions: What holds only as long as some inputs are as they were.
         made: What the optimizer adds to its state: group, parameter and name of each
             of the last results before the placeholders'.
@@ -71,7 +82,8 @@ class CapturedStep:
     names: Sequence[str]
     forward: frozenset[str]
     backward: frozenset[str]
-    extras: Any = None
+    extras: Any
+    reads: Reads
     decisions: Sequence[Decision] = ()
     made: Sequence[StateKey] = ()
     gradients: Sequence[str] | None = None
@@ -86,6 +98,7 @@ def capture_step(
     size: int | None = None,
     settings: StepSettings = PLAIN,
     results: KernelResults | None = None,
+    keeps_effects: bool = True,
 ) -> CapturedStep:
     """Record one step without running it.
 
@@ -97,64 +110,48 @@ def capture_step(
         size: Of the first axis of every tensor of the batch, if it is to be another.
         settings: What is done with gradients.
         results: What kernels were seen to return.
+        keeps_effects: Whether plain state stays as an error of the user's own leaves
+            it, as in eager mode: a loss that fails at every fifth call goes on
+            counting.
 
     Raises:
-        UnsupportedError: Something depends on values that only a run has, or would be
-            otherwise in the next step.
+        UnsupportedError: Something depends on values that only a run has.
+        UnsoundCaptureError: A later step may differ in a way that cannot be checked.
     """
     given = batch if isinstance(batch, Batch) else Batch.of(batch, {})
     parts = StepParts.of(model, optimizer, loss_fn, settings)
     tracer = _Tracer(
         root_of(model, loss_fn), loss_fn, optimizer, parts, given, settings
     )
-    written: AttributesChangedError | None = None
-    known = KernelResults() if results is None else results
-    while True:
-        try:
-            return _recorded(tracer, size, written, known)
-        except AttributesChangedError as e:
-            if not e.places or e is written:
-                raise
-            before = () if written is None else written.places
-            written = AttributesChangedError(str(e), (*before, *e.places))
-
-
-def _recorded(
-    tracer: "_Tracer",
-    size: int | None,
-    written: AttributesChangedError | None,
-    results: KernelResults,
-) -> CapturedStep:
-    """Run the step once without data.
-
-    Args:
-        tracer: The step.
-        size: Of the batch, if it is to be another.
-        written: Attributes that may change.
-        results: What kernels were seen to return.
-    """
-    parts, batch = tracer.parts, tracer.batch.tensors
-    names = [*parts.names(), *(f"batch.{i}" for i in range(len(batch)))]
-    tensors = [*parts.tensors(), *batch]
-    shapes = DecidingShapes(names, tensors, frozenset(parts.parameters))
-    mode = StepFakes(shapes, results)
-    fakes = [mode.from_tensor(t, static_shapes=True) for t in tensors]
-    if size is not None and batch:
+    tensors = given.tensors
+    names = [*parts.names(), *(f"batch.{i}" for i in range(len(tensors)))]
+    inputs = [*parts.tensors(), *tensors]
+    shapes = DecidingShapes(names, inputs, frozenset(parts.parameters))
+    mode = StepFakes(shapes, KernelResults() if results is None else results)
+    fakes = [mode.from_tensor(t, static_shapes=True) for t in inputs]
+    if size is not None and tensors:
         with mode:
-            fakes[-len(batch) :] = [
-                t.new_empty((size, *t.shape[1:])) for t in fakes[-len(batch) :]
+            fakes[-len(tensors) :] = [
+                t.new_empty((size, *t.shape[1:])) for t in fakes[-len(tensors) :]
             ]
-    tracer.begin()
-    with (
-        tracer.averages.marked(),
-        watched(tracer.root, written),
-        plain_checkpoints(),
-        mode,
-        torch.enable_grad(),
-        saying_where(),
-    ):
-        module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
-        torch.clear_autocast_cache()
+    recorder = tracer.recorder
+    try:
+        with (
+            recorder,
+            tracer.averages.marked(recorder),
+            uncompiled(tracer.root, recorder),
+            plain_checkpoints(),
+            mode,
+            torch.enable_grad(),
+            saying_where(),
+        ):
+            module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
+            torch.clear_autocast_cache()
+    except BaseException as e:
+        own = isinstance(e, Exception) and not isinstance(e, MucudnnError)
+        recorder.put_back(with_plain=not (keeps_effects and own))
+        raise
+    reads = recorder.finish(tracer.effects)
     tracer.averages.written(module.graph)
     return CapturedStep(
         module,
@@ -162,9 +159,10 @@ def _recorded(
         frozenset(tracer.forward),
         frozenset(tracer.backward),
         tracer.extras,
+        reads,
         tuple(shapes.decisions),
         tuple(tracer.made),
-        None if tracer.recorded else tuple(tracer.left),
+        None if settings.recorded else tuple(tracer.left),
     )
 
 
@@ -187,15 +185,21 @@ class _Tracer:
         self._update = StepUpdate(optimizer, parts, settings)
         self._settings = settings
         self.averages = CountedAverages(root)
-        self.recorded = settings.recorded
         self._casts_once = torch.is_autocast_cache_enabled()
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget what was recorded."""
+        roots: dict[str, Any] = {"the loss function": loss_fn}
+        if settings.recorded:
+            roots["the optimizer"] = optimizer
+        self.recorder = ReadRecorder(
+            [module for module in root.modules() if module is not root],
+            roots,
+            parts.parameters,
+            [*parts.parameters.values(), *parts.buffers.values(), *batch.tensors],
+            settings.floats,
+        )
         self.forward: set[str] = set()
         self.backward: set[str] = set()
         self.extras: Any = None
+        self.effects: Sequence[Effect] = ()
         self.made: Mapping[StateKey, torch.Tensor] = {}
         self.left: Mapping[str, torch.Tensor] = {}
         self._found: Any = None
@@ -204,14 +208,17 @@ class _Tracer:
         # Tracing has a parameter cast once for every use: gradients would be summed
         # behind the casts back, not before. It sets this back when it is over.
         torch.set_autocast_cache_enabled(self._casts_once)
-        with FunctionalTensorMode(), RefusedOperations(), StepFunctions(self.averages):
+        functions = StepFunctions(self.averages, self.recorder)
+        with FunctionalTensorMode(), RefusedOperations(), functions:
             mine = [to_fun(tensor) for tensor in flat]
-            results = self._step(mine)
+            results = self._step(mine, functions)
             for tensor in mine:
                 torch._sync(tensor)
             return [from_fun(value) for value in (*results, *mine)]
 
-    def _step(self, flat: Sequence[torch.Tensor]) -> list[Any]:
+    def _step(
+        self, flat: Sequence[torch.Tensor], functions: StepFunctions
+    ) -> list[Any]:
         given = iter(flat)
         parts = self.parts
         parameters = {name: next(given) for name in parts.parameters}
@@ -222,24 +229,39 @@ class _Tracer:
             tensor if isinstance(rate, torch.Tensor) else tensor.item()
             for rate, tensor in zip(parts.rates, given, strict=False)
         ]
+        floats = [next(given).item() for _ in parts.floats]
         leaves = {
             name: leaf_of(tensor, parts.parameters[name])
             for name, tensor in parameters.items()
         }
-        with _reparametrize_module(self.root, places_of(self.root, leaves | buffers)):
-            loss, gradients = self._passes(leaves, list(given), scale)
-            self._keep(buffers)
-        tensors = Tensors(parameters, state, rates, scale)
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            if self._settings.recorded:
-                self.made = self._update.recorded(tensors, gradients)
-            else:
-                self.left = self._update.left(tensors, gradients)
+        # A loss may hold parameters themselves, to add their norms, and an optimizer's
+        # hook their gradients.
+        held = {**parts.parameters, **parts.buffers}
+        named = {id(tensor): name for name, tensor in held.items()}
+        functions.stand_ins = {k: (leaves | buffers)[n] for k, n in named.items()}
+        modules = _reparametrize_module(
+            self.root, places_of(self.root, leaves | buffers)
+        )
+        with _lent(self._settings.floats, floats):
+            with modules:
+                loss, gradients = self._passes(leaves, list(given), scale)
+                self._keep(buffers)
+            tensors = Tensors(parameters, state, rates, scale)
+            lent = parameters | buffers
+            functions.stand_ins = {key: lent[name] for key, name in named.items()}
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                if self._settings.recorded:
+                    self.made = self._update.recorded(tensors, gradients)
+                else:
+                    self.left = self._update.left(tensors, gradients)
         last = [tensor.detach() for tensor in (self.made or self.left).values()]
-        if self._found is None:
-            return [loss, *last]
-        flat, self.extras = pytree.tree_flatten(self._found)
-        return [loss, *flat, *last]
+        functions.stand_ins = {}
+        self.effects = self.recorder.effects()
+        self.recorder.check_effects(self.effects)
+        beside = self._found, [effect.after for effect in self.effects]
+        leaves, form = pytree.tree_flatten(beside)
+        self.extras = Nesting.of(form, leaves)
+        return [loss, *(v.detach() for v in leaves if is_result(v)), *last]
 
     def _passes(
         self,
@@ -294,6 +316,51 @@ class _Tracer:
                     f"{(tuple(buffer.shape), buffer.dtype)}, and shapes must stay"
                 )
             buffer.copy_(now.detach())
+
+
+@contextmanager
+def _lent(places: Sequence[Read], values: Sequence[Any]) -> Iterator[None]:
+    """Have symbols stand in the places of Python numbers."""
+    before = [place.now() for place in places]
+    for place, value in zip(places, values, strict=True):
+        place.put(value)
+    try:
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.put(value)
+
+
+def is_result(value: Any) -> bool:
+    """Return whether a value is a tensor that the step has computed."""
+    return isinstance(value, FunctionalTensor)
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """Values nested in one another, without those that each run computes.
+
+    Attributes:
+        form: How they are nested.
+        leaves: The values, `COMPUTED` in the place of a computed one.
+    """
+
+    form: Any
+    leaves: Sequence[Any]
+
+    @classmethod
+    def of(cls, form: Any, leaves: Sequence[Any]) -> "Nesting":
+        """Return the nesting of a capture's values."""
+        return cls(form, [COMPUTED if is_result(v) else v for v in leaves])
+
+    def filled(self, computed: Sequence[Any]) -> Any:
+        """Return all values, with those that a run has computed."""
+        given = iter(computed)
+        leaves = [next(given) if leaf is COMPUTED else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.form)
+
+
+COMPUTED = object()
 
 
 def _names_now() -> frozenset[str]:

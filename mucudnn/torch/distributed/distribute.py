@@ -11,6 +11,7 @@
 Each rank measures itself, all learn all tables, and each plans the same shares.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mucudnn.arguments import an_integer, one_of
+from mucudnn.arguments import a_function, an_integer, of_type, one_of
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepTable
 from mucudnn.passes.fleet import split_batch
 from mucudnn.runtime.distributed.collectives import check_alike, ending_together
@@ -105,20 +106,31 @@ def distribute(
         RankLostError: Another rank is gone, or was refused.
     """
     settings = {name: v for name, v in locals().items() if name not in _OF_A_RANK}
-    together = TorchCollectives(group)
-    with ending_together(together):
+    with contextlib.ExitStack() as stack:
+        if dist.is_initialized():
+            stack.enter_context(ending_together(TorchCollectives(group)))
         an_integer("batch", batch, 1)
         an_integer("at_least", at_least, 1)
         one_of("batch_norm", batch_norm, (SYNCHRONISED, PER_RANK))
         one_of("reduction", reduction, ("mean", "sum"))
+        of_type("model", model, torch.nn.Module, "a torch.nn.Module")
+        functions = {"loss_fn": loss_fn, "count": count, "wrap": wrap}
+        for name, function in functions.items():
+            if function is not None or name != "loss_fn":
+                a_function(name, function, "a function")
+        if table is not None:
+            of_type("table", table, StepTable, "a StepTable or None")
+        if memory is not None:
+            an_integer("memory", memory, 1)
         if isinstance(model, DistributedDataParallel):
             raise ValueError(  # noqa: TRY004 - the type is right, its state is not
                 "the model is distributed already; give the model itself, and "
                 "wrap=lambda model: DistributedDataParallel(model, ...)"
             )
+        device = device_of(model)
         settings |= _described(model)
+    together = TorchCollectives(group, device)
     check_alike(together, settings)
-    together.device = device = device_of(model)
     with ending_together(together):
         if table is None:
             table = _measured(model, loss_fn, example, batch, at_least, together.size)

@@ -4,15 +4,16 @@ It finds gradients where it looks for them, in memory of their own, and they are
 when it is done: what a parameter's `grad` was before is there again.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from mucudnn.errors import UnsupportedError
 from mucudnn.torch.storages import storage_of
 
-__all__ = ["copies_needed", "own_update"]
+__all__ = ["copies_needed", "own_gradients", "own_update", "scaled_closure_error"]
 
 
 def own_update(
@@ -33,18 +34,22 @@ def own_update(
         closure: Whether the optimizer runs the passes.
         scaled: Whether there is a scaler, so that steps may be skipped.
     """
-    with _own_gradients(optimizer):
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    with own_gradients(held) as before:
         if not closure:
             results = passes()
             skipped = scaled and bool(results.pop())
             _give(parameters, _taken(results, len(parameters)))
             if not skipped:
-                optimizer.step()
+                # Updates are not cast: users call them outside of autocast.
+                with torch.autocast(held[0].device.type, enabled=False):
+                    optimizer.step()
             return results
         first: list[list[Any]] = []
 
         def again() -> Any:
-            _forget(optimizer)
+            for parameter in before:
+                parameter.grad = None
             results = passes()
             _give(parameters, _taken(results, len(parameters)))
             if not first:
@@ -53,6 +58,14 @@ def own_update(
 
         optimizer.step(again)
         return first[0]
+
+
+def scaled_closure_error(optimizer: torch.optim.Optimizer) -> UnsupportedError:
+    """Return the error of steps with a scaler whose optimizer needs a closure."""
+    return UnsupportedError(
+        f"{type(optimizer).__name__} takes a closure, and a step with a scaler gives "
+        "it none; train without scaler=..., in bfloat16 for example"
+    )
 
 
 def copies_needed(
@@ -88,21 +101,20 @@ def _give(parameters: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
         )
 
 
-def _forget(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
-
-
 @contextmanager
-def _own_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """No parameter has a gradient but that of this step."""
-    before: Mapping[torch.Tensor, torch.Tensor | None] = {
-        p: p.grad for group in optimizer.param_groups for p in group["params"]
-    }
-    _forget(optimizer)
+def own_gradients(
+    tensors: Iterable[torch.Tensor],
+) -> Iterator[dict[torch.Tensor, torch.Tensor | None]]:
+    """Have tensors start without a gradient; put back what they had.
+
+    Yields:
+        What is put back, by tensor; more may be added.
+    """
+    before = {tensor: tensor.grad for tensor in tensors}
+    for tensor in before:
+        tensor.grad = None
     try:
-        yield
+        yield before
     finally:
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
+        for tensor, gradient in before.items():
+            tensor.grad = gradient

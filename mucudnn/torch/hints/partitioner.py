@@ -21,6 +21,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
+from mucudnn.arguments import a_flag
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.devices import get_device
 from mucudnn.torch.capture.joint import Joint
@@ -55,10 +56,11 @@ def partitioner(
             that goes; what they need to send away all the same is saved.
 
     Raises:
-        ValueError: The device is not known.
+        ValueError: The device is not known, or the budget no size.
+        TypeError: Something is of another type.
     """
     get_device(device)
-    return HintedPartitioner(as_budget(budget), device, offload)
+    return HintedPartitioner(as_budget(budget), device, a_flag("offload", offload))
 
 
 class HintedPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # PyTorch has no types here

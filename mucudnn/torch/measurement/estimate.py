@@ -1,14 +1,18 @@
 """What the nodes of a lowered graph would cost, by published figures of a device."""
 
 import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from mucudnn.ir.devices import ASSUMED, DeviceFigures
 from mucudnn.ir.graph import Node
 from mucudnn.ir.profile import Profile
-from mucudnn.torch.lowering.lowered import Layout, Lowered, Operand
+from mucudnn.torch.lowering.lowered import Layout, Lowered, Number, Operand
 from mucudnn.torch.measurement.node_costs import is_view, workspaces_of
 
 __all__ = ["estimated"]
@@ -61,6 +65,19 @@ def _flops(lowered: Lowered, node: Node) -> float:
         )
         for n in node.inputs
     ]
-    args = [meta[a.index] if isinstance(a, Operand) else a for a in call.args]
-    out = call.function(*args, **call.kwargs)
-    return float(count(*args, **call.kwargs, out_val=out))
+    args, kwargs = pytree.tree_map(
+        partial(_known, meta), (call.args, dict(call.kwargs))
+    )
+    out = call.function(*args, **kwargs)
+    return float(count(*args, **kwargs, out_val=out))
+
+
+def _known(operands: Sequence[torch.Tensor], leaf: Any) -> Any:
+    """Return an argument of a call, with 1 for a number that follows from data."""
+    match leaf:
+        case Operand(index):
+            return operands[index]
+        case Number():
+            return 1
+        case _:
+            return leaf

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import platformdirs
 
+from mucudnn.arguments import a_path
 from mucudnn.errors import PlanningError
 from mucudnn.ir.graph import Role
 from mucudnn.ir.profile import Profile
@@ -58,20 +59,13 @@ def open_plans(choice: PlanCacheChoice) -> "PlanStore":
 
     Raises:
         TypeError: It is none of the things that a cache can be told by.
-        ValueError: The path is empty.
+        ValueError: The path is empty, or has a null character.
     """
     if choice is None:
         return PlanStore()
     if choice is USERS:
         return PlanStore(Entries(default_folder()))
-    if isinstance(choice, str | os.PathLike):
-        path = os.fspath(choice)
-        if not path:
-            raise ValueError("cache is an empty path; None remembers nothing")
-        return PlanStore(Entries(Path(path).expanduser()))
-    raise TypeError(
-        f"cache is {choice!r}; give the path of a folder, or None to remember nothing"
-    )
+    return PlanStore(Entries(a_path("cache", choice).expanduser()))
 
 
 class PlanStore:

@@ -12,6 +12,7 @@ candidate that takes longer with all the memory it wants than another within the
 needs no plan.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,10 +110,12 @@ class Splitting:
         name = f"{candidate.cutting}{how}"
         if candidate.least_bytes is None:
             return f"{name}: cannot be measured within the budget"
-        words = f"{name}: at least {format_bytes(candidate.least_bytes)}"
+        budget = candidate.request.budget if candidate.request else math.inf
+        beside = () if math.isinf(budget) else (int(budget),)
+        words = f"{name}: at least {format_bytes(candidate.least_bytes, *beside)}"
         if candidate.plan is not None:
             return f"{words}, {self._times(candidate)}"
-        if candidate.request and candidate.least_bytes > candidate.request.budget:
+        if candidate.least_bytes > budget:
             return f"{words}, does not fit"
         times = candidate.unbounded_ms / self.unbounded_ms
         return f"{words}, {times:.2f}x however planned"

@@ -1,0 +1,225 @@
+"""Pieces of Python state that a training step may read: where each is, and its value.
+
+`reads.py` notes them while a step is captured, `guards.py` compares them before every
+later step, and a planned step writes what it changes through them.
+"""
+
+import collections
+import enum
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+
+class Missing:
+    """Stands for an attribute, global or variable that does not exist."""
+
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING: Any = Missing()
+
+
+class Kind(enum.Enum):
+    """Where a piece of Python state is found."""
+
+    ENTRY = "an entry of a dict: an attribute, a global"
+    CLASS = "an attribute of a class"
+    SLOT = "an attribute that is in no dict"
+    CELL = "a free variable of a function"
+    CONTENTS = "everything in a container"
+    ARRAY = "the bytes of a NumPy array"
+    TYPE = "the class of an object"
+    GENERATOR = "the state of a generator of random numbers"
+    CACHE = "how often a function with a cache was run"
+    ASKED = "the value of a tensor that is no input of the step"
+    SIZE = "how many entries a container has"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Read:
+    """One piece of Python state, and its value before the step.
+
+    Attributes:
+        kind: What `holder` and `key` mean.
+        holder: A dict, class, object, cell, container, array, generator or function.
+        key: The name within the holder, where it has several.
+        value: As it was; of a container or array, a copy.
+        label: What a user calls it.
+    """
+
+    kind: Kind
+    holder: Any
+    key: Any
+    value: Any
+    label: str
+
+    def now(self) -> Any:
+        """Return the present value."""
+        return _NOW[self.kind](self.holder, self.key)
+
+    def put(self, value: Any) -> None:
+        """Set the state to a value that `now` has returned."""
+        holder, key = self.holder, self.key
+        match self.kind:
+            case Kind.ENTRY if value is MISSING:
+                holder.pop(key, None)
+            case Kind.ENTRY:
+                holder[key] = value
+            case Kind.CLASS | Kind.SLOT if value is MISSING:
+                delattr(holder, key)
+            case Kind.CLASS | Kind.SLOT:
+                setattr(holder, key, value)
+            case Kind.CELL if value is MISSING:
+                del holder.cell_contents
+            case Kind.CELL:
+                holder.cell_contents = value
+            case Kind.CONTENTS:
+                _refill(holder, value)
+            case Kind.ARRAY:
+                holder[...] = np.frombuffer(value, holder.dtype).reshape(holder.shape)
+            case Kind.TYPE:
+                holder.__class__ = value
+            case Kind.GENERATOR:
+                key(holder, value)
+            case Kind.CACHE:
+                holder.cache_clear()
+            case Kind.ASKED | Kind.SIZE:
+                pass  # what these are about is put back by other places
+
+
+def contents_of(container: Any, _: Any = None) -> tuple[Any, ...]:
+    """Return everything in a container, in order; of a dict, keys and then values."""
+    if isinstance(container, types.MappingProxyType):
+        return (*container.keys(), *container.values())
+    if isinstance(container, collections.OrderedDict):  # with an order of its own
+        ordered = collections.OrderedDict
+        return (*ordered.keys(container), *ordered.values(container))
+    if isinstance(container, dict):  # not what a subclass makes of these methods
+        return (*dict.keys(container), *dict.values(container))
+    base: Any = next(b for b in CONTAINERS if isinstance(container, b))
+    return tuple(base.__iter__(container))
+
+
+def _refill(container: Any, contents: Sequence[Any]) -> None:
+    if isinstance(container, types.MappingProxyType):
+        return  # nobody can write through it
+    if isinstance(container, dict):
+        half, ordered = len(contents) // 2, collections.OrderedDict
+        (ordered if isinstance(container, ordered) else dict).clear(container)
+        for key, value in zip(contents[:half], contents[half:], strict=True):
+            if isinstance(container, ordered):
+                ordered.__setitem__(container, key, value)
+            else:
+                dict.__setitem__(container, key, value)
+    elif isinstance(container, set):
+        set.clear(container)
+        set.update(container, contents)
+    else:
+        container.clear()
+        container.extend(contents)
+
+
+def _content(cell: types.CellType, _: Any = None) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _cache_state(function: Any, _: Any = None) -> Any:
+    info = function.cache_info()
+    return info.misses, info.currsize
+
+
+def _random_state(holder: Any, _: Any = None) -> Any:
+    if isinstance(holder, np.random.Generator):
+        return holder.bit_generator.state
+    if holder is np.random or isinstance(holder, np.random.RandomState):
+        state: Any = holder.get_state()
+        return (state[0], state[1].tobytes(), *state[2:])
+    return holder.getstate()
+
+
+def set_random_state(holder: Any, state: Any) -> None:
+    """Set a generator of random numbers to a state that `Read.now` has returned."""
+    if isinstance(holder, np.random.Generator):
+        holder.bit_generator.state = state
+    elif holder is np.random or isinstance(holder, np.random.RandomState):
+        keys = np.frombuffer(state[1], np.uint32)
+        holder.set_state((state[0], keys, *state[2:]))
+    else:
+        holder.setstate(state)
+
+
+_NOW: Mapping[Kind, Callable[[Any, Any], Any]] = {
+    Kind.ENTRY: lambda holder, key: holder.get(key, MISSING),
+    Kind.CLASS: lambda holder, key: holder.__dict__.get(key, MISSING),
+    Kind.SLOT: lambda holder, key: getattr(holder, key, MISSING),
+    Kind.CELL: _content,
+    Kind.CONTENTS: contents_of,
+    Kind.ARRAY: lambda holder, _: holder.tobytes(),
+    Kind.TYPE: lambda holder, _: type(holder),
+    Kind.GENERATOR: _random_state,
+    Kind.CACHE: _cache_state,
+    Kind.ASKED: lambda holder, key: key(holder),
+    Kind.SIZE: lambda holder, _: len(holder),
+}
+
+
+def is_alike(one: Any, other: Any) -> bool:
+    """Return whether no program can tell two values apart."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return bool(one.hex() == other.hex())  # 0.0 is not -0.0, and NaN is NaN
+    if isinstance(one, _COMPARED):
+        return bool(one == other)
+    if isinstance(one, np.generic | np.ndarray):
+        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(is_alike, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(
+            map(is_alike, one.values(), other.values())
+        )
+    if isinstance(one, types.MethodType):
+        return one.__func__ is other.__func__ and one.__self__ is other.__self__
+    if isinstance(one, weakref.ref):
+        return one() is other()
+    return False
+
+
+_COMPARED = (
+    int, str, bytes, complex, slice, range, frozenset, np.dtype, torch.dtype,
+    torch.device, torch.Size,
+)  # fmt: skip
+"""Types whose values are told apart by `==`, given the same type."""
+
+CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it, in few characters."""
+    try:
+        return _shown(value)
+    except RecursionError:
+        return f"a {type(value).__name__}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
+        return f"a {type(value).__name__} with tensors"
+    text = repr(value)
+    return text if len(text) < 40 else f"{text[:37]}..."

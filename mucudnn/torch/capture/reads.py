@@ -1,0 +1,855 @@
+"""Records every piece of Python state that a training step reads while it is captured.
+
+A captured step runs no Python again, so it is valid only for the state that its capture
+read. `ReadRecorder` notes that state as it is read, `guards.py` turns the notes into a
+check that runs before every later step. Four rules make the notes complete:
+
+1. *Objects.* While a capture runs, `nn.Module`, `Optimizer` and every Python class of
+   which an object is reached have a `__getattribute__` that notes which attribute was
+   read and what it was, and a `__setattr__` that notes what the step wrote.
+2. *Functions.* A user's function that is reached counts as one that runs: the globals
+   that its code names, its free variables, defaults and attributes are noted, and
+   those of every function that these lead to. Containers are noted with what is in
+   them.
+3. *Opaque state.* An object of C whose state cannot be looked into (`itertools.count`,
+   a generator) ends the capture before the step can use it.
+4. *Effects.* What the step changed is put back when the capture is over. Attributes
+   that it only writes are written again after every run. If it changes what it also
+   reads, as a counter does, the capture is valid for one run only (`Reads.transient`).
+
+Objects that are made within the step are the step's own and are not noted. Tensors are
+not compared by value: parameters, buffers and batches are inputs of the graph, and any
+other tensor is a constant of it that is read whenever the step runs.
+"""
+
+import builtins
+import collections
+import datetime
+import decimal
+import dis
+import enum
+import functools
+import logging
+import operator
+import os
+import random
+import re
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from mucudnn.errors import UnsupportedError
+from mucudnn.torch.capture.python_state import (
+    CONTAINERS,
+    MISSING,
+    Kind,
+    Missing,
+    Read,
+    contents_of,
+    is_alike,
+    set_random_state,
+    shown,
+)
+from mucudnn.torch.places import (
+    is_library_file,
+    line_now,
+    line_of_function,
+    torch_packages,
+)
+
+
+class UnsoundCaptureError(UnsupportedError):
+    """A later step may differ from the captured one in a way that nothing can check."""
+
+
+_STILL = (
+    type(None), int, float, complex, str, bytes, type(...), type(NotImplemented),
+    slice, range, enum.Enum, re.Pattern, datetime.date, datetime.time,
+    datetime.timedelta, datetime.tzinfo, decimal.Decimal, np.dtype, np.generic,
+    operator.attrgetter, operator.itemgetter, operator.methodcaller, np.ufunc, super,
+    types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType,
+    types.WrapperDescriptorType, types.MethodDescriptorType, types.GenericAlias,
+    types.ClassMethodDescriptorType, types.UnionType,
+    types.FrameType, types.TracebackType, type(threading.Lock()),
+    type(threading.RLock()), logging.Logger, logging.LoggerAdapter, logging.Handler,
+)  # fmt: skip
+"""Types whose objects do not change, or whose changes cannot influence a result."""
+
+_UNSEEN_MODULES = (
+    "torch", "pybind11_builtins", "weakref", "importlib", "_frozen_importlib", "typing",
+    "threading", "logging", "warnings", "functools", "contextlib", "inspect", "abc",
+    "_weakref", "mucudnn", "numpy", "_thread", "concurrent",
+)  # fmt: skip
+"""Packages whose objects are not looked into: their state decides no result."""
+
+_TELLS_TIME = frozenset({"time", "secrets", "uuid", "select", "socket"})
+"""Modules whose functions return something else at every call."""
+
+_LOOKS_ANYWHERE = (globals, locals, vars, eval, exec, open, input)
+"""Builtins that reach state which no note shows."""
+
+_READS_FILES = frozenset({"read_text", "read_bytes", "fromfile", "loadtxt"})
+"""Names of methods that read what no note shows."""
+
+_STRUCTURE = frozenset(
+    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+)
+"""Attributes of modules that the step's tensors are looked up in (`parts.py`)."""
+
+_OPTIMIZER_PARTS = frozenset({"param_groups", "state", "_opt_called"})
+
+_MOST_ELEMENTS = 1 << 16
+_MOST_ARRAY_BYTES = 1 << 16
+
+_ASKING = frozenset(
+    {
+        torch.Tensor.item,
+        torch.Tensor.__bool__,
+        torch.Tensor.__float__,
+        torch.Tensor.__int__,
+        torch.Tensor.__index__,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """State that the step has changed.
+
+    Attributes:
+        place: Where, with the value before.
+        after: The value that the step gave it.
+    """
+
+    place: Read
+    after: Any
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a capture has read, and what it changed.
+
+    Attributes:
+        reads: State that later steps must find as it was.
+        effects: What every run of the captured step has to change.
+        constants: Tensors of the graph that are no inputs of it.
+        transient: Why the capture is valid for one run only; empty if it is not.
+    """
+
+    reads: Sequence[Read]
+    effects: Sequence[Effect] = ()
+    constants: Sequence[torch.Tensor] = ()
+    transient: str = ""
+
+
+class ReadRecorder:
+    """Notes what a step reads and writes while it is captured; put back at the end.
+
+    Use it as a context manager around one run of the step. Only one recorder may be
+    active in a process, because classes are shared: hold `exclusive_capture()`.
+
+    Args:
+        modules: All modules of the step.
+        roots: Other objects that the step begins from, by what they are called.
+        parameters: Those of the modules, by name.
+        inputs: Tensors that are inputs of the graph.
+        floats: Python numbers that are inputs of the graph.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        roots: Mapping[str, Any],
+        parameters: Mapping[str, torch.Tensor],
+        inputs: Iterable[torch.Tensor],
+        floats: Iterable[Read] = (),
+    ) -> None:
+        self._floats = {_key_of(read.kind, read.holder, read.key) for read in floats}
+        self._modules = list(modules)
+        self._roots = roots
+        self._parameters = parameters
+        self._inputs = {id(tensor) for tensor in inputs}
+        self._reads: dict[Any, Read] = {}
+        self._written: dict[Any, Read] = {}
+        self._constants: dict[int, torch.Tensor] = {}
+        self._made: set[int] = set()
+        self._own = {id(module) for module in self._modules}
+        self._seen: set[Any] = set()
+        self._static: set[Any] = set()
+        self._lent: set[Any] = set()
+        self._alive: list[Any] = []  # ids are compared: nothing noted may be freed
+        self._classes: dict[type, dict[str, Any]] = {}
+        self._namespaces: list[types.ModuleType] = []
+        self._reasons: list[str] = []
+        self._opaque = ""
+        self._paused = True
+        self._foreign: set[int | None] = set()
+        self._structure: list[tuple[dict[str, Any], dict[str, Any], str]] = []
+
+    def __enter__(self) -> "ReadRecorder":
+        self._structure = [
+            (vars(m)[kind], dict(vars(m)[kind]), type(m).__name__)
+            for m in self._modules
+            for kind in ("_parameters", "_buffers", "_modules")
+        ]
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise UnsoundCaptureError(
+                "the step is called within hooks of saved tensors, such as those of "
+                "save_on_cpu, which a planned step has no use for; call it outside"
+            )
+        own = threading.get_ident()
+        # Autograd may call hooks in threads of its own, which Python did not start.
+        self._foreign = {t.ident for t in threading.enumerate()} - {own}
+        for cls in (nn.Module, torch.optim.Optimizer):
+            self._watch_class(cls)
+        self._note(Kind.GENERATOR, random, set_random_state, "the generator of random")
+        label = "the generator of numpy.random"
+        self._note(Kind.GENERATOR, np.random, set_random_state, label)
+        try:
+            for module in self._modules:
+                self._take(module, f"a {type(module).__name__}")
+            for name, root in self._roots.items():
+                self._take(root, name)
+            for name, hooks in _hooks_of_all().items():
+                self._contents(hooks, name)
+            for name, parameter in self._parameters.items():
+                self._take_parameter(parameter, name)
+        except BaseException:
+            self.__exit__()
+            raise
+        self._paused = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._paused = True
+        for module in self._namespaces:
+            module.__class__ = types.ModuleType
+        for cls, own in self._classes.items():
+            for name, value in own.items():
+                if value is MISSING:
+                    delattr(cls, name)
+                else:
+                    setattr(cls, name, value)
+        self._classes.clear()
+
+    # -- results
+
+    def effects(self) -> list[Effect]:
+        """Return what the step has changed so far, places it reads first."""
+        self._paused = True
+        places = [
+            read
+            for at, read in (*self._reads.items(), *self._written.items())
+            if read.kind is not Kind.ASKED and at not in self._lent
+        ]
+        found = [Effect(place, place.now()) for place in places]
+        return [e for e in found if not is_alike(e.after, e.place.value)]
+
+    def finish(self, effects: Sequence[Effect]) -> Reads:
+        """Put everything back that the step has changed; return what was noted.
+
+        Args:
+            effects: Of this step, their tensors replaced by what stands for them.
+
+        Raises:
+            UnsoundCaptureError: The step uses state that cannot be looked into.
+        """
+        self.put_back()
+        if self._opaque:
+            raise UnsoundCaptureError(self._opaque)
+        read = set(map(id, self._reads.values()))
+        reasons = [_reason(e) for e in effects if id(e.place) in read]
+        # A generator that was not drawn from decides nothing.
+        reads = tuple(r for r in self._reads.values() if r.kind is not Kind.GENERATOR)
+        constants = tuple(self._constants.values())
+        first = next(iter((*self._reasons, *reasons)), "")
+        return Reads(reads, tuple(effects), constants, first)
+
+    def put_back(self, *, with_plain: bool = True) -> None:
+        """Give all noted state the value that it had before the step.
+
+        Args:
+            with_plain: Whether that includes state that holds no tensor now.
+        """
+        for effect in self.effects():
+            leaves = pytree.tree_leaves(effect.after)
+            if with_plain or any(isinstance(v, torch.Tensor) for v in leaves):
+                effect.place.put(effect.place.value)
+        for held, before, kind in self._structure:
+            changed = held.keys() ^ before.keys()
+            changed |= {
+                k for k in held.keys() & before.keys() if held[k] is not before[k]
+            }
+            if changed and not self._opaque:
+                self._opaque = (
+                    f"the step makes or removes {min(changed)!r} of a {kind}; do so "
+                    "before the first step"
+                )
+            held.clear()
+            held.update(before)
+
+    def lend(self, holder: dict[str, Any], key: str, label: str) -> None:
+        """Note an entry that the capture itself is about to replace for a while."""
+        self._note(Kind.ENTRY, holder, key, label)
+        self._lent.add((id(holder), key))
+
+    def asked(self, function: Any, tensor: torch.Tensor, value: Any) -> None:
+        """Note that Python asked a tensor, which is no input, for its value."""
+        if function in _ASKING and id(tensor) not in self._inputs:
+            key = id(tensor), function
+            label = f"the value of a tensor{line_now()}"
+            read = Read(Kind.ASKED, tensor, function, value, label)
+            self._reads.setdefault(key, read)
+
+    def check_effects(self, effects: Sequence[Effect]) -> None:
+        """Refuse effects that cannot be had again after a run of the captured step.
+
+        Raises:
+            UnsoundCaptureError: The step keeps an object that it has made, which may
+                hold tensors without data, or a number that only a run has.
+        """
+        for effect in effects:
+            for leaf in pytree.tree_leaves(effect.after):
+                plain = isinstance(leaf, (*_STILL, torch.Tensor, type, Missing))
+                if not plain and id(leaf) not in self._seen:
+                    raise UnsoundCaptureError(
+                        f"the step keeps a {type(leaf).__name__} that it has made, in "
+                        f"{effect.place.label}; only tensors, plain values and "
+                        "containers of them can be kept from step to step"
+                    )
+
+    # -- objects
+
+    def _attribute(self, obj: Any, name: str) -> None:
+        """Note an attribute before it is read."""
+        if self._paused or threading.get_ident() in self._foreign:
+            return
+        if id(obj) in self._made:
+            return
+        self._paused = True
+        try:
+            if name == "__dict__":
+                # Whoever takes all attributes at once reads every one of them.
+                if not is_library_file(sys._getframe(2).f_code.co_filename):
+                    self._contents(_dict_of(obj), f"{type(obj).__name__}.__dict__")
+            elif name[:2] != "__" or name == "__call__":
+                self._note_attribute(obj, name)
+        finally:
+            self._paused = False
+
+    def _note_attribute(self, obj: Any, name: str) -> None:
+        held = _dict_of(obj)
+        key = id(obj if held is None else held), name
+        if key in self._seen or key in self._written:
+            return
+        self._seen.add(key)
+        self._alive += [obj, held]
+        self._take_class(type(obj))
+        label = f"{type(obj).__name__}.{name}"
+        if held is not None:
+            if self._is_part(obj, held, name):
+                return
+            if _is_machinery(obj, name):
+                return
+            self._note(Kind.TYPE, obj, None, f"the class of a {type(obj).__name__}")
+            value = self._note(Kind.ENTRY, held, name, label)
+            if value is not MISSING:
+                self._take(value, label)
+                return
+        for base in type(obj).__mro__:
+            value = base.__dict__.get(name, MISSING)
+            if value is not MISSING and base is not object:
+                self._note(Kind.CLASS, base, name, f"{base.__name__}.{name}")
+                if isinstance(value, types.MemberDescriptorType):
+                    value = self._note(Kind.SLOT, obj, name, label)
+                self._take(value, f"{base.__name__}.{name}")
+            if value is not MISSING:
+                break
+            if not _is_library(base):
+                self._note(Kind.CLASS, base, name, f"{base.__name__}.{name}")
+
+    def _is_part(self, obj: Any, held: Any, name: str) -> bool:
+        """Return whether an attribute is checked with the tensors of the step."""
+        if isinstance(obj, nn.Module) and held is not None:
+            if isinstance(obj, nn.RNNBase) and name.startswith("_flat_weight"):
+                return True  # lists of its parameters: here, of those that are lent
+            parts = [held[kind] for kind in _STRUCTURE if kind in held]
+            return name in _STRUCTURE or any(name in part for part in parts)
+        return isinstance(obj, torch.optim.Optimizer) and name in _OPTIMIZER_PARTS
+
+    def _write(self, obj: Any, name: str) -> None:
+        """Note an attribute before it is written."""
+        if self._paused or threading.get_ident() in self._foreign:
+            return
+        held = _dict_of(obj)
+        key = id(obj if held is None else held), name
+        if id(obj) not in self._seen or key in self._written or key in self._reads:
+            return  # an object of the step's own, or noted
+        if self._is_part(obj, held, name):
+            return
+        where = (Kind.SLOT, obj) if held is None else (Kind.ENTRY, held)
+        read = Read(*where, name, MISSING, f"{type(obj).__name__}.{name}")
+        self._written[key] = Read(*where, name, read.now(), read.label)
+        self._alive += [obj, held]
+
+    def _watch_class(self, cls: type) -> None:
+        """Have a class note reads and writes of its objects' attributes."""
+        if _is_unseen(cls) and not issubclass(cls, nn.Module | torch.optim.Optimizer):
+            return
+        for base in cls.__mro__:
+            if base in self._classes:
+                return  # inherits the noting methods
+            if "__getattribute__" in vars(base):
+                break
+        read, write = self._attribute, self._write
+        made, alive = self._made, self._alive
+        get: Any = cls.__getattribute__
+        put: Any = cls.__setattr__
+        delete: Any = cls.__delattr__
+        init: Any = vars(cls).get("__init__", getattr(cls, "__init__"))  # noqa: B009
+
+        def noting_get(self: Any, name: str) -> Any:
+            read(self, name)
+            return get(self, name)
+
+        def noting_set(self: Any, name: str, value: Any) -> None:
+            write(self, name)
+            put(self, name, value)
+
+        def noting_delete(self: Any, name: str) -> None:
+            write(self, name)
+            delete(self, name)
+
+        def noting_init(self: Any, *args: Any, **kwargs: Any) -> None:
+            made.add(id(self))
+            alive.append(self)
+            # object's own would refuse arguments that are meant for `__new__`.
+            if init is not object.__init__:
+                init(self, *args, **kwargs)
+
+        noting: dict[str, Any] = {
+            "__getattribute__": noting_get,
+            "__setattr__": noting_set,
+            "__delattr__": noting_delete,
+            "__init__": noting_init,
+        }
+        own = {name: vars(cls).get(name, MISSING) for name in noting}
+        try:
+            for name, function in noting.items():
+                setattr(cls, name, function)
+        except TypeError:
+            return  # a class of C: its objects are looked at by `_take`
+        self._classes[cls] = own
+
+    def _take_class(self, cls: type) -> None:
+        """Note a class: its data, and the methods that operators call."""
+        if ("class", id(cls)) in self._seen:
+            return
+        self._seen.add(("class", id(cls)))
+        if type(cls) is not type:
+            self._take_class(type(cls))
+        for base in cls.__mro__:
+            if base is object or _is_library(base) or _is_unseen(base):
+                continue
+            label = f"the name of class {base.__name__}"
+            self._note(Kind.SLOT, base, "__name__", label)
+            # Operators look methods up in the class itself, past `__getattribute__`.
+            for name in _OPERATORS:
+                self._note(Kind.CLASS, base, name, f"{base.__name__}.{name}")
+            for name, value in list(vars(base).items()):
+                label = f"{base.__name__}.{name}"
+                if name[:2] == "__":
+                    if isinstance(value, types.FunctionType):
+                        self._take(value, label)
+                elif not isinstance(value, _CALLED):
+                    self._note(Kind.CLASS, base, name, label)
+                    self._take(value, label)
+
+    def _take_parameter(self, parameter: torch.Tensor, name: str) -> None:
+        """Note what a parameter holds beside its values."""
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            label = f"hooks of parameter {name!r}"
+            value = self._note(Kind.SLOT, parameter, hooks, label)
+            if value is not None:
+                self._contents(value, label)
+        self._contents(parameter.__dict__, f"an attribute of parameter {name!r}")
+
+    # -- values and functions
+
+    def _take(self, value: Any, label: str) -> None:
+        """Note what a value consists of that the step has reached."""
+        kind = type(value)
+        if isinstance(value, _STILL) or kind is object or value is MISSING:
+            return
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._inputs and not _is_traced(value):
+                self._constants[id(value)] = value
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._alive.append(value)
+        if isinstance(value, (*CONTAINERS, types.MappingProxyType)):
+            self._contents(value, label)
+            if isinstance(value, collections.defaultdict):
+                self._take(value.default_factory, label)
+            if kind.__module__ in ("builtins", "collections"):
+                return
+        if isinstance(value, types.FunctionType):
+            self._function(value, label)
+        elif isinstance(value, staticmethod | classmethod):
+            self._take(value.__func__, label)
+        elif isinstance(value, property):
+            self._take(value.fget, label)
+        elif isinstance(value, types.MethodType):
+            self._take(value.__func__, label)
+            self._take(value.__self__, label)
+        elif isinstance(value, types.BuiltinFunctionType):
+            if not isinstance(value.__self__, types.ModuleType):
+                self._take(value.__self__, label)
+            elif (name := value.__self__.__name__) in _TELLS_TIME:
+                self._reasons.append(f"it uses {name} ({label})")
+        elif isinstance(value, types.MethodWrapperType):
+            self._take(value.__self__, label)
+        elif isinstance(value, weakref.ref):
+            target = value()
+            if not isinstance(target, (*_KEPT_ALIVE, types.FunctionType)):
+                self._reasons.append(f"it reads {label}, a weak reference")
+            self._take(target, label)
+        elif isinstance(value, _WEAK_CONTAINERS):
+            self._contents(vars(value)["data"], label)
+        elif isinstance(value, threading.local):
+            self._contents(vars(value), label)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._take(part, label)
+        elif isinstance(value, types.ModuleType):
+            self._watch_namespace(value)
+        elif isinstance(value, type):
+            self._take_class(value)
+            for base in value.__mro__:  # the step may make objects of it
+                if not _is_library(base) and not _is_unseen(base):
+                    for method in list(vars(base).values()):
+                        if isinstance(method, _METHODS):
+                            self._take(method, f"a method of {base.__name__}")
+        elif isinstance(value, np.ndarray):
+            self._array(value, label)
+        elif isinstance(value, types.SimpleNamespace):
+            self._contents(value.__dict__, label)
+        elif isinstance(value, _RANDOM):
+            self._note(Kind.GENERATOR, value, set_random_state, label)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            if not _is_unseen(value):
+                self._note(Kind.CACHE, value, None, f"the cache of {label}")
+                self._take(value.__wrapped__, label)
+        elif _is_python_class(kind):
+            if isinstance(value, nn.Module) and id(value) not in self._own:
+                for structure in sorted(_STRUCTURE):
+                    self._contents(vars(value)[structure], label)
+            if not _is_unseen(kind) or isinstance(value, nn.Module):
+                self._take_class(kind)
+                self._watch_class(kind)
+        elif not _is_unseen(kind):
+            self._refuse(f"{label} is a {kind.__module__}.{kind.__qualname__}")
+
+    def _refuse(self, what: str) -> None:
+        self._opaque = (
+            f"{what}, whose state cannot be compared between steps{line_now()}; keep "
+            "what a step needs in plain attributes or tensors, or give it as part of "
+            "the batch"
+        )
+        raise UnsoundCaptureError(self._opaque)
+
+    def _note(self, kind: Kind, holder: Any, key: Any, label: str) -> Any:
+        """Note one piece of state; return its value."""
+        at = _key_of(kind, holder, key)
+        if at in self._floats:
+            return Read(kind, holder, key, None, label).now()
+        if (read := self._reads.get(at)) is not None:
+            return read.value
+        if (read := self._written.get(at)) is not None:
+            if kind is Kind.CELL or at in self._static:
+                # Some function of the step reads it, perhaps before it is written.
+                self._reads[at] = self._written.pop(at)
+            return read.now()
+        value = Read(kind, holder, key, None, label).now()
+        self._reads[at] = Read(kind, holder, key, value, label)
+        self._alive.append(holder)
+        return value
+
+    def _note_written(
+        self, at: Any, kind: Kind, holder: Any, key: Any, label: str
+    ) -> None:
+        """Note a variable that a function of the step writes and does not read."""
+        if at not in self._reads and at not in self._written:
+            value = Read(kind, holder, key, None, label).now()
+            self._written[at] = Read(kind, holder, key, value, label)
+            self._static.add(at)
+            self._alive.append(holder)
+
+    def _contents(self, container: Any, label: str) -> None:
+        if container is None:
+            return
+        if len(container) > _MOST_ELEMENTS:
+            self._refuse(f"{label} has {len(container)} elements")
+        elements = contents_of(container)
+        if not isinstance(container, tuple | frozenset):
+            self._note(Kind.CONTENTS, container, None, label)
+        for element in elements:
+            self._take(element, f"{label}[...]")
+
+    def _array(self, array: Any, label: str) -> None:
+        if array.dtype.hasobject or array.nbytes > _MOST_ARRAY_BYTES:
+            self._refuse(f"{label} is a NumPy array of {array.nbytes} bytes")
+        self._note(Kind.ARRAY, array, None, label)
+
+    def _function(self, function: types.FunctionType, label: str) -> None:
+        """Note what a function may read: it counts as one that runs."""
+        name, code = function.__qualname__, function.__code__
+        written = _names_in(code).free_stored
+        for free, cell in zip(
+            code.co_freevars, function.__closure__ or (), strict=True
+        ):
+            what = f"free variable {free!r} of {name}"
+            if free in written:
+                self._note_written((Kind.CELL, id(cell)), Kind.CELL, cell, None, what)
+            else:
+                self._take(self._note(Kind.CELL, cell, None, what), what)
+        if is_library_file(code.co_filename):
+            return
+        self._note(Kind.SLOT, function, "__code__", f"the code of {name}")
+        self._note(Kind.SLOT, function, "__doc__", f"the text of {name}")
+        what = f"a default of {name}"
+        self._take(self._note(Kind.SLOT, function, "__defaults__", what), what)
+        self._take(self._note(Kind.SLOT, function, "__kwdefaults__", what), what)
+        self._contents(function.__dict__, f"an attribute of {name}")
+        around, names = function.__globals__, _names_in(code)
+        texts, where = names.texts, line_of_function(code)
+        if reading := sorted(_READS_FILES & texts):
+            self._reasons.append(f"it calls {reading[0]}(){where}")
+        for name in names.stored:
+            what = f"global {name!r}{where}"
+            self._note_written((id(around), name), Kind.ENTRY, around, name, what)
+        for name in names.loaded:
+            value = self._note(Kind.ENTRY, around, name, f"global {name!r}{where}")
+            if value is MISSING:
+                held = vars(builtins)
+                value = self._note(Kind.ENTRY, held, name, f"builtin {name!r}")
+                if value in _LOOKS_ANYWHERE:
+                    self._reasons.append(f"it calls {name}(){where}")
+            self._take(value, f"global {name!r}")
+            if isinstance(value, types.ModuleType):
+                self._namespace(value, names, where)
+        for cell in function.__closure__ or ():
+            module = Read(Kind.CELL, cell, None, None, "").now()
+            if isinstance(module, types.ModuleType):
+                self._namespace(module, names, where)
+
+    def _namespace(self, module: types.ModuleType, names: "_Names", where: str) -> None:
+        """Note the names of a module that a code may take."""
+        held = vars(module)
+        named = [text for text in names.texts if text in held and text[:2] != "__"]
+        for text in names.strings - held.keys():  # as `getattr` may look for them
+            self._note(Kind.ENTRY, held, text, f"{module.__name__}.{text}")
+        if module.__name__ in _TELLS_TIME and any(callable(held[n]) for n in named):
+            self._reasons.append(f"it uses {module.__name__}.{named[0]}{where}")
+        if module is os and {"environ", "getenv"} & names.texts:
+            self._contents(os.environ._data, "os.environ")  # type: ignore[attr-defined]
+        for name in named:
+            label = f"{module.__name__}.{name}"
+            value = self._note(Kind.ENTRY, held, name, label)
+            if not _is_unseen(module) and module is not os:
+                self._take(value, label)
+
+    def _watch_namespace(self, module: types.ModuleType) -> None:
+        """Have a user's module note names that are put together when they are read."""
+        file = getattr(module, "__file__", None)
+        library = is_library_file(file) if file else _is_unseen(module)
+        builtin = module.__name__ in sys.builtin_module_names
+        if type(module) is not types.ModuleType or library or builtin:
+            return
+        note, take = self._note, self._take
+
+        class Noting(types.ModuleType):
+            def __getattribute__(own, name: str) -> Any:  # noqa: N805
+                if name[:2] != "__" and not self._paused:
+                    self._paused = True
+                    try:
+                        label = f"{module.__name__}.{name}"
+                        take(note(Kind.ENTRY, vars(module), name, label), label)
+                    finally:
+                        self._paused = False
+                return types.ModuleType.__getattribute__(own, name)
+
+        module.__class__ = Noting
+        self._namespaces.append(module)
+
+
+def _hooks_of_all() -> dict[str, Any]:
+    """Return the hooks that PyTorch runs for every module and every optimizer."""
+    of_modules = sys.modules[nn.Module.__module__]
+    of_optimizers = sys.modules[torch.optim.Optimizer.__module__]
+    return {
+        f"{name} of {holder.__name__}": value
+        for holder in (of_modules, of_optimizers)
+        for name, value in vars(holder).items()
+        if name.startswith("_global_") and isinstance(value, dict)
+    }
+
+
+_NAMED = (Kind.ENTRY, Kind.CLASS, Kind.SLOT)
+
+
+def _key_of(kind: Kind, holder: Any, key: Any) -> Any:
+    """Return what is equal for notes of the same piece of state."""
+    return (id(holder), key) if kind in _NAMED else (kind, id(holder))
+
+
+_OPERATORS = (
+    "__call__", "__len__", "__bool__", "__eq__", "__hash__", "__iter__", "__next__",
+    "__getitem__", "__contains__", "__getattr__", "__index__", "__float__", "__int__",
+    "__add__", "__radd__", "__mul__", "__rmul__", "__enter__", "__exit__",
+)  # fmt: skip
+"""Methods that a class may be given later, and that are then called in its place."""
+
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
+
+_CALLED = (
+    types.FunctionType, staticmethod, classmethod, property, type,
+    types.GetSetDescriptorType, types.MemberDescriptorType,
+)  # fmt: skip
+
+_WEAK_CONTAINERS = (
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+)
+
+_KEPT_ALIVE = (type(None), nn.Module, torch.optim.Optimizer, torch.Tensor)
+"""Types whose objects a step holds anyway, so that references to them do not die."""
+
+_RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a code refers to by name, the functions in it included.
+
+    Attributes:
+        loaded: Globals that it reads.
+        stored: Globals that it writes and does not read.
+        free_stored: Free variables that it writes and does not read.
+        texts: Every name by which it may take an attribute.
+        strings: Those of them that are strings in the code.
+    """
+
+    loaded: tuple[str, ...]
+    stored: tuple[str, ...]
+    free_stored: frozenset[str]
+    texts: frozenset[str]
+    strings: frozenset[str]
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> _Names:
+    found: dict[str, dict[str, None]] = collections.defaultdict(dict)
+    texts, strings = set(code.co_names), set()
+    for instruction in dis.get_instructions(code):
+        found[instruction.opname][instruction.argval] = None
+    for constant in code.co_consts:
+        if isinstance(constant, str) and constant.isidentifier():
+            strings.add(constant)
+        if isinstance(constant, types.CodeType):
+            inner = _names_in(constant)
+            texts |= inner.texts
+            strings |= inner.strings
+            found["LOAD_GLOBAL"] |= dict.fromkeys(inner.loaded)
+            found["STORE_GLOBAL"] |= dict.fromkeys(inner.stored)
+            found["STORE_DEREF"] |= dict.fromkeys(inner.free_stored)
+            # What an inner function does not only write, it may read.
+            free = [n for n in constant.co_freevars if n not in inner.free_stored]
+            found["LOAD_DEREF"] |= dict.fromkeys(free)
+    loaded = found["LOAD_GLOBAL"] | found["LOAD_NAME"]
+    return _Names(
+        tuple(loaded),
+        tuple(name for name in found["STORE_GLOBAL"] if name not in loaded),
+        frozenset(
+            name
+            for name in code.co_freevars
+            if name in found["STORE_DEREF"] and name not in found["LOAD_DEREF"]
+        ),
+        frozenset(texts | strings),
+        frozenset(strings),
+    )
+
+
+def _is_unseen(value: Any) -> bool:
+    """Return whether a class, module or function is of a package not looked into."""
+    module = value if isinstance(value, types.ModuleType) else None
+    name = module.__name__ if module else getattr(value, "__module__", None)
+    package = (name or "").partition(".")[0]
+    return package in _UNSEEN_MODULES or package in torch_packages()
+
+
+def _is_library(cls: type) -> bool:
+    """Return whether a class is of Python, PyTorch or a package that it requires."""
+    module = sys.modules.get(cls.__module__)
+    file = getattr(module, "__file__", None)
+    if cls.__module__ == "__main__" or file is None:
+        return cls.__module__ in sys.builtin_module_names
+    return is_library_file(file)
+
+
+def _is_python_class(kind: type) -> bool:
+    """Return whether a class is made by a class statement, on bases that are seen."""
+    heap = kind.__flags__ & (1 << 9) and not kind.__flags__ & (1 << 8)
+    if not heap:
+        return False
+    bases = [base for base in kind.__mro__ if not base.__flags__ & (1 << 9)]
+    return all(base in _SEEN_BASES or issubclass(base, BaseException) for base in bases)
+
+
+_SEEN_BASES = (object, *CONTAINERS, int, float, complex, str, bytes, type)
+
+
+def _is_traced(tensor: torch.Tensor) -> bool:
+    return type(tensor) is not torch.Tensor and not isinstance(tensor, nn.Parameter)
+
+
+def _is_machinery(obj: Any, name: str) -> bool:
+    """Return whether a name is a method of `nn.Module` that an object does not replace.
+
+    Whoever walks a model reads such methods of all its modules.
+    """
+    own = vars(nn.Module).get(name)
+    return (
+        isinstance(obj, nn.Module)
+        and isinstance(own, types.FunctionType)
+        and getattr(type(obj), name, None) is own
+        and name not in vars(obj)
+    )
+
+
+def _dict_of(obj: Any) -> Any:
+    try:
+        return object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _reason(effect: Effect) -> str:
+    """Return why a step with an effect on what it reads is captured for one run."""
+    place = effect.place
+    if place.kind is Kind.GENERATOR:
+        return f"it draws from {place.label}; draw from PyTorch's (torch.rand)"
+    values = f"({shown(place.value)} -> {shown(effect.after)})"
+    return f"it changes {place.label}, which it also reads {values}"

@@ -1,0 +1,158 @@
+"""One training step in PyTorch's eager mode, with the meaning of a planned step.
+
+Results are those of a planned `TrainStep` call, bit for bit: the parts of the batch,
+the scaler, the clipping and the update come in the same order, and every parameter's
+`grad` is afterwards what it was before. Clipping and scaling are PyTorch's own
+functions, so that a planned step can be checked against them.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mucudnn.torch.capture.batches import Batch, called
+from mucudnn.torch.capture.gradients import loss_of
+from mucudnn.torch.capture.settings import StepSettings
+from mucudnn.torch.execution.own_update import own_gradients, scaled_closure_error
+
+
+def run_eager_step(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    settings: StepSettings,
+) -> Any:
+    """Train on one batch in eager mode; return its loss, or a pair of loss and extras.
+
+    Gradients of the step start from none. Afterwards, also behind an exception, `grad`
+    of parameters, of the batch and of whatever else the loss depends on is as before.
+
+    Args:
+        model: Called with the first argument of the batch and with those by name.
+        loss_fn: Called with the model's result and the rest of the batch.
+        optimizer: Makes the update; it is given a closure if it cannot do without.
+        batch: As `TrainStep` was called with it.
+        settings: How gradients are accumulated, scaled and clipped.
+
+    Raises:
+        UnsupportedError: The optimizer needs a closure, and there is a scaler.
+    """
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    modules = [m for m in (model, loss_fn) if isinstance(m, torch.nn.Module)]
+    parameters = dict.fromkeys(
+        [*(p for m in modules for p in m.parameters()), *updated]
+    )
+    known = set(map(id, updated))
+    others = [p for p in parameters if id(p) not in known]
+    scaler: Any = settings.scaler if settings.scales else None
+    skipped = False
+
+    def run_passes() -> tuple[torch.Tensor, list[Any]]:
+        """Run forward and backward; leave the gradients that the optimizer needs."""
+        nonlocal skipped
+        for leaf in before:
+            leaf.grad = None
+        # What computed the batch is not trained by this step, nor is the batch.
+        given = [
+            t.detach().requires_grad_() if t.requires_grad else t for t in batch.tensors
+        ]
+        total: Any = None
+        extras = []
+        for tensors, divisor in batch.parts(given, settings.accumulate):
+            torch.clear_autocast_cache()  # of casts before the last update
+            args, kwargs = batch.arguments(tensors)
+            loss, found = loss_of(loss_fn(called(model, args, kwargs), *args[1:]))
+            extras.append(
+                pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, found)
+            )
+            loss = loss / divisor if divisor != 1 else loss
+            goal = loss if scaler is None else scaler.scale(loss)
+            for leaf in _leaves_of(goal):
+                if leaf not in before:
+                    before[leaf], leaf.grad = leaf.grad, None
+            with torch.autocast(loss.device.type, enabled=False):
+                goal.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+            if unscaled := [p for p in others if p.grad is not None]:
+                scaler.unscale_(torch.optim.SGD(unscaled, lr=0.0))
+                # As in a planned step, these gradients count, too.
+                skipped = not all(p.grad.isfinite().all() for p in unscaled)
+        if settings.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, settings.clip_value)
+        if settings.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
+        return total, extras
+
+    def update() -> None:
+        """Have the optimizer make its update, unless the scaler skips it."""
+        # Updates are not cast: users call them outside of autocast.
+        with torch.autocast(updated[0].device.type, enabled=False):
+            if scaler is None:
+                optimizer.step()
+                return
+            if not skipped:
+                scaler.step(optimizer)
+            scaler.update()
+
+    def run_with_closure(*made: tuple[torch.Tensor, list[Any]]) -> Any:
+        """Have the optimizer run the passes, from the second on if some are made."""
+        if scaler is not None:
+            raise scaled_closure_error(optimizer)
+        ready, results = list(made), list(made)
+
+        def closure() -> torch.Tensor:
+            found = ready.pop() if ready else run_passes()
+            if not results:
+                results.append(found)
+            return found[0]
+
+        optimizer.step(closure)
+        return results[0]
+
+    def run() -> Any:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            return run_with_closure()
+        made, versions = run_passes(), [p._version for p in updated]
+        try:
+            update()
+        except Exception:
+            # An optimizer whose closure is optional by its signature alone refuses to
+            # go on without one before it changes anything.
+            if closure is None or versions != [p._version for p in updated]:
+                raise
+            return run_with_closure(made)
+        return made
+
+    with own_gradients(parameters) as before, torch.enable_grad():
+        try:
+            loss, extras = run()
+        finally:
+            torch.clear_autocast_cache()  # of parameters that the update has changed
+    optimizer._opt_called = True  # what schedulers look for
+    if all(part is None for part in extras):
+        return loss
+    return loss, (tuple(extras) if settings.accumulate > 1 else extras[0])
+
+
+def _leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the leaves that a backward pass gives gradients to.
+
+    A loss may close over modules, such as a discriminator, whose gradients are none of
+    the step's. `backward(inputs=...)` would spare them, and refuses checkpoints.
+    """
+    pending = [loss.grad_fn]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        pending += following

@@ -1,0 +1,25 @@
+"""Programs put together by chance: planned steps give what eager mode gives."""
+
+import pytest
+from hypothesis import given, note, strategies as st
+
+torch = pytest.importorskip("torch")
+
+from tests.examples import examples  # noqa: E402
+from tests.torch_generated import Recipe, compared, recipe_of  # noqa: E402
+from tests.torch_marks import STEPS_RUN  # noqa: E402
+
+pytestmark = STEPS_RUN
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    return recipe_of(lambda options: draw(st.sampled_from(options)))
+
+
+@examples(50)
+@given(recipes())
+def test_planned_steps_of_any_program_are_eager_modes_or_refused(recipe):
+    report = compared(recipe)
+    note(f"{report.plan_count()} plans, refused: {report.refusals}")
+    assert not report.differences

@@ -1,0 +1,190 @@
+"""`train_step(verify=N)` finds what is not as in eager mode, and leaves nothing."""
+
+import copy
+
+import pytest
+
+from mucudnn.errors import MucudnnError, VerificationError
+
+torch = pytest.importorskip("torch")
+
+from torch import nn, optim  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import mucudnn.torch as mt  # noqa: E402
+from mucudnn.torch.execution.bound_step import BoundStep  # noqa: E402
+from tests.torch_marks import STEPS_RUN  # noqa: E402
+from tests.torch_own_updates import CountingInGroup, lbfgs  # noqa: E402
+from tests.torch_step_cases import CASES  # noqa: E402
+from tests.torch_steps import build  # noqa: E402
+
+pytestmark = STEPS_RUN
+
+
+class Program:
+    """A model of the usual layers, and everything that a step changes."""
+
+    def __init__(self, optimizer_of=lambda p: optim.AdamW(p, 1e-2), **options):
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2)]
+        self.model = nn.Sequential(*layers, nn.Linear(8, 3))
+        self.optimizer = optimizer_of(self.model.parameters())
+        self.batch = torch.randn(8, 6), torch.randn(8, 3)
+        self.step = mt.train_step(
+            self.model, self.loss, self.optimizer, cache=None, **options
+        )
+
+    @staticmethod
+    def loss(out, y):
+        return functional.mse_loss(out, y), {"out": out}
+
+    def state(self):
+        state = self.optimizer.state_dict()
+        return copy.deepcopy([self.model.state_dict(), state, torch.get_rng_state()])
+
+
+WRONG = {
+    "the loss": lambda p, results: results[0],
+    r"what comes back with the loss\['out'\]": lambda p, results: results[1],
+    "parameter '4.weight'": lambda p, results: p.model[4].weight,
+    "buffer '1.running_var'": lambda p, results: p.model[1].running_var,
+    r"state exp_avg of parameter '0.bias'": lambda p, results: p.optimizer.state[
+        p.model[0].bias
+    ]["exp_avg"],
+    r"the scaler\['scale'\]": lambda p, results: p.scaler._scale,
+    r"the batch\[0\]": lambda p, results: p.batch[0],
+}
+
+
+def run_wrongly(monkeypatch, change):
+    """Have planned steps change one element more, once they are over."""
+    run = BoundStep.run
+
+    def wrong(self, given):
+        results = run(self, given)
+        change(results)
+        return results
+
+    monkeypatch.setattr(BoundStep, "run", wrong)
+
+
+@pytest.mark.parametrize("options", [{}, {"split": 2}])
+def test_every_wrong_tensor_is_found_and_named(options, monkeypatch):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    program = Program(verify=1, scaler=scaler, **options)
+    program.scaler = scaler
+    for _ in range(3):
+        program.step(*program.batch)
+    for number, (name, find) in enumerate(WRONG.items(), 4):
+
+        def change(results, find=find):
+            with torch.no_grad():
+                find(program, results).view(-1)[0] += 1e-2
+
+        with monkeypatch.context() as patch:
+            run_wrongly(patch, change)
+            with pytest.raises(
+                MucudnnError, match=f"step {number}: {name} differs"
+            ) as e:
+                program.step(*program.batch)
+        assert isinstance(e.value, VerificationError)
+        if name.startswith("parameter"):
+            assert "1 of 24 elements, by at most 0.01 (" in str(e.value)
+
+
+def test_what_is_drawn_otherwise_is_found(monkeypatch):
+    program = Program(verify=1)
+    run_wrongly(monkeypatch, lambda results: torch.rand(1))
+    with pytest.raises(VerificationError, match="step 1: the CPU's random generator"):
+        program.step(*program.batch)
+
+
+def test_the_first_and_every_nth_step_are_checked(monkeypatch):
+    program = Program(verify=3)
+    run_wrongly(monkeypatch, lambda results: results[0].add_(1))
+    wrong = []
+    for number in range(1, 8):
+        try:
+            program.step(*program.batch)
+        except VerificationError:
+            wrong.append(number)
+    assert wrong == [1, 3, 6]
+
+
+@pytest.mark.parametrize("optimizer_of", [None, CountingInGroup, lbfgs])
+def test_checked_steps_are_those_that_are_not_checked(optimizer_of):
+    states = []
+    for verify in (None, 1):
+        options = {"verify": verify}
+        if optimizer_of is not None:
+            options["optimizer_of"] = optimizer_of
+        program = Program(**options)
+        weight = program.model[0].weight
+        weight.grad = marker = torch.ones(8, 6)
+        held = [*program.model.parameters(), *program.model.buffers()]
+        pointers = [t.data_ptr() for t in held]
+        program.step.prepare(*program.batch)
+        torch.manual_seed(1)
+        results = [program.step(*program.batch) for _ in range(3)]
+        assert weight.grad is marker
+        assert [t.data_ptr() for t in held] == pointers
+        assert all(map(lambda a, b: a is b, program.model.buffers(), held[-3:]))
+        states.append([results, program.state()])
+    (first, form), (second, other) = map(torch.utils._pytree.tree_flatten, states)
+    assert form == other
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_a_step_that_fails_in_eager_mode_leaves_everything():
+    program = Program(verify=1, split=2)
+    program.step(*program.batch)
+    before = program.state()
+    handle = program.optimizer.register_step_post_hook(fail)
+    with pytest.raises(KeyError, match="hook"):
+        program.step(*program.batch)
+    handle.remove()
+    after = program.state()
+    assert all(map(torch.equal, before[0].values(), after[0].values()))
+    assert before[1]["state"][0]["step"] == after[1]["state"][0]["step"] == 1
+    assert torch.equal(before[2], after[2])
+
+
+def fail(*_):
+    raise KeyError("hook")
+
+
+@pytest.mark.parametrize(
+    "name", ["averaged_anew", "kept_for_the_loss", "channels_last"]
+)
+def test_models_that_replace_what_they_hold_are_equal(name):
+    torch.manual_seed(0)
+    model, loss_fn, batch = CASES[name]()
+    optimizer = optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step = mt.train_step(model, loss_fn, optimizer, cache=None, verify=1)
+    held = list(model.buffers())
+    names = set(vars(model))
+    step(*batch)
+    step(*batch)
+    assert all(a is b for a, b in zip(model.buffers(), held, strict=True))
+    assert set(vars(model)) == names
+
+
+@pytest.mark.parametrize(
+    "optimizer_of", [optim.Rprop, lambda p: optim.AdamW(p, fused=True)]
+)
+def test_rounding_is_allowed_where_steps_are_rounded(optimizer_of):
+    """Bias before a batch norm: gradients are noise, updates are as large as others."""
+    model, loss_fn, batch = build("cnn")
+    optimizer = optimizer_of(model.parameters())
+    step = mt.train_step(model, loss_fn, optimizer, cache=None, split=2, verify=1)
+    losses = [step(*batch).item() for _ in range(3)]
+    assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize(
+    ("verify", "error"), [(True, TypeError), (1.0, TypeError), (-1, ValueError)]
+)
+def test_an_interval_is_a_number_of_steps(verify, error):
+    with pytest.raises(error, match=r"verify is .* wanted"):
+        Program(verify=verify)

@@ -1,0 +1,421 @@
+"""Programs whose steps change what they read: counters, iterators, chance, clocks."""
+
+import collections
+import contextvars
+import functools
+import itertools
+import os
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.torch_programs import Programs, Reading, Training, sgd, trained
+
+PROGRAMS = Programs()
+
+CONTEXT = contextvars.ContextVar("CONTEXT", default=1.0)
+COUNT = 0
+
+entropy = functional.cross_entropy
+
+
+def counting(make: Callable[[], Callable[..., Any]]) -> Callable[[], Any]:
+    """Add a program whose loss changes with its calls."""
+
+    def build() -> Training:
+        model = nn.Linear(6, 4)
+        return trained(model, loss_fn=make(), optimizer=sgd(model))
+
+    PROGRAMS(build, name=make.__name__, changes_in_step=True)
+    return make
+
+
+def late(count: float) -> float:
+    """A factor that changes with the third step."""
+    return 1.0 if count <= 2 else 3.0
+
+
+@counting
+def closure_counter():
+    count = 0
+
+    def loss(out, y):
+        nonlocal count
+        count += 1
+        return entropy(out, y) * late(count)
+
+    return loss
+
+
+@counting
+def list_counter():
+    count = [0]
+
+    def loss(out, y):
+        count[0] += 1
+        return entropy(out, y) * late(count[0])
+
+    return loss
+
+
+@counting
+def global_counter():
+    globals()["COUNT"] = 0
+
+    def loss(out, y):
+        globals()["COUNT"] += 1
+        return entropy(out, y) * late(COUNT)
+
+    return loss
+
+
+@counting
+def global_counter_by_a_statement():
+    global COUNT
+    COUNT = 0
+
+    def loss(out, y):
+        global COUNT
+        COUNT += 1
+        return entropy(out, y) * late(COUNT)
+
+    return loss
+
+
+@counting
+def raises_at_its_third_call():
+    count = [0]
+
+    def loss(out, y):
+        count[0] += 1
+        if count[0] == 3:
+            raise RuntimeError("the third call")
+        return entropy(out, y)
+
+    return loss
+
+
+@counting
+def object_counter():
+    class Loss:
+        count = 0
+
+        def __call__(self, out, y):
+            self.count += 1
+            return entropy(out, y) * late(self.count)
+
+    return Loss()
+
+
+@counting
+def class_counter():
+    class Loss:
+        count = 0
+
+        def __call__(self, out, y):
+            type(self).count += 1
+            return entropy(out, y) * late(Loss.count)
+
+    return Loss()
+
+
+@counting
+def function_attribute_counter():
+    def loss(out, y):
+        loss.count += 1
+        return entropy(out, y) * late(loss.count)
+
+    loss.count = 0
+    return loss
+
+
+@counting
+def loss_that_is_annealed_by_itself():
+    rates = {"w": 1.0}
+
+    def loss(out, y):
+        rates["w"] *= 0.5
+        return entropy(out, y) * rates["w"]
+
+    return loss
+
+
+@counting
+def iterator_counter():
+    count = itertools.count(1)
+    return lambda out, y: entropy(out, y) * late(next(count))
+
+
+@counting
+def cycle():
+    rates = itertools.cycle([1.0, 2.0, 3.0])
+    return lambda out, y: entropy(out, y) * next(rates)
+
+
+@counting
+def list_iterator():
+    rates = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    return lambda out, y: entropy(out, y) * next(rates)
+
+
+@counting
+def generator():
+    def rates():
+        yield from (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+
+    made = rates()
+    return lambda out, y: entropy(out, y) * next(made)
+
+
+@counting
+def range_iterator():
+    numbers = iter(range(1, 10))
+    return lambda out, y: entropy(out, y) * late(next(numbers))
+
+
+@counting
+def deque_window():
+    window = collections.deque([1.0], maxlen=3)
+
+    def loss(out, y):
+        window.append(2.0)
+        return entropy(out, y) * sum(window)
+
+    return loss
+
+
+@counting
+def list_that_is_emptied():
+    rates = [4.0, 3.0, 2.0, 1.0]
+    return lambda out, y: entropy(out, y) * rates.pop()
+
+
+@counting
+def set_that_grows():
+    seen = set()
+
+    def loss(out, y):
+        seen.add(len(seen))
+        return entropy(out, y) * len(seen)
+
+    return loss
+
+
+@counting
+def defaultdict_counter():
+    counts = collections.defaultdict(int)
+
+    def loss(out, y):
+        counts["calls"] += 1
+        return entropy(out, y) * late(counts["calls"])
+
+    return loss
+
+
+@counting
+def cache_that_counts():
+    @functools.cache
+    def made(number):
+        return number * 2.0
+
+    def loss(out, y):
+        return entropy(out, y) * made(made.cache_info().currsize)
+
+    return loss
+
+
+@counting
+def context_variable_counter():
+    CONTEXT.set(1.0)
+
+    def loss(out, y):
+        CONTEXT.set(CONTEXT.get() + 1.0)
+        return entropy(out, y) * CONTEXT.get()
+
+    return loss
+
+
+@counting
+def environment_counter():
+    os.environ["MUCUDNN_TEST_RATE"] = "1"
+
+    def loss(out, y):
+        os.environ["MUCUDNN_TEST_RATE"] += "1"
+        return entropy(out, y) * len(os.environ["MUCUDNN_TEST_RATE"])
+
+    return loss
+
+
+@counting
+def mean_of_losses_as_a_number():
+    mean = [1.0]
+
+    def loss(out, y):
+        value = entropy(out, y)
+        mean[0] = 0.9 * mean[0] + 0.1 * value.item()
+        return value / mean[0]
+
+    return loss
+
+
+@counting
+def mean_of_losses_as_a_tensor():
+    mean = torch.tensor(1.0)
+
+    def loss(out, y):
+        nonlocal mean
+        value = entropy(out, y)
+        mean = 0.9 * mean + 0.1 * value.detach()
+        return value / mean
+
+    return loss
+
+
+@counting
+def last_result_in_a_closure():
+    last = None
+
+    def loss(out, y):
+        nonlocal last
+        before, last = last, out.detach()
+        value = entropy(out, y)
+        return value if before is None else value + (out - before).square().mean()
+
+    return loss
+
+
+@PROGRAMS(changes_in_step=True)
+def log_of_losses() -> Training:
+    log: list[Any] = []
+
+    def loss(out, y):
+        value = entropy(out, y)
+        log.append(value.detach())
+        return value
+
+    return trained(nn.Linear(6, 4), loss_fn=loss, watched=lambda: list(log))
+
+
+@PROGRAMS(changes_in_step=True)
+def calls_are_counted_for_a_log() -> Training:
+    calls = [0]
+
+    def loss(out, y):
+        calls[0] += 1
+        return entropy(out, y)
+
+    return trained(nn.Linear(6, 4), loss_fn=loss, watched=lambda: calls[0])
+
+
+def reading_in_step(
+    name: str, read: Callable[[Any, torch.Tensor], torch.Tensor], **attributes: Any
+) -> None:
+    """Add a program whose module changes what it reads in every step."""
+
+    def build() -> Training:
+        return trained(Reading(read, **{k: v() for k, v in attributes.items()}))
+
+    PROGRAMS(build, name=name, changes_in_step=True)
+
+
+def counts_in_forward(s, out):
+    s.count += 1
+    return out * late(s.count)
+
+
+def counts_privately(s, out):
+    s._count = getattr(s, "_count", 0) + 1
+    return out * late(s._count)
+
+
+def anneals(s, out):
+    s.heat *= 0.5
+    return out / s.heat
+
+
+def keeps_the_last(s, out):
+    before, s.last = s.last, out.detach()
+    return out if before is None else out + 0.1 * before
+
+
+def collects(s, out):
+    s.held.append(out.detach())
+    return out + sum(s.held) / len(s.held)
+
+
+def pushes_and_pops(s, out):
+    s.held.append(3.0)
+    return out * s.held.pop()
+
+
+def buffer_by_number(s, out):
+    s.gain.add_(1)
+    return out * s.gain.item()
+
+
+reading_in_step("module_counter", counts_in_forward, count=int)
+reading_in_step("private_module_counter", counts_privately)
+reading_in_step("annealed_in_forward", anneals, heat=lambda: 2.0)
+reading_in_step("last_result_in_an_attribute", keeps_the_last, last=lambda: None)
+reading_in_step("results_collected", collects, held=list)
+reading_in_step("pushes_and_pops", pushes_and_pops, held=list)
+reading_in_step(
+    "tensor_counted_and_asked", buffer_by_number, gain=lambda: torch.ones(())
+)
+
+
+# --- chance and time
+
+
+def by_chance(name: str, draw: Callable[[Any], Callable[[], float]]) -> None:
+    """Add a program whose result is scaled by a number that is drawn in every step."""
+
+    def build() -> Training:
+        drawn = draw(np.random.RandomState(0))
+        return trained(Reading(lambda s, out: out * (1.0 + drawn())))
+
+    PROGRAMS(build, name=name, changes_in_step=True)
+
+
+by_chance("python_random", lambda _: random.random)
+by_chance("python_random_named_inside", lambda _: lambda: random.random())
+by_chance("python_random_object", lambda _: random.Random(0).random)
+by_chance("numpy_random", lambda _: lambda: np.random.rand())  # noqa: NPY002
+by_chance("numpy_random_state", lambda state: state.rand)
+by_chance("numpy_generator", lambda _: np.random.default_rng(0).random)
+by_chance("numpy_shuffle", lambda state: lambda: float(state.permutation(8)[0]))
+by_chance("shuffled_list", lambda _: lambda: random.sample(range(8), 8)[0])
+by_chance("torch_number_drawn", lambda _: lambda: torch.rand(()).item())
+by_chance(
+    "torch_generator_object",
+    lambda _: functools.partial(
+        lambda g: torch.rand((), generator=g), torch.Generator().manual_seed(1)
+    ),
+)
+by_chance("torch_tensor_drawn", lambda _: lambda: torch.rand(()))
+by_chance("seeded_inside", lambda _: lambda: (torch.manual_seed(3), torch.rand(()))[1])
+by_chance("initial_seed", lambda _: lambda: torch.initial_seed() % 7)
+
+
+@PROGRAMS(changes_in_step=True)
+def stochastic_depth() -> Training:
+    hidden = nn.Linear(4, 4)
+    model = Reading(
+        lambda s, out: out + s.hidden(out) if random.random() < 0.5 else out,
+        hidden=hidden,
+    )
+    return trained(model)
+
+
+@PROGRAMS(changes_in_step=True)
+def clock_that_ticks() -> Training:
+    """A clock that a test has replaced, and that goes on with every question."""
+    ticks = itertools.count()
+    clock = types.SimpleNamespace(time=lambda: float(next(ticks)))
+    return trained(Reading(lambda s, out: out * (1.0 + clock.time())))

@@ -1,0 +1,707 @@
+"""Programs whose tensors change layout, memory or owner, and PyTorch's settings."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.torch_programs import (
+    Programs,
+    Reading,
+    Training,
+    convolutional,
+    images,
+    perceptron,
+    sgd,
+    trained,
+    vectors,
+)
+
+PROGRAMS = Programs()
+
+LAST = torch.channels_last
+
+
+def of_images(model: nn.Module, **others: Any) -> Training:
+    others = {"batches": [images()], "optimizer": sgd(model), **others}
+    return Training(model, **others)
+
+
+# --- strides and memory formats
+
+
+def formats(
+    name: str, begin: Callable[[Any], Any], change: Callable[[Any], Any]
+) -> None:
+    """Add a program of a convolutional network whose memory format may change."""
+
+    def build() -> Training:
+        model = convolutional()
+        begin(model)
+        return of_images(model, change=lambda: change(model))
+
+    PROGRAMS(build, name=name)
+
+
+def as_it_is(_: Any) -> None:
+    pass
+
+
+formats("channels_last_weights", lambda m: m.to(memory_format=LAST), as_it_is)
+formats("channels_last_later", as_it_is, lambda m: m.to(memory_format=LAST))
+formats(
+    "channels_last_no_more",
+    lambda m: m.to(memory_format=LAST),
+    lambda m: m.to(memory_format=torch.contiguous_format),
+)
+formats(
+    "one_weight_in_another_layout",
+    as_it_is,
+    lambda m: setattr(
+        m[0].weight, "data", m[0].weight.data.transpose(2, 3).contiguous().mT
+    ),
+)
+formats(
+    "linear_weight_transposed_in_memory",
+    as_it_is,
+    lambda m: setattr(m[5].weight, "data", m[5].weight.data.t().contiguous().t()),
+)
+formats(
+    "weight_in_a_part_of_larger_memory",
+    as_it_is,
+    lambda m: setattr(m[5].weight, "data", torch.zeros(4, 20)[:, 2:18]),
+)
+formats(
+    "weight_with_an_offset",
+    as_it_is,
+    lambda m: setattr(m[5].weight, "data", torch.ones(72)[8:].view(4, 16)),
+)
+
+
+def inputs(
+    name: str, lay: Callable[[torch.Tensor], torch.Tensor], first: bool = False
+) -> None:
+    """Add a program whose input lies otherwise in memory, from the start or later."""
+
+    def build() -> Training:
+        x, y = images()
+        other = lay(x), y
+        batches = [other] if first else [(x, y), (x, y), other, other]
+        return of_images(convolutional(), batches=batches)
+
+    PROGRAMS(build, name=name)
+
+
+inputs("channels_last_input", lambda x: x.to(memory_format=LAST), first=True)
+inputs("channels_last_input_later", lambda x: x.to(memory_format=LAST))
+inputs("transposed_input_later", lambda x: x.mT.contiguous().mT)
+inputs("transposed_input", lambda x: x.mT.contiguous().mT, first=True)
+inputs("sliced_input_later", lambda x: x.repeat(1, 1, 1, 2)[..., ::2])
+inputs("expanded_input_later", lambda x: x[:1].expand_as(x))
+inputs("input_with_an_offset_later", lambda x: torch.cat([x, x])[2:6])
+inputs("flipped_input_later", lambda x: x.flip(0))
+
+
+@PROGRAMS
+def sequences_change_their_length() -> Training:
+    x, y = torch.randn(4, 6, 6), torch.randint(0, 4, (4, 6))
+    batches = [(x[:, :n], y[:, :n].contiguous()) for n in (6, 4, 6, 4)]
+
+    def loss(out, y):
+        return functional.cross_entropy(out.flatten(0, 1), y.flatten())
+
+    return trained(perceptron(), batches=batches, loss_fn=loss)
+
+
+@PROGRAMS
+def last_batch_is_smaller() -> Training:
+    x, y = vectors()
+    return trained(perceptron(), batches=[(x, y), (x[:5], y[:5])])
+
+
+# --- memory that several tensors share
+
+
+@PROGRAMS
+def parameters_of_one_flat_buffer() -> Training:
+    """Side by side, as flat parameters are: nothing overlaps."""
+    model = perceptron()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    sizes = [p.numel() for p in model.parameters()]
+    for p, part in zip(model.parameters(), flat.split(sizes), strict=True):
+        p.data = part.view_as(p)
+    return trained(model, optimizer=sgd(model))
+
+
+def squares() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+@PROGRAMS
+def parameters_share_memory() -> Training:
+    model = squares()
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    return trained(model, optimizer=sgd(model))
+
+
+@PROGRAMS
+def parameters_share_memory_later() -> Training:
+    model = squares()
+    return trained(
+        model,
+        optimizer=sgd(model),
+        change=lambda: setattr(model[2].weight, "data", model[0].weight.data),
+    )
+
+
+@PROGRAMS
+def parameters_share_memory_no_more() -> Training:
+    model = squares()
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    return trained(
+        model,
+        optimizer=sgd(model),
+        change=lambda: setattr(model[2].weight, "data", model[0].weight.data.clone()),
+    )
+
+
+@PROGRAMS
+def parameters_overlap_in_part() -> Training:
+    model = squares()
+    memory = torch.randn(9, 6)
+    model[0].weight.data, model[2].weight.data = memory[:6], memory[3:]
+    return trained(model, optimizer=sgd(model))
+
+
+@PROGRAMS
+def parameter_is_another_ones_transpose() -> Training:
+    model = squares()
+    model[2].weight = nn.Parameter(model[0].weight.data.t())
+    return trained(model, optimizer=sgd(model))
+
+
+@PROGRAMS
+def parameter_that_is_expanded() -> Training:
+    model = Reading(
+        lambda s, out: out * s.gain, gain=nn.Parameter(torch.ones(1).expand(4))
+    )
+    return trained(model, optimizer=torch.optim.SGD(model.net.parameters(), 0.1))
+
+
+@PROGRAMS
+def buffer_is_a_view_of_a_parameter() -> Training:
+    model = Reading(lambda s, out: out + s.seen.sum())
+    model.register_buffer("seen", model.net[0].weight.detach()[0])
+    return trained(model, optimizer=sgd(model))
+
+
+@PROGRAMS
+def buffer_becomes_a_view_of_a_parameter() -> Training:
+    model = Reading(lambda s, out: out + s.seen.sum())
+    model.register_buffer("seen", torch.ones(6))
+    return trained(
+        model,
+        change=lambda: setattr(model, "seen", model.net[0].weight.detach()[0]),
+    )
+
+
+@PROGRAMS
+def plain_tensor_is_a_view_of_a_parameter() -> Training:
+    model = Reading(lambda s, out: out + s.seen[0].sum(), seen=[])
+    model.seen.append(model.net[0].weight.detach()[0])
+    return trained(model, optimizer=sgd(model))
+
+
+@PROGRAMS
+def buffers_share_memory() -> Training:
+    def read(s, out):
+        s.counted.add_(1)
+        return out * s.seen
+
+    model = Reading(read)
+    model.register_buffer("counted", torch.zeros(1))
+    model.register_buffer("seen", model.counted.view(()))
+    return trained(model)
+
+
+@PROGRAMS
+def state_shares_memory_with_a_parameter() -> Training:
+    model = perceptron()
+    optimizer = sgd(model)
+
+    def change() -> None:
+        weight = model[0].weight
+        optimizer.state[weight]["momentum_buffer"] = weight.detach()
+
+    return trained(model, optimizer=optimizer, change=change)
+
+
+@PROGRAMS
+def tied_later() -> Training:
+    model = squares()
+    return trained(model, change=lambda: setattr(model[2], "weight", model[0].weight))
+
+
+@PROGRAMS
+def tied_no_more() -> Training:
+    model = squares()
+    model[2].weight = model[0].weight
+    optimizer = sgd(model)
+
+    def change() -> None:
+        model[2].weight = nn.Parameter(model[0].weight.detach().clone())
+        optimizer.add_param_group({"params": [model[2].weight]})
+
+    return trained(model, optimizer=optimizer, change=change)
+
+
+# --- memory of a batch
+
+
+def mean_square(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (out - y).square().mean()
+
+
+class Halving(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x.mul_(0.5))
+
+
+def of_batch(
+    name: str,
+    make: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    model_of: Callable[[], nn.Module],
+    later: bool = False,
+) -> None:
+    """Add a program of which input and target share memory, from the start or later."""
+
+    def build() -> Training:
+        model = model_of()
+        odd, apart = make(), (torch.randn(8, 6), torch.randn(8, 6))
+        batches = [apart, apart, odd, odd] if later else [odd]
+        return trained(model, batches=batches, loss_fn=mean_square)
+
+    PROGRAMS(build, name=name)
+
+
+def twice() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(8, 6)
+    return x, x
+
+
+def overlapping() -> tuple[torch.Tensor, torch.Tensor]:
+    memory = torch.randn(9, 6)
+    return memory[:8], memory[1:]
+
+
+def viewed() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(8, 6)
+    return x, x.view(8, 6)
+
+
+of_batch("target_is_the_input", twice, squares)
+of_batch("target_is_the_input_later", twice, squares, later=True)
+of_batch("target_is_the_input_that_is_changed", twice, Halving)
+of_batch("target_is_the_input_that_is_changed_later", twice, Halving, later=True)
+of_batch("target_is_a_view_of_the_input_that_is_changed", viewed, Halving)
+of_batch("target_overlaps_the_input_that_is_changed", overlapping, Halving)
+of_batch("input_is_changed", lambda: (torch.randn(8, 6), torch.randn(8, 6)), Halving)
+
+
+@PROGRAMS
+def target_is_changed_by_the_loss() -> Training:
+    def loss(out, y):
+        return (out - y.mul_(0.9)).square().mean()
+
+    batch = torch.randn(8, 6), torch.randn(8, 6)
+    return trained(squares(), batches=[batch], loss_fn=loss)
+
+
+@PROGRAMS
+def input_is_a_parameters_memory() -> Training:
+    model = squares()
+    batch = model[0].weight.detach(), torch.randn(6, 6)
+    return trained(model, batches=[batch], loss_fn=mean_square)
+
+
+@PROGRAMS
+def input_is_a_parameters_memory_later() -> Training:
+    model = squares()
+    apart = torch.randn(6, 6), torch.randn(6, 6)
+    shared = model[2].weight.detach(), torch.randn(6, 6)
+    batches = [apart, apart, shared, shared]
+    return trained(model, batches=batches, loss_fn=mean_square)
+
+
+@PROGRAMS
+def input_is_a_buffer_that_counts() -> Training:
+    def read(s, out):
+        s.seen.add_(1)
+        return out
+
+    model = Reading(read)
+    model.register_buffer("seen", torch.randn(8, 6))
+    return trained(model, batches=[(model.seen, vectors()[1])])
+
+
+@PROGRAMS
+def input_wants_a_gradient_later() -> Training:
+    x, y = vectors()
+    wanting = x.clone().requires_grad_()
+    return trained(perceptron(), batches=[(x, y), (x, y), (wanting, y), (wanting, y)])
+
+
+@PROGRAMS
+def input_is_a_parameter() -> Training:
+    x, y = vectors()
+    return trained(perceptron(), batches=[(x, y), (x, y), (nn.Parameter(x), y)])
+
+
+@PROGRAMS
+def target_changes_its_type() -> Training:
+    x, y = vectors()
+    likely = functional.one_hot(y, 4).float()
+    return trained(perceptron(), batches=[(x, y), (x, y), (x, likely), (x, likely)])
+
+
+@PROGRAMS
+def input_changes_its_type() -> Training:
+    x, y = vectors()
+    batches = [(x, y), (x, y), (x.double(), y)]
+    return trained(Reading(lambda s, out: out), batches=batches)
+
+
+class Taking(nn.Module):
+    """Takes arguments by name, and numbers, texts and None among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = perceptron()
+
+    def forward(self, x, scale=1.0, mode="plain", mask=None):
+        out = self.net(x) * scale
+        out = out.tanh() if mode == "squashed" else out
+        return out if mask is None else out * mask
+
+
+def arguments(name: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Add a program whose model is called with other arguments from the third step."""
+
+    def build() -> Training:
+        x, y = vectors()
+        first, later = ({"x": x, **before}, y), ({"x": x, **after}, y)
+        return trained(Taking(), batches=[first, first, later, later])
+
+    PROGRAMS(build, name=name)
+
+
+arguments("number_argument", {"scale": 1.0}, {"scale": 3.0})
+arguments("number_argument_of_another_type", {"scale": 1}, {"scale": True})
+arguments("text_argument", {"mode": "plain"}, {"mode": "squashed"})
+arguments("argument_appears", {}, {"mode": "squashed"})
+arguments("none_argument", {"mask": None}, {"mask": torch.tensor([0.0, 1, 1, 1])})
+arguments(
+    "argument_order",
+    {"scale": 2.0, "mode": "squashed"},
+    {"mode": "plain", "scale": 2.0},
+)
+
+
+# --- buffers and batch norm
+
+
+def norms(name: str, change: Callable[[Any], Any], begin: Any = as_it_is) -> None:
+    """Add a program whose batch normalisation is changed."""
+
+    def build() -> Training:
+        model = convolutional()
+        begin(model[1])
+        return of_images(model, change=lambda: change(model[1]))
+
+    PROGRAMS(build, name=name)
+
+
+norms("momentum_of_a_norm", lambda n: setattr(n, "momentum", 0.5))
+norms(
+    "momentum_of_a_norm_from_none",
+    lambda n: setattr(n, "momentum", 0.5),
+    lambda n: setattr(n, "momentum", None),
+)
+norms("momentum_of_a_norm_to_none", lambda n: setattr(n, "momentum", None))
+norms("eps_of_a_norm", lambda n: setattr(n, "eps", 0.5))
+norms("norm_to_eval", lambda n: n.eval())
+norms("statistics_not_tracked", lambda n: setattr(n, "track_running_stats", False))
+norms("running_mean_to_none", lambda n: setattr(n, "running_mean", None))
+
+
+def without_statistics(norm: Any) -> None:
+    norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+    norm.track_running_stats = False
+
+
+norms("statistics_to_none", without_statistics)
+norms("statistics_reset", lambda n: n.reset_running_stats())
+norms("statistics_replaced", lambda n: setattr(n, "running_mean", torch.ones(4)))
+norms(
+    "statistics_of_another_type",
+    lambda n: setattr(n, "running_mean", torch.ones(4).double()),
+)
+norms("weight_of_a_norm_to_none", lambda n: n.register_parameter("weight", None))
+norms("batches_counted_to_none", lambda n: setattr(n, "num_batches_tracked", None))
+norms(
+    "batches_counted_set",
+    lambda n: n.num_batches_tracked.fill_(10),
+    lambda n: setattr(n, "momentum", None),
+)
+
+
+def of_buffer(name: str, change: Callable[[Any], Any], **others: bool) -> None:
+    """Add a program with a buffer that may be None."""
+
+    def build() -> Training:
+        model = Reading(lambda s, out: out if s.gain is None else out * s.gain)
+        model.register_buffer("gain", torch.full((4,), 2.0))
+        return trained(model, change=lambda: change(model))
+
+    PROGRAMS(build, name=name, **others)
+
+
+of_buffer("buffer_in_place", lambda m: m.gain.mul_(2), keeps_plan=True)
+of_buffer("buffer_replaced", lambda m: setattr(m, "gain", torch.ones(4)))
+of_buffer("buffer_to_none", lambda m: setattr(m, "gain", None))
+of_buffer("buffer_of_another_shape", lambda m: setattr(m, "gain", torch.ones(1)))
+of_buffer(
+    "buffer_of_another_type",
+    lambda m: setattr(m, "gain", torch.ones(4, dtype=torch.long)),
+)
+of_buffer("buffer_added", lambda m: m.register_buffer("other", torch.ones(1)))
+of_buffer("buffer_registered_again", lambda m: m.register_buffer("gain", torch.ones(4)))
+of_buffer(
+    "buffer_becomes_a_parameter",
+    lambda m: (delattr(m, "gain"), setattr(m, "gain", nn.Parameter(torch.ones(4)))),
+)
+of_buffer(
+    "buffer_becomes_an_attribute",
+    lambda m: (delattr(m, "gain"), setattr(m, "gain", 3.0)),
+)
+
+
+@PROGRAMS
+def buffer_from_none() -> Training:
+    model = Reading(lambda s, out: out if s.gain is None else out * s.gain)
+    model.register_buffer("gain", None)
+    return trained(model, change=lambda: setattr(model, "gain", torch.ones(4) * 3))
+
+
+@PROGRAMS
+def buffer_that_anneals() -> Training:
+    def read(s, out):
+        s.heat.mul_(0.5)
+        return out / s.heat
+
+    model = Reading(read)
+    model.register_buffer("heat", torch.ones(()))
+    return trained(model)
+
+
+# --- settings of PyTorch
+
+
+def setting(
+    name: str,
+    change: Callable[[], Any],
+    read: Callable[[Any, torch.Tensor], torch.Tensor] = lambda s, out: out,
+    **others: bool,
+) -> None:
+    """Add a program between whose steps a setting of PyTorch is changed."""
+
+    def build() -> Training:
+        return trained(Reading(read), change=change)
+
+    PROGRAMS(build, name=name, **others)
+
+
+def autocast_on(kind: torch.dtype = torch.bfloat16) -> None:
+    torch.set_autocast_dtype("cpu", kind)
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_cache_enabled(False)  # no context is left that would empty it
+
+
+setting(
+    "default_dtype",
+    lambda: torch.set_default_dtype(torch.float64),
+    lambda s, out: out * (torch.tensor(1.0) / 3).to(out.dtype),
+)
+setting(
+    "default_dtype_is_read",
+    lambda: torch.set_default_dtype(torch.float64),
+    lambda s, out: out * torch.get_default_dtype().itemsize,
+)
+setting(
+    "default_device",
+    lambda: torch.set_default_device("meta"),
+    lambda s, out: out * (3.0 if torch.zeros(1).device.type == "meta" else 1.0),
+)
+setting("autocast_on", autocast_on)
+setting(
+    "autocast_is_read",
+    autocast_on,
+    lambda s, out: out * 3 if torch.is_autocast_enabled("cpu") else out,
+)
+setting(
+    "deterministic",
+    lambda: torch.use_deterministic_algorithms(True),
+    lambda s, out: out.index_add(1, torch.tensor([0, 0]), out[:, :2]),
+)
+setting(
+    "deterministic_is_read",
+    lambda: torch.use_deterministic_algorithms(True),
+    lambda s, out: out * 3 if torch.are_deterministic_algorithms_enabled() else out,
+)
+setting("gradients_off", lambda: torch.set_grad_enabled(False))
+setting(
+    "gradient_mode_is_read",
+    lambda: None,
+    lambda s, out: out * 3 if torch.is_grad_enabled() else out,
+)
+setting("precision_of_products", lambda: torch.set_float32_matmul_precision("medium"))
+setting(
+    "precision_of_products_is_read",
+    lambda: torch.set_float32_matmul_precision("medium"),
+    lambda s, out: out * len(torch.get_float32_matmul_precision()),
+)
+setting(
+    "tensor_float32", lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+)
+setting("number_of_threads", lambda: torch.set_num_threads(2))
+setting(
+    "number_of_threads_is_read",
+    lambda: torch.set_num_threads(2),
+    lambda s, out: out * torch.get_num_threads(),
+)
+setting("anomalies_detected", lambda: torch.set_anomaly_enabled(True))
+setting(
+    "anomalies_and_not_a_number",
+    lambda: torch.set_anomaly_enabled(True),
+    lambda s, out: out * float("nan"),
+)
+setting("onednn_off", lambda: torch._C._set_mkldnn_enabled(False))
+setting(
+    "onednn_is_read",
+    lambda: torch._C._set_mkldnn_enabled(False),
+    lambda s, out: out * 3 if torch.backends.mkldnn.enabled else out,
+)
+setting(
+    "tensors_printed_otherwise",
+    lambda: torch.set_printoptions(precision=4),
+    keeps_plan=True,
+)
+
+
+@PROGRAMS
+def onednn_off_for_convolutions() -> Training:
+    return of_images(
+        convolutional(), change=lambda: torch._C._set_mkldnn_enabled(False)
+    )
+
+
+@PROGRAMS
+def attention_by_another_kernel() -> Training:
+    def read(s, out):
+        q = out.view(1, 2, 4, 4)
+        y = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return y.reshape(8, 4)
+
+    model = Reading(read)
+    return trained(model, change=lambda: torch._C._set_sdp_use_flash(False))
+
+
+def within(
+    name: str, context: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """Add a program whose steps are made within a context from the third on."""
+
+    def around(number: int) -> contextlib.AbstractContextManager[Any]:
+        return context() if number >= 2 else contextlib.nullcontext()
+
+    def build() -> Training:
+        model = perceptron()
+        return trained(model, around=around, optimizer=sgd(model))
+
+    PROGRAMS(build, name=name)
+
+
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2 if tensor.is_floating_point() else tensor
+
+
+within("within_no_grad", torch.no_grad)
+within("within_inference_mode", torch.inference_mode)
+within("within_autocast", functools.partial(torch.autocast, "cpu", torch.bfloat16))
+within("within_float16", functools.partial(torch.autocast, "cpu", torch.float16))
+within("within_a_device", functools.partial(torch.device, "cpu"))
+within("within_anomaly_detection", torch.autograd.detect_anomaly)
+within(
+    "within_saved_tensors_hooks",
+    lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, doubled),
+)
+within("within_saving_on_the_host", torch.autograd.graph.save_on_cpu)
+
+
+class Doubling(torch.overrides.TorchFunctionMode):
+    """Doubles what linear layers give."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return out * 2 if function is functional.linear else out
+
+
+within("within_a_function_mode", Doubling)
+
+
+@PROGRAMS
+def autocast_turned_in_the_forward_pass() -> Training:
+    def read(s, out):
+        with torch.autocast("cpu", torch.bfloat16, enabled=s.casts):
+            return (out @ out.T @ out).float()
+
+    model = Reading(read, casts=False)
+    return trained(model, change=lambda: setattr(model, "casts", True))
+
+
+@PROGRAMS
+def autocast_of_another_type() -> Training:
+    return trained(
+        perceptron(),
+        before=lambda n: autocast_on(torch.bfloat16 if n < 2 else torch.float16),
+    )
+
+
+@PROGRAMS
+def autocast_off() -> Training:
+    def before(number: int) -> None:
+        autocast_on()
+        torch.set_autocast_enabled("cpu", number < 2)
+
+    return trained(perceptron(), before=before)
+
+
+@PROGRAMS
+def gradients_turned_off_in_the_forward_pass() -> Training:
+    def read(s, out):
+        with torch.set_grad_enabled(s.learns):
+            hidden = s.hidden(out)
+        return out + hidden
+
+    model = Reading(read, learns=True, hidden=nn.Linear(4, 4))
+    return trained(model, change=lambda: setattr(model, "learns", False))

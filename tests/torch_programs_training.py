@@ -1,0 +1,769 @@
+"""Programs of training practice: schedules, freezing, adapters, averages."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim import lr_scheduler, swa_utils
+from torch.utils import checkpoint
+
+from tests.torch_programs import (
+    Programs,
+    Reading,
+    Training,
+    convolutional,
+    images,
+    perceptron,
+    sgd,
+    trained,
+    vectors,
+)
+
+PROGRAMS = Programs()
+
+
+# --- schedules
+
+
+def scheduled(
+    name: str, make: Callable[[Any], Any], *, keeps_plan: bool = True, steps: int = 4
+) -> None:
+    """Add a program with a scheduler of learning rates, stepped after each step."""
+
+    def build() -> Training:
+        model = perceptron()
+        optimizer = sgd(model)
+        scheduler = make(optimizer)
+
+        def after(number: int, loss: torch.Tensor) -> None:
+            plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(*((loss.item() + number,) if plateau else ()))
+
+        return trained(
+            model,
+            optimizer=optimizer,
+            after=after,
+            steps=steps,
+            watched=lambda: [group["lr"] for group in optimizer.param_groups],
+        )
+
+    PROGRAMS(build, name=f"scheduled_by_{name}", keeps_plan=keeps_plan)
+
+
+scheduled("steps", lambda o: lr_scheduler.StepLR(o, 2))
+scheduled("several_steps", lambda o: lr_scheduler.MultiStepLR(o, [1, 3]))
+scheduled("exponential", lambda o: lr_scheduler.ExponentialLR(o, 0.5))
+scheduled("cosine", lambda o: lr_scheduler.CosineAnnealingLR(o, 4))
+scheduled("warm_restarts", lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2))
+scheduled("function", lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.5**n))
+scheduled("factor", lambda o: lr_scheduler.MultiplicativeLR(o, lambda n: 0.5))
+scheduled("polynomial", lambda o: lr_scheduler.PolynomialLR(o, 4))
+scheduled("linear", lambda o: lr_scheduler.LinearLR(o))
+scheduled("constant", lambda o: lr_scheduler.ConstantLR(o, 0.5, 2))
+scheduled("plateau", lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0))
+scheduled("average", lambda o: swa_utils.SWALR(o, 0.01, anneal_epochs=2))
+scheduled(
+    "one_cycle",
+    lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=5),
+    keeps_plan=False,
+)
+scheduled(
+    "cycles",
+    lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    keeps_plan=False,
+)
+scheduled(
+    "sequence",
+    lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+    ),
+)
+scheduled(
+    "chain",
+    lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.5)]
+    ),
+)
+
+
+# --- optimizers
+
+
+def optimized(
+    name: str,
+    change: Callable[[Any], Any],
+    make: Callable[[Any], Any] = sgd,
+    **others: bool,
+) -> None:
+    """Add a program whose optimizer is changed."""
+
+    def build() -> Training:
+        model = perceptron()
+        optimizer = make(model)
+        return trained(model, optimizer=optimizer, change=lambda: change(optimizer))
+
+    PROGRAMS(build, name=name, **others)
+
+
+def group_set(**values: Any) -> Callable[[Any], Any]:
+    return lambda optimizer: optimizer.param_groups[0].update(values)
+
+
+def adam(model: nn.Module, **others: Any) -> Any:
+    return optim.Adam(model.parameters(), 0.01, **others)
+
+
+optimized("rate_set", group_set(lr=0.03), keeps_plan=True)
+optimized("rate_becomes_a_tensor", group_set(lr=torch.tensor(0.03)))
+optimized(
+    "rate_tensor_in_place",
+    lambda o: o.param_groups[0]["lr"].mul_(0.5),
+    lambda m: optim.SGD(m.parameters(), torch.tensor(0.1)),
+    keeps_plan=True,
+)
+optimized("rate_is_zero", group_set(lr=0.0), keeps_plan=True)
+optimized("weight_decay_set", group_set(weight_decay=0.3))
+optimized("momentum_set", group_set(momentum=0.5))
+optimized("momentum_to_zero", group_set(momentum=0.0))
+optimized(
+    "momentum_from_zero",
+    group_set(momentum=0.9),
+    lambda m: optim.SGD(m.parameters(), 0.1),
+)
+optimized("dampening_set", group_set(dampening=0.5))
+optimized("nesterov_set", group_set(nesterov=True))
+optimized("maximize_set", group_set(maximize=True))
+optimized("betas_set", group_set(betas=(0.5, 0.6)), adam)
+optimized("eps_set", group_set(eps=0.1), adam)
+optimized("amsgrad_set", group_set(amsgrad=True), functools.partial(adam, amsgrad=True))
+optimized(
+    "decoupled_set", group_set(decoupled_weight_decay=True, weight_decay=0.1), adam
+)
+optimized("foreach_set", group_set(foreach=True), adam)
+optimized("state_cleared", lambda o: o.state.clear())
+optimized("state_cleared_of_adam", lambda o: o.state.clear(), adam)
+optimized(
+    "state_of_one_parameter_dropped",
+    lambda o: o.state.pop(o.param_groups[0]["params"][0]),
+    adam,
+)
+optimized(
+    "state_zeroed",
+    lambda o: [s["momentum_buffer"].zero_() for s in o.state.values()],
+)
+optimized(
+    "state_loaded",
+    lambda o: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    adam,
+)
+optimized(
+    "step_counter_set",
+    lambda o: [s["step"].fill_(100) for s in o.state.values()],
+    adam,
+)
+optimized("gradients_zeroed_between", lambda o: o.zero_grad(set_to_none=False))
+optimized(
+    "parameter_dropped_from_the_group", lambda o: o.param_groups[0]["params"].pop()
+)
+optimized(
+    "parameters_in_another_order", lambda o: o.param_groups[0]["params"].reverse()
+)
+
+
+@PROGRAMS
+def optimizers_step_replaced() -> Training:
+    model = perceptron()
+    optimizer = sgd(model)
+
+    def change() -> None:
+        original = optimizer.step
+
+        def step(*args: Any) -> None:
+            original(*args)
+            with torch.no_grad():
+                model[0].weight.mul_(0.5)
+
+        optimizer.step = step
+
+    return trained(model, optimizer=optimizer, change=change)
+
+
+class Own(optim.Optimizer):
+    """Scales its update by an attribute, by a group's number and by a state's."""
+
+    def __init__(self, parameters, counts=False):
+        super().__init__(parameters, {"lr": 0.1, "scale": 1.0})
+        self.factor = 1.0
+        self.counts = counts
+
+    @torch.no_grad()
+    def step(self):
+        if self.counts:
+            self.factor *= 0.5
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] * group["scale"] * self.factor))
+
+
+def own(model: nn.Module) -> Own:
+    return Own(model.parameters())
+
+
+optimized("own_optimizers_attribute", lambda o: setattr(o, "factor", 3.0), own)
+optimized("own_optimizers_number", group_set(scale=3.0), own)
+optimized(
+    "own_optimizers_class",
+    lambda o: setattr(
+        o, "__class__", type("Still", (Own,), {"step": lambda self: None})
+    ),
+    own,
+)
+
+
+@PROGRAMS(changes_in_step=True)
+def own_optimizer_counts() -> Training:
+    model = perceptron()
+    return trained(model, optimizer=Own(model.parameters(), counts=True))
+
+
+@PROGRAMS
+def gradients_are_there_before() -> Training:
+    model = perceptron()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return trained(model)
+
+
+@PROGRAMS
+def gradients_appear() -> Training:
+    model = perceptron()
+
+    def change() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    return trained(model, change=change)
+
+
+@PROGRAMS
+def model_reads_its_gradient() -> Training:
+    """Eager mode has no gradient there: each step begins without."""
+
+    def read(s, out):
+        return out * (1.0 if s.net[0].weight.grad is None else 3.0)
+
+    model = Reading(read)
+
+    def change() -> None:
+        model.net[0].weight.grad = torch.ones_like(model.net[0].weight)
+
+    return trained(model, change=change)
+
+
+# --- parameters: frozen, replaced, loaded, moved
+
+
+def of_model(
+    name: str,
+    change: Callable[[Any], Any],
+    make: Callable[[], nn.Module] = perceptron,
+    **others: bool,
+) -> None:
+    """Add a program whose model is changed, and whose optimizer stays."""
+
+    def build() -> Training:
+        model = make()
+        return trained(model, optimizer=sgd(model), change=lambda: change(model))
+
+    PROGRAMS(build, name=name, **others)
+
+
+def frozen() -> nn.Module:
+    model = perceptron()
+    model[0].requires_grad_(False)
+    return model
+
+
+def weights_clamped(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+def weights_moved(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone() * 0.5
+
+
+def loaded(model: Any) -> None:
+    model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
+
+
+def loaded_by_assignment(model: Any) -> None:
+    state = {k: v * 0.5 for k, v in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def trained_layer() -> nn.Linear:
+    return nn.Linear(8, 4)
+
+
+of_model("layer_frozen", lambda m: m[0].requires_grad_(False))
+of_model("layer_thawed", lambda m: m[0].requires_grad_(True), frozen)
+of_model("bias_frozen", lambda m: m[0].bias.requires_grad_(False))
+of_model("everything_frozen", lambda m: m.requires_grad_(False))
+of_model("layer_replaced_without_parameters", lambda m: m.__setitem__(1, nn.Tanh()))
+of_model("layer_replaced", lambda m: m.__setitem__(2, trained_layer()))
+of_model(
+    "parameter_replaced", lambda m: setattr(m[0], "bias", nn.Parameter(torch.ones(8)))
+)
+of_model("bias_removed", lambda m: m[2].register_parameter("bias", None))
+of_model("layer_appended", lambda m: m.append(nn.Tanh()))
+of_model("layer_with_parameters_appended", lambda m: m.append(nn.Linear(4, 4)))
+of_model("layer_deleted", lambda m: m.__delitem__(1))
+of_model("weights_clamped", weights_clamped, keeps_plan=True)
+of_model("weights_in_other_memory", weights_moved)
+of_model("weights_drawn_anew", lambda m: m[0].reset_parameters(), keeps_plan=True)
+of_model("state_dict_loaded", loaded, keeps_plan=True)
+of_model("state_dict_assigned", loaded_by_assignment)
+of_model("model_in_double", lambda m: m.double())
+of_model("model_in_bfloat16", lambda m: m.bfloat16())
+of_model("model_to_eval", lambda m: m.eval())
+of_model(
+    "sparse_layer",
+    lambda m: m[0].weight.data.mul_(m[0].weight.data > 0),
+    keeps_plan=True,
+)
+of_model("parameter_attribute", lambda m: setattr(m[0].weight, "gain", 3.0))
+
+
+@PROGRAMS
+def parameter_attribute_is_read() -> Training:
+    model = Reading(lambda s, out: out * getattr(s.net[0].weight, "gain", 1.0))
+    return trained(model, change=lambda: setattr(model.net[0].weight, "gain", 3.0))
+
+
+@PROGRAMS
+def requires_grad_is_read() -> Training:
+    def read(s, out):
+        return out * (1.0 if s.net[0].bias.requires_grad else 3.0)
+
+    model = Reading(read)
+    return trained(model, change=lambda: model.net[0].bias.requires_grad_(False))
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 4))
+
+
+of_model("dropout_raised", lambda m: setattr(m[1], "p", 0.9), dropping)
+of_model("dropout_off", lambda m: setattr(m[1], "p", 0.0), dropping)
+of_model("dropout_to_eval", lambda m: m[1].eval(), dropping)
+of_model("dropout_in_place", lambda m: setattr(m[1], "inplace", True), dropping)
+of_model(
+    "leaky_slope",
+    lambda m: setattr(m[1], "negative_slope", 0.9),
+    lambda: nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(), nn.Linear(8, 4)),
+)
+
+
+def convolutions(name: str, change: Callable[[Any], Any]) -> None:
+    """Add a program whose convolution is changed."""
+
+    def build() -> Training:
+        model = convolutional()
+        return Training(model, sgd(model), [images()], change=lambda: change(model[0]))
+
+    PROGRAMS(build, name=name)
+
+
+convolutions("stride_of_a_convolution", lambda c: setattr(c, "stride", (2, 2)))
+convolutions("padding_of_a_convolution", lambda c: setattr(c, "padding", (2, 2)))
+convolutions("dilation_of_a_convolution", lambda c: setattr(c, "dilation", (2, 2)))
+
+
+@PROGRAMS
+def group_added() -> Training:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = optim.SGD(model[2].parameters(), 0.1, 0.9)
+    model[0].requires_grad_(False)
+
+    def change() -> None:
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.01})
+
+    return trained(model, optimizer=optimizer, change=change)
+
+
+@PROGRAMS
+def layer_grows_with_its_group() -> Training:
+    model = perceptron()
+    optimizer = sgd(model)
+
+    def change() -> None:
+        grown = nn.Linear(4, 4)
+        model.append(grown)
+        optimizer.add_param_group({"params": grown.parameters()})
+
+    return trained(model, optimizer=optimizer, change=change)
+
+
+class LowRank(nn.Module):
+    """A frozen layer and two small ones beside it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+        self.scale, self.merged = 0.5, False
+
+    def forward(self, x):
+        out = self.layer(x)
+        return out if self.merged else out + self.scale * self.up(self.down(x))
+
+
+@PROGRAMS
+def adapter_added() -> Training:
+    model = perceptron()
+    optimizer = sgd(model)
+
+    def change() -> None:
+        model[0] = LowRank(model[0])
+        optimizer.param_groups[0]["params"] = [
+            p for p in model.parameters() if p.requires_grad
+        ]
+
+    return trained(model, optimizer=optimizer, change=change)
+
+
+def adapted() -> nn.Module:
+    model = perceptron()
+    model[0] = LowRank(model[0])
+    return model
+
+
+def merged(model: Any) -> None:
+    adapter = model[0]
+    with torch.no_grad():
+        adapter.layer.weight += adapter.scale * adapter.up.weight @ adapter.down.weight
+    adapter.merged = True
+
+
+of_model("adapter_scaled", lambda m: setattr(m[0], "scale", 2.0), adapted)
+of_model("adapter_merged", merged, adapted)
+of_model("adapter_taken_off", lambda m: m.__setitem__(0, m[0].layer), adapted)
+
+
+# --- parametrizations
+
+
+def normed(norm: Callable[..., nn.Module], **others: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = perceptron()
+        norm(model[0], **others)
+        return model
+
+    return make
+
+
+class Doubled(nn.Module):
+    factor = 1.0
+
+    def forward(self, weight):
+        return weight * self.factor
+
+
+def parametrized() -> nn.Module:
+    model = perceptron()
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    return model
+
+
+def parametrization_removed(model: Any) -> None:
+    parametrize.remove_parametrizations(model[0], "weight")
+
+
+of_model("weight_norm", lambda m: None, normed(parametrizations.weight_norm))
+of_model("spectral_norm", lambda m: None, normed(parametrizations.spectral_norm))
+of_model(
+    "spectral_norm_to_eval", lambda m: m.eval(), normed(parametrizations.spectral_norm)
+)
+of_model("old_weight_norm", lambda m: None, normed(nn.utils.weight_norm))
+of_model("old_spectral_norm", lambda m: None, normed(nn.utils.spectral_norm))
+of_model(
+    "old_weight_norm_removed",
+    lambda m: nn.utils.remove_weight_norm(m[0]),
+    normed(nn.utils.weight_norm),
+)
+of_model("weight_norm_added", lambda m: parametrizations.weight_norm(m[0]))
+of_model(
+    "parametrization_added",
+    lambda m: parametrize.register_parametrization(m[0], "weight", nn.Tanh()),
+)
+of_model("parametrization_removed", parametrization_removed, parametrized)
+of_model(
+    "parametrizations_number",
+    lambda m: setattr(m[0].parametrizations.weight[0], "factor", 3.0),
+    parametrized,
+)
+of_model("pruned", lambda m: prune.l1_unstructured(m[0], "weight", 0.5))
+of_model(
+    "pruning_removed",
+    lambda m: prune.remove(m[0], "weight"),
+    normed(prune.l1_unstructured, name="weight", amount=0.5),
+)
+of_model(
+    "pruning_mask_in_place",
+    lambda m: m[0].weight_mask.fill_(1.0),
+    normed(prune.l1_unstructured, name="weight", amount=0.5),
+)
+
+
+# --- averages, copies, teachers
+
+
+def averaged(name: str, make: Callable[[Any], Any], buffers: bool = False) -> None:
+    """Add a program with an average of its model, made after each step."""
+
+    def build() -> Training:
+        model = convolutional()
+        average = make(model)
+        return Training(
+            model,
+            sgd(model),
+            [images()],
+            after=lambda number, loss: average.update_parameters(model),
+            watched=lambda: list(average.state_dict().values()),
+        )
+
+    PROGRAMS(build, name=name, keeps_plan=True)
+
+
+averaged("average_of_weights", swa_utils.AveragedModel)
+averaged(
+    "moving_average_of_weights",
+    lambda m: swa_utils.AveragedModel(
+        m, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    ),
+)
+
+
+@PROGRAMS
+def average_swapped_in() -> Training:
+    model = perceptron()
+    average = swa_utils.AveragedModel(model)
+
+    def change() -> None:
+        model.load_state_dict(average.module.state_dict())
+
+    return trained(
+        model,
+        after=lambda number, loss: average.update_parameters(model),
+        change=change,
+    )
+
+
+@PROGRAMS(changes_in_step=True)
+def average_made_by_the_optimizers_hook() -> Training:
+    model = perceptron()
+    optimizer = sgd(model)
+    average = [p.detach().clone() for p in model.parameters()]
+
+    def update(*_: Any) -> None:
+        with torch.no_grad():
+            for mean, parameter in zip(average, model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+
+    optimizer.register_step_post_hook(update)
+    return trained(model, optimizer=optimizer, watched=lambda: list(average))
+
+
+@PROGRAMS
+def teacher_follows() -> Training:
+    """A teacher that is no part of the model, and is averaged between steps."""
+    model = perceptron()
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    x, y = vectors()
+
+    def loss(out, y):
+        return functional.cross_entropy(out, y) + (out - teacher(x)).square().mean()
+
+    def after(number: int, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            for slow, fast in zip(
+                teacher.parameters(), model.parameters(), strict=True
+            ):
+                slow.lerp_(fast, 0.5)
+
+    return trained(model, batches=[(x, y)], loss_fn=loss, after=after)
+
+
+@PROGRAMS
+def teacher_is_replaced() -> Training:
+    model = perceptron()
+    x, y = vectors()
+    teachers = [perceptron().requires_grad_(False) for _ in range(2)]
+
+    def loss(out, y):
+        return functional.cross_entropy(out, y) + (out - teachers[0](x)).square().mean()
+
+    return trained(model, batches=[(x, y)], loss_fn=loss, change=teachers.reverse)
+
+
+# --- schedules of everything else
+
+
+@PROGRAMS
+def label_smoothing_anneals() -> Training:
+    held = {"smoothing": 0.4}
+
+    def loss(out, y):
+        return functional.cross_entropy(out, y, label_smoothing=held["smoothing"])
+
+    def after(number: int, value: torch.Tensor) -> None:
+        held["smoothing"] *= 0.5
+
+    return trained(perceptron(), loss_fn=loss, after=after)
+
+
+@PROGRAMS
+def temperature_anneals_in_place() -> Training:
+    temperature = torch.tensor(2.0)
+
+    def loss(out, y):
+        return functional.cross_entropy(out / temperature, y)
+
+    return trained(
+        perceptron(),
+        loss_fn=loss,
+        after=lambda number, value: temperature.mul_(0.5),
+    )
+
+
+@PROGRAMS
+def depth_grows() -> Training:
+    def read(s, out):
+        for layer in s.layers[: s.depth]:
+            out = layer(out)
+        return out
+
+    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+    model = Reading(read, layers=layers, depth=1)
+    return trained(
+        model, optimizer=sgd(model), change=lambda: setattr(model, "depth", 2)
+    )
+
+
+@PROGRAMS
+def layers_are_active_by_a_list() -> Training:
+    def read(s, out):
+        for on, layer in zip(s.active, s.layers, strict=True):
+            out = layer(out) if on else out
+        return out
+
+    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+    model = Reading(read, layers=layers, active=[True, False])
+    return trained(model, optimizer=sgd(model), change=model.active.reverse)
+
+
+@PROGRAMS
+def checkpointing_is_turned_on() -> Training:
+    def read(s, out):
+        if s.saves:
+            return checkpoint.checkpoint(s.hidden, out, use_reentrant=False)
+        return s.hidden(out)
+
+    hidden = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    model = Reading(read, hidden=hidden, saves=False)
+    return trained(model, change=lambda: setattr(model, "saves", True))
+
+
+@PROGRAMS
+def task_is_switched() -> Training:
+    heads = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model = Reading(lambda s, out: s.heads[s.task](out), heads=heads, task="a")
+    return trained(
+        model, optimizer=sgd(model), change=lambda: setattr(model, "task", "b")
+    )
+
+
+@PROGRAMS
+def task_is_switched_with_every_step() -> Training:
+    heads = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model = Reading(lambda s, out: s.heads[s.task](out), heads=heads, task="a")
+    return trained(
+        model,
+        optimizer=sgd(model),
+        before=lambda number: setattr(model, "task", "ab"[number % 2]),
+    )
+
+
+@PROGRAMS
+def clipped_gradients_of_a_changed_layer() -> Training:
+    model = perceptron()
+    return trained(
+        model,
+        optimizer=sgd(model),
+        options={"clip_norm": 0.5},
+        change=lambda: setattr(model[1], "forward", torch.tanh),
+    )
+
+
+@PROGRAMS
+def sequence_model_changes_its_direction() -> Training:
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(10, 8)
+            self.cell = nn.GRU(8, 32, batch_first=True)
+            self.last = nn.Linear(32, 4)
+            self.backward = False
+
+        def forward(self, x):
+            x = x.flip(1) if self.backward else x
+            return self.last(self.cell(self.words(x))[0][:, -1])
+
+    model = Tagger()
+    batch = torch.randint(0, 10, (4, 5)), torch.randint(0, 4, (4,))
+    return trained(
+        model, batches=[batch], change=lambda: setattr(model, "backward", True)
+    )
+
+
+@PROGRAMS
+def embedding_padding_index() -> Training:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, 4))
+    batch = torch.randint(0, 10, (8, 3)), torch.randint(0, 4, (8,))
+    return trained(
+        model, batches=[batch], change=lambda: setattr(model[0], "padding_idx", 3)
+    )
+
+
+@PROGRAMS
+def heads_of_attention_change() -> Training:
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+            self.last = nn.Linear(6, 4)
+            self.causal = False
+
+        def forward(self, x):
+            mask = nn.Transformer.generate_square_subsequent_mask(3)
+            found, _ = self.attention(
+                x, x, x, attn_mask=mask if self.causal else None, need_weights=False
+            )
+            return self.last(found.mean(1))
+
+    model = Attending()
+    batch = torch.randn(4, 3, 6), torch.randint(0, 4, (4,))
+    return trained(
+        model, batches=[batch], change=lambda: setattr(model, "causal", True)
+    )
