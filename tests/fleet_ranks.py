@@ -246,12 +246,78 @@ def refused(rank):
             mt.distribute(model, **{"table": a_table(rank), **asked})
         except (ValueError, TypeError) as e:
             told.append(str(e))
+    told.append(differing(rank))
     work = mt.distribute(model, table=a_table(rank), batch=BATCH)
     try:
         work.batches(few)
     except ValueError as e:
         told.append(str(e))
     return told
+
+
+def differing(rank):
+    """What ranks are told of which the second differs in one thing."""
+    import functools
+
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import BatchSampler, RandomSampler
+
+    import mucudnn.torch as mt
+    from mucudnn.errors import RankLostError
+
+    def asked(**odd):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.25))
+        change = odd.pop("change", None)
+        if rank == 1 and change is not None:
+            change(model)
+        settings = {"batch": BATCH, "table": a_table(rank), **(odd if rank else {})}
+        return mt.distribute(model, **settings)
+
+    def narrower(model):
+        model[0] = torch.nn.Linear(4, 2)
+
+    def calmer(model):
+        model[1].p = 0.5
+
+    def frozen(model):
+        model[0].weight.requires_grad_(False)
+
+    def optimized(**odd):
+        work = asked()
+        settings = {"lr": 0.1, "momentum": 0.9, **(odd if rank else {})}
+        optimizer = torch.optim.SGD(work.model.parameters(), **settings)
+        work.model(torch.ones(work.samples, 4)).sum().backward()
+        optimizer.step()
+
+    def shuffled():
+        order = torch.Generator().manual_seed(rank)
+        order = RandomSampler(range(48), generator=order)
+        next(iter(asked().batches(BatchSampler(order, BATCH, drop_last=False))))
+
+    wrapped = functools.partial(DistributedDataParallel, gradient_as_bucket_view=True)
+    tried = {
+        "reduction": lambda: asked(reduction="sum"),
+        "count": lambda: asked(count=len),
+        "wrap": lambda: asked(wrap=wrapped),
+        "at_least": lambda: asked(at_least=2),
+        "shape": lambda: asked(change=narrower),
+        "module": lambda: asked(change=calmer),
+        "mode": lambda: asked(change=torch.nn.Module.eval),
+        "frozen": lambda: asked(change=frozen),
+        "argument": lambda: asked(batch=0),
+        "lr": lambda: optimized(lr=0.2),
+        "momentum": lambda: optimized(momentum=0.5),
+        "sampler": shuffled,
+    }
+    found = {}
+    for name, attempt in tried.items():
+        try:
+            attempt()
+        except (ValueError, RankLostError) as e:
+            found[name] = f"{type(e).__name__}: {e}"
+    optimized()
+    return found
 
 
 def drifting(rank):

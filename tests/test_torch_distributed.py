@@ -116,14 +116,42 @@ def test_each_rank_measures_itself_and_leaves_the_model_as_it_was(two):
 
 def test_what_cannot_be_is_refused_on_every_rank(two):
     for result in two:
-        differ, few, word, nothing, last = result["refused"]
-        assert (
-            "rank 1 asks for (batch, at_least, batch_norm, reduction) = (13" in differ
-        )
+        differ, few, word, nothing, _, last = result["refused"]
+        assert "but batch is 12 on rank 0, 13 on rank 1; start all" in differ
         assert "fewer than 1 samples for each of 2 ranks" in few
         assert "choose one of: synchronised, per_rank" in word
         assert "a loss function and an example batch" in nothing
         assert "the last batch of an epoch has 1 samples" in last
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("reduction", "but reduction is mean on rank 0, sum on rank 1"),
+        ("count", "but count is samples_of on rank 0, len on rank 1"),
+        ("wrap", "{'gradient_as_bucket_view': True}) on rank 1"),
+        ("at_least", "but at_least is 1 on rank 0, 2 on rank 1"),
+        ("shape", "parameter 0.weight is torch.float32 (3, 4), trained on rank 0, "),
+        ("module", "but module 1 is Dropout(p=0.25, inplace=False), training on rank"),
+        ("mode", "Dropout(p=0.25, inplace=False), evaluating on rank 1"),
+        ("frozen", "(3, 4), trained on rank 0, torch.float32 (3, 4), fixed on rank 1"),
+        ("lr", "but lr of group 0 is 0.1 on rank 0, 0.2 on rank 1"),
+        ("momentum", "but momentum of group 0 is 0.9 on rank 0, 0.5 on rank 1"),
+        ("sampler", "but the first batch is 12 from"),
+    ],
+)
+def test_ranks_that_differ_in_one_thing_are_refused_together(two, what, said):
+    first, second = (result["refused"][4][what] for result in two)
+    assert first == second
+    assert first.startswith("RanksDifferError: all ranks of a training need the same")
+    assert said in first
+
+
+def test_an_argument_of_one_rank_alone_ends_the_others(two):
+    first, second = (result["refused"][4]["argument"] for result in two)
+    assert second.startswith("ValueError: batch")
+    wanted = f"RankLostError: rank 1 of the training failed: {second}"
+    assert first == wanted
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -1,10 +1,14 @@
 """A second process begins at once, and no file of the cache does any harm."""
 
+import copy
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,16 +19,29 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402  (where there is PyTorch)
 
 import mucudnn.torch as mt  # noqa: E402
+from mucudnn.errors import PlanningError  # noqa: E402
+from mucudnn.ir.residency import Residency  # noqa: E402
 from mucudnn.runtime.database.cache import CacheWarning  # noqa: E402
+from mucudnn.runtime.tuning.timing import StoppingRule  # noqa: E402
+from mucudnn.runtime.tuning.tuner import Tuner  # noqa: E402
+from mucudnn.torch.conv import fronts  # noqa: E402
+from mucudnn.torch.conv.backend import cpu_backend  # noqa: E402
+from mucudnn.torch.conv.fronts import ConvolutionChoice, with_fronts  # noqa: E402
 from mucudnn.torch.measure import measured  # noqa: E402
 from mucudnn.torch.plan_cache.entries import Entries  # noqa: E402
-from mucudnn.torch.plan_cache.store import default_folder, open_plans  # noqa: E402
+from mucudnn.torch.plan_cache.store import (  # noqa: E402
+    PlanStore,
+    default_folder,
+    open_plans,
+)
 from mucudnn.torch.plan_cache.structure import (  # noqa: E402
     Places,
     Unnameable,
     structure_of,
 )
+from mucudnn.torch.planning import Planner  # noqa: E402
 from mucudnn.torch.step_planning import StepPlanning  # noqa: E402
+from tests.test_stores_hostile import VALUES, places  # noqa: E402
 from tests.torch_steps import build  # noqa: E402
 
 pytestmark = [
@@ -207,6 +224,113 @@ def test_a_decision_that_leads_elsewhere_is_not_followed(folder):
     assert (found.source, times) == (wanted.source, 0)
 
 
+class InMemory:
+    """Entries as a folder's, whatever was written under their keys."""
+
+    def __init__(self, values):
+        self.values = copy.deepcopy(values)
+        self.passed_over = {}
+
+    def get(self, key):
+        return copy.deepcopy(self.values.get(key))
+
+    def put(self, key, value):
+        self.values[key] = json.loads(json.dumps(value))
+
+    def refused(self, key, why):
+        self.passed_over[key] = why
+
+
+def mutated(rnd, value):
+    """Some of it is another, is gone, is there twice, or is more."""
+    value = copy.deepcopy(value)
+    for _ in range(rnd.choice([1, 1, 2])):
+        *path, last = rnd.choice([place for place in places(value) if place])
+        at = value
+        for key in path:
+            at = at[key]
+        was = at[last]
+        match rnd.randrange(5):
+            case 0 | 1 if type(was) in (int, float):
+                at[last] = was * rnd.choice([0, -1, 2, 1e300]) + rnd.choice([0, 1])
+            case 0 | 1 if type(was) is str:
+                at[last] = rnd.choice([each.value for each in Residency] + ["timed"])
+            case 0 | 1 | 2:
+                at[last] = rnd.choice(VALUES)
+            case 3:
+                del at[last]
+            case _ if isinstance(at, dict):
+                at["more"] = 1
+            case _:
+                at.append(copy.deepcopy(rnd.choice(at)))
+    return value
+
+
+def differ_in_numbers_alone(value, other):
+    if type(value) in (int, float) and type(other) in (int, float):
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(
+            differ_in_numbers_alone(value[key], other[key]) for key in value
+        )
+    if isinstance(value, list):
+        pairs = itertools.zip_longest(value, other)
+        return all(differ_in_numbers_alone(a, b) for a, b in pairs)
+    return value == other
+
+
+@pytest.mark.parametrize("convolving", [False, True])
+def test_what_an_entry_may_hold_is_checked(convolving, monkeypatch):
+    """Entries of valid checksums: never a raw error, never a plan beyond the budget."""
+    for name in ("_WORK", "MOST_SAVED"):  # a search that ends soon
+        monkeypatch.setattr(f"mucudnn.passes.planning.search.search.{name}", 0)
+    lowered, tuner = captured(residual_net), None
+    if convolving:
+        rule = StoppingRule(min_samples=1, max_samples=1)
+        tuner = Tuner(backend=cpu_backend(), cache=None, rule=rule)
+    choice = ConvolutionChoice(tuner)
+    known = measured(lowered)
+    if convolving:
+        known = with_fronts(lowered, known, tuner)
+        monkeypatch.setattr(fronts, "with_fronts", lambda *_: known)
+
+    def plan(values, budget=None):
+        entries = InMemory(values)
+        store = PlanStore(entries)
+        profile = choice.profile(lowered, lambda _: known, store)
+        planner = Planner(lowered, profile, ())
+        return planner.plan(budget or float("inf"), store), entries
+
+    free, _ = plan({})
+    budget = round(0.9 * free.peak_bytes)
+    first, filled = plan({}, budget)
+    assert first.leaving or first.recomputed
+    wanted, again = plan(filled.values, budget)
+    assert again.passed_over == {}
+    assert again.values == filled.values
+    rnd, outcomes = random.Random(0), Counter()
+    for _ in range(60):
+        key = rnd.choice(sorted(filled.values))
+        before = filled.values[key]
+        value = json.loads(json.dumps(mutated(rnd, before), default=str))
+        try:
+            found, entries = plan({**filled.values, key: value}, budget)
+        except PlanningError:  # of more bytes than there are
+            assert differ_in_numbers_alone(value, before)
+            assert "node_ms" in value
+            continue
+        if found.plan.schedule == wanted.plan.schedule:
+            outcomes["passed over" if key in entries.passed_over else "same"] += 1
+            continue
+        # Other measurements, or fewer ways to run a convolution, are none to be told.
+        assert "node_ms" in value
+        assert convolving or differ_in_numbers_alone(value, before)
+        assert found.peak_bytes <= budget
+    assert outcomes["passed over"] > 15
+
+
 def test_graphs_that_differ_in_anything_but_names_are_apart(folder):
     def names_of(net):
         before = set(folder.iterdir()) if folder.exists() else set()
@@ -288,7 +412,7 @@ def test_the_folder_does_not_grow_without_end(tmp_path):
 
 
 def test_what_a_name_does_not_tell_is_not_remembered():
-    _, lowered = captured_small()
+    lowered = captured(small_net)
     name, call = next(iter(lowered.calls.items()))
     closure = replace(call, function=lambda *args: args)
     other = replace(lowered, calls={**lowered.calls, name: closure})
@@ -296,10 +420,11 @@ def test_what_a_name_does_not_tell_is_not_remembered():
         structure_of(other, Places(other))
 
 
-def captured_small():
-    model, loss_fn, optimizer, batch = small_net()
+def captured(net):
+    """The graph of its step."""
+    model, loss_fn, optimizer, batch = net()
     found = []
-    plan = mt.TrainStep(
+    mt.TrainStep(
         model,
         loss_fn,
         optimizer,
@@ -307,7 +432,7 @@ def captured_small():
             float("inf"), lambda lowered: found.append(lowered) or measured(lowered)
         ),
     ).prepare(*batch)
-    return plan, found[0]
+    return found[0]
 
 
 def test_faces_take_a_cache(folder):

@@ -39,6 +39,7 @@ from mucudnn.runtime.database.tables import (
     PLAN_TEXT,
     PUT_LAYER,
     RACE,
+    TABLES,
     UNLESS_KNOWN,
     UNLESS_NEWER,
     VERDICT,
@@ -173,8 +174,7 @@ class BenchmarkCache:
     ) -> str | None:
         """The execution plan of one algorithm as its library wrote it, if known."""
         key = (fingerprint, problem_key(problem), problem.batch, algo)
-        found = self._decoded(PLAN_TEXT, f"{OF_BATCH} AND algo = ?", *key)
-        return next((text for text in found if isinstance(text, str)), None)
+        return next(iter(self._read(PLAN_TEXT, f"{OF_BATCH} AND algo = ?", *key)), None)
 
     def put_plan_text(
         self, fingerprint: str, problem: ConvProblem, algo: str, text: str
@@ -331,11 +331,8 @@ class BenchmarkCache:
         wrong = [row for row in found if isinstance(row, ValueError)]
         if wrong and not self._warned:
             self._warned = True
-            of_all = [
-                *self._decoded(PERF, OF_ALL, None, None),
-                *self._decoded(VERDICT, OF_ALL, None, None),
-                *self._decoded(RACE, OF_ALL, None, None),
-            ]
+            every = (self._decoded(some, OF_ALL, None, None) for some in TABLES)
+            of_all = [row for rows in every for row in rows]
             count = sum(isinstance(row, ValueError) for row in of_all)
             warn(
                 f"{count} of the {len(of_all)} rows in {self.path or 'memory'} are "

@@ -35,36 +35,6 @@ from mucudnn.codecs.values import decode, perf_to_dict, problem_from_key
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.measurement import Measurement, Race, Verdict
 
-__all__ = [
-    "OF_ALL",
-    "OF_ANY_DEVICE",
-    "OF_BATCH",
-    "OF_LAYER",
-    "PERF",
-    "PLAN_TEXT",
-    "PUT_LAYER",
-    "RACE",
-    "SCHEMA",
-    "TABLES",
-    "UNLESS_KNOWN",
-    "UNLESS_NEWER",
-    "VERDICT",
-    "ForeignError",
-    "NewerError",
-    "Table",
-    "UnusableError",
-    "add_missing",
-    "check_contents",
-    "check_tables",
-    "checked_since",
-    "create",
-    "has_table",
-    "in_memory",
-    "is_empty",
-    "perf_values",
-    "salvage",
-]
-
 _APPLICATION_ID = int.from_bytes(b"muCD", "big")
 _IDENTITY = """SELECT application_id, user_version,
   (SELECT count(*) FROM sqlite_master)

@@ -4,11 +4,13 @@ An engine that exists carries them: `torch.distributed` for PyTorch's models, MP
 ours. All processes call the same ones in the same order.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol, TypeVar
 
-__all__ = ["Collectives", "Pending", "RanksDifferError", "check_alike", "digest_of"]
+from mucudnn.errors import RankLostError
+from mucudnn.passes.registry import name_of
 
 _SHOWN = 5
 
@@ -71,15 +73,45 @@ def digest_of(arrays: Iterable[Any]) -> str:
     return f"of digest {digest.hexdigest()[:12]}"
 
 
+def text_of(value: object) -> str:
+    """All that a value says of itself; of a function its name, and what it is given."""
+    if not (isinstance(value, str) or callable(value)):
+        return repr(value)
+    given = getattr(value, "args", ()), getattr(value, "keywords", {})
+    return name_of(value) + (str(given) if any(given) else "")
+
+
+@contextlib.contextmanager
+def ending_together(together: Collectives) -> Iterator[None]:
+    """Around what each rank does alone: at its end all know if one of them failed.
+
+    Raises:
+        RankLostError: Another rank failed, and this one did not; says how.
+    """
+    error = None
+    try:
+        yield
+    except Exception as e:
+        error = e
+    words = None if error is None else f"{type(error).__name__}: {error}"
+    found = together.all_gather(words)
+    if error is not None:
+        raise error
+    for rank, words in enumerate(found):
+        if words is not None:
+            raise RankLostError(f"rank {rank} of the training failed: {words}")
+
+
 def check_alike(together: Collectives, settings: Mapping[str, object]) -> None:
     """Compare this rank's settings with those of all others.
 
-    Values are compared by their text, so it must say all that matters.
+    Values are compared by their text, which must say all that matters; functions by
+    their names.
 
     Raises:
         RanksDifferError: A setting differs; names it and the value of each rank.
     """
-    found = together.all_gather({name: str(v) for name, v in settings.items()})
+    found = together.all_gather({name: text_of(v) for name, v in settings.items()})
     differing = []
     for name in dict.fromkeys(name for one in found for name in one):
         ranks: dict[str, list[str]] = {}

@@ -11,12 +11,12 @@ from mucudnn.models import IMAGE
 from mucudnn.passes.graph.batch_part import drawing_rows, in_pieces
 from mucudnn.passes.graph.optimizer_updates import updates_last
 from mucudnn.passes.ordering import Order, ordered
-from mucudnn.passes.registry import name_of
 from mucudnn.runtime.distributed.collectives import (
     Collectives,
     RanksDifferError,
     check_alike,
     digest_of,
+    text_of,
 )
 from mucudnn.runtime.distributed.gradients import summed_gradients
 from mucudnn.runtime.distributed.statistics import joint_statistics, meetings_of
@@ -69,9 +69,9 @@ class Ranks:
         self._times: Times[float] = Times(_REMEMBERED)
         self._joint = batch_norm == SYNCHRONISED
         self._begun = False
-        self._weights = [spec.name for spec in graph.with_role(Role.PARAMETER)]
         self.around: Surrounding | None = None
         if together is not None:
+            self._weights = [spec.name for spec in graph.with_role(Role.PARAMETER)]
             batch = graph.tensors[IMAGE].shape[0]
             sizes = together.all_gather(batch)
             self.check_alike({**(settings or {}), **_network(graph, sizes)})
@@ -86,7 +86,7 @@ class Ranks:
             RanksDifferError: They differ.
         """
         if self._together is not None:
-            check_alike(self._together, {k: _text(v) for k, v in settings.items()})
+            check_alike(self._together, settings)
 
     def settled(self, tuner: Tuner, plan: Callable[[], T]) -> T:
         """Plan a step by what the ranks' caches keep, not by what this one measured.
@@ -219,19 +219,13 @@ def _network(graph: Graph, batches: Sequence[int]) -> dict[str, object]:
     own = re.compile(rf"\b({'|'.join(map(str, {*batches, sum(batches)}))})\b")
     found: dict[str, object] = {"outputs": graph.outputs}
     for node in graph.nodes:
-        attrs = {name: _text(value) for name, value in node.attrs.items()}
+        attrs = {name: text_of(value) for name, value in node.attrs.items()}
         words = f"{node.op} of {', '.join(node.inputs)} with {attrs}"
         found[f"node {node.name}"] = own.sub("N", words)
     for spec in graph.with_role(*PERSISTENT):
         how = graph.initializers.get(spec.name)
         found[f"tensor {spec.name}"] = f"{spec.dtype} {spec.shape} {how}"
     return found
-
-
-def _text(value: object) -> str:
-    """All that a value says of itself; of a function its name."""
-    named = isinstance(value, str) or callable(value)
-    return name_of(value) if named else repr(value)
 
 
 def check_together(tuner: Tuner) -> None:

@@ -77,7 +77,8 @@ class ConvolutionChoice:
             *("fronts", tuner.backend.device.fingerprint),
             *(policy, str(tuner.numerics), str(tuner.memory_limit)),
         )
-        return plans.profile(lowered, chosen, " ".join(settings))
+        check = partial(check_fronts, lowered, tuner.backend)
+        return plans.profile(lowered, chosen, " ".join(settings), check)
 
     def bound(self, lowered: Lowered, plan: StepPlan) -> Lowered:
         """The graph with its convolutions run as planned."""
@@ -110,6 +111,23 @@ def with_fronts(lowered: Lowered, known: Profile, tuner: Tuner) -> Profile:
         workspaces={name: nbytes for name, nbytes in scratch if name not in fronts},
         fronts=fronts,
     )
+
+
+def check_fronts(lowered: Lowered, backend: Backend, known: Profile) -> None:
+    """Compare remembered ways to run convolutions with those that there are.
+
+    Raises:
+        ValueError: They are of other convolutions, or not what the backend can do.
+    """
+    found = {node.name: Site.of(lowered, node) for node in lowered.graph.nodes}
+    sites = {name: site for name, site in found.items() if site is not None}
+    if known.fronts.keys() != sites.keys() or sites.keys() & known.workspaces.keys():
+        raise ValueError("fronts: they are of other nodes than the convolutions")
+    for name, front in known.fronts.items():
+        if any(not sites[name].offers(backend, plan) for plan in front):
+            raise ValueError(f"fronts: {name!r} cannot be run so")
+        if known.node_ms[name] != fastest_of(front).time_ms:
+            raise ValueError(f"fronts: {name!r} takes another time than its plans")
 
 
 @dataclass(frozen=True)

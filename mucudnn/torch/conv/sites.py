@@ -94,6 +94,21 @@ class Site:
         dense = (r.dtype.itemsize * math.prod(r.shape) for r in self.results)
         return sum(map(int, dense))
 
+    def offers(self, backend: Backend, plan: ConvPlan) -> bool:
+        """Whether a plan is one of this convolution, with the memory that it needs.
+
+        What was measured may be less by the results, if they come behind it.
+        """
+        if plan.problem != self.problem:
+            return False
+        if is_native(plan):
+            return True
+        for step in plan.steps:
+            offered = dict(backend.conv.algorithms(self.problem.with_batch(step.batch)))
+            if offered.get(step.algo, math.inf) > plan.workspace + self.result_bytes:
+                return False
+        return True
+
     def bound(self, backend: Backend, plan: ConvPlan) -> Call:
         """The node's call by a plan."""
         if is_native(plan):

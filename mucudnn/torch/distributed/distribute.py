@@ -11,16 +11,20 @@
 Each rank measures itself, all learn all tables, and each plans the same shares.
 """
 
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mucudnn.arguments import a_function, an_integer, of_type, one_of
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepTable
 from mucudnn.passes.fleet import split_batch
+from mucudnn.runtime.distributed.collectives import check_alike, ending_together
 from mucudnn.torch.distributed.batch_norm import has_batch_norm, synchronise
 from mucudnn.torch.distributed.clock import StepClock
 from mucudnn.torch.distributed.collectives import TorchCollectives
@@ -37,11 +41,15 @@ from mucudnn.torch.distributed.weights import (
     samples_of,
     weigh_gradients,
 )
+from mucudnn.version import installed_version
 
 __all__ = ["distribute"]
 
 SYNCHRONISED = "synchronised"
 PER_RANK = "per_rank"
+
+_OF_A_RANK = ("model", "example", "table", "memory", "group")
+"""Arguments in which ranks may differ, and the model, which is compared in parts."""
 
 _PAIR = 2
 """Samples that are measured at the least where batch norm refuses a single one."""
@@ -66,7 +74,9 @@ def distribute(
 ) -> Distribution:
     """Train a model in step on all ranks, each with as much as it can do in the time.
 
-    All ranks call it, with the same arguments but for `table` and `memory`. Losses are
+    All ranks call it, with the same arguments but for `table` and `memory`. They
+    compare these, the model, the libraries, each optimizer at its first step, and at
+    each epoch the first batch; an error of one rank in here ends all. Losses are
     those of one device up to the order of sums, if batch norm is synchronised and
     nothing is drawn at random. Gradients may be accumulated over whole batches of one
     size, within `model.no_sync()`.
@@ -93,29 +103,37 @@ def distribute(
         TypeError: There is neither a table nor something to measure with.
         PlanningError: The batch does not fit on the ranks.
         RuntimeError: No process group was initialised.
-        RankLostError: Another rank is gone.
+        RankLostError: Another rank is gone, or was refused.
     """
-    an_integer("batch", batch, 1)
-    an_integer("at_least", at_least, 1)
-    one_of("batch_norm", batch_norm, (SYNCHRONISED, PER_RANK))
-    one_of("reduction", reduction, ("mean", "sum"))
-    of_type("model", model, torch.nn.Module, "a torch.nn.Module")
-    for name, function in {"loss_fn": loss_fn, "count": count, "wrap": wrap}.items():
-        if function is not None or name != "loss_fn":
-            a_function(name, function, "a function")
-    if table is not None:
-        of_type("table", table, StepTable, "a StepTable or None")
-    if memory is not None:
-        an_integer("memory", memory, 1)
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError(  # noqa: TRY004 - the type is right, its state is not
-            "the model is distributed already; give the model itself, and "
-            "wrap=lambda model: DistributedDataParallel(model, ...)"
-        )
-    device = device_of(model)
+    settings = {name: v for name, v in locals().items() if name not in _OF_A_RANK}
+    with contextlib.ExitStack() as stack:
+        if dist.is_initialized():
+            stack.enter_context(ending_together(TorchCollectives(group)))
+        an_integer("batch", batch, 1)
+        an_integer("at_least", at_least, 1)
+        one_of("batch_norm", batch_norm, (SYNCHRONISED, PER_RANK))
+        one_of("reduction", reduction, ("mean", "sum"))
+        of_type("model", model, torch.nn.Module, "a torch.nn.Module")
+        functions = {"loss_fn": loss_fn, "count": count, "wrap": wrap}
+        for name, function in functions.items():
+            if function is not None or name != "loss_fn":
+                a_function(name, function, "a function")
+        if table is not None:
+            of_type("table", table, StepTable, "a StepTable or None")
+        if memory is not None:
+            an_integer("memory", memory, 1)
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError(  # noqa: TRY004 - the type is right, its state is not
+                "the model is distributed already; give the model itself, and "
+                "wrap=lambda model: DistributedDataParallel(model, ...)"
+            )
+        device = device_of(model)
+        settings |= _described(model)
     together = TorchCollectives(group, device)
-    if table is None:
-        table = _measured(model, loss_fn, example, batch, at_least, together.size)
+    check_alike(together, settings)
+    with ending_together(together):
+        if table is None:
+            table = _measured(model, loss_fn, example, batch, at_least, together.size)
     joined = batch_norm == SYNCHRONISED and has_batch_norm(model)
     own = Rank(
         f"rank {together.rank}",
@@ -124,12 +142,13 @@ def distribute(
         # Passes of a rank are its own; joint statistics need all ranks in each.
         accumulates=not joined,
     )
-    fleet = _fleet(together, own, (batch, at_least, batch_norm, reduction), model)
+    fleet = _fleet(together, own, model)
     plan = split_batch(fleet, batch, at_least=at_least)
     clock = StepClock(device)
     weights = SampleWeights(group, device, clock, reduction, count)
     wrapped = wrap(synchronise(model, weights) if joined else model)
     weigh_gradients(wrapped, weights)
+    _compare_optimizers(wrapped, together)
     return Distribution(wrapped, fleet, plan, together, weights, at_least)
 
 
@@ -155,21 +174,57 @@ def _measured(
         return measure_steps(model, loss_fn, example, least=_PAIR, most=most)
 
 
-def _fleet(
-    together: TorchCollectives, own: Rank, asked: object, model: torch.nn.Module
-) -> Fleet:
-    """All ranks, and what one sum of gradients takes.
+def _described(model: torch.nn.Module) -> dict[str, object]:
+    """What all ranks must have alike beside the arguments: model, libraries, modes."""
+    found: dict[str, object] = {
+        "the version of mucudnn": installed_version(),
+        "the version of PyTorch": torch.__version__,
+        "the default dtype": torch.get_default_dtype(),
+        "the precision of products": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+    for name, module in model.named_modules():
+        words = f"{type(module).__name__}({module.extra_repr()})"
+        mode = "training" if module.training else "evaluating"
+        found[f"module {name or 'of all'}"] = f"{words}, {mode}"
+    for name, weight in model.named_parameters():
+        trained = "trained" if weight.requires_grad else "fixed"
+        found[f"parameter {name}"] = f"{weight.dtype} {tuple(weight.shape)}, {trained}"
+    return found
 
-    Raises:
-        ValueError: They ask for different things.
+
+def _compare_optimizers(
+    model: DistributedDataParallel, together: TorchCollectives
+) -> None:
+    """Have ranks compare each optimizer of a model when it first makes a step.
+
+    Optimizers are made after the model is distributed, and differ in silence: the
+    gradients are the same on all ranks, the weights are then not.
     """
-    found = together.all_gather((own, asked))
-    for number, (_, other) in enumerate(found):
-        if other != found[0][1]:
-            raise ValueError(
-                f"rank {number} asks for (batch, at_least, batch_norm, reduction) = "
-                f"{other}, rank 0 for {found[0][1]}: all ranks need the same"
-            )
+    seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+    held = weakref.ref(model)
+
+    def compare(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        model = held()
+        if model is not None and optimizer not in seen:
+            seen.add(optimizer)
+            groups = optimizer.param_groups
+            own = {id(weight) for weight in model.parameters()}
+            if own.isdisjoint(id(p) for group in groups for p in group["params"]):
+                return
+            settings: dict[str, object] = {"optimizer": type(optimizer).__name__}
+            for number, group in enumerate(groups):
+                for name, value in group.items():
+                    if name != "params":
+                        settings[f"{name} of group {number}"] = value
+            check_alike(together, settings)
+
+    register_optimizer_step_pre_hook(compare)  # cannot be removed while one runs
+
+
+def _fleet(together: TorchCollectives, own: Rank, model: torch.nn.Module) -> Fleet:
+    """All ranks, and what one sum of gradients takes."""
+    found = together.all_gather(own)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     took = max(together.all_gather(together.time_all_reduce(nbytes)))
-    return Fleet(tuple(rank for rank, _ in found), AllReduce(measured_ms=took))
+    return Fleet(tuple(found), AllReduce(measured_ms=took))

@@ -18,11 +18,16 @@ from mucudnn.passes.fleet import (
     share_times,
     split_batch,
 )
+from mucudnn.runtime.distributed.collectives import check_alike
 from mucudnn.torch.distributed.collectives import TorchCollectives, lost_rank
 from mucudnn.torch.distributed.sampler import ShareSampler
 from mucudnn.torch.distributed.weights import SampleWeights
 
 __all__ = ["Distribution"]
+
+
+_SHOWN = 8
+"""Samples that batches are told apart by."""
 
 
 def _check_last(batches: Iterable[Sequence[int]], least: int) -> None:
@@ -103,7 +108,8 @@ class Distribution:
             of_one_device: Made and seeded alike on every rank.
             skip: Batches to leave out in the first epoch, of one that is resumed.
             keep_up: Whether the ranks see before each epoch if their times are still
-                as planned, and share out anew where that pays.
+                as planned, and share out anew where that pays; and if its first batch
+                is the same on all of them.
 
         Raises:
             ValueError: The last batch of an epoch has fewer samples than the ranks
@@ -111,9 +117,17 @@ class Distribution:
         """
         _check_last(of_one_device, len(self.fleet.ranks) * self._at_least)
         before = (self.replan,) if keep_up else ()
+        first = (self._check_batch,) if keep_up else ()
         return ShareSampler(
-            of_one_device, self.shares, self.rank, skip=skip, before=before
+            *(of_one_device, self.shares, self.rank),
+            skip=skip,
+            before=before,
+            first=first,
         )
+
+    def _check_batch(self, batch: Sequence[int]) -> None:
+        words = ", ".join(map(str, batch[:_SHOWN]))
+        check_alike(self._together, {"the first batch": f"{len(batch)} from {words}"})
 
     def shares(self, samples: int) -> tuple[int, ...]:
         """How a batch is shared out, of any size that every rank has a part of.

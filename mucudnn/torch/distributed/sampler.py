@@ -20,6 +20,7 @@ class ShareSampler(Sampler[list[int]]):  # type: ignore[misc]
         rank: Whose part is taken.
         skip: Batches to leave out the first time, of an epoch that is resumed.
         before: Called before each epoch.
+        first: Called with the first whole batch of each.
     """
 
     def __init__(
@@ -30,12 +31,14 @@ class ShareSampler(Sampler[list[int]]):  # type: ignore[misc]
         *,
         skip: int = 0,
         before: Sequence[Callable[[], object]] = (),
+        first: Sequence[Callable[[Sequence[int]], object]] = (),
     ) -> None:
         self._batches = batches
         self._shares = shares
         self._rank = rank
         self._skip = skip
         self._before = before
+        self._first = first
 
     def __iter__(self) -> Iterator[list[int]]:
         """One epoch.
@@ -49,6 +52,9 @@ class ShareSampler(Sampler[list[int]]):  # type: ignore[misc]
         for number, batch in enumerate(self._batches):
             if number < skip:
                 continue
+            if number == skip:
+                for check in self._first:
+                    check(batch)
             samples = self._shares(len(batch))
             start = sum(samples[: self._rank])
             yield list(batch[start : start + samples[self._rank]])

@@ -30,6 +30,7 @@ from mucudnn.torch.plan_cache.encoding import (
     decision_to,
     profile_from,
     profile_to,
+    refuse_fronts,
     schedule_digest,
 )
 from mucudnn.torch.plan_cache.entries import Entries
@@ -82,6 +83,7 @@ class PlanStore:
         lowered: Lowered,
         measured: Callable[[Lowered], Profile],
         settings: str = "",
+        check: Callable[[Profile], None] = refuse_fronts,
     ) -> Profile:
         """What a graph costs on this machine, as it is set up.
 
@@ -89,17 +91,22 @@ class PlanStore:
             lowered: The graph.
             measured: What measures it.
             settings: What else it measures by.
+            check: Raises `ValueError` for remembered ways to run convolutions that the
+                graph or its backend does not have.
         """
         places = Places(lowered)
-        key = self._key(f"least times {settings}", lowered, places)
+        key = self._key(f"times, 2 {settings}", lowered, places)
         if self._entries is None or key is None:
             return measured(lowered)
         data = self._entries.get(key)
         if data is not None:
             try:
-                return profile_from(data, places)
+                profile = profile_from(data, places)
+                check(profile)
             except ValueError as e:
                 self._entries.refused(key, str(e))
+            else:
+                return profile
         profile = measured(lowered)
         self._entries.put(key, profile_to(profile, places))
         return profile
@@ -124,11 +131,12 @@ class PlanStore:
         digest = schedule_digest(plan.schedule, places)
         decision = Decision(plan.residency, plan.scheduler, digest)
         try:
-            _replayed(decision, request, places)
+            data = decision_to(decision, places)
+            _replayed(decision_from(data, places), request, places)
         except (PlanningError, ValueError) as e:
             logger.debug("a plan is not remembered: %s", e)
         else:
-            self._entries.put(key, decision_to(decision, places))
+            self._entries.put(key, data)
         return plan
 
     def _key(
